@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 /// Rooms whose sources are held to the rules.
-const ROOMS: [&str; 17] = [
+const ROOMS: [&str; 18] = [
     "layout",
     "store",
     "gpudirect",
@@ -18,6 +18,7 @@ const ROOMS: [&str; 17] = [
     "planner",
     "cluster",
     "peer",
+    "cold",
     "simulator",
     "schedules",
     "tests",

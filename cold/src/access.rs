@@ -1,0 +1,313 @@
+//! Every request to the bucket goes through here: it is counted against the budgets of the day, repeated a few times where
+//! that can help, and not made at all for a while after an outage.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{Either, select};
+
+use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use crate::error::ColdError;
+use crate::time::{BoxFuture, Time};
+
+const DAY_MS: u64 = 86_400_000;
+
+/// How much may be asked of a bucket.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Requests a day, repeated ones included.
+    pub requests_a_day: u64,
+    /// Bytes written a day.
+    pub written_bytes_a_day: u64,
+    /// Bytes read a day.
+    pub read_bytes_a_day: u64,
+    /// How often one request is made at most.
+    pub attempts: u32,
+    /// The wait before the second attempt; each further one is twice as long.
+    pub first_wait: Duration,
+    /// The longest wait, also where the bucket asks for a longer one.
+    pub longest_wait: Duration,
+    /// How long one attempt may take, beside the time for its bytes.
+    pub patience: Duration,
+    /// The slowest rate that is put up with, in bytes a second.
+    pub slowest_rate: u64,
+    /// After so many failures in a row the bucket is left alone...
+    pub failures_before_pause: u32,
+    /// ...for this long.
+    pub pause: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            requests_a_day: 1_000_000,
+            written_bytes_a_day: 1 << 40,
+            read_bytes_a_day: 4 << 40,
+            attempts: 4,
+            first_wait: Duration::from_millis(100),
+            longest_wait: Duration::from_secs(10),
+            patience: Duration::from_secs(10),
+            slowest_rate: 1 << 20,
+            failures_before_pause: 8,
+            pause: Duration::from_secs(30),
+        }
+    }
+}
+
+/// What was asked of a bucket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Spent {
+    /// Requests.
+    pub requests: u64,
+    /// Of these, repeated ones.
+    pub retries: u64,
+    /// Of these, ranges that were asked for a second time because they were late.
+    pub hedges: u64,
+    /// Requests that failed.
+    pub failures: u64,
+    /// Bytes written.
+    pub written_bytes: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    day: u64,
+    today: Spent,
+    total: Spent,
+    failures_in_a_row: u32,
+    paused_until: Duration,
+    random: u64,
+}
+
+/// The way to a bucket.
+pub struct Access {
+    bucket: Arc<dyn Bucket>,
+    time: Arc<dyn Time>,
+    limits: Limits,
+    state: Mutex<State>,
+}
+
+impl std::fmt::Debug for Access {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Access").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+impl Access {
+    /// A way to `bucket`. The seed spreads the waits of several nodes.
+    pub fn new(bucket: Arc<dyn Bucket>, time: Arc<dyn Time>, limits: Limits, seed: u64) -> Self {
+        let state = State { random: seed, ..State::default() };
+        Self { bucket, time, limits, state: Mutex::new(state) }
+    }
+
+    /// Its clocks.
+    pub fn time(&self) -> &Arc<dyn Time> {
+        &self.time
+    }
+
+    /// What was asked since the start.
+    pub fn spent(&self) -> Spent {
+        self.lock().total
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Counters only: each change is whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the bucket is left alone now.
+    pub fn is_paused(&self) -> bool {
+        self.time.now() < self.lock().paused_until
+    }
+
+    /// Takes one request, and bytes, from the budgets of the day.
+    fn take(&self, (written, read): (u64, u64), is_retry: bool) -> Result<(), ColdError> {
+        let (now, day) = (self.time.now(), self.time.wall_ms() / DAY_MS);
+        let mut state = self.lock();
+        if now < state.paused_until {
+            return Err(ColdError::Paused);
+        }
+        if state.day != day {
+            (state.day, state.today) = (day, Spent::default());
+        }
+        let (today, limits) = (state.today, &self.limits);
+        if today.requests >= limits.requests_a_day {
+            return Err(ColdError::Budget("requests"));
+        }
+        if today.written_bytes.saturating_add(written) > limits.written_bytes_a_day {
+            return Err(ColdError::Budget("bytes written"));
+        }
+        if today.read_bytes.saturating_add(read) > limits.read_bytes_a_day {
+            return Err(ColdError::Budget("bytes read"));
+        }
+        let State { today, total, .. } = &mut *state;
+        for spent in [today, total] {
+            spent.requests += 1;
+            spent.retries += u64::from(is_retry);
+            spent.written_bytes = spent.written_bytes.saturating_add(written);
+            spent.read_bytes = spent.read_bytes.saturating_add(read);
+        }
+        Ok(())
+    }
+
+    /// Counts what was read beyond what a request had taken before.
+    fn took(&self, read: u64) {
+        let mut state = self.lock();
+        let State { today, total, .. } = &mut *state;
+        for spent in [today, total] {
+            spent.read_bytes = spent.read_bytes.saturating_add(read);
+        }
+    }
+
+    /// Whether a late range may be asked for once more: at most one request in ten is.
+    pub(crate) fn may_hedge(&self) -> bool {
+        let mut state = self.lock();
+        let may = state.total.hedges.saturating_mul(10) <= state.total.requests;
+        state.total.hedges += u64::from(may);
+        state.today.hedges += u64::from(may);
+        may
+    }
+
+    fn answered(&self, outcome: Option<&Fault>) {
+        let now = self.time.now();
+        let mut state = self.lock();
+        match outcome {
+            Some(fault) if fault.is_passing() || matches!(fault, Fault::Denied(_)) => {
+                state.total.failures += 1;
+                state.today.failures += 1;
+                state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
+                if state.failures_in_a_row >= self.limits.failures_before_pause {
+                    state.paused_until = now.saturating_add(self.limits.pause);
+                    // One failure after the pause is enough for the next one.
+                    state.failures_in_a_row = self.limits.failures_before_pause.saturating_sub(1);
+                }
+            }
+            _ => state.failures_in_a_row = 0,
+        }
+    }
+
+    /// How long to wait before the next attempt: at least what the bucket asks for, within the longest wait; between half and
+    /// all of a time that doubles.
+    fn wait(&self, attempt: u32, asked: Option<Duration>) -> Duration {
+        let doubled = self.limits.first_wait.saturating_mul(1 << attempt.min(16));
+        let longest = doubled.min(self.limits.longest_wait);
+        let mut state = self.lock();
+        // An LCG's upper bits: it only has to differ between nodes.
+        state.random =
+            state.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let part = (state.random >> 40) as f64 / (1u64 << 24) as f64;
+        let own = longest.mul_f64(0.5 + part / 2.0);
+        own.max(asked.unwrap_or_default()).min(self.limits.longest_wait)
+    }
+
+    /// How long who lost a race for an object waits before the next one.
+    pub(crate) fn wait_for_turn(&self, attempt: u32) -> Duration {
+        self.wait(attempt.min(5), None) / 4
+    }
+
+    /// Makes a request until it succeeds, cannot succeed, or was made often enough.
+    async fn asked<'a, T>(
+        &'a self,
+        name: &str,
+        (written, read): (u64, u64),
+        ask: impl Fn() -> BoxFuture<'a, Result<T, Fault>>,
+    ) -> Result<T, ColdError> {
+        let bytes = written.saturating_add(read);
+        let long = Duration::from_secs(bytes.checked_div(self.limits.slowest_rate).unwrap_or(0));
+        let patience = self.limits.patience.saturating_add(long);
+        let mut attempt = 0;
+        loop {
+            self.take((written, read), attempt > 0)?;
+            let outcome = match select(ask(), self.time.sleep(patience)).await {
+                Either::Left((outcome, _)) => outcome,
+                Either::Right(_) => Err(Fault::Unreachable("no answer in time".to_owned())),
+            };
+            self.answered(outcome.as_ref().err());
+            let fault = match outcome {
+                Ok(value) => return Ok(value),
+                Err(fault) => fault,
+            };
+            attempt += 1;
+            if !fault.is_passing() || attempt >= self.limits.attempts {
+                return Err(ColdError::Bucket(name.to_owned(), fault));
+            }
+            let asked = if let Fault::Busy(asked) = fault { asked } else { None };
+            self.time.sleep(self.wait(attempt - 1, asked)).await;
+        }
+    }
+
+    /// As [`Bucket::get`].
+    pub async fn get(&self, name: &str, most: u64) -> Result<(Bytes, Tag), ColdError> {
+        let (bytes, tag) = self.asked(name, (0, 0), || self.bucket_get(name, most)).await?;
+        self.took(bytes.len() as u64);
+        Ok((bytes, tag))
+    }
+
+    fn bucket_get<'a>(&'a self, name: &str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
+        let name = name.to_owned();
+        Box::pin(async move {
+            let (bytes, tag) = self.bucket.get(&name, most).await?;
+            if bytes.len() as u64 > most { Err(Fault::Length) } else { Ok((bytes, tag)) }
+        })
+    }
+
+    /// As [`Bucket::get_range`].
+    pub async fn get_range(&self, name: &str, range: Range<u64>) -> Result<Bytes, ColdError> {
+        let wanted = range.end.saturating_sub(range.start);
+        let ask = || -> BoxFuture<'_, Result<Bytes, Fault>> {
+            let (name, range) = (name.to_owned(), range.clone());
+            Box::pin(async move {
+                let bytes = self.bucket.get_range(&name, range).await?;
+                if bytes.len() as u64 == wanted { Ok(bytes) } else { Err(Fault::Length) }
+            })
+        };
+        self.asked(name, (0, wanted), ask).await
+    }
+
+    /// As [`Bucket::head`].
+    pub async fn head(&self, name: &str) -> Result<Facts, ColdError> {
+        let ask = || -> BoxFuture<'_, Result<Facts, Fault>> {
+            let name = name.to_owned();
+            Box::pin(async move { self.bucket.head(&name).await })
+        };
+        self.asked(name, (0, 0), ask).await
+    }
+
+    /// As [`Bucket::put`]. A conditional put that is repeated may meet its own first attempt: who gets
+    /// [`Fault::Changed`] looks again.
+    pub async fn put(&self, name: &str, body: &[Bytes], condition: Condition) -> Result<Tag, ColdError> {
+        let len = body.iter().map(|piece| piece.len() as u64).fold(0, u64::saturating_add);
+        let ask = || -> BoxFuture<'_, Result<Tag, Fault>> {
+            let (name, body, condition) = (name.to_owned(), body.to_vec(), condition.clone());
+            Box::pin(async move { self.bucket.put(&name, body, condition).await })
+        };
+        self.asked(name, (len, 0), ask).await
+    }
+
+    /// As [`Bucket::delete`].
+    pub async fn delete(&self, name: &str) -> Result<(), ColdError> {
+        let ask = || -> BoxFuture<'_, Result<(), Fault>> {
+            let name = name.to_owned();
+            Box::pin(async move { self.bucket.delete(&name).await })
+        };
+        self.asked(name, (0, 0), ask).await
+    }
+
+    /// As [`Bucket::list`].
+    pub async fn list(
+        &self,
+        prefix: &str,
+        after: Option<&str>,
+        most: usize,
+    ) -> Result<Vec<Listed>, ColdError> {
+        let ask = || -> BoxFuture<'_, Result<Vec<Listed>, Fault>> {
+            let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
+            Box::pin(async move { self.bucket.list(&prefix, after.as_deref(), most).await })
+        };
+        self.asked(prefix, (0, 0), ask).await
+    }
+}

@@ -1,0 +1,50 @@
+//! What callers are told.
+
+use std::fmt;
+
+use kvarts_layout::NamespaceId;
+
+use crate::bucket::Fault;
+use crate::format::FormatError;
+
+/// Why something was not done. Whatever it was: a restore that fails is a miss, a push that fails leaves nothing visible.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ColdError {
+    /// The bucket, of this object, after every retry.
+    Bucket(String, Fault),
+    /// After an outage the bucket is left alone for a while.
+    Paused,
+    /// The budget of the day is spent: of requests, of bytes written, or of bytes read.
+    Budget(&'static str),
+    /// An object is not what its name says.
+    Object(String, FormatError),
+    /// The manifest of a namespace has no room for another pack: collect garbage, or keep less.
+    Full(NamespaceId),
+    /// Other writers changed the manifest each time.
+    Contended(NamespaceId),
+    /// The pack's name waits for its deletion: the pack needs another one.
+    Condemned,
+    /// The store that blocks are to be brought into refuses them.
+    Store(String),
+}
+
+impl fmt::Display for ColdError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bucket(name, fault) => write!(f, "{name}: {fault}"),
+            Self::Paused => f.write_str("the bucket failed again and again and is left alone for a while"),
+            Self::Budget(what) => write!(f, "the budget of {what} a day is spent"),
+            Self::Object(name, error) => write!(f, "{name}: {error}"),
+            Self::Full(namespace) => {
+                write!(f, "namespace {namespace}: its manifest has no room for more packs")
+            }
+            Self::Contended(namespace) => {
+                write!(f, "namespace {namespace}: other writers changed its manifest each time: try again")
+            }
+            Self::Store(why) => write!(f, "the store: {why}"),
+            Self::Condemned => f.write_str("a pack of this name is to be deleted"),
+        }
+    }
+}
+
+impl std::error::Error for ColdError {}

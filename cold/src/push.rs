@@ -1,0 +1,295 @@
+//! Blocks into packs, packs into the bucket: the pack, then its index, then the manifest that names it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::export::{ExportedNamespace, Run};
+use kvarts_layout::format::body::Parent;
+use kvarts_layout::{BlockKey, NamespaceId};
+
+use crate::bucket::Condition;
+use crate::error::ColdError;
+use crate::format::{FormatError, Pack, PackBuilder, names};
+use crate::tier::Tier;
+
+/// How blocks are packed.
+#[derive(Clone, Debug)]
+pub struct PushOptions {
+    /// Bytes of blocks that a pack is to have; 16 to 64 MiB is what the format is made for.
+    pub pack_bytes: u64,
+    /// Bytes of blocks that wait in unfinished packs of all namespaces; a single larger block may exceed it.
+    pub memory_bytes: u64,
+    /// A pack whose upload began this long ago is not named any more: garbage collection may have taken it for lost. Far below
+    /// its grace.
+    pub upload_time: Duration,
+}
+
+impl Default for PushOptions {
+    fn default() -> Self {
+        Self { pack_bytes: 32 << 20, memory_bytes: 128 << 20, upload_time: Duration::from_secs(300) }
+    }
+}
+
+/// What a push came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Pushed {
+    /// Packs that are in the bucket and named by a manifest.
+    pub packs: u64,
+    /// Blocks in them.
+    pub blocks: u64,
+    /// Bytes of these blocks.
+    pub payload_bytes: u64,
+    /// Blocks that were there already.
+    pub already_there: u64,
+    /// Blocks that have expired.
+    pub expired: u64,
+    /// Blocks that are larger than a pack may be.
+    pub too_large: u64,
+}
+
+/// How often a pack gets another name because the one it had is not to be used.
+const NAMES_MAX: u32 = 3;
+
+/// A pack that is being filled.
+struct Open {
+    namespace: Arc<ExportedNamespace>,
+    builder: PackBuilder,
+    /// What is in it, for another name.
+    runs: Vec<(Run, Bytes)>,
+}
+
+impl Open {
+    fn new(namespace: &Arc<ExportedNamespace>, begin_ms: u64) -> Result<Self, FormatError> {
+        let builder = PackBuilder::new(namespace, begin_ms)?;
+        Ok(Self { namespace: Arc::clone(namespace), builder, runs: Vec::new() })
+    }
+
+    fn add(&mut self, run: Run, payload: Bytes) -> Result<(), FormatError> {
+        self.builder.add(&run, payload.clone())?;
+        self.runs.push((run, payload));
+        Ok(())
+    }
+
+    /// The pack, and how to make it again.
+    fn finish(self, added_ms: u64) -> Result<(Pack, Vec<(Run, Bytes)>), FormatError> {
+        Ok((self.builder.finish(added_ms)?, self.runs))
+    }
+}
+
+/// Takes blocks and brings them into the tier. What it has taken is there when [`Pusher::finish`] says so; if that is not
+/// reached, the packs that were full by then may be.
+pub struct Pusher<'a> {
+    tier: &'a Tier,
+    options: PushOptions,
+    open: BTreeMap<NamespaceId, Open>,
+    pushed: Pushed,
+}
+
+impl std::fmt::Debug for Pusher<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pusher").field("pushed", &self.pushed).finish_non_exhaustive()
+    }
+}
+
+fn refused(error: FormatError) -> ColdError {
+    ColdError::Object("a run of blocks".to_owned(), error)
+}
+
+impl<'a> Pusher<'a> {
+    /// Pushes into this tier.
+    pub fn new(tier: &'a Tier, options: PushOptions) -> Self {
+        Self { tier, options, open: BTreeMap::new(), pushed: Pushed::default() }
+    }
+
+    /// Takes the blocks of a run that are not in the tier yet. Their bytes are verified against the run.
+    pub async fn add(
+        &mut self,
+        namespace: &Arc<ExportedNamespace>,
+        run: &Run,
+        payload: &Bytes,
+    ) -> Result<(), ColdError> {
+        let count = run.blocks.len() as u64;
+        if run.expires_ms != 0 && run.expires_ms <= self.tier.access().time().wall_ms() {
+            self.pushed.expired += count;
+            return Ok(());
+        }
+        let keys: Vec<BlockKey> = run.blocks.iter().map(|block| block.key).collect();
+        let there = self.tier.locate(run.namespace, (run.group, run.coordinate), &keys).await?;
+        let open = self.open.get(&run.namespace);
+        let is_new: Vec<bool> = keys
+            .iter()
+            .zip(there)
+            .map(|(key, found)| found.is_none() && !open.is_some_and(|open| open.builder.has(key, run)))
+            .collect();
+        let mut at = 0;
+        while at < is_new.len() {
+            let wanted = is_new.get(at).copied().unwrap_or(false);
+            let same = is_new.iter().skip(at).take_while(|is_new| **is_new == wanted).count();
+            if wanted {
+                self.take(namespace, run, payload, (at, at + same)).await?;
+            } else {
+                self.pushed.already_there += same as u64;
+            }
+            at += same;
+        }
+        Ok(())
+    }
+
+    /// Takes these blocks of a run, in as many packs as it needs.
+    async fn take(
+        &mut self,
+        namespace: &Arc<ExportedNamespace>,
+        run: &Run,
+        payload: &Bytes,
+        (mut at, to): (usize, usize),
+    ) -> Result<(), ColdError> {
+        let chunks = run.blocks.first().map_or(0, |block| block.digests.len() as u32);
+        while at < to {
+            let begin_ms = self.tier.access().time().wall_ms();
+            let open = match self.open.remove(&run.namespace) {
+                Some(open) => open,
+                None => Open::new(namespace, begin_ms).map_err(refused)?,
+            };
+            let room = open.builder.room(run.block_bytes, chunks, self.options.pack_bytes) as usize;
+            if room == 0 && open.builder.blocks() == 0 {
+                self.pushed.too_large += (to - at) as u64;
+                return Ok(());
+            }
+            if room == 0 {
+                self.upload(open).await?;
+                continue;
+            }
+            let mut open = open;
+            let end = to.min(at.saturating_add(room));
+            let part = part(run, at, end).ok_or(refused(FormatError::Rule("blocks")))?;
+            let bytes = slice(payload, run.block_bytes, at, end).ok_or(refused(FormatError::Damaged))?;
+            open.add(part, bytes).map_err(refused)?;
+            at = end;
+            if open.builder.payload_bytes() >= self.options.pack_bytes {
+                self.upload(open).await?;
+            } else {
+                self.open.insert(run.namespace, open);
+            }
+            self.keep_within_memory().await?;
+        }
+        Ok(())
+    }
+
+    /// Uploads the largest packs while too much waits.
+    async fn keep_within_memory(&mut self) -> Result<(), ColdError> {
+        loop {
+            let waiting: u64 = self.open.values().map(|open| open.builder.payload_bytes()).sum();
+            if waiting <= self.options.memory_bytes {
+                return Ok(());
+            }
+            let largest = self.open.iter().max_by_key(|(_, open)| open.builder.payload_bytes());
+            let Some(open) = largest.map(|(id, _)| *id).and_then(|id| self.open.remove(&id)) else {
+                return Ok(());
+            };
+            self.upload(open).await?;
+        }
+    }
+
+    /// Brings what is left into the tier.
+    pub async fn finish(mut self) -> Result<Pushed, ColdError> {
+        while let Some((_, open)) = self.open.pop_first() {
+            if open.builder.blocks() > 0 {
+                self.upload(open).await?;
+            }
+        }
+        Ok(self.pushed)
+    }
+
+    /// What has been pushed so far.
+    pub fn pushed(&self) -> Pushed {
+        self.pushed
+    }
+
+    /// Pack, index, manifest. A name that garbage collection has taken for lost is given up for another.
+    async fn upload(&mut self, open: Open) -> Result<(), ColdError> {
+        let namespace = Arc::clone(&open.namespace);
+        let time = Arc::clone(self.tier.access().time());
+        let (blocks, bytes) = (open.builder.blocks(), open.builder.payload_bytes());
+        let (mut pack, runs) = open.finish(time.wall_ms()).map_err(refused)?;
+        let mut names_left = NAMES_MAX;
+        loop {
+            match self.try_upload(&namespace, &pack).await {
+                Err(ColdError::Condemned) if names_left > 0 => names_left -= 1,
+                Err(error) => return Err(error),
+                Ok(()) => break,
+            }
+            // Another name: a pack whose first frame is of another time.
+            let begin_ms = time.wall_ms().saturating_add(u64::from(NAMES_MAX - names_left));
+            let mut again = PackBuilder::new(&namespace, begin_ms).map_err(refused)?;
+            for (run, payload) in &runs {
+                again.add(run, payload.clone()).map_err(refused)?;
+            }
+            pack = again.finish(time.wall_ms()).map_err(refused)?;
+        }
+        self.pushed.packs += 1;
+        self.pushed.blocks += blocks;
+        self.pushed.payload_bytes += bytes;
+        Ok(())
+    }
+
+    async fn try_upload(&self, namespace: &ExportedNamespace, pack: &Pack) -> Result<(), ColdError> {
+        let access = self.tier.access();
+        let id = namespace.identity.namespace_id();
+        let id = id.map_err(|_| refused(FormatError::Rule("identity")))?;
+        let begun = access.time().now();
+        access.put(&names::pack(id, pack.id), &pack.body, Condition::Any).await?;
+        access.put(&names::index(id, pack.id), std::slice::from_ref(&pack.index), Condition::Any).await?;
+        let named = self.tier.change(id, |manifest| {
+            if manifest.packs.contains_key(&pack.id) {
+                // By an attempt whose answer was lost.
+                return Ok(None);
+            }
+            let late = access.time().now().saturating_sub(begun) > self.options.upload_time;
+            if late || manifest.condemned.contains_key(&pack.id) {
+                return Err(ColdError::Condemned);
+            }
+            manifest.packs.insert(pack.id, pack.entry.clone());
+            Ok(Some(()))
+        });
+        named.await.map(|_| ())
+    }
+}
+
+/// The blocks `from..to` of a run, as a run.
+pub(crate) fn part(run: &Run, from: usize, to: usize) -> Option<Run> {
+    let before = from.checked_sub(1).and_then(|before| run.blocks.get(before));
+    Some(Run {
+        first_block: run.first_block.and_then(|first| first.checked_add(from as u32)),
+        parent: match (run.parent, before) {
+            (Parent::Unknown, _) => Parent::Unknown,
+            (_, Some(before)) => Parent::Key(before.key.0),
+            (parent, None) => parent,
+        },
+        blocks: run.blocks.get(from..to)?.to_vec(),
+        ..without_blocks(run)
+    })
+}
+
+/// A run without its blocks.
+fn without_blocks(run: &Run) -> Run {
+    Run {
+        namespace: run.namespace,
+        coordinate: run.coordinate,
+        group: run.group,
+        created_ms: run.created_ms,
+        expires_ms: run.expires_ms,
+        first_block: run.first_block,
+        parent: run.parent,
+        block_bytes: run.block_bytes,
+        blocks: Vec::new(),
+    }
+}
+
+/// The bytes of the blocks `from..to`.
+fn slice(payload: &Bytes, block_bytes: u64, from: usize, to: usize) -> Option<Bytes> {
+    let each = usize::try_from(block_bytes).ok()?;
+    let (from, to) = (from.checked_mul(each)?, to.checked_mul(each)?);
+    (to <= payload.len()).then(|| payload.slice(from..to))
+}

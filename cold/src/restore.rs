@@ -1,0 +1,305 @@
+//! Packs into blocks: ranges that are near each other are read as one, several at a time, and every byte is verified before
+//! it is handed on.
+//!
+//! Packs hold whole blocks. Blocks come in the order in which they are asked for; where only some layers are wanted, only
+//! their part of each block is read, and proven by the digests of its chunks.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::future::{Either, select};
+use futures_util::{Stream, StreamExt};
+use kvarts_layout::BlockShape;
+
+use crate::error::ColdError;
+use crate::format::{IndexedRun, PackIndex, names};
+use crate::tier::{Found, Tier};
+
+/// How blocks are fetched.
+#[derive(Clone, Debug)]
+pub struct FetchOptions {
+    /// Ranges that are read at once. With the bytes of a range this bounds memory.
+    pub parallel: usize,
+    /// The most bytes of a range of more than one block.
+    pub range_bytes: u64,
+    /// Blocks that lie no further apart are read as one range...
+    pub gap_bytes: u64,
+    /// ...if what is read beside what is wanted stays below this part of it, in thousandths.
+    pub over_read: u64,
+    /// A range that takes longer than this many times the usual is asked for once more.
+    pub late: u32,
+    /// But never sooner than this.
+    pub late_least: Duration,
+}
+
+impl Default for FetchOptions {
+    fn default() -> Self {
+        Self {
+            parallel: 8,
+            range_bytes: 8 << 20,
+            gap_bytes: 256 << 10,
+            over_read: 125,
+            late: 3,
+            late_least: Duration::from_millis(200),
+        }
+    }
+}
+
+/// A block, or some layers of one, as a part of a range.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Which block of the request.
+    pub ordinal: usize,
+    /// Which run of the pack.
+    pub run: u32,
+    /// Which block of the run.
+    pub block: u32,
+    /// Which layers of the shape.
+    pub layers: Range<u32>,
+    /// Which bytes of the pack.
+    pub range: Range<u64>,
+}
+
+/// One range of one pack.
+#[derive(Clone, Debug)]
+pub struct Fetch {
+    /// The pack.
+    pub index: Arc<PackIndex>,
+    /// Its bytes.
+    pub range: Range<u64>,
+    /// What is wanted of them, from front to back.
+    pub parts: Vec<Part>,
+}
+
+impl Fetch {
+    /// Bytes that are read beside what is wanted.
+    pub fn over_read(&self) -> u64 {
+        let wanted: u64 = self.parts.iter().map(|part| part.range.end - part.range.start).sum();
+        (self.range.end - self.range.start).saturating_sub(wanted)
+    }
+}
+
+/// Where some layers of a block lie in it.
+fn of_layers(shape: &BlockShape, layers: &Range<u32>) -> Option<Range<u64>> {
+    let bytes = |to: u32| -> Option<u64> {
+        let layers = shape.layers().get(..to as usize)?;
+        Some(layers.iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).sum())
+    };
+    (layers.start < layers.end).then_some(())?;
+    Some(bytes(layers.start)?..bytes(layers.end)?)
+}
+
+/// Which ranges are read for these blocks, in their order. `layers` counts those of the shape; all if none are named.
+pub fn plan(wanted: &[(usize, Found)], layers: Option<&Range<u32>>, options: &FetchOptions) -> Vec<Fetch> {
+    let mut fetches: Vec<Fetch> = Vec::new();
+    for (ordinal, found) in wanted {
+        let Some(run) = found.run() else { continue };
+        let all = 0..run.shape.layers().len() as u32;
+        let layers = layers.cloned().unwrap_or(all);
+        let Some(within) = of_layers(&run.shape, &layers) else { continue };
+        let at = run.block_at(found.place.block);
+        let range = at.saturating_add(within.start)..at.saturating_add(within.end);
+        let (run, block) = (found.place.run, found.place.block);
+        let part = Part { ordinal: *ordinal, run, block, layers, range };
+        match fetches.last_mut() {
+            Some(last) if joins(last, found, &part.range, options) => {
+                last.range.end = part.range.end;
+                last.parts.push(part);
+            }
+            _ => {
+                let index = Arc::clone(&found.index);
+                fetches.push(Fetch { index, range: part.range.clone(), parts: vec![part] });
+            }
+        }
+    }
+    fetches
+}
+
+fn joins(last: &Fetch, found: &Found, range: &Range<u64>, options: &FetchOptions) -> bool {
+    let Some(gap) = range.start.checked_sub(last.range.end) else { return false };
+    let whole = range.end.saturating_sub(last.range.start);
+    let over_read = last.over_read().saturating_add(gap);
+    let wanted = whole.saturating_sub(over_read);
+    last.index.id() == found.index.id()
+        && gap <= options.gap_bytes
+        && whole <= options.range_bytes
+        && over_read.saturating_mul(1000) <= wanted.saturating_mul(options.over_read)
+}
+
+/// Why the tier does not give a block. It is a miss, whatever it is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Lost {
+    /// It could not be read.
+    Unread(ColdError),
+    /// It was read twice, and was not what was put either time.
+    Damaged,
+}
+
+/// Some layers of a block, or all, verified; or why not.
+#[derive(Clone, Debug)]
+pub struct Arrived {
+    /// What it is.
+    pub part: Part,
+    /// Its pack.
+    pub index: Arc<PackIndex>,
+    /// Its bytes, in canonical order.
+    pub bytes: Result<Bytes, Lost>,
+}
+
+/// What a restore cost.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Fetched {
+    /// Ranges that were planned.
+    pub ranges: u64,
+    /// Bytes of blocks that were delivered.
+    pub bytes: u64,
+    /// Bytes that were read beside them.
+    pub over_read_bytes: u64,
+    /// Parts that did not arrive.
+    pub lost: u64,
+}
+
+impl Fetched {
+    /// What these ranges will cost, with nothing delivered yet.
+    pub fn planned(fetches: &[Fetch]) -> Self {
+        let over_read_bytes = fetches.iter().map(Fetch::over_read).sum();
+        Self { ranges: fetches.len() as u64, over_read_bytes, ..Self::default() }
+    }
+
+    /// Counts what arrived.
+    pub fn count(&mut self, arrived: &Arrived) {
+        match &arrived.bytes {
+            Ok(bytes) => self.bytes += bytes.len() as u64,
+            Err(_) => self.lost += 1,
+        }
+    }
+}
+
+/// Reads ranges, several at a time, and hands on what each holds, in their order.
+pub fn arriving<'a>(
+    tier: &'a Tier,
+    fetches: Vec<Fetch>,
+    options: &'a FetchOptions,
+) -> impl Stream<Item = Vec<Arrived>> + 'a {
+    let reads = fetches.into_iter().map(move |fetch| one(tier, fetch, options));
+    futures_util::stream::iter(reads).buffered(options.parallel.max(1))
+}
+
+/// The same to the end, one part after the other.
+pub async fn fetch(
+    tier: &Tier,
+    fetches: Vec<Fetch>,
+    options: &FetchOptions,
+    mut each: impl FnMut(Arrived),
+) -> Fetched {
+    let mut fetched = Fetched::planned(&fetches);
+    let mut arriving = std::pin::pin!(arriving(tier, fetches, options));
+    while let Some(parts) = arriving.next().await {
+        for arrived in parts {
+            fetched.count(&arrived);
+            each(arrived);
+        }
+    }
+    fetched
+}
+
+/// Reads one range and verifies its parts. What is not right is read once more by itself.
+async fn one(tier: &Tier, fetch: Fetch, options: &FetchOptions) -> Vec<Arrived> {
+    let read = ranged(tier, &fetch.index, fetch.range.clone(), options).await;
+    let mut arrived = Vec::with_capacity(fetch.parts.len());
+    for part in fetch.parts {
+        let bytes = match &read {
+            Ok(read) => match verified(&fetch.index, &part, cut(read, &fetch.range, &part.range)) {
+                Some(bytes) => Ok(bytes),
+                None => again(tier, &fetch.index, &part, options).await,
+            },
+            Err(error) => Err(Lost::Unread(error.clone())),
+        };
+        arrived.push(Arrived { part, index: Arc::clone(&fetch.index), bytes });
+    }
+    arrived
+}
+
+async fn again(tier: &Tier, index: &PackIndex, part: &Part, options: &FetchOptions) -> Result<Bytes, Lost> {
+    if tier.is_struck(index.id()) {
+        return Err(Lost::Damaged);
+    }
+    let read = ranged(tier, index, part.range.clone(), options).await.map_err(Lost::Unread)?;
+    if let Some(bytes) = verified(index, part, Some(read)) {
+        return Ok(bytes);
+    }
+    tier.strike(index.id());
+    Err(Lost::Damaged)
+}
+
+fn cut(read: &Bytes, of: &Range<u64>, wanted: &Range<u64>) -> Option<Bytes> {
+    let from = usize::try_from(wanted.start.checked_sub(of.start)?).ok()?;
+    let to = usize::try_from(wanted.end.checked_sub(of.start)?).ok()?;
+    (from <= to && to <= read.len()).then(|| read.slice(from..to))
+}
+
+/// The bytes of a part, if they are what was put.
+fn verified(index: &PackIndex, part: &Part, bytes: Option<Bytes>) -> Option<Bytes> {
+    let bytes = bytes?;
+    let run = index.run(part.run)?;
+    let is_whole = part.layers == (0..run.shape.layers().len() as u32);
+    let holds = if is_whole {
+        run.run.verify(part.block as usize, &run.shape, &bytes).is_ok()
+    } else {
+        layers_hold(run, part, &bytes)?
+    };
+    holds.then_some(bytes)
+}
+
+fn layers_hold(run: &IndexedRun, part: &Part, bytes: &[u8]) -> Option<bool> {
+    let digests = &run.block(part.block)?.digests;
+    let layers = run.shape.layers();
+    let before = layers.get(..part.layers.start as usize)?.iter().map(|layer| layer.chunks.len()).sum();
+    let mut rest = bytes;
+    let wanted = layers.get(part.layers.start as usize..part.layers.end as usize)?;
+    let chunks = wanted.iter().flat_map(|layer| &layer.chunks);
+    for (chunk, digest) in chunks.zip(digests.iter().skip(before)) {
+        let (own, behind) = rest.split_at_checked(usize::try_from(chunk.bytes).ok()?)?;
+        if crc32fast::hash(own) != *digest {
+            return Some(false);
+        }
+        rest = behind;
+    }
+    Some(rest.is_empty())
+}
+
+/// Reads a range; once it is late, asks for it a second time and takes whichever comes first.
+async fn ranged(
+    tier: &Tier,
+    index: &PackIndex,
+    range: Range<u64>,
+    options: &FetchOptions,
+) -> Result<Bytes, ColdError> {
+    let access = tier.access();
+    let name = names::pack(index.namespace_id(), index.id());
+    let begun = access.time().now();
+    let first = Box::pin(access.get_range(&name, range.clone()));
+    let usual = tier.range_time().map_or(options.late_least, |usual| usual.saturating_mul(options.late));
+    let late = access.time().sleep(usual.max(options.late_least));
+    let outcome = match select(first, late).await {
+        Either::Left((outcome, _)) => outcome,
+        Either::Right(((), first)) if access.may_hedge() => {
+            let second = Box::pin(access.get_range(&name, range));
+            match select(first, second).await {
+                Either::Left((Ok(bytes), _)) | Either::Right((Ok(bytes), _)) => Ok(bytes),
+                Either::Left((Err(_), second)) => second.await,
+                Either::Right((Err(_), first)) => first.await,
+            }
+        }
+        Either::Right(((), first)) => first.await,
+    };
+    if outcome.is_ok() {
+        tier.measured(access.time().now().saturating_sub(begun).as_secs_f64());
+    } else if matches!(&outcome, Err(ColdError::Bucket(_, crate::bucket::Fault::Missing))) {
+        // Collected, or lost: its index is of no use.
+        tier.forget(index.id());
+    }
+    outcome
+}

@@ -1,0 +1,130 @@
+//! A tier over a bucket with faults, and blocks to push.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::{BlockKey, Coordinate, Group};
+
+use crate::access::{Access, Limits};
+use crate::bucket::Bucket;
+use crate::error::ColdError;
+use crate::format::samples;
+use crate::push::{PushOptions, Pushed, Pusher};
+use crate::restore::{FetchOptions, Fetched, Lost, fetch, plan};
+use crate::testing::{Faulty, MemoryBucket, VirtualTime};
+use crate::tier::{Tier, TierOptions};
+use crate::time::Time;
+
+pub(crate) const COLUMN: (Group, Coordinate) = (Group(0), Coordinate::Replicated);
+
+pub(crate) struct World {
+    pub(crate) time: VirtualTime,
+    pub(crate) memory: Arc<MemoryBucket>,
+    pub(crate) faulty: Arc<Faulty>,
+    pub(crate) tier: Tier,
+    seed: u64,
+}
+
+pub(crate) fn limits() -> Limits {
+    Limits { failures_before_pause: 1000, ..Limits::default() }
+}
+
+impl World {
+    pub(crate) fn new() -> Self {
+        Self::seeded(1)
+    }
+
+    pub(crate) fn seeded(seed: u64) -> Self {
+        let time = VirtualTime::default();
+        let clock: Arc<dyn Time> = Arc::new(time.clone());
+        let memory = MemoryBucket::new(Arc::clone(&clock));
+        let faulty = Faulty::new(Arc::clone(&memory) as Arc<dyn Bucket>, clock, seed);
+        let tier = tier(&time, &faulty, limits(), seed);
+        Self { time, memory, faulty, tier, seed }
+    }
+
+    pub(crate) fn limited(mut self, limits: Limits) -> Self {
+        self.tier = tier(&self.time, &self.faulty, limits, self.seed);
+        self
+    }
+
+    /// Another node with the same bucket, which remembers nothing.
+    pub(crate) fn other(&self) -> Tier {
+        tier(&self.time, &self.faulty, limits(), self.seed + 77)
+    }
+
+    pub(crate) fn push(&self, blocks: &[(u8, u32, u32)]) -> Result<Pushed, ColdError> {
+        self.time.run(push(&self.tier, blocks, options()))
+    }
+
+    /// What the tier gives of blocks of a prefix.
+    pub(crate) fn read(&self, tier: &Tier, prefix: u8, to: u32) -> (Vec<Option<Bytes>>, Fetched) {
+        self.time.run(read(tier, prefix, to)).unwrap()
+    }
+
+    /// Blocks of a prefix that the tier gives; each is what was put.
+    pub(crate) fn good(&self, tier: &Tier, prefix: u8, to: u32) -> usize {
+        let (blocks, _) = self.read(tier, prefix, to);
+        for (block, bytes) in (0..).zip(&blocks) {
+            if let Some(bytes) = bytes {
+                assert_eq!(*bytes, samples::bytes_of(prefix, block), "a wrong byte of block {block}");
+            }
+        }
+        blocks.iter().flatten().count()
+    }
+}
+
+fn tier(time: &VirtualTime, faulty: &Arc<Faulty>, limits: Limits, seed: u64) -> Tier {
+    let bucket = Arc::clone(faulty) as Arc<dyn Bucket>;
+    Tier::new(Access::new(bucket, Arc::new(time.clone()), limits, seed), TierOptions::default())
+}
+
+/// Packs of five blocks.
+pub(crate) fn options() -> PushOptions {
+    PushOptions { pack_bytes: 5 * samples::BLOCK as u64, ..PushOptions::default() }
+}
+
+pub(crate) async fn push(
+    tier: &Tier,
+    blocks: &[(u8, u32, u32)],
+    options: PushOptions,
+) -> Result<Pushed, ColdError> {
+    let mut pusher = Pusher::new(tier, options);
+    for &(prefix, from, to) in blocks {
+        let (run, payload) = samples::run("r1", prefix, from, to);
+        pusher.add(&samples::namespace("r1"), &run, &payload).await?;
+    }
+    pusher.finish().await
+}
+
+pub(crate) fn keys(prefix: u8, to: u32) -> Vec<BlockKey> {
+    (0..to).map(|block| samples::key(prefix, block)).collect()
+}
+
+pub(crate) fn small_ranges() -> FetchOptions {
+    FetchOptions {
+        gap_bytes: 1000,
+        range_bytes: 1 << 20,
+        late_least: Duration::from_secs(1),
+        ..FetchOptions::default()
+    }
+}
+
+pub(crate) async fn read(
+    tier: &Tier,
+    prefix: u8,
+    to: u32,
+) -> Result<(Vec<Option<Bytes>>, Fetched), ColdError> {
+    let found = tier.locate(samples::namespace_id("r1"), COLUMN, &keys(prefix, to)).await?;
+    let wanted: Vec<_> =
+        found.into_iter().enumerate().filter_map(|(ordinal, found)| Some((ordinal, found?))).collect();
+    let options = small_ranges();
+    let mut blocks = vec![None; to as usize];
+    let fetched = fetch(tier, plan(&wanted, None, &options), &options, |arrived| match arrived.bytes {
+        Ok(bytes) => blocks[arrived.part.ordinal] = Some(bytes),
+        Err(Lost::Damaged | Lost::Unread(_)) => {}
+    });
+    let fetched = fetched.await;
+    Ok((blocks, fetched))
+}

@@ -1,0 +1,7 @@
+//! The tier over a bucket in memory whose requests fail, in virtual time.
+
+mod fixture;
+mod push;
+mod restore;
+mod store;
+mod storms;

@@ -1,0 +1,385 @@
+//! Manifests and indexes in bounded memory: what is where, and the change of a manifest by compare-and-set.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+
+use crate::access::Access;
+use crate::bucket::{Condition, Fault, Tag};
+use crate::error::ColdError;
+use crate::format::manifest::MANIFEST_BYTES_MAX;
+use crate::format::{
+    FormatError, INDEX_BYTES_MAX, IndexedRun, Manifest, PackId, PackIndex, Place, fingerprint, names,
+};
+
+/// How a tier uses memory and time.
+#[derive(Clone, Debug)]
+pub struct TierOptions {
+    /// How old a manifest may be before it is read again.
+    pub refresh: Duration,
+    /// How old a manifest may be that is used because the bucket does not answer. Below the grace of garbage collection, or
+    /// packs are asked for that are gone: misses.
+    pub stale: Duration,
+    /// Namespaces whose manifests are kept.
+    pub namespaces_max: usize,
+    /// Memory for indexes.
+    pub index_memory: usize,
+    /// Indexes that one look-up reads from the bucket at most: what it does not reach is a miss.
+    pub indexes_a_lookup: usize,
+    /// How often a manifest is changed at most, while others change it too.
+    pub swaps: u32,
+}
+
+impl Default for TierOptions {
+    fn default() -> Self {
+        Self {
+            refresh: Duration::from_secs(30),
+            stale: Duration::from_secs(15 * 60),
+            namespaces_max: 64,
+            index_memory: 64 << 20,
+            indexes_a_lookup: 64,
+            swaps: 32,
+        }
+    }
+}
+
+/// A manifest as it was read.
+#[derive(Clone, Debug)]
+pub struct Known {
+    /// The manifest; empty where there is none.
+    pub manifest: Manifest,
+    /// Which content of the object it is; `None` where there is none.
+    pub tag: Option<Tag>,
+    /// Every fingerprint with the number of its pack, by size.
+    filter: Vec<(u32, u16)>,
+    read_at: Duration,
+}
+
+impl Known {
+    fn new(manifest: Manifest, tag: Option<Tag>, read_at: Duration) -> Self {
+        let of = |(number, pack): (u16, &crate::format::PackEntry)| {
+            pack.filter.iter().map(|fingerprint| (*fingerprint, number)).collect::<Vec<_>>()
+        };
+        // No more packs than a u16 counts: the format's bound.
+        let mut filter: Vec<(u32, u16)> = (0u16..).zip(manifest.packs.values()).flat_map(of).collect();
+        filter.sort_unstable();
+        Self { manifest, tag, filter, read_at }
+    }
+
+    /// The packs that may have a key.
+    pub fn packs_with(&self, key: &BlockKey) -> impl Iterator<Item = PackId> + '_ {
+        let wanted = fingerprint(key);
+        let from = self.filter.partition_point(|(fingerprint, _)| *fingerprint < wanted);
+        let found = self.filter.iter().skip(from).take_while(move |(fingerprint, _)| *fingerprint == wanted);
+        found.filter_map(|(_, number)| self.manifest.packs.keys().nth(usize::from(*number)).copied())
+    }
+
+    /// Whether any pack may have a key.
+    pub fn may_have(&self, key: &BlockKey) -> bool {
+        self.filter.binary_search_by_key(&fingerprint(key), |(fingerprint, _)| *fingerprint).is_ok()
+    }
+}
+
+/// A block that is in the tier.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The index of its pack.
+    pub index: Arc<PackIndex>,
+    /// Where in that.
+    pub place: Place,
+}
+
+impl Found {
+    /// Its run.
+    pub fn run(&self) -> Option<&IndexedRun> {
+        self.index.run(self.place.run)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Cache {
+    manifests: BTreeMap<NamespaceId, Arc<Known>>,
+    indexes: BTreeMap<PackId, (Arc<PackIndex>, u64)>,
+    index_bytes: usize,
+    uses: u64,
+    /// Packs that gave bytes that were not theirs, and how often.
+    struck: BTreeMap<PackId, u8>,
+    /// How long a range takes, decayed, in seconds.
+    range_seconds: Option<f64>,
+}
+
+/// A bucket as a tier of blocks.
+#[derive(Debug)]
+pub struct Tier {
+    access: Access,
+    options: TierOptions,
+    cache: Mutex<Cache>,
+}
+
+/// A pack that failed so often is not asked again before the next start.
+const STRIKES: u8 = 3;
+/// Packs whose failures are remembered.
+const STRUCK_MAX: usize = 4096;
+
+impl Tier {
+    /// A tier over a bucket.
+    pub fn new(access: Access, options: TierOptions) -> Self {
+        Self { access, options, cache: Mutex::default() }
+    }
+
+    /// The way to its bucket.
+    pub fn access(&self) -> &Access {
+        &self.access
+    }
+
+    /// Its options.
+    pub fn options(&self) -> &TierOptions {
+        &self.options
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Cache> {
+        // A cache: whatever a panic leaves of it is read again.
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The manifest of a namespace, read now.
+    pub async fn read_manifest(&self, namespace: NamespaceId) -> Result<Arc<Known>, ColdError> {
+        let name = names::manifest(namespace);
+        let read_at = self.access.time().now();
+        let known = match self.access.get(&name, MANIFEST_BYTES_MAX as u64).await {
+            Ok((bytes, tag)) => {
+                let manifest = Manifest::decode(&bytes).and_then(|manifest| {
+                    let is_it = manifest.namespace == namespace;
+                    if is_it { Ok(manifest) } else { Err(FormatError::Rule("it is another's manifest")) }
+                });
+                Known::new(manifest.map_err(|error| ColdError::Object(name, error))?, Some(tag), read_at)
+            }
+            Err(ColdError::Bucket(_, Fault::Missing)) => {
+                Known::new(Manifest::empty(namespace), None, read_at)
+            }
+            Err(error) => return Err(error),
+        };
+        let known = Arc::new(known);
+        self.keep(&known);
+        Ok(known)
+    }
+
+    fn keep(&self, known: &Arc<Known>) {
+        let mut cache = self.lock();
+        cache.manifests.insert(known.manifest.namespace, Arc::clone(known));
+        if cache.manifests.len() > self.options.namespaces_max.max(1) {
+            let oldest = cache.manifests.values().min_by_key(|known| known.read_at);
+            if let Some(oldest) = oldest.map(|known| known.manifest.namespace) {
+                cache.manifests.remove(&oldest);
+            }
+        }
+    }
+
+    /// The manifest of a namespace as it is remembered, whatever its age.
+    pub fn remembered(&self, namespace: NamespaceId) -> Option<Arc<Known>> {
+        self.lock().manifests.get(&namespace).map(Arc::clone)
+    }
+
+    /// The manifest of a namespace, not much older than the refresh time; an older one where the bucket fails.
+    pub async fn manifest(&self, namespace: NamespaceId) -> Result<Arc<Known>, ColdError> {
+        let remembered = self.remembered(namespace);
+        let now = self.access.time().now();
+        let age = remembered.as_ref().map(|known| now.saturating_sub(known.read_at));
+        if let (Some(known), Some(age)) = (&remembered, age)
+            && age < self.options.refresh
+        {
+            return Ok(Arc::clone(known));
+        }
+        match (self.read_manifest(namespace).await, remembered, age) {
+            (Err(_), Some(known), Some(age)) if age < self.options.stale => Ok(known),
+            (outcome, ..) => outcome,
+        }
+    }
+
+    /// How many leading blocks may be in the tier, by what is remembered of the manifest: from memory alone. `None` where
+    /// nothing is remembered.
+    pub fn probe(&self, namespace: NamespaceId, keys: &[BlockKey]) -> Option<usize> {
+        let known = self.remembered(namespace)?;
+        Some(keys.iter().take_while(|key| known.may_have(key)).count())
+    }
+
+    /// The index of a pack.
+    pub async fn index(&self, namespace: NamespaceId, pack: PackId) -> Result<Arc<PackIndex>, ColdError> {
+        if let Some(index) = self.remembered_index(pack) {
+            return Ok(index);
+        }
+        let name = names::index(namespace, pack);
+        let (bytes, _) = self.access.get(&name, INDEX_BYTES_MAX as u64).await?;
+        let index = PackIndex::decode(&bytes).and_then(|index| {
+            // The name covers the namespace too; this holds the folder to it.
+            let is_it = index.id() == pack && index.namespace_id() == namespace;
+            if is_it { Ok(Arc::new(index)) } else { Err(FormatError::Damaged) }
+        });
+        let index = index.map_err(|error| ColdError::Object(name, error))?;
+        self.keep_index(&index);
+        Ok(index)
+    }
+
+    /// Memory that indexes take now.
+    pub fn index_memory(&self) -> usize {
+        self.lock().index_bytes
+    }
+
+    fn remembered_index(&self, pack: PackId) -> Option<Arc<PackIndex>> {
+        let mut cache = self.lock();
+        cache.uses += 1;
+        let uses = cache.uses;
+        let (index, used) = cache.indexes.get_mut(&pack)?;
+        *used = uses;
+        Some(Arc::clone(index))
+    }
+
+    fn keep_index(&self, index: &Arc<PackIndex>) {
+        let mut cache = self.lock();
+        cache.uses += 1;
+        let uses = cache.uses;
+        if cache.indexes.insert(index.id(), (Arc::clone(index), uses)).is_none() {
+            cache.index_bytes = cache.index_bytes.saturating_add(index.memory_bytes());
+        }
+        while cache.index_bytes > self.options.index_memory && cache.indexes.len() > 1 {
+            let oldest = cache.indexes.iter().min_by_key(|(_, (_, used))| *used).map(|(id, _)| *id);
+            let Some((gone, _)) = oldest.and_then(|id| cache.indexes.remove(&id)) else { return };
+            cache.index_bytes = cache.index_bytes.saturating_sub(gone.memory_bytes());
+        }
+    }
+
+    /// Forgets an index: the pack is not there any more, or is not what it should be.
+    pub(crate) fn forget(&self, pack: PackId) {
+        let mut cache = self.lock();
+        if let Some((gone, _)) = cache.indexes.remove(&pack) {
+            cache.index_bytes = cache.index_bytes.saturating_sub(gone.memory_bytes());
+        }
+    }
+
+    /// A pack gave bytes that were not its own.
+    pub(crate) fn strike(&self, pack: PackId) {
+        let mut cache = self.lock();
+        if cache.struck.len() < STRUCK_MAX || cache.struck.contains_key(&pack) {
+            let strikes = cache.struck.entry(pack).or_default();
+            *strikes = strikes.saturating_add(1);
+        }
+    }
+
+    /// Whether a pack is not asked any more.
+    pub fn is_struck(&self, pack: PackId) -> bool {
+        self.lock().struck.get(&pack).is_some_and(|strikes| *strikes >= STRIKES)
+    }
+
+    /// A range took this long.
+    pub(crate) fn measured(&self, seconds: f64) {
+        let mut cache = self.lock();
+        let before = cache.range_seconds.unwrap_or(seconds);
+        cache.range_seconds = Some(before * 0.9 + seconds * 0.1);
+    }
+
+    /// How long a range takes, as far as any was read.
+    pub fn range_time(&self) -> Option<Duration> {
+        self.lock().range_seconds.map(Duration::from_secs_f64)
+    }
+
+    /// Where blocks are, as far as the tier has them and can say so. Only what fails at the manifest is an error; an index
+    /// that cannot be had makes its blocks misses.
+    pub async fn locate(
+        &self,
+        namespace: NamespaceId,
+        (group, coordinate): (Group, Coordinate),
+        keys: &[BlockKey],
+    ) -> Result<Vec<Option<Found>>, ColdError> {
+        let known = self.manifest(namespace).await?;
+        let now_ms = self.access.time().wall_ms();
+        let (mut found, mut read, mut failed) = (Vec::with_capacity(keys.len()), 0, BTreeSet::new());
+        let mut last: Option<Arc<PackIndex>> = None;
+        for key in keys {
+            let in_last = last.as_ref().and_then(|index| live(index, key, (group, coordinate), now_ms));
+            if in_last.is_some() {
+                found.push(in_last);
+                continue;
+            }
+            let mut here = None;
+            for pack in known.packs_with(key).filter(|pack| !self.is_struck(*pack)) {
+                if failed.contains(&pack) {
+                    continue;
+                }
+                let index = match self.remembered_index(pack) {
+                    Some(index) => index,
+                    None if read >= self.options.indexes_a_lookup => continue,
+                    None => {
+                        read += 1;
+                        match self.index(namespace, pack).await {
+                            Ok(index) => index,
+                            Err(_) => {
+                                failed.insert(pack);
+                                continue;
+                            }
+                        }
+                    }
+                };
+                here = live(&index, key, (group, coordinate), now_ms);
+                if here.is_some() {
+                    last = Some(index);
+                    break;
+                }
+            }
+            found.push(here);
+        }
+        Ok(found)
+    }
+
+    /// Changes a manifest by compare-and-set, as often as it takes within the bound. `change` says what to make of the
+    /// manifest that it is given, or that nothing is to be done. What another writer does is never lost.
+    pub async fn change<T>(
+        &self,
+        namespace: NamespaceId,
+        mut change: impl FnMut(&mut Manifest) -> Result<Option<T>, ColdError>,
+    ) -> Result<Option<T>, ColdError> {
+        let name = names::manifest(namespace);
+        for attempt in 0..self.options.swaps.max(1) {
+            let known = self.read_manifest(namespace).await?;
+            let mut manifest = known.manifest.clone();
+            let Some(done) = change(&mut manifest)? else { return Ok(None) };
+            manifest.generation = manifest.generation.saturating_add(1);
+            manifest.written_ms = self.access.time().wall_ms();
+            let bytes = manifest.encode().map_err(|error| match error {
+                FormatError::Rule(rule) if rule.starts_with("a manifest has no room") => {
+                    ColdError::Full(namespace)
+                }
+                error => ColdError::Object(name.clone(), error),
+            })?;
+            let condition = known.tag.clone().map_or(Condition::Absent, Condition::Is);
+            match self.access.put(&name, &[Bytes::from(bytes)], condition).await {
+                Ok(tag) => {
+                    let now = self.access.time().now();
+                    self.keep(&Arc::new(Known::new(manifest, Some(tag), now)));
+                    return Ok(Some(done));
+                }
+                // Another writer, or an attempt of ours whose answer was lost: the next look says which.
+                Err(ColdError::Bucket(_, Fault::Changed)) => {
+                    let wait = self.access.wait_for_turn(attempt);
+                    self.access.time().sleep(wait).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(ColdError::Contended(namespace))
+    }
+}
+
+/// A block of an index that has not expired.
+fn live(
+    index: &Arc<PackIndex>,
+    key: &BlockKey,
+    (group, coordinate): (Group, Coordinate),
+    now_ms: u64,
+) -> Option<Found> {
+    let place = index.find(key, group, coordinate)?;
+    let expires_ms = index.run(place.run)?.run.expires_ms;
+    (expires_ms == 0 || expires_ms > now_ms).then(|| Found { index: Arc::clone(index), place })
+}
