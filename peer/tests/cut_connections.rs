@@ -27,6 +27,7 @@ use proxied::{Cut, Proxy, Way};
 use tokio::net::TcpListener;
 use tonic::Request;
 use tonic::metadata::MetadataValue;
+use tonic::transport::Channel;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Between places at which an answer is cut.
@@ -62,7 +63,8 @@ async fn lane_port(from: NodeId, to: &Member) -> u16 {
     let header = |text: String| MetadataValue::try_from(text).unwrap();
     request.metadata_mut().insert("kvarts-node", header(from.to_string()));
     request.metadata_mut().insert("kvarts-proof", header(proof.finalize().to_hex().to_string()));
-    let mut client = NodesClient::connect(format!("http://{}", to.address)).await.unwrap();
+    let channel = Channel::from_shared(format!("http://{}", to.address)).unwrap();
+    let mut client = NodesClient::new(channel.connect().await.unwrap());
     client.join(request).await.unwrap().into_inner().lane_port.try_into().unwrap()
 }
 
@@ -139,8 +141,8 @@ impl Scene {
     async fn read(&self, node: &Arc<ClusterNode>, keys: &[BlockKey], order: Order, what: &str) -> usize {
         let Stage { shape, namespace, .. } = &self.reader;
         let bytes = shape.block_bytes() as usize;
-        let memory = BufMut::zeroed(bytes * keys.len()).unwrap();
-        let into = Placed::blocks(shape, memory.share(), keys.len() as u32).unwrap();
+        let memory = BufMut::zeroed(bytes * keys.len()).unwrap().share();
+        let into = Placed::blocks(shape, memory.clone(), keys.len() as u32).unwrap();
         let request = ReadRequest {
             order,
             ..ReadRequest::new(*namespace, GROUP, Coordinate::default(), keys.to_vec(), into)

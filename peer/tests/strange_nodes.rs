@@ -15,7 +15,7 @@ use kvarts_cluster::partition::{Holders, Partition, Tag};
 use kvarts_layout::{BlockKey, Coordinate, StoreId};
 use kvarts_peer::node::{ClusterNode, NodeOptions, VERSION, lease_of};
 use kvarts_store::api::{Origins, Placed, ReadEnd, ReadRequest};
-use kvarts_store::io::BufMut;
+use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_wire::proto;
 use kvarts_wire::proto::nodes_client::NodesClient;
 use kvarts_wire::proto::nodes_server::{Nodes, NodesServer};
@@ -79,7 +79,8 @@ fn shows<T>(message: T, to: NodeId) -> Request<T> {
 
 async fn calls(members: &Members, to: NodeId) -> NodesClient<Channel> {
     let address = &members.get(to).unwrap().address;
-    NodesClient::connect(format!("http://{address}")).await.unwrap()
+    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
+    NodesClient::new(channel.connect().await.unwrap())
 }
 
 /// A place where nobody ever answers.
@@ -106,9 +107,9 @@ async fn announces(
     (say, heard)
 }
 
-async fn read(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) -> (ReadEnd, BufMut) {
-    let memory = BufMut::zeroed(stage.shape.block_bytes() as usize * keys.len()).unwrap();
-    let into = Placed::blocks(&stage.shape, memory.share(), keys.len() as u32).unwrap();
+async fn read(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) -> (ReadEnd, SharedBuf) {
+    let memory = BufMut::zeroed(stage.shape.block_bytes() as usize * keys.len()).unwrap().share();
+    let into = Placed::blocks(&stage.shape, memory.clone(), keys.len() as u32).unwrap();
     let request = ReadRequest::new(stage.namespace, GROUP, Coordinate::default(), keys.to_vec(), into);
     let stream = node.read(request, &stage.shape, &Origins::any(keys.len())).unwrap();
     let end = std::future::poll_fn(|context| stream.poll_end(context)).await.unwrap();
