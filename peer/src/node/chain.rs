@@ -63,7 +63,7 @@ impl ClusterNode {
                 let on = wire::node(&asked.replica)?;
                 // A token is no secret: it is the owner that grants.
                 let owner = chains.owner(&tag, now).filter(|lease| lease.owner == node).ok_or(Refused::Stale);
-                owner.and_then(|_| chains.replicate(&tag, token, on, hold(hold_ms), now)).and_then(|_| owner)
+                owner.and_then(|_| chains.replicate(&tag, token, on, hold(hold_ms), now)).and(owner)
             }
             Ask::Refer(more) => {
                 chains.refer(&tag, more, now);

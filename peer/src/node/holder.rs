@@ -15,6 +15,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 use tonic::codegen::{InterceptedService, Service, http};
+use tonic::service::Interceptor;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -71,17 +72,20 @@ pub(super) async fn tidy(node: Arc<ClusterNode>) {
 }
 
 /// Who calls is known before anything else of a call is taken.
-fn service(
-    node: Arc<ClusterNode>,
-) -> InterceptedService<NodesServer<Holder>, impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone> {
-    let asked = Arc::clone(&node);
-    let known = move |mut request: Request<()>| {
-        let caller = asked.caller(&request)?;
+#[derive(Clone)]
+struct Door(Arc<ClusterNode>);
+
+impl Interceptor for Door {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        let caller = self.0.caller(&request)?;
         request.extensions_mut().insert(Caller(caller));
         Ok(request)
-    };
-    let calls = NodesServer::new(Holder(node)).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    InterceptedService::new(calls, known)
+    }
+}
+
+fn service(node: Arc<ClusterNode>) -> InterceptedService<NodesServer<Holder>, Door> {
+    let calls = NodesServer::new(Holder(Arc::clone(&node))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    InterceptedService::new(calls, Door(node))
 }
 
 impl ClusterNode {
