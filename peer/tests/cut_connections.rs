@@ -339,11 +339,14 @@ fn carry(mut client: &TcpStream, mut server: &TcpStream, generation: u64, state:
         let mut frame = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
         good = good && client.read_exact(&mut frame).is_ok();
         let mut state = state.lock().unwrap();
-        if good && state.generation == generation && state.left == Some(0) {
-            state.left = None;
-            good = false;
-        } else if let Some(left) = state.left.as_mut().filter(|_| good && state.generation == generation) {
-            *left -= 1;
+        let counts = good && state.generation == generation;
+        match state.left {
+            Some(0) if counts => {
+                state.left = None;
+                good = false;
+            }
+            Some(left) if counts => state.left = Some(left - 1),
+            _ => {}
         }
         drop(state);
         good = good && server.write_all(&head).is_ok() && server.write_all(&frame).is_ok();
