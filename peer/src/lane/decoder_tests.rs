@@ -272,7 +272,9 @@ proptest! {
         assert_eq!(at, said);
         let sent: BTreeSet<(u32, u32)> = {
             let mut sent = BTreeSet::new();
-            delivery.each(&shape, |one| drop(sent.insert((one.layer, one.block))));
+            delivery.each(&shape, |one| {
+                sent.insert((one.layer, one.block));
+            });
             sent
         };
         prop_assert!(announced.is_subset(&sent), "nothing is announced that did not come");
