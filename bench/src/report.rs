@@ -58,6 +58,11 @@ impl Report {
         self.json.insert(name.to_owned(), Value::Array(rows));
     }
 
+    /// A number that was reported under this name.
+    pub(super) fn value(&self, name: &str) -> Option<f64> {
+        self.json.get(name)?.as_f64()
+    }
+
     /// A line for people.
     pub(crate) fn note(&mut self, line: impl Into<String>) {
         self.notes.push(line.into());

@@ -5,6 +5,9 @@
 //! the path that brings it soonest: at the end of a read, when nothing else is left for a path, and earlier where the reader
 //! waits for it. The first good copy counts; the other request is cancelled. No piece is asked for more than twice at once.
 //!
+//! Until what the reader waits for first is here, a path has little else to do: disks read side by side what they were asked for,
+//! so what is asked for behind it comes at its cost.
+//!
 //! A piece may be cut while nobody is asked for it: where some of its blocks turn out to be elsewhere than the others.
 
 use std::collections::BTreeSet;
@@ -14,6 +17,9 @@ use crate::paths::{PathId, Paths};
 
 /// Paths that a read may have.
 pub const READ_PATHS_MAX: usize = 64;
+/// Of a path's queue the part that may be filled with what comes after the first layer while that is not here: enough that the path
+/// is not idle then.
+const BESIDE_FIRST: u64 = 4;
 /// How much later than from another path a piece must come before it is asked for twice although there is other work.
 const URGENT: f64 = 3.0;
 
@@ -140,6 +146,9 @@ pub struct Dealer {
     states: Vec<State>,
     /// How many pieces there were at the beginning, in the order of their places.
     beginning: usize,
+    /// Where what the reader waits for first ends, and how many pieces of it are not here.
+    first: u64,
+    first_open: usize,
     progress: Vec<Progress>,
     /// Pieces that are asked for and not here, by their places.
     under_way: BTreeSet<(u64, usize)>,
@@ -156,7 +165,16 @@ impl Dealer {
         let progress = vec![Progress::default(); READ_PATHS_MAX];
         let lost = (0..pieces.len()).filter(|at| pieces.get(*at).is_some_and(|piece| piece.paths.is_empty()));
         let (lost, beginning) = (lost.collect(), pieces.len());
-        Self { pieces, states, beginning, progress, under_way: BTreeSet::new(), settled: 0, lost, steps: 0 }
+        let (under_way, first, first_open) = (BTreeSet::new(), 0, 0);
+        Self { pieces, states, beginning, first, first_open, progress, under_way, settled: 0, lost, steps: 0 }
+    }
+
+    /// The same, where the reader waits first for what has its place before this one.
+    #[must_use]
+    pub fn with_first(mut self, first: u64) -> Self {
+        self.first = first;
+        self.first_open = self.pieces.iter().filter(|piece| piece.place < first).count();
+        self
     }
 
     /// Whether every piece is here or not wanted any more.
@@ -270,6 +288,7 @@ impl Dealer {
         let Some((state, known)) = self.states.get_mut(piece).zip(self.pieces.get(piece)) else { return };
         if !std::mem::replace(&mut state.is_settled, true) {
             self.settled += 1;
+            self.first_open -= usize::from(known.place < self.first);
             self.under_way.remove(&(known.place, piece));
         }
     }
@@ -281,6 +300,7 @@ impl Dealer {
         let first = self.pieces.len();
         for piece in with {
             let number = self.pieces.len();
+            self.first_open += usize::from(piece.place < self.first);
             self.pieces.push(piece);
             self.states.push(State::default());
             self.offer_again(number);
@@ -339,7 +359,10 @@ impl Dealer {
     fn may(&self, piece: usize, path: PathId, paths: &Paths, now: Duration) -> bool {
         let Some(piece) = self.pieces.get(piece).filter(|piece| piece.paths.has(path)) else { return false };
         let is_last = || !piece.paths.iter().any(|other| paths.is_usable(other, now));
-        (paths.is_usable(path, now) || is_last()) && paths.has_room(path, piece.bytes, self.owes(path), now)
+        let is_beside = self.first_open > 0 && piece.place >= self.first;
+        let part = if is_beside { BESIDE_FIRST } else { 1 };
+        (paths.is_usable(path, now) || is_last())
+            && paths.has_room(path, piece.bytes, (self.owes(path), part), now)
     }
 
     /// Whether a path may be offered a piece: it leads there, and nobody was asked.

@@ -125,12 +125,12 @@ impl Paths {
         self.get(path).map_or(0, |path| path.strikes)
     }
 
-    /// Whether a read that the path `owes` so many bytes may ask it for more now: reads share its queue equally, and each
-    /// may have one request there, so that none waits for another to end.
-    pub fn has_room(&self, path: PathId, bytes: u64, owes: u64, now: Duration) -> bool {
+    /// Whether a read that the path owes so many bytes may ask it for more now, up to a part of its queue: reads share that equally,
+    /// and each may have one request there, so that none waits for another to end.
+    pub fn has_room(&self, path: PathId, bytes: u64, (owes, part): (u64, u64), now: Duration) -> bool {
         let Some(known) = self.get(path) else { return false };
         let queue = known.rate(now).map_or(0.0, |rate| rate * QUEUE.as_secs_f64()) as u64;
-        let share = queue.max(OUTSTANDING_MIN) / u64::from(known.readers.max(1));
+        let share = queue.max(OUTSTANDING_MIN) / u64::from(known.readers.max(1)) / part.max(1);
         owes == 0 || owes.saturating_add(bytes) <= share
     }
 
@@ -246,7 +246,7 @@ mod tests {
         let mut paths = Paths::new(1);
         let fill = |paths: &mut Paths, now| {
             let mut asked = 0;
-            while paths.has_room(ONE, MIB, asked, now) {
+            while paths.has_room(ONE, MIB, (asked, 1), now) {
                 paths.asked(ONE, MIB, now);
                 asked += MIB;
             }

@@ -9,7 +9,7 @@
 //! - Requests, bytes, retries and memory are bounded; time, randomness and the network come through seams.
 //!
 //! Which file answers what:
-//! - [`format`]: the bytes in a bucket, pure;
+//! - [`mod@format`]: the bytes in a bucket, pure;
 //! - [`bucket`], [`time`]: the seams; [`access`]: retries, budgets, the pause after an outage;
 //! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set;
 //! - [`push`]: blocks into packs; [`restore`]: packs into blocks, [`promote`]: and into a store.

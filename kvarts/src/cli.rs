@@ -12,15 +12,16 @@
 
 use std::ffi::OsString;
 use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvarts_terminal::{Failure, Refusal};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
-    client_cmd, compact_cmd, config_cmd, demo, fsck_cmd, gpu_cmd, identity_cmd, model_cmd, plan_cmd,
-    serve_cmd,
+    client_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd, plan_cmd,
+    serve_cmd, top,
 };
 
 /// What the end of the program says; part of the help.
@@ -34,7 +35,7 @@ const CUT_OFF: u8 = 141;
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
-#[command(name = "kvarts", version, after_help = EXIT_CODES)]
+#[command(name = "kvarts", version, after_help = EXIT_CODES, max_term_width = 80)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -48,12 +49,16 @@ enum Command {
     Cluster(client_cmd::ClusterArgs),
     /// Write what is live in a store together, offline, in place or as a new store
     Compact(compact_cmd::CompactArgs),
+    /// Write the completions of a shell to standard output
+    Completions(CompletionsArgs),
     /// Check and show a server's configuration, make tokens
     Config(config_cmd::ConfigArgs),
     /// Delete blocks of a running server
     Delete(client_cmd::DeleteArgs),
     /// Show what this is for, on a server in a temporary directory, in under a minute
     Demo(demo::DemoArgs),
+    /// Check whether this machine can run a server well, and say what to change
+    Doctor(doctor::DoctorArgs),
     /// Write artifacts of a store into a portable file
     Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
@@ -70,6 +75,8 @@ enum Command {
     Inspect(inspect_cmd::InspectArgs),
     /// List what is there: with a directory the artifacts in its files, without one the models of a running server
     Ls(ls_cmd::LsArgs),
+    /// Write a manual page of each subcommand into a directory
+    Man(ManArgs),
     /// Ask a running server how much of a prompt can be restored
     Match(client_cmd::MatchArgs),
     /// Show, import and check model specs
@@ -88,8 +95,24 @@ enum Command {
     Sim(Box<kvarts_bench::sim::SimArgs>),
     /// Show what a running server is and has done
     Stat(client_cmd::AdminArgs),
+    /// Watch what a running server does: hits and misses, calls, disks, tenants, nodes
+    Top(top::TopArgs),
     /// Follow what happens to blocks of a running server
     Watch(client_cmd::WatchArgs),
+}
+
+/// Arguments of `kvarts completions`.
+#[derive(Args, Debug)]
+struct CompletionsArgs {
+    /// The shell
+    shell: clap_complete::Shell,
+}
+
+/// Arguments of `kvarts man`.
+#[derive(Args, Debug)]
+struct ManArgs {
+    /// The directory, which is there; pages of the same names are replaced
+    directory: PathBuf,
 }
 
 /// Runs the program with the process's arguments and standard streams.
@@ -162,9 +185,16 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
+        Command::Completions(arguments) => {
+            // The generator panics where its writer fails, as a closed pipe does.
+            let mut text = Vec::new();
+            clap_complete::generate(arguments.shell, &mut Cli::command(), "kvarts", &mut text);
+            Ok(out.write_all(&text)?)
+        }
         Command::Config(arguments) => config_cmd::run(&arguments, out),
         Command::Delete(arguments) => client_cmd::delete(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, out),
+        Command::Doctor(arguments) => doctor::run(&arguments, out),
         Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Get(arguments) => client_cmd::get(&arguments, out),
@@ -173,6 +203,8 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Import(arguments) => import_cmd::run(&arguments, out),
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
         Command::Ls(arguments) => ls_cmd::run(&arguments, out),
+        Command::Man(arguments) => clap_mangen::generate_to(Cli::command(), &arguments.directory)
+            .map_err(|error| Failure::User(format!("{}: {error}", arguments.directory.display()))),
         Command::Match(arguments) => client_cmd::matching(&arguments, out),
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
@@ -182,6 +214,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
+        Command::Top(arguments) => top::run(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }
 }

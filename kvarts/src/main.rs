@@ -5,6 +5,7 @@ mod client_cmd;
 mod compact_cmd;
 mod config_cmd;
 mod demo;
+mod doctor;
 mod files;
 mod fsck_cmd;
 mod gpu_cmd;
@@ -14,6 +15,7 @@ mod offline;
 mod plan_cmd;
 mod serve_cmd;
 mod sizes;
+mod top;
 
 fn main() -> std::process::ExitCode {
     cli::main()

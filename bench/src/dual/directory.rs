@@ -10,14 +10,12 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity};
 use kvarts_store::api::{KvStore, Placed, PutRequest};
-use kvarts_store::engine::Options;
 use kvarts_store::io::BufMut;
 use kvarts_terminal::Failure;
-use tokio::runtime::Runtime;
 
-use super::{DualArgs, Trio, join, nodes};
+use super::Bench;
+use super::stage::{BLOCK_TOKENS, Model, chain_keys};
 use crate::report::Report;
-use crate::setup;
 
 /// Blocks of one look-up.
 const KEYS: u64 = 4096;
@@ -32,14 +30,9 @@ const BLOCK_BYTES: u64 = 512;
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Both.
-pub(super) fn measure(
-    arguments: &DualArgs,
-    runtime: &Runtime,
-    directory: &Path,
-    report: &mut Report,
-) -> Result<(), Failure> {
-    look_up(arguments, runtime, &directory.join("nodes"), report)?;
-    announce(arguments, runtime, &directory.join("announced"), report)
+pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(), Failure> {
+    look_up(bench, &directory.join("nodes"), report)?;
+    announce(bench, &directory.join("announced"), report)
 }
 
 fn median(mut seconds: Vec<f64>) -> f64 {
@@ -47,21 +40,15 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-fn look_up(
-    arguments: &DualArgs,
-    runtime: &Runtime,
-    directory: &Path,
-    report: &mut Report,
-) -> Result<(), Failure> {
+fn look_up(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(), Failure> {
     let names: Vec<String> = (0..NODES).map(|n| format!("n{n}")).collect();
     let names: Vec<(&str, Option<u64>)> = names.iter().map(|name| (&**name, None)).collect();
-    let eight = runtime.block_on(nodes(&arguments.common, directory, &names))?;
-    let tags: Vec<Tag> = super::chain_keys(9, KEYS)
-        .iter()
-        .map(|key| Tag::of(&eight.namespace, eight.group, eight.coordinate, key))
-        .collect();
+    let eight = bench.nodes(directory, &names)?;
+    let Model { ref namespace, group, coordinate, .. } = eight.model;
+    let keys = chain_keys(9, KEYS);
+    let tags: Vec<Tag> = keys.iter().map(|key| Tag::of(namespace, group, coordinate, key)).collect();
     let reader = eight.reader();
-    let ask = || runtime.block_on(reader.locate(&tags, Duration::from_secs(1)));
+    let ask = || bench.runtime.block_on(reader.locate(&tags, Duration::from_secs(1)));
     let begun = Instant::now();
     while !ask().unasked.is_empty() {
         if begun.elapsed() > PATIENCE {
@@ -129,47 +116,42 @@ fn tiny() -> Result<(Identity, Geometry), Failure> {
     let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
     let geometry = Geometry::new(&[part], &[vec![0]]).map_err(Failure::user)?;
     let arrangement = Arrangement::new("bench", "canonical", "1");
-    Ok((Identity::new("tiny", "bench", "bf16", arrangement, &geometry, super::BLOCK_TOKENS), geometry))
+    Ok((Identity::new("tiny", "bench", "bf16", arrangement, &geometry, BLOCK_TOKENS), geometry))
 }
 
-fn announce(
-    arguments: &DualArgs,
-    runtime: &Runtime,
-    directory: &Path,
-    report: &mut Report,
-) -> Result<(), Failure> {
-    let options = Options { budget_bytes: 8 << 30, segment_bytes: 64 << 20, ..Options::default() };
-    let a = setup::open(&arguments.common, &directory.join("a"), options.clone())?;
-    let b = setup::open(&arguments.common, &directory.join("b"), options)?;
+fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(), Failure> {
+    let (a, b) = (bench.home(&directory.join("a"))?, bench.home(&directory.join("b"))?);
+    let announce = bench.arguments.announce;
     let (identity, geometry) = tiny()?;
     let namespace = a.store().register(&identity, &geometry).map_err(Failure::user)?;
-    let shape =
-        geometry.shape(Group(0), Coordinate::default(), super::BLOCK_TOKENS).map_err(Failure::user)?;
+    let shape = geometry.shape(Group(0), Coordinate::default(), BLOCK_TOKENS).map_err(Failure::user)?;
     let memory = BufMut::zeroed((AT_ONCE * shape.block_bytes()) as usize).map_err(Failure::user)?.share();
-    for from in (0..arguments.announce).step_by(AT_ONCE as usize) {
-        let to = (from + AT_ONCE).min(arguments.announce);
+    for from in (0..announce).step_by(AT_ONCE as usize) {
+        let to = (from + AT_ONCE).min(announce);
         let key = |n: u64| BlockKey(*blake3::hash(&n.to_le_bytes()).as_bytes());
         let keys: Vec<BlockKey> = (from..to).map(key).collect();
         let bytes = memory.slice(0, ((to - from) * shape.block_bytes()) as usize);
         let bytes = bytes.ok_or_else(|| Failure::user("memory that is too short"))?;
         let from = Placed::blocks(&shape, bytes, keys.len() as u32).map_err(Failure::user)?;
         let put = PutRequest::new(namespace, Group(0), Coordinate::default(), keys, from);
-        runtime.block_on(a.store().put(put)).map_err(Failure::user)?.map_err(Failure::user)?;
+        bench.runtime.block_on(a.store().put(put)).map_err(Failure::user)?.map_err(Failure::user)?;
     }
     let begun = Instant::now();
-    let two: Trio = runtime.block_on(join(vec![a, b], &[None, None]))?;
+    let two = bench.join(vec![a, b], &[None, None])?;
     let known = || -> (u64, u64) {
         let all = two.nodes.iter().map(|node| node.status());
         all.fold((0, 0), |(entries, bytes), status| (entries + status.entries, bytes + status.entry_bytes))
     };
-    while known().0 < arguments.announce {
+    while known().0 < announce {
         if begun.elapsed() > PATIENCE {
             return Err(Failure::User(format!("{} blocks were announced", known().0)));
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    report.fact("announced_blocks", arguments.announce);
-    report.number("announced_s", begun.elapsed().as_secs_f64());
+    report.fact("announced_blocks", announce);
+    let took = begun.elapsed().as_secs_f64();
+    report.number("announced_s", took);
+    report.number("announced_s_per_million", took * 1e6 / announce as f64);
     let (entries, bytes) = known();
     report.number("directory_bytes_per_entry", bytes as f64 / entries as f64);
     Ok(())

@@ -8,15 +8,13 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use kvarts_store::engine::Options;
 use kvarts_store::io::BufMut;
 use kvarts_terminal::Failure;
-use tokio::runtime::Runtime;
 
-use super::{DualArgs, Trio, chain_keys, join};
+use super::Bench;
+use super::stage::{Trio, chain_keys};
 use crate::pairs::{Contestant, summary, take_turns};
 use crate::report::Report;
-use crate::setup;
 
 const GROUPS: &str = "/sys/fs/cgroup/blkio";
 
@@ -60,28 +58,22 @@ fn threads() -> BTreeSet<String> {
 }
 
 /// Own disk and peer, limited alike.
-pub(super) fn measure(
-    arguments: &DualArgs,
-    runtime: &Runtime,
-    directory: &Path,
-    report: &mut Report,
-) -> Result<(), Failure> {
-    let (common, rate) = (&arguments.common, (arguments.rate << 20) / 2);
-    let options = Options { budget_bytes: 4 << 30, segment_bytes: 64 << 20, ..Options::default() };
-    let a = setup::open(common, &directory.join("a"), options.clone())?;
+pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<(), Failure> {
+    let (runtime, rate) = (&bench.runtime, (bench.arguments.rate << 20) / 2);
+    let a = bench.home(&directory.join("a"))?;
     let before = threads();
-    let b = setup::open(common, &directory.join("b"), options)?;
+    let b = bench.home(&directory.join("b"))?;
     let own: BTreeSet<String> = threads().difference(&before).cloned().collect();
-    let pair = runtime.block_on(join(vec![a, b], &[Some(rate), None]))?;
-    let count = pair.count(arguments);
-    let bytes = count * pair.shape.block_bytes();
+    let pair = bench.join(vec![a, b], &[Some(rate), None])?;
+    let count = bench.count(&pair);
+    let bytes = count * pair.model.shape.block_bytes();
     let [on_a, on_b, on_both] = [1, 2, 3].map(|chain| chain_keys(chain, count));
     pair.put(runtime, 0, &on_a)?;
     pair.put(runtime, 1, &on_b)?;
-    pair.put(runtime, 0, &on_both)?;
-    pair.copy(runtime, 1, &on_both)?;
+    [0, 1].iter().try_for_each(|node| pair.put(runtime, *node, &on_both))?;
     pair.until_known(runtime, &on_a, 1)?;
     pair.until_known(runtime, &on_b, 1)?;
+    pair.until_known(runtime, &on_both, 2)?;
     // What is not on the disk yet is not read from there.
     runtime.block_on(pair.homes[1].store().checkpoint()).map_err(Failure::user)?;
     let _throttle = match Throttle::new(&own, directory, rate) {
@@ -98,12 +90,13 @@ pub(super) fn measure(
         (name, Box::new(move || pair.read(keys, &memory)))
     };
     let contestants = vec![contestant("own", &on_b), contestant("peer", &on_a), contestant("both", &on_both)];
-    let rounds = take_turns(arguments.common.pairs, contestants)?;
+    let rounds = take_turns(bench.arguments.common.pairs, contestants)?;
     let triples = || rounds.of("own").iter().zip(rounds.of("peer")).zip(rounds.of("both"));
     let ratio = triples().map(|((own, peer), both)| own.seconds.min(peer.seconds) / both.seconds);
     report.median("dual_ratio", summary(ratio.collect()));
     let first = triples().map(|((own, peer), both)| both.first / own.first.min(peer.first));
     report.median("dual_first_layer_ratio", summary(first.collect()));
+    report.median("dual_first_layer_ms", rounds.figure("both", |both| both.first * 1e3));
     let mib = bytes as f64 / f64::from(1 << 20);
     report.median("own_alone_mib_s", rounds.figure("own", |own| mib / own.seconds));
     report.median("peer_alone_mib_s", rounds.figure("peer", |peer| mib / peer.seconds));

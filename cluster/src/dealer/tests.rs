@@ -33,21 +33,54 @@ struct Ran {
     steps: u64,
 }
 
+/// How a path answers what it was asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Answers {
+    InOrder,
+    /// As a disk does: all that it was asked for comes at once, each part of it slower.
+    SideBySide,
+}
+
 /// Each path brings what it is asked for in order, at its speed. `first` is how many pieces the first layer has.
 fn run(pieces: &[Piece], first: usize, speeds: &[Speed]) -> Ran {
-    let (mut dealer, mut paths) = (Dealer::new(pieces.to_vec()), Paths::new(speeds.len() as u16));
+    let paths = Paths::new(speeds.len() as u16);
+    run_of((Dealer::new(pieces.to_vec()), paths), pieces, first, speeds, Answers::InOrder)
+}
+
+fn run_of(
+    (mut dealer, mut paths): (Dealer, Paths),
+    pieces: &[Piece],
+    first: usize,
+    speeds: &[Speed],
+    answers: Answers,
+) -> Ran {
     let mut queues: Vec<VecDeque<(usize, f64)>> = vec![VecDeque::new(); speeds.len()];
     let mut now = Duration::ZERO;
     let mut ran = Ran { took: now, first: now, ahead: 0, brought: 0, steps: 0 };
     let (mut here, mut arrived, mut deliverable) = (0, vec![false; pieces.len()], 0);
     while !dealer.is_done() {
         assert!(now < Duration::from_secs(120), "a read that does not end");
+        // The path that brings the next piece soonest takes it.
+        let mut open: Vec<PathId> = (0..speeds.len() as u16).map(PathId).collect();
+        let soonest = |open: &[PathId], paths: &Paths| {
+            let ends = |path: &PathId| paths.expected(*path, pieces[0].bytes, now);
+            open.iter().copied().min_by(|one, other| ends(one).total_cmp(&ends(other)))
+        };
+        while let Some(path) = soonest(&open, &paths) {
+            match dealer.take(path, true, &mut paths, now) {
+                Some(piece) => queues[usize::from(path.0)].push_back((piece, pieces[piece].bytes as f64)),
+                None => open.retain(|other| *other != path),
+            }
+        }
         for (path, speed) in (0u16..).map(PathId).zip(speeds) {
             let at = usize::from(path.0);
-            while let Some(piece) = dealer.take(path, true, &mut paths, now) {
-                queues[at].push_back((piece, pieces[piece].bytes as f64));
-            }
             let mut budget = speed(now) * MIB as f64 * TICK.as_secs_f64();
+            if answers == Answers::SideBySide {
+                let each = budget / queues[at].len() as f64;
+                queues[at].iter_mut().for_each(|(_, left)| *left = (*left - each).max(0.0));
+                // Only what has come whole now is taken.
+                budget = 0.0;
+            }
             while let Some((piece, left)) = queues[at].front_mut() {
                 let piece = *piece;
                 if *left > budget {
@@ -128,6 +161,57 @@ fn paths_of_unequal_speed_add_up() {
         both.first,
         one.first
     );
+}
+
+#[test]
+fn the_first_layer_does_not_wait_for_what_was_asked_for_behind_it() {
+    // Of disks that read side by side what they are asked for, and whose queues are long.
+    let disk: Speed = |_| 1000.0;
+    let of = |count: usize, first: u64| {
+        let (pieces, mut paths) = (gib(count), Paths::new(count as u16));
+        for path in (0..count as u16).map(PathId) {
+            known(path, &mut paths);
+        }
+        let dealer = Dealer::new(pieces.clone()).with_first(first);
+        run_of((dealer, paths), &pieces, 8, &vec![disk; count], Answers::SideBySide)
+    };
+    let (one, both, without) = (of(1, 8), of(2, 8), of(2, 0));
+    let first = ratio(both.first, one.first);
+    assert!(first <= 0.7, "the first layer took {:?}, alone {:?}", both.first, one.first);
+    assert!(ratio(one.took, both.took) > 1.95, "{:?}, alone {:?}", both.took, one.took);
+    assert!(ratio(without.first, one.first) > 1.15, "where nothing is first {:?}", without.first);
+}
+
+/// A path has brought 1,000 MiB in a second: its queue is of 20 MiB.
+fn known(path: PathId, paths: &mut Paths) {
+    for at in 0..1000 {
+        paths.asked(path, MIB, Duration::from_millis(at));
+        paths.arrived(path, MIB, Duration::from_millis(at + 1));
+    }
+}
+
+#[test]
+fn until_the_first_layer_is_here_a_quarter_of_a_queue_is_for_what_comes_behind_it() {
+    let mut paths = Paths::new(2);
+    let (one, now) = (PathId(0), Duration::from_secs(1));
+    known(one, &mut paths);
+    let mut dealer = Dealer::new(pieces_of(64, MIB, all(1))).with_first(2);
+    let take_all = |dealer: &mut Dealer, paths: &mut Paths| {
+        std::iter::from_fn(|| dealer.take(one, true, paths, now)).collect::<Vec<_>>()
+    };
+    assert_eq!(take_all(&mut dealer, &mut paths), [0, 1, 2, 3, 4]);
+    assert_eq!(dealer.arrived(0, one, &mut paths, now), Arrived::First { cancel: None });
+    assert_eq!(take_all(&mut dealer, &mut paths), [5]);
+    dealer.withdraw(1);
+    let rest = take_all(&mut dealer, &mut paths).len();
+    assert!((14..=15).contains(&rest), "{rest} more when nothing of the first layer is wanted any more");
+    // What stands for a piece of it is waited for as it was.
+    let mut dealer = Dealer::new(pieces_of(64, MIB, all(1))).with_first(1);
+    let parts = [0, 1].map(|place| Piece { place, bytes: MIB, paths: PathSet::default() });
+    dealer.replace(0, parts);
+    assert_eq!(dealer.first_open, 1);
+    dealer.withdraw(64);
+    assert_eq!(dealer.first_open, 0);
 }
 
 #[test]

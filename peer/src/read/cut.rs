@@ -34,6 +34,14 @@ pub(super) fn place(order: Order, tile: &Tile) -> u64 {
     }
 }
 
+/// Where the pieces begin that stand behind what the reader waits for first: a layer, or a block.
+pub(super) fn after_first(order: Order, layers: &Range<u32>) -> u64 {
+    match order {
+        Order::Layers => (u64::from(layers.start) + 1) << 32,
+        Order::Blocks => 1 << 32,
+    }
+}
+
 /// Blocks that follow each other, and the paths that lead to all of them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Run {

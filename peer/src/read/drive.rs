@@ -16,19 +16,21 @@ use kvarts_store::api::{
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
-use super::MultiRead;
 use super::bell::{Bell, ForRequest, News};
-use super::cut::{Whole, piece_bytes, place};
+use super::cut::{Whole, after_first, piece_bytes, place};
 use super::nodes::{Ended, Joined, NodePaths, Request};
 use super::request::{self, Ask, Keeper, State};
 use super::runner::{Runner, Task};
 use super::scratch::Scratch;
+use super::{MultiRead, OWN};
 use crate::path::{self, Path};
 
 /// Requests that a read may have under way, those included whose memory has not come back.
 const ASKS_MAX: usize = 128;
-/// Memory that a read may have for pieces that are asked for twice.
-const SCRATCH_BYTES: u64 = 32 << 20;
+/// Memory that a read may have for pieces that do not go to their places at once, and what of it is for those alone that are asked
+/// for twice.
+const SCRATCH_BYTES: u64 = 64 << 20;
+const SCRATCH_BYTES_TWICE: u64 = 16 << 20;
 /// How soon, while something is under way, it is looked again whether it will come late.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
@@ -162,13 +164,14 @@ impl Reading {
         let member =
             |(number, path)| Member { number, path, busy: 0, busy_since: None, pause: Nanos::default() };
         let scratch = Scratch::new(nodes.scratch(), SCRATCH_BYTES);
+        let dealer = Dealer::new(pieces).with_first(after_first(order, &layers));
         Self {
             layers,
             joined,
             members: members.into_iter().map(member).collect(),
             runner,
             bell,
-            dealer: Dealer::new(pieces),
+            dealer,
             bands: bands(&parts),
             parts,
             open,
@@ -369,17 +372,21 @@ impl Reading {
             self.replace(piece, [(Tile { blocks, layers: tile.layers }, paths)]);
             return true;
         }
-        // A path that stalls may keep its memory for long: what others lead to as well does not go to its places.
+        // A disk that hangs keeps its memory, and nothing takes it back: what others lead to as well does not go to its places.
         let others = self.dealer.paths_of(piece).without(number);
-        let may_keep = !others.is_empty() && self.nodes.deal(now, |paths, now| paths.is_stalled(number, now));
-        let scratch = match places_of {
-            None if !may_keep => None,
-            Some(_) if planted!("duplicate-into-the-places") => None,
-            _ => {
-                let memory = self.scratch.take(bytes).and_then(|grant| {
-                    request::scratch(self.progress.order(), &self.what.shape, &tile, grant).ok()
+        let may_hang = number == OWN && !others.is_empty();
+        let stalls = !others.is_empty() && self.nodes.deal(now, |paths, now| paths.is_stalled(number, now));
+        let is_wanted = match places_of {
+            Some(_) => !planted!("duplicate-into-the-places"),
+            None => stalls || (may_hang && self.scratch.has(bytes.saturating_add(SCRATCH_BYTES_TWICE))),
+        };
+        let scratch = match is_wanted {
+            false => None,
+            true => {
+                let memory = self.scratch.take(bytes).and_then(|memory| {
+                    request::scratch(self.progress.order(), &self.what.shape, &tile, memory).ok()
                 });
-                if memory.is_none() {
+                if memory.is_none() && (stalls || places_of.is_some()) {
                     taken_back(self);
                     return false;
                 }

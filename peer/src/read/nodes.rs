@@ -12,13 +12,13 @@ use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, News};
 use super::cut::PIECE_BYTES_LEAST;
-use super::scratch::Left;
+use super::scratch::Pool;
 use crate::path::Path;
 
 /// The own disks of a node.
 pub const OWN: PathId = PathId(0);
 
-/// Memory that all reads of a node together may have for pieces that were asked for twice.
+/// Memory that all reads of a node together may have for pieces that do not go to their places at once.
 const SCRATCH_BYTES: u64 = 256 << 20;
 
 /// What a path brought so far.
@@ -94,7 +94,7 @@ struct State {
 /// The paths of a node. Number zero leads to its own disks.
 pub struct NodePaths {
     state: Mutex<State>,
-    scratch: Arc<Left>,
+    scratch: Arc<Pool>,
     least_piece: u64,
 }
 
@@ -114,7 +114,7 @@ impl NodePaths {
         Self::with(own, SCRATCH_BYTES, PIECE_BYTES_LEAST)
     }
 
-    /// The same, with so much memory for pieces that are asked for twice.
+    /// The same, with so much memory for pieces that do not go to their places at once.
     pub fn with_scratch(own: Arc<dyn Path>, bytes: u64) -> Arc<Self> {
         Self::with(own, bytes, PIECE_BYTES_LEAST)
     }
@@ -128,7 +128,7 @@ impl NodePaths {
         let slots = (0..READ_PATHS_MAX).map(|_| None).collect();
         let paths = Paths::new(READ_PATHS_MAX as u16);
         let state = State { slots, paths, reads: BTreeMap::new(), next_read: 0 };
-        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Left::new(bytes), least_piece });
+        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Pool::new(bytes), least_piece });
         nodes.add("own disks", own);
         nodes
     }
@@ -192,8 +192,8 @@ impl NodePaths {
         self.least_piece
     }
 
-    /// Memory for pieces that are asked for twice, of which all reads take.
-    pub(super) fn scratch(&self) -> &Arc<Left> {
+    /// Memory for pieces that do not go to their places at once, of which all reads take.
+    pub(super) fn scratch(&self) -> &Arc<Pool> {
         &self.scratch
     }
 

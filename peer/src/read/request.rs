@@ -76,10 +76,12 @@ impl Drop for Keeper {
 }
 
 /// Scratch memory for a piece, which counts until the last one who has it is gone.
-pub(super) fn scratch(order: Order, shape: &BlockShape, tile: &Tile, grant: Grant) -> Result<Placed, Reason> {
-    let bytes = tile.bytes(shape);
-    let memory = BufMut::zeroed(usize::try_from(bytes).map_err(|_| Reason::TooMany("bytes"))?)
-        .map_err(|error| Reason::Passing(error.to_string()))?;
+pub(super) fn scratch(
+    order: Order,
+    shape: &BlockShape,
+    tile: &Tile,
+    (memory, grant): (BufMut, Grant),
+) -> Result<Placed, Reason> {
     let tile = Tile { blocks: 0..tile.block_count(), layers: tile.layers.clone() };
     let memory = SharedBuf::from(memory).also_kept_by(Arc::new(grant));
     Placed::tile(order, shape, &tile, memory)

@@ -1,73 +1,67 @@
-//! Memory for second requests: a piece that was asked for twice is read into two places, and only one is the reader's.
+//! Memory of the node for pieces that do not go to their places at once: those that are asked for twice, and those of a disk that
+//! may hang.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that may still be taken.
+use kvarts_store::io::{Arena, BufMut, Region};
+
+/// What all reads of a node take of. Pages come as they are first used, and stay for the next piece.
 #[derive(Debug)]
-pub(super) struct Left(AtomicU64);
+pub(super) struct Pool(Option<Arena>);
 
-impl Left {
+impl Pool {
+    /// Of so many bytes; of none where there is no memory.
     pub(super) fn new(bytes: u64) -> Arc<Self> {
-        Arc::new(Self(AtomicU64::new(bytes)))
+        let len = usize::try_from(bytes).ok().filter(|len| *len > 0);
+        Arc::new(Self(len.and_then(|len| Region::anonymous(len).ok()).map(Arena::new)))
     }
 
-    fn take(&self, bytes: u64) -> bool {
-        let less = |left: u64| left.checked_sub(bytes);
-        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok()
-    }
-
-    fn give_back(&self, bytes: u64) {
-        self.0.fetch_add(bytes, Ordering::AcqRel);
-    }
-
-    pub(super) fn get(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+    fn left(&self) -> u64 {
+        self.0.as_ref().map_or(0, |arena| {
+            let usage = arena.usage();
+            usage.total.saturating_sub(usage.used) as u64
+        })
     }
 }
 
 /// What one read may take of what its node may.
 #[derive(Debug)]
 pub(super) struct Scratch {
-    node: Arc<Left>,
-    read: Arc<Left>,
+    node: Arc<Pool>,
+    left: Arc<AtomicU64>,
 }
 
 impl Scratch {
-    pub(super) fn new(node: &Arc<Left>, bytes: u64) -> Self {
-        Self { node: Arc::clone(node), read: Left::new(bytes) }
+    pub(super) fn new(node: &Arc<Pool>, bytes: u64) -> Self {
+        Self { node: Arc::clone(node), left: Arc::new(AtomicU64::new(bytes)) }
     }
 
-    /// Whether so many bytes could be taken now.
+    /// Whether so many bytes are left.
     pub(super) fn has(&self, bytes: u64) -> bool {
-        self.node.get() >= bytes && self.read.get() >= bytes
+        self.left.load(Ordering::Acquire) >= bytes && self.node.left() >= bytes
     }
 
-    /// Takes so many bytes, until the grant is dropped.
-    pub(super) fn take(&self, bytes: u64) -> Option<Grant> {
-        if !self.read.take(bytes) {
-            return None;
-        }
-        if !self.node.take(bytes) {
-            self.read.give_back(bytes);
-            return None;
-        }
-        Some(Grant { node: Arc::clone(&self.node), read: Arc::clone(&self.read), bytes })
+    /// So many bytes, and what counts them until it is dropped.
+    pub(super) fn take(&self, bytes: u64) -> Option<(BufMut, Grant)> {
+        let less = |left: u64| left.checked_sub(bytes);
+        self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).ok()?;
+        let grant = Grant { left: Arc::clone(&self.left), bytes };
+        let memory = self.node.0.as_ref()?.try_take(usize::try_from(bytes).ok()?)?;
+        Some((memory, grant))
     }
 }
 
 /// Bytes that were taken.
 #[derive(Debug)]
 pub(super) struct Grant {
-    node: Arc<Left>,
-    read: Arc<Left>,
+    left: Arc<AtomicU64>,
     bytes: u64,
 }
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        self.node.give_back(self.bytes);
-        self.read.give_back(self.bytes);
+        self.left.fetch_add(self.bytes, Ordering::AcqRel);
     }
 }
 
@@ -77,12 +71,14 @@ mod tests {
 
     #[test]
     fn what_is_taken_counts_for_the_read_and_for_the_node_until_it_is_dropped() {
-        let node = Left::new(100);
-        let (one, other) = (Scratch::new(&node, 80), Scratch::new(&node, 80));
-        let taken = one.take(60).unwrap();
-        assert!(one.take(30).is_none() && other.take(50).is_none() && other.has(40) && !one.has(21));
-        assert_eq!(other.read.get(), 80);
+        let page = 4096;
+        let node = Pool::new(100 * page);
+        let (one, other) = (Scratch::new(&node, 80 * page), Scratch::new(&node, 80 * page));
+        let taken = one.take(60 * page).unwrap();
+        assert!(one.take(30 * page).is_none() && other.take(50 * page).is_none());
+        assert!(other.has(40 * page) && !one.has(21 * page) && !other.has(41 * page));
         drop(taken);
-        assert!(one.has(80) && node.get() == 100);
+        assert!(one.has(80 * page) && other.has(80 * page) && node.left() == 100 * page);
+        assert!(Scratch::new(&Pool::new(0), page).take(page).is_none());
     }
 }

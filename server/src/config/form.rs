@@ -38,13 +38,44 @@ pub(super) struct TokenForm {
     pub(super) expires: Option<u64>,
 }
 
+/// How a table of the reference begins.
+fn heading(table: &str) -> String {
+    let columns = "| In the file | Environment | Flag | Value | Default | Meaning |";
+    format!("\n## [{table}]\n\n{columns}\n|---|---|---|---|---|---|\n")
+}
+
 macro_rules! settings {
-    ($($(#[doc = $help:literal])* $field:ident, $table:literal, $key:literal, $variable:literal, $flag:literal;)*) => {
+    ($(
+        #[doc = $help:literal]
+        $field:ident, $table:literal, $key:literal, $variable:literal, $flag:literal, $value:literal, $default:literal;
+    )*) => {
         /// Every setting that can stand in the file, the environment and the flags. What is absent is left to the
         /// layer below.
         #[derive(Args, Clone, Debug, Default, PartialEq, Eq)]
         pub struct Settings {
-            $($(#[doc = $help])* #[arg(long = $flag, value_name = "VALUE")] pub $field: Option<String>,)*
+            $(
+                #[doc = $help]
+                #[arg(long = $flag, value_name = $value, help = concat!(
+                    $help, " [default: ", $default, "; file: ", $table, ".", $key, "; environment: ", $variable, "]"
+                ))]
+                pub $field: Option<String>,
+            )*
+        }
+
+        /// The tables of `docs/reference/configuration.md`: every setting by its table in the file.
+        pub fn reference() -> String {
+            let mut text = String::new();
+            let mut table = "";
+            $(
+                if table != $table {
+                    table = $table;
+                    text.push_str(&heading(table));
+                }
+                text.push_str(concat!("| `", $key, "` | `", $variable, "` | `--", $flag, "` | "));
+                text.push_str(&$value.replace('|', "\\|"));
+                text.push_str(concat!(" | ", $default, " |", $help, " |\n"));
+            )*
+            text
         }
 
         impl Settings {
@@ -82,90 +113,90 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Directories of the store, separated by commas, one for each device [default: ./kvarts-data]
-    directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir";
-    /// What the store may have on disk, such as 64 GiB [default: what fits]
-    budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget";
-    /// Size of a segment file, when the store is made [default: 256 MiB]; a store that is there keeps its own
-    segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment";
-    /// Shards of each directory, when the store is made; each is served by one executor [default: by the budget, 2 to 16]
-    shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards";
+    /// Directories of the store, separated by commas, one for each device
+    directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir", "DIRS", "./kvarts-data";
+    /// Bytes that the store may have on disk, such as 64G, or a part of the disks, such as 90%
+    budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of what is free";
+    /// Size of a segment file, when the store is made; a store that is there keeps its own
+    segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
+    /// Shards of each directory, when the store is made; each is served by one executor
+    shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "by the budget, 2 to 16";
     /// What is evicted first when the budget is full: weighted, lru or s3-fifo
-    policy, "store", "policy", "KVARTS_STORE_POLICY", "policy";
-    /// What may be written in a day before only blocks that were asked for before are stored [default: no limit]
-    endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance";
-    /// Executors of the engine [default: 2, or 1 on one core]
-    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors";
-    /// The way to the disks: auto, ring or pool
-    io, "store", "io", "KVARTS_STORE_IO", "io";
+    policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
+    /// Bytes that may be written a day; beyond it, only blocks that were put before are stored
+    endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
+    /// Executors of the engine
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2, or 1 on one core";
+    /// The way to the disks: auto, ring (io_uring) or pool (threads)
+    io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
     /// Features of the ring not to use, separated by commas
-    io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable";
+    io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable", "NAMES", "none";
     /// What executors run on: auto, glommio or threads
-    runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime";
-    /// Address of gRPC, or none [default: 127.0.0.1:7440]
-    grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc";
-    /// The local socket, or none [default: kvarts.sock in the first directory]
-    socket, "listen", "socket", "KVARTS_LISTEN_SOCKET", "listen-socket";
-    /// Group whose members may connect to the local socket, by name or number [default: only the server's user]
-    socket_group, "listen", "socket_group", "KVARTS_LISTEN_SOCKET_GROUP", "socket-group";
-    /// Address of metrics, or none [default: 127.0.0.1:7441]
-    metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics";
-    /// To listen to a network without TLS and tokens, say: anyone may read and write
-    open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network";
-    /// To show metrics to a network, say: anyone may read metrics
-    open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics";
+    runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime", "NAME", "auto";
+    /// Address of gRPC, or none
+    grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc", "ADDRESS|none", "127.0.0.1:7440";
+    /// The local socket, or none
+    socket, "listen", "socket", "KVARTS_LISTEN_SOCKET", "listen-socket", "PATH|none", "kvarts.sock in the first directory";
+    /// Group whose members may connect to the local socket, by name or number
+    socket_group, "listen", "socket_group", "KVARTS_LISTEN_SOCKET_GROUP", "socket-group", "GROUP", "only the server's user";
+    /// Address of metrics, or none
+    metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics", "ADDRESS|none", "127.0.0.1:7441";
+    /// Required to listen to a network without TLS and tokens: the words "anyone may read and write"
+    open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
+    /// Required to show metrics to a network: the words "anyone may read metrics"
+    open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
     /// The server's certificate chain, a PEM file
-    certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate";
+    certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
     /// The server's key, a PEM file
-    key, "tls", "key", "KVARTS_TLS_KEY", "tls-key";
+    key, "tls", "key", "KVARTS_TLS_KEY", "tls-key", "FILE", "none";
     /// The authority whose certificates clients must have, a PEM file
-    client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority";
-    /// Memory that requests share [default: 256 MiB]
-    memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory";
-    /// What of that may keep tiles that were read, while no request needs it [default: all of it]; 0 for nothing
-    cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache";
-    /// Memory of local clients that may be shared with the server at a time [default: a quarter of the memory, at most 64 GiB]
-    shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared";
-    /// Memory that the index of blocks may take; blocks are evicted near it [default: a quarter of the memory]
-    index, "limits", "index", "KVARTS_LIMITS_INDEX", "index-memory";
-    /// Connections at a time [default: 16384]
-    connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections";
-    /// Threads that serve connections [default: 2, or 1 on one core]
-    threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads";
-    /// The members of the cluster that this node belongs to, a TOML file, or etcd://HOST:PORT/PREFIX [default: no cluster]
-    members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster";
-    /// The name of the cluster: nodes of another name are refused [default: kvarts]
-    cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name";
+    client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
+    /// Memory that requests share
+    memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
+    /// What of that may keep tiles that were read, while no request needs it; 0 for nothing
+    cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of it";
+    /// Memory of local clients that may be shared with the server at a time
+    shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared", "SIZE", "a quarter of the memory, at most 64 GiB";
+    /// Memory that the index of blocks may take; blocks are evicted near it
+    index, "limits", "index", "KVARTS_LIMITS_INDEX", "index-memory", "SIZE", "a quarter of the memory";
+    /// Connections at a time
+    connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections", "NUMBER", "16384";
+    /// Threads that serve connections
+    threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads", "NUMBER", "2, or 1 on one core";
+    /// The members of the cluster that this node belongs to, a TOML file, or etcd://HOST:PORT/PREFIX
+    members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster", "FILE|URL", "no cluster";
+    /// The name of the cluster: nodes of another name are refused
+    cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
     /// What all nodes of the cluster know and nobody else does: a file of 32 bytes or more
-    cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret";
+    cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
     /// This node's certificate chain for other nodes, a PEM file; it names kvarts- and the node's id
-    cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate";
+    cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";
     /// The key of that certificate, a PEM file
-    cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key";
+    cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key", "FILE", "none";
     /// The authority whose certificates the nodes of the cluster have, a PEM file
-    cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority";
+    cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority", "FILE", "none";
     /// With etcd: where other nodes reach this one, a host and a port
-    cluster_address, "cluster", "address", "KVARTS_CLUSTER_ADDRESS", "cluster-address";
+    cluster_address, "cluster", "address", "KVARTS_CLUSTER_ADDRESS", "cluster-address", "HOST:PORT", "none";
     /// With etcd: nodes of one zone are near to each other
-    cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone";
-    /// With etcd: seconds after which a node that is gone is no member any more [default: 15]
-    cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease";
-    /// Where other nodes are served [default: this node's address among the members]
-    cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen";
-    /// Copies of blocks that this node's part of the directory may know, 20 bytes each [default: 16000000]
-    cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries";
-    /// Bytes a second that other nodes get from this one [default: no limit]
-    cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate";
-    /// How files should reach the memory of devices: auto, direct, compatibility or staging [default: auto]
-    cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile";
-    /// Hours between two runs of the scrubber, or 0 for none [default: 24]
-    scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours";
-    /// Bytes a second that the scrubber reads at most [default: 32 MiB]
-    scrub_pace, "scrub", "pace", "KVARTS_SCRUB_PACE", "scrub-pace";
+    cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone", "NAME", "none";
+    /// With etcd: seconds after which a node that is gone is no member any more
+    cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease", "SECONDS", "15";
+    /// Where other nodes are served
+    cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
+    /// Copies of blocks that this node's part of the directory may know, 20 bytes each
+    cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
+    /// Bytes a second that other nodes get from this one
+    cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
+    /// How files should reach the memory of devices: auto, direct, compatibility or staging
+    cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
+    /// Hours between two runs of the scrubber, or 0 for none
+    scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours", "NUMBER", "24";
+    /// Bytes a second that the scrubber reads at most
+    scrub_pace, "scrub", "pace", "KVARTS_SCRUB_PACE", "scrub-pace", "SIZE", "32 MiB";
     /// Log lines for people or programs: text or json
-    log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format";
+    log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format", "NAME", "text";
     /// Which log lines there are, such as info or kvarts_server=debug
-    log_level, "log", "level", "KVARTS_LOG_LEVEL", "log-level";
+    log_level, "log", "level", "KVARTS_LOG_LEVEL", "log-level", "LEVEL", "info";
 }
 
 /// Reads the file: every name in it must be known.

@@ -15,7 +15,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 pub use check::Complaint;
-pub use form::Settings;
+pub use form::{Settings, reference};
 use kvarts_gpudirect::cufile::Wish;
 use kvarts_peer::etcd::EtcdOptions;
 use kvarts_store::engine::EvictionPolicy;

@@ -110,11 +110,11 @@ impl Shared {
     /// No executor answers for these shards any more.
     fn executor_died(&self, executor: usize, shards: &[u32]) {
         let mut dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
-        dead.executors += 1;
-        dead.shards.extend(shards);
-        drop(dead);
         self.health.any_dead.store(true, Ordering::Release);
         self.latch_for(LatchCause::Executor(executor));
+        // Last, and under the lock: who sees the number sees the cause too, and finds no block of these shards.
+        dead.executors += 1;
+        dead.shards.extend(shards);
     }
 
     /// Blocks of a shard without an executor are not here.
