@@ -145,8 +145,9 @@ impl Reading {
             copies.truncate(progress.good() as usize);
         }
         let total = what.shape.layers_bytes(&layers).saturating_mul(copies.len() as u64);
-        let bytes = piece_bytes(total, nodes.slowest(&joined, now));
-        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes };
+        let least = nodes.least_piece();
+        let bytes = piece_bytes(total, nodes.slowest(&joined, now), least);
+        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes, least };
         let (mut pieces, mut parts, mut open, mut longest) = (Vec::new(), Vec::new(), BTreeSet::new(), 0);
         for (number, (tile, paths)) in whole.cut(&copies).into_iter().enumerate() {
             let (place, bytes) = (place(order, &tile), tile.bytes(&what.shape));
@@ -274,7 +275,7 @@ impl Reading {
     fn sleep(&mut self, now: Nanos, context: &mut Context<'_>) -> Poll<()> {
         let again = now.plus((now.since(self.moved) / 4).max(LOOK_AGAIN));
         let pauses = self.members.iter().map(|member| member.pause).filter(|pause| *pause > now);
-        let deadline = self.what.request.deadline;
+        let deadline = self.what.request.deadline.filter(|_| !planted!("read-past-its-deadline"));
         let at = pauses.chain(deadline).min().map_or(again, |at| at.min(again));
         if self.timer.as_ref().is_none_or(|(known, _)| *known > at || *known <= now) {
             self.timer = Some((at, self.runner.sleep_until(at)));

@@ -30,6 +30,7 @@ use kvarts_store::api::{
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
+pub(crate) use cut::PIECE_BYTES_LEAST;
 pub use nodes::{Brought, FAILURES, NodePaths, OWN, PathStatus};
 pub use runner::{OnTokio, Runner, Task};
 pub(crate) use runner::{in_time, sleep};
