@@ -141,7 +141,7 @@ pub(super) async fn put(
     match (inner.link_soon(request.deadline, places.is_none()).await, places) {
         (Ok(link), Some(places)) => {
             let digests = inner.digests(&request, &shape).await;
-            let message = inner.put_message(&request, places, digests);
+            let message = inner.put_message(&request, places.wire, digests);
             // What cannot be sent is answered with why.
             let _ = link.put(&message, request.from, late(request.deadline), reply);
             inner.look(request.deadline);

@@ -201,11 +201,11 @@ proptest! {
         prop_assert!(body.len() <= REQUEST_BYTES_MAX);
         let _ = Namespaces::default().open(body.clone().into());
         let Ok(asked) = Asked::parse(body.into(), &namespaces, &Shapes, Nanos(7)) else { return Ok(()) };
-        prop_assert!((1..=KEYS_MAX).contains(&asked.keys.len()) && asked.origins.len() == asked.keys.len());
-        prop_assert!(asked.deadline <= Nanos(7).plus(TIMEOUT_MAX));
-        prop_assert!(matches!(asked.class, Class::Prefetch | Class::Background) && asked.bytes() <= PIECE_BYTES_MAX);
+        prop_assert!((1..=KEYS_MAX).contains(&asked.request.keys.len()) && asked.origins.len() == asked.request.keys.len());
+        prop_assert!(asked.request.deadline.is_some_and(|at| at <= Nanos(7).plus(TIMEOUT_MAX)));
+        prop_assert!(matches!(asked.request.class, Class::Prefetch | Class::Background) && asked.bytes() <= PIECE_BYTES_MAX);
         if let Ok(shape) = &asked.shape {
-            prop_assert!(!asked.layers.is_empty() && asked.layers.end as usize <= shape.layers().len());
+            prop_assert!(!asked.request.layers.is_empty() && asked.request.layers.end as usize <= shape.layers().len());
         }
     }
 
