@@ -99,6 +99,7 @@ fn a_new_holder_is_silent_from_its_first_confirmation_on_and_not_from_when_it_he
     ));
     new.confirm(at(lease.until.as_secs()));
     assert!(matches!(new.claim(CHAIN, node(2), HOLD, lease.until - HOLD), Err(Refused::New(_))));
+    new.confirm(at(170));
     assert_eq!(new.claim(CHAIN, node(2), HOLD, at(170)).unwrap().owner, node(2));
 }
 
