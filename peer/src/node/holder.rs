@@ -36,8 +36,9 @@ const TIDIED_AT_ONCE: usize = 64;
 /// See [`TIDIED_AT_ONCE`].
 const TIDY_EVERY: Duration = Duration::from_secs(1);
 
-/// Calls of one connection whose messages are taken in at a time; more wait.
-const CALLS_MAX: usize = 32;
+/// Calls that one connection may have under way. A peer opens no more than that many streams, so that each of them is read: of streams
+/// that are open and wait for a turn, the bytes that came fill the window of the connection, and those whose turn it is never end.
+const CALLS_MAX: u32 = 32;
 
 /// How to ask a node whose changes this one takes for some again.
 #[derive(Clone, Debug)]
@@ -50,8 +51,7 @@ pub(super) struct Asking {
 /// Serves other nodes until the task is ended.
 pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let (stopped, credentials) = (node.stopped(), node.options.credentials.clone());
-    let server = Server::builder().max_concurrent_streams(Some(256)).tcp_nodelay(true);
-    let server = server.concurrency_limit_per_connection(CALLS_MAX);
+    let server = Server::builder().max_concurrent_streams(Some(CALLS_MAX)).tcp_nodelay(true);
     let server = { server }.add_service(service(node));
     let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials);
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
