@@ -229,17 +229,25 @@ async fn suffer(name: &str, copies: usize, fault: Fault) -> (usize, usize) {
     let (mut reads, mut whole) = (0, 0);
     for (number, place) in (0..answer).step_by(STEP).enumerate() {
         let what = format!("{name}, {fault:?} at {place} of {answer}");
-        match fault {
-            Fault::Cut => scene.wire.cut_after(Way::Down, place, Cut::turn(number)),
-            Fault::Flip => scene.wire.flip(Way::Down, place, 1 << (number % 8)),
-        }
         let order = if number % 2 == 0 { Order::Blocks } else { Order::Layers };
-        let came = scene.read(&node, &keys, order, &what).await;
+        let start = Instant::now();
+        let came = loop {
+            match fault {
+                Fault::Cut => scene.wire.cut_after(Way::Down, place, Cut::turn(number)),
+                Fault::Flip => scene.wire.flip(Way::Down, place, 1 << (number % 8)),
+            }
+            let came = scene.read(&node, &keys, order, &what).await;
+            let suffered = match fault {
+                Fault::Cut => scene.wire.was_cut(),
+                Fault::Flip => scene.wire.was_flipped(),
+            };
+            // A look-up that is late on a busy machine finds nothing to read, so that no answer was there to suffer.
+            if suffered {
+                break came;
+            }
+            assert!(start.elapsed() < TIMEOUT, "{what}: no answer came so far");
+        };
         (reads, whole) = (reads + 1, whole + usize::from(came == keys.len()));
-        match fault {
-            Fault::Cut => assert!(scene.wire.was_cut(), "{what}: nothing was cut"),
-            Fault::Flip => assert!(scene.wire.was_flipped(), "{what}: nothing was changed"),
-        }
         // A new reader does not remember that a way was bad.
         node.stop();
         node = scene.begin().await;
