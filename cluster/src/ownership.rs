@@ -143,7 +143,8 @@ impl Ownership {
             .filter(|lease| now < lease.until || planted!("released-owner-listed"))
     }
 
-    /// Makes `node` the owner, or says who is. The owner that claims again gets a new token.
+    /// Makes `node` the owner, or says who is. The owner that claims again gets a new token, and its lease ends no earlier than it was
+    /// told before: answers may pass each other on their way.
     pub fn claim(
         &mut self,
         chain: Tag,
@@ -152,17 +153,17 @@ impl Ownership {
         now: Duration,
     ) -> Result<Lease, Refused> {
         self.may_answer(now)?;
-        match self.owner(&chain, now) {
+        let told = match self.owner(&chain, now) {
             Some(lease) if lease.owner != node => return Err(Refused::Owned(lease)),
             None if now < self.quiet_until => return Err(Refused::New(self.quiet_until)),
-            _ => {}
-        }
+            own => own.map_or(now, |lease| lease.until),
+        };
         if !self.chains.contains_key(&chain) && self.is_full(node, now) {
             return Err(Refused::Full);
         }
         self.granted += 1;
         let token = Token { epoch: self.epoch, number: self.granted };
-        let lease = Lease { owner: node, token, until: now + hold.min(LEASE_MAX) };
+        let lease = Lease { owner: node, token, until: told.max(now + hold.min(LEASE_MAX)) };
         let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
         let known = self.chains.entry(chain).or_insert(new);
         (known.lease, known.used) = (lease, now);

@@ -50,6 +50,18 @@ fn one_node_owns_a_chain_until_its_lease_ends_and_the_next_token_is_greater() {
 }
 
 #[test]
+fn an_owner_that_claims_again_for_less_owns_the_chain_as_long_as_it_was_told_before() {
+    let mut chains = first();
+    let long = chains.claim(CHAIN, node(1), HOLD, at(0)).unwrap();
+    let short = chains.claim(CHAIN, node(1), at(1), at(0)).unwrap();
+    // The answer of the first claim may come after that of the second.
+    assert!(short.token > long.token && short.until == long.until);
+    assert_eq!(chains.claim(CHAIN, node(2), HOLD, at(9)), Err(Refused::Owned(short)));
+    chains.release(&CHAIN, node(1), short.token, at(9)).unwrap();
+    assert!(chains.claim(CHAIN, node(2), HOLD, at(9)).is_ok());
+}
+
+#[test]
 fn no_lease_is_longer_than_the_longest() {
     let lease = first().claim(CHAIN, node(1), Duration::from_secs(1 << 40), at(0)).unwrap();
     assert_eq!(lease.until, LEASE_MAX);

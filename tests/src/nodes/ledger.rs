@@ -255,7 +255,12 @@ impl Book {
         let before = notes.chains.entry(chain).or_default();
         let overlap = before.iter().find(|other| other.place != place && other.until > now).copied();
         let later = before.iter().find(|other| other.token > token && other.from < asked).copied();
-        before.push(held);
+        // Answers may pass each other: of its own leases a node goes by the latest.
+        let is_passed = before.iter().any(|other| other.place == place && other.token > token);
+        let overlap = overlap.filter(|_| !is_passed);
+        if !is_passed {
+            before.push(held);
+        }
         for (other, what) in
             overlap.map(|it| (it, "two owners")).into_iter().chain(later.map(|it| (it, "an old token")))
         {
