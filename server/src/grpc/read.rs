@@ -33,7 +33,7 @@ use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
-use crate::state::{CachedTile, NodeTiles, SharedBytes, TileStart};
+use crate::state::{CachedTile, Model, NodeTiles, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -41,6 +41,7 @@ use kvarts_wire::proto::read_reply::Part;
 #[derive(Debug)]
 pub(crate) struct Download {
     pub(crate) namespace: NamespaceId,
+    model: Arc<Model>,
     pub(crate) group: Group,
     pub(crate) coordinate: Coordinate,
     pub(crate) shape: Arc<BlockShape>,
@@ -78,7 +79,7 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        call.state.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let layers = wire.layers.map(|range| range.start..range.end);
@@ -90,7 +91,7 @@ impl Download {
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
         call.is_for(class);
-        Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
+        Ok(Self { namespace, model, group, coordinate, shape, keys, layers, order, class })
     }
 
     fn request(&self, call: &Call) -> TiledRequest {
@@ -269,6 +270,7 @@ impl Sending {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
                     Arrived::Layer { layer, blocks } => {
                         self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
+                        self.call.layer_ready();
                     }
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }
@@ -505,7 +507,8 @@ impl Sending {
 /// than its deadline did that.
 pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    call.state.metrics.read_ended(delivered, missed);
+    let (tenant, model) = (&call.caller.tenant.name, &asked.model.identity.model);
+    call.state.metrics.read_ended(tenant, model, delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
     call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }
