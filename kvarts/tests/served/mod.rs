@@ -78,10 +78,15 @@ impl Server {
 
     /// Writes an identity, tokens of ten blocks and of twenty that begin with them, and stores the ten.
     pub(crate) fn store_pages(&self) {
+        self.store_pages_of("pages");
+    }
+
+    /// The same, of a model of this name.
+    pub(crate) fn store_pages_of(&self, model: &str) {
         let (code, identity, error) = self.kvarts(&["identity", "--page-bytes", "4096"]);
         assert_eq!(code, 0, "{error}");
         let filled = |line: &str| match line.split_once(" = ") {
-            Some(("model", _)) => "model = \"pages\"\n".to_owned(),
+            Some(("model", _)) => format!("model = '{model}'\n"),
             Some((name, value)) if value.starts_with("\"\"") => format!("{name} = \"1\"\n"),
             _ => format!("{line}\n"),
         };
@@ -94,9 +99,10 @@ impl Server {
         assert_eq!(code, 0, "{out}{error}\n{identity}");
     }
 
-    /// Waits for the end of a server that was told to end; its exit code.
-    pub(crate) fn wait(&mut self) -> Option<i32> {
-        self.child.wait().unwrap().code()
+    /// Ends the server at once.
+    pub(crate) fn end(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
     }
 }
 

@@ -112,7 +112,7 @@ pub(super) fn begin(
     (id, order, wire): (u64, Order, proto::LocalRead),
 ) -> Outcome<Reading> {
     let asked = Download::asked(call, order, wire.read.unwrap_or_default())?;
-    let Download { request, shape } = &asked;
+    let Download { request, shape, .. } = &asked;
     if asked.bytes() > limits::REQUEST_BYTES_MAX {
         return Err(Reason::TooMany("bytes").into());
     }
