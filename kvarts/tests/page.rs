@@ -40,7 +40,9 @@ fn the_page_and_its_parts_are_answered_with_a_policy_and_nothing_else_is() {
             assert!(head.lines().any(|told| told == line), "{path}: {line} is not in\n{head}");
         }
         let policy = head.lines().find(|line| line.starts_with("content-security-policy: ")).unwrap();
-        for part in ["default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"] {
+        for part in
+            ["default-src 'none'", "script-src 'self'", "frame-ancestors 'none'", "form-action 'none'"]
+        {
             assert!(policy.contains(part), "{path}: {policy}");
         }
         assert!(!head.to_lowercase().contains("access-control-"), "other sites may not read it: {head}");
@@ -50,7 +52,10 @@ fn the_page_and_its_parts_are_answered_with_a_policy_and_nothing_else_is() {
         assert!(get(path).starts_with("HTTP/1.1 404 "), "{path}");
     }
     for method in ["POST", "PUT", "DELETE", "OPTIONS"] {
-        assert!(http(server.metrics_address(), &format!("{method} /")).starts_with("HTTP/1.1 405 "), "{method}");
+        assert!(
+            http(server.metrics_address(), &format!("{method} /")).starts_with("HTTP/1.1 405 "),
+            "{method}"
+        );
     }
 }
 
@@ -215,7 +220,10 @@ fn the_page_reckons_as_top_does() {
     assert_eq!(seen["misses"], json!([["REASON_DIGEST", 16], ["absent", 4]]));
     assert_eq!(seen["readOnly"], "a \"disk\"\\\nis gone");
     let call = &seen["calls"][0];
-    assert_eq!((&call["name"], &call["calls"], &call["out"]), (&json!("grpc get foreground"), &json!(10), &json!(1000)));
+    assert_eq!(
+        (&call["name"], &call["calls"], &call["out"]),
+        (&json!("grpc get foreground"), &json!(10), &json!(1000))
+    );
     assert_eq!((&call["p50"], &call["p99"]), (&json!(0.001), &json!(0.01)));
     assert_eq!(seen["models"][0]["hits"]["rate"], 0.9);
     assert_eq!(seen["events"], json!([{"what": "operations of the disks failed", "count": 4}]));
@@ -226,6 +234,8 @@ fn the_page_reckons_as_top_does() {
     assert_eq!((&seen["hits"]["asked"], &seen["calls"][0]["out"]), (&json!(100), &json!(0)));
     let shown = "import('/figures.js').then((all) => [all.size(0), all.size(1536), all.size(64 * 2 ** 20), all.percent(null),
                  all.percent(0.5), all.time(null), all.time(0.000064), all.time(0.25), all.time(Infinity), all.count(12345)])";
-    let expected = json!(["0 B", "1.50 KiB", "64.0 MiB", "none", "50.0%", "none", "64 us", "250.0 ms", "long", "12,345"]);
+    let expected = json!([
+        "0 B", "1.50 KiB", "64.0 MiB", "none", "50.0%", "none", "64 us", "250.0 ms", "long", "12,345"
+    ]);
     assert_eq!(browser.run(shown), expected);
 }

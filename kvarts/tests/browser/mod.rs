@@ -99,16 +99,15 @@ impl Browser {
     }
 
     fn hear(&mut self, said: &Value) {
-        let is_complaint = match said["method"].as_str().unwrap_or_default() {
-            "Runtime.exceptionThrown" => true,
-            "Runtime.consoleAPICalled" => {
-                ["error", "warning", "assert"].contains(&said["params"]["type"].as_str().unwrap_or_default())
-            }
-            "Log.entryAdded" => {
-                ["error", "warning"].contains(&said["params"]["entry"]["level"].as_str().unwrap_or_default())
-            }
-            _ => false,
-        };
+        let is_complaint =
+            match said["method"].as_str().unwrap_or_default() {
+                "Runtime.exceptionThrown" => true,
+                "Runtime.consoleAPICalled" => ["error", "warning", "assert"]
+                    .contains(&said["params"]["type"].as_str().unwrap_or_default()),
+                "Log.entryAdded" => ["error", "warning"]
+                    .contains(&said["params"]["entry"]["level"].as_str().unwrap_or_default()),
+                _ => false,
+            };
         if is_complaint {
             self.complaints.push(said["params"].to_string());
         }
@@ -124,6 +123,7 @@ impl Browser {
     pub(crate) fn open(&mut self, address: &str) {
         let said = self.ask("Page.navigate", json!({"url": address}));
         assert!(said["errorText"].is_null(), "{said}");
+        self.until(&format!("location.href === '{address}' && document.readyState === 'complete'"));
     }
 
     /// The value of an expression in the page; of a promise, once it has one.
@@ -138,7 +138,7 @@ impl Browser {
     pub(crate) fn until(&mut self, expression: &str) {
         let end = Instant::now() + PATIENCE;
         while self.run(expression) != true {
-            assert!(Instant::now() < end, "never: {expression}\n{}", self.run("document.body.innerText"));
+            assert!(Instant::now() < end, "never: {expression}\n{}", self.run("document.body?.innerText"));
             std::thread::sleep(Duration::from_millis(50));
         }
     }
