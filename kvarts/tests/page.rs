@@ -88,8 +88,25 @@ fn the_page_shows_what_the_server_does_while_it_does_it() {
         loaded.as_array().unwrap().iter().all(|name| name.as_str().unwrap().starts_with(&origin)),
         "{loaded}"
     );
+    // While there are calls they have a table; what it shows stays while the page is paused.
+    std::thread::scope(|scope| {
+        let busy = scope.spawn(|| {
+            for _ in 0..10 {
+                assert_eq!(server.client(&["get", "--force", "--to", "back"], &["--tokens", "tokens"]).0, 0);
+                std::thread::sleep(std::time::Duration::from_millis(200));
+            }
+        });
+        let rows =
+            "[...document.querySelectorAll('#calls-table tbody th')].map((one) => one.textContent).join()";
+        browser.until(&format!(
+            "!document.getElementById('calls-table').parentElement.hidden && {rows}.includes('match')"
+        ));
+        browser.run("document.getElementById('pause').click()");
+        busy.join().unwrap();
+    });
     assert_eq!(browser.complaints(), Vec::<String>::new());
     look_at(&mut browser);
+    browser.run("document.getElementById('pause').click()");
     // What the policy is for: a script that got into the page is not run.
     let foreign = "new Promise((told) => {
         document.addEventListener('securitypolicyviolation', (event) => told(event.effectiveDirective));
@@ -133,6 +150,7 @@ fn look_at(browser: &mut Browser) {
         for (width, height) in [(1200, 900), (360, 800)] {
             let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": false});
             browser.ask("Emulation.setDeviceMetricsOverride", size);
+            browser.ask("Emulation.setScrollbarsHidden", json!({"hidden": true}));
             let wide = browser.run("document.documentElement.scrollWidth").as_u64().unwrap();
             assert!(wide <= width, "{wide} wide where {width} are to be had");
             let picture = browser.picture();
@@ -158,7 +176,7 @@ fn the_page_is_used_by_keys_and_told_by_a_screen_reader() {
         let is_seen = browser.run("getComputedStyle(document.activeElement).outlineStyle");
         assert_eq!(is_seen, "solid", "{reached:?}");
     }
-    assert_eq!(reached[..4], ["Skip to the tables", "pause", "interval", "Metrics"], "{reached:?}");
+    assert_eq!(reached[..4], ["Skip to the figures", "pause", "interval", "Metrics"], "{reached:?}");
     browser.run("document.getElementById('pause').focus()");
     browser.press(" ", 32, " ");
     assert_eq!(browser.run("document.getElementById('pause').getAttribute('aria-pressed')"), "true");

@@ -2,6 +2,7 @@
 import { parse, figures, size, count, percent, time } from "/figures.js";
 
 const find = (id) => document.getElementById(id);
+const TIMEOUT_MS = 10_000;
 const HISTORY_SECONDS = 3600;
 const EVENTS_MAX = 50;
 const ROWS_MAX = 50;
@@ -77,18 +78,25 @@ function plots() {
   const first = history[0]?.at ?? 0;
   const span = Math.max(1, (history.at(-1)?.at ?? 0) - first);
   PLOTS.forEach(([name, , shown, top], at) => {
-    const points = history.map((one) => [one.at, one.values[at]]).filter(([, value]) => value !== null);
-    const most = Math.max(top, ...points.map(([, value]) => value)) || 1;
-    const line = points.map(([when, value], n) =>
-      `${n ? "L" : "M"}${(((when - first) / span) * 100).toFixed(2)} ${(98 - (value / most) * 96).toFixed(2)}`);
+    const known = history.map((one) => one.values[at]).filter((value) => value !== null);
+    const highest = known.length ? Math.max(...known) : null;
+    const most = Math.max(top, highest ?? 0) || 1;
+    // Where there is no value the line ends; a value between two of those is a point.
+    let line = "";
+    history.forEach((one, n) => {
+      if (one.values[at] === null) return;
+      const place = `${(((one.at - first) / span) * 100).toFixed(2)} ${(98 - (one.values[at] / most) * 96).toFixed(2)}`;
+      line += n && history[n - 1].values[at] !== null ? `L${place}` : `M${place}h0`;
+    });
     const [drawing, caption] = place.children[at].children;
-    drawing.firstElementChild.setAttribute("d", line.join(""));
-    const last = points.length ? shown(points.at(-1)[1]) : "none";
-    say(caption, `${name}: ${last} now, ${points.length ? shown(Math.max(...points.map(([, value]) => value))) : "none"} at most`);
+    drawing.firstElementChild.setAttribute("d", line);
+    const last = history.at(-1)?.values[at] ?? null;
+    const told = (value) => (value === null ? "none" : shown(value));
+    say(caption, `${name}: ${told(last)} now, ${told(highest)} at most`);
   });
 }
 
-function show(seen) {
+function show(seen, ever) {
   const { disk, requests, hits } = seen;
   say(find("version"), seen.version);
   let state = "Well";
@@ -97,6 +105,7 @@ function show(seen) {
   if (seen.readOnly !== null) state = `Read-only: ${seen.readOnly}`;
   say(find("state"), state);
   find("state").classList.toggle("bad", state !== "Well");
+  say(find("period"), seen.seconds > 0 ? `In the last ${Math.max(1, Math.round(seen.seconds))} s` : "Since the server's start");
   const misses = seen.misses.slice(0, 4).map(([reason, blocks]) => `${count(blocks)} ${reason}`).join(", ");
   tiles([
     ["Hit ratio of lookups", percent(hits.rate), `${count(hits.found)} of ${count(hits.asked)} blocks found`],
@@ -108,8 +117,9 @@ function show(seen) {
   ]);
   table("calls-table", ["Path, method, class", "Calls/s", "In/s", "Out/s", "p50", "p99"],
     seen.calls.map((one) => [one.name, one.calls.toFixed(1), amount(one.into), amount(one.out), time(one.p50), time(one.p99)]));
-  table("models-table", ["Model", "Hit ratio", "Blocks looked up"],
-    seen.models.map((one) => [one.name, percent(one.hits.rate), count(one.hits.asked)]));
+  const now = new Map(seen.models.map((one) => [one.name, one.hits]));
+  table("models-table", ["Model", "Hit ratio now", "Blocks looked up", "Hit ratio since the start", "Blocks looked up"],
+    ever.models.map((one) => [one.name, ...[now.get(one.name), one.hits].flatMap((hits) => [percent(hits.rate), count(hits.asked)])]));
   table("tenants-table", ["Tenant", "Calls/s", "Bytes/s", "On disk", "Hit ratio"],
     seen.tenants.map((one) => [one.name, one.calls.toFixed(1), amount(one.bytes), size(one.disk), percent(one.hits.rate)]));
   table("peers-table", ["Path", "Bytes/s", "Outstanding"],
@@ -122,12 +132,13 @@ function tell(events, when) {
   for (const { what, count: many } of events) {
     list.prepend(element("li", `${when.toLocaleTimeString()}: ${count(many)} ${what}`));
   }
+  find("no-events").hidden = list.children.length > 0;
   while (list.children.length > EVENTS_MAX) list.lastElementChild.remove();
 }
 
 async function look() {
   try {
-    const answer = await fetch("/metrics", { cache: "no-store" });
+    const answer = await fetch("/metrics", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (!answer.ok) throw new Error(`it answers ${answer.status}`);
     const now = parse(await answer.text());
     const seen = figures(before, now);
@@ -137,7 +148,7 @@ async function look() {
       tell(seen.events, new Date());
     }
     before = now;
-    show(seen);
+    show(seen, figures(null, now));
     document.body.dataset.looks = String(Number(document.body.dataset.looks ?? 0) + 1);
   } catch (error) {
     say(find("state"), `The server does not answer: ${error.message}`);
