@@ -99,7 +99,7 @@ fn the_page_shows_what_the_server_does_while_it_does_it() {
         let rows =
             "[...document.querySelectorAll('#calls-table tbody th')].map((one) => one.textContent).join()";
         browser.until(&format!(
-            "!document.getElementById('calls-table').parentElement.hidden && {rows}.includes('match')"
+            "!document.getElementById('calls-table').parentElement.hidden && {rows}.includes('get')"
         ));
         browser.run("document.getElementById('pause').click()");
         busy.join().unwrap();
