@@ -33,7 +33,7 @@ use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
-use crate::state::{CachedTile, NodeTiles, SharedBytes, TileStart};
+use crate::state::{CachedTile, Model, NodeTiles, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
@@ -41,6 +41,7 @@ use kvarts_wire::proto::read_reply::Part;
 #[derive(Debug)]
 pub(crate) struct Download {
     pub(crate) request: TiledRequest,
+    model: Arc<Model>,
     pub(crate) shape: Arc<BlockShape>,
 }
 
@@ -72,7 +73,7 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        call.state.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let layers = wire.layers.map(|range| range.start..range.end);
@@ -87,7 +88,7 @@ impl Download {
         let (verify, deadline) = (Verify::Always, Some(call.engine_deadline()));
         let request =
             TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
-        Ok(Self { request, shape })
+        Ok(Self { request, model, shape })
     }
 }
 
@@ -252,6 +253,7 @@ impl Sending {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
                     Arrived::Layer { layer, blocks } => {
                         self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
+                        self.call.layer_ready();
                     }
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }
@@ -476,7 +478,7 @@ impl Sending {
 
     async fn finish(&self, ended: Outcome<()>, end: &ReadEnd, early: Option<&Reason>) {
         self.call.end(ended.as_ref().map_or_else(|fault| fault.code, |()| Code::Ok));
-        count(&self.call, &self.download.request, end, early);
+        count(&self.call, &self.download, end, early);
         if ended.is_ok() && self.say(Part::End(convert::wire_end(end))).await.is_err() {
             return;
         }
@@ -487,9 +489,11 @@ impl Sending {
 
 /// Counts what a read delivered and what it did not. `early` is why it ended before all of it was read, if something other
 /// than its deadline did that.
-pub(crate) fn count(call: &Call, asked: &TiledRequest, end: &ReadEnd, early: Option<&Reason>) {
+pub(crate) fn count(call: &Call, download: &Download, end: &ReadEnd, early: Option<&Reason>) {
+    let Download { request: asked, model, .. } = download;
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    call.state.metrics.read_ended(delivered, missed);
+    let (tenant, model) = (&call.caller.tenant.name, &model.identity.model);
+    call.state.metrics.read_ended(tenant, model, delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
     call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }

@@ -112,7 +112,7 @@ pub(super) fn begin(
     (id, order, wire): (u64, Order, proto::LocalRead),
 ) -> Outcome<Reading> {
     let asked = Download::asked(call, order, wire.read.unwrap_or_default())?;
-    let Download { request, shape } = &asked;
+    let Download { request, shape, .. } = &asked;
     if asked.bytes() > limits::REQUEST_BYTES_MAX {
         return Err(Reason::TooMany("bytes").into());
     }
@@ -208,6 +208,7 @@ impl Reading {
     fn announce(&self, event: ReadEvent, announced: &mut Announced) -> Option<ReadEnd> {
         let (layers, blocks, layer, block) = match event {
             ReadEvent::Layer { layer, blocks } => {
+                self.call.layer_ready();
                 (layer..layer + 1, 0..blocks, Some(proto::LayerReady { layer, blocks }), None)
             }
             ReadEvent::Block(block) => {
@@ -226,7 +227,7 @@ impl Reading {
     /// The frame that says how it ended; that is counted here.
     fn end(&self, end: &ReadEnd) -> Vec<u8> {
         self.call.end(Code::Ok);
-        read::count(&self.call, &self.asked.request, end, None);
+        read::count(&self.call, &self.asked, end, None);
         let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
         let met = self.origins.iter().flat_map(|origins| origins.met());
         let wire = proto::LocalEnd {
