@@ -135,7 +135,15 @@ impl Ownership {
         if now < self.silent_until { Err(Refused::New(self.silent_until)) } else { Ok(()) }
     }
 
-    /// Who owns a chain now.
+    /// Who owns a chain now, if this holder may say so: one that another may have taken over from says nothing, and one that is new
+    /// does not know of leases that nobody has renewed yet.
+    pub fn look(&self, chain: &Tag, now: Duration) -> Result<Lease, Refused> {
+        self.may_answer(now)?;
+        let nobody = if now < self.quiet_until { Refused::New(self.quiet_until) } else { Refused::Stale };
+        self.owner(chain, now).ok_or(nobody)
+    }
+
+    /// Who owns a chain now, as far as this holder knows.
     pub fn owner(&self, chain: &Tag, now: Duration) -> Option<Lease> {
         self.chains
             .get(chain)
@@ -212,6 +220,7 @@ impl Ownership {
 
     /// Ends a lease early. What is known of the chain stays.
     pub fn release(&mut self, chain: &Tag, node: NodeId, token: Token, now: Duration) -> Result<(), Refused> {
+        self.may_answer(now)?;
         let known = self.chains.get_mut(chain).filter(|known| {
             known.lease.owner == node && known.lease.token == token && now < known.lease.until
         });

@@ -62,6 +62,19 @@ fn an_owner_that_claims_again_for_less_owns_the_chain_as_long_as_it_was_told_bef
 }
 
 #[test]
+fn a_holder_that_another_may_have_taken_over_from_says_of_no_chain_who_owns_it() {
+    let mut old = Ownership::take_over(1, true, 100, at(0));
+    let lease = old.claim(CHAIN, node(1), LEASE_MAX, at(0)).unwrap();
+    assert_eq!(old.look(&CHAIN, at(1)), Ok(lease));
+    // Its owner gives the chain up where the next holder is, of which this one hears nothing.
+    let mut new = Ownership::take_over(2, false, 100, at(6));
+    new.confirm(at(6));
+    assert!(matches!(new.look(&CHAIN, at(7)), Err(Refused::New(_))));
+    assert_eq!(old.look(&CHAIN, at(7)), Err(Refused::Unconfirmed));
+    assert_eq!(old.release(&CHAIN, node(1), lease.token, at(7)), Err(Refused::Unconfirmed));
+}
+
+#[test]
 fn no_lease_is_longer_than_the_longest() {
     let lease = first().claim(CHAIN, node(1), Duration::from_secs(1 << 40), at(0)).unwrap();
     assert_eq!(lease.until, LEASE_MAX);

@@ -62,14 +62,16 @@ impl ClusterNode {
             Ask::ReplicateMs(hold_ms) => {
                 let on = wire::node(&asked.replica)?;
                 // A token is no secret: it is the owner that grants.
-                let owner = chains.owner(&tag, now).filter(|lease| lease.owner == node).ok_or(Refused::Stale);
+                let owner = chains
+                    .look(&tag, now)
+                    .and_then(|lease| if lease.owner == node { Ok(lease) } else { Err(Refused::Stale) });
                 owner.and_then(|_| chains.replicate(&tag, token, on, hold(hold_ms), now)).and(owner)
             }
             Ask::Refer(more) => {
                 chains.refer(&tag, more, now);
-                chains.owner(&tag, now).ok_or(Refused::Stale)
+                chains.look(&tag, now)
             }
-            Ask::Look(_) => chains.owner(&tag, now).ok_or(Refused::Stale),
+            Ask::Look(_) => chains.look(&tag, now),
         };
         let may_be_nobodys = matches!(ask, Ask::Release(_) | Ask::Refer(_) | Ask::Look(_));
         let mut reply = proto::ChainReply::default();

@@ -22,6 +22,8 @@ pub struct Held {
     until: Nanos,
     /// And how long the node that decides may, which does not hear of everything.
     over: Nanos,
+    /// It does not go on with it, whatever it is still answered.
+    is_given_up: bool,
 }
 
 /// How long a question may be on its way, and its answer be lost.
@@ -249,14 +251,22 @@ impl Book {
 
     /// A node was told that it owns a chain from now on, for what is left of `left` since it asked.
     pub fn owns(&self, chain: u64, place: usize, token: Token, (asked, now): (Nanos, Nanos), left: Duration) {
-        let held = Held { place, token, from: now, until: asked.plus(left), over: now.plus(left) };
+        let held = Held {
+            place,
+            token,
+            from: now,
+            until: asked.plus(left),
+            over: now.plus(left),
+            is_given_up: false,
+        };
         let mut notes = self.lock();
         notes.leases += 1;
         let before = notes.chains.entry(chain).or_default();
         let overlap = before.iter().find(|other| other.place != place && other.until > now).copied();
         let later = before.iter().find(|other| other.token > token && other.from < asked).copied();
-        // Answers may pass each other: of its own leases a node goes by the latest.
-        let is_passed = before.iter().any(|other| other.place == place && other.token > token);
+        // Answers may pass each other: of its own leases a node goes by the latest, and by none that it has given up.
+        let own = before.iter().filter(|other| other.place == place);
+        let is_passed = { own }.any(|own| own.token > token || own.token == token && own.is_given_up);
         let overlap = overlap.filter(|_| !is_passed);
         if !is_passed {
             before.push(held);
@@ -273,7 +283,7 @@ impl Book {
         let mut notes = self.lock();
         let all = notes.chains.iter_mut().filter(|(number, _)| chain.is_none_or(|chain| chain == **number));
         let held = all.flat_map(|(_, held)| held).filter(|held| held.place == place);
-        held.for_each(|held| held.until = held.until.min(now));
+        held.for_each(|held| (held.until, held.is_given_up) = (held.until.min(now), true));
     }
 
     /// The lease of a chain that a node has now.
