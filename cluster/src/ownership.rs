@@ -4,9 +4,10 @@
 //! holder took the partition over, which a coordination service or the file of members hands out and never twice.
 //!
 //! Nodes hear of a change of holders at different times. A holder grants only as long as it was confirmed to be one a moment ago
-//! ([`Ownership::confirm`]), and a new one is silent until the one before it has stopped for that reason. Then, for one longest
-//! lease, it takes over the leases that owners renew, with their tokens, and grants nothing else. Nodes are believed about their
-//! tokens: one that lies can become an owner at such a time, which costs hits and no bytes.
+//! ([`Ownership::confirm`]). The one before it may be confirmed until a new one is confirmed for the first time, and not later: from
+//! then on the new one is silent until the other has stopped for that reason. Then, for one longest lease, it takes over the leases
+//! that owners renew, with their tokens, and grants nothing else. Nodes are believed about their tokens: one that lies can become
+//! an owner at such a time, which costs hits and no bytes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -78,6 +79,8 @@ pub struct Ownership {
     epoch: u64,
     granted: u64,
     confirmed_until: Duration,
+    /// It was never confirmed, and there may be a holder before it that still is.
+    is_new: bool,
     /// Until then nothing is answered; then, until `quiet_until`, only leases are renewed.
     silent_until: Duration,
     quiet_until: Duration,
@@ -90,17 +93,38 @@ impl Ownership {
     /// that there was none, so that no lease can be valid.
     pub fn take_over(epoch: u64, first: bool, chains_max: usize, now: Duration) -> Self {
         let first = first || planted!("new-holder-not-silent");
-        let silent_until = if first { now } else { now + CONFIRMED_FOR + DRIFT };
-        let quiet_until = if first { now } else { silent_until + LEASE_MAX + DRIFT };
-        let confirmed_until = now + CONFIRMED_FOR;
+        let confirmed_until = if first { now + CONFIRMED_FOR } else { now };
         let chains = BTreeMap::new();
-        Self { epoch, granted: 0, confirmed_until, silent_until, quiet_until, chains, chains_max }
+        let (silent_until, quiet_until) = (now, now);
+        let mut new = Self {
+            epoch,
+            granted: 0,
+            confirmed_until,
+            is_new: !first,
+            silent_until,
+            quiet_until,
+            chains,
+            chains_max,
+        };
+        if !first {
+            new.be_silent(now);
+        }
+        new
     }
 
-    /// This node asked at that time whether it holds these partitions in this epoch, and was told that it does. `asked` is the
-    /// time before the question, not that of the answer.
+    /// The holder before this one was confirmed at this time at the latest.
+    fn be_silent(&mut self, now: Duration) {
+        self.silent_until = now + CONFIRMED_FOR + DRIFT;
+        self.quiet_until = self.silent_until + LEASE_MAX + DRIFT;
+    }
+
+    /// This node asked at that time whether it holds these partitions in this epoch, and was told that it does: no other one is told so
+    /// any more. `asked` is the time before the question, not that of the answer.
     pub fn confirm(&mut self, asked: Duration) {
         self.confirmed_until = self.confirmed_until.max(asked + CONFIRMED_FOR);
+        if std::mem::replace(&mut self.is_new, false) {
+            self.be_silent(asked);
+        }
     }
 
     /// Whether anything may be granted.
@@ -111,7 +135,15 @@ impl Ownership {
         if now < self.silent_until { Err(Refused::New(self.silent_until)) } else { Ok(()) }
     }
 
-    /// Who owns a chain now.
+    /// Who owns a chain now, if this holder may say so: one that another may have taken over from says nothing, and one that is new
+    /// does not know of leases that nobody has renewed yet.
+    pub fn look(&self, chain: &Tag, now: Duration) -> Result<Lease, Refused> {
+        self.may_answer(now)?;
+        let nobody = if now < self.quiet_until { Refused::New(self.quiet_until) } else { Refused::Stale };
+        self.owner(chain, now).ok_or(nobody)
+    }
+
+    /// Who owns a chain now, as far as this holder knows.
     pub fn owner(&self, chain: &Tag, now: Duration) -> Option<Lease> {
         self.chains
             .get(chain)
@@ -119,7 +151,8 @@ impl Ownership {
             .filter(|lease| now < lease.until || planted!("released-owner-listed"))
     }
 
-    /// Makes `node` the owner, or says who is. The owner that claims again gets a new token.
+    /// Makes `node` the owner, or says who is. The owner that claims again gets a new token, and its lease ends no earlier than it was
+    /// told before: answers may pass each other on their way.
     pub fn claim(
         &mut self,
         chain: Tag,
@@ -128,17 +161,17 @@ impl Ownership {
         now: Duration,
     ) -> Result<Lease, Refused> {
         self.may_answer(now)?;
-        match self.owner(&chain, now) {
+        let told = match self.owner(&chain, now) {
             Some(lease) if lease.owner != node => return Err(Refused::Owned(lease)),
             None if now < self.quiet_until => return Err(Refused::New(self.quiet_until)),
-            _ => {}
-        }
-        if !self.chains.contains_key(&chain) && self.is_full(now) {
+            own => own.map_or(now, |lease| lease.until),
+        };
+        if !self.chains.contains_key(&chain) && self.is_full(node, now) {
             return Err(Refused::Full);
         }
         self.granted += 1;
         let token = Token { epoch: self.epoch, number: self.granted };
-        let lease = Lease { owner: node, token, until: now + hold.min(LEASE_MAX) };
+        let lease = Lease { owner: node, token, until: told.max(now + hold.min(LEASE_MAX)) };
         let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
         let known = self.chains.entry(chain).or_insert(new);
         (known.lease, known.used) = (lease, now);
@@ -175,7 +208,7 @@ impl Ownership {
             }
         } else if now >= self.quiet_until || token.epoch >= self.epoch {
             return Err(Refused::Stale);
-        } else if self.is_full(now) {
+        } else if self.is_full(node, now) {
             return Err(Refused::Full);
         }
         let lease = Lease { owner: node, token, until };
@@ -187,6 +220,7 @@ impl Ownership {
 
     /// Ends a lease early. What is known of the chain stays.
     pub fn release(&mut self, chain: &Tag, node: NodeId, token: Token, now: Duration) -> Result<(), Refused> {
+        self.may_answer(now)?;
         let known = self.chains.get_mut(chain).filter(|known| {
             known.lease.owner == node && known.lease.token == token && now < known.lease.until
         });
@@ -251,12 +285,18 @@ impl Ownership {
         self.chains.is_empty()
     }
 
-    /// Whether there is no room for one more chain, after those went that nobody owns and nothing refers to.
-    fn is_full(&mut self, now: Duration) -> bool {
-        if self.chains.len() >= self.chains_max {
-            self.chains.retain(|_, known| now < known.lease.until || known.references > 0);
+    /// Whether there is no room for one more chain of this node. Those make room that nobody owns: first those that nothing refers to,
+    /// then all. The last quarter is for nodes that own fewer: one that claims without end leaves it to the others.
+    fn is_full(&mut self, node: NodeId, now: Duration) -> bool {
+        for references in [0, u64::MAX] {
+            if self.chains.len() >= self.chains_max {
+                self.chains.retain(|_, known| now < known.lease.until || known.references > references);
+            }
         }
+        let most = self.chains_max - self.chains_max / 4;
         self.chains.len() >= self.chains_max
+            || self.chains.len() >= most
+                && self.chains.values().filter(|known| known.lease.owner == node).count() >= most
     }
 }
 

@@ -81,11 +81,22 @@ pub struct PlaceView {
     pub more_blocks: u64,
 }
 
+/// Where something lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// The number of the shard.
+    pub shard: u32,
+    /// The number of the segment.
+    pub segment: u32,
+    /// From the segment's beginning.
+    pub offset: u64,
+}
+
 /// Looks at one place. `limit` bounds the blocks that are listed and read.
 pub fn place(
     store: &Store,
     contents: &Contents,
-    (shard, segment, offset): (u32, u32, u64),
+    Place { shard, segment, offset }: Place,
     limit: usize,
     tally: &Tally,
 ) -> Result<PlaceView, String> {

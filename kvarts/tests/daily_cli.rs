@@ -93,7 +93,7 @@ fn top_shows_a_running_server_once_for_people_and_for_programs() {
     let server = Server::start(&scratch);
     let text = told(&kvarts(&["top", "--once", "--interval", "1", "--metrics", &server.1]));
     for part in
-        [concat!("kvarts ", env!("CARGO_PKG_VERSION"), "  well"), "none asked for", "free of 64 MiB", "CALLS"]
+        [concat!("kvarts ", env!("CARGO_PKG_VERSION"), "  well"), "none looked up", "free of 64 MiB", "CALLS"]
     {
         assert!(text.contains(part), "{part} in:\n{text}");
     }

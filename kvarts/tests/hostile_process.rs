@@ -170,16 +170,14 @@ impl Server {
 
     /// Waits until nothing is kept of anybody: no call, no memory, no connection but those of who behaves.
     fn until_free(&self) {
-        let most = self.metrics()["kvarts_connections_all"];
+        let most = self.metrics()["kvarts_connections_limit"];
         self.until("everything comes back", |metrics| {
-            let used = |part: &str| {
-                metrics[&format!("kvarts_request_memory_bytes{{part=\"{part}\",what=\"used\"}}")]
-            };
+            let used = |part: &str| metrics[&format!("kvarts_request_memory_bytes{{part=\"{part}\"}}")];
             metrics["kvarts_calls_now"] == 0
                 && used("large") == 0
                 && used("small") == 0
                 && metrics["kvarts_puts_waiting"] == 0
-                && metrics["kvarts_connections_left"] == most - 1
+                && metrics["kvarts_connections_free"] == most - 1
         });
     }
 
@@ -262,9 +260,9 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
     let (before, descriptors) = (server.resident(), server.descriptors());
     let count = idle_connections();
     let idle: Vec<Raw> = (0..count).map(|_| Raw::connect(&server.grpc)).collect();
-    let left = server.metrics()["kvarts_connections_all"];
+    let left = server.metrics()["kvarts_connections_limit"];
     server.until("all idle connections are in", |metrics| {
-        metrics["kvarts_connections_left"] as usize == left as usize - count - 1
+        metrics["kvarts_connections_free"] as usize == left as usize - count - 1
     });
     server.expect_served(1);
     let crowd = server.resident();

@@ -244,8 +244,8 @@ class Processes(Served):
                 buffer = bytearray(PAGE)
                 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 try:
-                    still.get(keys(1), [buffer])
-                    raise AssertionError("it ended")
+                    ended = still.get(keys(1), [buffer])
+                    raise AssertionError(f"it ended: {{ended}}")
                 except KeyboardInterrupt:
                     buffer.append(0)
                 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

@@ -8,7 +8,7 @@ use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
 use kvarts_layout::plan::Tile;
 use kvarts_store::api::{
-    Arrived, ContainsRequest, KvStore, LeaseTerms, Order, ReadEvent, ReadRequest, TiledRequest, Verify,
+    Arrived, ContainsRequest, KvStore, LeaseTerms, Order, ReadEvent, ReadRequest, Verify,
 };
 use kvarts_store::engine::{CompactOptions, CompactReport, Limits, Options};
 use kvarts_store::error::{Kind, Reason};
@@ -170,21 +170,11 @@ fn layers_of_an_encoded_record_take_turns() {
     let layers = shape.layers().len() as u32;
     let most = shape.layers().iter().map(|layer| layer.bytes()).max().unwrap() * BLOCKS;
     let shared = fixture::memory(most, 0);
-    let ReadRequest { namespace, keys, order, verify, class, deadline, .. } =
-        desk.read_request((group, coordinate), &desk.keys(0..BLOCKS));
+    let request = desk.read_request((group, coordinate), &desk.keys(0..BLOCKS));
+    let (request, _) = request.tiled(&shape);
+    let order = request.order;
     let content: Vec<_> =
-        keys.iter().map(|key| fixture::content(key, group, coordinate, SOFT, &shape)).collect();
-    let request = TiledRequest {
-        namespace,
-        group,
-        coordinate,
-        keys,
-        layers: 0..layers,
-        order,
-        verify,
-        class,
-        deadline,
-    };
+        request.keys.iter().map(|key| fixture::content(key, group, coordinate, SOFT, &shape)).collect();
     let mut read = stage.engine().read_tiles(request).unwrap();
     for layer in 0..layers {
         let tile = Tile { blocks: 0..BLOCKS as u32, layers: layer..layer + 1 };

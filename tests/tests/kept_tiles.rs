@@ -4,7 +4,7 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::{
     Arrived, DeleteRequest, Digests, Order, Parent, Placed, PutRequest, ReadEvent, ReadRequest, Target,
-    TileBytes, TiledRead, TiledRequest, Verify,
+    TileBytes, TiledRead, Verify,
 };
 use kvarts_store::engine::{CompactOptions, Options, StoreTiles, TileIdentity, TileRuns};
 use kvarts_store::io::{DirId, Region, SharedBuf};
@@ -36,10 +36,8 @@ fn delete(stage: &SimStage, desk: &Desk<'_>, keys: Vec<BlockKey>) {
 }
 
 fn begin(stage: &SimStage, desk: &Desk<'_>, order: Order, verify: Verify) -> Reading {
-    let ReadRequest { namespace, group, coordinate, keys, class, deadline, .. } =
-        desk.read_request(pages(), &desk.keys(0..BLOCKS));
-    let layers = 0..fixture::shape(group, coordinate).layers().len() as u32;
-    let request = TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
+    let request = ReadRequest { order, verify, ..desk.read_request(pages(), &desk.keys(0..BLOCKS)) };
+    let (request, _) = request.tiled(&fixture::shape(pages().0, pages().1));
     stage.engine().read_tiles(request).unwrap().with_whole_tiles()
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
 use kvarts_store::api::{
     Arrived, DeleteRequest, KvStore, Order, Origins, Placed, ReadEnd, ReadRequest, ReadStream, Target,
-    TileBytes, TiledRead, TiledRequest,
+    TileBytes, TiledRead,
 };
 use kvarts_store::engine::{CompactOptions, StoreTiles};
 use kvarts_store::error::Reason;
@@ -66,11 +66,8 @@ struct Tiled<'a> {
 
 impl<'a> Tiled<'a> {
     fn begin(stage: &'a SimStage, desk: &Desk<'_>, order: Order) -> Self {
-        let ReadRequest { namespace, group, coordinate, keys, verify, class, deadline, .. } =
-            desk.read_request(pages(), &desk.keys(0..BLOCKS));
-        let layers = 0..fixture::shape(group, coordinate).layers().len() as u32;
-        let request =
-            TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
+        let request = ReadRequest { order, ..desk.read_request(pages(), &desk.keys(0..BLOCKS)) };
+        let (request, _) = request.tiled(&fixture::shape(pages().0, pages().1));
         let read = stage.engine().read_tiles(request).unwrap();
         Self { stage, read, order, arrived: BTreeMap::new(), announced: Vec::new() }
     }

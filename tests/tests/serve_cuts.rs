@@ -117,7 +117,7 @@ impl Scene {
         let stats = state.engine.stats();
         assert_eq!((stats.counts.chunks_damaged, stats.counts.blocks_quarantined), (0, 0));
         let metrics = self.served.metrics();
-        let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("Internal");
+        let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("INTERNAL");
         assert_eq!(metrics.lines().find(defects), None);
         self.served.stop();
         assert_eq!(panics(), self.panics, "something panicked");

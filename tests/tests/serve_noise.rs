@@ -133,7 +133,7 @@ impl Scene {
         self.expect_free();
         audit::books(&self.stage.served.daemon().state().engine).unwrap();
         let metrics = self.stage.served.metrics();
-        let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("Internal");
+        let defects = |line: &&str| line.starts_with("kvarts_calls_total") && line.contains("INTERNAL");
         assert_eq!(metrics.lines().find(defects), None);
         self.stage.served.stop();
         assert_eq!(panics(), self.panics, "something panicked");

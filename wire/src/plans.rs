@@ -14,6 +14,52 @@ use crate::proto;
 /// What an answer of a server says that is none of the contract's.
 const NO_PLAN: Reason = Reason::Bug("an answer with a plan that is none");
 
+/// The two ways between a struct and its message, where all fields have the same names.
+macro_rules! same_fields {
+    ($to_wire:ident, $of_wire:ident, $here:ident, $($wire:ident)::+, $($field:ident),+) => {
+        fn $to_wire(&$here { $($field),+ }: &$here) -> $($wire)::+ {
+            $($wire)::+ { $($field),+ }
+        }
+
+        fn $of_wire(&$($wire)::+ { $($field),+ }: &$($wire)::+) -> $here {
+            $here { $($field),+ }
+        }
+    };
+}
+
+/// The two ways between an enum and that of a message, where all names are the same.
+macro_rules! same_names {
+    ($to_wire:ident, $of_wire:ident, $($here:ident)::+, $($wire:ident)::+, $($name:ident),+) => {
+        fn $to_wire(one: $($here)::+) -> $($wire)::+ {
+            use {$($here)::+ as Here, $($wire)::+ as Wire};
+            match one { $(Here::$name => Wire::$name),+ }
+        }
+
+        fn $of_wire(one: $($wire)::+) -> $($here)::+ {
+            use {$($here)::+ as Here, $($wire)::+ as Wire};
+            match one { $(Wire::$name => Here::$name),+ }
+        }
+    };
+}
+
+same_fields!(wire_sample, sample, Sample, proto::prefill_times::Sample, cached, new, ms);
+same_fields!(wire_sparse, sparse, Sparse, proto::prefill_times::Sparse, tokens, flops, index_bytes);
+same_fields!(wire_link, link, Link, proto::Link, latency_ms, bytes_per_ms, outstanding_bytes);
+same_fields! {
+    wire_node, node, NodeView, proto::route_request::Node, node, decodes, queue_ms, decoding, memory_tokens,
+    disk_tokens, disk_bytes_per_ms, disk_queue_ms, network_bytes_per_ms, network_queue_ms
+}
+same_fields!(wire_weights, weights, Weights, proto::route_request::Weights, lambda_ms_per_gb, mu);
+same_names!(wire_kind, kind, Kind, proto::times_told::Kind, Interpolated, Roofline, ScaledRoofline);
+same_names! {
+    wire_class, class, Class, proto::route_reply::Class, NewLongPrefix, SmallTurn, LongToolOutput, Continuation,
+    ForkedRollout, ColdResume
+}
+same_names! {
+    wire_way, way, route::Action, proto::route_reply::candidate::Action, Colocated, RemotePrefill,
+    FetchFromOwner, FromDisk, Migrate, Recompute
+}
+
 /// An engine's times.
 pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
     let wire = wire.ok_or_else(|| Fault::malformed("times: samples, a roofline or both say them"))?;
@@ -25,7 +71,6 @@ pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
     if roofline.is_some_and(|roofline| !roofline.is_sound()) {
         return Err(Fault::malformed("times.roofline: its figures must be numbers above 0"));
     }
-    let sample = |one: &proto::prefill_times::Sample| Sample { cached: one.cached, new: one.new, ms: one.ms };
     Times::new(wire.samples.iter().map(sample).collect(), roofline)
         .map_err(|error| Fault::malformed(format!("times: {error}")))
 }
@@ -37,11 +82,7 @@ fn roofline(wire: &proto::prefill_times::Roofline) -> Roofline {
         weight_bytes: wire.weight_bytes,
         attention_flops: wire.attention_flops,
         kv_bytes: wire.kv_bytes,
-        sparse: wire.sparse.as_ref().map(|sparse| Sparse {
-            tokens: sparse.tokens,
-            flops: sparse.flops,
-            index_bytes: sparse.index_bytes,
-        }),
+        sparse: wire.sparse.as_ref().map(sparse),
     };
     let device = Device {
         tflops: wire.tflops,
@@ -57,7 +98,6 @@ fn roofline(wire: &proto::prefill_times::Roofline) -> Roofline {
 /// An engine's times on the wire: of more samples than a message may have, every so many.
 pub fn wire_times(times: &Times) -> proto::PrefillTimes {
     let every = times.samples().len().div_ceil(PLAN_SAMPLES_MAX).max(1);
-    let sample = |one: &Sample| proto::prefill_times::Sample { cached: one.cached, new: one.new, ms: one.ms };
     let roofline = |roofline: &Roofline| {
         let (compute, device) = (roofline.compute(), roofline.device());
         proto::prefill_times::Roofline {
@@ -72,27 +112,13 @@ pub fn wire_times(times: &Times) -> proto::PrefillTimes {
             memory_part: device.memory_part,
             step_ms: device.step_ms,
             devices: roofline.devices(),
-            sparse: compute.sparse.map(|sparse| proto::prefill_times::Sparse {
-                tokens: sparse.tokens,
-                flops: sparse.flops,
-                index_bytes: sparse.index_bytes,
-            }),
+            sparse: compute.sparse.as_ref().map(wire_sparse),
         }
     };
     proto::PrefillTimes {
-        samples: times.samples().iter().step_by(every).map(sample).collect(),
+        samples: times.samples().iter().step_by(every).map(wire_sample).collect(),
         roofline: times.roofline().map(roofline),
     }
-}
-
-fn link(wire: &proto::Link) -> Link {
-    let &proto::Link { latency_ms, bytes_per_ms, outstanding_bytes } = wire;
-    Link { latency_ms, bytes_per_ms, outstanding_bytes }
-}
-
-fn wire_link(link: &Link) -> proto::Link {
-    let &Link { latency_ms, bytes_per_ms, outstanding_bytes } = link;
-    proto::Link { latency_ms, bytes_per_ms, outstanding_bytes }
 }
 
 /// What a plan follows from; the times of the message were made before.
@@ -135,25 +161,13 @@ pub fn planned(wire: &proto::PlanReply) -> Result<Planned, Reason> {
 }
 
 fn wire_told(told: &Told) -> proto::TimesTold {
-    use proto::times_told::Kind as Wire;
-    let kind = match told.kind {
-        Kind::Interpolated => Wire::Interpolated,
-        Kind::Roofline => Wire::Roofline,
-        Kind::ScaledRoofline => Wire::ScaledRoofline,
-    };
     let (samples, error, error_max) = (told.samples as u64, told.error, told.error_max);
-    proto::TimesTold { kind: kind.into(), samples, error, error_max }
+    proto::TimesTold { kind: wire_kind(told.kind).into(), samples, error, error_max }
 }
 
 fn told_of(wire: &proto::TimesTold) -> Told {
-    use proto::times_told::Kind as Wire;
-    let kind = match wire.kind() {
-        Wire::Interpolated => Kind::Interpolated,
-        Wire::Roofline => Kind::Roofline,
-        Wire::ScaledRoofline => Kind::ScaledRoofline,
-    };
     let samples = usize::try_from(wire.samples).unwrap_or(usize::MAX);
-    Told { kind, samples, error: wire.error, error_max: wire.error_max }
+    Told { kind: kind(wire.kind()), samples, error: wire.error, error_max: wire.error_max }
 }
 
 fn wire_source(source: Source) -> proto::Source {
@@ -276,24 +290,11 @@ fn plan_of(wire: &proto::Plan) -> Result<Plan, Reason> {
 
 /// The nodes of a route.
 pub fn nodes(wire: &[proto::route_request::Node]) -> Vec<NodeView> {
-    let node = |one: &proto::route_request::Node| NodeView {
-        node: one.node,
-        decodes: one.decodes,
-        queue_ms: one.queue_ms,
-        decoding: one.decoding,
-        memory_tokens: one.memory_tokens,
-        disk_tokens: one.disk_tokens,
-        disk_bytes_per_ms: one.disk_bytes_per_ms,
-        disk_queue_ms: one.disk_queue_ms,
-        network_bytes_per_ms: one.network_bytes_per_ms,
-        network_queue_ms: one.network_queue_ms,
-    };
     wire.iter().map(node).collect()
 }
 
 /// What is to be routed; its nodes were made before.
 pub fn question<'a>(wire: &proto::RouteRequest, nodes: &'a [NodeView]) -> Outcome<route::Question<'a>> {
-    let weights = wire.weights.as_ref();
     let question = route::Question {
         prompt_tokens: wire.prompt_tokens,
         token_bytes: wire.token_bytes,
@@ -301,10 +302,7 @@ pub fn question<'a>(wire: &proto::RouteRequest, nodes: &'a [NodeView]) -> Outcom
         owner: wire.owner.as_ref().map(|owner| (owner.node, owner.tokens)),
         forked: wire.forked,
         nodes,
-        weights: weights.map_or(Weights::default(), |weights| Weights {
-            lambda_ms_per_gb: weights.lambda_ms_per_gb,
-            mu: weights.mu,
-        }),
+        weights: wire.weights.as_ref().map_or(Weights::default(), weights),
     };
     question.check().map_err(|error| Fault::malformed(error.to_string()))?;
     Ok(question)
@@ -316,19 +314,6 @@ pub fn wire_question(
     times: &Times,
     this_node: Option<u32>,
 ) -> proto::RouteRequest {
-    let node = |one: &NodeView| proto::route_request::Node {
-        node: one.node,
-        decodes: one.decodes,
-        queue_ms: one.queue_ms,
-        decoding: one.decoding,
-        memory_tokens: one.memory_tokens,
-        disk_tokens: one.disk_tokens,
-        disk_bytes_per_ms: one.disk_bytes_per_ms,
-        disk_queue_ms: one.disk_queue_ms,
-        network_bytes_per_ms: one.network_bytes_per_ms,
-        network_queue_ms: one.network_queue_ms,
-    };
-    let Weights { lambda_ms_per_gb, mu } = question.weights;
     proto::RouteRequest {
         prompt_tokens: question.prompt_tokens,
         token_bytes: question.token_bytes,
@@ -336,8 +321,8 @@ pub fn wire_question(
         times: Some(wire_times(times)),
         owner: question.owner.map(|(node, tokens)| proto::route_request::Owner { node, tokens }),
         forked: question.forked,
-        nodes: question.nodes.iter().map(node).collect(),
-        weights: Some(proto::route_request::Weights { lambda_ms_per_gb, mu }),
+        nodes: question.nodes.iter().map(wire_node).collect(),
+        weights: Some(wire_weights(&question.weights)),
         this_node,
         explain: true,
     }
@@ -345,26 +330,9 @@ pub fn wire_question(
 
 /// A route on the wire: its first `most` candidates.
 pub fn wire_route(route: &Route, most: usize) -> proto::RouteReply {
-    use proto::route_reply::{Class as Wire, candidate::Action as WireAction};
-    let class = match route.class {
-        Class::NewLongPrefix => Wire::NewLongPrefix,
-        Class::SmallTurn => Wire::SmallTurn,
-        Class::LongToolOutput => Wire::LongToolOutput,
-        Class::Continuation => Wire::Continuation,
-        Class::ForkedRollout => Wire::ForkedRollout,
-        Class::ColdResume => Wire::ColdResume,
-    };
-    let action = |action| match action {
-        route::Action::Colocated => WireAction::Colocated,
-        route::Action::RemotePrefill => WireAction::RemotePrefill,
-        route::Action::FetchFromOwner => WireAction::FetchFromOwner,
-        route::Action::FromDisk => WireAction::FromDisk,
-        route::Action::Migrate => WireAction::Migrate,
-        route::Action::Recompute => WireAction::Recompute,
-    };
     let candidate = |one: &Candidate| proto::route_reply::Candidate {
         node: one.node,
-        action: action(one.action).into(),
+        action: wire_way(one.action).into(),
         cached_tokens: one.cached_tokens,
         queue_ms: one.queue_ms,
         compute_ms: one.compute_ms,
@@ -375,33 +343,16 @@ pub fn wire_route(route: &Route, most: usize) -> proto::RouteReply {
         cost_ms: one.cost_ms,
     };
     proto::RouteReply {
-        class: class.into(),
+        class: wire_class(route.class).into(),
         candidates: route.candidates.iter().take(most).map(candidate).collect(),
     }
 }
 
 /// A route that a server answered with.
 pub fn route(wire: &proto::RouteReply) -> Route {
-    use proto::route_reply::{Class as Wire, candidate::Action as WireAction};
-    let class = match wire.class() {
-        Wire::NewLongPrefix => Class::NewLongPrefix,
-        Wire::SmallTurn => Class::SmallTurn,
-        Wire::LongToolOutput => Class::LongToolOutput,
-        Wire::Continuation => Class::Continuation,
-        Wire::ForkedRollout => Class::ForkedRollout,
-        Wire::ColdResume => Class::ColdResume,
-    };
-    let action = |action| match action {
-        WireAction::Colocated => route::Action::Colocated,
-        WireAction::RemotePrefill => route::Action::RemotePrefill,
-        WireAction::FetchFromOwner => route::Action::FetchFromOwner,
-        WireAction::FromDisk => route::Action::FromDisk,
-        WireAction::Migrate => route::Action::Migrate,
-        WireAction::Recompute => route::Action::Recompute,
-    };
     let candidate = |one: &proto::route_reply::Candidate| Candidate {
         node: one.node,
-        action: action(one.action()),
+        action: way(one.action()),
         cached_tokens: one.cached_tokens,
         queue_ms: one.queue_ms,
         compute_ms: one.compute_ms,
@@ -411,7 +362,7 @@ pub fn route(wire: &proto::RouteReply) -> Route {
         decode_ms: one.decode_ms,
         cost_ms: one.cost_ms,
     };
-    Route { class, candidates: wire.candidates.iter().map(candidate).collect() }
+    Route { class: class(wire.class()), candidates: wire.candidates.iter().map(candidate).collect() }
 }
 
 #[cfg(test)]

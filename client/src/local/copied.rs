@@ -8,14 +8,14 @@ use kvarts_layout::plan::{Tile, TileChunk};
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_store::api::{
     Arrived, BlockOutcome, Late, Order, Origins, Parent, Placed, PutReply, PutRequest, ReadEvent,
-    ReadRequest, ReadSink, ReadStream, TileBytes, TileSource, TiledRead, read_channel,
+    ReadRequest, ReadSink, ReadStream, TileBytes, TileSource, TiledRead, TiledRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
 
 use super::Inner;
 use super::link::Link;
-use super::reading::Part;
+use super::reading::{Part, Wanted};
 use kvarts_wire::limits::{PUT_PIECE_BYTES, PUT_PIECES_UNDER_WAY};
 use kvarts_wire::local::limits::{DIGEST_BYTES, WINDOW_BYTES};
 
@@ -34,10 +34,8 @@ struct LinkTiles {
     inner: Arc<Inner>,
     /// Not asked for again on the way: making a connection waits, and may need the thread that this runs on.
     link: Arc<Link>,
-    request: ReadRequest,
+    request: TiledRequest,
     shape: Arc<BlockShape>,
-    /// The wanted layers.
-    layers: Range<u32>,
     /// What the tiles have met of each block.
     origins: Arc<Origins>,
 }
@@ -55,26 +53,14 @@ impl TileSource for LinkTiles {
         if request.deadline.is_some_and(|deadline| deadline <= inner.remote.clock.now()) {
             return Err(Reason::DeadlineInPast);
         }
-        let keys = request.keys.get(tile.blocks.start as usize..tile.blocks.end as usize);
-        let request = ReadRequest {
-            namespace: request.namespace,
-            group: request.group,
-            coordinate: request.coordinate,
-            keys: keys.ok_or(Reason::OutOfBounds)?.to_vec(),
-            layers: Some(tile.layers.clone()),
-            order: request.order,
-            into,
-            verify: request.verify,
-            class: request.class,
-            deadline: request.deadline,
-        };
+        let request = request.tile(tile, into)?;
         let places = inner.places(&request.into, shape, &tile.layers);
         let places = places.ok_or(Reason::Bug("a window that is not shared"))?;
         // A reader of tiles looks at the time itself.
         let timeout = (inner.timeout_us(request.deadline), None);
-        let part = Part { origins: Arc::clone(origins), first: tile.blocks.start };
+        let part = Some(Part { origins: Arc::clone(origins), first: tile.blocks.start });
         let (sink, stream) = read_channel();
-        link.read((request, Arc::clone(shape), Some(part)), places, timeout, sink)?;
+        link.read(Wanted { request, shape: Arc::clone(shape), part }, places, timeout, sink)?;
         Ok(stream.brought_by(link.bring()))
     }
 }
@@ -110,19 +96,11 @@ pub(super) async fn read(
     shape: Arc<BlockShape>,
     sink: ReadSink,
 ) {
-    let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
-    let (order, blocks, into) = (request.order, request.keys.len() as u32, request.into.clone());
-    let origins = Origins::any(request.keys.len());
-    let source = LinkTiles {
-        inner,
-        link: Arc::clone(&link),
-        request,
-        shape: Arc::clone(&shape),
-        layers: layers.clone(),
-        origins,
-    };
-    let deadline = source.request.deadline;
-    let clock = Arc::clone(&source.inner.remote.clock);
+    let (request, into) = request.tiled(&shape);
+    let (order, blocks, deadline) = (request.order, request.keys.len() as u32, request.deadline);
+    let (layers, origins) = (request.layers.clone(), Origins::any(request.keys.len()));
+    let clock = Arc::clone(&inner.remote.clock);
+    let source = LinkTiles { inner, link: Arc::clone(&link), request, shape: Arc::clone(&shape), origins };
     let mut read = TiledRead::new(source, shape, order, layers, blocks);
     // Memory of a caller that waits no longer is not written to any more: a copy is never cut short.
     let copied = tokio::select! {
@@ -161,9 +139,9 @@ async fn copy_all(
             read.grant(tile, memory.share(), ())?;
         }
         while read.under_way() <= TILES_AHEAD {
-            let LinkTiles { layers, origins, .. } = read.source();
+            let LinkTiles { request, origins, .. } = read.source();
             let next = read.next_tile(TILE_BYTES);
-            let next = next.filter(|tile| is_apart(tile, order, layers, origins));
+            let next = next.filter(|tile| is_apart(tile, order, &request.layers, origins));
             let Some(tile) = next else { break };
             // Only what no other caller waits for.
             let Some(memory) = windows.try_take(bytes_of(&tile, read.shape())?) else { break };
@@ -244,7 +222,7 @@ async fn pieces(
         let piece = piece(request, number * each, keys.len(), from);
         let (reply, answer) = ticket();
         let places = inner.places(&piece.from, shape, &(0..shape.layers().len() as u32));
-        let (places, ..) = places.ok_or(Reason::Bug("a window that is not shared"))?;
+        let places = places.ok_or(Reason::Bug("a window that is not shared"))?.wire;
         // What cannot be sent is answered with why.
         let message = inner.put_message(&piece, places, crc32);
         let _ = link.put(&message, piece.from, None, reply);

@@ -26,7 +26,7 @@ use rustix::net::RecvFlags;
 
 use super::held;
 use super::outbox::{Outbox, Sent};
-use super::reading::{Files, Part, Reading, met};
+use super::reading::{Reading, SharedPlaces, Wanted, met};
 use super::wire::{self, Calls, GONE, Inbox, Whom};
 use crate::{messages, upload};
 use kvarts_wire::local::Mode;
@@ -405,21 +405,22 @@ impl Link {
     /// Begins to read into shared memory. What arrives must be fetched: see [`Link::bring`].
     pub(super) fn read(
         &self,
-        (request, shape, part): (ReadRequest, Arc<BlockShape>, Option<Part>),
-        (places, verifies, files): (proto::LocalPlaces, bool, Files),
+        wanted: Wanted,
+        into: SharedPlaces,
         (timeout_us, late): (u64, Option<Nanos>),
         sink: ReadSink,
     ) -> Result<(), Reason> {
+        let Wanted { request, part, .. } = &wanted;
         let message = proto::LocalRead {
-            read: Some(crate::download::message(&request)),
+            read: Some(crate::download::message(request)),
             by_blocks: request.order == Order::Blocks,
-            into: Some(places),
+            into: Some(into.wire),
             timeout_us,
             part: part.is_some(),
             origins: part.as_ref().map_or_else(Vec::new, |part| met(part, request.keys.len())),
         };
         let id = self.id();
-        let reading = Reading::new((request, shape, part), sink, (verifies, files));
+        let reading = Reading::new(wanted, sink, into.verifies, into.files);
         self.begin_until(id, Pending::Read(Box::new(reading)), late)?;
         self.sent(id, frame(Kind::Read, id, &message))
     }

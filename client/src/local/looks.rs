@@ -16,7 +16,7 @@ use kvarts_wire::proto;
 use tokio::sync::watch;
 
 use super::link::Link;
-use super::reading::Files;
+use super::reading::{SharedPlaces, Wanted};
 use super::{Inner, copied, wire};
 use crate::download::{GRACE, LONGEST};
 use crate::upload;
@@ -139,9 +139,9 @@ pub(super) async fn put(
         return upload::run(Arc::clone(&inner.remote), request, shape, reply).await;
     }
     match (inner.link_soon(request.deadline, places.is_none()).await, places) {
-        (Ok(link), Some((places, ..))) => {
+        (Ok(link), Some(places)) => {
             let digests = inner.digests(&request, &shape).await;
-            let message = inner.put_message(&request, places, digests);
+            let message = inner.put_message(&request, places.wire, digests);
             // What cannot be sent is answered with why.
             let _ = link.put(&message, request.from, late(request.deadline), reply);
             inner.look(request.deadline);
@@ -175,7 +175,7 @@ pub(super) async fn read(
     inner: Arc<Inner>,
     request: ReadRequest,
     shape: Arc<BlockShape>,
-    places: Option<(proto::LocalPlaces, bool, Files)>,
+    places: Option<SharedPlaces>,
     sink: ReadSink,
 ) {
     let link = tokio::select! {
@@ -187,7 +187,7 @@ pub(super) async fn read(
             let (bring, deadline) = (link.bring(), request.deadline);
             let timeouts = (inner.timeout_us(deadline), late(deadline));
             // What cannot be sent is answered with why.
-            let _ = link.read((request, shape, None), places, timeouts, sink);
+            let _ = link.read(Wanted { request, shape, part: None }, places, timeouts, sink);
             inner.look(deadline);
             // It has no fetcher yet: the link's thread fetches it.
             bring.attend();

@@ -44,7 +44,7 @@ use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
 use kvarts_wire::proto;
 use link::{Link, Owner};
 use looks::{Soon, given_up, passed};
-use reading::Files;
+use reading::{Files, SharedPlaces, Wanted};
 
 use wire::Whom;
 
@@ -230,12 +230,7 @@ impl Inner {
 
     /// The places of blocks as the server knows them, whether it is this side that verifies, and the files that they lie in;
     /// nothing if a chunk of `layers` lies in memory that is not shared.
-    fn places(
-        &self,
-        placed: &Placed,
-        shape: &BlockShape,
-        layers: &Range<u32>,
-    ) -> Option<(proto::LocalPlaces, bool, Files)> {
+    fn places(&self, placed: &Placed, shape: &BlockShape, layers: &Range<u32>) -> Option<SharedPlaces> {
         let mut files = Files::new();
         let known: Vec<Option<(u32, bool, u64)>> = {
             let memories = self.memories();
@@ -267,7 +262,8 @@ impl Inner {
         }
         // The server looks at no memory of a request of which some is verified here.
         let verifies = known.iter().flatten().any(|(_, verifies, _)| *verifies);
-        Some((proto::LocalPlaces { targets, slots: placed.slots().collect() }, verifies, files))
+        let wire = proto::LocalPlaces { targets, slots: placed.slots().collect() };
+        Some(SharedPlaces { wire, verifies, files })
     }
 
     /// Has the server verify a block; `like` says everything but its key and place.
@@ -285,7 +281,8 @@ impl Inner {
         let (sink, stream) = read_channel();
         let timeouts = (self.timeout_us(request.deadline), looks::late(request.deadline));
         let deadline = request.deadline;
-        link.read((request, Arc::clone(shape), None), places, timeouts, sink)?;
+        let wanted = Wanted { request, shape: Arc::clone(shape), part: None };
+        link.read(wanted, places, timeouts, sink)?;
         self.look(deadline);
         stream.brought_by(link.bring()).wait_end().map(drop).map_err(|_| wire::GONE)
     }
@@ -525,7 +522,7 @@ impl KvStore for LocalPath {
             (Some(places), Some(link)) => {
                 let deadline = request.deadline;
                 let timeouts = (self.inner.timeout_us(deadline), looks::late(deadline));
-                link.read((request, shape, None), places, timeouts, sink)?;
+                link.read(Wanted { request, shape, part: None }, places, timeouts, sink)?;
                 self.inner.look(deadline);
                 Ok(stream.brought_by(link.bring()))
             }

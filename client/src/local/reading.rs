@@ -28,6 +28,23 @@ pub(super) struct Part {
 /// The files that a request's memory lies in, by the numbers of their regions.
 pub(super) type Files = Vec<(u64, Mode, Arc<OwnedFd>)>;
 
+/// Where blocks lie in shared memory.
+pub(super) struct SharedPlaces {
+    /// As the server knows it.
+    pub(super) wire: proto::LocalPlaces,
+    /// The server does not look at the memory: its digests are compared here.
+    pub(super) verifies: bool,
+    pub(super) files: Files,
+}
+
+/// What a read is of.
+pub(super) struct Wanted {
+    pub(super) request: ReadRequest,
+    pub(super) shape: Arc<BlockShape>,
+    /// What it shares with the other reads that it is one of.
+    pub(super) part: Option<Part>,
+}
+
 /// What parts before this one have met of its blocks, as the server is told.
 pub(super) fn met(part: &Part, blocks: usize) -> Vec<Bytes> {
     let all = part.origins.met();
@@ -55,11 +72,8 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    pub(super) fn new(
-        (request, shape, part): (ReadRequest, Arc<BlockShape>, Option<Part>),
-        sink: ReadSink,
-        (verifies, files): (bool, Files),
-    ) -> Self {
+    pub(super) fn new(wanted: Wanted, sink: ReadSink, verifies: bool, files: Files) -> Self {
+        let Wanted { request, shape, part } = wanted;
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
         let progress = ReadProgress::new(request.order, request.keys.len() as u32, layers);
         let (damaged, ended) = (BTreeMap::new(), None);
@@ -240,8 +254,8 @@ mod tests {
         let (sink, _stream) = read_channel();
         let part = Part { origins: Origins::any(4), first: 1 };
         assert_eq!(met(&part, 2), [Bytes::new(), Bytes::new()]);
-        let mut reading =
-            Reading::new((request, shape.into(), Some(part.clone())), sink, (false, Vec::new()));
+        let wanted = Wanted { request, shape: shape.into(), part: Some(part.clone()) };
+        let mut reading = Reading::new(wanted, sink, false, Vec::new());
         let origins = vec![Bytes::new(), Bytes::from_static(&[7; 16])];
         reading.end(&proto::LocalEnd { origins: origins.clone(), ..proto::LocalEnd::default() });
         assert_eq!(met(&part, 2), origins);

@@ -27,7 +27,9 @@ fn first() -> Ownership {
 
 /// One that takes over from another.
 fn next(epoch: u64, now: Duration) -> Ownership {
-    confirmed(Ownership::take_over(epoch, false, 100, now))
+    let mut chains = Ownership::take_over(epoch, false, 100, now);
+    chains.confirm(now);
+    confirmed(chains)
 }
 
 #[test]
@@ -45,6 +47,31 @@ fn one_node_owns_a_chain_until_its_lease_ends_and_the_next_token_is_greater() {
     assert_eq!(chains.release(&CHAIN, node(1), lease.token, at(19)), Err(Refused::Stale));
     chains.release(&CHAIN, node(2), next.token, at(20)).unwrap();
     assert_eq!(chains.owner(&CHAIN, at(20)), None);
+}
+
+#[test]
+fn an_owner_that_claims_again_for_less_owns_the_chain_as_long_as_it_was_told_before() {
+    let mut chains = first();
+    let long = chains.claim(CHAIN, node(1), HOLD, at(0)).unwrap();
+    let short = chains.claim(CHAIN, node(1), at(1), at(0)).unwrap();
+    // The answer of the first claim may come after that of the second.
+    assert!(short.token > long.token && short.until == long.until);
+    assert_eq!(chains.claim(CHAIN, node(2), HOLD, at(9)), Err(Refused::Owned(short)));
+    chains.release(&CHAIN, node(1), short.token, at(9)).unwrap();
+    assert!(chains.claim(CHAIN, node(2), HOLD, at(9)).is_ok());
+}
+
+#[test]
+fn a_holder_that_another_may_have_taken_over_from_says_of_no_chain_who_owns_it() {
+    let mut old = Ownership::take_over(1, true, 100, at(0));
+    let lease = old.claim(CHAIN, node(1), LEASE_MAX, at(0)).unwrap();
+    assert_eq!(old.look(&CHAIN, at(1)), Ok(lease));
+    // Its owner gives the chain up where the next holder is, of which this one hears nothing.
+    let mut new = Ownership::take_over(2, false, 100, at(6));
+    new.confirm(at(6));
+    assert!(matches!(new.look(&CHAIN, at(7)), Err(Refused::New(_))));
+    assert_eq!(old.look(&CHAIN, at(7)), Err(Refused::Unconfirmed));
+    assert_eq!(old.release(&CHAIN, node(1), lease.token, at(7)), Err(Refused::Unconfirmed));
 }
 
 #[test]
@@ -82,6 +109,23 @@ fn a_holder_that_was_not_confirmed_for_a_while_grants_nothing() {
     assert_eq!(chains.claim(CHAIN, node(1), HOLD, at(5)), Err(Refused::Unconfirmed));
     chains.confirm(at(2));
     assert!(chains.renew(CHAIN, node(1), lease.token, HOLD, at(6)).is_ok());
+}
+
+/// Members hear of a change at different times: until the last one that a new holder needs has heard of it, the old holder goes on.
+#[test]
+fn a_new_holder_is_silent_from_its_first_confirmation_on_and_not_from_when_it_heard() {
+    let (mut old, mut new) = (first(), Ownership::take_over(2, false, 100, at(0)));
+    assert_eq!(new.claim(CHAIN, node(2), HOLD, at(100)), Err(Refused::Unconfirmed));
+    let lease = old.claim(CHAIN, node(1), LEASE_MAX, at(104)).unwrap();
+    new.confirm(at(100));
+    assert!(matches!(
+        new.renew(CHAIN, node(3), Token { epoch: 1, number: 0 }, HOLD, at(104)),
+        Err(Refused::New(_))
+    ));
+    new.confirm(at(lease.until.as_secs()));
+    assert!(matches!(new.claim(CHAIN, node(2), HOLD, lease.until - HOLD), Err(Refused::New(_))));
+    new.confirm(at(170));
+    assert_eq!(new.claim(CHAIN, node(2), HOLD, at(170)).unwrap().owner, node(2));
 }
 
 #[test]
@@ -133,6 +177,23 @@ fn chains_are_bounded_and_those_that_nobody_owns_or_refers_to_make_room() {
     assert_eq!(chains.refer(&tag(0), false, at(12)), 0);
 }
 
+#[test]
+fn a_node_that_claims_and_refers_without_end_leaves_a_quarter_of_the_chains_to_others() {
+    let mut chains = confirmed(Ownership::take_over(1, true, 40, at(0)));
+    let tag = |n: u32| Tag(u128::from(n).to_be_bytes());
+    for n in 0..1000 {
+        let claimed = chains.claim(tag(n), node(1), LEASE_MAX, at(n.into()));
+        assert!(claimed.is_ok() || claimed == Err(Refused::Full));
+        (0..3).for_each(|_| {
+            chains.refer(&tag(n), true, at(n.into()));
+        });
+    }
+    assert!(chains.len() <= 40);
+    for n in 0..10 {
+        assert!(chains.claim(tag(5000 + n), node(2), HOLD, at(1000)).is_ok(), "{n}");
+    }
+}
+
 proptest! {
     /// Nodes keep the leases that they were told of, and ask one holder or the one before it, which does not know that it is
     /// none any more. At no time do two nodes have a lease that has not ended, and tokens only grow.
@@ -140,7 +201,7 @@ proptest! {
     fn at_most_one_node_has_a_lease_whatever_happens_to_its_holder(
         steps in prop::collection::vec((0u8..12, 0usize..3, 1u64..40, any::<bool>()), 1..400),
     ) {
-        let (mut now, mut epoch) = (at(0), 1);
+        let (mut now, mut epoch, mut is_new) = (at(0), 1, false);
         let (mut holder, mut before) = (Ownership::take_over(1, true, 100, at(0)), None::<Ownership>);
         let mut known: [Option<Lease>; 3] = [None; 3];
         let mut greatest = Token::default();
@@ -162,9 +223,14 @@ proptest! {
                     epoch += 1;
                     let new = Ownership::take_over(epoch, false, 100, now);
                     before = Some(std::mem::replace(&mut holder, new));
+                    is_new = true;
                 }
-                // Only the one that is the holder is told that it is.
-                (8 | 9, _) => holder.confirm(now),
+                // Until the new one is told that it is the holder, the old one may be.
+                (8, _) if is_new => before.iter_mut().for_each(|before| before.confirm(now)),
+                (8 | 9, _) => {
+                    holder.confirm(now);
+                    is_new = false;
+                }
                 _ => now += at(seconds) / 8,
             }
             let valid = known.iter().flatten().filter(|lease| now < lease.until).count();

@@ -16,7 +16,7 @@ use super::discard::Discard;
 use super::graves::Graves;
 use super::inventory::{Inventory, Role};
 use super::plan::Plan;
-use super::sink::{Sink, Statement, write_checkpoint};
+use super::sink::{Sink, Start, Statement, write_checkpoint};
 use super::source::{Reader, shard_of};
 use super::{Options, Progress, Refusal, Report, unfinished};
 use crate::disk::{Disk, DiskWriter};
@@ -99,7 +99,12 @@ pub fn elsewhere(
             writer.make_folder(&shard_name(shard))?;
             sinks.push((
                 Arc::clone(writer),
-                Sink::new(Arc::clone(writer), &keyring, (shard, 0, 1), options.now_ms),
+                Sink::new(
+                    Arc::clone(writer),
+                    &keyring,
+                    Start { shard, next_number: 0, sequence: 1 },
+                    options.now_ms,
+                ),
             ));
         }
         writer.sync_folder("")?;
@@ -122,7 +127,8 @@ pub fn elsewhere(
             graves: &Graves::default(),
             next_sequence: sink.sequence,
         };
-        write_checkpoint(&**writer, &keyring, (shard, 0, 1), options.now_ms, statement)?;
+        let position = keyring.position(shard, 0).under(1);
+        write_checkpoint(&**writer, &keyring, position, options.now_ms, statement)?;
         report.bytes_written = report.bytes_written.saturating_add(sink.bytes_written);
         report.segments_after = report.segments_after.saturating_add(sink.sealed.len() as u64);
     }

@@ -15,6 +15,15 @@ type Scope = (Option<u32>, Option<u64>);
 /// Namespace and key.
 type Name = ([u8; 32], [u8; 32]);
 
+/// Deletes as a checkpoint has them.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct Listed {
+    /// The namespaces of the tombstones under short ids.
+    pub(super) names: Vec<Defined>,
+    pub(super) tombstones: Vec<Tombstone>,
+    pub(super) epochs: Vec<Epoch>,
+}
+
 /// The deletes of one shard.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Graves {
@@ -88,7 +97,7 @@ impl Graves {
     }
 
     /// As a checkpoint has them.
-    pub(super) fn listed(&self) -> (Vec<Defined>, Vec<Tombstone>, Vec<Epoch>) {
+    pub(super) fn listed(&self) -> Listed {
         let mut names = Vec::<Defined>::new();
         let mut tombstones = Vec::new();
         let mut next = 0u32;
@@ -105,7 +114,7 @@ impl Graves {
         }
         let epochs = self.namespaces.iter();
         let epochs = epochs.map(|(namespace, &below)| Epoch { below, namespace: *namespace }).collect();
-        (names, tombstones, epochs)
+        Listed { names, tombstones, epochs }
     }
 }
 
@@ -131,9 +140,9 @@ mod tests {
         assert!(!graves.covers(&name, (3, 0), 1));
         assert!(graves.covers(&([8; 32], [9; 32]), (0, 0), 4));
         assert_eq!((graves.above(4).len(), graves.above(5).len(), graves.above(10).len()), (2, 1, 0));
-        let (names, tombstones, epochs) = graves.listed();
-        assert_eq!((names.len(), tombstones.len(), epochs.len()), (1, 1, 1));
-        assert_eq!(tombstones.first().map(|one| one.below), Some(10));
+        let all = graves.listed();
+        assert_eq!((all.names.len(), all.tombstones.len(), all.epochs.len()), (1, 1, 1));
+        assert_eq!(all.tombstones.first().map(|one| one.below), Some(10));
     }
 
     #[test]
@@ -145,7 +154,7 @@ mod tests {
         there.finish(&half);
         assert!(there.covers(&([7; 32], [1; 32]), (0, 0), u64::MAX - 1));
         assert!(!there.covers(&([8; 32], [1; 32]), (0, 0), 1));
-        assert_eq!((here.above(u64::MAX).len(), there.listed()), (1, (vec![], vec![], vec![])));
+        assert_eq!((here.above(u64::MAX).len(), there.listed()), (1, Listed::default()));
         here.bury([7; 32], &Mark::Ended.tombstone(0, 12));
         assert_eq!((here.half_deleted().count(), here.above(10).len(), here.above(12).len()), (0, 1, 0));
     }

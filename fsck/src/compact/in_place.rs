@@ -14,7 +14,7 @@ use super::discard::Discard;
 use super::graves::Graves;
 use super::inventory::{Inventory, Role, Segment, path};
 use super::plan::{Group, Plan};
-use super::sink::{Sink, Statement, write_checkpoint};
+use super::sink::{Sink, Start, Statement, write_checkpoint};
 use super::source::{Made, Reader, shard_of};
 use super::{Options, Progress, Refusal, Report};
 use crate::disk::DiskWriter;
@@ -110,7 +110,7 @@ impl<'a> Work<'a> {
             let files = inventory.segments.iter().filter(|one| one.shard == at).map(|one| one.number);
             let last = files.chain(state.known.segments.keys().copied()).max();
             let next = last.map_or(0, |last| last.saturating_add(1));
-            let start = (shard.number, next, state.next_sequence);
+            let start = Start { shard: shard.number, next_number: next, sequence: state.next_sequence };
             shards.push(Shard {
                 sink: Sink::new(Arc::clone(&place.writer), &store.keyring, start, options.now_ms),
                 directory: shard.directory,
@@ -271,7 +271,7 @@ impl<'a> Work<'a> {
         let Some(place) = self.places.get(shard.directory) else { return Ok(()) };
         let statement =
             Statement { segments, records, graves: &shard.graves, next_sequence: shard.sink.sequence };
-        let position = (number, slot, sequence);
+        let position = self.store.keyring.position(number, slot).under(sequence);
         write_checkpoint(&*place.writer, &self.store.keyring, position, self.options.now_ms, statement)?;
         (shard.slot, shard.sequence, shard.stated) = (Some(slot), sequence, shard.sink.sealed.len());
         Ok(())

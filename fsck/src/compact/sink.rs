@@ -21,7 +21,7 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{MAX_FOOTER_BYTES, PAGE_BYTES, Position};
 
 use super::Refusal;
-use super::graves::Graves;
+use super::graves::{Graves, Listed};
 use super::inventory::Space;
 use super::source::Made;
 use crate::checkpoint;
@@ -90,12 +90,20 @@ fn content(body: &Body) -> Content {
     }
 }
 
+/// Where a shard goes on: its next segment, and its next record.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Start {
+    pub(super) shard: u32,
+    pub(super) next_number: u32,
+    pub(super) sequence: u64,
+}
+
 impl Sink {
     /// Goes on behind everything that a shard has.
     pub(super) fn new(
         writer: Arc<dyn DiskWriter>,
         keyring: &Keyring,
-        (shard, next_number, sequence): (u32, u32, u64),
+        Start { shard, next_number, sequence }: Start,
         now_ms: u64,
     ) -> Self {
         let (open, sealed, records) = (None, Vec::new(), Vec::new());
@@ -305,19 +313,18 @@ pub(super) struct Statement<'a> {
     pub(super) next_sequence: u64,
 }
 
-/// Writes a checkpoint so that at every moment the one before it, or it, counts.
+/// Writes a checkpoint into the slot that is its position's segment, so that at every moment the one before it, or it, counts.
 pub(super) fn write_checkpoint(
     writer: &dyn DiskWriter,
     keyring: &Keyring,
-    (shard, slot, sequence): (u32, u32, u64),
+    position: Position,
     now_ms: u64,
     mut statement: Statement<'_>,
 ) -> Result<(), Refusal> {
-    let position = keyring.position(shard, slot).under(sequence);
     let header = CheckpointHeader { position, created_ms: now_ms, next_sequence: statement.next_sequence };
     let mut images = CheckpointWriter::new(&header, &keyring.secret);
     let first = images.header().map_err(encoding)?;
-    let path = checkpoint::path(shard, slot);
+    let path = checkpoint::path(position.shard, position.segment);
     let mut at = PAGE_BYTES;
     let mut put = |items: Items| -> Result<(), Refusal> {
         let image = images.chunk(&items).map_err(encoding)?;
@@ -333,7 +340,7 @@ pub(super) fn write_checkpoint(
     for some in statement.segments.chunks(MAX_ITEMS) {
         put(Items::Segments(some.to_vec()))?;
     }
-    let (names, tombstones, epochs) = statement.graves.listed();
+    let Listed { names, tombstones, epochs } = statement.graves.listed();
     for some in names.chunks(MAX_ITEMS) {
         put(Items::Namespaces(some.to_vec()))?;
     }
@@ -349,5 +356,5 @@ pub(super) fn write_checkpoint(
     writer.sync(&path)?;
     writer.write_at(&path, 0, &first)?;
     writer.sync(&path)?;
-    Ok(writer.sync_folder(&shard_name(shard))?)
+    Ok(writer.sync_folder(&shard_name(position.shard))?)
 }

@@ -17,7 +17,7 @@ use kvarts_layout::{StoreId, format::Secret};
 
 use super::graves::Graves;
 use super::inventory::{Inventory, Space};
-use super::sink::{Sink, Statement, write_checkpoint};
+use super::sink::{Sink, Start, Statement, write_checkpoint};
 use super::source::Made;
 use super::*;
 use crate::check::{Level, Options as CheckOptions, check};
@@ -100,7 +100,8 @@ fn store(segments: Vec<Vec<Made>>, graves: &Graves) -> MemoryDisk {
     let disk = MemoryDisk::new();
     let writer: Arc<dyn crate::disk::DiskWriter> = Arc::new(disk.clone());
     writer.make_folder("shard-0000").unwrap();
-    let mut sink = Sink::new(Arc::clone(&writer), &keyring(), (0, 0, 1), NOW_MS);
+    let mut sink =
+        Sink::new(Arc::clone(&writer), &keyring(), Start { shard: 0, next_number: 0, sequence: 1 }, NOW_MS);
     let spaces = [space()];
     for records in segments {
         records.into_iter().for_each(|made| sink.write(&spaces, made).unwrap());
@@ -108,7 +109,7 @@ fn store(segments: Vec<Vec<Made>>, graves: &Graves) -> MemoryDisk {
     }
     let (segments, records) = (sink.sealed.clone(), sink.records.clone());
     let statement = Statement { segments, records, graves, next_sequence: sink.sequence };
-    write_checkpoint(&*writer, &keyring(), (0, 0, 1), NOW_MS, statement).unwrap();
+    write_checkpoint(&*writer, &keyring(), keyring().position(0, 0).under(1), NOW_MS, statement).unwrap();
     let superblock = Superblock {
         store: keyring().store,
         directory: 0,
@@ -305,7 +306,8 @@ fn with_a_delete_in_the_newest_checkpoint() -> MemoryDisk {
     let none = Graves::default();
     for (slot, sequence, graves) in [(1, 2, &none), (0, 3, &graves)] {
         let statement = Statement { segments: Vec::new(), records: Vec::new(), graves, next_sequence: 900 };
-        write_checkpoint(&disk, &keyring(), (0, slot, sequence), NOW_MS, statement).unwrap();
+        write_checkpoint(&disk, &keyring(), keyring().position(0, slot).under(sequence), NOW_MS, statement)
+            .unwrap();
     }
     disk.fork()
 }
@@ -368,7 +370,12 @@ fn beside_a_damaged_checkpoint_nothing_is_written_and_nothing_that_was_deleted_c
 #[test]
 fn what_a_newer_program_wrote_into_a_tail_stays_where_it_is() {
     let disk = store(vec![chain(0..3)], &Graves::default());
-    let mut sink = Sink::new(Arc::new(disk.clone()), &keyring(), (0, 1, 50), NOW_MS);
+    let mut sink = Sink::new(
+        Arc::new(disk.clone()),
+        &keyring(),
+        Start { shard: 0, next_number: 1, sequence: 50 },
+        NOW_MS,
+    );
     let mut newer = block(9, Parent::Unknown);
     newer.blocks.extensions.push(Extension { id: 0x7777, critical: true, bytes: vec![1] });
     sink.write(&[space()], newer).unwrap();

@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: &InspectArgs, out: &mut dyn Write) -> Result<(), Fa
         return whole(&store, &contents, arguments.json, out);
     };
     if let Some(offset) = at.offset {
-        let where_at = (at.shard, at.segment, offset);
+        let where_at = kvarts_fsck::inspect::Place { shard: at.shard, segment: at.segment, offset };
         let view = place(&store, &contents, where_at, arguments.limit, &tally).map_err(Failure::User)?;
         return if arguments.json { write_json(&view, out) } else { write_place(&view, out) };
     }

@@ -26,10 +26,14 @@ pub(super) struct Figures {
 /// Blocks that reads asked for.
 #[derive(Serialize, Clone, PartialEq, Debug, Default)]
 pub(super) struct Hits {
-    pub(super) delivered: f64,
-    pub(super) missed: f64,
-    /// Of all that were asked for; absent if none were.
+    /// What lookups asked for, and what of it was here.
+    pub(super) looked_up: f64,
+    pub(super) found: f64,
+    /// What was found of what lookups asked for; absent if they asked for nothing.
     pub(super) rate: Option<f64>,
+    pub(super) delivered: f64,
+    /// Not found, or found and not delivered.
+    pub(super) missed: f64,
     /// Misses by reason, the most frequent first.
     pub(super) misses: Vec<(String, f64)>,
 }
@@ -78,6 +82,8 @@ pub(super) struct Tenant {
     pub(super) name: String,
     pub(super) calls_per_second: f64,
     pub(super) bytes_per_second: f64,
+    /// What its lookups found of what they asked for; absent if they asked for nothing.
+    pub(super) hit_rate: Option<f64>,
     pub(super) disk_bytes: f64,
 }
 
@@ -95,6 +101,8 @@ pub(super) struct Event {
     pub(super) what: &'static str,
     pub(super) count: f64,
 }
+
+const LOOKUPS: &str = "kvarts_lookup_blocks_total";
 
 /// Counters that an operator should hear of when they grow.
 const EVENTS: [(&str, &str); 8] = [
@@ -120,7 +128,6 @@ pub(super) fn figures(before: Option<&Sample>, now: &Sample) -> Figures {
     };
     let of_disk = |what: &str| now.sum("kvarts_disk_bytes", |series| series.label("what") == what);
     let in_queue = |place: &str| now.sum("kvarts_device_queue", |series| series.label("place") == place);
-    let memory = |what: &str| now.sum("kvarts_request_memory_bytes", |series| series.label("what") == what);
     let device = |direction: &str| {
         change.rate("kvarts_device_bytes_total", |series| series.label("direction") == direction)
     };
@@ -149,8 +156,8 @@ pub(super) fn figures(before: Option<&Sample>, now: &Sample) -> Figures {
             under_way: now.total("kvarts_calls_under_way"),
             puts_waiting: now.total("kvarts_puts_waiting"),
             large_waiting: now.total("kvarts_large_requests_waiting"),
-            memory_used_bytes: memory("used"),
-            memory_total_bytes: memory("all"),
+            memory_used_bytes: now.total("kvarts_request_memory_bytes"),
+            memory_total_bytes: now.total("kvarts_request_memory_limit_bytes"),
         },
         tenants: change.tenants(),
         peers: change.peers(),
@@ -183,11 +190,21 @@ impl Change<'_> {
             let count = self.growth("kvarts_blocks_missed_total", |series| series.label("reason") == reason);
             (reason, count)
         };
-        let mut misses: Vec<_> = reasons.into_iter().map(of).filter(|(_, count)| *count > 0.0).collect();
+        let not_found = ["pending", "absent"]
+            .map(|found| (found.to_owned(), self.growth(LOOKUPS, |series| series.label("found") == found)));
+        let all = reasons.into_iter().map(of).chain(not_found);
+        let mut misses: Vec<_> = all.filter(|(_, count)| *count > 0.0).collect();
         misses.sort_by(|one, other| other.1.total_cmp(&one.1));
         let missed = misses.iter().map(|(_, count)| count).sum::<f64>();
-        let asked = delivered + missed;
-        Hits { delivered, missed, rate: (asked > 0.0).then(|| delivered / asked), misses }
+        let (looked_up, found) = self.lookups(|_| true);
+        let rate = (looked_up > 0.0).then(|| found / looked_up);
+        Hits { looked_up, found, rate, delivered, missed, misses }
+    }
+
+    /// Blocks that these lookups asked for, and those of them that were here.
+    fn lookups(&self, these: impl Fn(&Series) -> bool) -> (f64, f64) {
+        let found = |series: &Series| these(series) && series.label("found") == "here";
+        (self.growth(LOOKUPS, &these), self.growth(LOOKUPS, found))
     }
 
     fn paths(&self) -> Vec<PathFigures> {
@@ -253,12 +270,12 @@ impl Change<'_> {
         let name = "kvarts_calls_total";
         let of = |tenant: String| {
             let same = |series: &Series| series.label("tenant") == tenant;
+            let (looked_up, found) = self.lookups(same);
             Tenant {
+                hit_rate: (looked_up > 0.0).then(|| found / looked_up),
                 calls_per_second: self.rate(name, same),
                 bytes_per_second: self.rate("kvarts_call_bytes_total", same),
-                disk_bytes: self
-                    .now
-                    .sum("kvarts_tenant_disk_bytes", |series| same(series) && series.label("what") == "live"),
+                disk_bytes: self.now.sum("kvarts_tenant_disk_bytes", same),
                 name: tenant,
             }
         };
@@ -299,15 +316,17 @@ mod tests {
         let n = f64::from(seconds);
         Sample::parse(&format!(
             "kvarts_build_info{{version=\"1.2.3\"}} 1\nkvarts_time_seconds {n}\n\
-             kvarts_blocks_delivered_total {}\nkvarts_blocks_missed_total{{reason=\"absent\"}} {}\n\
-             kvarts_blocks_missed_total{{reason=\"damaged\"}} 4\n\
-             kvarts_call_seconds_count{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\"}} {}\n\
-             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",le=\"0.001\"}} {}\n\
-             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",le=\"0.01\"}} {}\n\
-             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",le=\"+Inf\"}} {}\n\
+             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"here\"}} {}\n\
+             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"absent\"}} {}\n\
+             kvarts_blocks_delivered_total{{tenant=\"a\",model=\"m\"}} {n}\n\
+             kvarts_blocks_missed_total{{tenant=\"a\",model=\"m\",reason=\"damaged\"}} 4\n\
+             kvarts_call_seconds_count{{path=\"grpc\",method=\"get\",class=\"foreground\"}} {}\n\
+             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",le=\"0.001\"}} {}\n\
+             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",le=\"0.01\"}} {}\n\
+             kvarts_call_seconds_bucket{{path=\"grpc\",method=\"get\",class=\"foreground\",le=\"+Inf\"}} {}\n\
              kvarts_call_bytes_total{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",direction=\"out\"}} {}\n\
-             kvarts_calls_total{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",ended=\"ok\"}} {}\n\
-             kvarts_tenant_disk_bytes{{tenant=\"b\",what=\"live\"}} 77\nkvarts_tenant_disk_bytes{{tenant=\"b\",what=\"limit\"}} 99\n\
+             kvarts_calls_total{{path=\"grpc\",method=\"get\",class=\"foreground\",tenant=\"a\",code=\"OK\"}} {}\n\
+             kvarts_tenant_disk_bytes{{tenant=\"b\"}} 77\n\
              kvarts_device_failed_total{{executor=\"0\"}} {n}\nkvarts_read_only{{reason=\"no disk\"}} 1\n\
              kvarts_cluster_path_bytes_total{{path=\"node-2\"}} {}\n",
             9.0 * n,
@@ -334,7 +353,8 @@ mod tests {
         assert_eq!(figures.read_only, "no disk");
         let names: Vec<&str> = figures.tenants.iter().map(|one| one.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
-        assert_eq!(figures.tenants[1].disk_bytes, 77.0);
+        let [of_a, of_b] = figures.tenants.as_slice() else { panic!("{figures:?}") };
+        assert_eq!((of_a.hit_rate, of_b.hit_rate, of_b.disk_bytes), (Some(0.9), None, 77.0));
         assert_eq!(figures.peers[0].bytes_per_second, 1024.0);
         assert_eq!(figures.events, [Event { what: "operations of the disks failed", count: 4.0 }]);
     }
@@ -342,7 +362,7 @@ mod tests {
     #[test]
     fn without_an_earlier_sample_counts_are_since_the_start_and_rates_are_none() {
         let figures = figures(None, &at(10));
-        assert_eq!(figures.hits.delivered, 90.0);
+        assert_eq!((figures.hits.found, figures.hits.looked_up, figures.hits.delivered), (90.0, 100.0, 10.0));
         assert_eq!(figures.paths[0].calls_per_second, 0.0);
         assert_eq!(figures.seconds, 0.0);
     }

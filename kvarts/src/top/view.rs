@@ -36,7 +36,10 @@ fn head(figures: &Figures) -> Vec<String> {
     } else {
         "since the start".to_owned()
     };
-    let rate = hits.rate.map_or("none asked for".to_owned(), |rate| format!("{:5.1}% hits", rate * 100.0));
+    let rate = match hits.rate {
+        None => "none looked up".to_owned(),
+        Some(rate) => format!("{:.1}% of {} looked up", rate * 100.0, count(hits.looked_up)),
+    };
     let mut blocks =
         format!("blocks    {rate}, {} delivered, {} missed", count(hits.delivered), count(hits.missed));
     for (number, (reason, missed)) in hits.misses.iter().take(3).enumerate() {
@@ -97,11 +100,14 @@ fn tenants(figures: &Figures) -> Vec<String> {
     if figures.tenants.is_empty() {
         return Vec::new();
     }
-    let mut all =
-        vec![String::new(), format!("{:<28} {:>9} {:>11} {:>11}", "TENANT", "PER S", "BYTES/S", "ON DISK")];
+    let mut all = vec![
+        String::new(),
+        format!("{:<28} {:>9} {:>11} {:>11} {:>8}", "TENANT", "PER S", "BYTES/S", "ON DISK", "HITS"),
+    ];
     all.extend(figures.tenants.iter().map(|one| {
         let (calls, carried, disk) = (one.calls_per_second, size(one.bytes_per_second), size(one.disk_bytes));
-        format!("{:<28} {calls:>9.1} {carried:>11} {disk:>11}", one.name)
+        let hits = one.hit_rate.map_or("-".to_owned(), |rate| format!("{:.1}%", rate * 100.0));
+        format!("{:<28} {calls:>9.1} {carried:>11} {disk:>11} {hits:>8}", one.name)
     }));
     all
 }
@@ -164,9 +170,11 @@ mod tests {
             version: "1.0.0".to_owned(),
             seconds: 2.0,
             hits: Hits {
+                looked_up: 10.0,
+                found: 9.0,
+                rate: Some(0.9),
                 delivered: 9.0,
                 missed: 1.0,
-                rate: Some(0.9),
                 misses: vec![("absent".to_owned(), 1.0)],
             },
             paths: (0..40).map(path).collect(),
@@ -184,7 +192,7 @@ mod tests {
             assert!(lines.len() <= rows, "{rows}: {}", lines.len());
             assert!(lines.iter().all(|line| line.chars().count() <= columns));
             let text = lines.join("\n");
-            for part in ["90.0% hits", "CALLS", "TENANT", "PATH OF READS"] {
+            for part in ["90.0% of 10 looked up", "CALLS", "TENANT", "PATH OF READS"] {
                 assert!(text.contains(part), "{part} in {rows} rows:\n{text}");
             }
         }
@@ -196,6 +204,6 @@ mod tests {
         let figures = Figures { read_only: "the disk is gone".to_owned(), ..Default::default() };
         let lines = lines(&figures, 24, 80);
         assert!(lines[0].contains("READ-ONLY: the disk is gone"), "{lines:?}");
-        assert!(lines[1].contains("none asked for"), "{lines:?}");
+        assert!(lines[1].contains("none looked up"), "{lines:?}");
     }
 }

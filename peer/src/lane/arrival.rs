@@ -25,6 +25,13 @@ struct Due {
     digest: u32,
 }
 
+/// A piece of which some blocks are not what their digests say.
+pub(super) struct Doubted {
+    pub(super) wanted: Wanted,
+    pub(super) outline: Outline,
+    pub(super) blocks: Vec<u32>,
+}
+
 /// An answer whose bytes are coming.
 pub(super) struct Arrival {
     /// None: nobody waits any more, and its bytes are passed over.
@@ -173,13 +180,14 @@ impl Arrival {
         }
     }
 
-    /// The end of a piece whose bytes have all come. Gives what of it was not what its digests say: the piece and these blocks.
-    pub(super) fn finish(self, counters: &Counters) -> Option<(Wanted, Outline, Vec<u32>)> {
+    /// The end of a piece whose bytes have all come.
+    pub(super) fn finish(self, counters: &Counters) -> Option<Doubted> {
         let wanted = self.wanted?;
         let early = (!self.whole).then_some(Reason::DeadlinePassed);
         let end = wanted.progress.end(early.as_ref());
         tell(&wanted, end, counters);
-        (!self.damaged.is_empty()).then_some((wanted, self.outline, self.damaged))
+        let (outline, blocks) = (self.outline, self.damaged);
+        (!blocks.is_empty()).then_some(Doubted { wanted, outline, blocks })
     }
 }
 

@@ -1,13 +1,13 @@
 //! What a peer asks for, as this node understands it.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_layout::plan::Order;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, NamespaceId, OriginId};
+use kvarts_layout::{BlockKey, BlockShape, Identity, NamespaceId, OriginId};
+use kvarts_store::api::{TiledRequest, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::{Class, Nanos};
 use kvarts_wire::{convert, proto};
@@ -38,14 +38,8 @@ impl Namespaces {
 /// A piece that a peer wants.
 #[derive(Debug)]
 pub(super) struct Asked {
-    pub(super) namespace: NamespaceId,
-    pub(super) group: Group,
-    pub(super) coordinate: Coordinate,
-    pub(super) keys: Vec<BlockKey>,
-    pub(super) layers: Range<u32>,
-    pub(super) order: Order,
-    pub(super) class: Class,
-    pub(super) deadline: Nanos,
+    /// Bytes are compared where they are used.
+    pub(super) request: TiledRequest,
     /// Which productions are wanted.
     pub(super) origins: Vec<Option<OriginId>>,
     /// None: why it cannot be served.
@@ -86,15 +80,19 @@ impl Asked {
             _ => Class::Prefetch,
         };
         let timeout = Duration::from_micros(wire.timeout_us).min(TIMEOUT_MAX);
-        Ok(Self {
+        let request = TiledRequest {
             namespace: *namespace,
             group,
             coordinate,
             keys: keys.iter().copied().map(BlockKey).collect(),
             layers,
             order: if wire.by_blocks { Order::Blocks } else { Order::Layers },
+            verify: Verify::Never,
             class,
-            deadline: now.plus(timeout),
+            deadline: Some(now.plus(timeout)),
+        };
+        Ok(Self {
+            request,
             origins: origins(&wire.origins, keys.len())?,
             // What is not known here is not here.
             shape: shape.map_err(|reason| match reason {
@@ -106,9 +104,7 @@ impl Asked {
 
     /// Bytes of memory that it takes.
     pub(super) fn bytes(&self) -> u64 {
-        let of =
-            |shape: &Arc<BlockShape>| shape.layers_bytes(&self.layers).saturating_mul(self.keys.len() as u64);
-        self.shape.as_ref().map_or(0, of)
+        self.shape.as_ref().map_or(0, |shape| self.request.whole().bytes(shape))
     }
 }
 

@@ -10,9 +10,9 @@ use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 use kvarts_wire::convert;
 
-use super::arrival::{Arrival, end_early};
+use super::arrival::{Arrival, Doubted, end_early};
 use super::asked::wire_origins;
-use super::client::{AWAY, Open, Outline, Shared, Wanted, wire_read};
+use super::client::{AWAY, Open, Shared, wire_read};
 use super::frame::{Head, Incoming, Kind, bare, frame, message};
 use super::host::Ready;
 use super::limits::{AGAIN, ANSWER_BYTES_MAX, CONNECT, SILENCE, STALL};
@@ -240,9 +240,9 @@ impl Courier {
     }
 
     /// Tells the peer of blocks that are not what their digests say.
-    fn doubt(&self, (wanted, outline, damaged): (Wanted, Outline, Vec<u32>)) {
+    fn doubt(&self, Doubted { wanted, outline, blocks }: Doubted) {
         let key = |block: &u32| wanted.request.keys.get(*block as usize).copied();
-        let keys: Vec<_> = damaged.iter().filter_map(key).collect();
+        let keys: Vec<_> = blocks.iter().filter_map(key).collect();
         let origins = vec![None; keys.len()];
         let timeout = STALL.as_micros() as u64;
         let keys = convert::key_bytes(&keys);

@@ -24,6 +24,8 @@ mod bell;
 mod certificates;
 mod client;
 mod courier;
+#[cfg(test)]
+mod decoder_tests;
 mod delivery;
 mod frame;
 mod hello;

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvarts_layout::plan::{Order, Tile};
+use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, OriginId};
-use kvarts_store::api::{Digests, Origins, Placed, ReadEnd, ReadRequest, ReadStream, Verify};
+use kvarts_store::api::{Digests, Origins, Placed, ReadEnd, ReadRequest, ReadStream, TiledRequest, Verify};
 use kvarts_store::error::Reason;
 use kvarts_store::io::BufMut;
 use kvarts_store::io::stream::Stretch;
@@ -158,7 +158,7 @@ impl Sender {
                     return;
                 }
                 if let Err(reason) = &asked.shape {
-                    let (number, blocks, reason) = (*number, asked.keys.len(), reason.clone());
+                    let (number, blocks, reason) = (*number, asked.request.keys.len(), reason.clone());
                     self.waiting.pop_front();
                     if let Some(number) = number {
                         self.refuse(number, blocks, Some(&reason));
@@ -176,7 +176,7 @@ impl Sender {
                 return;
             };
             if let Some(Taking { job, .. }) = self.taking.take() {
-                let (number, blocks) = (job.0, job.1.keys.len());
+                let (number, blocks) = (job.0, job.1.request.keys.len());
                 let memory = memory.ok_or(Reason::TooMany("bytes"));
                 match memory.and_then(|memory| self.start(job, memory)) {
                     Ok(started) => self.started.push(started),
@@ -196,28 +196,18 @@ impl Sender {
         self.held.fetch_add(mine, Ordering::SeqCst);
         let bell = Arc::clone(&self.connection.bell);
         let share: Arc<dyn Any + Send + Sync> = Arc::new(Share { bytes: Arc::clone(&self.held), mine, bell });
-        let tile = Tile { blocks: 0..asked.keys.len() as u32, layers: asked.layers.clone() };
-        let into = Placed::tile(asked.order, &shape, &tile, memory.kept_by(share))?;
-        // Bytes are compared where they are used; those in doubt are compared here.
+        let tile = asked.request.whole();
+        let into = Placed::tile(asked.request.order, &shape, &tile, memory.kept_by(share))?;
+        // Those in doubt are compared here.
         let (into, verify, class) = match job.0 {
             Some(_) => {
-                (into.with_digests(Digests::new(&shape, asked.keys.len() as u32)), Verify::Never, asked.class)
+                let digests = Digests::new(&shape, tile.block_count());
+                (into.with_digests(digests), asked.request.verify, asked.request.class)
             }
             None => (into, Verify::Always, Class::Background),
         };
         let origins = Origins::of(asked.origins.clone());
-        let request = ReadRequest {
-            namespace: asked.namespace,
-            group: asked.group,
-            coordinate: asked.coordinate,
-            keys: asked.keys.clone(),
-            layers: Some(asked.layers.clone()),
-            order: asked.order,
-            into: into.clone(),
-            verify,
-            class,
-            deadline: Some(asked.deadline),
-        };
+        let request = ReadRequest { verify, class, ..asked.request.tile(&tile, into.clone())? };
         let stream = self.serving.served.read(Piece { request, origins: Arc::clone(&origins), first: 0 })?;
         Ok(Started { job, shape, stream, into, origins })
     }
@@ -253,10 +243,10 @@ impl Sender {
         };
         drop(stream);
         if end.usable_blocks == 0 && end.failures.is_empty() {
-            self.refuse(number, asked.keys.len(), Some(&Reason::Busy("the store has stopped")));
+            self.refuse(number, asked.request.keys.len(), Some(&Reason::Busy("the store has stopped")));
             return Ok(());
         }
-        let (answer, mut stretch) = said(&asked, &shape, &into, &origins, &end);
+        let (answer, mut stretch) = said(&asked.request, &shape, &into, &origins, &end);
         drop(into);
         let clock = Arc::clone(&self.serving.member.clock);
         let due = self.serving.rate.take(answer.bytes, clock.now());
@@ -321,7 +311,7 @@ impl Sender {
 
 /// What is answered after a read, and the bytes that follow.
 fn said(
-    asked: &Asked,
+    asked: &TiledRequest,
     shape: &BlockShape,
     into: &Placed,
     origins: &Origins,

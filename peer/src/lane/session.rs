@@ -200,8 +200,8 @@ impl Hearing<'_> {
     fn doubt(&mut self, body: Bytes) -> Result<(), Broken> {
         let mut asked = self.parse(body)?;
         let now = self.place.serving.member.clock.now();
-        let may = asked.keys.iter().take_while(|_| self.doubts.may(now)).count();
-        asked.keys.truncate(may);
+        let may = asked.request.keys.iter().take_while(|_| self.doubts.may(now)).count();
+        asked.request.keys.truncate(may);
         asked.origins.truncate(may);
         if may > 0 {
             self.place.serving.counters.doubts.fetch_add(may as u64, Ordering::Relaxed);

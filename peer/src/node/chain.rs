@@ -61,14 +61,17 @@ impl ClusterNode {
             Ask::Release(_) => chains.release(&tag, node, token, now).and(Err(Refused::Stale)),
             Ask::ReplicateMs(hold_ms) => {
                 let on = wire::node(&asked.replica)?;
-                let noted = chains.replicate(&tag, token, on, hold(hold_ms), now);
-                noted.and_then(|_| chains.owner(&tag, now).ok_or(Refused::Stale))
+                // A token is no secret: it is the owner that grants.
+                let owner = chains
+                    .look(&tag, now)
+                    .and_then(|lease| if lease.owner == node { Ok(lease) } else { Err(Refused::Stale) });
+                owner.and_then(|_| chains.replicate(&tag, token, on, hold(hold_ms), now)).and(owner)
             }
             Ask::Refer(more) => {
                 chains.refer(&tag, more, now);
-                chains.owner(&tag, now).ok_or(Refused::Stale)
+                chains.look(&tag, now)
             }
-            Ask::Look(_) => chains.owner(&tag, now).ok_or(Refused::Stale),
+            Ask::Look(_) => chains.look(&tag, now),
         };
         let may_be_nobodys = matches!(ask, Ask::Release(_) | Ask::Refer(_) | Ask::Look(_));
         let mut reply = proto::ChainReply::default();
@@ -125,8 +128,12 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
             link.join(node.join_request(epoch)).await.is_ok_and(|reply| reply.epoch == epoch)
         }));
         let same = 1 + same.await.into_iter().filter(|same| *same).count();
-        if same * 2 > members.list().len() && node.members().epoch() == epoch {
-            node.chains().confirm(asked);
+        if same * 2 > members.list().len() {
+            // With the lock: chains of another epoch come after its members.
+            let mut chains = node.chains();
+            if node.members().epoch() == epoch {
+                chains.confirm(asked);
+            }
         }
         node.sleep(CONFIRM_EVERY).await;
     }

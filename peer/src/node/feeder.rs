@@ -7,7 +7,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::FutureExt;
 use kvarts_cluster::directory::Change;
 use kvarts_cluster::feed::{Feed, Message};
 use kvarts_cluster::members::NodeId;
@@ -268,17 +267,22 @@ async fn connection(node: &ClusterNode, link: &Link, pause: &mut Duration) -> Re
         if !node.is_linked(link) {
             return Ok(());
         }
-        if let Some(message) = node.feeder.next(link.id()) {
-            if planted!("message-lost-to-a-question")
-                && let Some(asked) = asked.message().now_or_never()
-            {
-                take_asked(node, link, asked)?;
+        if planted!("message-lost-to-a-question") {
+            drop(room);
+            if let Some(message) = node.feeder.next(link.id()) {
+                tokio::select! {
+                    biased;
+                    asked = asked.message() => take_asked(node, link, asked)?,
+                    sent = to.send(wire::feed_message(&message)) => sent.map_err(|_| String::new())?,
+                }
                 continue;
             }
+        } else if let Some(message) = node.feeder.next(link.id()) {
             room.send(wire::feed_message(&message));
             continue;
+        } else {
+            drop(room);
         }
-        drop(room);
         tokio::select! {
             biased;
             () = link.news.notified() => {}

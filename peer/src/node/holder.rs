@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::pin::Pin;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use kvarts_cluster::directory::Lacks;
 use kvarts_cluster::members::NodeId;
@@ -13,7 +14,8 @@ use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
-use tonic::codegen::{Service, http};
+use tonic::codegen::{InterceptedService, Service, http};
+use tonic::service::Interceptor;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -29,6 +31,15 @@ const AGAIN_WAITING: usize = 4;
 /// Connections of other nodes, and of whoever else comes: more wait until one ends.
 const CONNECTIONS_MAX: usize = 2 * kvarts_cluster::members::MEMBERS_MAX;
 
+/// Partitions that are looked at, each time, for entries of nodes that left: all of them within about a minute.
+const TIDIED_AT_ONCE: usize = 64;
+/// See [`TIDIED_AT_ONCE`].
+const TIDY_EVERY: Duration = Duration::from_secs(1);
+
+/// Calls that one connection may have under way. A peer opens no more than that many streams, so that each of them is read: of streams
+/// that are open and wait for a turn, the bytes that came fill the window of the connection, and those whose turn it is never end.
+const CALLS_MAX: u32 = 32;
+
 /// How to ask a node whose changes this one takes for some again.
 #[derive(Clone, Debug)]
 pub(super) struct Asking {
@@ -40,7 +51,7 @@ pub(super) struct Asking {
 /// Serves other nodes until the task is ended.
 pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let (stopped, credentials) = (node.stopped(), node.options.credentials.clone());
-    let server = Server::builder().max_concurrent_streams(Some(256)).tcp_nodelay(true);
+    let server = Server::builder().max_concurrent_streams(Some(CALLS_MAX)).tcp_nodelay(true);
     let server = { server }.add_service(service(node));
     let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials);
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
@@ -48,37 +59,58 @@ pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     }
 }
 
-fn service(node: Arc<ClusterNode>) -> NodesServer<Holder> {
-    NodesServer::new(Holder(node)).max_decoding_message_size(MESSAGE_BYTES_MAX)
+/// Removes the entries of nodes that left before long, whether anybody touches them or not.
+pub(super) async fn tidy(node: Arc<ClusterNode>) {
+    loop {
+        for partition in Partition::all() {
+            node.directory().tidy(partition);
+            if (partition.number() + 1).is_multiple_of(TIDIED_AT_ONCE) {
+                node.sleep(TIDY_EVERY).await;
+            }
+        }
+    }
+}
+
+/// Who calls is known before anything else of a call is taken.
+#[derive(Clone)]
+struct Door(Arc<ClusterNode>);
+
+impl Interceptor for Door {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        let caller = self.0.caller(&request)?;
+        request.extensions_mut().insert(Caller(caller));
+        Ok(request)
+    }
+}
+
+fn service(node: Arc<ClusterNode>) -> InterceptedService<NodesServer<Holder>, Door> {
+    let calls = NodesServer::new(Holder(Arc::clone(&node))).max_decoding_message_size(MESSAGE_BYTES_MAX);
+    InterceptedService::new(calls, Door(node))
 }
 
 impl ClusterNode {
     /// Answers a call of another node that came without a connection of the machine's network.
     pub async fn answer(self: Arc<Self>, call: http::Request<Body>) -> http::Response<Body> {
         let Ok(answer) = service(self).call(call).await;
-        answer
+        answer.map(Body::new)
     }
-}
 
-struct Holder(Arc<ClusterNode>);
-
-impl Holder {
     /// The member that calls, if it shows that it is one.
-    fn caller<T>(&self, request: &Request<T>) -> Result<NodeId, Status> {
+    fn caller(&self, request: &Request<()>) -> Result<NodeId, Status> {
         let header = |name| request.metadata().get(name).and_then(|value| value.to_str().ok());
         let from: Option<NodeId> = header(NODE_HEADER).and_then(|text| text.parse().ok());
         let proven = from
             .zip(header(PROOF_HEADER))
-            .filter(|(from, proof)| self.0.options.secret.proves(proof, *from, self.0.me));
+            .filter(|(from, proof)| self.options.secret.proves(proof, *from, self.me));
         let (from, _) = proven.ok_or_else(|| {
             Status::unauthenticated("this is no node of the cluster: its secret is another one")
         })?;
         let shown = request.extensions().get::<Shown>();
-        if self.0.options.credentials.is_some() && !shown.is_some_and(|shown| shown.names(from)) {
+        if self.options.credentials.is_some() && !shown.is_some_and(|shown| shown.names(from)) {
             return Err(Status::permission_denied("its certificate names another node"));
         }
-        match self.0.members().get(from) {
-            Some(_) if from != self.0.me => Ok(from),
+        match self.members().get(from) {
+            Some(_) if from != self.me => Ok(from),
             _ => Err(Status::permission_denied(format!("{from} is none of the other members"))),
         }
     }
@@ -101,6 +133,17 @@ impl ClusterNode {
     }
 }
 
+/// The member that calls.
+#[derive(Clone, Copy)]
+struct Caller(NodeId);
+
+struct Holder(Arc<ClusterNode>);
+
+fn caller<T>(request: &Request<T>) -> Result<NodeId, Status> {
+    let caller = request.extensions().get::<Caller>();
+    caller.map(|caller| caller.0).ok_or_else(|| Status::unauthenticated("nobody calls"))
+}
+
 type Replies = Pin<Box<ReceiverStream<Result<proto::FeedReply, Status>>>>;
 
 #[tonic::async_trait]
@@ -108,7 +151,6 @@ impl Nodes for Holder {
     type FeedStream = Replies;
 
     async fn join(&self, request: Request<proto::JoinRequest>) -> Result<Response<proto::JoinReply>, Status> {
-        self.caller(&request)?;
         let (asked, node) = (request.into_inner(), &self.0);
         if asked.version != VERSION {
             let version = asked.version;
@@ -130,7 +172,7 @@ impl Nodes for Holder {
         &self,
         request: Request<Streaming<proto::FeedMessage>>,
     ) -> Result<Response<Replies>, Status> {
-        let from = self.caller(&request)?;
+        let from = caller(&request)?;
         let (to, replies) = mpsc::channel(AGAIN_WAITING);
         let asking = Asking { to: to.clone(), cut: Arc::default() };
         let cut = Arc::clone(&asking.cut);
@@ -161,9 +203,8 @@ impl Nodes for Holder {
         &self,
         request: Request<proto::LocateRequest>,
     ) -> Result<Response<proto::LocateReply>, Status> {
-        self.caller(&request)?;
         let tags = wire::tags(&request.into_inner().tags)?;
-        let (nodes, copies) = self.0.known_copies(&tags).into_parts();
+        let (nodes, copies) = self.0.known_copies(&tags).await.into_parts();
         let nodes = nodes.iter().flat_map(|node| node.0).collect();
         Ok(Response::new(proto::LocateReply { nodes, copies }))
     }
@@ -172,7 +213,7 @@ impl Nodes for Holder {
         &self,
         request: Request<proto::ChainRequest>,
     ) -> Result<Response<proto::ChainReply>, Status> {
-        let from = self.caller(&request)?;
+        let from = caller(&request)?;
         let asked = request.into_inner();
         // A node speaks for itself alone.
         if wire::node(&asked.node) != Ok(from) {
@@ -194,12 +235,15 @@ impl ClusterNode {
         None
     }
 
-    /// Who has these blocks, as far as this node's part of the directory knows. The lock is taken for a few at a time.
-    pub(super) fn known_copies(&self, tags: &[kvarts_cluster::partition::Tag]) -> CopyList {
+    /// Who has these blocks, as far as this node's part of the directory knows. After every few others have their turn.
+    async fn known_copies(&self, tags: &[kvarts_cluster::partition::Tag]) -> CopyList {
         let mut list = CopyList::default();
         for some in tags.chunks(super::locate::AT_ONCE) {
-            let directory = self.directory();
-            some.iter().for_each(|tag| list.push(directory.copies(tag)));
+            {
+                let directory = self.directory();
+                some.iter().for_each(|tag| list.push(directory.copies(tag)));
+            }
+            tokio::task::yield_now().await;
         }
         list
     }

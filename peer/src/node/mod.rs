@@ -43,7 +43,7 @@ pub use status::{NodeStatus, Status};
 use crate::credentials::Credentials;
 use crate::etcd::Registered;
 use crate::lane::{self, LaneServer, Machine, ServeLimits};
-use crate::read::{NodePaths, OnTokio, Task, sleep};
+use crate::read::{NodePaths, OnTokio, PIECE_BYTES_LEAST, Task, sleep};
 use feeder::Feeder;
 use holder::Asking;
 use link::Link;
@@ -156,6 +156,7 @@ impl ClusterNode {
             host: Arc::new(Machine),
             entropy: OsEntropy::new(),
             network: Arc::new(OfTheMachine { credentials: options.credentials.clone() }),
+            least_piece: PIECE_BYTES_LEAST,
         };
         let serving = |served: Store, member, limits| LaneServer::start(Arc::new(served), at, member, limits);
         let node = Self::start_on(store, footing, serving, options)?;
@@ -190,7 +191,7 @@ impl ClusterNode {
             .map_err(|error| format!("connections that carry bytes: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
         let node = Arc::new(Self {
-            paths: NodePaths::new(Arc::new(store.clone())),
+            paths: NodePaths::with_pieces(Arc::new(store.clone()), footing.least_piece),
             footing,
             lanes: Mutex::default(),
             copying: Semaphore::new(replicate::AT_ONCE),
@@ -219,6 +220,7 @@ impl ClusterNode {
         node.spawn(register(Arc::clone(&node), lane_memory));
         node.spawn(feeder::read_store(Arc::clone(&node)));
         node.spawn(chain::confirm(Arc::clone(&node)));
+        node.spawn(holder::tidy(Arc::clone(&node)));
         Ok(node)
     }
 

@@ -173,9 +173,9 @@ impl ClusterNode {
             return self.store.read_part(request, origins, 0);
         };
         let copies = Copies::of(vec![PathSet::default().with(OWN); own.len()]);
-        let shape = Arc::new(shape.clone());
-        let what =
-            MultiRead { request, shape, origins: Arc::clone(origins), copies, first: 0, is_alone: true };
+        let (shape, origins) = (Arc::new(shape.clone()), Arc::clone(origins));
+        let (request, into) = request.tiled(&shape);
+        let what = MultiRead { request, into, shape, origins, copies, first: 0, is_alone: true };
         what.check(self.footing.runner.now())?;
         let ((sink, stream), node) = (read_channel(), Arc::clone(self));
         self.footing.runner.spawn(Box::pin(async move {

@@ -11,7 +11,7 @@ use kvarts_layout::plan::{Order, Tile};
 
 /// Pieces are not smaller than this for the sake of a path that has some of their blocks: a request costs something too, and
 /// what is no longer than [`SMALL_READ_BYTES`](kvarts_store::api::SMALL_READ_BYTES) goes before other reads at a disk.
-const PIECE_BYTES_LEAST: u64 = 512 << 10;
+pub(crate) const PIECE_BYTES_LEAST: u64 = 512 << 10;
 /// Nor larger, however fast the paths are.
 const PIECE_BYTES_MOST: u64 = 4 << 20;
 /// How long a path should take for a piece.
@@ -19,10 +19,10 @@ const PIECE_SECONDS: f64 = 0.002;
 /// Into how many pieces a read is cut at least, if they are not too small then.
 const PIECES_LEAST: u64 = 16;
 
-/// How long the pieces of a read should be; `slowest` is the rate of its slowest path.
-pub(super) fn piece_bytes(total: u64, slowest: Option<f64>) -> u64 {
+/// How long the pieces of a read should be; `slowest` is the rate of its slowest path, `least` the least that one should have.
+pub(super) fn piece_bytes(total: u64, slowest: Option<f64>, least: u64) -> u64 {
     let by_rate = slowest.map_or(1 << 20, |rate| (rate * PIECE_SECONDS) as u64);
-    by_rate.min(total / PIECES_LEAST).clamp(PIECE_BYTES_LEAST, PIECE_BYTES_MOST)
+    by_rate.min(total / PIECES_LEAST).clamp(least, PIECE_BYTES_MOST)
 }
 
 /// Where a piece stands in the order of delivery.
@@ -89,6 +89,8 @@ pub(super) struct Whole<'a> {
     pub(super) layers: Range<u32>,
     /// How long a piece should be.
     pub(super) bytes: u64,
+    /// And at least, where a path has only some of its blocks.
+    pub(super) least: u64,
 }
 
 impl Whole<'_> {
@@ -113,7 +115,7 @@ impl Whole<'_> {
         };
         for layers in bands {
             let each = self.shape.layers_bytes(&layers).max(1);
-            for Run { blocks, paths } in joined(&runs, PIECE_BYTES_LEAST.div_ceil(each)) {
+            for Run { blocks, paths } in joined(&runs, self.least.div_ceil(each)) {
                 let count = u64::from(blocks.end - blocks.start);
                 let pieces = count.saturating_mul(each).div_ceil(self.bytes).clamp(1, count);
                 let at = |piece: u64| blocks.start + (count * piece / pieces) as u32;
@@ -168,10 +170,10 @@ mod tests {
             layers in prop::collection::vec(1u64..3 << 20, 1..9),
             masks in prop::collection::vec(0u16..8, 1..40),
             order in prop_oneof![Just(Order::Blocks), Just(Order::Layers)],
-            bytes in PIECE_BYTES_LEAST..PIECE_BYTES_MOST,
+            bytes in 1000..PIECE_BYTES_MOST,
         ) {
             let (shape, copies): (_, Vec<_>) = (shape(&layers), masks.iter().map(|mask| set(*mask)).collect());
-            let whole = Whole { shape: &shape, order, layers: 0..layers.len() as u32, bytes };
+            let whole = Whole { shape: &shape, order, layers: 0..layers.len() as u32, bytes, least: bytes.min(PIECE_BYTES_LEAST) };
             let pieces = whole.cut(&copies);
             let mut cells = BTreeSet::new();
             for (tile, paths) in &pieces {
@@ -194,12 +196,18 @@ mod tests {
 
     #[test]
     fn pieces_are_as_long_as_their_paths_are_fast_and_equally_long() {
-        assert_eq!(piece_bytes(1 << 30, None), 1 << 20);
-        assert_eq!(piece_bytes(1 << 30, Some(5e9)), 4 << 20);
-        assert_eq!(piece_bytes(1 << 30, Some(1e8)), 512 << 10);
-        assert_eq!(piece_bytes(1 << 20, Some(1e9)), 512 << 10);
+        assert_eq!(piece_bytes(1 << 30, None, PIECE_BYTES_LEAST), 1 << 20);
+        assert_eq!(piece_bytes(1 << 30, Some(5e9), PIECE_BYTES_LEAST), 4 << 20);
+        assert_eq!(piece_bytes(1 << 30, Some(1e8), PIECE_BYTES_LEAST), 512 << 10);
+        assert_eq!(piece_bytes(1 << 20, Some(1e9), PIECE_BYTES_LEAST), 512 << 10);
         let shape = shape(&[64 << 10; 4]);
-        let whole = Whole { shape: &shape, order: Order::Layers, layers: 0..4, bytes: 1 << 20 };
+        let whole = Whole {
+            shape: &shape,
+            order: Order::Layers,
+            layers: 0..4,
+            bytes: 1 << 20,
+            least: PIECE_BYTES_LEAST,
+        };
         let lengths: Vec<_> = whole.cut(&[set(1); 40]).iter().map(|(tile, _)| tile.block_count()).collect();
         assert_eq!(lengths, [13, 13, 14].repeat(4));
     }

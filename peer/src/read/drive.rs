@@ -10,9 +10,7 @@ use kvarts_cluster::dealer::{Arrived, Dealer, PathSet, Piece};
 use kvarts_cluster::paths::PathId;
 use kvarts_layout::plan::Tile;
 use kvarts_layout::planted;
-use kvarts_store::api::{
-    Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink, ReadStream,
-};
+use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadSink, ReadStream};
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
@@ -128,7 +126,7 @@ impl Reading {
         runner: Arc<dyn Runner>,
         sink: ReadSink,
     ) -> Self {
-        let (bell, now, layers) = (Arc::new(Bell::default()), runner.now(), what.layers());
+        let (bell, now, layers) = (Arc::new(Bell::default()), runner.now(), what.request.layers.clone());
         let count = what.request.keys.len() as u32;
         let order = what.request.order;
         let said = what.copies.some(what.first..what.first.saturating_add(count));
@@ -147,8 +145,9 @@ impl Reading {
             copies.truncate(progress.good() as usize);
         }
         let total = what.shape.layers_bytes(&layers).saturating_mul(copies.len() as u64);
-        let bytes = piece_bytes(total, nodes.slowest(&joined, now));
-        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes };
+        let least = nodes.least_piece();
+        let bytes = piece_bytes(total, nodes.slowest(&joined, now), least);
+        let whole = Whole { shape: &what.shape, order, layers: layers.clone(), bytes, least };
         let (mut pieces, mut parts, mut open, mut longest) = (Vec::new(), Vec::new(), BTreeSet::new(), 0);
         for (number, (tile, paths)) in whole.cut(&copies).into_iter().enumerate() {
             let (place, bytes) = (place(order, &tile), tile.bytes(&what.shape));
@@ -276,7 +275,7 @@ impl Reading {
     fn sleep(&mut self, now: Nanos, context: &mut Context<'_>) -> Poll<()> {
         let again = now.plus((now.since(self.moved) / 4).max(LOOK_AGAIN));
         let pauses = self.members.iter().map(|member| member.pause).filter(|pause| *pause > now);
-        let deadline = self.what.request.deadline;
+        let deadline = self.what.request.deadline.filter(|_| !planted!("read-past-its-deadline"));
         let at = pauses.chain(deadline).min().map_or(again, |at| at.min(again));
         if self.timer.as_ref().is_none_or(|(known, _)| *known > at || *known <= now) {
             self.timer = Some((at, self.runner.sleep_until(at)));
@@ -406,8 +405,7 @@ impl Reading {
         self.next_ask += 1;
         let bell = Arc::clone(&self.bell);
         let keeper = Keeper { bell: Arc::clone(&bell), number, _sink: Arc::clone(&self.sink) };
-        let wants_digests = self.what.request.into.digests().is_some();
-        let digests = wants_digests.then(|| Digests::new(&self.what.shape, tile.block_count()));
+        let digests = self.what.into.digests().map(|_| Digests::new(&self.what.shape, tile.block_count()));
         let stream = match self.piece(tile, scratch.as_ref(), digests.clone(), Arc::new(keeper)) {
             Ok(piece) => path.read(piece),
             Err(reason) => Err(reason),
@@ -443,33 +441,22 @@ impl Reading {
         digests: Option<Digests>,
         keeper: Arc<Keeper>,
     ) -> Result<path::Piece, Reason> {
-        let whole = &self.what.request;
-        let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
-        let keys = whole.keys.get(blocks).ok_or(Reason::OutOfBounds)?.to_vec();
+        let MultiRead { request, into, origins, first, .. } = &self.what;
         let places = match scratch {
             Some(scratch) => scratch.clone(),
-            None if keys.len() == whole.keys.len() => whole.into.clone(),
-            None => whole.into.select(&tile.blocks.clone().collect::<Vec<_>>())?,
+            None if tile.blocks == request.whole().blocks => into.clone(),
+            None => into.select(&tile.blocks.clone().collect::<Vec<_>>())?,
         };
         let places = match digests {
             Some(digests) => places.with_digests(digests),
             None => places,
         };
-        let into = places.kept_by(&(keeper as _));
-        let request = ReadRequest {
-            namespace: whole.namespace,
-            group: whole.group,
-            coordinate: whole.coordinate,
-            keys,
-            layers: Some(tile.layers.clone()),
-            order: whole.order,
-            into,
-            verify: whole.verify,
-            class: whole.class,
-            deadline: whole.deadline,
-        };
-        let first = self.what.first.saturating_add(tile.blocks.start);
-        Ok(path::Piece { request, origins: Arc::clone(&self.what.origins), first })
+        let request = request.tile(tile, places.kept_by(&(keeper as _)))?;
+        Ok(path::Piece {
+            request,
+            origins: Arc::clone(origins),
+            first: first.saturating_add(tile.blocks.start),
+        })
     }
 
     /// Takes in what has come for a request.
@@ -538,12 +525,12 @@ impl Reading {
         let Some(Ask { piece, scratch, digests, .. }) = self.asks.remove(&number) else { return };
         let Some(part) = self.parts.get_mut(piece) else { return };
         part.parked = None;
-        let MultiRead { request, shape, .. } = &self.what;
-        if let Some((from, to)) = digests.as_ref().zip(request.into.digests()) {
+        let MultiRead { into, shape, .. } = &self.what;
+        if let Some((from, to)) = digests.as_ref().zip(into.digests()) {
             request::copy_digests(shape, &part.tile, from, to);
         }
         let is_in_place = match &scratch {
-            Some(scratch) => request::copy(shape, &part.tile, scratch, &request.into),
+            Some(scratch) => request::copy(shape, &part.tile, scratch, into),
             None => true,
         };
         if is_in_place {

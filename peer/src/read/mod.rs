@@ -25,11 +25,12 @@ use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
 use kvarts_layout::BlockShape;
 use kvarts_store::api::{
-    MAX_REQUEST_BLOCKS, Origins, ReadRequest, ReadSink, ReadStream, read_channel, wanted_layers,
+    MAX_REQUEST_BLOCKS, Origins, Placed, ReadSink, ReadStream, TiledRequest, read_channel, wanted_layers,
 };
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
+pub(crate) use cut::PIECE_BYTES_LEAST;
 pub use nodes::{Brought, FAILURES, NodePaths, OWN, PathStatus};
 pub use runner::{OnTokio, Runner, Task};
 pub(crate) use runner::{in_time, sleep};
@@ -74,8 +75,10 @@ impl Copies {
 /// Blocks to be read by several paths.
 #[derive(Clone, Debug)]
 pub struct MultiRead {
-    /// What is read, and where to.
-    pub request: ReadRequest,
+    /// What is read.
+    pub request: TiledRequest,
+    /// Where to.
+    pub into: Placed,
     /// The shape of its blocks.
     pub shape: Arc<BlockShape>,
     /// Which production of each block is wanted, or the first that is met.
@@ -89,14 +92,9 @@ pub struct MultiRead {
 }
 
 impl MultiRead {
-    /// The layers that are wanted.
-    fn layers(&self) -> Range<u32> {
-        self.request.layers.clone().unwrap_or(0..self.shape.layers().len() as u32)
-    }
-
     /// Refuses what a store refuses of a read.
     pub(crate) fn check(&self, now: Nanos) -> Result<(), Reason> {
-        let ReadRequest { keys, into, deadline, .. } = &self.request;
+        let (TiledRequest { keys, layers, deadline, .. }, into) = (&self.request, &self.into);
         match keys.len() {
             0 => return Err(Reason::Empty),
             1..=MAX_REQUEST_BLOCKS => {}
@@ -117,7 +115,7 @@ impl MultiRead {
         if let Some([key, _]) = sorted.array_windows().find(|[one, next]| one == next) {
             return Err(Reason::Duplicate(**key));
         }
-        let layers = wanted_layers(self.request.layers.as_ref(), &self.shape)?;
+        let layers = wanted_layers(Some(layers), &self.shape)?;
         Ok(into.places().check(&self.shape, layers)?)
     }
 }

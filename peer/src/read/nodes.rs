@@ -11,6 +11,7 @@ use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, News};
+use super::cut::PIECE_BYTES_LEAST;
 use super::scratch::Pool;
 use crate::path::Path;
 
@@ -94,6 +95,7 @@ struct State {
 pub struct NodePaths {
     state: Mutex<State>,
     scratch: Arc<Pool>,
+    least_piece: u64,
 }
 
 /// Paths by their numbers.
@@ -109,15 +111,24 @@ pub(super) struct Joined {
 impl NodePaths {
     /// The paths of a node that knows of no others.
     pub fn new(own: Arc<dyn Path>) -> Arc<Self> {
-        Self::with_scratch(own, SCRATCH_BYTES)
+        Self::with(own, SCRATCH_BYTES, PIECE_BYTES_LEAST)
     }
 
     /// The same, with so much memory for pieces that do not go to their places at once.
     pub fn with_scratch(own: Arc<dyn Path>, bytes: u64) -> Arc<Self> {
+        Self::with(own, bytes, PIECE_BYTES_LEAST)
+    }
+
+    /// The same, whose reads are cut into pieces of at least so many bytes.
+    pub fn with_pieces(own: Arc<dyn Path>, bytes: u64) -> Arc<Self> {
+        Self::with(own, SCRATCH_BYTES, bytes)
+    }
+
+    fn with(own: Arc<dyn Path>, bytes: u64, least_piece: u64) -> Arc<Self> {
         let slots = (0..READ_PATHS_MAX).map(|_| None).collect();
         let paths = Paths::new(READ_PATHS_MAX as u16);
         let state = State { slots, paths, reads: BTreeMap::new(), next_read: 0 };
-        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Pool::new(bytes) });
+        let nodes = Arc::new(Self { state: Mutex::new(state), scratch: Pool::new(bytes), least_piece });
         nodes.add("own disks", own);
         nodes
     }
@@ -174,6 +185,11 @@ impl NodePaths {
             })
         };
         numbers.filter_map(status).collect()
+    }
+
+    /// How short a piece may be.
+    pub(super) fn least_piece(&self) -> u64 {
+        self.least_piece
     }
 
     /// Memory for pieces that do not go to their places at once, of which all reads take.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::Tile;
-use kvarts_store::api::{Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest};
+use kvarts_store::api::{Origins, Placed, ReadStream, TileSource, TiledRequest};
 use kvarts_store::error::Reason;
 
 use super::{Copies, MultiRead, NodePaths, Runner, read};
@@ -33,27 +33,15 @@ impl MultiTiles {
         let (nodes, runner) = (Arc::clone(nodes), Arc::clone(runner));
         Self { request, shape, origins, copies, nodes, runner }
     }
-
-    /// The read of all of them.
-    pub fn read<M>(self) -> TiledRead<Self, M> {
-        let (shape, order, layers) =
-            (Arc::clone(&self.shape), self.request.order, self.request.layers.clone());
-        let blocks = self.request.keys.len() as u32;
-        TiledRead::new(self, shape, order, layers, blocks)
-    }
 }
 
 impl TileSource for MultiTiles {
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
-        let TiledRequest { namespace, group, coordinate, order, verify, class, deadline, ref keys, .. } =
-            self.request;
-        let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
-        let keys = keys.get(blocks).ok_or(Reason::OutOfBounds)?.to_vec();
-        let layers = Some(tile.layers.clone());
-        let request =
-            ReadRequest { namespace, group, coordinate, keys, layers, order, into, verify, class, deadline };
+        let part = self.request.tile(tile, into)?;
+        let (request, into) = part.tiled(&self.shape);
         let what = MultiRead {
             request,
+            into,
             shape: Arc::clone(&self.shape),
             origins: Arc::clone(&self.origins),
             copies: Arc::clone(&self.copies),

@@ -199,11 +199,16 @@ settings! {
     log_level, "log", "level", "KVARTS_LOG_LEVEL", "log-level", "LEVEL", "info";
 }
 
+/// What a file says.
+#[derive(Default)]
+pub(super) struct Form {
+    pub(super) settings: Settings,
+    pub(super) tenants: Vec<TenantForm>,
+    pub(super) tokens: Vec<TokenForm>,
+}
+
 /// Reads the file: every name in it must be known.
-pub(super) fn read(
-    path: &Path,
-    text: &str,
-) -> Result<(Settings, Vec<TenantForm>, Vec<TokenForm>), Complaint> {
+pub(super) fn read(path: &Path, text: &str) -> Result<Form, Complaint> {
     let shown = path.display().to_string();
     let fault = |error: &dyn std::fmt::Display| {
         let words: Vec<String> = error.to_string().split_whitespace().map(str::to_owned).collect();
@@ -231,7 +236,7 @@ pub(super) fn read(
             (other, _) => return Err(fault(&format!("{other} is no table of settings"))),
         }
     }
-    Ok((settings, tenants, tokens))
+    Ok(Form { settings, tenants, tokens })
 }
 
 fn scalar(value: &toml::Value) -> Option<String> {

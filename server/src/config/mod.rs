@@ -186,10 +186,8 @@ impl Config {
         environment: impl Fn(&str) -> Option<String>,
         flags: &Settings,
     ) -> Result<Self, Complaint> {
-        let (mut settings, tenants, tokens) = match file {
-            None => (Settings::default(), Vec::new(), Vec::new()),
-            Some((path, text)) => form::read(path, text)?,
-        };
+        let form = file.map(|(path, text)| form::read(path, text)).transpose()?;
+        let form::Form { mut settings, tenants, tokens } = form.unwrap_or_default();
         let mut origins = settings.origins("file");
         let around = Settings::from_environment(&environment)?;
         origins.extend(around.origins("environment"));

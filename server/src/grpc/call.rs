@@ -25,7 +25,7 @@ use super::fault::{Fault, Outcome};
 use super::limits;
 use super::put;
 use super::request::Arriving;
-use crate::metrics::CallName;
+use crate::metrics::{CallName, Ended};
 use crate::state::parts::Part;
 use crate::state::{Caller, Right, ServerState, UnderWay};
 
@@ -94,6 +94,8 @@ pub(crate) struct Call {
     pub(crate) bytes_out: AtomicU64,
     /// What the call is for, once that is known.
     class: OnceLock<&'static str>,
+    /// How long its first layer took, once there was one.
+    first_layer: OnceLock<Duration>,
     /// The way it came.
     path: &'static str,
     name: &'static str,
@@ -121,6 +123,11 @@ impl Call {
         };
         // Said once.
         let _ = self.class.set(name);
+    }
+
+    /// A layer was handed on, for the metrics: the first one counts.
+    pub(crate) fn layer_ready(&self) {
+        self.first_layer.get_or_init(|| self.started.elapsed());
     }
 
     /// Takes this of what is shared until the call and its answer are gone.
@@ -156,9 +163,38 @@ impl Drop for Call {
             CallName { path: self.path, method: self.name, class, tenant: self.caller.tenant.name.clone() };
         let code = Code::from(self.code.load(Ordering::Relaxed));
         let took = self.started.elapsed();
-        let bytes = (self.bytes_in.load(Ordering::Relaxed), self.bytes_out.load(Ordering::Relaxed));
-        self.state.metrics.call_ended(&name, code.description(), took, bytes);
         tracing::debug!(method = self.name, tenant = name.tenant, ?code, ?took, "call ended");
+        let how = Ended {
+            code: code_name(code),
+            took,
+            first_layer: self.first_layer.get().copied(),
+            bytes_in: self.bytes_in.load(Ordering::Relaxed),
+            bytes_out: self.bytes_out.load(Ordering::Relaxed),
+        };
+        self.state.metrics.call_ended(name, how);
+    }
+}
+
+/// The name of a code as gRPC writes it.
+fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
     }
 }
 
@@ -218,6 +254,7 @@ pub(crate) fn admit(
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
         class: OnceLock::new(),
+        first_layer: OnceLock::new(),
         path,
         name,
         started,

@@ -12,6 +12,8 @@ use kvarts_store::error::Reason;
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{convert, limits};
+use crate::metrics::Lookup;
+use crate::state::Model;
 use kvarts_wire::{plans, proto};
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.
@@ -32,11 +34,16 @@ fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 
     call.state.leases.add(terms.tenant, call.state.secret_number(), lease, ends)
 }
 
+/// Counts what a lookup found.
+fn looked_up(call: &Call, model: &Model, found: Lookup) {
+    call.state.metrics.looked_up(&call.caller.tenant.name, &model.identity.model, found);
+}
+
 /// Finds the usable prefix.
 pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.state.models.get(&call.caller, namespace)?;
+    let model = call.state.models.get(&call.caller, namespace)?;
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
@@ -58,10 +65,10 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         plan,
     };
     let found = call.state.store().match_prefix(&request)?;
-    let short = keys.len() as u64 - u64::from(found.usable.longest.blocks).min(keys.len() as u64);
+    let here = u64::from(found.usable.longest.blocks).min(keys.len() as u64);
+    let short = keys.len() as u64 - here;
     let pending = u64::from(found.pending).min(short);
-    call.state.metrics.missed("MATCH_PENDING", pending);
-    call.state.metrics.missed("MATCH_ABSENT", short - pending);
+    looked_up(call, &model, Lookup { here, pending, absent: short - pending });
     let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
         column: Some(convert::wire_column(one.group, one.coordinate)),
         blocks: one.blocks,
@@ -96,14 +103,14 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     use proto::exists_reply::Presence as Wire;
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
-    call.state.models.get(&call.caller, namespace)?;
+    let model = call.state.models.get(&call.caller, namespace)?;
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
     let found = call.state.store().contains(&request)?;
     let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
-    call.state.metrics.missed("EXISTS_PENDING", count(Presence::Pending));
-    call.state.metrics.missed("EXISTS_ABSENT", count(Presence::Absent));
+    let (here, pending) = (count(Presence::Here), count(Presence::Pending));
+    looked_up(call, &model, Lookup { here, pending, absent: count(Presence::Absent) });
     let presence = |one: &Presence| match one {
         Presence::Here => Wire::Here.into(),
         Presence::Pending => Wire::Pending.into(),

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kvarts_layout::plan::{Tile, TileChunk, TileRange};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::api::{
     Arrived, Digests, Late, Order, Placed, ReadEnd, ReadProgress, TileBytes, TileMemory, TileSource,
     TiledRead, TiledRequest, Verify, wanted_layers,
@@ -33,21 +33,16 @@ use super::unsent::{Unsent, UnsentGuard};
 use super::{convert, limits};
 use crate::state::parts::Part as Charge;
 use crate::state::tenant::Paid;
-use crate::state::{CachedTile, NodeTiles, SharedBytes, TileStart};
+use crate::state::{CachedTile, Model, NodeTiles, SharedBytes, TileStart};
 use kvarts_wire::proto;
 use kvarts_wire::proto::read_reply::Part;
 
 /// A read that was checked.
 #[derive(Debug)]
 pub(crate) struct Download {
-    pub(crate) namespace: NamespaceId,
-    pub(crate) group: Group,
-    pub(crate) coordinate: Coordinate,
+    pub(crate) request: TiledRequest,
+    model: Arc<Model>,
     pub(crate) shape: Arc<BlockShape>,
-    pub(crate) keys: Vec<BlockKey>,
-    pub(crate) layers: Range<u32>,
-    pub(crate) order: Order,
-    pub(crate) class: Class,
 }
 
 impl Download {
@@ -63,7 +58,7 @@ impl Download {
 
     /// Bytes of all that is wanted.
     pub(crate) fn bytes(&self) -> u64 {
-        self.shape.layers_bytes(&self.layers).saturating_mul(self.keys.len() as u64)
+        self.request.whole().bytes(&self.shape)
     }
 
     /// A read, wherever its bytes go.
@@ -78,7 +73,7 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        call.state.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace)?;
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let layers = wire.layers.map(|range| range.start..range.end);
@@ -90,21 +85,10 @@ impl Download {
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
         call.is_for(class);
-        Ok(Self { namespace, group, coordinate, shape, keys, layers, order, class })
-    }
-
-    fn request(&self, call: &Call) -> TiledRequest {
-        TiledRequest {
-            namespace: self.namespace,
-            group: self.group,
-            coordinate: self.coordinate,
-            keys: self.keys.clone(),
-            layers: self.layers.clone(),
-            order: self.order,
-            verify: Verify::Always,
-            class: self.class,
-            deadline: Some(call.engine_deadline()),
-        }
+        let (verify, deadline) = (Verify::Always, Some(call.engine_deadline()));
+        let request =
+            TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
+        Ok(Self { request, model, shape })
     }
 }
 
@@ -228,7 +212,7 @@ async fn work(
 ) {
     let most = call.state.at_once(&call.caller.tenant, limits::TILE_BYTES).min(call.state.memory.piece_max());
     let large = LargeReads::enter(&call.state.large_reads, download.bytes());
-    let read = call.state.read_tiles(download.request(&call), &download.shape).await;
+    let read = call.state.read_tiles(download.request.clone(), Arc::clone(&download.shape)).await;
     let sending = Sending { call, download, to, slot, guard, digest: Mutex::new(digest), large, most };
     let mut read = match read {
         Ok(read) => read.with_digests().with_whole_tiles(),
@@ -269,6 +253,7 @@ impl Sending {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
                     Arrived::Layer { layer, blocks } => {
                         self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
+                        self.call.layer_ready();
                     }
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }
@@ -279,7 +264,8 @@ impl Sending {
 
     /// The next tile: as it is kept, or of as many bytes as may be now.
     fn next_tile(&self, read: &Reading) -> Option<Next> {
-        let Download { namespace, group, coordinate, order, ref layers, ref keys, .. } = self.download;
+        let TiledRequest { namespace, group, coordinate, order, ref layers, ref keys, .. } =
+            self.download.request;
         let (block, layer) = read.place();
         let (blocks, layers_end) = match order {
             Order::Layers => (Some(read.wanted_blocks()), None),
@@ -344,7 +330,7 @@ impl Sending {
     fn keep(&self, read: &mut Reading) {
         let Some(whole) = read.take_whole() else { return };
         let Some((start, piece, runs)) = &whole.with.keep else { return };
-        let (tile, order, shape) = (&whole.tile, self.download.order, &self.download.shape);
+        let (tile, order, shape) = (&whole.tile, self.download.request.order, &self.download.shape);
         let placed = Placed::tile(order, shape, tile, piece.clone()).ok();
         let placed = placed.zip(whole.placed.digests()).map(|(placed, all)| placed.with_digests(all.clone()));
         let identity = read.source().identity(tile, runs.clone());
@@ -417,7 +403,7 @@ impl Sending {
 
     /// Sends bytes of a tile as they lie in its memory.
     async fn bytes(&self, bytes: &TileBytes<WithTile>) -> Result<(), Stop> {
-        let (order, shape) = (self.download.order, &self.download.shape);
+        let (order, shape) = (self.download.request.order, &self.download.shape);
         let TileBytes { memory, layer, blocks, offset } = bytes;
         let about = proto::ReadData {
             layer: *layer,
@@ -481,7 +467,7 @@ impl Sending {
 
     /// Ends a read of which nothing was begun.
     async fn refused(&self, reason: Reason) {
-        let Download { order, layers, keys, .. } = &self.download;
+        let TiledRequest { order, layers, keys, .. } = &self.download.request;
         let nothing = ReadProgress::new(*order, keys.len() as u32, layers.clone());
         let (ended, early) = match reason {
             Reason::DeadlineInPast => (Ok(()), Reason::DeadlinePassed),
@@ -503,9 +489,11 @@ impl Sending {
 
 /// Counts what a read delivered and what it did not. `early` is why it ended before all of it was read, if something other
 /// than its deadline did that.
-pub(crate) fn count(call: &Call, asked: &Download, end: &ReadEnd, early: Option<&Reason>) {
+pub(crate) fn count(call: &Call, download: &Download, end: &ReadEnd, early: Option<&Reason>) {
+    let Download { request: asked, model, .. } = download;
     let (delivered, missed) = tally(asked.order, asked.keys.len(), asked.layers.len(), end, early);
-    call.state.metrics.read_ended(delivered, missed);
+    let (tenant, model) = (&call.caller.tenant.name, &model.identity.model);
+    call.state.metrics.read_ended(tenant, model, delivered, missed);
     let failures = end.failures.iter().map(|(_, reason)| reason);
     call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }

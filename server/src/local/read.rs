@@ -112,6 +112,7 @@ pub(super) fn begin(
     (id, order, wire): (u64, Order, proto::LocalRead),
 ) -> Outcome<Reading> {
     let asked = Download::asked(call, order, wire.read.unwrap_or_default())?;
+    let Download { request, shape, .. } = &asked;
     if asked.bytes() > limits::REQUEST_BYTES_MAX {
         return Err(Reason::TooMany("bytes").into());
     }
@@ -122,25 +123,25 @@ pub(super) fn begin(
     let let_go = Arc::new(OnceLock::<LetGo>::new());
     let holder: Arc<dyn Any + Send + Sync> = Arc::clone(&let_go) as _;
     let (into, client_verifies) =
-        places::place(memories, &asked.shape, &asked.layers, wire.into, asked.keys.len(), &holder)?;
+        places::place(memories, shape, &request.layers, wire.into, request.keys.len(), &holder)?;
     let (into, verify) = if client_verifies {
-        (into.with_digests(Digests::new(&asked.shape, asked.keys.len() as u32)), Verify::Never)
+        (into.with_digests(Digests::new(shape, request.keys.len() as u32)), Verify::Never)
     } else {
-        (into, Verify::Always)
+        (into, request.verify)
     };
     let origins = match wire.part {
-        true => Some(origins_of(&wire.origins, asked.keys.len())?),
+        true => Some(origins_of(&wire.origins, request.keys.len())?),
         false => None,
     };
-    let request = request(call, &asked, into.clone(), verify);
+    let read = ReadRequest { verify, ..request.tile(&request.whole(), into.clone())? };
     let engine = &call.state.engine;
     let stream = match (&call.state.decided.cluster, &origins) {
         (Some(node), origins) => {
-            let any = || Origins::any(asked.keys.len());
-            node.read(request, &asked.shape, &origins.clone().unwrap_or_else(any))?
+            let any = || Origins::any(request.keys.len());
+            node.read(read, shape, &origins.clone().unwrap_or_else(any))?
         }
-        (None, Some(origins)) => engine.read_part(request, origins, 0)?,
-        (None, None) => call.state.store().read(request)?,
+        (None, Some(origins)) => engine.read_part(read, origins, 0)?,
+        (None, None) => call.state.store().read(read)?,
     };
     // It is set only here.
     let _ = let_go.set(LetGo { outbox: Arc::clone(outbox), id, told: AtomicBool::new(false) });
@@ -164,25 +165,10 @@ fn origins_of(wire: &[Bytes], blocks: usize) -> Outcome<Arc<Origins>> {
     }
 }
 
-fn request(call: &Call, asked: &Download, into: Placed, verify: Verify) -> ReadRequest {
-    ReadRequest {
-        namespace: asked.namespace,
-        group: asked.group,
-        coordinate: asked.coordinate,
-        keys: asked.keys.clone(),
-        layers: Some(asked.layers.clone()),
-        order: asked.order,
-        into,
-        verify,
-        class: asked.class,
-        deadline: Some(call.engine_deadline()),
-    }
-}
-
 impl Reading {
     /// Whether whoever ends it may answer: it is as short as it must be to go before others, and nothing slows it down.
     pub(super) fn is_short(&self) -> bool {
-        let chunks = u64::from(self.asked.shape.chunk_count()) * self.asked.keys.len() as u64;
+        let chunks = u64::from(self.asked.shape.chunk_count()) * self.asked.request.keys.len() as u64;
         let is_slowed = self.call.caller.tenant.has_bandwidth();
         self.asked.bytes() <= SMALL_READ_BYTES && chunks <= SHORT_CHUNKS && !is_slowed
     }
@@ -222,10 +208,11 @@ impl Reading {
     fn announce(&self, event: ReadEvent, announced: &mut Announced) -> Option<ReadEnd> {
         let (layers, blocks, layer, block) = match event {
             ReadEvent::Layer { layer, blocks } => {
+                self.call.layer_ready();
                 (layer..layer + 1, 0..blocks, Some(proto::LayerReady { layer, blocks }), None)
             }
             ReadEvent::Block(block) => {
-                (self.asked.layers.clone(), block..block + 1, None, Some(proto::BlockReady { block }))
+                (self.asked.request.layers.clone(), block..block + 1, None, Some(proto::BlockReady { block }))
             }
             ReadEvent::End(end) => return Some(end),
             ReadEvent::Released => return None,
@@ -295,7 +282,7 @@ impl Reading {
     /// is held until the last word.
     fn unwritten(&self) -> ReadEnd {
         let failure = |block| (block, Reason::Busy(UNWRITTEN));
-        let failures = (0..self.asked.keys.len() as u32).map(failure).collect();
+        let failures = (0..self.asked.request.keys.len() as u32).map(failure).collect();
         let held_bytes = self.into.memories().map(|memory| memory.len() as u64).sum();
         ReadEnd { failures, held_bytes, ..ReadEnd::default() }
     }
@@ -318,20 +305,14 @@ impl Reading {
 /// service that do not match there either. What the client has is not changed.
 async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Item = u32>) {
     for block in suspects {
-        let layers = asked.layers.clone();
-        let tile = Tile { blocks: block..block + 1, layers };
+        let tile = Tile { blocks: block..block + 1, layers: asked.request.layers.clone() };
         let bytes = tile.bytes(&asked.shape);
         let taking = call.state.take_memory(&call.caller.tenant, bytes);
         let wait = tokio::time::timeout(limits::WAIT, taking).await;
         let Ok(Some(memory)) = wait else { continue };
         let Ok(into) = Placed::tile(Order::Blocks, &asked.shape, &tile, memory.share()) else { continue };
-        let Some(key) = asked.keys.get(block as usize) else { continue };
-        let request = ReadRequest {
-            keys: vec![*key],
-            order: Order::Blocks,
-            class: Class::Background,
-            ..request(call, asked, into, Verify::Always)
-        };
+        let Ok(request) = asked.request.tile(&tile, into) else { continue };
+        let request = ReadRequest { order: Order::Blocks, class: Class::Background, ..request };
         if let Ok(stream) = call.state.store().read(request) {
             let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
             // Which block it is is not written down; and a client may make any number of them.

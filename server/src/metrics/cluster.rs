@@ -30,6 +30,22 @@ pub(super) fn cluster(out: &mut String, status: &Status) {
     brought(out, &paths);
 }
 
+/// A cluster without members.
+pub(super) fn nothing() -> Status {
+    Status {
+        epoch: 0,
+        nodes: Vec::new(),
+        entries: 0,
+        entry_bytes: 0,
+        refused: 0,
+        chains: 0,
+        served: ServeCounts::default(),
+        is_registered: None,
+        models: 0,
+        without_lane: 0,
+    }
+}
+
 fn labelled<T: Display>(
     out: &mut String,
     name: &str,

@@ -1,18 +1,25 @@
 //! What is counted, and how it is told to Prometheus.
 //!
-//! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with bytes and a
-//! histogram of how long they took. The engine's own counters are read when metrics are asked for.
+//! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with their bytes;
+//! how long they took is a histogram without tenants. Blocks are counted by tenant and model (`usage.rs`). The engine's own
+//! counters are read when metrics are asked for.
 
+mod calls;
 mod cluster;
 mod histogram;
 pub mod http;
+mod page;
+mod process;
 mod text;
+mod usage;
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use histogram::Histogram;
+pub use usage::Lookup;
+use usage::{Names, Usages};
 
 /// By what calls are told apart.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -27,11 +34,25 @@ pub struct CallName {
     pub tenant: String,
 }
 
+/// How a call ended.
+#[derive(Clone, Copy, Debug)]
+pub struct Ended {
+    /// The name of its gRPC code.
+    pub code: &'static str,
+    /// How long it took.
+    pub took: Duration,
+    /// How long its first layer took, if it was a read of layers that delivered one.
+    pub first_layer: Option<Duration>,
+    /// Bytes of blocks that came.
+    pub bytes_in: u64,
+    /// Bytes of blocks that went.
+    pub bytes_out: u64,
+}
+
 #[derive(Debug, Default)]
 struct Calls {
-    /// How they ended, by the description of the code.
+    /// How they ended, by the name of the code.
     ended: BTreeMap<&'static str, u64>,
-    took: Histogram,
     bytes_in: u64,
     bytes_out: u64,
 }
@@ -43,14 +64,17 @@ pub struct Metrics(Mutex<Counted>);
 #[derive(Debug, Default)]
 struct Counted {
     calls: BTreeMap<CallName, Calls>,
+    tenants: Names,
+    /// By path, method and class. Not by tenant: each has many buckets.
+    took: BTreeMap<(&'static str, &'static str, &'static str), Histogram>,
+    /// By path and class.
+    first_layer: BTreeMap<(&'static str, &'static str), Histogram>,
     /// By method.
     under_way: BTreeMap<&'static str, u64>,
     /// By method and by what was missing.
     refused: BTreeMap<(&'static str, &'static str), u64>,
-    /// Blocks that were asked for and not delivered, by reason.
-    misses: BTreeMap<&'static str, u64>,
-    /// Blocks that were delivered.
-    hits: u64,
+    /// What was asked for and what became of it.
+    usages: Usages,
     /// Clients of a path, by the mode they are in.
     modes: BTreeMap<&'static str, i64>,
 }
@@ -66,20 +90,21 @@ impl Metrics {
         *self.lock().under_way.entry(method).or_default() += 1;
     }
 
-    /// A call that was let in has ended. `bytes` are those of blocks: in and out.
-    pub fn call_ended(&self, name: &CallName, how: &'static str, took: Duration, bytes: (u64, u64)) {
+    /// A call that was let in has ended.
+    pub fn call_ended(&self, mut name: CallName, how: Ended) {
         let mut counted = self.lock();
         if let Some(under_way) = counted.under_way.get_mut(name.method) {
             *under_way = under_way.saturating_sub(1);
         }
-        let calls = match counted.calls.get_mut(name) {
-            Some(calls) => calls,
-            None => counted.calls.entry(name.clone()).or_default(),
-        };
-        *calls.ended.entry(how).or_default() += 1;
-        calls.took.add(took);
-        calls.bytes_in += bytes.0;
-        calls.bytes_out += bytes.1;
+        counted.took.entry((name.path, name.method, name.class)).or_default().add(how.took);
+        if let Some(took) = how.first_layer {
+            counted.first_layer.entry((name.path, name.class)).or_default().add(took);
+        }
+        name.tenant = counted.tenants.told(name.tenant);
+        let calls = counted.calls.entry(name).or_default();
+        *calls.ended.entry(how.code).or_default() += 1;
+        calls.bytes_in += how.bytes_in;
+        calls.bytes_out += how.bytes_out;
     }
 
     /// A call was not let in, for want of this.
@@ -87,29 +112,37 @@ impl Metrics {
         *self.lock().refused.entry((method, want)).or_default() += 1;
     }
 
-    /// Blocks that were asked for and not delivered.
-    pub fn missed(&self, reason: &'static str, blocks: u64) {
-        *self.lock().misses.entry(reason).or_default() += blocks;
-    }
-
-    /// Counts a read that ended: blocks delivered, and misses by reason.
-    pub fn read_ended(&self, delivered: u64, missed: BTreeMap<&'static str, u64>) {
+    /// A lookup found this of what it was asked for.
+    pub fn looked_up(&self, tenant: &str, model: &str, found: Lookup) {
         let mut counted = self.lock();
-        for (reason, blocks) in missed {
-            *counted.misses.entry(reason).or_default() += blocks;
-        }
-        counted.hits += delivered;
+        let all = &mut counted.usages.of(tenant, model).lookups;
+        all.here += found.here;
+        all.pending += found.pending;
+        all.absent += found.absent;
     }
 
-    /// Blocks that were delivered.
-    pub fn hit(&self, blocks: u64) {
-        self.lock().hits += blocks;
+    /// Counts a read that ended: blocks delivered, and those that were not, by reason.
+    pub fn read_ended(&self, tenant: &str, model: &str, delivered: u64, missed: BTreeMap<&'static str, u64>) {
+        let mut counted = self.lock();
+        let usage = counted.usages.of(tenant, model);
+        usage.delivered += delivered;
+        for (reason, blocks) in missed {
+            *usage.missed.entry(reason).or_default() += blocks;
+        }
     }
 
     /// A client came (1) or went (-1), in this mode.
     pub fn client(&self, mode: &'static str, change: i64) {
         *self.lock().modes.entry(mode).or_default() += change;
     }
+}
+
+/// What a node of a cluster tells besides, without any members: for the list of all metrics.
+#[doc(hidden)]
+pub fn told_of_a_cluster() -> String {
+    let mut out = String::new();
+    cluster::cluster(&mut out, &cluster::nothing());
+    out
 }
 
 #[cfg(test)]
@@ -122,7 +155,9 @@ mod tests {
         let name = CallName { path: "grpc", method: "get", class: "foreground", tenant: "a".to_owned() };
         metrics.call_began("get");
         assert_eq!(metrics.lock().under_way["get"], 1);
-        metrics.call_ended(&name, "ok", Duration::from_millis(2), (0, 10));
+        let took = Duration::from_millis(2);
+        let how = Ended { code: "OK", took, first_layer: None, bytes_in: 0, bytes_out: 10 };
+        metrics.call_ended(name.clone(), how);
         let counted = metrics.lock();
         assert_eq!((counted.under_way["get"], counted.calls[&name].bytes_out), (0, 10));
     }

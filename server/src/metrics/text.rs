@@ -7,7 +7,8 @@ use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::engine::{Counts, Stats};
 use kvarts_store::rt::Clock;
 
-use super::{CallName, Counted, Metrics};
+use super::Metrics;
+use super::usage::{REST, TENANTS_MAX};
 use crate::state::{ServerState, Tenant};
 use kvarts_wire::limits;
 
@@ -85,76 +86,19 @@ pub(super) async fn render(state: &ServerState) -> String {
     let io = state.engine.io().await.unwrap_or_default();
     let mut out = String::with_capacity(16 << 10);
     let Metrics(counted) = &*state.metrics;
-    calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+    super::calls::calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
     engine(&mut out, state);
     queues(&mut out, &io);
     scrub(&mut out, state);
     tenants(&mut out, state);
-    models(&mut out, state);
     memory(&mut out, state);
     connections(&mut out, state);
+    super::process::process(&mut out);
     device_path(&mut out, &state.decided.files);
     if let Some(node) = &state.decided.cluster {
         super::cluster::cluster(&mut out, &node.status());
     }
     out
-}
-
-/// The labels of calls.
-fn labels(name: &CallName) -> String {
-    let CallName { path, method, class, tenant } = name;
-    format!("path=\"{path}\",method=\"{method}\",class=\"{class}\",tenant=\"{}\"", Value(tenant))
-}
-
-fn calls(out: &mut String, counted: &Counted) {
-    head(out, "kvarts_calls_total", "counter", "Calls that have ended, by status.");
-    for (name, calls) in &counted.calls {
-        let labels = labels(name);
-        for (how, count) in &calls.ended {
-            let _ = writeln!(out, "kvarts_calls_total{{{labels},ended=\"{}\"}} {count}", Value(how));
-        }
-    }
-    head(out, "kvarts_call_seconds", "histogram", "How long calls took.");
-    for (name, calls) in &counted.calls {
-        let labels = labels(name);
-        let mut total = 0;
-        for (bound, count) in calls.took.cumulative() {
-            let bound = bound.map_or("+Inf".to_owned(), |bound| bound.to_string());
-            let _ = writeln!(out, "kvarts_call_seconds_bucket{{{labels},le=\"{bound}\"}} {count}");
-            total = count;
-        }
-        let _ = writeln!(out, "kvarts_call_seconds_sum{{{labels}}} {}", calls.took.sum());
-        let _ = writeln!(out, "kvarts_call_seconds_count{{{labels}}} {total}");
-    }
-    head(out, "kvarts_call_bytes_total", "counter", "Bytes of blocks that calls carried.");
-    for (name, calls) in &counted.calls {
-        for (direction, bytes) in [("in", calls.bytes_in), ("out", calls.bytes_out)] {
-            let labels = labels(name);
-            let _ = writeln!(out, "kvarts_call_bytes_total{{{labels},direction=\"{direction}\"}} {bytes}");
-        }
-    }
-    head(out, "kvarts_calls_under_way", "gauge", "Calls that have begun and not ended.");
-    for (method, count) in &counted.under_way {
-        let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
-    }
-    head(out, "kvarts_calls_refused_total", "counter", "Calls that were refused, by what was missing.");
-    for ((method, want), count) in &counted.refused {
-        let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
-    }
-    one(out, "kvarts_blocks_delivered_total", "counter", "Blocks that reads delivered.", counted.hits);
-    head(
-        out,
-        "kvarts_blocks_missed_total",
-        "counter",
-        "Blocks that were asked for and not delivered, by reason.",
-    );
-    for (reason, count) in &counted.misses {
-        let _ = writeln!(out, "kvarts_blocks_missed_total{{reason=\"{reason}\"}} {count}");
-    }
-    head(out, "kvarts_clients", "gauge", "Clients of the local path, by transfer mode.");
-    for (mode, count) in &counted.modes {
-        let _ = writeln!(out, "kvarts_clients{{mode=\"{mode}\"}} {count}");
-    }
 }
 
 fn engine(out: &mut String, state: &ServerState) {
@@ -170,14 +114,14 @@ fn engine(out: &mut String, state: &ServerState) {
         out,
         "kvarts_disk_budget_bytes",
         "gauge",
-        "Disk budget: bytes that the store may allocate.",
+        "Disk budget: bytes that the store may allocate (store.budget).",
         budget_bytes,
     );
     one(
         out,
         "kvarts_disk_allocated_bytes",
         "gauge",
-        "Bytes that the store has allocated on disk.",
+        "Bytes that the store has allocated on disk. At the budget blocks are evicted: that is normal.",
         allocated_bytes,
     );
     let free = budget_bytes.saturating_sub(allocated_bytes);
@@ -194,15 +138,24 @@ fn engine(out: &mut String, state: &ServerState) {
     ] {
         one(out, &format!("kvarts_disk_read_{name}"), "gauge", help, value);
     }
-    for (what, size) in [("bytes", index.bytes), ("blocks", index.blocks), ("records", index.records)] {
-        let name = format!("kvarts_index_{what}");
-        one(out, &name, "gauge", "Memory of the index of blocks.", size);
+    for (what, help, size) in [
+        ("bytes", "Memory of the index of blocks, in bytes.", index.bytes),
+        ("blocks", "Blocks that the index knows: those that can be found.", index.blocks),
+        ("records", "Records on disk that the index knows; a record holds one block or more.", index.records),
+    ] {
+        one(out, &format!("kvarts_index_{what}"), "gauge", help, size);
     }
     if let Some(most) = index_bytes_max {
-        let help = "Memory limit of the index: near it blocks are evicted, beyond it puts are refused.";
-        one(out, "kvarts_index_bytes_max", "gauge", help, most);
+        let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
+        one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    one(out, "kvarts_tombstones", "gauge", "Tombstones: deletes that are remembered.", tombstones);
+    one(
+        out,
+        "kvarts_tombstones",
+        "gauge",
+        "Tombstones: deletes that are remembered until no copy of what they deleted can come back.",
+        tombstones,
+    );
     let space = space.total;
     head(out, "kvarts_disk_bytes", "gauge", "Allocated bytes on disk by kind; the sum is all of them.");
     for (what, bytes) in
@@ -221,7 +174,8 @@ fn engine(out: &mut String, state: &ServerState) {
     let recovered = sum(|report| report.blocks);
     one(out, "kvarts_recovery_blocks", "gauge", "Blocks that the last start found.", recovered);
     let problems = sum(|report| report.problems);
-    one(out, "kvarts_recovery_problems", "gauge", "Problems that the last start found.", problems);
+    let help = "Problems that the last start found; run kvarts fsck --live if there are any.";
+    one(out, "kvarts_recovery_problems", "gauge", help, problems);
     let scanned = sum(|report| report.scanned_bytes);
     one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes that the last start scanned.", scanned);
 }
@@ -229,10 +183,21 @@ fn engine(out: &mut String, state: &ServerState) {
 /// Whether the store takes writes, and who has died.
 fn health(out: &mut String, health: &kvarts_store::engine::Health) {
     let kvarts_store::engine::Health { latched, dead_executors, failing } = health;
-    head(out, "kvarts_read_only", "gauge", "Whether the store takes no writes, and why.");
+    head(
+        out,
+        "kvarts_read_only",
+        "gauge",
+        "1 while the store takes no writes, with the reason: put the cause right, then kvarts resume. Reads go on.",
+    );
     let reason = latched.as_deref().unwrap_or_default();
     let _ = writeln!(out, "kvarts_read_only{{reason=\"{}\"}} {}", Value(reason), u8::from(latched.is_some()));
-    one(out, "kvarts_dead_executors", "gauge", "Executors that have died.", dead_executors);
+    one(
+        out,
+        "kvarts_dead_executors",
+        "gauge",
+        "Executors that have died: their blocks are misses until the server is started again.",
+        dead_executors,
+    );
     let help = "Shards that refuse puts because their device fails writes wherever it was asked.";
     one(out, "kvarts_failing_shards", "gauge", help, failing.len());
 }
@@ -263,7 +228,6 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driv
             ("device", queue.in_flight_ops),
             ("stuck", queue.stuck_ops),
             ("dropped", queue.dropped_ops),
-            ("all", queue.slots),
         ] {
             let _ = writeln!(
                 out,
@@ -310,7 +274,7 @@ fn scrub(out: &mut String, state: &ServerState) {
     let ended = last.ended_unix_ms as f64 / 1000.0;
     one(
         out,
-        "kvarts_scrub_last_end_seconds",
+        "kvarts_scrub_last_end_timestamp_seconds",
         "gauge",
         "End of the last scrubber run, in seconds since 1970; 0: never.",
         ended,
@@ -326,33 +290,39 @@ fn scrub(out: &mut String, state: &ServerState) {
     one(out, "kvarts_scrub_last_blocks_damaged", "gauge", damaged, last.blocks_damaged);
 }
 
-fn tenants(out: &mut String, state: &ServerState) {
-    head(out, "kvarts_tenant_disk_bytes", "gauge", "Live bytes on disk of each tenant, and its quota.");
-    for tenant in state.gate.tenants() {
-        let Some(space) = state.engine.tenant_space(&tenant.salt) else { continue };
-        let name = Value(&tenant.name);
-        let _ = writeln!(out, "kvarts_tenant_disk_bytes{{tenant=\"{name}\",what=\"live\"}} {}", space.live);
-        if let Some(limit) = space.limit {
-            let _ = writeln!(out, "kvarts_tenant_disk_bytes{{tenant=\"{name}\",what=\"limit\"}} {limit}");
+/// A value of each tenant; the last of very many are added up under one name.
+fn by_tenant(out: &mut String, name: &str, help: &str, values: &[(Arc<Tenant>, Option<u64>)]) {
+    head(out, name, "gauge", help);
+    let (told, rest) = values.split_at(values.len().min(TENANTS_MAX));
+    for (tenant, value) in told {
+        if let Some(value) = value {
+            let _ = writeln!(out, "{name}{{tenant=\"{}\"}} {value}", Value(&tenant.name));
         }
+    }
+    if !rest.is_empty() {
+        let sum: u64 = rest.iter().filter_map(|(_, value)| *value).sum();
+        let _ = writeln!(out, "{name}{{tenant=\"{REST}\"}} {sum}");
     }
 }
 
-/// What the models of each tenant take.
-fn models(out: &mut String, state: &ServerState) {
-    head(out, "kvarts_tenant_models", "gauge", "Models that each tenant has registered.");
-    let used = |tenant: Arc<Tenant>| (state.models.used(tenant.number), tenant);
-    let used: Vec<_> = state.gate.tenants().into_iter().map(used).collect();
-    for (used, tenant) in &used {
-        let _ = writeln!(out, "kvarts_tenant_models{{tenant=\"{}\"}} {}", Value(&tenant.name), used.count);
-    }
-    head(out, "kvarts_tenant_models_bytes", "gauge", "Memory of each tenant's models, about, and its limit.");
-    for (used, tenant) in &used {
-        for (what, bytes) in [("used", used.memory), ("limit", limits::MODELS_MEMORY_MAX)] {
-            let name = Value(&tenant.name);
-            let _ = writeln!(out, "kvarts_tenant_models_bytes{{tenant=\"{name}\",what=\"{what}\"}} {bytes}");
-        }
-    }
+/// What tenants have on disk, and what their models take.
+fn tenants(out: &mut String, state: &ServerState) {
+    let tenants = state.gate.tenants();
+    let of = |value: &dyn Fn(&Tenant) -> Option<u64>| -> Vec<_> {
+        tenants.iter().map(|tenant| (Arc::clone(tenant), value(tenant))).collect()
+    };
+    let space = |tenant: &Tenant| state.engine.tenant_space(&tenant.salt);
+    let help = "Live bytes on disk of each tenant.";
+    by_tenant(out, "kvarts_tenant_disk_bytes", help, &of(&|tenant| Some(space(tenant)?.live)));
+    let help = "Quota of each tenant that has one, in bytes: at it, its own blocks are evicted.";
+    by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
+    let used = |tenant: &Tenant| state.models.used(tenant.number);
+    let help = "Models that each tenant has registered since the server's start.";
+    by_tenant(out, "kvarts_tenant_models", help, &of(&|tenant| Some(used(tenant).count as u64)));
+    let help = "Memory of each tenant's models in bytes, about.";
+    by_tenant(out, "kvarts_tenant_models_bytes", help, &of(&|tenant| Some(used(tenant).memory)));
+    let help = "Limit of kvarts_tenant_models_bytes for each tenant: beyond it models are refused.";
+    one(out, "kvarts_tenant_models_limit_bytes", "gauge", help, limits::MODELS_MEMORY_MAX);
 }
 
 /// How files reach the memory of devices, and why so.
@@ -365,17 +335,19 @@ fn device_path(out: &mut String, files: &Decision) {
 }
 
 fn memory(out: &mut String, state: &ServerState) {
-    head(
-        out,
-        "kvarts_request_memory_bytes",
-        "gauge",
-        "Memory for requests, by part: used, highest use, total.",
-    );
-    for (part, usage) in ["large", "small"].into_iter().zip(state.memory.usage()) {
-        for (what, bytes) in [("used", usage.used), ("most", usage.used_max), ("all", usage.total)] {
-            let _ = writeln!(out, "kvarts_request_memory_bytes{{part=\"{part}\",what=\"{what}\"}} {bytes}");
+    let usage = state.memory.usage();
+    let mut family = |name: &str, help: &str, bytes: [usize; 2]| {
+        head(out, name, "gauge", help);
+        for (part, bytes) in ["large", "small"].into_iter().zip(bytes) {
+            let _ = writeln!(out, "{name}{{part=\"{part}\"}} {bytes}");
         }
-    }
+    };
+    let help = "Memory for requests that is used, in bytes, by part; the tile cache is not in it. At the limit requests wait.";
+    family("kvarts_request_memory_bytes", help, usage.map(|part| part.used));
+    let help = "The highest kvarts_request_memory_bytes since the start.";
+    family("kvarts_request_memory_peak_bytes", help, usage.map(|part| part.used_max));
+    let help = "Limit of kvarts_request_memory_bytes (limits.memory).";
+    family("kvarts_request_memory_limit_bytes", help, usage.map(|part| part.total));
     head(
         out,
         "kvarts_kept_tiles_bytes",
@@ -396,15 +368,10 @@ fn memory(out: &mut String, state: &ServerState) {
     for (from, tiles) in [("kept", kept), ("read", read)] {
         let _ = writeln!(out, "kvarts_tiles_total{{from=\"{from}\"}} {tiles}");
     }
-    head(
-        out,
-        "kvarts_large_requests_bytes",
-        "gauge",
-        "Memory of large requests and their answers: used, total.",
-    );
-    for (what, bytes) in [("used", state.receiving.bytes()), ("all", limits::LARGE_BYTES_MAX as u64)] {
-        let _ = writeln!(out, "kvarts_large_requests_bytes{{what=\"{what}\"}} {bytes}");
-    }
+    let help = "Memory of large requests and their answers, in bytes; at the limit more of them wait.";
+    one(out, "kvarts_large_requests_bytes", "gauge", help, state.receiving.bytes());
+    let help = "Limit of kvarts_large_requests_bytes.";
+    one(out, "kvarts_large_requests_limit_bytes", "gauge", help, limits::LARGE_BYTES_MAX);
     let waiting = state.receiving.waiting();
     one(out, "kvarts_large_requests_waiting", "gauge", "Large requests that wait for memory.", waiting);
     one(
@@ -424,14 +391,17 @@ fn memory(out: &mut String, state: &ServerState) {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
     let (turns, waiting) = state.puts.left();
-    one(out, "kvarts_put_turns_left", "gauge", "Puts that could begin now.", turns);
+    one(out, "kvarts_put_turns_free", "gauge", "Puts that could begin now.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
 }
 
 fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.available_permits();
-    one(out, "kvarts_connections_all", "gauge", "Limit of connections.", state.connections_all);
-    one(out, "kvarts_connections_left", "gauge", "Connections left until the limit.", places);
+    let help = "Limit of connections (limits.connections).";
+    one(out, "kvarts_connections_limit", "gauge", help, state.connections_all);
+    let help =
+        "Connections that could still come; at 0 one of a client without a token is closed for a new one.";
+    one(out, "kvarts_connections_free", "gauge", help, places);
     let (strangers, open_calls) = state.strangers.count();
     one(
         out,
@@ -444,7 +414,13 @@ fn connections(out: &mut String, state: &ServerState) {
     one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", state.calls());
     let clock: &dyn Clock = &**state.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
-    one(out, "kvarts_time_seconds", "gauge", "The server's wall clock.", seconds);
+    one(
+        out,
+        "kvarts_time_seconds",
+        "gauge",
+        "The server's wall clock, in seconds since 1970: how old these figures are.",
+        seconds,
+    );
     head(out, "kvarts_build_info", "gauge", "Version of the program.");
     let _ = writeln!(out, "kvarts_build_info{{version=\"{}\"}} 1", env!("CARGO_PKG_VERSION"));
 }

@@ -25,15 +25,15 @@ impl ServerState {
     pub async fn read_tiles<M>(
         &self,
         request: TiledRequest,
-        shape: &BlockShape,
+        shape: Arc<BlockShape>,
     ) -> Result<TiledRead<NodeTiles, M>, Error> {
-        let shape = Arc::new(shape.clone());
         let (order, layers, blocks) = (request.order, request.layers.clone(), request.keys.len() as u32);
-        let source = match &self.decided.cluster {
-            Some(node) => match node.tiles(&request, &shape).await {
-                Some(tiles) => NodeTiles::Nodes(tiles),
-                None => NodeTiles::Own(self.engine.tiles_of(request, None)?),
-            },
+        let of_nodes = match &self.decided.cluster {
+            Some(node) => node.tiles(&request, &shape).await,
+            None => None,
+        };
+        let source = match of_nodes {
+            Some(tiles) => NodeTiles::Nodes(tiles),
             None => NodeTiles::Own(self.engine.tiles_of(request, None)?),
         };
         Ok(TiledRead::new(source, shape, order, layers, blocks))

@@ -18,7 +18,7 @@ use std::task::{Context, Poll, ready};
 use kvarts_layout::plan::{Tile, Tiles};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
-use super::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadStream, Verify};
+use super::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadStream, Verify};
 use crate::error::Reason;
 use crate::io::SharedBuf;
 use crate::rt::{Class, Nanos};
@@ -44,6 +44,21 @@ pub struct TiledRequest {
     pub class: Class,
     /// When the caller stops waiting.
     pub deadline: Option<Nanos>,
+}
+
+impl TiledRequest {
+    /// All of it as one tile.
+    pub fn whole(&self) -> Tile {
+        Tile { blocks: 0..self.keys.len() as u32, layers: self.layers.clone() }
+    }
+
+    /// The read of one tile of it into these places.
+    pub fn tile(&self, tile: &Tile, into: Placed) -> Result<ReadRequest, Reason> {
+        let Self { namespace, group, coordinate, order, verify, class, deadline, .. } = *self;
+        let keys = self.keys.get(tile.blocks.start as usize..tile.blocks.end as usize);
+        let (keys, layers) = (keys.ok_or(Reason::OutOfBounds)?.to_vec(), Some(tile.layers.clone()));
+        Ok(ReadRequest { namespace, group, coordinate, keys, layers, order, into, verify, class, deadline })
+    }
 }
 
 /// Where the bytes of tiles come from.

@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Deref;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -38,8 +37,11 @@ impl Moves {
     }
 }
 
-/// One shard. It is a log with more around it.
+/// One shard: its rooms, each of which knows those before it.
 pub(crate) struct Shard {
+    pub(crate) volume: Rc<Volume>,
+    pub(crate) reads: Rc<Reads>,
+    pub(crate) space: Rc<Space>,
     pub(crate) log: Rc<Log>,
     pub(crate) moves: Moves,
 }
@@ -55,8 +57,9 @@ impl Shard {
     ) -> Rc<Self> {
         let volume = Rc::new(Volume::new(place, shared, way, spawn));
         let reads = Rc::new(Reads::new(Rc::clone(&volume)));
-        let log = Rc::new(Log::new(Rc::new(Space::new(volume, reads))));
-        let shard = Rc::new(Self { log, moves: Moves::default() });
+        let space = Rc::new(Space::new(Rc::clone(&volume), Rc::clone(&reads)));
+        let log = Rc::new(Log::new(Rc::clone(&volume), Rc::clone(&space)));
+        let shard = Rc::new(Self { volume, reads, space, log, moves: Moves::default() });
         let own = Rc::downgrade(&shard);
         shard.log.tell_begun(move |segment| {
             if let Some(shard) = own.upgrade() {
@@ -65,13 +68,5 @@ impl Shard {
             }
         });
         shard
-    }
-}
-
-impl Deref for Shard {
-    type Target = Rc<Log>;
-
-    fn deref(&self) -> &Rc<Log> {
-        &self.log
     }
 }

@@ -20,7 +20,14 @@ pub struct Held {
     token: Token,
     from: Nanos,
     until: Nanos,
+    /// And how long the node that decides may, which does not hear of everything.
+    over: Nanos,
+    /// It does not go on with it, whatever it is still answered.
+    is_given_up: bool,
 }
+
+/// How long a question may be on its way, and its answer be lost.
+const LOST: Duration = Duration::from_secs(20);
 
 #[derive(Default)]
 struct Notes {
@@ -33,6 +40,8 @@ struct Notes {
     contents: BTreeMap<(BlockKey, u64), Arc<Vec<Vec<u8>>>>,
     violations: Vec<String>,
     under_way: u64,
+    /// Reads that have not ended: by when each must have, and what it is.
+    due: BTreeMap<u64, (Nanos, String)>,
     reads: u64,
     whole: u64,
     leases: u64,
@@ -45,6 +54,16 @@ pub struct Book(Arc<Mutex<Notes>>);
 /// A call that is under way.
 #[derive(Debug)]
 pub struct UnderWay(Book);
+
+/// A read that has not ended.
+#[derive(Debug)]
+pub struct Due(Book, u64);
+
+impl Drop for Due {
+    fn drop(&mut self) {
+        self.0.lock().due.remove(&self.1);
+    }
+}
 
 impl std::fmt::Debug for Book {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -77,6 +96,19 @@ impl Book {
     pub fn begin(&self) -> UnderWay {
         self.lock().under_way += 1;
         UnderWay(self.clone())
+    }
+
+    /// The read of this number begins, and must have ended at this time.
+    pub fn ends_by(&self, number: u64, due: Nanos, what: &str) -> Due {
+        self.lock().due.insert(number, (due, what.to_owned()));
+        Due(self.clone(), number)
+    }
+
+    /// A read that should have ended.
+    pub fn overdue(&self, now: Nanos) -> Option<String> {
+        let notes = self.lock();
+        let late = notes.due.values().find(|(due, _)| *due < now);
+        late.map(|(due, what)| format!("{what} should have ended at {due:?}, and has not at {now:?}"))
     }
 
     /// Calls that have not ended.
@@ -219,13 +251,26 @@ impl Book {
 
     /// A node was told that it owns a chain from now on, for what is left of `left` since it asked.
     pub fn owns(&self, chain: u64, place: usize, token: Token, (asked, now): (Nanos, Nanos), left: Duration) {
-        let held = Held { place, token, from: now, until: asked.plus(left) };
+        let held = Held {
+            place,
+            token,
+            from: now,
+            until: asked.plus(left),
+            over: now.plus(left),
+            is_given_up: false,
+        };
         let mut notes = self.lock();
         notes.leases += 1;
         let before = notes.chains.entry(chain).or_default();
         let overlap = before.iter().find(|other| other.place != place && other.until > now).copied();
         let later = before.iter().find(|other| other.token > token && other.from < asked).copied();
-        before.push(held);
+        // Answers may pass each other: of its own leases a node goes by the latest, and by none that it has given up.
+        let own = before.iter().filter(|other| other.place == place);
+        let is_passed = { own }.any(|own| own.token > token || own.token == token && own.is_given_up);
+        let overlap = overlap.filter(|_| !is_passed);
+        if !is_passed {
+            before.push(held);
+        }
         for (other, what) in
             overlap.map(|it| (it, "two owners")).into_iter().chain(later.map(|it| (it, "an old token")))
         {
@@ -238,21 +283,44 @@ impl Book {
         let mut notes = self.lock();
         let all = notes.chains.iter_mut().filter(|(number, _)| chain.is_none_or(|chain| chain == **number));
         let held = all.flat_map(|(_, held)| held).filter(|held| held.place == place);
-        held.for_each(|held| held.until = held.until.min(now));
+        held.for_each(|held| (held.until, held.is_given_up) = (held.until.min(now), true));
     }
 
-    /// The last lease that a node had of a chain, in force or not.
-    pub fn last(&self, chain: u64, place: usize) -> Option<Token> {
+    /// The lease of a chain that a node has now.
+    pub fn last(&self, chain: u64, place: usize, now: Nanos) -> Option<Token> {
         let notes = self.lock();
         let held = notes.chains.get(&chain)?.iter().rev().find(|held| held.place == place)?;
-        Some(held.token)
+        (held.until > now).then_some(held.token)
     }
 
-    /// A node was told that another one owns a chain: it must not have given it up before.
+    /// A lease that a node had of a chain before the one that is in force now.
+    pub fn earlier(&self, chain: u64, place: usize, now: Nanos) -> Option<Token> {
+        let notes = self.lock();
+        let own = || notes.chains.get(&chain).into_iter().flatten().filter(|held| held.place == place);
+        let last = own().filter(|held| held.until > now).map(|held| held.token).max()?;
+        own().map(|held| held.token).find(|token| *token < last)
+    }
+
+    /// A node asks that a lease goes on for so long, whether it hears of the answer or not.
+    pub fn asks(&self, chain: u64, token: Token, hold: Duration, now: Nanos) {
+        let mut notes = self.lock();
+        let held = notes.chains.get_mut(&chain).into_iter().flatten().filter(|held| held.token == token);
+        held.for_each(|held| held.over = held.over.max(now.plus(hold + LOST)));
+    }
+
+    /// A node was told that nobody owns a chain of which it has given this lease up.
+    pub fn is_given_up(&self, chain: u64, token: Token, now: Nanos) {
+        let mut notes = self.lock();
+        let held = notes.chains.get_mut(&chain).into_iter().flatten().filter(|held| held.token == token);
+        held.for_each(|held| held.over = held.over.min(now));
+    }
+
+    /// A node was told who owns a chain: that lease must not have been over before.
     pub fn is_owned(&self, chain: u64, token: Token, asked: Nanos) {
         let mut notes = self.lock();
-        let held = notes.chains.get(&chain).into_iter().flatten().find(|held| held.token == token).copied();
-        if let Some(held) = held.filter(|held| held.until.plus(Duration::from_millis(1)) < asked) {
+        let all = notes.chains.get(&chain).into_iter().flatten().filter(|held| held.token == token);
+        let held = all.max_by_key(|held| held.over).copied();
+        if let Some(held) = held.filter(|held| held.over.plus(Duration::from_millis(1)) < asked) {
             notes
                 .violations
                 .push(format!("chain {chain}: {held:?} is over, and was still told at {asked:?}"));

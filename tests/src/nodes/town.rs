@@ -33,6 +33,8 @@ use crate::sim::{CrashState, Media, Rng, Seed, SimClock, SimWorld, WorldConfig};
 
 /// Things that happen after which a wait has hung.
 pub const STEPS_MAX: u64 = 2_000_000;
+/// Bytes of which the pieces of reads have at least so many: less than a layer of a block, about a block, several blocks.
+const LEAST_PIECES: [u64; 3] = [8 << 10, 40 << 10, 512 << 10];
 /// Tasks of who uses the nodes.
 pub const USERS: u64 = 1;
 /// The port at which nodes serve bytes.
@@ -237,6 +239,8 @@ pub struct Town {
     pub seats: Vec<Seat>,
     ends: Arc<Mutex<Vec<std::sync::Weak<End>>>>,
     options: Options,
+    /// Bytes that the pieces of reads have at least.
+    least_piece: u64,
     seed: Seed,
     rng: Rng,
     next_owner: u64,
@@ -270,6 +274,7 @@ impl Town {
             seats: (0..count).map(seat).collect(),
             ends: Arc::default(),
             options: options.clone(),
+            least_piece: LEAST_PIECES[seed.child("pieces").rng().index(LEAST_PIECES.len())],
             seed,
             rng: seed.child("town").rng(),
             next_owner: USERS + 1,
@@ -323,6 +328,7 @@ impl Town {
             host: Arc::new(host),
             entropy: SeededEntropy::new(self.seed.child("node").nth(place as u64).nth(starts).0),
             network: Arc::new(SimNetwork { place, net: Arc::clone(&self.net) }),
+            least_piece: self.least_piece,
         };
         let options = NodeOptions {
             cluster: "sim".to_owned(),

@@ -1,6 +1,8 @@
 //! Nodes of one cluster in one simulation, while connections are slow, break and lie, nodes are cut off from each other, lose
 //! their power and come back, members change, and blocks are put, read, copied and deleted everywhere.
 
+mod members;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -190,6 +192,8 @@ impl Scene {
         let what = format!("read {} of {} blocks at node {place} in order {order:?}", self.calls, keys.len());
         let (book, shape) = (self.book.clone(), Arc::clone(&self.shape));
         let owner = Owner { tasks: Arc::clone(&self.town.tasks), number: USERS };
+        let bound = deadline.map_or(LONGEST, |deadline| deadline + LATE);
+        let due = self.book.ends_by(self.calls, begun.plus(bound), &what);
         self.spawn(place, async move {
             let origins = Origins::any(keys.len());
             let stream = match node.read(request, &shape, &origins) {
@@ -200,7 +204,7 @@ impl Scene {
                 Err(_) => return,
             };
             let (good, end) = book.look(&what, (&keys, &into, order), &stream, &shape).await;
-            let bound = deadline.map_or(LONGEST, |deadline| deadline + LATE);
+            drop(due);
             let took = clock.now().since(begun);
             if took > bound {
                 book.violation(format!("{what} ended after {took:?}, not within {bound:?}"));
@@ -230,18 +234,28 @@ impl Scene {
         let (group, coordinate) = pages();
         let tag = Tag::of(&self.namespace, group, coordinate, &self.keys[number as usize]);
         let hold = self.rng.between(500, 60_000);
-        let last = book.last(number, place);
+        let asked = clock.now();
+        // Nobody goes on with a lease that is over: a holder that is new would believe it.
+        let last = book.last(number, place, asked);
         let ask = match (self.rng.below(6), last) {
             (0 | 1, Some(_)) => Ask::RenewMs(hold),
             (2, Some(_)) => Ask::Release(true),
             (3, _) => Ask::Look(true),
             _ => Ask::ClaimMs(hold),
         };
-        let Token { epoch, number: token } = last.unwrap_or_default();
-        let asked = clock.now();
+        // Now and then it goes on with a lease that it has made another one of since.
+        let earlier = book.earlier(number, place, asked).filter(|_| self.rng.below(4) == 0);
+        let ask = if earlier.is_some() { Ask::RenewMs(hold) } else { ask };
+        let Token { epoch, number: token } = earlier.or(last).unwrap_or_default();
         if matches!(ask, Ask::Release(_)) {
+            // Whether the node that decides hears of it or not.
             book.gives_up(Some(number), place, asked);
         }
+        let with = Token { epoch, number: token };
+        if matches!(ask, Ask::RenewMs(_)) {
+            book.asks(number, with, Duration::from_millis(hold), asked);
+        }
+        let releases = matches!(ask, Ask::Release(_));
         let may_own = matches!(ask, Ask::ClaimMs(_) | Ask::RenewMs(_));
         let request = proto::ChainRequest {
             ask: Some(ask),
@@ -252,13 +266,21 @@ impl Scene {
         };
         self.spawn(place, async move {
             let Ok(reply) = node.chain(tag, request).await else { return };
+            if releases && reply.what() == What::Nobody {
+                book.is_given_up(number, with, clock.now());
+            }
             let Some((_, token)) = lease_of(&reply) else { return };
-            let left = reply.lease.as_ref().map_or(0, |lease| lease.left_ms);
-            match reply.what() {
-                What::Granted if may_own => {
-                    book.owns(number, place, token, (asked, clock.now()), Duration::from_millis(left));
+            let left = Duration::from_millis(reply.lease.as_ref().map_or(0, |lease| lease.left_ms));
+            match (reply.what(), earlier) {
+                // A holder that is new knows no better.
+                (What::Granted, Some(earlier)) if token == earlier => {}
+                (What::Granted, Some(earlier)) => {
+                    book.violation(format!("chain {number}: node {place} renews {token:?} with {earlier:?}"));
                 }
-                What::Owned => book.is_owned(number, token, asked),
+                (What::Granted, None) if may_own => {
+                    book.owns(number, place, token, (asked, clock.now()), left);
+                }
+                (What::Owned | What::Granted, _) => book.is_owned(number, token, asked),
                 _ => {}
             }
         });
@@ -288,12 +310,7 @@ impl Scene {
         let place = way.0;
         match self.rng.below(14) {
             0 => self.town.net.change(way, |link| link.is_blocked = true),
-            1 => {
-                let cut_off = |(from, to): (usize, usize)| from == place || to == place;
-                for way in ways.iter().copied().filter(|way| cut_off(*way)) {
-                    self.town.net.change(way, |link| link.is_blocked = true);
-                }
-            }
+            1 => self.cut_off(place),
             2 => self.heal_network(),
             3 => {
                 let most = Duration::from_micros(self.rng.between(100, 300_000));
@@ -334,6 +351,12 @@ impl Scene {
         Ok(())
     }
 
+    /// Nothing passes to a node or from it.
+    fn cut_off(&mut self, place: usize) {
+        let ways = self.town.ways().into_iter().filter(|(from, to)| *from == place || *to == place);
+        ways.for_each(|way| self.town.net.change(way, |link| link.is_blocked = true));
+    }
+
     fn heal_network(&mut self) {
         for way in self.town.ways() {
             self.town.net.change(way, |link| {
@@ -352,53 +375,6 @@ impl Scene {
             let crash = seed.rng().pick(&crashes).cloned();
             state.image(crash.unwrap_or(crate::sim::Crash::KeepAll))
         })
-    }
-
-    /// One member is taken away, or comes back; who is told of it when is up to chance.
-    fn change_members(&mut self) {
-        if !self.to_tell.is_empty() {
-            return;
-        }
-        let away: Vec<usize> = (0..self.count()).filter(|place| !self.inside.contains(place)).collect();
-        match self.rng.pick(&away).copied() {
-            Some(place) => drop(self.inside.insert(place)),
-            None if self.inside.len() > 2 => {
-                let place = self.rng.index(self.count());
-                self.inside.remove(&place);
-            }
-            None => return,
-        }
-        self.epoch += 1;
-        let members = self.members();
-        self.told.push(members.clone());
-        self.to_tell = (0..self.count()).map(|place| (place, members.clone())).collect();
-    }
-
-    /// Tells somebody of new members, or again of old ones, which change nothing.
-    fn tell(&mut self) -> Result<(), String> {
-        if let Some(old) = self.rng.pick(&self.told).cloned() {
-            let place = self.rng.index(self.count());
-            if let Some(node) = self.town.node(place).cloned() {
-                let before = node.members().epoch();
-                if old.epoch() <= before {
-                    node.change_members(old)?;
-                    if node.members().epoch() != before {
-                        return Err(format!("node {place} went back from the members of epoch {before}"));
-                    }
-                }
-            }
-        }
-        if self.to_tell.is_empty() {
-            return Ok(());
-        }
-        let at = self.rng.index(self.to_tell.len());
-        let (place, members) = self.to_tell.swap_remove(at);
-        if let Some(node) = self.town.node(place).cloned()
-            && self.inside.contains(&place)
-        {
-            node.change_members(members)?;
-        }
-        Ok(())
     }
 
     /// Starts a node that does not run, and looks at what its store has kept.
@@ -471,14 +447,17 @@ impl Scene {
         self.keys.iter().map(at).collect()
     }
 
+    fn tags(&self) -> impl Iterator<Item = Tag> + '_ {
+        let (group, coordinate) = pages();
+        self.keys.iter().map(move |key| Tag::of(&self.namespace, group, coordinate, key))
+    }
+
     /// What a node is told of where blocks are.
     fn told_at(&mut self, place: usize) -> Result<Vec<Vec<usize>>, String> {
         let Some(node) = self.town.node(place).cloned() else {
             return Err(format!("node {place} does not run"));
         };
-        let (group, coordinate) = pages();
-        let tags: Vec<Tag> =
-            self.keys.iter().map(|key| Tag::of(&self.namespace, group, coordinate, key)).collect();
+        let tags: Vec<Tag> = self.tags().collect();
         let located = {
             let mut locating = std::pin::pin!(node.locate(&tags, Duration::from_secs(1)));
             self.town.drive(&[], |context| locating.as_mut().poll(context))?
@@ -538,7 +517,9 @@ impl Scene {
     /// Whatever users asked for ends.
     fn quiet(&mut self) -> Result<(), String> {
         let book = self.book.clone();
-        self.town.until(STEPS_MAX, |_| book.under_way() == 0)
+        self.town
+            .until(STEPS_MAX, |town| book.under_way() == 0 || book.overdue(town.clock.now()).is_some())?;
+        self.look()
     }
 
     /// Nothing is kept by who has nothing to do.
@@ -586,6 +567,9 @@ impl Scene {
             self.town.pass(Duration::from_micros(pause))?;
             self.look()?;
         }
+        if self.rng.below(4) == 0 {
+            self.leave_behind()?;
+        }
         self.heal()?;
         self.town.pass(RETURNS)?;
         self.quiet()?;
@@ -597,7 +581,8 @@ impl Scene {
     }
 
     fn look(&self) -> Result<(), String> {
-        self.book.first_violation().map_or(Ok(()), Err)
+        let wrong = self.book.first_violation().or_else(|| self.book.overdue(self.town.clock.now()));
+        wrong.map_or(Ok(()), Err)
     }
 }
 
@@ -629,7 +614,7 @@ pub(super) fn row() -> Row {
         id: "R33",
         what: "nodes of a cluster in one simulation, while the network, nodes and members fail and change",
         counts: "courses",
-        targets: [12, 10_000, 200_000],
+        targets: [60, 10_000, 200_000],
         run: |ask, target| -> Tally { until(ask, target, seeds) },
     }
 }

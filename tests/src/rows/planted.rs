@@ -177,27 +177,30 @@ pub const BUGS: &[Bug] = &[
         "the oldest segments of the log are looked at first, however warm they are",
     ),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
-    // Those of nodes are the last: the merge tier does without them.
     bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of"),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests"),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
-    bug(
-        "duplicate-into-the-places",
-        "R33",
-        "a piece that is asked for twice is read twice into the same places",
-    ),
-    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline"),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
     bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was"),
-    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing"),
     bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name"),
     bug("departed-still-listed", "R33", "a node that left is still said to have blocks"),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
     bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
     bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed"),
+    // The last ones take long to be found: the merge tier does without them.
+    bug(
+        "duplicate-into-the-places",
+        "R33",
+        "a piece that is asked for twice is read twice into the same places",
+    ),
+    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline"),
+    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing"),
 ];
+
+/// Bugs at the end of the list that the merge tier does without.
+const LATE: u64 = 3;
 
 /// Distinct states in which a row must have found a bug.
 const STATES: u64 = 30_000;
@@ -219,7 +222,8 @@ pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
         .find(|row| row.id == bug.row)
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
-    let budget = Some(merge.max(STATES));
+    // A course of many nodes is no single state: as many as are run before each change must do.
+    let budget = Some(if row.id == "R33" { merge } else { merge.max(STATES) });
     planted::plant(Some(bug.name));
     let tier = super::Tier::Merge;
     let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });
@@ -259,12 +263,11 @@ fn run(ask: &Ask, target: u64) -> Tally {
 /// Row R27.
 pub(super) fn row() -> Row {
     let all = BUGS.len() as u64;
-    let merge = BUGS.iter().filter(|bug| bug.row != "R33").count() as u64;
     Row {
         id: "R27",
         what: "bugs planted one at a time, each of which its row must find",
         counts: "planted bugs found",
-        targets: [merge, all, all],
+        targets: [all - LATE, all, all],
         run,
     }
 }

@@ -9,7 +9,7 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::{
     Arrived, BlockOutcome, DeleteRequest, Order, Parent, Placed, PutRequest, ReadRequest, Target, TileBytes,
-    TileMemory, TiledRead, TiledRequest,
+    TileMemory, TiledRead,
 };
 use kvarts_store::engine::{CompactOptions, Limits, Options, StoreTiles, TileIdentity, TileRuns};
 use kvarts_store::io::{Region, SharedBuf};
@@ -130,11 +130,8 @@ impl Scene<'_> {
     /// A read of all blocks, tile by tile.
     fn read(&mut self, rng: &mut Rng, state: &mut Mixer) -> Result<(), String> {
         let order = if rng.coin() { Order::Layers } else { Order::Blocks };
-        let ReadRequest { namespace, group, coordinate, keys, verify, class, deadline, .. } =
-            self.desk.read_request(pages(), &self.keys);
-        let layers = 0..fixture::shape(group, coordinate).layers().len() as u32;
-        let request =
-            TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
+        let request = ReadRequest { order, ..self.desk.read_request(pages(), &self.keys) };
+        let (request, _) = request.tiled(&fixture::shape(pages().0, pages().1));
         let read: Reading = self.stage.engine().read_tiles(request).map_err(|error| error.to_string())?;
         let mut read = read.with_whole_tiles();
         let before = self.puts.clone();

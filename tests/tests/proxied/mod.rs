@@ -70,9 +70,16 @@ fn lock(wire: &Mutex<Wire>) -> MutexGuard<'_, Wire> {
 impl Proxy {
     /// A wire to the server at `to`. Its threads end with the process.
     pub(crate) fn start(to: SocketAddr) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        Self::on(TcpListener::bind(("127.0.0.1", 0)).unwrap(), to, Arc::default())
+    }
+
+    /// Another way in: to the server at `to`, from where `listener` is. Bytes of both are counted together.
+    pub(crate) fn beside(&self, listener: TcpListener, to: SocketAddr) -> Self {
+        Self::on(listener, to, Arc::clone(&self.wire))
+    }
+
+    fn on(listener: TcpListener, to: SocketAddr, wire: Arc<Mutex<Wire>>) -> Self {
         let at = listener.local_addr().unwrap();
-        let wire = Arc::<Mutex<Wire>>::default();
         let shared = Arc::clone(&wire);
         std::thread::spawn(move || {
             for client in listener.incoming() {

@@ -64,7 +64,8 @@ fn read(shared: &Arc<Shared>, id: u64) -> ReadStream {
         deadline: None,
     };
     let (sink, stream) = read_channel();
-    let reading = Reading::new((request, shape.into(), None), sink, (false, Vec::new()));
+    let wanted = Wanted { request, shape: shape.into(), part: None };
+    let reading = Reading::new(wanted, sink, false, Vec::new());
     shared.pending().insert(id, Pending::Read(Box::new(reading)));
     stream.brought_by(Arc::clone(shared) as _)
 }

@@ -512,8 +512,9 @@ impl Stage {
         request.deadline = self.wanted.deadline.map(|at| Nanos::default().plus(at));
         let origins = Origins::any(self.wanted.blocks as usize);
         let (shape, copies) = (Arc::clone(&self.shape), Copies::of(copies));
-        let what =
-            MultiRead { request, shape, origins: Arc::clone(&origins), copies, first: 0, is_alone: true };
+        let (request, into) = request.tiled(&shape);
+        let known = Arc::clone(&origins);
+        let what = MultiRead { request, into, shape, origins: known, copies, first: 0, is_alone: true };
         let (sink, stream) = read_channel();
         what.check(self.world.now()).unwrap();
         let runner = Arc::new(InWorld(Arc::clone(&self.world)));

@@ -12,7 +12,7 @@ use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
     Arrived, BlockOutcome, DeleteRequest, KvStore, Order, Origins, Placed, PutRequest, ReadEvent,
-    ReadRequest, Target, TiledRequest, Verify,
+    ReadRequest, Target, TiledRead, TiledRequest, Verify,
 };
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::io::scratch::Scratch;
@@ -161,12 +161,13 @@ impl Two {
 
     fn begin(&self, order: Order) -> (kvarts_store::api::ReadStream, Placed) {
         let into = memory(&self.shape);
-        let mut request =
-            ReadRequest::new(self.namespace, Group(0), Coordinate::Replicated, keys(), into.clone());
+        let mut request = ReadRequest::new(self.namespace, Group(0), Coordinate::Replicated, keys(), into);
         request.order = order;
         let shape = Arc::clone(&self.shape);
+        let (request, into) = request.tiled(&shape);
         let what = MultiRead {
             request,
+            into: into.clone(),
             shape,
             origins: Origins::any(BLOCKS as usize),
             copies: Self::copies(),
@@ -290,7 +291,7 @@ fn the_tiles_of_a_read_come_from_both_stores_and_are_of_one_production() {
         };
         let known = (Origins::any(BLOCKS as usize), Two::copies());
         let tiles = MultiTiles::new(request, Arc::clone(&two.shape), known, &two.nodes, &two.runner);
-        let mut tiled = tiles.read::<()>();
+        let mut tiled = TiledRead::<_, ()>::new(tiles, Arc::clone(&two.shape), order, 0..LAYERS, BLOCKS);
         let mut productions = BTreeMap::<u32, Vec<u8>>::new();
         while let Some(tile) = tiled.next_tile(3 << 20) {
             let bytes = tile.bytes(&two.shape) as usize;

@@ -105,7 +105,8 @@ pub(crate) async fn keep(
     (own, compaction): (Vec<Rc<Shard>>, Compaction),
     merging: Option<(Arc<Shared>, Arc<dyn Shards>)>,
 ) {
-    let (Some(every), Some(shared)) = (compaction.every, own.first().map(|shard| Arc::clone(&shard.shared)))
+    let (Some(every), Some(shared)) =
+        (compaction.every, own.first().map(|shard| Arc::clone(&shard.volume.shared)))
     else {
         return;
     };

@@ -27,6 +27,7 @@ use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::record_class::RecordForm;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::put::shard_of;
 use crate::error::Reason;
@@ -88,14 +89,15 @@ fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
 
 /// Lists the small records of a shard.
 pub(crate) async fn survey(shard: &Rc<Shard>) -> Survey {
-    let (sequence, live) = (shard.sequence.get(), live_by_segment(shard));
-    let mut survey = Survey { shard: shard.shard, sequence, room: room(shard, &live), small: Vec::new() };
-    let segments: Vec<_> = shard.segments.borrow().values().map(Rc::clone).collect();
+    let (sequence, live) = (shard.volume.sequence.get(), live_by_segment(&shard.volume));
+    let mut survey =
+        Survey { shard: shard.volume.shard, sequence, room: room(shard, &live), small: Vec::new() };
+    let segments: Vec<_> = shard.volume.segments.borrow().values().map(Rc::clone).collect();
     for segment in segments.iter().filter(|segment| live.get(&segment.number).is_some_and(|live| *live > 0)) {
         let entries = match segment.state.get() {
             // As the footer will list them.
             SegmentState::Open => segment.tail.borrow().entries.clone(),
-            SegmentState::Sealed => match shard.read_footer(segment).await {
+            SegmentState::Sealed => match shard.volume.read_footer(segment).await {
                 Ok(footer) => footer.records,
                 // What cannot be read is not merged.
                 Err(_) => continue,
@@ -106,22 +108,22 @@ pub(crate) async fn survey(shard: &Rc<Shard>) -> Survey {
             if survey.small.len() == SURVEY_MAX {
                 return survey;
             }
-            survey.small.extend(small(shard, segment, entry));
+            survey.small.extend(small(&shard.volume, segment, entry));
         }
     }
     survey
 }
 
-fn small(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<Small> {
+fn small(volume: &Volume, segment: &Segment, entry: &Entry) -> Option<Small> {
     let Content::Blocks(blocks) = &entry.content else { return None };
-    let shared = &shard.shared;
+    let shared = &volume.shared;
     if blocks.parent == Parent::Unknown || entry.payload_bytes > shared.record_bytes_max / 2 {
         return None;
     }
-    let (record, class, expires) = live_record(shard, segment, entry, blocks)?;
+    let (record, class, expires) = live_record(volume, segment, entry, blocks)?;
     Some(Small {
         record,
-        shard: shard.shard,
+        shard: volume.shard,
         class,
         parent: blocks.parent,
         first: blocks.blocks.first()?.key,
@@ -133,19 +135,19 @@ fn small(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<Small> {
 
 /// The index's record for an entry of a footer, if all of its blocks are live.
 fn live_record(
-    shard: &Shard,
+    volume: &Volume,
     segment: &Segment,
     entry: &Entry,
     blocks: &Blocks,
 ) -> Option<(RecordId, Arc<RecordClass>, u32)> {
-    let shared = &shard.shared;
+    let shared = &volume.shared;
     let coordinate = kvarts_layout::Coordinate::from_u64(blocks.coordinate)?;
     let namespace = segment.local(blocks.namespace);
     let key = BlockKey(blocks.blocks.first()?.key);
     let print = shared.index.key().of(namespace, &key, kvarts_layout::Group(blocks.group), coordinate);
     let Lookup::Live(at) = shared.index.lookup(print) else { return None };
     let info = shared.index.records().get(at.record)?;
-    let here = shard.is_at(segment, entry.offset, &info)
+    let here = volume.is_at(segment, entry.offset, &info)
         && info.live == info.blocks.get()
         && usize::from(info.live) == blocks.blocks.len();
     let class = shared.classes.get(info.class)?;

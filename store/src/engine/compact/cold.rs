@@ -15,7 +15,9 @@ use super::encode::Cold;
 use super::relocate::relocate;
 use super::segments::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
+use crate::engine::shard::Moves;
 use crate::engine::shard::Shard;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{RecordPlace, Segment, SegmentState};
 use crate::error::Reason;
 use crate::index::RecordId;
@@ -33,14 +35,14 @@ pub(super) async fn encode(
     let mut report = CompactReport::default();
     let Some(after) = options.encode_cold_after else { return Ok(report) };
     let cold = Cold { after: options.encode_cold_after, only: true };
-    let begun = shard.sequence.get();
-    let live = live_by_segment(shard);
-    let mut segments: Vec<_> = shard.segments.borrow().values().map(Rc::clone).collect();
+    let begun = shard.volume.sequence.get();
+    let live = live_by_segment(&shard.volume);
+    let mut segments: Vec<_> = shard.volume.segments.borrow().values().map(Rc::clone).collect();
     segments.sort_unstable_by_key(|segment| segment.first_sequence.get());
     for segment in &segments {
         let sealed = segment.state.get() == SegmentState::Sealed && segment.first_sequence.get() < begun;
-        let looked = (segment.generation.get(), shard.shared.clock.now());
-        if !sealed || !live.contains_key(&segment.number) || !is_due(shard, segment, looked, after) {
+        let looked = (segment.generation.get(), shard.volume.shared.clock.now());
+        if !sealed || !live.contains_key(&segment.number) || !is_due(&shard.moves, segment, looked, after) {
             continue;
         }
         if !pace.ready().await {
@@ -48,12 +50,12 @@ pub(super) async fn encode(
         }
         let mut left = room(shard, &live);
         // What cannot be read is not encoded.
-        let Ok(footer) = shard.read_footer(segment).await else { continue };
+        let Ok(footer) = shard.volume.read_footer(segment).await else { continue };
         shard.moves.looked_at.borrow_mut().insert(segment.number, looked);
         for entry in &footer.records {
             let (number, generation) = (segment.number, segment.generation.get());
             let place = RecordPlace { segment: number, generation, offset: entry.offset };
-            let Some(record) = cold_record(shard, segment, entry, &cold) else { continue };
+            let Some(record) = cold_record(&shard.volume, segment, entry, &cold) else { continue };
             // It becomes smaller, or is not written.
             if entry.payload_bytes + u64::from(entry.header_bytes) > left
                 || shard.moves.unpaying.borrow().contains(&place)
@@ -68,7 +70,7 @@ pub(super) async fn encode(
                     pace.spend(moved.bytes_read + moved.bytes_written);
                     left = left.saturating_sub(moved.bytes_written);
                     if moved.records_encoded == 0 {
-                        remember(shard, place);
+                        remember(&shard.moves, place);
                     }
                     report.take(moved);
                 }
@@ -81,14 +83,14 @@ pub(super) async fn encode(
 }
 
 /// Whether a segment of this generation was not looked at lately.
-fn is_due(shard: &Shard, segment: &Segment, (generation, now): (u64, Nanos), after: Duration) -> bool {
-    let looked_at = shard.moves.looked_at.borrow();
+fn is_due(moves: &Moves, segment: &Segment, (generation, now): (u64, Nanos), after: Duration) -> bool {
+    let looked_at = moves.looked_at.borrow();
     let before = looked_at.get(&segment.number).filter(|(of, _)| *of == generation);
     before.is_none_or(|(_, at)| at.plus(after / 2) <= now)
 }
 
-fn remember(shard: &Shard, place: RecordPlace) {
-    let mut known = shard.moves.unpaying.borrow_mut();
+fn remember(moves: &Moves, place: RecordPlace) {
+    let mut known = moves.unpaying.borrow_mut();
     if known.len() >= KNOWN_MAX {
         known.clear();
     }
@@ -96,15 +98,15 @@ fn remember(shard: &Shard, place: RecordPlace) {
 }
 
 /// The index's record for an entry of a footer, if it is raw and its live blocks are cold.
-fn cold_record(shard: &Shard, segment: &Segment, entry: &Entry, cold: &Cold) -> Option<RecordId> {
+fn cold_record(volume: &Volume, segment: &Segment, entry: &Entry, cold: &Cold) -> Option<RecordId> {
     let Content::Blocks(blocks) = &entry.content else { return None };
     if blocks.encoding != ENCODING_RAW {
         return None;
     }
     let mut record = None;
-    for print in prints(shard, segment, blocks)? {
-        let Some(here) = live_here(shard, segment, entry, print) else { continue };
-        if !cold.is_cold(shard, print) {
+    for print in prints(volume, segment, blocks)? {
+        let Some(here) = live_here(volume, segment, entry, print) else { continue };
+        if !cold.is_cold(volume, print) {
             return None;
         }
         record = Some(here);
@@ -114,23 +116,23 @@ fn cold_record(shard: &Shard, segment: &Segment, entry: &Entry, cold: &Cold) -> 
 
 /// The index's record for an entry of a footer, if this block of it is live there.
 pub(super) fn live_here(
-    shard: &Shard,
+    volume: &Volume,
     segment: &Segment,
     entry: &Entry,
     print: crate::index::BlockFingerprint,
 ) -> Option<RecordId> {
-    let found = shard.shared.index.locate(print)?;
-    shard.is_at(segment, entry.offset, &found.record).then_some(found.location.record)
+    let found = volume.shared.index.locate(print)?;
+    volume.is_at(segment, entry.offset, &found.record).then_some(found.location.record)
 }
 
 /// The fingerprints of a footer entry's blocks.
 pub(super) fn prints(
-    shard: &Shard,
+    volume: &Volume,
     segment: &Segment,
     blocks: &Blocks,
 ) -> Option<impl Iterator<Item = crate::index::BlockFingerprint>> {
     let coordinate = Coordinate::from_u64(blocks.coordinate)?;
     let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
-    let key = shard.shared.index.key();
+    let key = volume.shared.index.key();
     Some(blocks.blocks.iter().map(move |name| key.of(namespace, &BlockKey(name.key), group, coordinate)))
 }

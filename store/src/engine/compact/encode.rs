@@ -16,8 +16,10 @@ use kvarts_layout::format::page_align;
 
 use super::gather::{Taken, pause};
 use super::relocate::Head;
+use crate::engine::read::Reads;
 use crate::engine::shard::Shard;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
+use crate::engine::volume::Volume;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
 
@@ -36,11 +38,11 @@ pub(crate) struct Cold {
 
 impl Cold {
     /// Whether a block has lain unused for long enough.
-    pub(super) fn is_cold(&self, shard: &Shard, print: BlockFingerprint) -> bool {
+    pub(super) fn is_cold(&self, volume: &Volume, print: BlockFingerprint) -> bool {
         let Some(after) = self.after else { return false };
-        let Some(entry) = shard.shared.index.get(print) else { return false };
+        let Some(entry) = volume.shared.index.get(print) else { return false };
         let Lookup::Live(at) = entry.state else { return false };
-        let unused = shard.shared.unused(&entry.heat, shard.shared.index.records().used(at.record));
+        let unused = volume.shared.unused(&entry.heat, volume.shared.index.records().used(at.record));
         !entry.leased && unused >= after
     }
 }
@@ -62,7 +64,7 @@ pub(super) async fn encode_run(
     let class = &head.class;
     if class.encoding != ENCODING_RAW
         || blocks.is_empty()
-        || !blocks.iter().all(|taken| cold.is_cold(shard, taken.print))
+        || !blocks.iter().all(|taken| cold.is_cold(&shard.volume, taken.print))
     {
         return Ok(None);
     }
@@ -71,7 +73,7 @@ pub(super) async fn encode_run(
     if !may_be_encoded(&layout) {
         return Ok(None);
     }
-    let Some(encoding) = choose(shard, blocks, &layout) else { return Ok(None) };
+    let Some(encoding) = choose(&shard.reads, blocks, &layout) else { return Ok(None) };
     let (mut since, mut all) = (0, Vec::with_capacity(blocks.len()));
     let mut stored = 0u64;
     for taken in &*blocks {
@@ -103,7 +105,7 @@ pub(super) async fn encode_run(
     let RecordClass { layout, layout_version, .. } = **class;
     let form = RecordForm { layout, layout_version, encoding: encoding.code() };
     let column = (class.group, class.coordinate);
-    head.class = shard.shared.classes.intern(&class.namespace, column, form)?;
+    head.class = shard.volume.shared.classes.intern(&class.namespace, column, form)?;
     for (taken, (bytes, lengths)) in blocks.iter_mut().zip(all) {
         (taken.bytes, taken.lengths) = (bytes, lengths);
     }
@@ -111,9 +113,9 @@ pub(super) async fn encode_run(
 }
 
 /// A look at a few chunks spares the encoding of what will not pay.
-fn choose(shard: &Shard, blocks: &[Taken], layout: &kvarts_layout::RunLayout) -> Option<Encoding> {
+fn choose(reads: &Reads, blocks: &[Taken], layout: &kvarts_layout::RunLayout) -> Option<Encoding> {
     let middle = blocks.get(blocks.len() / 2)?;
     let step = layout.parts().len().div_ceil(SAMPLES).max(1);
     let samples = middle.chunks(layout).step_by(step);
-    shard.reads.decoder.choose(samples.map(|chunk| chunk.get(..SAMPLE_BYTES).unwrap_or(chunk)))
+    reads.decoder.choose(samples.map(|chunk| chunk.get(..SAMPLE_BYTES).unwrap_or(chunk)))
 }

@@ -21,7 +21,7 @@ const OLD: Cold = Cold { after: Some(Duration::from_secs(600)), only: true };
 fn encoded() -> (Place, u32, u64) {
     let place = two_records();
     let (segment, at) = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let moved = relocate(&world.shard, record_of(&world, 0), &|_| true, &ALL).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (6, 1));
         assert_eq!(moved.bytes_raw, 6 * BLOCK_BYTES);
@@ -49,7 +49,7 @@ fn a_crash_after_an_encoding_finds_the_encoded_record_by_its_digests() {
     assert_eq!((report.blocks, report.duplicates, report.unusable), (8, 6, 0));
     assert_eq!(contents.len(), 8);
     let again = place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         let taken = all_of(&world, 0).await;
         assert_eq!((taken.blocks.len(), taken.damaged, taken.body.encoding), (6, 0, ENCODING_ZSTD_PLANES));
         (report.blocks, world.contents())
@@ -62,7 +62,7 @@ fn a_crash_after_an_encoding_finds_the_encoded_record_by_its_digests() {
 fn an_encoded_record_is_moved_as_it_is_stored_and_may_be_split() {
     let (place, ..) = encoded();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = all_of(&world, 0).await;
         let (source, lengths) = (before.source, before.body.stored_lengths.clone());
         let bytes: Vec<_> = before.blocks.iter().map(|one| one.bytes.clone()).collect();
@@ -88,7 +88,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
         let was = crate::engine::recover::tests::harness::contents_of(&file)[(at + byte) as usize];
         place.damage(&file, at + byte, &[was ^ 0x10]);
         place.run(move |world| async move {
-            let report = recover(&world.shard).await.unwrap();
+            let report = recover(&world.shard.log).await.unwrap();
             // The record is the tail of the log: a torn one, so the older copy counts.
             assert_eq!((report.blocks, report.duplicates), (8, 0), "byte {byte}: {report:?}");
             let taken = all_of(&world, 0).await;
@@ -97,13 +97,13 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
         // Found later, in a log that goes on.
         let (place, segment, at) = encoded();
         place.run(move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             world.shard.reads.headers.forget();
         });
         let file = place.segment(segment);
         place.damage(&file, at + byte, &[was ^ 0x10]);
         place.run(move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             let moved = relocate(&world.shard, record_of(&world, 1), &|_| true, &ALL).await.unwrap();
             assert_eq!((moved.blocks, moved.damaged), (5, 1), "byte {byte}");
             let quarantined =
@@ -117,7 +117,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_never_moved_and_never_adopted() {
 fn only_what_is_cold_and_not_leased_is_encoded() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (index, shard) = (&world.shared.index, &world.shard);
         let moved = relocate(shard, record_of(&world, 0), &|_| true, &OLD).await.unwrap();
         assert_eq!((moved.blocks, moved.records_encoded), (0, 0), "what was just put is warm");

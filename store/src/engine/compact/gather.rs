@@ -18,12 +18,14 @@ use kvarts_layout::format::body::{BlockName, Blocks, layout_code};
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
+use crate::engine::read::Reads;
 use crate::engine::read::decode::{Stored, payload_bytes};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::BlockOf;
 use crate::engine::tasks::notify::yield_now;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
 use crate::engine::volume::segment::record_range;
 use crate::error::Reason;
@@ -105,21 +107,25 @@ pub(crate) async fn gather(
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
 ) -> Result<Option<Gathered>, Reason> {
-    let Some((held, info)) = HeldRecord::new(&shard.shared, source) else { return Ok(None) };
+    let volume = &shard.volume;
+    let Some((held, info)) = HeldRecord::new(&volume.shared, source) else { return Ok(None) };
     // Without a live block its segment may have been recycled.
-    if u32::from(info.shard) != shard.shard || info.live == 0 {
+    if u32::from(info.shard) != volume.shard || info.live == 0 {
         return Ok(None);
     }
-    let Some(segment) = shard.segments.borrow().get(&info.segment).map(Rc::clone) else { return Ok(None) };
-    let class = shard.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
+    let Some(segment) = volume.segments.borrow().get(&info.segment).map(Rc::clone) else {
+        return Ok(None);
+    };
+    let class = volume.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
-    let position = shard.position(&segment, offset);
-    let (own, number) = (shard.shard, segment.number);
+    let position = volume.position(&segment, offset);
+    let (own, number) = (volume.shard, segment.number);
     let wrong = |what: String| Reason::Header { shard: own, segment: number, offset, what };
-    let header = read(shard, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
+    let header =
+        read(volume, segment.file, offset, u64::from(info.header_pages) * PAGE_BYTES).await?.to_vec();
     let record =
-        record::open(&header, &position, &shard.shared.secret).map_err(|error| wrong(error.to_string()))?;
+        record::open(&header, &position, &volume.shared.secret).map_err(|error| wrong(error.to_string()))?;
     let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
         return Err(wrong("a record of another kind".to_owned()));
     };
@@ -138,13 +144,13 @@ pub(crate) async fn gather(
     if payload_bytes(&body, &layout) != Some(record.prefix.payload_bytes) {
         return Err(wrong("a payload of another length than its chunks have".to_owned()));
     }
-    let mut blocks = live(shard, &class, &body, source, wanted);
+    let mut blocks = live(volume, &class, &body, source, wanted);
     for taken in &mut blocks {
         let first = usize::from(taken.old.block) * chunks;
         taken.digests = record.digests().skip(first).take(chunks).collect();
     }
     let payload_at = offset + u64::from(record.prefix.header_bytes);
-    let bytes_read = fill(shard, segment.file, payload_at, (&layout, stored.as_ref()), &mut blocks).await?;
+    let bytes_read = fill(volume, segment.file, payload_at, (&layout, stored.as_ref()), &mut blocks).await?;
     let before = blocks.len();
     verify(shard, &class, (&layout, stored.as_ref()), &mut blocks).await?;
     let damaged = (before - blocks.len()) as u32;
@@ -155,13 +161,13 @@ pub(crate) async fn gather(
 
 /// The wanted blocks that the index has in this record.
 fn live(
-    shard: &Shard,
+    volume: &Volume,
     class: &RecordClass,
     body: &Blocks,
     source: RecordId,
     wanted: &dyn Fn(u16) -> bool,
 ) -> Vec<Taken> {
-    let index = &shard.shared.index;
+    let index = &volume.shared.index;
     let mut found = Vec::new();
     for (block, name) in (0u16..).zip(&body.blocks) {
         let old = Location { record: source, block };
@@ -182,13 +188,13 @@ pub(crate) fn memory(bytes: u64) -> Result<BufMut, Reason> {
 }
 
 /// Whole pages of a file, a piece at a time.
-async fn read(shard: &Shard, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
+async fn read(volume: &Volume, file: FileId, offset: u64, bytes: u64) -> Result<Buf, Reason> {
     let mut buf = memory(bytes)?;
     let mut done = 0;
     while done < bytes {
         let len = (bytes - done).min(EXTENT_BYTES);
         let piece = done as usize..(done + len) as usize;
-        let read = shard.driver.read_part(Class::Background, file, offset + done, buf, piece);
+        let read = volume.driver.read_part(Class::Background, file, offset + done, buf, piece);
         buf = read.await?;
         done += len;
     }
@@ -207,7 +213,7 @@ fn spans_of((layout, stored): (&RunLayout, Option<&Stored>), block: u16) -> Opti
 
 /// Reads the span that the blocks lie in and copies their chunks as they are stored; gives the bytes read.
 async fn fill(
-    shard: &Shard,
+    volume: &Volume,
     file: FileId,
     payload_at: u64,
     arrangement: (&RunLayout, Option<&Stored>),
@@ -228,7 +234,7 @@ async fn fill(
     }
     let start = start - start % PAGE_BYTES;
     let len = page_align(end - start).ok_or(Reason::TooMany("bytes in one record"))?;
-    let image = read(shard, file, payload_at + start, len).await?;
+    let image = read(volume, file, payload_at + start, len).await?;
     let mut since = 0;
     for (taken, spans) in blocks.iter_mut().zip(spans) {
         let bytes: u64 = spans.iter().map(|span| span.len).sum();
@@ -266,11 +272,11 @@ async fn verify(
 ) -> Result<(), Reason> {
     let (mut since, mut sound) = (0, Vec::with_capacity(blocks.len()));
     for taken in std::mem::take(blocks) {
-        if is_sound(shard, &taken, arrangement, &mut since).await? {
+        if is_sound(&shard.reads, &taken, arrangement, &mut since).await? {
             sound.push(taken);
             continue;
         }
-        let shared = &shard.shared;
+        let shared = &shard.volume.shared;
         shared.counters.chunks_damaged.fetch_add(1, Relaxed);
         if shared.quarantine(taken.print, taken.old, BlockOf { class, key: BlockKey(taken.name.key) }) {
             shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
@@ -281,7 +287,7 @@ async fn verify(
 }
 
 async fn is_sound(
-    shard: &Shard,
+    reads: &Reads,
     taken: &Taken,
     (layout, stored): (&RunLayout, Option<&Stored>),
     since: &mut usize,
@@ -290,7 +296,7 @@ async fn is_sound(
     for (chunk, place) in taken.chunks(layout).zip(layout.parts()) {
         let found = match stored {
             None => Ok(crc32fast::hash(chunk)),
-            Some(stored) => shard.reads.decoder.digest(stored.encoding, chunk, place.bytes as usize),
+            Some(stored) => reads.decoder.digest(stored.encoding, chunk, place.bytes as usize),
         };
         match (found, digests.next()) {
             (Ok(found), Some(expected)) if found == *expected => {}

@@ -36,6 +36,7 @@ use crate::engine::shared::quota;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
+use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::error::Reason;
 use crate::index::{Location, Lookup, RecordId};
@@ -107,7 +108,7 @@ pub(crate) async fn relocate(
     let (damaged, bytes_read) = (gathered.damaged, gathered.bytes_read);
     let mut moved = Moved { damaged, bytes_read, ..Moved::default() };
     let runs = runs(&gathered.body, &gathered.blocks).into_iter();
-    let runs: Vec<_> = runs.map(|run| (head_of(shard, &gathered, &run), run)).collect();
+    let runs: Vec<_> = runs.map(|run| (head_of(&shard.volume, &gathered, &run), run)).collect();
     for (mut head, run) in runs {
         let blocks = gathered.blocks.get_mut(run).unwrap_or_default();
         let gain = encode_run(shard, cold, &mut head, blocks).await?;
@@ -117,7 +118,7 @@ pub(crate) async fn relocate(
         let written = write(shard, &head, &blocks.iter().collect::<Vec<_>>()).await?;
         moved.add(written);
         if let Some(gain) = gain.filter(|_| written.blocks > 0) {
-            let counters = &shard.shared.counters;
+            let counters = &shard.volume.shared.counters;
             counters.records_encoded.fetch_add(1, Relaxed);
             counters.encoded_bytes_before.fetch_add(gain.raw, Relaxed);
             counters.encoded_bytes_after.fetch_add(gain.stored, Relaxed);
@@ -152,17 +153,17 @@ fn runs(body: &Blocks, blocks: &[Taken]) -> Vec<Range<usize>> {
     runs
 }
 
-pub(super) fn head_of(shard: &Shard, gathered: &Gathered, run: &Range<usize>) -> Head {
+pub(super) fn head_of(volume: &Volume, gathered: &Gathered, run: &Range<usize>) -> Head {
     let body = &gathered.body;
     let first = gathered.blocks.get(run.start).map_or(0, |taken| taken.old.block);
     let before = usize::from(first).checked_sub(1).and_then(|at| body.blocks.get(at));
     let parent = body.parent.behind(before);
-    let expires = shard.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
+    let expires = volume.shared.index.records().get(gathered.source).map_or(0, |info| info.expires);
     Head {
         class: Arc::clone(&gathered.class),
         created_ms: body.created_ms,
         expires,
-        expires_ms: expires_ms(&shard.shared, body.expires_ms, expires),
+        expires_ms: expires_ms(&volume.shared, body.expires_ms, expires),
         extensions: body.extensions.clone(),
         first_block: body.first_block.and_then(|number| number.checked_add(u32::from(first))),
         parent,
@@ -190,9 +191,10 @@ pub(crate) async fn write(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken]) -> 
         }
         let image = compose(&head, &blocks).await?;
         match append(shard, &head, &blocks, &image).await {
-            Ok(written) => moved.add(switch(shard, &head, &blocks, &written)?),
+            Ok(written) => moved.add(switch(&shard.volume, &head, &blocks, &written)?),
             Err(reason) => {
-                let still: Vec<bool> = blocks.iter().map(|taken| is_there(shard, &head, taken)).collect();
+                let still: Vec<bool> =
+                    blocks.iter().map(|taken| is_there(&shard.volume, &head, taken)).collect();
                 if still.iter().all(|there| *there) {
                     return Err(reason);
                 }
@@ -229,9 +231,9 @@ fn split<'a>(head: &Head, blocks: &[&'a Taken], still: &[bool]) -> Vec<(Head, Ve
 }
 
 /// Whether a block is still where it was read, and neither it nor its namespace deleted.
-fn is_there(shard: &Shard, head: &Head, taken: &Taken) -> bool {
+fn is_there(volume: &Volume, head: &Head, taken: &Taken) -> bool {
     let class = &head.class;
-    let dead = shard.tombstones.borrow();
+    let dead = volume.tombstones.borrow();
     let buried = !dead.is_empty()
         && (dead.covers(class.namespace.id, head.sequence)
             || dead.covers_block(
@@ -242,8 +244,8 @@ fn is_there(shard: &Shard, head: &Head, taken: &Taken) -> bool {
     // A namespace that was deleted has another short id by now, long before its blocks have left the index; an epoch
     // of another shard would not cover a copy that is made here.
     !buried
-        && shard.shared.names.is_current(&class.namespace)
-        && shard.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
+        && volume.shared.names.is_current(&class.namespace)
+        && volume.shared.index.lookup(taken.print) == Lookup::Live(taken.old)
 }
 
 /// The payload of a record, as it will lie on disk.
@@ -301,7 +303,7 @@ async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
 
 /// Appends and flushes; a flush that failed has the record written once more elsewhere.
 async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image) -> Result<Written, Reason> {
-    let still = || blocks.iter().all(|taken| is_there(shard, head, taken));
+    let still = || blocks.iter().all(|taken| is_there(&shard.volume, head, taken));
     let draft = Draft {
         namespace: Some(&head.class.namespace),
         body: Body::Blocks(image.body.clone()),
@@ -310,8 +312,8 @@ async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image
     };
     let mut again = true;
     loop {
-        let written = shard.append(Class::Background, &draft).await?;
-        match shard.make_durable(&written).await {
+        let written = shard.log.append(Class::Background, &draft).await?;
+        match shard.log.make_durable(&written).await {
             Ok(()) => return Ok(written),
             Err(_) if again => again = false,
             Err(reason) => return Err(reason),
@@ -320,11 +322,11 @@ async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image
 }
 
 /// Points the index at the new record, block by block.
-fn switch(shard: &Shard, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
-    let shared = &shard.shared;
-    let info = written.info(shard.shard, blocks.len(), head.class.number, head.expires)?;
+fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
+    let shared = &volume.shared;
+    let info = written.info(volume.shard, blocks.len(), head.class.number, head.expires)?;
     let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace)?;
-    shared.note_expiry((shard.shard, written.segment.number), head.expires);
+    shared.note_expiry((volume.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };

@@ -14,30 +14,31 @@ use super::encode::Cold;
 use super::relocate::relocate;
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
 
 /// Live bytes of each segment of a shard that has some, by its book.
-pub(crate) fn live_by_segment(shard: &Shard) -> BTreeMap<u32, u64> {
-    let segments = shard.segments.borrow();
+pub(crate) fn live_by_segment(volume: &Volume) -> BTreeMap<u32, u64> {
+    let segments = volume.segments.borrow();
     let live = segments.iter().map(|(number, segment)| (*number, segment.book.live()));
     live.filter(|(_, bytes)| *bytes > 0).collect()
 }
 
 /// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
 /// names them; where it cannot be read, all records of the index are looked through.
-async fn live_records(shard: &Shard, number: u32) -> Vec<RecordId> {
-    let segment = shard.segments.borrow().get(&number).map(Rc::clone);
+async fn live_records(volume: &Volume, number: u32) -> Vec<RecordId> {
+    let segment = volume.segments.borrow().get(&number).map(Rc::clone);
     if let Some(segment) = segment
-        && let Ok(footer) = shard.read_footer(&segment).await
+        && let Ok(footer) = volume.read_footer(&segment).await
     {
-        return footer.records.iter().filter_map(|entry| record_of(shard, &segment, entry)).collect();
+        return footer.records.iter().filter_map(|entry| record_of(volume, &segment, entry)).collect();
     }
     let (mut cursor, mut some, mut found) = (Some(RecordCursor::default()), Vec::new(), Vec::new());
     while let Some(from) = cursor {
-        cursor = shard.shared.index.records().snapshot(from, &mut some);
-        let here = |record: &RecordInfo| u32::from(record.shard) == shard.shard && record.segment == number;
+        cursor = volume.shared.index.records().snapshot(from, &mut some);
+        let here = |record: &RecordInfo| u32::from(record.shard) == volume.shard && record.segment == number;
         let live = some.iter().filter(|(_, record)| here(record) && record.live > 0);
         found.extend(live.map(|(id, record)| (record.page, *id)));
     }
@@ -46,18 +47,18 @@ async fn live_records(shard: &Shard, number: u32) -> Vec<RecordId> {
 }
 
 /// The index's record for an entry of a footer, if a block of it is live.
-fn record_of(shard: &Shard, segment: &Segment, entry: &Entry) -> Option<RecordId> {
+fn record_of(volume: &Volume, segment: &Segment, entry: &Entry) -> Option<RecordId> {
     let Content::Blocks(blocks) = &entry.content else { return None };
-    cold::prints(shard, segment, blocks)?.find_map(|print| cold::live_here(shard, segment, entry, print))
+    cold::prints(volume, segment, blocks)?.find_map(|print| cold::live_here(volume, segment, entry, print))
 }
 
 /// Bytes that can be appended before reclaim would have to evict live blocks for it. Segments that are mostly dead
 /// count with what is dead in them: they are recycled next.
 pub(crate) fn room(shard: &Shard, live: &BTreeMap<u32, u64>) -> u64 {
-    let segment_bytes = shard.shared.segment_bytes;
-    let (allocated, budget) = shard.shared.space();
+    let segment_bytes = shard.volume.shared.segment_bytes;
+    let (allocated, budget) = shard.volume.shared.space();
     let (mut free, mut open) = (0, 0);
-    for (number, segment) in &*shard.segments.borrow() {
+    for (number, segment) in &*shard.volume.segments.borrow() {
         match segment.state.get() {
             SegmentState::Open => open = segment_bytes.saturating_sub(segment.tail.borrow().next),
             SegmentState::Sealed => {
@@ -65,7 +66,7 @@ pub(crate) fn room(shard: &Shard, live: &BTreeMap<u32, u64>) -> u64 {
                 let dead = allocated.saturating_sub(live.get(number).copied().unwrap_or(0));
                 free += if dead >= segment_bytes / 2 { dead } else { 0 };
             }
-            SegmentState::Free if !shard.is_hollow(segment) => free += segment_bytes,
+            SegmentState::Free if !shard.space.is_hollow(segment) => free += segment_bytes,
             _ => {}
         }
     }
@@ -96,13 +97,13 @@ async fn empty(
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
     // Segments that this compaction fills itself are not for it to empty.
-    let begun = shard.sequence.get();
+    let begun = shard.volume.sequence.get();
     let mut tried = Vec::new();
     while pace.ready().await {
-        if let Some(reason) = shard.shared.latched() {
+        if let Some(reason) = shard.volume.shared.latched() {
             return Err(reason);
         }
-        let live = live_by_segment(shard);
+        let live = live_by_segment(&shard.volume);
         let Some(segment) = choose(shard, options, &live, (begun, &tried)) else { break };
         tried.push(segment);
         if empty_one(shard, segment, (options, &mut *pace), &mut report).await? {
@@ -119,11 +120,11 @@ fn choose(
     live: &BTreeMap<u32, u64>,
     (begun, tried): (u64, &[u32]),
 ) -> Option<u32> {
-    let segment_bytes = shard.shared.segment_bytes;
+    let segment_bytes = shard.volume.shared.segment_bytes;
     let keep = 1000u64.saturating_sub(u64::from(options.dead_thousandths));
     let most = segment_bytes.saturating_mul(keep) / 1000;
     let room = room(shard, live);
-    let segments = shard.segments.borrow();
+    let segments = shard.volume.segments.borrow();
     let worth = |(number, bytes): &(&u32, &u64)| {
         let sealed = segments
             .get(*number)
@@ -141,7 +142,7 @@ async fn empty_one(
     report: &mut CompactReport,
 ) -> Result<bool, Reason> {
     let cold = Cold { after: options.encode_cold_after, only: false };
-    for record in live_records(shard, segment).await {
+    for record in live_records(&shard.volume, segment).await {
         if !pace.ready().await {
             return Ok(false);
         }
@@ -154,5 +155,5 @@ async fn empty_one(
             Err(_) => report.records_failed += 1,
         }
     }
-    Ok(live_by_segment(shard).get(&segment).is_none_or(|live| *live == 0))
+    Ok(live_by_segment(&shard.volume).get(&segment).is_none_or(|live| *live == 0))
 }

@@ -32,7 +32,7 @@ pub(in crate::engine) const KEEP: Cold = Cold { after: None, only: false };
 pub(in crate::engine) fn two_records() -> Place {
     let place = Place { no_holes: true, ..Place::new() };
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 0, 6).await;
         world.durable("a", 10, 2).await;
     });
@@ -63,20 +63,20 @@ async fn gathered(world: &World, number: u64) -> Gathered {
 async fn delete(world: &World, number: u64) {
     assert!(matches!(world.shared.index.delete(print(world, number)), Deleted::Live { .. }));
     let namespace = world.namespace("a");
-    let below = world.shard.sequence.get();
+    let below = world.shard.volume.sequence.get();
     let entry =
         Tombstone { below, coordinate: None, namespace: namespace.local, group: None, key: key(number).0 };
-    world.shard.tombstones.borrow_mut().bury(namespace.id, &entry);
+    world.shard.volume.tombstones.borrow_mut().bury(namespace.id, &entry);
     world.say("a", Body::Tombstones(Tombstones { entries: vec![entry] })).await;
 }
 
 /// Runs a move up to the moment at which its record has its place, then lets `meanwhile` begin, then the rest of both.
 async fn interrupted(world: &World, source: RecordId, meanwhile: impl Future<Output = ()>) -> Moved {
-    let sequence = world.shard.sequence.get();
+    let sequence = world.shard.volume.sequence.get();
     let mut moving = pin!(relocate(&world.shard, source, &|_| true, &KEEP));
     let early = poll_fn(|context| match moving.as_mut().poll(context) {
         Poll::Ready(moved) => Poll::Ready(Some(moved)),
-        Poll::Pending if world.shard.sequence.get() != sequence => Poll::Ready(None),
+        Poll::Pending if world.shard.volume.sequence.get() != sequence => Poll::Ready(None),
         Poll::Pending => Poll::Pending,
     })
     .await;
@@ -102,7 +102,7 @@ async fn interrupted(world: &World, source: RecordId, meanwhile: impl Future<Out
 fn a_move_keeps_everything_but_the_place() {
     let place = two_records();
     let after = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let index = &world.shared.index;
         index.touch(&[print(&world, 2)], 9);
         let heat = index.get(print(&world, 2)).unwrap().heat;
@@ -132,7 +132,7 @@ fn a_move_keeps_everything_but_the_place() {
 fn only_wanted_blocks_are_moved_and_their_record_is_split_where_one_is_missing_in_a_chain() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (source, stays) = (record_of(&world, 0), world.at("a", 1));
         let moved = relocate(&world.shard, source, &|block| block != 1, &KEEP).await.unwrap();
         assert_eq!(moved.blocks, 5);
@@ -147,9 +147,9 @@ fn only_wanted_blocks_are_moved_and_their_record_is_split_where_one_is_missing_i
 fn a_block_that_is_deleted_before_the_record_has_its_place_is_not_in_it() {
     let place = two_records();
     let expect = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let taken = gathered(&world, 0).await;
-        let head = head_of(&world.shard, &taken, &(0..6));
+        let head = head_of(&world.shard.volume, &taken, &(0..6));
         delete(&world, 3).await;
         let moved = write(&world.shard, &head, &taken.blocks.iter().collect::<Vec<_>>()).await.unwrap();
         assert_eq!((moved.blocks, moved.gone), (5, 1));
@@ -166,18 +166,18 @@ fn a_block_that_is_deleted_before_the_record_has_its_place_is_not_in_it() {
 fn a_block_that_is_only_buried_is_not_moved() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let taken = gathered(&world, 0).await;
-        let head = head_of(&world.shard, &taken, &(0..6));
+        let head = head_of(&world.shard.volume, &taken, &(0..6));
         let entry = Tombstone {
-            below: world.shard.sequence.get(),
+            below: world.shard.volume.sequence.get(),
             coordinate: None,
             namespace: 0,
             group: None,
             key: key(2).0,
         };
         // As a delete does that has chosen its sequence and not yet reached the index.
-        world.shard.tombstones.borrow_mut().bury(world.namespace("a").id, &entry);
+        world.shard.volume.tombstones.borrow_mut().bury(world.namespace("a").id, &entry);
         let moved = write(&world.shard, &head, &taken.blocks.iter().collect::<Vec<_>>()).await.unwrap();
         assert_eq!((moved.blocks, moved.gone), (5, 1));
     });
@@ -187,7 +187,7 @@ fn a_block_that_is_only_buried_is_not_moved() {
 fn a_delete_between_the_place_and_the_switch_wins() {
     let place = two_records();
     let expect = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let source = record_of(&world, 0);
         let moved = interrupted(&world, source, delete(&world, 3)).await;
         assert_eq!((moved.blocks, moved.gone), (5, 1));
@@ -203,7 +203,7 @@ fn a_delete_between_the_place_and_the_switch_wins() {
 fn a_block_that_was_put_anew_meanwhile_stays_where_the_put_has_it() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (source, newer) = (record_of(&world, 0), location(&world, 10).unwrap());
         let index = &world.shared.index;
         let old = location(&world, 3).unwrap();
@@ -220,7 +220,7 @@ fn a_block_that_was_put_anew_meanwhile_stays_where_the_put_has_it() {
 fn a_record_number_is_not_reused_while_its_blocks_are_moved() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let source = record_of(&world, 10);
         let index = &world.shared.index;
         interrupted(&world, source, async {
@@ -241,13 +241,13 @@ fn a_record_number_is_not_reused_while_its_blocks_are_moved() {
 fn a_damaged_block_is_quarantined_and_the_others_are_moved() {
     let place = two_records();
     let at = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let record = world.shared.index.records().get(record_of(&world, 0)).unwrap();
         (record.segment, (u64::from(record.page) + u64::from(record.header_pages)) * 4096 + 2 * BLOCK_BYTES)
     });
     place.damage(&place.segment(at.0), at.1 + 17, &[0xff]);
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let moved = relocate(&world.shard, record_of(&world, 0), &|_| true, &KEEP).await.unwrap();
         assert_eq!((moved.blocks, moved.damaged), (5, 1));
         assert_eq!(world.shared.index.lookup(print(&world, 2)), Lookup::Quarantined);
@@ -259,13 +259,13 @@ fn a_damaged_block_is_quarantined_and_the_others_are_moved() {
 fn a_lease_follows_its_block_and_a_reader_keeps_the_old_segment() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (index, source) = (&world.shared.index, record_of(&world, 0));
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
         index.match_and_lease(&[print(&world, 4)], terms, now, |_| 1, &mut found).unwrap();
         let from = world.at("a", 4).unwrap();
-        let segment = Rc::clone(&world.shard.segments.borrow()[&from.0]);
+        let segment = Rc::clone(&world.shard.volume.segments.borrow()[&from.0]);
         let reading = crate::engine::volume::segment::Hold::new(&segment);
         relocate(&world.shard, source, &|_| true, &KEEP).await.unwrap();
         assert_ne!(world.at("a", 4), Some(from));
@@ -321,19 +321,19 @@ async fn end_of(world: &World, (stream, part): (ReadStream, ReadPart)) -> ReadEn
 fn a_block_that_moves_after_it_was_looked_up_is_found_where_it_was() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (from, _) = (world.at("a", 0).unwrap(), world.at("a", 10).unwrap());
         let reading = sent(&world, 0..6, Verify::Always);
         for number in [0, 10] {
             relocate(&world.shard, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
         }
         // The segment holds nothing any more, and somebody wants it.
-        let made = world.shard.make_room().await;
+        let made = world.shard.space.make_room().await;
         assert!(!matches!(made, Made::Segment(_)), "it was emptied before the read came");
-        assert_eq!(world.shard.segments.borrow()[&from.0].state.get(), SegmentState::Sealed);
+        assert_eq!(world.shard.volume.segments.borrow()[&from.0].state.get(), SegmentState::Sealed);
         let end = end_of(&world, reading).await;
         assert_eq!((end.usable_blocks, end.failures), (6, Vec::new()));
-        let Made::Segment(segment) = world.shard.make_room().await else {
+        let Made::Segment(segment) = world.shard.space.make_room().await else {
             panic!("nobody is left to read it")
         };
         assert_eq!(segment.number, from.0);
@@ -367,13 +367,13 @@ async fn put_anew(world: &World) {
 fn a_sound_block_under_the_number_of_a_record_that_left_stays_in_service() {
     let place = two_records();
     let (segment, page) = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.at("a", 0).unwrap()
     });
     // Whoever is sent there finds no header.
     place.damage(&place.segment(segment), u64::from(page) * 4096, &[7; 64]);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let reading = sent(&world, 0..6, Verify::Always);
         put_anew(&world).await;
         let end = end_of(&world, reading).await;
@@ -390,11 +390,11 @@ fn a_sound_block_under_the_number_of_a_record_that_left_stays_in_service() {
 fn a_segment_that_is_written_anew_proves_nothing_of_what_was_in_it() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let reading = sent(&world, 0..6, Verify::Always);
         let (number, _) = world.at("a", 0).unwrap();
-        let segment = Rc::clone(&world.shard.segments.borrow()[&number]);
-        segment.begin(world.shard.sequence.get());
+        let segment = Rc::clone(&world.shard.volume.segments.borrow()[&number]);
+        segment.begin(world.shard.volume.sequence.get());
         let end = end_of(&world, reading).await;
         let missed: Vec<_> = (0..6).map(|number| (number, Reason::NotHere(key(number.into())))).collect();
         assert_eq!((end.usable_blocks, end.failures), (0, missed));
@@ -406,7 +406,7 @@ fn a_segment_that_is_written_anew_proves_nothing_of_what_was_in_it() {
 fn what_has_no_place_in_memory_is_not_announced() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for verify in [Verify::Always, Verify::Never] {
             let (stream, part) = sent_into(&world, 0..6, verify, Placed::without_memory);
             let end = end_of(&world, (stream, part)).await;
@@ -421,14 +421,14 @@ fn what_has_no_place_in_memory_is_not_announced() {
 fn a_read_that_comes_when_its_segment_is_gone_is_told_of_misses() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let reading = sent(&world, 0..6, Verify::Always);
         for number in [0, 1, 2, 3, 4, 5, 10, 11] {
             let at = location(&world, number).unwrap();
             world.shared.index.try_evict(print(&world, number), at, world.shared.clock.now());
         }
-        let Made::Segment(segment) = world.shard.make_room().await else { panic!("it holds nothing") };
-        world.shard.remove_segment(&segment).await.unwrap();
+        let Made::Segment(segment) = world.shard.space.make_room().await else { panic!("it holds nothing") };
+        world.shard.space.remove_segment(&segment).await.unwrap();
         let end = end_of(&world, reading).await;
         let missed: Vec<_> = (0..6).map(|number| (number, Reason::NotHere(key(number.into())))).collect();
         assert_eq!((end.usable_blocks, end.failures), (0, missed));
@@ -439,7 +439,7 @@ fn a_read_that_comes_when_its_segment_is_gone_is_told_of_misses() {
 fn a_block_that_left_a_segment_with_holes_is_read_there_only_if_it_is_whole() {
     let place = two_records();
     let at = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let record = world.shared.index.records().get(record_of(&world, 0)).unwrap();
         let payload = (u64::from(record.page) + u64::from(record.header_pages)) * 4096;
         (record.segment, payload + 3 * BLOCK_BYTES)
@@ -447,9 +447,9 @@ fn a_block_that_left_a_segment_with_holes_is_read_there_only_if_it_is_whole() {
     // As a hole would read.
     place.damage(&place.segment(at.0), at.1, &[0; BLOCK_BYTES as usize]);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let reading = sent(&world, 0..6, Verify::Never);
-        world.shard.segments.borrow()[&at.0].set_holed();
+        world.shard.volume.segments.borrow()[&at.0].set_holed();
         let mut moving = Vec::new();
         for number in 0..6 {
             // Put anew elsewhere, whatever became of the old place.
@@ -467,14 +467,14 @@ fn a_block_that_left_a_segment_with_holes_is_read_there_only_if_it_is_whole() {
 fn a_move_carries_the_expiry_that_was_set_last() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let now = world.shared.clock.unix_millis();
         world.append_until("a", 0, 2, now + 60_000).await;
         let written = world.append_until("a", 10, 2, now + 60_000).await;
-        world.shard.make_durable(&written).await.unwrap();
+        world.shard.log.make_durable(&written).await.unwrap();
     });
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let later = world.shared.expiry_step(world.shared.clock.unix_millis() + 90_000);
         world.shared.index.records().set_expires(record_of(&world, 10), later);
         for number in [0, 10] {

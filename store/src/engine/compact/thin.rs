@@ -16,8 +16,10 @@ use std::rc::Rc;
 use super::encode::Cold;
 use super::relocate::relocate;
 use crate::engine::shard::Shard;
+use crate::engine::space::Space;
 use crate::engine::space::evict::batch::Made;
 use crate::engine::tasks::steps::Section;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{OwnerCursor, RecordId};
 
@@ -35,58 +37,59 @@ const SHORT_MAX: usize = 8;
 /// Begins in the background, unless it is under way or there is nothing to do.
 pub(crate) fn in_background(shard: &Rc<Shard>) {
     let needed = || {
-        let fragments = !short_ones(shard).is_empty() || shard.hollow().len() > short_max(shard);
+        let fragments =
+            !short_ones(&shard.volume).is_empty() || shard.space.hollow().len() > short_max(&shard.volume);
         fragments || thinnest(shard).is_some() || emptiest_whole(shard).is_some() || must_ask_for_holes(shard)
     };
-    if shard.thinning.get() || shard.closing.get() || !needed() {
+    if shard.log.thinning.get() || shard.log.closing.get() || !needed() {
         return;
     }
-    shard.thinning.set(true);
+    shard.log.thinning.set(true);
     let own = Rc::clone(shard);
-    shard.spawn(Box::pin(async move {
+    shard.volume.spawn(Box::pin(async move {
         // Until the segment that is being begun is the open one.
-        own.changed.until(|| (!own.rolling.get()).then_some(())).await;
+        own.volume.changed.until(|| (!own.space.rolling.get()).then_some(())).await;
         thin_all_out(&own).await;
-        own.thinning.set(false);
-        own.changed.wake_all();
+        own.log.thinning.set(false);
+        own.volume.changed.wake_all();
     }));
 }
 
 async fn thin_all_out(shard: &Rc<Shard>) {
-    while let Some(segment) = thinnest(shard).filter(|_| !shard.closing.get()) {
+    while let Some(segment) = thinnest(shard).filter(|_| !shard.log.closing.get()) {
         if !thin_out(shard, segment).await {
             break;
         }
     }
-    for (live, segment) in short_ones(shard) {
-        if shard.closing.get() || !shard.takes(live) || !thin_out(shard, segment).await {
+    for (live, segment) in short_ones(&shard.volume) {
+        if shard.log.closing.get() || !shard.log.takes(live) || !thin_out(shard, segment).await {
             break;
         }
     }
     if must_ask_for_holes(shard) {
-        shard.makes_holes().await;
+        shard.space.makes_holes().await;
     }
     while let Some((live, segment)) = emptiest_whole(shard) {
-        if shard.closing.get() || !shard.takes(live) || !thin_out(shard, segment).await {
+        if shard.log.closing.get() || !shard.log.takes(live) || !thin_out(shard, segment).await {
             break;
         }
     }
-    if !shard.closing.get() && emptied(shard) > short_max(shard) / 2 {
-        remove_emptied(shard).await;
+    if !shard.log.closing.get() && emptied(shard) > short_max(&shard.volume) / 2 {
+        remove_emptied(&shard.space).await;
     }
 }
 
 /// The emptiest thin segment that may be moved by what has been put.
 fn thinnest(shard: &Shard) -> Option<u32> {
-    let most = shard.shared.segment_bytes / THIN_PARTS;
+    let most = shard.volume.shared.segment_bytes / THIN_PARTS;
     let allowed =
-        (shard.put_bytes.get() / 1000 * SHARE_THOUSANDTHS).saturating_sub(shard.moves.thin_bytes.get());
-    sealed_up_to(shard, most.min(allowed), |one| one.is_holed()).next().map(|(_, number)| number)
+        (shard.log.put_bytes.get() / 1000 * SHARE_THOUSANDTHS).saturating_sub(shard.moves.thin_bytes.get());
+    sealed(&shard.volume, most.min(allowed), |one| one.is_holed()).next().map(|(_, number)| number)
 }
 
 /// Sealed segments with so much live at most, the emptiest first.
-fn sealed_up_to(shard: &Shard, most: u64, of: impl Fn(&Segment) -> bool) -> impl Iterator<Item = (u64, u32)> {
-    let segments = shard.segments.borrow();
+fn sealed(volume: &Volume, most: u64, of: impl Fn(&Segment) -> bool) -> impl Iterator<Item = (u64, u32)> {
+    let segments = volume.segments.borrow();
     let sealed = segments.values().filter(|one| one.state.get() == SegmentState::Sealed && of(one));
     let live = sealed.map(|one| (one.book.live(), one.number));
     let mut some: Vec<_> = live.filter(|(live, _)| *live > 0 && *live <= most).collect();
@@ -95,20 +98,20 @@ fn sealed_up_to(shard: &Shard, most: u64, of: impl Fn(&Segment) -> bool) -> impl
 }
 
 /// Short segments that a shard may keep.
-fn short_max(shard: &Shard) -> usize {
-    usize::try_from(2 * shard.shared.segments_of_a_shard())
+fn short_max(volume: &Volume) -> usize {
+    usize::try_from(2 * volume.shared.segments_of_a_shard())
         .unwrap_or(SHORT_MAX)
         .clamp(SHORT_MAX / 2, SHORT_MAX)
 }
 
 /// The short segments that are to become one, if there are too many: the smallest.
-fn short_ones(shard: &Shard) -> Vec<(u64, u32)> {
-    let segment_bytes = shard.shared.segment_bytes;
+fn short_ones(volume: &Volume) -> Vec<(u64, u32)> {
+    let segment_bytes = volume.shared.segment_bytes;
     let most = segment_bytes / SHORT_PARTS;
-    let mut short: Vec<_> = sealed_up_to(shard, most, |one| one.is_short(segment_bytes)).collect();
-    let many = short.len() > short_max(shard);
+    let mut short: Vec<_> = sealed(volume, most, |one| one.is_short(segment_bytes)).collect();
+    let many = short.len() > short_max(volume);
     short.truncate(if many && !kvarts_layout::planted!("short-segments-stay") {
-        short.len() - short_max(shard) / 2
+        short.len() - short_max(volume) / 2
     } else {
         0
     });
@@ -119,47 +122,49 @@ fn short_ones(shard: &Shard) -> Vec<(u64, u32)> {
 /// holds nothing nor room for one.
 fn emptiest_whole(shard: &Shard) -> Option<(u64, u32)> {
     let spare = |one: &Segment| match one.state.get() {
-        SegmentState::Free => !shard.is_hollow(one),
+        SegmentState::Free => !shard.space.is_hollow(one),
         SegmentState::Sealed => one.book.live() == 0,
         _ => false,
     };
-    if shard.shared.shortage() == 0 || shard.segments.borrow().values().any(|one| spare(one)) {
+    if shard.volume.shared.shortage() == 0 || shard.volume.segments.borrow().values().any(|one| spare(one)) {
         return None;
     }
-    let whole = |one: &Segment| (shard.no_holes.get() || one.is_unpunchable()) && !shard.is_hollow(one);
-    sealed_up_to(shard, shard.shared.segment_bytes / WHOLE_PARTS, whole).next()
+    let whole =
+        |one: &Segment| (shard.space.no_holes.get() || one.is_unpunchable()) && !shard.space.is_hollow(one);
+    sealed(&shard.volume, shard.volume.shared.segment_bytes / WHOLE_PARTS, whole).next()
 }
 
 /// Whether it must be known whether the file system makes holes, and is not.
 fn must_ask_for_holes(shard: &Shard) -> bool {
-    shard.shared.shortage() > 0 && !shard.no_holes.get() && !shard.has_holes.get()
+    shard.volume.shared.shortage() > 0 && !shard.space.no_holes.get() && !shard.space.has_holes.get()
 }
 
 /// Segments with less than their bytes that hold nothing.
 fn emptied(shard: &Shard) -> usize {
-    let segments = shard.segments.borrow();
+    let segments = shard.volume.segments.borrow();
     let empty = |one: &&Rc<Segment>| {
         let state = one.state.get();
         let dead = state == SegmentState::Sealed && one.book.live() == 0;
-        shard.is_hollow(one) && (dead || state == SegmentState::Free)
+        shard.space.is_hollow(one) && (dead || state == SegmentState::Free)
     };
     segments.values().filter(empty).count()
 }
 
 /// Removes the files of segments that hold nothing and cannot be recycled. No task takes a segment meanwhile.
-async fn remove_emptied(shard: &Shard) {
-    let _turn = shard.roll_turn().await;
-    while let Made::Segment(_) = shard.recycle_dead(true).await {}
-    shard.remove_hollow().await;
+async fn remove_emptied(space: &Space) {
+    let _turn = space.roll_turn().await;
+    while let Made::Segment(_) = space.recycle_dead(true).await {}
+    space.remove_hollow().await;
 }
 
 /// Moves what is live in a segment; false if that could not be done.
 async fn thin_out(shard: &Rc<Shard>, segment: u32) -> bool {
     let mut records: Vec<(u32, RecordId)> = Vec::new();
     let (mut cursor, mut some) = (Some(OwnerCursor::default()), Vec::new());
-    let mut section = Section::begin(&shard.shared.work.evictions, &*shard.shared.clock);
+    let shared = &shard.volume.shared;
+    let mut section = Section::begin(&shared.work.evictions, &*shared.clock);
     while let Some(from) = cursor {
-        cursor = shard.shared.index.records().snapshot_of((shard.shard as u16, None), from, &mut some);
+        cursor = shared.index.records().snapshot_of((shard.volume.shard as u16, None), from, &mut some);
         let here = some.iter().filter(|(_, record, _)| record.segment == segment && record.live > 0);
         records.extend(here.map(|(id, record, _)| (record.page, *id)));
         section.step(some.len().max(1) as u64).await;
@@ -168,7 +173,7 @@ async fn thin_out(shard: &Rc<Shard>, segment: u32) -> bool {
     // In the order in which they lie: chains stay together.
     records.sort_unstable();
     for (_, record) in records {
-        if shard.closing.get() {
+        if shard.log.closing.get() {
             return false;
         }
         match relocate(shard, record, &|_| true, &Cold::default()).await {
@@ -176,6 +181,6 @@ async fn thin_out(shard: &Rc<Shard>, segment: u32) -> bool {
             Err(_) => return false,
         }
     }
-    let segments = shard.segments.borrow();
+    let segments = shard.volume.segments.borrow();
     segments.get(&segment).is_none_or(|segment| segment.book.live() == 0)
 }

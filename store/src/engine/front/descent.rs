@@ -24,6 +24,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::fair_turn::FairTurn;
 use crate::engine::tasks::notify::{Section, before};
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::delete::{self, Answer};
 use crate::error::Reason;
@@ -83,8 +84,8 @@ pub(crate) async fn links(
         for entry in reads.listing(&segment).await? {
             let Content::Blocks(blocks) = &entry.content else { continue };
             if segment.local(blocks.namespace) == namespace.local {
-                settled &= links_of(reads, (&segment, &entry, blocks), &mut links);
-                reads.shared.work.searches.add(1 + blocks.blocks.len() as u64);
+                settled &= links_of(&reads.volume, (&segment, &entry, blocks), &mut links);
+                reads.volume.shared.work.searches.add(1 + blocks.blocks.len() as u64);
                 section.spend(1 + blocks.blocks.len() as u64 / 8).await;
             }
         }
@@ -97,21 +98,21 @@ pub(crate) async fn links(
 
 /// The links of the blocks of a record that are live there. False if one is elsewhere: it may be on its way here.
 fn links_of(
-    reads: &Reads,
+    volume: &Volume,
     (segment, entry, blocks): (&Segment, &Entry, &Blocks),
     links: &mut Vec<Link>,
 ) -> bool {
     let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
-    let (index, namespace) = (&reads.shared.index, segment.local(blocks.namespace));
+    let (index, namespace) = (&volume.shared.index, segment.local(blocks.namespace));
     let mut settled = true;
     for (place, name) in blocks.blocks.iter().enumerate() {
         let key = BlockKey(name.key);
         let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
         let Some(found) = index.locate(print) else { continue };
-        if !reads.is_at(segment, entry.offset, &found.record) {
+        if !volume.is_at(segment, entry.offset, &found.record) {
             settled = false;
         } else if let Some(parent) = parent_of(blocks, place)
-            && reads.shared.is_here(print, &found.record)
+            && volume.shared.is_here(print, &found.record)
         {
             links.push((parent, key));
         }

@@ -185,7 +185,7 @@ impl Executor {
             let path = (Rc::clone(&self.driver), self.arena.clone());
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
-            reports.push(recover::recover(&adopted).await?);
+            reports.push(recover::recover(&adopted.log).await?);
             self.checkpoint_periodically(&adopted);
             self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
@@ -198,7 +198,7 @@ impl Executor {
         let shards: Vec<Rc<Shard>> = self.shards.borrow().values().map(Rc::clone).collect();
         let mut notes = BTreeSet::new();
         for shard in shards {
-            notes.extend(shard.note_of_holes().await);
+            notes.extend(shard.space.note_of_holes().await);
         }
         notes
     }
@@ -227,7 +227,7 @@ impl Executor {
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
-                delete::run(&shard, part, &*rt).await;
+                delete::run(&shard.log, part, &*rt).await;
                 drop(busy);
             }),
         );
@@ -239,16 +239,16 @@ impl Executor {
         let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
         let keeping = async move {
-            let mut written = shard.sequence.get();
+            let mut written = shard.volume.sequence.get();
             while !stopping.get() {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
-                let shared = &shard.shared;
+                let shared = &shard.volume.shared;
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
-                if shard.sequence.get() != written && !stopping.get() {
-                    let sequence = shard.sequence.get();
+                if shard.volume.sequence.get() != written && !stopping.get() {
+                    let sequence = shard.volume.sequence.get();
                     // One that fails costs recency until the next, which is due whether anything is put or not.
-                    if checkpoint::write(&shard).await.is_ok() {
+                    if checkpoint::write(&shard.volume).await.is_ok() {
                         written = sequence;
                     }
                 }
@@ -267,7 +267,7 @@ impl Executor {
                 if !stopping.get() {
                     expiry::sweep(&shard.reads).await;
                     // The executor to be asked for it may have been too busy to be asked.
-                    evicted_names::tell(&shard.reads).await;
+                    evicted_names::tell(&shard.volume).await;
                 }
             }
         };
@@ -288,14 +288,15 @@ impl Executor {
     fn shrink(&self) {
         for shard in self.shards.borrow().values().map(Rc::clone) {
             let (rt, stopping) = (Rc::clone(&self.rt), Rc::clone(&self.stopping));
-            self.rt.spawn(Class::Background, Box::pin(async move { shard.shrink(&rt, &stopping).await }));
+            self.rt
+                .spawn(Class::Background, Box::pin(async move { shard.space.shrink(&rt, &stopping).await }));
         }
     }
 
     fn give_spare(&self, shard: u32, bytes: u64, reply: Reply<bool>) {
         let Some(shard) = self.own(shard) else { return };
         self.background(async move {
-            let given = shard.give_spare(bytes).await;
+            let given = shard.space.give_spare(bytes).await;
             let _ = reply.send(given);
         });
     }
@@ -308,7 +309,7 @@ impl Executor {
     /// Tells of what quotas took out of every shard, beside what else is done.
     fn name_evicted(&self) {
         for shard in self.shards.borrow().values().map(Rc::clone) {
-            self.background(async move { evicted_names::tell(&shard.reads).await });
+            self.background(async move { evicted_names::tell(&shard.volume).await });
         }
     }
 
@@ -316,12 +317,12 @@ impl Executor {
         let Some(shard) = self.own(shard) else {
             return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
         };
-        let (busy, write) = (Busy::new(&self.busy), shard.writes.begin());
+        let (busy, write) = (Busy::new(&self.busy), shard.log.writes.begin());
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
-                put::run(&shard, part, deadline).await;
+                put::run(&shard.log, part, deadline).await;
                 drop((busy, write));
             }),
         );
@@ -334,7 +335,7 @@ impl Executor {
             return part.refuse(Reason::Bug("a put for a shard of another executor"));
         };
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
-        self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard, part, deadline).await }));
+        self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard.log, part, deadline).await }));
     }
 
     fn read(&self, shard: u32, part: ReadPart) {
@@ -431,7 +432,7 @@ impl Executor {
         }
         let finish = async {
             for shard in &shards {
-                shard.finish().await;
+                shard.log.finish().await;
             }
             checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
         };
@@ -452,8 +453,8 @@ async fn checkpoint_all(
         // One that the clock began may lack what was written since: another follows it.
         loop {
             let written = match prove {
-                true => checkpoint::prove(shard).await,
-                false => checkpoint::write(shard).await,
+                true => checkpoint::prove(&shard.volume).await,
+                false => checkpoint::write(&shard.volume).await,
             };
             let Err(reason) = written else { break };
             let now = rt.clock().now();

@@ -13,25 +13,26 @@ use crate::engine::shared::due::stretch_of;
 use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::Section;
+use crate::engine::volume::Volume;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
 /// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.
 pub(crate) async fn sweep(reads: &Reads) {
-    let shared = &reads.shared;
+    let shared = &reads.volume.shared;
     let now = stretch_of(shared.expiry_now());
-    let taken = shared.due.take(reads.shard, now);
+    let taken = shared.due.take(reads.volume.shard, now);
     let mut section = Section::begin(&shared.work.sweeps, &*shared.clock);
     let mut segments = taken.segments;
     if taken.forgotten {
-        segments.extend(recall(reads, now, &mut section).await);
+        segments.extend(recall(&reads.volume, now, &mut section).await);
     }
     if kvarts_layout::planted!("sweep-looks-at-all") {
-        segments.extend(reads.segments.borrow().keys());
+        segments.extend(reads.volume.segments.borrow().keys());
     }
     for number in segments {
-        let Some(segment) = reads.segments.borrow().get(&number).map(Rc::clone) else { continue };
+        let Some(segment) = reads.volume.segments.borrow().get(&number).map(Rc::clone) else { continue };
         section.pause();
         // What cannot be listed goes when it is looked up, or with its segment.
         let Ok(entries) = reads.listing(&segment).await else { continue };
@@ -48,22 +49,22 @@ pub(crate) async fn sweep(reads: &Reads) {
             section.step(1 + named.len() as u64).await;
         }
         if later {
-            shared.due.note((reads.shard, number), now);
+            shared.due.note((reads.volume.shard, number), now);
         }
     }
 }
 
 /// Notes what the records of a shard say of their times, and gives the segments in which something may be over.
-async fn recall(reads: &Reads, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
+async fn recall(volume: &Volume, now: u32, section: &mut Section<'_>) -> BTreeSet<u32> {
     let (mut segments, mut some) = (BTreeSet::new(), Vec::new());
-    let Ok(shard) = u16::try_from(reads.shard) else { return segments };
+    let Ok(shard) = u16::try_from(volume.shard) else { return segments };
     let mut cursor = Some(OwnerCursor::default());
     while let Some(from) = cursor {
-        cursor = reads.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        cursor = volume.shared.index.records().snapshot_of((shard, None), from, &mut some);
         for (_, record, _) in some.iter().filter(|(_, record, _)| record.expires != 0 && record.live > 0) {
             match stretch_of(record.expires) {
                 stretch if stretch <= now => drop(segments.insert(record.segment)),
-                stretch => reads.shared.due.note((reads.shard, record.segment), stretch),
+                stretch => volume.shared.due.note((volume.shard, record.segment), stretch),
             }
         }
         section.step(1 + some.len() as u64).await;

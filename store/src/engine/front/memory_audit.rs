@@ -22,7 +22,7 @@ fn table(name: &'static str, size: usize) -> Table {
 
 /// The tables of a shard.
 pub(crate) fn of_shard(shard: &Shard) -> Vec<Table> {
-    let segments = shard.segments.borrow();
+    let segments = shard.volume.segments.borrow();
     let of_segments = |size: fn(&crate::engine::volume::segment::Segment) -> usize| {
         segments.values().map(|one| size(one)).sum()
     };
@@ -32,14 +32,14 @@ pub(crate) fn of_shard(shard: &Shard) -> Vec<Table> {
         table("definitions of open segments", of_segments(|one| one.tail.borrow().defined.len())),
         table("renamed namespaces", of_segments(crate::engine::volume::segment::Segment::renamed)),
         table("readers of segments", of_segments(|one| one.readers.get() as usize)),
-        table("retired segments", shard.retired.borrow().len()),
-        table("lost segments", shard.lost.borrow().len()),
+        table("retired segments", shard.volume.retired.borrow().len()),
+        table("lost segments", shard.volume.lost.borrow().len()),
         table("headers", shard.reads.headers.places()),
         table("records that do not pay", shard.moves.unpaying.borrow().len()),
         table("segments looked at", shard.moves.looked_at.borrow().len()),
-        table("tombstones", shard.tombstones.borrow().len()),
+        table("tombstones", shard.volume.tombstones.borrow().len()),
         table("shared loads", shard.reads.flights.len()),
-        table("writes under way", shard.writes.len()),
+        table("writes under way", shard.log.writes.len()),
     ]
 }
 

@@ -20,7 +20,7 @@ pub(crate) async fn page(reads: &Reads, shards: u32, cursor: SnapshotCursor) -> 
                 return Ok(page);
             }
             let Some((class, named)) = reads.live(&segment, entry) else { continue };
-            if reads.shared.names.is_current(&class.namespace) {
+            if reads.volume.shared.names.is_current(&class.namespace) {
                 page.blocks.extend(named.iter().map(|block| class.name(block.key)));
             }
         }

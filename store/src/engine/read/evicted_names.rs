@@ -7,20 +7,20 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::record::{self, Body};
 
-use super::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota_events::Unnamed;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
 use crate::events::{Cause, EventKind, Subject};
 use crate::index::Lookup;
 use crate::rt::Class;
 
 /// Tells of what waits for this shard.
-pub(crate) async fn tell(reads: &Reads) {
-    for unnamed in reads.shared.unnamed.take(reads.shard) {
-        match names(reads, &unnamed).await {
-            Some(body) => tell_of(&reads.shared, &unnamed, &body),
-            None => reads.shared.events.change().lose(),
+pub(crate) async fn tell(volume: &Volume) {
+    for unnamed in volume.shared.unnamed.take(volume.shard) {
+        match names(volume, &unnamed).await {
+            Some(body) => tell_of(&volume.shared, &unnamed, &body),
+            None => volume.shared.events.change().lose(),
         }
     }
 }
@@ -46,15 +46,15 @@ fn tell_of(shared: &Shared, unnamed: &Unnamed, body: &Blocks) {
 }
 
 /// The names of a record's blocks, from its header.
-async fn names(reads: &Reads, unnamed: &Unnamed) -> Option<Blocks> {
+async fn names(volume: &Volume, unnamed: &Unnamed) -> Option<Blocks> {
     let info = &unnamed.info;
-    let segment = reads.segments.borrow().get(&info.segment).map(Rc::clone)?;
+    let segment = volume.segments.borrow().get(&info.segment).map(Rc::clone)?;
     let _reading = Hold::new(&segment);
     let offset = u64::from(info.page) * PAGE_BYTES;
-    let buf = reads.stage(usize::from(info.header_pages) * PAGE_BYTES as usize).await.ok()?;
-    let buf = reads.driver.read_into(Class::Background, segment.file, offset, buf).await.ok()?;
+    let buf = volume.stage(usize::from(info.header_pages) * PAGE_BYTES as usize).await.ok()?;
+    let buf = volume.driver.read_into(Class::Background, segment.file, offset, buf).await.ok()?;
     let image = buf.to_vec();
-    let opened = record::open(&image, &reads.position(&segment, offset), &reads.shared.secret).ok()?;
+    let opened = record::open(&image, &volume.position(&segment, offset), &volume.shared.secret).ok()?;
     match opened.body().ok()? {
         Body::Blocks(blocks) => Some(blocks),
         _ => None,

@@ -28,6 +28,7 @@ use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::tasks::notify::before;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
 use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
@@ -170,7 +171,7 @@ pub(crate) async fn prove(
     deadline: Option<LocalTask>,
 ) -> Option<HeldExtents> {
     let LendPart { job, records, arrival, reply } = part;
-    let opened = job.open(reads, &records);
+    let opened = job.open(&reads.volume, &records);
     drop(arrival);
     let proven = match opened {
         Ok(opened) => {
@@ -205,8 +206,8 @@ impl LendJob {
     }
 
     /// Takes hold of the segments of these runs.
-    fn open(&self, reads: &Reads, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
-        let segments = reads.segments.borrow();
+    fn open(&self, volume: &Volume, indices: &[u32]) -> Result<Vec<Opened>, NotLent> {
+        let segments = volume.segments.borrow();
         let mut opened = Vec::with_capacity(indices.len());
         for &index in indices {
             let wanted = self.wanted(index)?;
@@ -236,7 +237,7 @@ impl LendJob {
 
     /// Proves the headers of these runs: those that are known, and the others as they come from the device.
     async fn prove(&self, reads: &Rc<Reads>, opened: &[Opened]) -> Result<Vec<ProvenRun>, NotLent> {
-        let mut batch = reads.driver.batch(self.request.class);
+        let mut batch = reads.volume.driver.batch(self.request.class);
         let mut reading: BTreeMap<u64, SharedBuf> = BTreeMap::new();
         let (mut next, mut runs) = (0u64, Vec::with_capacity(opened.len()));
         loop {
@@ -245,7 +246,8 @@ impl LendJob {
                     runs.push(run);
                 } else {
                     let under_way = reading.values().map(SharedBuf::len).sum();
-                    let Some(buf) = self.submit(reads, &mut batch, (next, one), under_way).await? else {
+                    let Some(buf) = self.submit(&reads.volume, &mut batch, (next, one), under_way).await?
+                    else {
                         break;
                     };
                     reading.insert(next, buf);
@@ -267,14 +269,14 @@ impl LendJob {
     fn prove_known(&self, reads: &Reads, one: &Opened) -> Result<Option<ProvenRun>, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
         let known = prove::known(reads, segment, wanted);
-        known.map(|header| self.prove_run(reads, one, &header)).transpose()
+        known.map(|header| self.prove_run(&reads.volume, one, &header)).transpose()
     }
 
     /// Asks the device for a header; `None` if there is enough under way, or memory only when some of that has come in.
     /// Only a loan with nothing under way waits for memory, so that none holds what another waits for.
     async fn submit(
         &self,
-        reads: &Reads,
+        volume: &Volume,
         batch: &mut ReadBatch,
         (name, one): (u64, &Opened),
         under_way: usize,
@@ -282,8 +284,8 @@ impl LendJob {
         let wanted = self.wanted(one.index)?;
         let bytes = wanted.header_bytes as usize;
         let buf = match under_way {
-            0 => reads.stage(bytes).await.map_err(Reason::from)?,
-            1..HEADER_BYTES => match reads.arena.try_take(bytes) {
+            0 => volume.stage(bytes).await.map_err(Reason::from)?,
+            1..HEADER_BYTES => match volume.arena.try_take(bytes) {
                 Some(buf) => buf,
                 None => return Ok(None),
             },
@@ -297,11 +299,11 @@ impl LendJob {
     fn prove_read(&self, reads: &Reads, one: &Opened, buf: &SharedBuf) -> Result<ProvenRun, NotLent> {
         let (wanted, segment) = (self.wanted(one.index)?, one.hold.segment());
         let header = prove::open(reads, segment, wanted, buf)?;
-        self.prove_run(reads, one, &header)
+        self.prove_run(&reads.volume, one, &header)
     }
 
     /// What a header proves of the blocks of its run: all of it, or nothing is lent.
-    fn prove_run(&self, reads: &Reads, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
+    fn prove_run(&self, volume: &Volume, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
         let wanted = self.wanted(one.index)?;
         // Each block is asked for once: this is the first production of it that is met.
         let admits = |ordinal, origin: Option<_>| {
@@ -321,7 +323,7 @@ impl LendJob {
                 digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);
             }
         }
-        let file = reads.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
+        let file = volume.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
         Ok(ProvenRun { index: one.index, file: PinnedFile::new(file), digests })
     }
 

@@ -31,7 +31,7 @@ pub(crate) struct Named {
 impl Reads {
     /// The segments of the shard in the order of their numbers, from this one on.
     pub(crate) fn segments_from(&self, number: u32) -> Vec<Rc<Segment>> {
-        self.segments.borrow().range(number..).map(|(_, segment)| Rc::clone(segment)).collect()
+        self.volume.segments.borrow().range(number..).map(|(_, segment)| Rc::clone(segment)).collect()
     }
 
     /// The records that a segment lists. What is written to it meanwhile may be missing.
@@ -43,7 +43,7 @@ impl Reads {
             }
         }
         let generation = segment.generation.get();
-        let listed = match self.read_footer(segment).await {
+        let listed = match self.volume.read_footer(segment).await {
             Ok(footer) => Ok(footer.records),
             Err(_) => self.live_headers(segment).await,
         };
@@ -54,9 +54,10 @@ impl Reads {
     /// The records of a segment that the index knows, by their headers.
     async fn live_headers(&self, segment: &Segment) -> Result<Vec<Entry>, Reason> {
         let (mut cursor, mut some, mut here) = (Some(OwnerCursor::default()), Vec::new(), Vec::new());
-        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
+        let shared = &self.volume.shared;
+        let mut section = Section::begin(&shared.work.evictions, &*shared.clock);
         while let Some(from) = cursor {
-            cursor = self.shared.index.records().snapshot_of((self.shard as u16, None), from, &mut some);
+            cursor = shared.index.records().snapshot_of((self.volume.shard as u16, None), from, &mut some);
             let records = some.iter().map(|(_, record, _)| record);
             here.extend(records.filter(|one| one.live > 0 && one.segment == segment.number).copied());
             section.step(some.len().max(1) as u64).await;
@@ -66,12 +67,13 @@ impl Reads {
         for known in here {
             let offset = u64::from(known.page) * PAGE_BYTES;
             let bytes = usize::from(known.header_pages) * PAGE_BYTES as usize;
-            let buf = self.stage(bytes).await?;
-            let read = self.driver.read_into(Class::Background, segment.file, offset, buf).await;
+            let buf = self.volume.stage(bytes).await?;
+            let read = self.volume.driver.read_into(Class::Background, segment.file, offset, buf).await;
             // These blocks cannot be read either.
             let Ok(buf) = read else { continue };
             let image = buf.to_vec();
-            if let Ok(opened) = record::open(&image, &self.position(segment, offset), &self.shared.secret)
+            if let Ok(opened) =
+                record::open(&image, &self.volume.position(segment, offset), &self.volume.shared.secret)
                 && let Ok(body) = opened.body()
             {
                 let payload_bytes = u64::from(known.payload_pages) * PAGE_BYTES;
@@ -85,17 +87,17 @@ impl Reads {
     pub(crate) fn live(&self, segment: &Segment, entry: &Entry) -> Option<(Arc<RecordClass>, Vec<Named>)> {
         let Content::Blocks(blocks) = &entry.content else { return None };
         let coordinate = Coordinate::from_u64(blocks.coordinate)?;
-        let (index, namespace) = (&self.shared.index, segment.local(blocks.namespace));
+        let (index, namespace) = (&self.volume.shared.index, segment.local(blocks.namespace));
         let (mut named, mut class) = (Vec::new(), None);
         for name in &blocks.blocks {
             let key = BlockKey(name.key);
             let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
             let Some(found) =
-                index.locate(print).filter(|found| self.is_at(segment, entry.offset, &found.record))
+                index.locate(print).filter(|found| self.volume.is_at(segment, entry.offset, &found.record))
             else {
                 continue;
             };
-            class = class.or_else(|| self.shared.classes.get(found.record.class));
+            class = class.or_else(|| self.volume.shared.classes.get(found.record.class));
             named.push(Named { key, print, at: found.location, record: found.record });
         }
         class.map(|class| (class, named))

@@ -13,7 +13,6 @@ pub(crate) mod single_flight;
 pub(crate) mod tile_identity;
 pub(crate) mod wanted;
 
-use std::ops::Deref;
 use std::rc::Rc;
 
 use self::decode::Decoder;
@@ -23,7 +22,7 @@ use super::volume::Volume;
 
 /// What the reads of one shard share.
 pub(crate) struct Reads {
-    volume: Rc<Volume>,
+    pub(crate) volume: Rc<Volume>,
     /// Proven headers.
     pub(crate) headers: HeaderCache,
     /// Reads that others may share.
@@ -40,13 +39,5 @@ impl Reads {
             flights: SingleFlight::default(),
             decoder: Decoder::default(),
         }
-    }
-}
-
-impl Deref for Reads {
-    type Target = Rc<Volume>;
-
-    fn deref(&self) -> &Rc<Volume> {
-        &self.volume
     }
 }

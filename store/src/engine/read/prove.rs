@@ -31,8 +31,8 @@ pub(crate) fn open(
     wanted: &Wanted,
     bytes: &SharedBuf,
 ) -> Result<Rc<Header>, Reason> {
-    let position = reads.position(segment, wanted.offset);
-    let header = open_header(&bytes.to_vec(), &position, &reads.shared.secret, (segment, wanted))?;
+    let position = reads.volume.position(segment, wanted.offset);
+    let header = open_header(&bytes.to_vec(), &position, &reads.volume.shared.secret, (segment, wanted))?;
     let header = Rc::new(header);
     reads.headers.insert(place_of(segment, wanted.offset), &header);
     Ok(header)

@@ -261,7 +261,7 @@ async fn open_records(
         };
         job.shared.work.reads.add(1);
         section.spend(1).await;
-        let found = reads.segments.borrow().get(&wanted.segment).map(Rc::clone);
+        let found = reads.volume.segments.borrow().get(&wanted.segment).map(Rc::clone);
         let Some(segment) = found else {
             // Evicted since, and the file with it.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
@@ -309,7 +309,7 @@ impl<'a> ShardRead<'a> {
             reads,
             job,
             records,
-            batch: reads.driver.batch(job.request.class),
+            batch: reads.volume.driver.batch(job.request.class),
             slices: Vec::new(),
             free: Vec::new(),
             spare: Vec::new(),

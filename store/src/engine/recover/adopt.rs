@@ -112,11 +112,11 @@ impl Recovery<'_> {
                 }
                 Content::Spec(defined) => {
                     specs.insert(defined.id);
-                    if !self.log.shared.names.has_spec(defined.id)
+                    if !self.volume.shared.names.has_spec(defined.id)
                         && let Some(definition) = self.definition(segment, entry, defined).await?
                     {
                         // One that contradicts itself leaves its records undefined.
-                        let _ = self.log.shared.names.recover_spec(&definition);
+                        let _ = self.volume.shared.names.recover_spec(&definition);
                     }
                     Names::None
                 }
@@ -143,12 +143,12 @@ impl Recovery<'_> {
         entry: &Entry,
         defined: &Defined,
     ) -> Result<Option<Arc<Namespace>>, Reason> {
-        let names = &self.log.shared.names;
+        let names = &self.volume.shared.names;
         if let Some(namespace) = names.get(NamespaceId(defined.id)) {
             return Ok(Some(namespace));
         }
         let definition = self.definition(segment, entry, defined).await?;
-        Ok(definition.and_then(|definition| self.log.shared.names.recover_identity(&definition).ok()))
+        Ok(definition.and_then(|definition| self.volume.shared.names.recover_identity(&definition).ok()))
     }
 
     /// The definition itself, from its record: a footer has only its ids. Needed once for each id.
@@ -158,12 +158,12 @@ impl Recovery<'_> {
         entry: &Entry,
         defined: &Defined,
     ) -> Result<Option<Definition>, Reason> {
-        let bytes = memory(self.log, entry.header_bytes as usize)?;
+        let bytes = memory(self.volume, entry.header_bytes as usize)?;
         self.report.metadata_bytes += u64::from(entry.header_bytes);
-        let read = self.log.driver.read_into(CLASS, segment.file, entry.offset, bytes).await;
+        let read = self.volume.driver.read_into(CLASS, segment.file, entry.offset, bytes).await;
         let Ok(bytes) = read else { return Ok(None) };
-        let position = self.log.position(segment, entry.offset);
-        let body = record::open(&bytes.to_vec(), &position, &self.log.shared.secret)
+        let position = self.volume.position(segment, entry.offset);
+        let body = record::open(&bytes.to_vec(), &position, &self.volume.shared.secret)
             .and_then(|record| record.body());
         Ok(match body {
             Ok(Body::Spec(definition) | Body::Identity(definition)) if definition.id == defined.id => {
@@ -174,7 +174,7 @@ impl Recovery<'_> {
     }
 
     fn bury(&mut self, entry: &Entry, namespaces: &Names) {
-        let mut dead = self.log.tombstones.borrow_mut();
+        let mut dead = self.volume.tombstones.borrow_mut();
         match &entry.content {
             Content::Epoch(epoch) => dead.bury_all(epoch),
             Content::Tombstones(tombstones) => {
@@ -208,21 +208,21 @@ impl Recovery<'_> {
         let is_gone = |block: u16| {
             gone.as_ref().is_some_and(|gone| gone.get(usize::from(block)).copied().unwrap_or(true))
         };
-        let place = (segment.number, segment.generation.get(), entry.offset);
-        let recency = self.checkpoint.recency(place);
+        let recency = self.checkpoint.recency(self.volume.position(segment, entry.offset));
         let expires_ms = recency.map_or(blocks.expires_ms, |recency| recency.expires_ms);
         if expires_ms != 0 && expires_ms <= self.now_ms {
             self.report.expired += 1;
             return Ok(());
         }
-        let dead = self.log.tombstones.borrow();
+        let dead = self.volume.tombstones.borrow();
         if dead.covers(namespace.id, entry.sequence) {
             self.report.deleted += blocks.blocks.len() as u64;
             return Ok(());
         }
-        let expires = if expires_ms == 0 { 0 } else { self.log.shared.expiry_step(expires_ms) };
-        self.log.shared.note_expiry((self.log.shard, segment.number), expires);
-        let Some(info) = info(self.log.shard, segment.number, entry, (blocks, class.number), expires) else {
+        let expires = if expires_ms == 0 { 0 } else { self.volume.shared.expiry_step(expires_ms) };
+        self.volume.shared.note_expiry((self.volume.shard, segment.number), expires);
+        let Some(info) = info(self.volume.shard, segment.number, entry, (blocks, class.number), expires)
+        else {
             self.report.unusable += 1;
             return Ok(());
         };
@@ -230,11 +230,11 @@ impl Recovery<'_> {
         // Used since it was put.
         let used = last_s > (blocks.created_ms / 1000).saturating_add(EPOCH_S);
         let heat = Heat { frequency: u8::from(used), epoch: self.epoch_of(last_s), ..Heat::default() };
-        let index = &self.log.shared.index;
+        let index = &self.volume.shared.index;
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
         let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
         index.records().note_use(record, second);
-        segment.note_cold(self.log.shared.step_of(second));
+        segment.note_cold(self.volume.shared.step_of(second));
         self.batch.records.push(record);
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             if is_gone(block) {
@@ -264,13 +264,13 @@ impl Recovery<'_> {
         let count = blocks.blocks.len();
         if blocks.encoding != ENCODING_RAW {
             // The length is each record's own.
-            let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
+            let (class, layout) = class_of(&self.volume.shared, namespace, blocks)?;
             return (decode::payload_bytes(blocks, &layout)? == entry.payload_bytes).then_some(class);
         }
         let key =
             (namespace.local, blocks.group, blocks.coordinate, blocks.layout, blocks.layout_version, count);
         if self.batch.last.as_ref().is_none_or(|last| last.key != key) {
-            let (class, layout) = class_of(&self.log.shared, namespace, blocks)?;
+            let (class, layout) = class_of(&self.volume.shared, namespace, blocks)?;
             let payload_bytes = layout.payload_bytes();
             self.batch.last = Some(LastClass { key, class, payload_bytes });
         }
@@ -309,12 +309,12 @@ impl Recovery<'_> {
     /// The coarse time of the index for a moment in the past.
     fn epoch_of(&self, last_s: u64) -> u16 {
         let age = steps_before((self.now_ms / 1000).saturating_sub(last_s));
-        self.log.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
+        self.volume.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
     }
 
     /// Puts the batch into the index. What is there already is newer, or another shard's.
     pub(super) fn flush(&mut self) -> Result<(), Reason> {
-        let index = &self.log.shared.index;
+        let index = &self.volume.shared.index;
         let batch = &mut self.batch;
         let found = batch.found.len() as u64;
         index
@@ -327,7 +327,7 @@ impl Recovery<'_> {
         if duplicates > 0 && !kvarts_layout::planted!("first-shard-wins") {
             self.settle_copies();
         }
-        let (index, batch) = (&self.log.shared.index, &mut self.batch);
+        let (index, batch) = (&self.volume.shared.index, &mut self.batch);
         if duplicates > 0 || self.report.deleted > 0 || self.report.evicted > 0 {
             for &record in &batch.records {
                 if index.records().free(record).is_ok() {
@@ -344,7 +344,7 @@ impl Recovery<'_> {
     /// hold a block of different producers where a put was refused at its deadline and written all the same, or where
     /// an evicted block still stands in a segment that was not recycled.
     fn settle_copies(&mut self) {
-        let (shared, mine) = (&self.log.shared, self.log.shard);
+        let (shared, mine) = (&self.volume.shared, self.volume.shard);
         for (found, there) in self.batch.conflicts.drain(..) {
             let Lookup::Live(at) = there.state else { continue };
             // Its own shard's recovery may be about to free it.

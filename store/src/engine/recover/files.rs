@@ -4,9 +4,9 @@ use kvarts_layout::format::names::FileName;
 
 use crate::driver::Meta;
 use crate::engine::space::evict::probe;
+use crate::engine::volume::Volume;
 use crate::engine::volume::directory::refused;
 use crate::engine::volume::segment::Segment;
-use crate::engine::write::log::Log;
 use crate::error::{DirectoryCause, Reason};
 use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
 
@@ -35,11 +35,11 @@ pub(super) struct Files {
 
 /// Lists the directory, opens its segments and counts what they take. One that is gone is not made again: it is made
 /// before the store is, so it was lost with what was in it, and that would never be reported.
-pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
+pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
     let unusable = |error: IoError| refused(&error);
-    let listing = match log.driver.list(log.home()).await {
+    let listing = match volume.driver.list(volume.home()).await {
         Err(error) if error.kind == IoErrorKind::NotFound => {
-            return Err(Reason::Directory(DirectoryCause::LostShard(log.dir.0, log.shard)));
+            return Err(Reason::Directory(DirectoryCause::LostShard(volume.dir.0, volume.shard)));
         }
         listing => listing.map_err(unusable)?,
     };
@@ -51,7 +51,7 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             (EntryKind::File, Some(FileName::Checkpoint(slot))) => files.checkpoints.push(slot),
             (EntryKind::File, None) if *entry.name == *probe::NAME => {
                 // Nothing is lost by it, and bytes that are not counted are given back.
-                let _ = log.driver.meta(MetaOp::Remove { name: log.file_name(probe::NAME) }).await;
+                let _ = volume.driver.meta(MetaOp::Remove { name: volume.file_name(probe::NAME) }).await;
             }
             _ => files.strays += 1,
         }
@@ -60,7 +60,7 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
         let mode = OpenMode { write: true, create: false, direct: true };
         let opening: Vec<Meta> = some
             .iter()
-            .map(|(_, name)| log.driver.meta(MetaOp::Open { name: log.file_name(name), mode }))
+            .map(|(_, name)| volume.driver.meta(MetaOp::Open { name: volume.file_name(name), mode }))
             .collect();
         let mut opened = Vec::with_capacity(some.len());
         for ((number, _), opening) in some.iter().zip(opening) {
@@ -71,10 +71,10 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
             }
         }
         let stats: Vec<Meta> =
-            opened.iter().map(|&(_, file)| log.driver.meta(MetaOp::Stat { file })).collect();
+            opened.iter().map(|&(_, file)| volume.driver.meta(MetaOp::Stat { file })).collect();
         for ((number, file), stat) in opened.into_iter().zip(stats) {
             let Some(Reply::Stat { len, allocated }) = stat.await.map_err(unusable)? else { continue };
-            let (len, allocated) = lengthen(log, file, len, allocated).await;
+            let (len, allocated) = lengthen(volume, file, len, allocated).await;
             files.segments.push(SegmentFile { number, file, len, allocated });
         }
     }
@@ -84,19 +84,19 @@ pub(super) async fn open(log: &Log) -> Result<Files, Reason> {
 /// Charges a segment file with what it has. One that is shorter than a segment, as a crash between its making and its
 /// first write leaves it, is given its length if budget and disk have the room; without it, counted in full, it is among
 /// the first to be given back.
-async fn lengthen(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
-    let whole = log.shared.segment_bytes;
+async fn lengthen(volume: &Volume, file: FileId, len: u64, allocated: u64) -> (u64, u64) {
+    let whole = volume.shared.segment_bytes;
     if len >= whole {
-        log.shared.charge(allocated);
+        volume.shared.charge(allocated);
         return (len, allocated);
     }
-    let (used, limit) = log.shared.space();
+    let (used, limit) = volume.shared.space();
     let charged = allocated.max(whole);
-    log.shared.charge(charged);
+    volume.shared.charge(charged);
     if used.saturating_add(charged) > limit {
         return (len, charged);
     }
-    match log.driver.meta(MetaOp::Allocate { file, offset: 0, len: whole }).await {
+    match volume.driver.meta(MetaOp::Allocate { file, offset: 0, len: whole }).await {
         Ok(_) => (whole, charged),
         Err(_) => (len, charged),
     }
@@ -104,26 +104,26 @@ async fn lengthen(log: &Log, file: FileId, len: u64, allocated: u64) -> (u64, u6
 
 /// The same for a segment that was never sealed and lacks bytes of its length: it will get them when it is written. What a
 /// sealed one lacks was given back, and stays so.
-pub(super) async fn complete(log: &Log, segment: &Segment) {
-    let (whole, allocated) = (log.shared.segment_bytes, segment.book.allocated());
+pub(super) async fn complete(volume: &Volume, segment: &Segment) {
+    let (whole, allocated) = (volume.shared.segment_bytes, segment.book.allocated());
     if allocated >= whole {
         return;
     }
-    let (used, limit) = log.shared.space();
-    log.shared.charge(whole - allocated);
+    let (used, limit) = volume.shared.space();
+    volume.shared.charge(whole - allocated);
     segment.book.set_allocated(whole);
     if used.saturating_add(whole - allocated) <= limit {
         // Without it the segment's writes allocate what they need.
-        let _ = log.driver.meta(MetaOp::Allocate { file: segment.file, offset: 0, len: whole }).await;
+        let _ = volume.driver.meta(MetaOp::Allocate { file: segment.file, offset: 0, len: whole }).await;
     }
 }
 
 /// Charges what a segment's file has got by being sealed: footers may lie where there was a hole.
-pub(super) async fn recount(log: &Log, segment: &Segment) {
+pub(super) async fn recount(volume: &Volume, segment: &Segment) {
     // Unknown, it is counted as before.
-    let Ok((_, allocated)) = log.driver.stat(segment.file).await else { return };
+    let Ok((_, allocated)) = volume.driver.stat(segment.file).await else { return };
     if let Some(more) = allocated.checked_sub(segment.book.allocated()).filter(|more| *more > 0) {
-        log.shared.charge(more);
+        volume.shared.charge(more);
         segment.book.set_allocated(allocated);
     }
 }

@@ -37,6 +37,7 @@ use self::files::SegmentFile;
 use self::scan::Target;
 use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
+use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
 use crate::engine::volume::directory::refused;
 use crate::engine::volume::pages::{CLASS, memory};
@@ -51,6 +52,7 @@ const FOOTERS_AHEAD: usize = 4;
 
 /// The recovery of one shard, under way.
 struct Recovery<'a> {
+    volume: &'a Volume,
     log: &'a Rc<Log>,
     report: RecoveryReport,
     checkpoint: Checkpoint,
@@ -103,8 +105,9 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Vec<(u64, u64)>,
 
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
 pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
-    let found = files::open(log).await?;
-    let checkpoint = checkpoint::read(log, &found.checkpoints).await?;
+    let volume = &*log.volume;
+    let found = files::open(volume).await?;
+    let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
     let report = RecoveryReport {
         strays: found.strays,
         segments: found.segments.len() as u64,
@@ -112,18 +115,19 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
         metadata_bytes: checkpoint.bytes_read,
         ..RecoveryReport::default()
     };
-    log.sequence.set(log.sequence.get().max(checkpoint.next_sequence));
-    log.tombstones.replace(checkpoint.tombstones.clone());
-    let now_ms = log.shared.clock.unix_millis();
-    let mut recovery = Recovery { log, report, checkpoint, batch: Batch::new(&log.shared.index, 0), now_ms };
+    volume.sequence.set(volume.sequence.get().max(checkpoint.next_sequence));
+    volume.tombstones.replace(checkpoint.tombstones.clone());
+    let now_ms = volume.shared.clock.unix_millis();
+    let mut recovery =
+        Recovery { volume, log, report, checkpoint, batch: Batch::new(&volume.shared.index, 0), now_ms };
     recovery.retire(&found.segments);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     recovery.flush()?;
-    log.shared.buried.fetch_add(log.tombstones.borrow().len() as u64, Relaxed);
-    let half_deleted = log.tombstones.borrow().half_deleted();
+    volume.shared.buried.fetch_add(volume.tombstones.borrow().len() as u64, Relaxed);
+    let half_deleted = volume.tombstones.borrow().half_deleted();
     Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
 
@@ -174,7 +178,7 @@ impl Recovery<'_> {
     /// Notes the generations of segments whose files are gone, so that their numbers go on where they were; one that was in use
     /// is lost.
     fn retire(&mut self, files: &[SegmentFile]) {
-        let mut retired = self.log.retired.borrow_mut();
+        let mut retired = self.volume.retired.borrow_mut();
         let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
         for (&number, known) in &self.checkpoint.segments {
             if !there.contains(&number) {
@@ -182,7 +186,7 @@ impl Recovery<'_> {
                 if known.state != SEGMENT_FREE {
                     self.report.miss(number);
                     // Told at each start until the store is repaired: checkpoints go on to say it.
-                    self.log.lost.borrow_mut().insert(number, *known);
+                    self.volume.lost.borrow_mut().insert(number, *known);
                 }
             }
         }
@@ -190,22 +194,22 @@ impl Recovery<'_> {
 
     /// A segment of which nothing is known yet.
     fn segment(&self, file: &SegmentFile, generation: u64) -> Rc<Segment> {
-        let book = self.log.shared.index.records().ledger().open(self.log.shard, file.number);
+        let book = self.volume.shared.index.records().ledger().open(self.volume.shard, file.number);
         book.set_allocated(file.allocated);
         let segment =
             Rc::new(Segment::new((file.number, book), file.file, generation, SegmentState::Suspect));
-        self.log.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
+        self.volume.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
         segment
     }
 
     fn saw(&self, sequence: u64) {
         let sequence = if kvarts_layout::planted!("sequence-not-restored") { 0 } else { sequence };
-        self.log.sequence.set(self.log.sequence.get().max(sequence.saturating_add(1)));
+        self.volume.sequence.set(self.volume.sequence.get().max(sequence.saturating_add(1)));
     }
 
     /// What a segment has no bytes of. Without knowing it, what was evicted would look damaged.
     async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, Reason> {
-        found_holes(self.log.driver.meta(MetaOp::Holes { file, upto: u64::MAX }).await)
+        found_holes(self.volume.driver.meta(MetaOp::Holes { file, upto: u64::MAX }).await)
     }
 
     /// Scans a segment; seals it if it holds anything, frees it if not. One that was sealed has lost what it has no bytes of
@@ -237,7 +241,7 @@ impl Recovery<'_> {
         let was_sealed = was_sealed || scanned.was_sealed;
         if !was_sealed || kvarts_layout::planted!("holes-filled-again") {
             holes.clear();
-            files::complete(self.log, &segment).await;
+            files::complete(self.volume, &segment).await;
         }
         self.saw(scanned.last_sequence);
         let floor = segment.generation.get().max(scanned.generation);
@@ -267,7 +271,7 @@ impl Recovery<'_> {
             Err(reason) => Err(reason),
         };
         if was_sealed {
-            files::recount(self.log, &segment).await;
+            files::recount(self.volume, &segment).await;
         }
         match sealed {
             Ok(()) => self.report.sealed_now += 1,
@@ -286,27 +290,27 @@ impl Recovery<'_> {
         if ends.header_seen != HeaderSeen::Empty || kvarts_layout::planted!("lost-header-not-written") {
             return Ok(());
         }
-        let image = self.log.header_image(segment)?;
-        let mut page = memory(self.log, image.len())?;
+        let image = self.volume.header_image(segment)?;
+        let mut page = memory(self.volume, image.len())?;
         page.copy_in(0, &image);
-        let written = self.log.driver.write(CLASS, segment.file, 0, page, true).await;
+        let written = self.volume.driver.write(CLASS, segment.file, 0, page, true).await;
         written.map_err(Reason::from)
     }
 
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         let blocks = sources.iter().map(Source::blocks_about).sum();
-        self.batch = Batch::new(&self.log.shared.index, blocks);
+        self.batch = Batch::new(&self.volume.shared.index, blocks);
         let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {
             while let Some(source) = sources.get(begun).filter(|_| begun < next + FOOTERS_AHEAD) {
                 if let Listed::Footer(_, trailer) = &source.listed {
-                    let buf = memory(self.log, trailer.footer_bytes as usize)?;
+                    let buf = memory(self.volume, trailer.footer_bytes as usize)?;
                     let file = source.segment.file;
-                    let read = self.log.driver.read_into(CLASS, file, trailer.footer_offset, buf);
+                    let read = self.volume.driver.read_into(CLASS, file, trailer.footer_offset, buf);
                     // Bytes behind the records belong to none, and are mostly one hole that was never written.
-                    let holes = self.log.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
+                    let holes = self.volume.driver.meta(MetaOp::Holes { file, upto: trailer.log_end });
                     ahead.push_back((read, holes));
                 }
                 begun += 1;
@@ -339,7 +343,7 @@ impl Recovery<'_> {
         // Decoded where it lies: there are tens of megabytes of footers for a million blocks.
         let decode = |image: &[u8]| {
             let named = footer::tag_of(image) == Some(trailer.footer_tag);
-            Footer::decode(image, &position, &self.log.shared.secret).ok().filter(|_| named)
+            Footer::decode(image, &position, &self.volume.shared.secret).ok().filter(|_| named)
         };
         match image.and_then(|image| image.digest(0, image.len(), decode)) {
             Some(footer) => {
@@ -353,9 +357,9 @@ impl Recovery<'_> {
                     (trailer.footer_offset, trailer.footer_bytes),
                     trailer.reason,
                 );
-                if segment.is_short(self.log.shared.segment_bytes) {
+                if segment.is_short(self.volume.shared.segment_bytes) {
                     // A crash came before that was done, or an earlier program sealed it.
-                    self.log.give_rest_back(segment, &footer.records).await;
+                    self.log.space.give_rest_back(segment, &footer.records).await;
                 }
                 segment.state.set(SegmentState::Sealed);
                 self.adopt(segment, &footer.records).await

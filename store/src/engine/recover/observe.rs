@@ -11,9 +11,9 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, Unsound};
 
 use super::Recovery;
 use super::files::SegmentFile;
+use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::Checkpoint;
 use crate::engine::volume::pages::{CLASS, memory};
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 
 /// Segments whose ends are read at once.
@@ -43,17 +43,17 @@ pub(super) struct Ends {
 
 /// Reads the ends of all segments.
 pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> Result<Vec<Ends>, Reason> {
-    let log = recovery.log;
-    let last = log.shared.segment_bytes - PAGE_BYTES;
+    let volume = recovery.volume;
+    let last = volume.shared.segment_bytes - PAGE_BYTES;
     let mut all = Vec::with_capacity(files.len());
     for some in files.chunks(AT_ONCE) {
         let mut reads = Vec::with_capacity(some.len());
         for file in some {
             // One piece for both: whichever the device gives, the other is looked at.
-            let pages = memory(log, 2 * PAGE)?.share();
+            let pages = memory(volume, 2 * PAGE)?.share();
             let page = |at| pages.slice(at, PAGE).ok_or(Reason::Bug("a page outside its buffer"));
-            let first = log.driver.read(CLASS, file.file, 0, page(0)?);
-            let last = log.driver.read(CLASS, file.file, last, page(PAGE)?);
+            let first = volume.driver.read(CLASS, file.file, 0, page(0)?);
+            let last = volume.driver.read(CLASS, file.file, last, page(PAGE)?);
             reads.push((pages, first, last));
         }
         for (file, (pages, first, last)) in some.iter().zip(reads) {
@@ -62,7 +62,7 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
             let (first, last) = bytes.split_at(PAGE);
             // What a file has not got, because it could not be given its length, is as empty as what was never written;
             // what the device does not give is damaged: no byte of it proves anything.
-            let beyond = (file.len == 0, file.len <= log.shared.segment_bytes - PAGE_BYTES);
+            let beyond = (file.len == 0, file.len <= volume.shared.segment_bytes - PAGE_BYTES);
             let first = match () {
                 () if beyond.0 => &EMPTY,
                 () if ok.0 && file.len >= PAGE_BYTES => first,
@@ -75,17 +75,17 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
             };
             recovery.report.unreadable_pages += u64::from(!ok.0 && !beyond.0) + u64::from(!ok.1 && !beyond.1);
             recovery.report.metadata_bytes += bytes.len() as u64;
-            all.push(Ends { len: file.len, ..Ends::of(log, file.number, first, last) });
+            all.push(Ends { len: file.len, ..Ends::of(volume, file.number, first, last) });
         }
     }
     Ok(all)
 }
 
 impl Ends {
-    fn of(log: &Log, number: u32, first: &[u8], last: &[u8]) -> Self {
-        let shared = &log.shared;
+    fn of(volume: &Volume, number: u32, first: &[u8], last: &[u8]) -> Self {
+        let shared = &volume.shared;
         let position =
-            Position { store: shared.store, shard: log.shard, segment: number, generation: 0, offset: 0 };
+            Position { store: shared.store, shard: volume.shard, segment: number, generation: 0, offset: 0 };
         let header = SegmentHeader::decode_any_generation(first, &position, &shared.secret);
         let mut header_seen = HeaderSeen::of(&header);
         let header = header.ok().filter(|header| header.segment_bytes == shared.segment_bytes);

@@ -21,12 +21,12 @@ use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, PAGE_BYTES, Position, is_zero};
 
 use super::Recovery;
+use crate::engine::read::Reads;
 use crate::engine::read::decode::Stored;
 use crate::engine::shared::names::Namespace;
 use crate::engine::space::evict::pages::{Holes, Lying, hole_end, touched};
 use crate::engine::volume::pages::Pages;
 use crate::engine::volume::segment::entry;
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::FileId;
 
@@ -99,9 +99,9 @@ struct Walk {
 
 /// Scans a segment, from the start again if a later generation than the one expected is proven.
 pub(super) async fn scan(recovery: &mut Recovery<'_>, target: &Target<'_>) -> Result<Scanned, Reason> {
-    let log = recovery.log;
-    let end = log.shared.segment_bytes - PAGE_BYTES;
-    let mut pages = Pages::new(log, target.file, end.min(target.len));
+    let volume = recovery.volume;
+    let end = volume.shared.segment_bytes - PAGE_BYTES;
+    let mut pages = Pages::new(volume, target.file, end.min(target.len));
     let mut position = target.position;
     let mut walk = walk(recovery, &mut pages, &position, target, end).await?;
     if let Some(ahead) = walk.ahead {
@@ -163,7 +163,7 @@ async fn walk(
             continue;
         }
         let position = segment.at(offset);
-        let secret = &recovery.log.shared.secret;
+        let secret = &recovery.volume.shared.secret;
         let bytes = pages.at(offset, PAGE).await?;
         let page = bytes.get(..PAGE).unwrap_or(bytes);
         let mut seen = if page.is_empty() || is_zero(page) {
@@ -327,7 +327,7 @@ fn define(
     names: &mut BTreeMap<u32, Arc<Namespace>>,
     specs: &mut BTreeSet<[u8; 32]>,
 ) {
-    let known = &recovery.log.shared.names;
+    let known = &recovery.volume.shared.names;
     match body {
         Body::Spec(definition) => {
             // Refused only if it contradicts itself; the records that use it are then undefined.
@@ -358,7 +358,7 @@ async fn verify(
         recovery.report.undefined += 1;
         return Ok(None);
     };
-    let Some((_, layout)) = super::adopt::class_of(&recovery.log.shared, namespace, blocks) else {
+    let Some((_, layout)) = super::adopt::class_of(&recovery.volume.shared, namespace, blocks) else {
         recovery.report.unusable += 1;
         return Ok(None);
     };
@@ -372,7 +372,7 @@ async fn verify(
         return Ok(None);
     }
     let header = pages.at(position.offset, prefix.header_bytes as usize).await?;
-    let Ok(record) = record::open(header, position, &recovery.log.shared.secret) else {
+    let Ok(record) = record::open(header, position, &recovery.volume.shared.secret) else {
         return Ok(Some(false));
     };
     let digests: Vec<u32> = record.digests().collect();
@@ -409,7 +409,7 @@ async fn verify(
         let span = Span { offset: payload + span.offset, ..span };
         let found = match encoding {
             None => digest_of(pages, span).await?,
-            Some(encoding) => decoded_digest(recovery.log, pages, span, (encoding, len)).await?,
+            Some(encoding) => decoded_digest(&recovery.log.space.reads, pages, span, (encoding, len)).await?,
         };
         if found != Some(digest) {
             return Ok(Some(false));
@@ -427,7 +427,7 @@ async fn digest_of(pages: &mut Pages<'_>, span: Span) -> Result<Option<u32>, Rea
 
 /// The digest of the chunk of `len` bytes that is stored there; `None` if it cannot be decoded.
 async fn decoded_digest(
-    log: &Log,
+    reads: &Reads,
     pages: &mut Pages<'_>,
     span: Span,
     (encoding, len): (Encoding, u64),
@@ -436,7 +436,7 @@ async fn decoded_digest(
     if !each_piece(pages, span, |bytes| stored.extend_from_slice(bytes)).await? {
         return Ok(None);
     }
-    Ok(log.reads.decoder.digest(encoding, &stored, len as usize).ok())
+    Ok(reads.decoder.digest(encoding, &stored, len as usize).ok())
 }
 
 /// Shows bytes of a file in order; false if the file ends before.

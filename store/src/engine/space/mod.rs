@@ -6,7 +6,6 @@ pub(crate) mod segment_alloc;
 pub(crate) mod trouble;
 
 use std::cell::{Cell, RefCell};
-use std::ops::Deref;
 use std::rc::Rc;
 
 use self::trouble::Detours;
@@ -17,7 +16,7 @@ use super::volume::segment::Segment;
 
 /// What is known of the space of one shard, and who is at work on it.
 pub(crate) struct Space {
-    volume: Rc<Volume>,
+    pub(crate) volume: Rc<Volume>,
     /// They forget what leaves.
     pub(crate) reads: Rc<Reads>,
     /// Bytes of the budget that files have which could not be made, and not be removed.
@@ -64,7 +63,7 @@ impl Space {
 impl Space {
     /// Waits until no task is getting the next segment. Until the result is dropped, no other task does.
     pub(crate) async fn roll_turn(&self) -> RollTurn<'_> {
-        self.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
+        self.volume.changed.until(|| (!self.rolling.replace(true)).then_some(())).await;
         RollTurn(self)
     }
 
@@ -80,14 +79,6 @@ pub(crate) struct RollTurn<'a>(&'a Space);
 impl Drop for RollTurn<'_> {
     fn drop(&mut self) {
         self.0.rolling.set(false);
-        self.0.changed.wake_all();
-    }
-}
-
-impl Deref for Space {
-    type Target = Rc<Volume>;
-
-    fn deref(&self) -> &Rc<Volume> {
-        &self.volume
+        self.0.volume.changed.wake_all();
     }
 }

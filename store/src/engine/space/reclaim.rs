@@ -30,23 +30,24 @@ impl Space {
     /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest.
     pub(crate) async fn reclaim(&self) -> Result<Made, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
+            .volume
             .segments
             .borrow()
             .values()
-            .filter(|segment| segment.state.get() == SegmentState::Sealed && self.is_unread(segment))
+            .filter(|segment| segment.state.get() == SegmentState::Sealed && self.volume.is_unread(segment))
             .map(Rc::clone)
             .collect();
         sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
-            let Ok(footer) = self.read_footer(&segment).await else { continue };
+            let Ok(footer) = self.volume.read_footer(&segment).await else { continue };
             if self.save_tombstones(&footer).await
-                && self.is_unread(&segment)
+                && self.volume.is_unread(&segment)
                 && self.evict_all(&segment, &footer).await
-                && self.is_unread(&segment)
+                && self.volume.is_unread(&segment)
                 && segment.state.get() == SegmentState::Sealed
                 && segment.book.live() == 0
             {
-                self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
+                self.volume.shared.counters.segments_recycled.fetch_add(1, Relaxed);
                 segment.state.set(SegmentState::Free);
                 if !self.is_hollow(&segment) {
                     return Ok(Made::Segment(segment));
@@ -63,18 +64,18 @@ impl Space {
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is recycled: a record
     /// that it kills may lie in another, and would come back. False if it could not be done.
     pub(crate) async fn save_tombstones(&self, footer: &Footer) -> bool {
-        if !TombstoneSet::are_in(&footer.records, self.floor())
+        if !TombstoneSet::are_in(&footer.records, self.volume.floor())
             || kvarts_layout::planted!("tombstones-recycled")
         {
             return true;
         }
-        let version = self.tombstones.borrow().version();
+        let version = self.volume.tombstones.borrow().version();
         loop {
-            self.checkpoints.settled().await;
-            if self.checkpoints.cover(version) {
+            self.volume.checkpoints.settled().await;
+            if self.volume.checkpoints.cover(version) {
                 return true;
             }
-            match checkpoint::write(self).await {
+            match checkpoint::write(&self.volume).await {
                 Ok(_) | Err(Reason::Busy(_)) => {}
                 Err(_) => return false,
             }
@@ -83,7 +84,7 @@ impl Space {
 
     /// Evicts every block that the segment holds; false, and only some evicted, if one is leased.
     pub(crate) async fn evict_all(&self, segment: &Segment, footer: &Footer) -> bool {
-        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
+        let mut section = Section::begin(&self.volume.shared.work.evictions, &*self.volume.shared.clock);
         for record in &footer.records {
             let Content::Blocks(blocks) = &record.content else { continue };
             for some in blocks.blocks.chunks(BLOCKS_AT_ONCE) {
@@ -98,7 +99,7 @@ impl Space {
 
     /// Evicts some blocks of a record.
     fn evict_named(&self, segment: &Segment, offset: u64, (blocks, some): (&Blocks, &[BlockName])) -> bool {
-        let index = &self.shared.index;
+        let index = &self.volume.shared.index;
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
         for name in some {
             let key = BlockKey(name.key);
@@ -114,10 +115,10 @@ impl Space {
                 Lookup::Absent | Lookup::Pending => continue,
             };
             let Some(record) = index.records().get(at.record) else { continue };
-            let here = self.is_at(segment, offset, &record);
-            let Some(class) = self.shared.classes.get(record.class).filter(|_| here) else { continue };
+            let here = self.volume.is_at(segment, offset, &record);
+            let Some(class) = self.volume.shared.classes.get(record.class).filter(|_| here) else { continue };
             let why = Departure::Evicted;
-            if self.shared.evict(print, at, why, BlockOf { class: &class, key }) == Eviction::Busy {
+            if self.volume.shared.evict(print, at, why, BlockOf { class: &class, key }) == Eviction::Busy {
                 return false;
             }
         }

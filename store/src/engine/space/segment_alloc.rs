@@ -42,7 +42,7 @@ impl Space {
     /// A segment that holds nothing. One task at a time calls it.
     pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
         self.look_for_trouble().await?;
-        while self.shared.must_shrink() {
+        while self.volume.shared.must_shrink() {
             self.give_back_one().await?;
         }
         let mut round = 0;
@@ -69,14 +69,15 @@ impl Space {
     }
 
     async fn spare_of_others(&self) -> bool {
-        self.shared.spare_of_others(self.shard, |at| self.driver.sleep_until(at)).await
+        self.volume.shared.spare_of_others(self.volume.shard, |at| self.volume.driver.sleep_until(at)).await
     }
 
     /// Makes room, by holes for as many rounds as may be, then by emptying a segment.
     async fn make_room_in_round(&self, round: u32) -> Result<Made, Reason> {
         // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
         // its directory: too much of either, and the oldest go.
-        let holes_help = self.tombstones.borrow().len() < TOMBSTONES_MAX && !self.shared.has_too_many_files();
+        let holes_help = self.volume.tombstones.borrow().len() < TOMBSTONES_MAX
+            && !self.volume.shared.has_too_many_files();
         if round < ROUNDS_MAX && holes_help {
             match self.make_room().await {
                 Made::Nothing => {}
@@ -94,10 +95,10 @@ impl Space {
         if self.shrinking.replace(true) {
             return;
         }
-        while self.shared.is_shrinking() && !stopping.get() && self.shared.latched().is_none() {
+        while self.volume.shared.is_shrinking() && !stopping.get() && self.volume.shared.latched().is_none() {
             let turn = self.roll_turn().await;
             // Another task may have given enough back meanwhile.
-            let given = if self.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
+            let given = if self.volume.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
             drop(turn);
             if given.is_err() {
                 rt.sleep_until(rt.clock().now().plus(AGAIN)).await;
@@ -124,13 +125,13 @@ impl Space {
             // Where a checkpoint has no room at all it goes all the same: no other way leads back to the budget. Should
             // power be cut before the next one, a check says that a segment is missing, although no block is lost.
             self.say_free().await;
-            if let Some(reason) = self.shared.latched() {
+            if let Some(reason) = self.volume.shared.latched() {
                 return Err(reason);
             }
             // Whatever was emptied beside it may have taken it along.
-            let here =
-                self.segments.borrow().get(&segment.number).is_some_and(|one| Rc::ptr_eq(one, &segment));
-            if !here || segment.state.get() != SegmentState::Free {
+            let here = self.volume.segments.borrow().get(&segment.number).map(Rc::clone);
+            let is_here = here.is_some_and(|one| Rc::ptr_eq(&one, &segment));
+            if !is_here || segment.state.get() != SegmentState::Free {
                 return Ok(());
             }
         }
@@ -142,8 +143,8 @@ impl Space {
         for _ in 1..REMOVED_TOGETHER {
             let free = |one: &&Rc<Segment>| one.state.get() == SegmentState::Free;
             let emptied: u64 =
-                self.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();
-            if emptied >= self.shared.excess() || self.make_room_in_round(0).await.is_err() {
+                self.volume.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();
+            if emptied >= self.volume.shared.excess() || self.make_room_in_round(0).await.is_err() {
                 return;
             }
         }
@@ -164,7 +165,7 @@ impl Space {
                 },
             };
             let said = segment.may_be_missing() || self.say_free().await;
-            let here = segment.state.get() == SegmentState::Free && self.is_unread(&segment);
+            let here = segment.state.get() == SegmentState::Free && self.volume.is_unread(&segment);
             let bytes = segment.book.allocated();
             if !said || !here || self.remove_segment(&segment).await.is_err() {
                 break;
@@ -175,9 +176,11 @@ impl Space {
     }
 
     fn take_free(&self) -> Option<Rc<Segment>> {
-        let segments = self.segments.borrow();
+        let segments = self.volume.segments.borrow();
         let free = |segment: &&Rc<Segment>| {
-            segment.state.get() == SegmentState::Free && self.is_unread(segment) && !self.is_hollow(segment)
+            segment.state.get() == SegmentState::Free
+                && self.volume.is_unread(segment)
+                && !self.is_hollow(segment)
         };
         segments.values().find(free).map(Rc::clone)
     }
@@ -186,7 +189,7 @@ impl Space {
     /// nothing counts. Nothing is wrong with it: everything that is acknowledged in its next use is rewritten.
     async fn take_failed(&self) -> Option<Rc<Segment>> {
         let mut failed: Vec<_> =
-            self.segments.borrow().values().filter(|one| self.is_usable(one)).map(Rc::clone).collect();
+            self.volume.segments.borrow().values().filter(|one| self.is_usable(one)).map(Rc::clone).collect();
         failed.sort_by_key(|one| (one.misses.get(), !self.is_barren(one)));
         for segment in failed {
             let records = segment.tail.borrow().entries.clone();
@@ -196,7 +199,7 @@ impl Space {
                 && self.is_usable(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.is_usable(&segment)
-                && self.is_unread(&segment)
+                && self.volume.is_unread(&segment)
             {
                 segment.state.set(SegmentState::Free);
                 return Some(segment);
@@ -208,30 +211,30 @@ impl Space {
     /// Makes a segment file: reserved on disk and durable by name before anything is acknowledged in it.
     async fn create_segment(&self) -> Result<Rc<Segment>, Reason> {
         // What an attempt left behind that could not be undone is this one's to use.
-        let bytes = self.shared.segment_bytes;
-        self.shared.give_budget(self.residue.take());
-        self.shared.take_segment_budget()?;
+        let bytes = self.volume.shared.segment_bytes;
+        self.volume.shared.give_budget(self.residue.take());
+        self.volume.shared.take_segment_budget()?;
         let number = self.next_number();
         let mode = OpenMode { write: true, create: true, direct: true };
-        let name = self.file_name(&format::names::segment_name(number));
-        let file = match self.driver.open(name, mode).await {
+        let name = self.volume.file_name(&format::names::segment_name(number));
+        let file = match self.volume.driver.open(name, mode).await {
             Ok(file) => file,
             Err(error) => {
-                self.shared.give_budget(bytes);
+                self.volume.shared.give_budget(bytes);
                 return Err(self.cannot_make(&error));
             }
         };
-        let generation = self.retired.borrow().get(&number).copied().unwrap_or(0);
+        let generation = self.volume.retired.borrow().get(&number).copied().unwrap_or(0);
         match self.reserve(file, generation > 0).await {
             Ok(allocated) => {
                 // More than was asked for where the file system needs blocks of its own to map the pieces.
-                self.shared.charge(allocated - bytes);
-                self.retired.borrow_mut().remove(&number);
-                let book = self.shared.index.records().ledger().open(self.shard, number);
+                self.volume.shared.charge(allocated - bytes);
+                self.volume.retired.borrow_mut().remove(&number);
+                let book = self.volume.shared.index.records().ledger().open(self.volume.shard, number);
                 book.set_allocated(allocated);
                 let segment = Rc::new(Segment::new((number, book), file, generation, SegmentState::Free));
-                segment.first_sequence.set(self.sequence.get());
-                self.segments.borrow_mut().insert(number, Rc::clone(&segment));
+                segment.first_sequence.set(self.volume.sequence.get());
+                self.volume.segments.borrow_mut().insert(number, Rc::clone(&segment));
                 Ok(segment)
             }
             Err(error) => {
@@ -243,39 +246,39 @@ impl Space {
 
     fn next_number(&self) -> u32 {
         // The number of a lost one stays free: in use again, its loss would not be reported any more.
-        let lost = self.lost.borrow();
-        let retired = self.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
+        let lost = self.volume.lost.borrow();
+        let retired = self.volume.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
         let behind = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
-        let last = || behind(self.segments.borrow().last_key_value().map(|(&last, _)| last));
+        let last = || behind(self.volume.segments.borrow().last_key_value().map(|(&last, _)| last));
         retired.unwrap_or_else(|| last().max(behind(lost.last_key_value().map(|(&last, _)| last))))
     }
 
     /// The length of a file whose number `came_again` is durable before anything is written to it: its header will be of
     /// a later generation than the first, and a file that was shorter under such a header would look cut off.
     async fn reserve(&self, file: FileId, came_again: bool) -> Result<u64, IoError> {
-        let bytes = self.shared.segment_bytes;
-        self.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
+        let bytes = self.volume.shared.segment_bytes;
+        self.volume.driver.meta(MetaOp::Allocate { file, offset: 0, len: bytes }).await?;
         if came_again {
-            self.driver.flush(file).await?;
+            self.volume.driver.flush(file).await?;
         }
         if !planted!("directory-not-flushed") {
-            self.driver.meta(MetaOp::SyncDir { name: self.home() }).await?;
+            self.volume.driver.meta(MetaOp::SyncDir { name: self.volume.home() }).await?;
         }
-        let (_, allocated) = self.driver.stat(file).await?;
+        let (_, allocated) = self.volume.driver.stat(file).await?;
         Ok(allocated.max(bytes))
     }
 
     /// Removes what was made of a file: an allocation that failed may have got some of its bytes, and neither they
     /// nor the descriptor may stay behind with every attempt on a full disk.
     async fn undo(&self, file: FileId, number: u32) {
-        let emptied = self.driver.meta(MetaOp::Truncate { file, len: 0 }).await;
-        let _ = self.driver.meta(MetaOp::Close { file }).await;
-        let name = self.file_name(&format::names::segment_name(number));
-        let removed = self.driver.meta(MetaOp::Remove { name }).await;
+        let emptied = self.volume.driver.meta(MetaOp::Truncate { file, len: 0 }).await;
+        let _ = self.volume.driver.meta(MetaOp::Close { file }).await;
+        let name = self.volume.file_name(&format::names::segment_name(number));
+        let removed = self.volume.driver.meta(MetaOp::Remove { name }).await;
         if emptied.is_ok() || removed.is_ok() {
-            self.shared.give_budget(self.shared.segment_bytes);
+            self.volume.shared.give_budget(self.volume.shared.segment_bytes);
         } else {
-            self.residue.set(self.residue.get() + self.shared.segment_bytes);
+            self.residue.set(self.residue.get() + self.volume.shared.segment_bytes);
         }
     }
 
@@ -283,32 +286,32 @@ impl Space {
         match decide(error, Stage::Metadata) {
             Action::RefuseNoSpace => Reason::NoSpace,
             Action::NotNow => fault(error),
-            _ => self.shared.latch(error),
+            _ => self.volume.shared.latch(error),
         }
     }
 
     /// Removes a segment that holds nothing. Where that fails, it stays as it is, and counted.
     pub(crate) async fn remove_segment(&self, segment: &Rc<Segment>) -> Result<(), Reason> {
         let (number, generation) = (segment.number, segment.generation.get());
-        let name = self.file_name(&format::names::segment_name(number));
-        self.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
+        let name = self.volume.file_name(&format::names::segment_name(number));
+        self.volume.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
         // It is not used any more. Until its name is gone durably it counts, and so does what it may bring back.
         segment.state.set(SegmentState::Suspect);
-        let synced = self.driver.meta(MetaOp::SyncDir { name: self.home() }).await;
+        let synced = self.volume.driver.meta(MetaOp::SyncDir { name: self.volume.home() }).await;
         synced.map_err(|error| self.cannot_remove(&error))?;
-        self.segments.borrow_mut().remove(&number);
-        self.retired.borrow_mut().insert(number, generation);
-        let _ = self.driver.meta(MetaOp::Close { file: segment.file }).await;
-        self.shared.index.records().ledger().close(self.shard, number);
+        self.volume.segments.borrow_mut().remove(&number);
+        self.volume.retired.borrow_mut().insert(number, generation);
+        let _ = self.volume.driver.meta(MetaOp::Close { file: segment.file }).await;
+        self.volume.shared.index.records().ledger().close(self.volume.shard, number);
         if !planted!("budget-leaked") {
-            self.shared.give_budget(segment.book.allocated());
+            self.volume.shared.give_budget(segment.book.allocated());
         }
         Ok(())
     }
 
     fn cannot_remove(&self, error: &IoError) -> Reason {
         match decide(error, Stage::Reclaim) {
-            Action::LatchReadOnly => self.shared.latch(error),
+            Action::LatchReadOnly => self.volume.shared.latch(error),
             _ => Reason::NoSpace,
         }
     }
@@ -324,14 +327,14 @@ impl Space {
         segment.state.get() == SegmentState::Suspect
             && (well || (self.is_barren(segment) && !planted!("barren-segments-stay")))
             && segment.misses.get() < MISSES_MAX
-            && self.is_unread(segment)
+            && self.volume.is_unread(segment)
             && segment.is_quiet()
     }
 
     /// Whether no sealed segment is older.
     fn is_oldest(&self, segment: &Segment) -> bool {
         let first = segment.first_sequence.get();
-        let segments = self.segments.borrow();
+        let segments = self.volume.segments.borrow();
         let mut sealed = segments.values().filter(|one| one.state.get() == SegmentState::Sealed);
         sealed.all(|one| one.first_sequence.get() > first)
     }

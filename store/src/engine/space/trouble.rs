@@ -44,24 +44,24 @@ impl Space {
         let failed = self.trouble.borrow().as_ref().map(Rc::clone);
         let failed = failed.filter(|_| !kvarts_layout::planted!("device-not-asked"));
         let is_here = |one: &Rc<Segment>| {
-            self.segments.borrow().get(&one.number).is_some_and(|here| Rc::ptr_eq(here, one))
+            self.volume.segments.borrow().get(&one.number).is_some_and(|here| Rc::ptr_eq(here, one))
         };
         let still = |one: &Rc<Segment>| one.state.get() == SegmentState::Suspect && is_here(one);
         if let Some(failed) = failed.filter(still)
             && let Err(error) = self.ask(&failed).await
         {
             let reason = match decide(&error, Stage::PutData) {
-                Action::LatchReadOnly => self.shared.latch(&error),
+                Action::LatchReadOnly => self.volume.shared.latch(&error),
                 _ => fault(&error),
             };
             // What passes is not the disk's.
             if matches!(reason, Reason::Media(_)) {
-                self.shared.set_failing(self.shard, Some(&error));
+                self.volume.shared.set_failing(self.volume.shard, Some(&error));
             }
             return Err(reason);
         }
         self.trouble.take();
-        self.shared.set_failing(self.shard, None);
+        self.volume.shared.set_failing(self.volume.shard, None);
         Ok(())
     }
 
@@ -81,7 +81,7 @@ impl Space {
 
     async fn ask(&self, failed: &Segment) -> Result<(), IoError> {
         let Err(error) = well(self.ask_there(failed).await) else { return Ok(()) };
-        let (detours, now) = (self.detours.get(), self.shared.clock.now());
+        let (detours, now) = (self.detours.get(), self.volume.shared.clock.now());
         let of_the_place = decide(&error, Stage::PutData) == Action::SealSuspect;
         if !of_the_place || !detours.may_go_on(now) {
             return Err(error);
@@ -96,14 +96,14 @@ impl Space {
         // A recycled segment whose header never came has a sound footer, and what that lists may count after a crash:
         // only the header that was to come may be written.
         if failed.may_come_back().is_some() {
-            let Ok(image) = self.header_image(failed) else { return Ok(()) };
-            let mut page = self.stage(PAGE).await?;
+            let Ok(image) = self.volume.header_image(failed) else { return Ok(()) };
+            let mut page = self.volume.stage(PAGE).await?;
             page.copy_in(0, &image);
-            return self.driver.write(Class::Put, failed.file, 0, page, true).await;
+            return self.volume.driver.write(Class::Put, failed.file, 0, page, true).await;
         }
         let at = failed.tail.borrow().next;
         // The footer that it would have had leaves more than that.
-        let fits = at + 2 * PAGE_BYTES <= self.shared.segment_bytes;
+        let fits = at + 2 * PAGE_BYTES <= self.volume.shared.segment_bytes;
         if fits { self.write_zeros(failed.file, at).await } else { Ok(()) }
     }
 
@@ -111,7 +111,7 @@ impl Space {
     async fn ask_elsewhere(&self, error: IoError) -> Result<(), IoError> {
         // It is on the disk for a moment, like what is asked for holes, and under the same name.
         let _turn = self.probing.take().await;
-        if self.shared.take_checkpoint_budget(PAGE_BYTES).is_err() {
+        if self.volume.shared.take_checkpoint_budget(PAGE_BYTES).is_err() {
             return Err(error);
         }
         let asked = match self.open_probe().await {
@@ -122,14 +122,14 @@ impl Space {
             }
             wrong => wrong.map(drop),
         };
-        self.shared.give_checkpoint_budget(PAGE_BYTES);
+        self.volume.shared.give_checkpoint_budget(PAGE_BYTES);
         well(asked)
     }
 
     async fn write_zeros(&self, file: FileId, at: u64) -> Result<(), IoError> {
-        let Some(page) = self.shared.zeros(PAGE_BYTES) else { return Ok(()) };
-        self.driver.write(Class::Put, file, at, page, false).await?;
-        self.driver.flush(file).await
+        let Some(page) = self.volume.shared.zeros(PAGE_BYTES) else { return Ok(()) };
+        self.volume.driver.write(Class::Put, file, at, page, false).await?;
+        self.volume.driver.flush(file).await
     }
 }
 

@@ -31,8 +31,7 @@ use crate::rt::LocalTask;
 /// Runs a task of a shard beside what else its executor does.
 pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;
 
-/// The files of one shard, and the way to them. What reads, makes room and writes stands on it, and reaches it as if it
-/// were its own.
+/// The files of one shard, and the way to them. What reads, makes room and writes stands on it.
 pub(crate) struct Volume {
     pub(crate) shard: u32,
     pub(crate) dir: DirId,

@@ -17,6 +17,15 @@ type Scope = (Option<u32>, Option<u64>);
 /// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
 type Keys = BTreeMap<(BlockKey, Scope), u64>;
 
+/// Deletes as a checkpoint has them.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Listed {
+    /// The namespaces of the tombstones under short ids.
+    pub(crate) names: Vec<Defined>,
+    pub(crate) tombstones: Vec<Tombstone>,
+    pub(crate) epochs: Vec<Epoch>,
+}
+
 /// Deletes that recovery must not forget.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TombstoneSet {
@@ -134,7 +143,7 @@ impl TombstoneSet {
 
     /// Everything, as a checkpoint has it: the namespaces of the tombstones under short ids, the tombstones, the
     /// epochs.
-    pub(crate) fn listed(&self) -> (Vec<Defined>, Vec<Tombstone>, Vec<Epoch>) {
+    pub(crate) fn listed(&self) -> Listed {
         let mut names = Vec::<Defined>::new();
         let mut tombstones = Vec::new();
         for (local, (namespace, keys)) in (0u32..).zip(&self.blocks) {
@@ -144,7 +153,7 @@ impl TombstoneSet {
             }
         }
         let epoch = |(namespace, &below): (&NamespaceId, &u64)| Epoch { below, namespace: namespace.0 };
-        (names, tombstones, self.namespaces.iter().map(epoch).collect())
+        Listed { names, tombstones, epochs: self.namespaces.iter().map(epoch).collect() }
     }
 }
 
@@ -191,7 +200,7 @@ mod tests {
             dead.bury(HERE, &mark.tombstone(0, below));
             assert_eq!(dead.half_deleted(), expected);
             let mut again = TombstoneSet::default();
-            dead.listed().1.iter().for_each(|tombstone| again.bury(HERE, tombstone));
+            dead.listed().tombstones.iter().for_each(|tombstone| again.bury(HERE, tombstone));
             assert_eq!(again.half_deleted(), expected, "a checkpoint says it too");
         };
         note(Mark::Begun, 10, &[HERE]);
@@ -211,7 +220,7 @@ mod tests {
         dead.bury(HERE, &tombstone(1, (None, None), 11));
         dead.bury(HERE, &tombstone(2, (Some(1), None), 12));
         dead.bury_all(&Epoch { below: 5, namespace: other.0 });
-        let (names, tombstones, epochs) = dead.listed();
+        let Listed { names, tombstones, epochs } = dead.listed();
         let mut again = TombstoneSet::default();
         for tombstone in &tombstones {
             again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);

@@ -32,6 +32,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::notify::before;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
+use crate::engine::volume::Volume;
 use crate::error::{Error, Reason};
 use crate::events::Cause;
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
@@ -404,43 +405,45 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
         log.writes.settled().await;
     }
     let whole = matches!(job.dead, Dead::Namespace);
-    if !whole && !log.shared.names.is_current(&job.namespace) {
+    if !whole && !log.volume.shared.names.is_current(&job.namespace) {
         // What is put in it afterwards would be below this delete's sequence, and must not be.
         return Err(Reason::Busy("the namespace was deleted meanwhile"));
     }
     if let Dead::Blocks { keys, columns, .. } = &job.dead {
-        if matches!(columns, Columns::All(known) if log.shared.classes.columns(&job.namespace) != *known) {
+        if matches!(columns, Columns::All(known) if log.volume.shared.classes.columns(&job.namespace) != *known)
+        {
             // A put of a column that was not known may have its place below, and its names are not claimed.
             return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
         }
-        if !has_room(log, &job.namespace, keys.len()) {
+        if !has_room(&log.volume, &job.namespace, keys.len()) {
             let why = "too many deletes of the tenant are remembered until segments are recycled: \
                        delete the namespace, or";
             return Err(Reason::Busy(why));
         }
     }
-    for body in job.bodies(log.sequence.get()) {
+    for body in job.bodies(log.volume.sequence.get()) {
         write_one(log, job, body).await?;
     }
     if whole {
         job.epoch_is_durable();
         // One shard does it for all.
-        if log.shard == 0 {
-            let blocks = forget(&log.shared, &job.namespace).await;
+        if log.volume.shard == 0 {
+            let blocks = forget(&log.volume.shared, &job.namespace).await;
             job.lock().blocks = blocks;
         }
         job.epochs_are_durable().await?;
-        write_one(log, job, job.mark(Mark::Ended, log.sequence.get())).await?;
+        write_one(log, job, job.mark(Mark::Ended, log.volume.sequence.get())).await?;
     }
     Ok(())
 }
 
 /// Whether a shard can remember `more` more deletes of a namespace.
-fn has_room(log: &Log, namespace: &Namespace, more: usize) -> bool {
-    let dead = log.tombstones.borrow();
-    let is_own = |id: &NamespaceId| log.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
+fn has_room(volume: &Volume, namespace: &Namespace, more: usize) -> bool {
+    let dead = volume.tombstones.borrow();
+    let is_own =
+        |id: &NamespaceId| volume.shared.names.get(*id).is_some_and(|one| one.salt == namespace.salt);
     let own = dead.by_namespace().filter(|(id, _)| is_own(id)).map(|(_, count)| count).sum();
-    fits(remembered(log.shared.shards), dead.len(), own, more)
+    fits(remembered(volume.shared.shards), dead.len(), own, more)
 }
 
 /// Tombstones that one of `shards` shards remembers.
@@ -464,7 +467,7 @@ fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
 /// Writes one record of a delete, durably.
 async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
     // From here on also checkpoints say it. Of a delete that fails nothing has been reported.
-    log.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
+    log.volume.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
     let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
     let draft = Draft { namespace, body, digests: &[], payload: None };
     let written = log.append(Class::Put, &draft).await?;

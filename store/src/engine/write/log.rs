@@ -8,7 +8,6 @@
 //! no footer. Each record proves itself (header tag, payload digests), so recovery adopts the whole ones.
 
 use std::cell::{Cell, OnceCell, RefCell};
-use std::ops::Deref;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -20,6 +19,7 @@ use super::place::Image;
 use crate::api::StepGate;
 use crate::engine::space::Space;
 use crate::engine::tasks::write_barrier::WriteBarrier;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, fault};
 use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
@@ -38,6 +38,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// The log of one shard: where records are appended, and segments rolled and sealed.
 pub(crate) struct Log {
+    pub(crate) volume: Rc<Volume>,
     /// Where its segments come from.
     pub(crate) space: Rc<Space>,
     pub(crate) open: RefCell<Option<Rc<Segment>>>,
@@ -59,8 +60,9 @@ pub(crate) struct Log {
 
 impl Log {
     /// The log of a shard, without an open segment.
-    pub(crate) fn new(space: Rc<Space>) -> Self {
+    pub(crate) fn new(volume: Rc<Volume>, space: Rc<Space>) -> Self {
         Self {
+            volume,
             space,
             open: RefCell::default(),
             layered: RefCell::default(),
@@ -93,7 +95,7 @@ impl Log {
             self.give_up(&segment, &error);
             segment.wrote(offset);
             match decide(&error, Stage::PutData) {
-                Action::LatchReadOnly => return Err(self.shared.latch(&error)),
+                Action::LatchReadOnly => return Err(self.volume.shared.latch(&error)),
                 Action::SealSuspect if again => again = false,
                 _ => return Err(fault(&error)),
             }
@@ -105,17 +107,17 @@ impl Log {
     pub(crate) fn give_up(&self, segment: &Rc<Segment>, error: &IoError) {
         segment.break_off(fault(error));
         self.abandon(segment);
-        self.note_trouble(segment);
+        self.space.note_trouble(segment);
     }
 
     /// Makes a written record durable.
     pub(crate) async fn make_durable(&self, written: &Written) -> Result<(), Reason> {
-        let flushed = written.segment.durable(&self.driver, written.end).await;
+        let flushed = written.segment.durable(&self.volume.driver, written.end).await;
         if flushed.is_err() {
             self.abandon(&written.segment);
-            self.note_trouble(&written.segment);
+            self.space.note_trouble(&written.segment);
         } else {
-            self.wrote_well();
+            self.space.wrote_well();
         }
         flushed
     }
@@ -139,7 +141,7 @@ impl Log {
         let payload = draft.payload.as_ref().filter(|_| with_payload).map_or(0, Payload::image_bytes);
         let (mut fresh, mut memory) = (false, None::<BufMut>);
         loop {
-            if let Some(reason) = self.shared.latched() {
+            if let Some(reason) = self.volume.shared.latched() {
                 return Err(reason);
             }
             let open = self.open.borrow().as_ref().map(Rc::clone);
@@ -148,14 +150,14 @@ impl Log {
                     let bytes = sheet.headers.len() + payload as usize;
                     let staging = match memory.take().and_then(|memory| memory.first(bytes)) {
                         Some(staging) => Some(staging),
-                        None => self.arena.try_take(bytes),
+                        None => self.volume.arena.try_take(bytes),
                     };
                     if let Some(staging) = staging {
                         return Ok((self.take_place(segment, draft, sheet), staging));
                     }
                     // Whatever the segment is by then.
                     let no_memory = |_| Reason::Busy("there is no memory to write from");
-                    (memory, fresh) = (Some(self.stage(bytes).await.map_err(no_memory)?), false);
+                    (memory, fresh) = (Some(self.volume.stage(bytes).await.map_err(no_memory)?), false);
                     continue;
                 }
                 if fresh {
@@ -184,7 +186,7 @@ impl Log {
                 Err(error) if decide(&error, Stage::PutData) == Action::NotNow => {}
                 done => return done,
             }
-            self.driver.pause(pause).await;
+            self.volume.driver.pause(pause).await;
             pause *= 4;
             pieces = draft.payload.as_ref().filter(|_| lies).and_then(|payload| self.vectored(payload));
             if lies && pieces.is_none() {
@@ -206,19 +208,19 @@ impl Log {
             Some(mut pieces) => {
                 // Two operations, because one over both memories could not use what is registered of either.
                 let at = image.offset + image.headers.len() as u64;
-                let header = self.driver.write(class, file, image.offset, staging, false);
+                let header = self.volume.driver.write(class, file, image.offset, staging, false);
                 let payload = match (pieces.len(), pieces.pop()) {
-                    (1, Some(only)) => self.driver.write(class, file, at, only, false),
+                    (1, Some(only)) => self.volume.driver.write(class, file, at, only, false),
                     (_, last) => {
                         pieces.extend(last);
-                        self.driver.write_v(class, file, at, pieces, false)
+                        self.volume.driver.write_v(class, file, at, pieces, false)
                     }
                 };
                 // Both must have ended before the place may be called written, or given up.
                 let (header, payload) = (header.await, payload.await);
                 header.and(payload)?;
             }
-            None => self.driver.write(class, file, image.offset, staging, false).await?,
+            None => self.volume.driver.write(class, file, image.offset, staging, false).await?,
         }
         Ok(())
     }
@@ -240,7 +242,7 @@ impl Log {
         }
         plan.map(|piece| match piece.source {
             WriteSource::Memory(address) => from.slice(address, piece.len).map(Buf::from),
-            WriteSource::Zeros => self.shared.zeros(piece.len),
+            WriteSource::Zeros => self.volume.shared.zeros(piece.len),
         })
         .collect()
     }
@@ -248,8 +250,8 @@ impl Log {
     /// Replaces the open segment `full` by another; true if one was opened by this call. One task does it; the
     /// others wait and look again.
     async fn roll(self: &Rc<Self>, full: Option<Rc<Segment>>) -> Result<bool, Reason> {
-        if self.rolling.get() {
-            self.changed.until(|| (!self.rolling.get()).then_some(())).await;
+        if self.space.rolling.get() {
+            self.volume.changed.until(|| (!self.space.rolling.get()).then_some(())).await;
             return Ok(false);
         }
         let same = match (&*self.open.borrow(), &full) {
@@ -260,7 +262,7 @@ impl Log {
         if !same {
             return Ok(false);
         }
-        self.rolling.set(true);
+        self.space.rolling.set(true);
         let mut opened = self.open_next().await;
         if let Some(full) = full
             && matches!(opened, Ok(()) | Err(Reason::NoSpace))
@@ -269,23 +271,23 @@ impl Log {
             self.seal_in_background(full);
             if opened.is_err() {
                 // It may be all that the shard has: sealed, it can be emptied like any other.
-                self.changed.until(|| (self.sealing.get() == 0).then_some(())).await;
+                self.volume.changed.until(|| (self.sealing.get() == 0).then_some(())).await;
                 opened = self.open_next().await;
             }
         }
-        self.rolling.set(false);
-        self.changed.wake_all();
+        self.space.rolling.set(false);
+        self.volume.changed.wake_all();
         opened.map(|()| true)
     }
 
     /// Opens a segment that holds nothing.
     async fn open_next(self: &Rc<Self>) -> Result<(), Reason> {
-        let parked = self.parked.borrow_mut().pop();
+        let parked = self.space.parked.borrow_mut().pop();
         let next = match parked {
             Some(segment) => segment,
             None => self.begin_segment().await?,
         };
-        next.first_sequence.set(self.sequence.get());
+        next.first_sequence.set(self.volume.sequence.get());
         *self.open.borrow_mut() = Some(next);
         Ok(())
     }
@@ -303,19 +305,19 @@ impl Log {
     /// recycled one has a sound footer of what it held: its header is durable first, or a crash could leave that
     /// footer in force over records that are overwritten. One task at a time calls it.
     pub(crate) async fn begin_segment(self: &Rc<Self>) -> Result<Rc<Segment>, Reason> {
-        let segment = self.next_segment().await?;
+        let segment = self.space.next_segment().await?;
         // Before it is begun: without memory for its header it stays as it is.
-        let mut staging = self.stage(PAGE).await.map_err(|error| fault(&error))?;
-        segment.begin(self.sequence.get());
-        segment.note_cold(self.shared.ages.steps() as i64);
-        self.reads.headers.forget_segment(segment.number);
+        let mut staging = self.volume.stage(PAGE).await.map_err(|error| fault(&error))?;
+        segment.begin(self.volume.sequence.get());
+        segment.note_cold(self.volume.shared.ages.steps() as i64);
+        self.space.reads.headers.forget_segment(segment.number);
         // Begun, it is no spare one any more. What is moved is appended, so it must not be waited for here.
         if let Some(begun) = self.begun.get() {
             begun(segment.number);
         }
-        staging.copy_in(0, &self.header_image(&segment)?);
+        staging.copy_in(0, &self.volume.header_image(&segment)?);
         if segment.generation.get() > 1 && !kvarts_layout::planted!("recycled-header-late") {
-            let written = self.driver.write(Class::Put, segment.file, 0, staging, true).await;
+            let written = self.volume.driver.write(Class::Put, segment.file, 0, staging, true).await;
             segment.wrote(0);
             return match written {
                 Ok(()) => {
@@ -326,15 +328,15 @@ impl Log {
                     segment.misses.set(segment.misses.get() + 1);
                     self.give_up(&segment, &error);
                     match decide(&error, Stage::PutFlush) {
-                        Action::LatchReadOnly => Err(self.shared.latch(&error)),
+                        Action::LatchReadOnly => Err(self.volume.shared.latch(&error)),
                         _ => Err(fault(&error)),
                     }
                 }
             };
         }
         let (log, writing) = (Rc::clone(self), Rc::clone(&segment));
-        self.spawn(Box::pin(async move {
-            if let Err(error) = log.driver.write(Class::Put, writing.file, 0, staging, false).await {
+        self.volume.spawn(Box::pin(async move {
+            if let Err(error) = log.volume.driver.write(Class::Put, writing.file, 0, staging, false).await {
                 log.give_up(&writing, &error);
             }
             writing.wrote(0);
@@ -346,7 +348,7 @@ impl Log {
     pub(crate) async fn finish(self: &Rc<Self>) {
         self.closing.set(true);
         self.layered.borrow().iter().for_each(StepGate::nudge);
-        self.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
+        self.volume.changed.until(|| self.layered.borrow().is_empty().then_some(())).await;
         self.settled().await;
         let open = self.open.borrow_mut().take();
         if let Some(segment) = open {
@@ -357,8 +359,8 @@ impl Log {
 
     /// Completes when no segment is being sealed, and none thinned out.
     pub(crate) async fn settled(&self) {
-        let quiet = || self.sealing.get() == 0 && !self.rolling.get() && !self.thinning.get();
-        self.changed.until(|| quiet().then_some(())).await;
+        let quiet = || self.sealing.get() == 0 && !self.space.rolling.get() && !self.thinning.get();
+        self.volume.changed.until(|| quiet().then_some(())).await;
     }
 
     /// The segment that records are being appended to.
@@ -368,17 +370,9 @@ impl Log {
     }
 }
 
-impl Deref for Log {
-    type Target = Rc<Space>;
-
-    fn deref(&self) -> &Rc<Space> {
-        &self.space
-    }
-}
-
 impl std::fmt::Debug for Log {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Log({:?})", **self.space)
+        write!(f, "Log({:?})", self.volume)
     }
 }
 

@@ -74,15 +74,15 @@ impl Log {
         }
         let records = record_bytes(&entries);
         segment.book.append(len, records);
-        self.shared.admission.spend(len);
+        self.volume.shared.admission.spend(len);
         if matches!(draft.payload, Some(Payload::Placed { .. } | Payload::There(_))) {
             self.put_bytes.set(self.put_bytes.get() + records);
-            self.shared.wrote(records);
+            self.volume.shared.wrote(records);
         }
         tail.entries.append(&mut entries);
         let given = tail.give_out(len);
         debug_assert_eq!(given, start);
-        self.sequence.set(sheet.next_sequence);
+        self.volume.sequence.set(sheet.next_sequence);
         let segment = Rc::clone(segment);
         let end = start + len;
         let _hold = Rc::new(Hold::new(&segment));
@@ -101,7 +101,7 @@ impl Log {
     ) -> Result<Sheet, Reason> {
         let mut headers = Vec::new();
         let mut entries = Vec::new();
-        let mut sequence = self.sequence.get();
+        let mut sequence = self.volume.sequence.get();
         if let Some(namespace) = draft.namespace.filter(|_| define) {
             let tail = segment.tail.borrow();
             let [spec, identity] = namespace.definitions();
@@ -142,7 +142,8 @@ impl Log {
     ) -> Result<Vec<u8>, Reason> {
         let durable_upto = segment.tail.borrow().durable_upto;
         let fields = Fields { sequence, durable_upto, payload_bytes };
-        Ok(record::encode(&self.position(segment, offset), &self.shared.secret, &fields, body, digests)?)
+        let (position, secret) = (self.volume.position(segment, offset), &self.volume.shared.secret);
+        Ok(record::encode(&position, secret, &fields, body, digests)?)
     }
 
     /// Whether `len` more bytes leave room for the footer and the trailer.
@@ -150,7 +151,7 @@ impl Log {
         let tail = segment.tail.borrow();
         let footer = page_align(tail.footer_bytes + footer_bytes + PAGE_BYTES).unwrap_or(u64::MAX);
         let end = tail.next.saturating_add(len).saturating_add(footer).saturating_add(PAGE_BYTES);
-        end <= self.shared.segment_bytes
+        end <= self.volume.shared.segment_bytes
             && tail.footer_bytes + footer_bytes + PAGE_BYTES <= format::MAX_FOOTER_BYTES as u64
             && segment.state.get() == SegmentState::Open
     }
@@ -165,7 +166,7 @@ impl Log {
         if !tail.defined.contains(&(true, spec.local)) || !tail.defined.contains(&(false, identity.local)) {
             return None;
         }
-        let bytes = self.shared.segment_bytes.saturating_sub(tail.next + PAGE_BYTES);
+        let bytes = self.volume.shared.segment_bytes.saturating_sub(tail.next + PAGE_BYTES);
         Some(Room { bytes, footer_bytes: tail.footer_bytes })
     }
 

@@ -452,10 +452,10 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
     let PutPart { job, work, tell } = part;
     match work {
         PutWork::Settle { places, segment, end } => {
-            let found = log.segments.borrow().get(&segment).map(Rc::clone);
+            let found = log.volume.segments.borrow().get(&segment).map(Rc::clone);
             let mut settling = pin!(async {
                 match found {
-                    Some(segment) => segment.settle(&log.driver, end).await,
+                    Some(segment) => segment.settle(&log.volume.driver, end).await,
                     None => Ok(()),
                 }
             });
@@ -473,11 +473,11 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
         }
         PutWork::Write { run, digests, share } => {
             let paid = match job.stopped().filter(|_| share.is_owed()) {
-                None => before(pin!(share.paid(&log.shared)), deadline.as_mut()).await,
+                None => before(pin!(share.paid(&log.volume.shared)), deadline.as_mut()).await,
                 stopped => stopped.map(Err),
             };
             if let Some(router) = tell {
-                router.tell_evicted(&log.shared);
+                router.tell_evicted(&log.volume.shared);
             }
             let promise = match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
                 Ok(promise) => promise,

@@ -17,13 +17,13 @@ impl Log {
         segment.state.set(SegmentState::Sealing);
         self.sealing.set(self.sealing.get() + 1);
         let log = Rc::clone(self);
-        self.spawn(Box::pin(async move {
+        self.volume.spawn(Box::pin(async move {
             // A segment that could not be sealed is scanned by recovery: nothing is lost by it.
             if let Err(reason) = log.seal(&segment, SealReason::Normal).await {
                 segment.break_off(reason);
             }
             log.sealing.set(log.sealing.get() - 1);
-            log.changed.wake_all();
+            log.volume.changed.wake_all();
         }));
     }
 
@@ -32,29 +32,30 @@ impl Log {
         segment.quiet().await;
         let end = segment.tail.borrow().next;
         if !kvarts_layout::planted!("seal-before-flush") {
-            segment.durable(&self.driver, end).await?;
+            segment.durable(&self.volume.driver, end).await?;
         }
         // Listed in memory until the footer can be read.
         let listed = Footer { records: segment.tail.borrow().entries.clone() };
         let (footer, trailer) = self.seal_images(segment, &listed, end, reason)?;
-        let footer_at = (self.shared.segment_bytes - PAGE_BYTES - footer.len() as u64, footer.len() as u32);
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
-        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
-        let mut images = [(trailer_at - footer.len() as u64, footer), (trailer_at, trailer)];
+        let trailer_at = self.volume.shared.segment_bytes - PAGE_BYTES;
+        let footer_at = (trailer_at - footer.len() as u64, footer.len() as u32);
+        let mut images = [(footer_at.0, footer), (trailer_at, trailer)];
         if kvarts_layout::planted!("trailer-before-footer") {
             images.reverse();
         }
         for (at, image) in images {
             let fault = |error: IoError| fault(&error);
-            let mut staging = self.stage(image.len()).await.map_err(fault)?;
+            let mut staging = self.volume.stage(image.len()).await.map_err(fault)?;
             staging.copy_in(0, &image);
-            self.driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
+            let driver = &self.volume.driver;
+            driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
         segment.tail.borrow_mut().entries = Vec::new();
         segment.sealed_at(end, footer_at, reason);
         // One that is full lacks less than a record: it keeps that, and is recycled as it is.
         if self.closing.get() || reason == SealReason::Recovery {
-            self.give_rest_back(segment, &listed.records).await;
+            self.space.give_rest_back(segment, &listed.records).await;
         }
         segment.state.set(SegmentState::Sealed);
         Ok(())
@@ -69,12 +70,12 @@ impl Log {
         reason: SealReason,
     ) -> Result<(Vec<u8>, Vec<u8>), Reason> {
         let bug = |_| Reason::Bug("a footer that cannot be encoded");
-        let secret = &self.shared.secret;
-        let trailer_at = self.shared.segment_bytes - PAGE_BYTES;
+        let secret = &self.volume.shared.secret;
+        let trailer_at = self.volume.shared.segment_bytes - PAGE_BYTES;
         // The footer ends where the trailer begins, so its length must be known before its position.
-        let probe = footer.encode(&self.position(segment, trailer_at), secret).map_err(bug)?;
+        let probe = footer.encode(&self.volume.position(segment, trailer_at), secret).map_err(bug)?;
         let footer_offset = trailer_at - probe.len() as u64;
-        let image = footer.encode(&self.position(segment, footer_offset), secret).map_err(bug)?;
+        let image = footer.encode(&self.volume.position(segment, footer_offset), secret).map_err(bug)?;
         let footer_bytes = u32::try_from(image.len()).map_err(|_| Reason::Bug("a footer of 4 GiB"))?;
         let sequence =
             |entry: Option<&Entry>| entry.map_or(segment.first_sequence.get(), |entry| entry.sequence);
@@ -88,7 +89,7 @@ impl Log {
             log_end,
             reason,
         };
-        let position = trailer::position(&self.position(segment, 0), self.shared.segment_bytes);
+        let position = trailer::position(&self.volume.position(segment, 0), self.volume.shared.segment_bytes);
         let trailer = trailer.encode(&position, secret).map_err(bug)?;
         Ok((image, trailer))
     }

@@ -120,23 +120,11 @@ impl StoreTiles {
         let Self { store, request, subject, origins } = self;
         request::check_in_time(&store.0.shared, request.deadline)?;
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;
-        let (keys, prints) = (request.keys.get(blocks.clone()), subject.prints.get(blocks));
-        let (keys, prints) = keys.zip(prints).ok_or(Reason::OutOfBounds)?;
+        let prints = subject.prints.get(blocks).ok_or(Reason::OutOfBounds)?;
         into.places().check(&subject.shape, tile.layers.clone())?;
-        let request = ReadRequest {
-            namespace: request.namespace,
-            group: request.group,
-            coordinate: request.coordinate,
-            keys: keys.to_vec(),
-            layers: Some(tile.layers.clone()),
-            order: request.order,
-            into,
-            verify: request.verify,
-            class: subject.class,
-            deadline: request.deadline,
-        };
+        let request = ReadRequest { class: subject.class, ..request.tile(tile, into)? };
         let expected = match kvarts_layout::planted!("tile-with-its-own-origins") {
-            true => Expected { origins: Origins::any(keys.len()), first: 0 },
+            true => Expected { origins: Origins::any(prints.len()), first: 0 },
             false => Expected { origins: Arc::clone(origins), first: tile.blocks.start },
         };
         let (sink, stream) = read_channel();

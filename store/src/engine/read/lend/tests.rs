@@ -95,17 +95,17 @@ fn expected(numbers: Range<u64>) -> BTreeMap<u32, Vec<u8>> {
 fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (number, _) = world.at("a", 0).unwrap();
         let (lent, held) = lent(&world, 0..6).await;
-        let segment = Rc::clone(&world.shard.segments.borrow()[&number]);
+        let segment = Rc::clone(&world.shard.volume.segments.borrow()[&number]);
         let is = |readers| segment.readers.get() == readers && segment.state.get() == SegmentState::Sealed;
         assert!(is(1));
         // Everything in it is gone, and somebody wants the space: by holes, by emptying, by removing.
         evict(&world, &ALL);
-        assert!(!matches!(world.shard.make_room().await, Made::Segment(_)));
-        assert_eq!(world.shard.reclaim().await.unwrap_err(), Reason::NoSpace);
-        assert!(world.shard.give_back_one().await.is_err());
+        assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
+        assert_eq!(world.shard.space.reclaim().await.unwrap_err(), Reason::NoSpace);
+        assert!(world.shard.space.give_back_one().await.is_err());
         assert!(is(1) && !segment.is_holed());
         assert_eq!(chunks_of(&lent), expected(0..6));
         let mut returned = pin!(held.until_given_back());
@@ -114,7 +114,9 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
         drop(lent);
         returned.await;
         assert!(is(0));
-        let Made::Segment(empty) = world.shard.make_room().await else { panic!("nobody holds it any more") };
+        let Made::Segment(empty) = world.shard.space.make_room().await else {
+            panic!("nobody holds it any more")
+        };
         assert_eq!(empty.number, number);
     });
 }
@@ -123,21 +125,21 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
 fn pages_of_what_was_lent_are_not_punched_until_it_is_returned() {
     let place = Place { no_holes: false, ..two_records() };
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (number, _) = world.at("a", 0).unwrap();
-        let segment = Rc::clone(&world.shard.segments.borrow()[&number]);
+        let segment = Rc::clone(&world.shard.volume.segments.borrow()[&number]);
         let (lent, held) = lent(&world, 0..6).await;
         // One block is leased, so the segment is not emptied as a whole.
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
         world.shared.index.match_and_lease(&[print(&world, 0)], terms, now, |_| 1, &mut found).unwrap();
         evict(&world, &ALL[1..]);
-        assert!(matches!(world.shard.make_room().await, Made::Nothing));
+        assert!(matches!(world.shard.space.make_room().await, Made::Nothing));
         assert!(!segment.is_holed());
         assert_eq!(chunks_of(&lent), expected(0..6));
         drop(lent);
         held.until_given_back().await;
-        assert!(matches!(world.shard.make_room().await, Made::Room));
+        assert!(matches!(world.shard.space.make_room().await, Made::Room));
         assert!(segment.is_holed());
     });
 }
@@ -146,7 +148,7 @@ fn pages_of_what_was_lent_are_not_punched_until_it_is_returned() {
 fn an_answer_that_nobody_takes_holds_nothing() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let Sent { part, answer, .. } = sent(&world, 0..6);
         drop(answer);
         let held = prove(&world.shard.reads, part, None).await;
@@ -156,7 +158,7 @@ fn an_answer_that_nobody_takes_holds_nothing() {
         let held = prove(&world.shard.reads, part, None).await.expect("it was proven");
         drop(answer);
         held.until_given_back().await;
-        assert!(world.shard.segments.borrow().values().all(|segment| segment.readers.get() == 0));
+        assert!(world.shard.volume.segments.borrow().values().all(|segment| segment.readers.get() == 0));
     });
 }
 
@@ -164,19 +166,19 @@ fn an_answer_that_nobody_takes_holds_nothing() {
 fn blocks_that_move_after_they_were_looked_up_are_lent_where_they_were() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let sent = sent(&world, 0..6);
         for number in [0, 10] {
             relocate(&world.shard, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
         }
         // The segment holds nothing any more, and somebody wants it: the loan is on its way there.
-        assert!(!matches!(world.shard.make_room().await, Made::Segment(_)));
+        assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
         let (lent, held) = proved(&world, sent).await.unwrap();
-        assert!(!matches!(world.shard.make_room().await, Made::Segment(_)));
+        assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
         assert_eq!(chunks_of(&lent), expected(0..6));
         drop(lent);
         held.until_given_back().await;
-        assert!(matches!(world.shard.make_room().await, Made::Segment(_)));
+        assert!(matches!(world.shard.space.make_room().await, Made::Segment(_)));
     });
 }
 
@@ -184,16 +186,16 @@ fn blocks_that_move_after_they_were_looked_up_are_lent_where_they_were() {
 fn what_is_gone_before_it_is_held_is_not_lent() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let early = sent(&world, 0..6);
         let late = sent(&world, 0..6);
         evict(&world, &ALL);
-        let Made::Segment(segment) = world.shard.make_room().await else { panic!("it holds nothing") };
+        let Made::Segment(segment) = world.shard.space.make_room().await else { panic!("it holds nothing") };
         // Written anew under the next generation: other blocks are where these were.
-        segment.begin(world.shard.sequence.get());
+        segment.begin(world.shard.volume.sequence.get());
         assert!(proved(&world, early).await.is_err());
         segment.state.set(SegmentState::Free);
-        world.shard.remove_segment(&segment).await.unwrap();
+        world.shard.space.remove_segment(&segment).await.unwrap();
         assert_eq!(proved(&world, late).await.unwrap_err(), NotLent::Reason(Reason::NotHere(key(0))));
     });
 }
@@ -202,14 +204,14 @@ fn what_is_gone_before_it_is_held_is_not_lent() {
 fn the_same_blocks_in_another_record_at_the_same_place_are_not_taken_for_those() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (number, _) = world.at("a", 0).unwrap();
         let sent = sent(&world, 0..5);
         evict(&world, &ALL);
-        assert!(matches!(world.shard.make_room().await, Made::Segment(_)));
+        assert!(matches!(world.shard.space.make_room().await, Made::Segment(_)));
         // One block fewer: what the plan says of its bytes is not so any more.
         world.durable("a", 0, 5).await;
-        let segment = Rc::clone(&world.shard.segments.borrow()[&number]);
+        let segment = Rc::clone(&world.shard.volume.segments.borrow()[&number]);
         assert_eq!(segment.state.get(), SegmentState::Open, "the same one, rewritten");
         assert_eq!(proved(&world, sent).await.unwrap_err(), NotLent::Reason(Reason::NotHere(key(0))));
         assert_eq!(segment.readers.get(), 0);
@@ -220,10 +222,10 @@ fn the_same_blocks_in_another_record_at_the_same_place_are_not_taken_for_those()
 fn a_record_that_a_block_has_left_is_not_lent_from_a_segment_with_holes() {
     let place = two_records();
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (number, _) = world.at("a", 0).unwrap();
         let (here, moved, left) = (sent(&world, 0..6), sent(&world, 0..6), sent(&world, 0..6));
-        world.shard.segments.borrow()[&number].set_holed();
+        world.shard.volume.segments.borrow()[&number].set_holed();
         assert!(proved(&world, here).await.is_ok(), "all of them are where they were");
         let Lookup::Live(old) = world.shared.index.lookup(print(&world, 3)) else { panic!("a live block") };
         let new = Location { record: record_of(&world, 10), block: 2 };
@@ -232,7 +234,7 @@ fn a_record_that_a_block_has_left_is_not_lent_from_a_segment_with_holes() {
         world.shared.index.replace_location(print(&world, 3), new, old).unwrap();
         evict(&world, &[3]);
         assert_eq!(proved(&world, left).await.unwrap_err(), NotLent::Reason(Reason::NotHere(key(3))));
-        assert_eq!(world.shard.segments.borrow()[&number].readers.get(), 0);
+        assert_eq!(world.shard.volume.segments.borrow()[&number].readers.get(), 0);
     });
 }
 
@@ -240,7 +242,7 @@ fn a_record_that_a_block_has_left_is_not_lent_from_a_segment_with_holes() {
 fn a_header_that_is_not_sound_is_told_and_its_blocks_stay_in_service() {
     let place = two_records();
     let (segment, at) = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let (segment, page) = world.at("a", 0).unwrap();
         (segment, u64::from(page) * PAGE_BYTES)
     });
@@ -249,14 +251,14 @@ fn a_header_that_is_not_sound_is_told_and_its_blocks_stay_in_service() {
     // Sealed by the run before, so that opening reads no header.
     place.damage(&file, at + 200, &[byte]);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let sent = sent(&world, 0..6);
         let why = proved(&world, sent).await.unwrap_err();
         let NotLent::Reason(Reason::Header { segment: found, offset, .. }) = &why else { panic!("{why}") };
         assert_eq!((*found, *offset), (segment, at));
         assert!((0..6).all(|number| world.has("a", number)));
         assert_eq!(world.shared.counters.counts().blocks_quarantined, 0);
-        assert_eq!(world.shard.segments.borrow()[&segment].readers.get(), 0);
+        assert_eq!(world.shard.volume.segments.borrow()[&segment].readers.get(), 0);
         let (lent, _held) = lent(&world, 10..12).await;
         assert_eq!(chunks_of(&lent), expected(10..12), "another record");
     });
@@ -266,7 +268,7 @@ fn a_header_that_is_not_sound_is_told_and_its_blocks_stay_in_service() {
 fn another_block_in_the_place_of_one_is_not_lent_for_it() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         // As a fingerprint that two keys share would have it.
         let Lookup::Live(old) = world.shared.index.lookup(print(&world, 3)) else { panic!("a live block") };
         let new = Location { record: record_of(&world, 10), block: 0 };
@@ -283,12 +285,12 @@ fn another_block_in_the_place_of_one_is_not_lent_for_it() {
 fn a_deadline_that_passes_while_headers_are_read_ends_it_and_nothing_is_held() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let Sent { part, mut answer, .. } = sent(&world, 0..6);
         assert!(prove(&world.shard.reads, part, Some(Box::pin(async {}))).await.is_none());
         let answer = answer.try_take().expect("an answer").expect("it was not abandoned");
         assert_eq!(answer.unwrap_err(), NotLent::Reason(Reason::DeadlinePassed));
-        assert!(world.shard.segments.borrow().values().all(|segment| segment.readers.get() == 0));
+        assert!(world.shard.volume.segments.borrow().values().all(|segment| segment.readers.get() == 0));
     });
 }
 
@@ -296,7 +298,7 @@ fn a_deadline_that_passes_while_headers_are_read_ends_it_and_nothing_is_held() {
 fn what_is_lent_counts_as_used_once_and_what_is_refused_does_not() {
     let place = two_records();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let uses = || world.shared.index.locate(print(&world, 0)).unwrap().heat.frequency;
         assert_eq!(uses(), 0);
         let mut more = request(world.namespace("a").id, 0..6);
@@ -317,16 +319,16 @@ fn what_is_lent_counts_as_used_once_and_what_is_refused_does_not() {
 fn many_headers_come_in_with_little_memory() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 0..20 {
             world.durable("a", number, 1).await;
         }
     });
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         // All but a page of the memory is somebody else's.
-        let usage = world.shard.arena.usage();
-        let _taken = world.shard.arena.try_take(usage.total - usage.used - 4096).expect("it is free");
+        let usage = world.shard.volume.arena.usage();
+        let _taken = world.shard.volume.arena.try_take(usage.total - usage.used - 4096).expect("it is free");
         let (lent, held) = lent(&world, 0..20).await;
         assert_eq!(chunks_of(&lent), expected(0..20));
         assert_eq!(lent.layers()[0].ranges.len(), 20, "a record each");

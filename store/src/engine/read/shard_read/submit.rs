@@ -217,16 +217,16 @@ impl ShardRead<'_> {
             return Some(None);
         }
         // Extents fill it in parts, and what has come in is delivered while others are read: it is shared.
-        let taken = match self.reads.arena.try_take(bytes) {
+        let taken = match self.reads.volume.arena.try_take(bytes) {
             Some(buf) => Some(buf),
             None if self.under_way > 0 => None,
-            None if bytes > self.reads.arena.usage().total => {
+            None if bytes > self.reads.volume.arena.usage().total => {
                 // Larger than the arena: rare enough for memory of its own.
                 BufMut::zeroed(bytes).ok()
             }
             None => {
-                let deadline = self.job.request.deadline.map(|at| self.reads.driver.sleep_until(at));
-                let taken = before(pin!(self.reads.arena.take(bytes)), deadline).await;
+                let deadline = self.job.request.deadline.map(|at| self.reads.volume.driver.sleep_until(at));
+                let taken = before(pin!(self.reads.volume.arena.take(bytes)), deadline).await;
                 self.is_late = taken.is_none();
                 taken.flatten()
             }

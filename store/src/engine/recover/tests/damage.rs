@@ -11,7 +11,7 @@ use crate::engine::volume::segment::SegmentState;
 fn filled() -> (Place, Vec<u64>) {
     let place = Place::new();
     let first = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut first = Vec::new();
         for number in 0..40 {
             let written = world.durable("a", number, 1).await;
@@ -19,7 +19,7 @@ fn filled() -> (Place, Vec<u64>) {
                 first.push(number);
             }
         }
-        world.shard.settled().await;
+        world.shard.log.settled().await;
         first
     });
     assert!(first.len() > 3);
@@ -28,7 +28,7 @@ fn filled() -> (Place, Vec<u64>) {
 
 fn all_but(place: &Place, lost: Vec<u64>) {
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 0..40 {
             assert_eq!(world.has("a", number), !lost.contains(&number), "{number}");
         }
@@ -44,7 +44,7 @@ fn page(place: &Place, segment: u32, offset: u64) -> Vec<u8> {
 fn a_torn_payload_in_the_tail_costs_its_record() {
     let place = Place::new();
     let (offset, header) = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 0, 1).await;
         let torn = world.append("a", 1, 1).await;
         world.append("a", 2, 1).await;
@@ -52,7 +52,7 @@ fn a_torn_payload_in_the_tail_costs_its_record() {
     });
     place.damage(&place.segment(0), offset + header + 4096, &[0; 512]);
     place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.rows["torn-payload"], report.problems), (1, 0), "{report:?}");
         assert!(world.has("a", 0) && !world.has("a", 1) && world.has("a", 2));
     });
@@ -65,7 +65,7 @@ fn a_header_that_never_arrived_is_a_hole_before_the_records_behind_it() {
     for (bytes, label) in [(512, "hole-before-record"), (4096, "hole-before-record")] {
         let place = Place::new();
         let offset = place.run(|world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             world.append("a", 0, 1).await;
             let torn = world.append("a", 1, 1).await;
             world.append("a", 2, 1).await;
@@ -73,7 +73,7 @@ fn a_header_that_never_arrived_is_a_hole_before_the_records_behind_it() {
         });
         place.damage(&place.segment(0), offset, &vec![0; bytes]);
         place.run(move |world| async move {
-            let report = recover(&world.shard).await.unwrap();
+            let report = recover(&world.shard.log).await.unwrap();
             assert!(report.rows[label] >= 1 && report.problems == 0, "{report:?}");
             assert!(world.has("a", 0) && !world.has("a", 1) && world.has("a", 2));
         });
@@ -84,14 +84,14 @@ fn a_header_that_never_arrived_is_a_hole_before_the_records_behind_it() {
 fn a_header_of_which_only_the_beginning_arrived_is_a_torn_tail() {
     let place = Place::new();
     let offset = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 0, 1).await;
         world.append("a", 1, 1).await.offset
     });
     // Behind the fixed part.
     place.damage(&place.segment(0), offset + 128, &[0; 384]);
     place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.rows["torn-tail"], report.problems), (1, 0), "{report:?}");
         assert!(world.has("a", 0) && !world.has("a", 1));
     });
@@ -101,7 +101,7 @@ fn a_header_of_which_only_the_beginning_arrived_is_a_torn_tail() {
 fn a_hole_below_what_had_been_flushed_is_reported_with_its_place() {
     let place = Place::new();
     let offset = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 0, 1).await;
         let lost = world.durable("a", 1, 1).await;
         world.durable("a", 2, 1).await;
@@ -109,7 +109,7 @@ fn a_hole_below_what_had_been_flushed_is_reported_with_its_place() {
     });
     place.damage(&place.segment(0), offset, &[0; 4096]);
     place.run(move |world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert!(report.problems >= 1);
         let first = &report.places[0];
         assert_eq!((first.label, first.segment, first.offset), ("hole-before-durable", 0, offset));
@@ -162,7 +162,7 @@ fn a_damaged_record_in_a_damaged_segment_costs_its_own_blocks() {
     let offset = place.run({
         let number = blocks[2];
         move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             u64::from(world.at("a", number).unwrap().1) * 4096
         }
     });
@@ -178,7 +178,7 @@ fn a_segment_of_another_store_is_set_aside_and_stays_as_it_is() {
     let before = place.recovered().1;
     let other = Place { store: StoreId(*b"one of somebody."), ..Place::new() };
     other.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 100..103 {
             world.durable("a", number, 1).await;
         }
@@ -187,10 +187,10 @@ fn a_segment_of_another_store_is_set_aside_and_stays_as_it_is() {
     assert_eq!(theirs.len(), 3);
     std::fs::copy(other.segment(0), place.segment(50)).unwrap();
     place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!(report.rows["segment-foreign"], 1);
         assert!(!world.has("a", 100));
-        assert_eq!(world.shard.segments.borrow()[&50].state.get(), SegmentState::Suspect);
+        assert_eq!(world.shard.volume.segments.borrow()[&50].state.get(), SegmentState::Suspect);
         for number in 200..220 {
             world.durable("a", number, 1).await;
         }
@@ -206,7 +206,7 @@ fn a_copy_of_a_segment_under_another_number_counts_nowhere() {
     let before = place.recovered().1;
     std::fs::copy(place.segment(1), place.segment(60)).unwrap();
     place.run(move |world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.rows["header-misdirected"], world.contents()), (1, before));
     });
 }
@@ -217,20 +217,20 @@ fn a_header_whose_last_write_was_lost_does_not_hide_the_records_behind_it() {
     let place = Place { budget: 3 * SEGMENT_BYTES + (64 << 10), no_holes: true, ..Place::new() };
     // Generation 1 of segment 0, kept.
     let old = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 0, 1).await
     });
     let header = page(&place, old.segment.number, 0);
     drop(old);
     let last = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut number = 1;
         loop {
             let written = world.durable("a", number, 3).await;
-            world.shard.settled().await;
+            world.shard.log.settled().await;
             if written.segment.number == 0 && written.segment.generation.get() == 2 {
                 // The checkpoint knows the later generation.
-                checkpoint::write(&world.shard).await.unwrap();
+                checkpoint::write(&world.shard.volume).await.unwrap();
                 return number;
             }
             number += 3;
@@ -238,11 +238,11 @@ fn a_header_whose_last_write_was_lost_does_not_hide_the_records_behind_it() {
     });
     place.damage(&place.segment(0), 0, &header);
     place.run(move |world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         let rows = (report.rows["header-lost-write"], report.rows["generation-ahead"]);
         assert_eq!(rows, (1, 1), "{report:?}");
         assert!(world.has("a", last));
-        assert_eq!(world.shard.segments.borrow()[&0].generation.get(), 2);
+        assert_eq!(world.shard.volume.segments.borrow()[&0].generation.get(), 2);
     });
 }
 
@@ -263,7 +263,7 @@ fn a_crash_between_footer_and_trailer_leaves_a_store_that_recovers_to_the_same()
 fn a_new_file_whose_header_never_arrived_gets_one_when_it_is_sealed() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.append("a", 0, 1).await;
     });
     place.damage(&place.segment(0), 0, &[0; 4096]);
@@ -278,11 +278,11 @@ fn a_new_file_whose_header_never_arrived_gets_one_when_it_is_sealed() {
 fn blocks_of_a_relaxed_record_that_were_evicted_are_no_damage_without_the_trailer_either() {
     let place = Place::new();
     let payload = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.append("a", 0, 5).await;
         world.append("a", 5, 5).await;
         let last = world.append("a", 10, 5).await;
-        world.shard.finish().await;
+        world.shard.log.finish().await;
         last.offset + u64::from(last.header_bytes)
     });
     place.punch(&place.segment(0), payload, 4096);

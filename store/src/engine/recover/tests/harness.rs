@@ -96,7 +96,7 @@ impl Place {
         let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
         let begun = thin::in_background;
         let shard = Shard::new((0, DirId(0)), Arc::clone(&shared), (driver, arena), spawn, begun);
-        shard.no_holes.set(self.no_holes);
+        shard.space.no_holes.set(self.no_holes);
         let out = Rc::new(RefCell::new(None));
         let kept = Rc::clone(&out);
         let task = body(World { shard, shared });
@@ -110,7 +110,7 @@ impl Place {
     /// Recovers into a fresh index and says what is in it then.
     pub(in crate::engine) fn recovered(&self) -> (RecoveryReport, Contents) {
         self.run(|world| async move {
-            let report = recover(&world.shard).await.unwrap();
+            let report = recover(&world.shard.log).await.unwrap();
             (report, world.contents())
         })
     }
@@ -230,13 +230,13 @@ impl World {
             digests: &digests,
             payload: Some(Payload::Placed { layout, from: &from, ordinal: 0 }),
         };
-        self.shard.append(Class::Put, &draft).await.unwrap()
+        self.shard.log.append(Class::Put, &draft).await.unwrap()
     }
 
     /// Appends and flushes.
     pub(in crate::engine) async fn durable(&self, model: &str, first: u64, count: u64) -> Written {
         let written = self.append(model, first, count).await;
-        self.shard.make_durable(&written).await.unwrap();
+        self.shard.log.make_durable(&written).await.unwrap();
         written
     }
 
@@ -244,9 +244,9 @@ impl World {
     pub(in crate::engine) async fn say(&self, model: &str, body: Body) -> u64 {
         let namespace = self.namespace(model);
         let draft = Draft { namespace: Some(&namespace), body, digests: &[], payload: None };
-        let written = self.shard.append(Class::Put, &draft).await.unwrap();
-        self.shard.make_durable(&written).await.unwrap();
-        self.shard.sequence.get() - 1
+        let written = self.shard.log.append(Class::Put, &draft).await.unwrap();
+        self.shard.log.make_durable(&written).await.unwrap();
+        self.shard.volume.sequence.get() - 1
     }
 
     /// Whether a block can be found.

@@ -12,18 +12,18 @@ use crate::error::Reason;
 fn filled() -> Place {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 0..40 {
             world.durable("a", number * 2, 2).await;
         }
-        world.shard.settled().await;
+        world.shard.log.settled().await;
     });
     place
 }
 
 /// Bytes of all files.
 fn allocated(world: &World) -> u64 {
-    world.shard.segments.borrow().values().map(|segment| segment.book.allocated()).sum()
+    world.shard.volume.segments.borrow().values().map(|segment| segment.book.allocated()).sum()
 }
 
 #[test]
@@ -39,7 +39,7 @@ fn a_folder_that_is_gone_is_told_and_not_made_again() {
     let folder = place.scratch.path().join("shard-0000");
     std::fs::remove_dir_all(&folder).unwrap();
     for _ in 0..2 {
-        let refused = place.run(|world| async move { recover(&world.shard).await.unwrap_err() });
+        let refused = place.run(|world| async move { recover(&world.shard.log).await.unwrap_err() });
         let told = refused.to_string();
         assert!(matches!(refused, Reason::Directory(_)) && told.contains("kvarts fsck --repair"), "{told}");
         assert!(told.contains("folder of shard 0") && !folder.exists());
@@ -50,7 +50,7 @@ fn a_folder_that_is_gone_is_told_and_not_made_again() {
 fn sealed_segments_and_the_open_tail_are_found_and_the_tail_is_sealed() {
     let place = filled();
     let (sealed, found) = place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.rows["open-tail"], report.sealed_now, report.problems), (1, 1, 0), "{report:?}");
         assert_eq!((report.blocks, report.records), (80, 40));
         for number in 0..80 {
@@ -75,11 +75,11 @@ fn nothing_is_appended_to_what_recovery_found() {
     let (_, before) = place.recovered();
     let segments = before.values().map(|at| at.1).max().unwrap();
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
-        let highest = world.shard.sequence.get();
+        recover(&world.shard.log).await.unwrap();
+        let highest = world.shard.volume.sequence.get();
         let written = world.durable("a", 1000, 1).await;
         assert!(written.segment.number > segments);
-        assert!(world.shard.sequence.get() > highest);
+        assert!(world.shard.volume.sequence.get() > highest);
     });
     let (report, after) = place.recovered();
     assert_eq!((after.len(), report.problems), (before.len() + 1, 0));
@@ -90,7 +90,7 @@ fn nothing_is_appended_to_what_recovery_found() {
 fn records_that_were_written_and_not_flushed_are_found_by_their_digests() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 0..5 {
             world.append("a", number, 1).await;
         }
@@ -104,19 +104,19 @@ fn records_that_were_written_and_not_flushed_are_found_by_their_digests() {
 fn recycled_segments_are_found_under_their_last_generation() {
     let place = Place { budget: 4 * SEGMENT_BYTES, ..Place::new() };
     let recycled = place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for number in 0..60 {
             world.durable("a", number, 3).await;
             // Reclaim needs a sealed segment.
-            world.shard.settled().await;
+            world.shard.log.settled().await;
         }
-        world.shard.segments.borrow().values().map(|segment| segment.generation.get()).max().unwrap()
+        world.shard.volume.segments.borrow().values().map(|segment| segment.generation.get()).max().unwrap()
     });
     assert!(recycled > 1);
     let (report, contents) = place.run(move |world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert!(world.has("a", 59) && !world.has("a", 0));
-        assert!(world.shard.segments.borrow().values().any(|one| one.generation.get() == recycled));
+        assert!(world.shard.volume.segments.borrow().values().any(|one| one.generation.get() == recycled));
         (report, world.contents())
     });
     assert_eq!(report.problems, 0, "{report:?}");
@@ -127,7 +127,7 @@ fn recycled_segments_are_found_under_their_last_generation() {
 fn a_segment_that_holds_nothing_is_free_and_used_under_a_later_generation() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let written = world.durable("a", 0, 1).await;
         written.segment.generation.get()
     });
@@ -135,9 +135,9 @@ fn a_segment_that_holds_nothing_is_free_and_used_under_a_later_generation() {
     let zeros = vec![0; SEGMENT_BYTES as usize - 4096];
     place.damage(&place.segment(0), 4096, &zeros);
     place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.sealed_now, report.blocks), (0, 0));
-        let state = world.shard.segments.borrow()[&0].state.get();
+        let state = world.shard.volume.segments.borrow()[&0].state.get();
         assert_eq!(state, SegmentState::Free);
         let written = world.durable("a", 0, 1).await;
         assert_eq!((written.segment.number, written.segment.generation.get()), (0, 2));
@@ -159,11 +159,11 @@ fn a_file_without_its_length_gets_it_and_is_free() {
     let place = filled();
     std::fs::File::create_new(place.segment(77)).unwrap();
     place.run(|world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         assert_eq!((report.rows["never-used"], report.problems), (1, 0));
         assert_eq!(world.shared.space().0, allocated(&world));
-        assert_eq!(world.shard.segments.borrow()[&77].book.allocated(), SEGMENT_BYTES);
-        assert_eq!(world.shard.segments.borrow()[&77].state.get(), SegmentState::Free);
+        assert_eq!(world.shard.volume.segments.borrow()[&77].book.allocated(), SEGMENT_BYTES);
+        assert_eq!(world.shard.volume.segments.borrow()[&77].state.get(), SegmentState::Free);
     });
     assert_eq!(std::fs::metadata(place.segment(77)).unwrap().len(), SEGMENT_BYTES);
 }
@@ -187,10 +187,10 @@ fn an_index_recovered_by_a_checkpoint_is_the_one_recovered_without() {
     let place = filled();
     let (_, plain) = place.recovered();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.durable("a", 500, 2).await;
         let before = world.shared.space().0;
-        let report = checkpoint::write(&world.shard).await.unwrap();
+        let report = checkpoint::write(&world.shard.volume).await.unwrap();
         assert_eq!((report.sequence, report.records), (1, 40));
         assert_eq!(world.shared.space().0, before + report.bytes);
         world.durable("a", 502, 2).await;
@@ -209,7 +209,7 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
     let minute = Duration::from_secs(60);
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let expires = world.shared.clock.unix_millis() + 1_200_000;
         world.append_until("a", 0, 1, expires).await;
         world.durable("a", 1, 1).await;
@@ -218,7 +218,7 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
     let clock = std::sync::Arc::clone(&place.clock);
     clock.set_unix_millis(1_700_000_000_000 + 10 * 60_000);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let now = world.shared.epoch();
         let print = |number| {
             let key = super::harness::key(number);
@@ -233,11 +233,11 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
         let record = world.shared.index.locate(print(0)).unwrap().location.record;
         let later = world.shared.expiry_step(1_700_000_000_000 + 7_200_000);
         assert!(world.shared.index.records().set_expires(record, later));
-        checkpoint::write(&world.shard).await.unwrap();
+        checkpoint::write(&world.shard.volume).await.unwrap();
     });
     clock.set_unix_millis(1_700_000_000_000 + 40 * 60_000);
     place.run(move |world| async move {
-        let report = recover(&world.shard).await.unwrap();
+        let report = recover(&world.shard.log).await.unwrap();
         // By its record it would have expired twenty minutes ago.
         assert!(world.has("a", 0) && report.expired == 0);
         let index = &world.shared.index;
@@ -259,9 +259,9 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
 fn checkpoints_are_written_in_turn_and_a_torn_one_leaves_the_one_before() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         for sequence in 1..=3 {
-            assert_eq!(checkpoint::write(&world.shard).await.unwrap().sequence, sequence);
+            assert_eq!(checkpoint::write(&world.shard.volume).await.unwrap().sequence, sequence);
         }
     });
     assert_eq!(place.recovered().0.checkpoint, Some(3));
@@ -271,8 +271,8 @@ fn checkpoints_are_written_in_turn_and_a_torn_one_leaves_the_one_before() {
     assert_eq!((report.checkpoint, &contents), (Some(2), &plain));
     // The next one replaces the torn one, above every sequence that was seen.
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
-        assert_eq!(checkpoint::write(&world.shard).await.unwrap().sequence, 4);
+        recover(&world.shard.log).await.unwrap();
+        assert_eq!(checkpoint::write(&world.shard.volume).await.unwrap().sequence, 4);
     });
     let header = contents_of(&place.file("checkpoint-0"));
     assert_eq!(header[56], 4);
@@ -283,31 +283,31 @@ fn checkpoints_are_written_in_turn_and_a_torn_one_leaves_the_one_before() {
 fn a_checkpoint_that_does_not_fit_the_budget_is_refused_unless_the_store_is_over_it_already() {
     let mut place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
-        checkpoint::write(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
+        checkpoint::write(&world.shard.volume).await.unwrap();
     });
     // Not a byte is left.
     let used = std::rc::Rc::new(std::cell::Cell::new(0));
     let seen = std::rc::Rc::clone(&used);
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         seen.set(world.shared.space().0);
     });
     place.budget = used.get();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = world.shared.space();
         assert_eq!(before.0, before.1);
-        assert_eq!(checkpoint::write(&world.shard).await.unwrap_err(), crate::error::Reason::NoSpace);
+        assert_eq!(checkpoint::write(&world.shard.volume).await.unwrap_err(), crate::error::Reason::NoSpace);
         assert_eq!(world.shared.space(), before);
     });
     assert_eq!(place.recovered().0.checkpoint, Some(1));
     // One whose budget was lowered says first that what it gives back is free.
     place.budget = 1;
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = world.shared.space().0;
-        checkpoint::write(&world.shard).await.unwrap();
+        checkpoint::write(&world.shard.volume).await.unwrap();
         assert!(world.shared.space().0 > before, "and counts it");
     });
     assert!(place.recovered().0.checkpoint > Some(1));

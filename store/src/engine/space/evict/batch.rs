@@ -75,7 +75,7 @@ impl Space {
     /// Makes room for a segment: what is dead goes first, then what the policy chooses. One task at a time calls it.
     pub(crate) async fn make_room(&self) -> Made {
         // Expired leases are removed first: the choice sees only whether there is a lease.
-        self.shared.index.expire(self.shared.clock.now());
+        self.volume.shared.index.expire(self.volume.shared.clock.now());
         match self.recycle_dead(false).await {
             Made::Nothing => {}
             made => return made,
@@ -83,12 +83,14 @@ impl Space {
         if !self.makes_holes().await {
             return Made::Nothing;
         }
-        let segment_bytes = self.shared.segment_bytes;
-        let shortage = self.shared.shortage();
+        let segment_bytes = self.volume.shared.segment_bytes;
+        let shortage = self.volume.shared.shortage();
         let wanted = shortage.clamp(segment_bytes, SEGMENTS_MAX * segment_bytes);
         let mut dead = BTreeSet::new();
         let mut had = 0;
-        for segment in self.segments.borrow().values().filter(|segment| is_punchable(self, segment)) {
+        for segment in
+            self.volume.segments.borrow().values().filter(|segment| is_punchable(&self.volume, segment))
+        {
             let unused = segment.book.space().dead.saturating_sub(segment.unpunchable_bytes.get());
             let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
             let bytes = unused + if kvarts_layout::planted!("rest-is-no-room") { 0 } else { rest };
@@ -100,7 +102,7 @@ impl Space {
         let (mut victims, mut footers) = (Victims::new(), Footers::new());
         // Where what is unused is enough, nothing goes that is used.
         if had < shortage.clamp(1, wanted) {
-            let policy = self.shared.policy();
+            let policy = self.volume.shared.policy();
             // A policy that gives blocks another round finds fewer than were asked for; each has few rounds.
             for _ in 0..4 {
                 (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
@@ -121,26 +123,27 @@ impl Space {
     /// A sealed segment in which nothing is live, the oldest first, to be recycled. One with holes has next to nothing
     /// left by then: it is set aside, and goes with others of its kind. `full`: also one that has much left.
     pub(crate) async fn recycle_dead(&self, full: bool) -> Made {
-        let mut sealed: Vec<Rc<Segment>> = self.segments.borrow().values().map(Rc::clone).collect();
+        let mut sealed: Vec<Rc<Segment>> = self.volume.segments.borrow().values().map(Rc::clone).collect();
         sealed.retain(|one| {
-            let dead = one.state.get() == SegmentState::Sealed && self.is_unread(one) && one.book.live() == 0;
+            let dead =
+                one.state.get() == SegmentState::Sealed && self.volume.is_unread(one) && one.book.live() == 0;
             // Its dead pages are given back first: that takes no checkpoint.
             let punched_first = self.is_hollow(one) && !one.is_unpunchable() && !self.no_holes.get() && !full;
-            dead && !(punched_first && one.book.space().dead >= self.shared.segment_bytes / DEAD_PARTS)
+            dead && !(punched_first && one.book.space().dead >= self.volume.shared.segment_bytes / DEAD_PARTS)
         });
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
-            let Ok(footer) = self.read_footer(&segment).await else { continue };
+            let Ok(footer) = self.volume.read_footer(&segment).await else { continue };
             if !self.save_tombstones(&footer).await
                 || segment.book.live() > 0
                 || !self.evict_all(&segment, &footer).await
                 || segment.state.get() != SegmentState::Sealed
                 || segment.book.live() > 0
-                || !self.is_unread(&segment)
+                || !self.volume.is_unread(&segment)
             {
                 continue;
             }
-            self.shared.counters.segments_recycled.fetch_add(1, Relaxed);
+            self.volume.shared.counters.segments_recycled.fetch_add(1, Relaxed);
             segment.state.set(SegmentState::Free);
             if !self.is_hollow(&segment) {
                 return Made::Segment(segment);
@@ -148,13 +151,14 @@ impl Space {
         }
         let hollow: u64 = self.hollow().iter().map(|segment| segment.book.allocated()).sum();
         // What was buried is kept while they stand. A checkpoint for every few segments is the price of forgetting it.
-        let recycled = self.shared.counters.segments_recycled.load(Relaxed);
+        let recycled = self.volume.shared.counters.segments_recycled.load(Relaxed);
         let buried = hollow > 0
-            && !self.tombstones.borrow().is_empty()
+            && !self.volume.tombstones.borrow().is_empty()
             && recycled.saturating_sub(self.hollow_removed_at.get()) >= RECYCLED_BETWEEN;
         // Where they are all that is missing, nothing need be evicted.
-        let enough = hollow > 0 && hollow >= self.shared.shortage().min(self.shared.segment_bytes);
-        match enough || self.shared.has_too_many_files() || buried {
+        let enough =
+            hollow > 0 && hollow >= self.volume.shared.shortage().min(self.volume.shared.segment_bytes);
+        match enough || self.volume.shared.has_too_many_files() || buried {
             true => {
                 self.hollow_removed_at.set(recycled);
                 self.remove_hollow().await
@@ -166,13 +170,15 @@ impl Space {
     /// A free segment that cannot be recycled: it would lack the bytes, and what stands between its old footer and
     /// a new header could be taken for evicted.
     pub(crate) fn is_hollow(&self, segment: &Segment) -> bool {
-        segment.is_holed() || segment.book.allocated() < self.shared.segment_bytes
+        segment.is_holed() || segment.book.allocated() < self.volume.shared.segment_bytes
     }
 
     pub(crate) fn hollow(&self) -> Vec<Rc<Segment>> {
-        let segments = self.segments.borrow();
+        let segments = self.volume.segments.borrow();
         let free = segments.values().filter(|segment| {
-            segment.state.get() == SegmentState::Free && self.is_unread(segment) && self.is_hollow(segment)
+            segment.state.get() == SegmentState::Free
+                && self.volume.is_unread(segment)
+                && self.is_hollow(segment)
         });
         free.map(Rc::clone).collect()
     }
@@ -197,8 +203,8 @@ impl Space {
     /// Writes a checkpoint that was begun after this call.
     pub(crate) async fn say_free(&self) -> bool {
         loop {
-            self.checkpoints.settled().await;
-            match checkpoint::write(self).await {
+            self.volume.checkpoints.settled().await;
+            match checkpoint::write(&self.volume).await {
                 Ok(_) => return true,
                 Err(Reason::Busy(_)) => {}
                 Err(_) => return false,
@@ -209,11 +215,11 @@ impl Space {
     /// Takes the victims in these segments out and gives back what is dead there; says whether that made room.
     async fn give_back(&self, numbers: &[u32], victims: &Victims, known: &mut Footers) -> bool {
         let segments: Vec<Rc<Segment>> = {
-            let all = self.segments.borrow();
+            let all = self.volume.segments.borrow();
             numbers.iter().filter_map(|number| all.get(number)).map(Rc::clone).collect()
         };
         let footers = self.footers(&segments, known).await;
-        let mut section = Section::begin(&self.shared.work.evictions, &*self.shared.clock);
+        let mut section = Section::begin(&self.volume.shared.work.evictions, &*self.volume.shared.clock);
         let mut made = false;
         let mut punched = Vec::new();
         let mut columns = BTreeMap::new();
@@ -223,7 +229,7 @@ impl Space {
                 segment.set_unpunchable();
                 continue;
             };
-            if !is_punchable(self, &segment) {
+            if !is_punchable(&self.volume, &segment) {
                 continue;
             }
             let before = segment.book.live();
@@ -236,7 +242,7 @@ impl Space {
                 continue;
             }
             let ranges = self.unneeded(&segment, &footer, &mut section).await;
-            if !self.is_unread(&segment) {
+            if !self.volume.is_unread(&segment) {
                 // Another executor has moved something out of it just now.
                 continue;
             }
@@ -266,7 +272,7 @@ impl Space {
             .collect();
         let unknown = some.iter().zip(&all).filter(|(_, footer)| footer.is_none());
         let unknown: Vec<_> = unknown.map(|(segment, _)| Rc::clone(segment)).collect();
-        let mut read = self.read_footers(&unknown).await.into_iter();
+        let mut read = self.volume.read_footers(&unknown).await.into_iter();
         all.iter_mut().filter(|footer| footer.is_none()).for_each(|footer| *footer = read.next());
         all.into_iter().flatten().collect()
     }
@@ -302,36 +308,37 @@ impl Space {
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
     ) {
         // Records of the index that stand for one on disk are of one class.
-        let mut known = some.iter().filter_map(|(at, _)| self.shared.index.records().get(at.record));
-        let Some(class) = known.next().and_then(|record| self.shared.classes.get(record.class)) else {
+        let mut known = some.iter().filter_map(|(at, _)| self.volume.shared.index.records().get(at.record));
+        let Some(class) = known.next().and_then(|record| self.volume.shared.classes.get(record.class)) else {
             return;
         };
         let columns = columns
             .entry(class.namespace.local)
-            .or_insert_with(|| self.shared.classes.columns(&class.namespace));
+            .or_insert_with(|| self.volume.shared.classes.columns(&class.namespace));
         for &(at, print) in some {
             let Some(name) = blocks.blocks.get(usize::from(at.block)) else { continue };
             let key = BlockKey(name.key);
-            let here = self.shared.index.key().of(class.namespace.local, &key, class.group, class.coordinate);
+            let here =
+                self.volume.shared.index.key().of(class.namespace.local, &key, class.group, class.coordinate);
             if here != print {
                 continue;
             }
-            let siblings: Vec<_> = siblings(&self.shared, &class, &key, columns).collect();
-            let now = self.shared.clock.now();
-            if siblings.iter().any(|(sibling, _)| self.shared.index.is_leased(*sibling, now)) {
+            let siblings: Vec<_> = siblings(&self.volume.shared, &class, &key, columns).collect();
+            let now = self.volume.shared.clock.now();
+            if siblings.iter().any(|(sibling, _)| self.volume.shared.index.is_leased(*sibling, now)) {
                 // All of a block go together, and what is before it stays as long as it does.
                 break;
             }
             let why = Departure::Evicted;
-            match self.shared.evict(print, at, why, BlockOf { class: &class, key }) {
+            match self.volume.shared.evict(print, at, why, BlockOf { class: &class, key }) {
                 Eviction::Busy => break,
                 Eviction::Gone => {}
                 Eviction::Evicted { .. } => {
                     for (sibling, at) in siblings {
-                        let record = self.shared.index.records().get(at.record);
-                        let class = record.and_then(|record| self.shared.classes.get(record.class));
+                        let record = self.volume.shared.index.records().get(at.record);
+                        let class = record.and_then(|record| self.volume.shared.classes.get(record.class));
                         if let Some(class) = class {
-                            self.shared.evict(sibling, at, why, BlockOf { class: &class, key });
+                            self.volume.shared.evict(sibling, at, why, BlockOf { class: &class, key });
                         }
                     }
                 }
@@ -343,28 +350,28 @@ impl Space {
     fn evict_orphans(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) {
         let Parent::Key(parent) = blocks.parent else { return };
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return };
-        let index = &self.shared.index;
+        let index = &self.volume.shared.index;
         let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
         let print = |key: [u8; 32]| index.key().of(namespace, &BlockKey(key), group, coordinate);
         if index.lookup(print(parent)) != Lookup::Absent {
             return;
         }
-        let now = self.shared.epoch();
+        let now = self.volume.shared.epoch();
         let mut live = Vec::new();
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let Some(found) = index.locate(print(name.key)) else { continue };
-            if self.is_at(segment, entry.offset, &found.record) && found.location.block == block {
+            if self.volume.is_at(segment, entry.offset, &found.record) && found.location.block == block {
                 live.push((found, BlockKey(name.key)));
             }
         }
         let Some((first, _)) = live.first() else { return };
-        let Some(class) = self.shared.classes.get(first.record.class) else { return };
+        let Some(class) = self.volume.shared.classes.get(first.record.class) else { return };
         if is_boundary(&class) || live.iter().any(|(found, _)| found.heat.age(now) < ORPHAN_GRACE) {
             return;
         }
         for (found, key) in live.into_iter().rev() {
             let why = Departure::Evicted;
-            if self.shared.evict(print(key.0), found.location, why, BlockOf { class: &class, key })
+            if self.volume.shared.evict(print(key.0), found.location, why, BlockOf { class: &class, key })
                 == Eviction::Busy
             {
                 return;
@@ -406,7 +413,7 @@ impl Space {
             }
         }
         let mut ranges = without(&ranges, &segment.holes.borrow());
-        ranges.extend(segment.rest(1, self.shared.segment_bytes));
+        ranges.extend(segment.rest(1, self.volume.shared.segment_bytes));
         ranges
     }
 
@@ -417,27 +424,28 @@ impl Space {
         entry: &Entry,
         blocks: &Blocks,
     ) -> (Vec<bool>, Option<Arc<RecordClass>>) {
-        let index = &self.shared.index;
+        let index = &self.volume.shared.index;
         let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
         let mut class = None;
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return (Vec::new(), None) };
         let is_live = |(block, name): (u16, &kvarts_layout::format::body::BlockName)| {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { return false };
-            let here = self.is_at(segment, entry.offset, &found.record) && found.location.block == block;
+            let here =
+                self.volume.is_at(segment, entry.offset, &found.record) && found.location.block == block;
             if here {
                 class = Some(found.record.class);
             }
             here
         };
         let live = (0u16..).zip(&blocks.blocks).map(is_live).collect();
-        (live, class.and_then(|class| self.shared.classes.get(class)))
+        (live, class.and_then(|class| self.volume.shared.classes.get(class)))
     }
 
     /// Gives back what a segment is sealed without, where that is much: a stop, or a crash, ends a segment early, and the
     /// next start begins another one. Its seal is durable and nothing else gives anything of it back meanwhile.
     pub(crate) async fn give_rest_back(&self, segment: &Rc<Segment>, records: &[Entry]) {
-        let segment_bytes = self.shared.segment_bytes;
+        let segment_bytes = self.volume.shared.segment_bytes;
         if self.no_holes.get() {
             return;
         }
@@ -454,7 +462,7 @@ impl Space {
     async fn punch_range(&self, file: FileId, (offset, len): (u64, u64)) {
         for begin in (0..len).step_by(PUNCH_BYTES as usize) {
             let piece = MetaOp::PunchHole { file, offset: offset + begin, len: PUNCH_BYTES.min(len - begin) };
-            match self.driver.meta(piece).await {
+            match self.volume.driver.meta(piece).await {
                 Ok(_) => {}
                 Err(error) if error.kind == IoErrorKind::Unsupported => self.no_holes.set(true),
                 // What it left behind is seen by the caller. It is tried again with the next batch.
@@ -470,7 +478,8 @@ impl Space {
                 self.punch_range(punched.segment.file, range).await;
             }
         }
-        let flushes: Vec<_> = some.iter().map(|punched| self.driver.flush(punched.segment.file)).collect();
+        let flushes: Vec<_> =
+            some.iter().map(|punched| self.volume.driver.flush(punched.segment.file)).collect();
         let mut durable = Vec::with_capacity(some.len());
         for flush in flushes {
             durable.push(flush.await.is_ok());
@@ -485,8 +494,8 @@ impl Space {
                 continue;
             }
             let file = segment.file;
-            let stat = self.driver.meta(MetaOp::Stat { file });
-            asked.push((punched, stat, self.driver.meta(MetaOp::Holes { file, upto: u64::MAX })));
+            let stat = self.volume.driver.meta(MetaOp::Stat { file });
+            asked.push((punched, stat, self.volume.driver.meta(MetaOp::Holes { file, upto: u64::MAX })));
         }
         let mut made = false;
         for (Punched { segment, footer, .. }, stat, holes) in asked {
@@ -499,14 +508,14 @@ impl Space {
             let before = segment.book.allocated();
             // A file system may need blocks of its own to say where the holes are.
             if allocated > before {
-                self.shared.charge(allocated - before);
+                self.volume.shared.charge(allocated - before);
             }
             segment.book.set_punched(allocated, punched_bytes(&footer.records, &holes));
             segment.holes.replace(holes);
             segment.unpunchable_bytes.set(segment.book.space().dead);
             let less = before.saturating_sub(allocated);
-            self.shared.counters.bytes_punched.fetch_add(less, Relaxed);
-            self.shared.give_budget(less);
+            self.volume.shared.counters.bytes_punched.fetch_add(less, Relaxed);
+            self.volume.shared.give_budget(less);
             made |= less > 0;
         }
         made

@@ -32,6 +32,7 @@ use crate::engine::shared::policy::{Candidate, Chosen, Policy};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
@@ -49,8 +50,8 @@ pub(crate) struct Leaving {
 pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
 
 /// Whether blocks of a segment may go and be given back at this moment.
-pub(crate) fn is_punchable(space: &Space, segment: &Segment) -> bool {
-    segment.state.get() == SegmentState::Sealed && space.is_unread(segment) && !segment.is_unpunchable()
+pub(crate) fn is_punchable(volume: &Volume, segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Sealed && volume.is_unread(segment) && !segment.is_unpunchable()
 }
 
 /// What the blocks of a class have in common.
@@ -141,7 +142,7 @@ pub(crate) async fn choose(
     of: &dyn Fn(&RecordClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
-    let mut section = Section::begin(&space.shared.work.evictions, &*space.shared.clock);
+    let mut section = Section::begin(&space.volume.shared.work.evictions, &*space.volume.shared.clock);
     let mut choice = Choice {
         space,
         policy,
@@ -162,14 +163,14 @@ pub(crate) async fn choose(
             break;
         }
         section.pause();
-        footers(space, some, &mut kept).await;
+        footers(&space.volume, some, &mut kept).await;
         for segment in some {
-            match kept.get(&segment.number).filter(|_| is_punchable(space, segment)) {
+            match kept.get(&segment.number).filter(|_| is_punchable(&space.volume, segment)) {
                 Some((_, footer)) if choice.blocks < BLOCKS_MAX || choice.bytes < wanted => {
                     choice.list(segment, footer, &mut section).await;
                 }
                 // Unreadable, or in use: its turn comes again.
-                None => segment.coldest.set(space.shared.ages.steps() as i64),
+                None => segment.coldest.set(space.volume.shared.ages.steps() as i64),
                 Some(_) => {}
             }
         }
@@ -180,7 +181,7 @@ pub(crate) async fn choose(
 impl Choice<'_> {
     /// Whether nothing in the segment that comes next is likely to go before what is picked.
     fn is_enough(&self, next: &Segment) -> bool {
-        let now = self.space.shared.ages.steps() as i64;
+        let now = self.space.volume.shared.ages.steps() as i64;
         let Some((boundary, _)) = self.boundary() else { return false };
         let since = now - i64::from(self.policy.age_of(boundary));
         !kvarts_layout::planted!("eviction-lists-all")
@@ -201,7 +202,7 @@ impl Choice<'_> {
 
     fn facts(&mut self, class: u32) -> Option<Facts> {
         *self.classes.entry(class).or_insert_with(|| {
-            let class = self.space.shared.classes.get(class).filter(|class| (self.of)(class));
+            let class = self.space.volume.shared.classes.get(class).filter(|class| (self.of)(class));
             class.map(|class| Facts::of(&class))
         })
     }
@@ -281,13 +282,14 @@ impl Choice<'_> {
     /// The live blocks of a record, in order.
     fn seen(&self, segment: &Segment, entry: &Entry, blocks: &Blocks) -> Vec<Seen> {
         let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return Vec::new() };
-        let index = &self.space.shared.index;
+        let index = &self.space.volume.shared.index;
         let (namespace, group) = (segment.local(blocks.namespace), Group(blocks.group));
         let mut seen = Vec::new();
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             let print = index.key().of(namespace, &BlockKey(name.key), group, coordinate);
             let Some(found) = index.locate(print) else { continue };
-            if self.space.is_at(segment, entry.offset, &found.record) && found.location.block == block {
+            if self.space.volume.is_at(segment, entry.offset, &found.record) && found.location.block == block
+            {
                 seen.push(Seen { block, found, print, rank: 0, known: Candidate::default() });
             }
         }
@@ -296,7 +298,7 @@ impl Choice<'_> {
 
     /// The second of the last use of any of these blocks.
     fn used(&self, seen: &[Seen]) -> u32 {
-        let records = self.space.shared.index.records();
+        let records = self.space.volume.shared.index.records();
         let mut last = None;
         let mut used = 0;
         for one in seen {
@@ -309,7 +311,7 @@ impl Choice<'_> {
 
     /// No rank is higher than those of the blocks behind; zero for what stays.
     fn rank(&self, seen: &mut [Seen], facts: Facts, used: u32) {
-        let shared = &self.space.shared;
+        let shared = &self.space.volume.shared;
         let (epoch, record_age) = (shared.epoch(), shared.age_of(used));
         let first_used = seen.iter().find(|one| one.found.heat.frequency > 0).map(|one| one.block);
         let mut least = u32::MAX;
@@ -353,7 +355,7 @@ impl Choice<'_> {
     /// What goes of what is picked.
     async fn end(mut self, section: &mut Section<'_>) -> Victims {
         let full = self.boundary();
-        let now = self.space.shared.epoch();
+        let now = self.space.volume.shared.epoch();
         let mut picked = Vec::with_capacity(self.picked.len());
         for (order, block) in self.enough(section).await {
             section.step(1).await;
@@ -361,7 +363,7 @@ impl Choice<'_> {
                 Chosen::Goes => picked.push((order, block)),
                 Chosen::Stays(frequency) => {
                     let heat = Heat { frequency, main: true, epoch: now };
-                    self.space.shared.index.set_heat(block.print, block.at, heat);
+                    self.space.volume.shared.index.set_heat(block.print, block.at, heat);
                     self.stays(block.of, order.block);
                 }
             }
@@ -437,14 +439,14 @@ impl Choice<'_> {
             }
         }
         let mut ranks: Vec<u32> = {
-            let segments = self.space.segments.borrow();
+            let segments = self.space.volume.segments.borrow();
             let hollow = |number| segments.get(number).is_none_or(|segment| self.space.is_hollow(segment));
             let emptied = least.iter().filter(|(number, _)| !self.in_use.contains(number) && !hollow(number));
             emptied.map(|(_, rank)| *rank).collect()
         };
         ranks.sort_unstable();
-        let enough =
-            usize::try_from(self.wanted.div_ceil(self.space.shared.segment_bytes)).unwrap_or(usize::MAX);
+        let enough = usize::try_from(self.wanted.div_ceil(self.space.volume.shared.segment_bytes))
+            .unwrap_or(usize::MAX);
         let Some(rank) = ranks.len().checked_sub(enough.max(1)).and_then(|at| ranks.get(at).copied()) else {
             return spared;
         };
@@ -460,7 +462,7 @@ impl Choice<'_> {
 
     /// Notes of each listed segment when its oldest part was used that stays.
     fn note_coldest(&mut self, least: u32, spared: &BTreeSet<u32>) {
-        let now = self.space.shared.ages.steps() as i64;
+        let now = self.space.volume.shared.ages.steps() as i64;
         let part = self.wanted / OLDEST_PARTS;
         for (segment, mut sample) in std::mem::take(&mut self.samples) {
             let most = if spared.contains(&segment.number) { u32::MAX } else { least };

@@ -12,6 +12,7 @@ use super::batch::Footers;
 use super::choose::is_punchable;
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Segment;
 
 /// Segments whose blocks are listed before it is asked whether that is enough. A put that waits for room waits for their
@@ -28,10 +29,10 @@ pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<
     let mut next = Some(0);
     while let Some(from) = next.take() {
         let mut looked = 0;
-        for (number, segment) in space.segments.borrow().range(from..).take(AT_ONCE as usize) {
+        for (number, segment) in space.volume.segments.borrow().range(from..).take(AT_ONCE as usize) {
             next = number.checked_add(1);
             looked += 1;
-            if is_punchable(space, segment) && segment.book.live() > 0 {
+            if is_punchable(&space.volume, segment) && segment.book.live() > 0 {
                 all.push((segment.coldest.get(), segment.first_sequence.get(), Rc::clone(segment)));
             }
         }
@@ -95,8 +96,8 @@ impl Sample {
 }
 
 /// Reads footers for a choice, and keeps them for the task that gives back what was chosen.
-pub(crate) async fn footers(space: &Space, some: &[Rc<Segment>], footers: &mut Footers) {
-    for (segment, footer) in some.iter().zip(space.read_footers(some).await) {
+pub(crate) async fn footers(volume: &Volume, some: &[Rc<Segment>], footers: &mut Footers) {
+    for (segment, footer) in some.iter().zip(volume.read_footers(some).await) {
         if let Ok(footer) = footer {
             footers.insert(segment.number, (segment.generation.get(), footer));
         }

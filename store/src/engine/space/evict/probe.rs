@@ -25,11 +25,11 @@ impl Space {
             return !self.no_holes.get();
         }
         // The file is on the disk for a moment: its bytes are of the budget's room for checkpoints.
-        if self.shared.take_checkpoint_budget(FILE_BYTES).is_err() {
+        if self.volume.shared.take_checkpoint_budget(FILE_BYTES).is_err() {
             return false;
         }
         let asked = self.try_a_hole().await;
-        self.shared.give_checkpoint_budget(FILE_BYTES);
+        self.volume.shared.give_checkpoint_budget(FILE_BYTES);
         match asked {
             Ok(true) => self.has_holes.set(true),
             Ok(false) => self.no_holes.set(true),
@@ -45,7 +45,7 @@ impl Space {
             format!(
                 "the file system of directory {} gives no single pages of {PAGE} bytes back, so blocks are evicted by whole \
                  segments and fewer of those in use are kept; use a directory on ext4 or xfs with blocks of {PAGE} bytes",
-                self.dir.0
+                self.volume.dir.0
             )
         })
     }
@@ -62,29 +62,29 @@ impl Space {
 
     /// A new file in which nothing counts, opened regardless of the turn.
     pub(crate) async fn open_probe(&self) -> Result<FileId, IoError> {
-        let name = self.file_name(NAME);
+        let name = self.volume.file_name(NAME);
         let mode = OpenMode { write: true, create: true, direct: true };
-        let file = self.driver.open(name.clone(), mode).await?;
+        let file = self.volume.driver.open(name.clone(), mode).await?;
         // From here on it is the process's own.
-        let _ = self.driver.meta(MetaOp::Remove { name }).await;
+        let _ = self.volume.driver.meta(MetaOp::Remove { name }).await;
         Ok(file)
     }
 
     /// Its bytes go with it.
     pub(crate) async fn close_probe(&self, file: FileId) {
-        let _ = self.driver.meta(MetaOp::Close { file }).await;
+        let _ = self.volume.driver.meta(MetaOp::Close { file }).await;
     }
 
     async fn punch_a_page(&self, file: FileId) -> Result<bool, IoError> {
-        let Ok(mut bytes) = memory(self, PAGES * PAGE) else { return Ok(false) };
+        let Ok(mut bytes) = memory(&self.volume, PAGES * PAGE) else { return Ok(false) };
         bytes.copy_in(0, &[0x5a; PAGES * PAGE]);
-        self.driver.write(CLASS, file, 0, bytes, true).await?;
-        let (_, before) = self.driver.stat(file).await?;
+        self.volume.driver.write(CLASS, file, 0, bytes, true).await?;
+        let (_, before) = self.volume.driver.stat(file).await?;
         let middle = (PAGE_BYTES, PAGE_BYTES);
-        self.driver.meta(MetaOp::PunchHole { file, offset: middle.0, len: middle.1 }).await?;
-        self.driver.flush(file).await?;
-        let holes = self.driver.holes(file, u64::MAX).await?;
-        let (_, after) = self.driver.stat(file).await?;
+        self.volume.driver.meta(MetaOp::PunchHole { file, offset: middle.0, len: middle.1 }).await?;
+        self.volume.driver.flush(file).await?;
+        let holes = self.volume.driver.holes(file, u64::MAX).await?;
+        let (_, after) = self.volume.driver.stat(file).await?;
         Ok((holes == [middle] && after < before) || kvarts_layout::planted!("coarse-holes-believed"))
     }
 }

@@ -24,13 +24,13 @@ fn print(world: &World, number: u64) -> BlockFingerprint {
 fn filled() -> Place {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut first = 0;
-        while world.shard.segments.borrow().len() < 9 {
+        while world.shard.volume.segments.borrow().len() < 9 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.shard.finish().await;
+        world.shard.log.finish().await;
     });
     place
 }
@@ -75,8 +75,8 @@ fn segments_of(world: &World) -> Vec<(u64, u32)> {
 async fn give_back(world: &World, bytes: u64) {
     let before = world.shared.space().0;
     while world.shared.space().0 + bytes > before {
-        match world.shard.make_room().await {
-            Made::Segment(segment) => world.shard.remove_segment(&segment).await.unwrap(),
+        match world.shard.space.make_room().await {
+            Made::Segment(segment) => world.shard.space.remove_segment(&segment).await.unwrap(),
             Made::Room => {}
             Made::Nothing => panic!("nothing can be given back"),
         }
@@ -94,7 +94,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
     for policy in EvictionPolicy::ALL {
         let place = filled();
         let (before, after): (Contents, Contents) = place.run(move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             world.shared.set_policy(policy);
             let before = world.contents();
             let epoch = world.shared.epoch();
@@ -107,7 +107,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
             give_back(&world, 2 * SEGMENT_BYTES).await;
             sums(&world);
-            assert!(world.shard.segments.borrow().values().any(|segment| segment.is_holed()));
+            assert!(world.shard.volume.segments.borrow().values().any(|segment| segment.is_holed()));
             for first in (0..before.len() as u64).step_by(10) {
                 assert!(
                     world.has("a", first) && world.has("a", first + 2),
@@ -122,7 +122,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
         assert_eq!(report.evicted + found.len() as u64, report.evicted + report.blocks);
         assert!(report.evicted > 0 && report.problems == 0, "{report:?}");
         let allocated = place.run(|world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             sums(&world);
             world.shared.space().0
         });
@@ -136,7 +136,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
 fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         for number in 0..world.contents().len() as u64 {
             world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now());
@@ -144,15 +144,18 @@ fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() 
         }
         for oldest in 0..4 {
             let before = world.contents();
-            assert!(matches!(world.shard.make_room().await, Made::Room), "{oldest}");
-            let Made::Segment(segment) = world.shard.make_room().await else {
+            assert!(matches!(world.shard.space.make_room().await, Made::Room), "{oldest}");
+            let Made::Segment(segment) = world.shard.space.make_room().await else {
                 panic!("{oldest}: no segment")
             };
             assert_eq!(segment.number, oldest);
-            assert!(world.shard.segments.borrow().values().all(|segment| !segment.is_holed()), "{oldest}");
+            assert!(
+                world.shard.volume.segments.borrow().values().all(|segment| !segment.is_holed()),
+                "{oldest}"
+            );
             let left = before.values().filter(|at| at.1 != oldest).count();
             assert_eq!(world.contents().len(), left, "{oldest}");
-            world.shard.remove_segment(&segment).await.unwrap();
+            world.shard.space.remove_segment(&segment).await.unwrap();
         }
         sums(&world);
     });
@@ -162,7 +165,7 @@ fn what_left_in_the_order_in_which_it_came_leaves_whole_segments_and_no_holes() 
 fn blocks_before_others_stay_as_long_as_those() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         let before = world.contents().len() as u64;
         (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
@@ -185,7 +188,7 @@ fn blocks_before_others_stay_as_long_as_those() {
 fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = world.contents().len() as u64;
         let (now, mut found) = (world.shared.clock.now(), Vec::new());
         let terms = LeaseTerms { until: None, tenant: 1, cap_bytes: 1 << 30 };
@@ -193,7 +196,7 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
         let prints: Vec<_> = held.iter().map(|number| print(&world, *number)).collect();
         world.shared.index.match_and_lease(&prints, terms, now, |_| 1, &mut found).unwrap();
         let read = world.at("a", 1).unwrap().0;
-        let segment = std::rc::Rc::clone(&world.shard.segments.borrow()[&read]);
+        let segment = std::rc::Rc::clone(&world.shard.volume.segments.borrow()[&read]);
         let hold = crate::engine::volume::segment::Hold::new(&segment);
         let allocated = segment.book.allocated();
         give_back(&world, 3 * SEGMENT_BYTES).await;
@@ -209,9 +212,9 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
 fn a_segment_with_holes_is_never_written_anew() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let holed = |world: &World| -> Vec<u32> {
-            let segments = world.shard.segments.borrow();
+            let segments = world.shard.volume.segments.borrow();
             segments.values().filter(|segment| segment.is_holed()).map(|segment| segment.number).collect()
         };
         world.shared.set_policy(EvictionPolicy::Lru);
@@ -223,10 +226,10 @@ fn a_segment_with_holes_is_never_written_anew() {
         give_back(&world, SEGMENT_BYTES).await;
         assert!(!holed(&world).is_empty());
         for _ in 0..200 {
-            match world.shard.make_room().await {
+            match world.shard.space.make_room().await {
                 Made::Segment(segment) => {
                     assert!(!segment.is_holed() && segment.book.allocated() >= SEGMENT_BYTES);
-                    world.shard.remove_segment(&segment).await.unwrap();
+                    world.shard.space.remove_segment(&segment).await.unwrap();
                 }
                 Made::Room => {}
                 Made::Nothing => break,
@@ -240,7 +243,7 @@ fn a_segment_with_holes_is_never_written_anew() {
 fn a_deleted_or_moved_block_is_given_back_without_evicting_any() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = world.contents().len() as u64;
         let gone: Vec<_> =
             (0..before).filter(|number| number % 5 > 1).map(|number| print(&world, number)).collect();
@@ -274,14 +277,14 @@ fn part_records(world: &World) {
 fn blocks_of_one_record_that_expire_at_different_times_go_in_one_round() {
     let evicted = [false, true].map(|parted| {
         filled().run(move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             world.shared.set_policy(EvictionPolicy::Lru);
             let before = world.contents().len();
             if parted {
                 part_records(&world);
             }
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
-            assert!(matches!(world.shard.make_room().await, Made::Room));
+            assert!(matches!(world.shard.space.make_room().await, Made::Room));
             before - world.contents().len()
         })
     });
@@ -292,13 +295,13 @@ fn blocks_of_one_record_that_expire_at_different_times_go_in_one_round() {
 fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_have_their_turn() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let work = &world.shared.work.evictions;
-        assert!(matches!(world.shard.make_room().await, Made::Room));
+        assert!(matches!(world.shard.space.make_room().await, Made::Room));
         let first = work.done().steps;
         strangers(&world, 200_000);
-        assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
-        assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
+        assert!(matches!(world.shard.space.make_room().await, Made::Segment(_) | Made::Room));
+        assert!(matches!(world.shard.space.make_room().await, Made::Segment(_) | Made::Room));
         let second = work.done().steps - first;
         assert!(first > 0 && second <= 2 * first, "{second} steps after {first}");
         assert!(
@@ -313,20 +316,20 @@ fn what_room_costs_is_that_of_a_few_segments_and_not_of_all_blocks_and_others_ha
 fn a_shard_of_many_segments_looks_at_few_of_them() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut first = 0;
         let mut steps = Vec::new();
         for segments in [40, 200] {
-            while world.shard.segments.borrow().len() < segments {
+            while world.shard.volume.segments.borrow().len() < segments {
                 world.durable("a", first, 5).await;
                 first += 5;
             }
-            world.shard.settled().await;
-            if let Made::Segment(emptied) = world.shard.make_room().await {
-                world.shard.remove_segment(&emptied).await.unwrap();
+            world.shard.log.settled().await;
+            if let Made::Segment(emptied) = world.shard.space.make_room().await {
+                world.shard.space.remove_segment(&emptied).await.unwrap();
             }
             let before = world.shared.work.evictions.done().steps;
-            assert!(matches!(world.shard.make_room().await, Made::Segment(_) | Made::Room));
+            assert!(matches!(world.shard.space.make_room().await, Made::Segment(_) | Made::Room));
             steps.push(world.shared.work.evictions.done().steps - before);
         }
         // A look at each segment's book, but not at its blocks.
@@ -343,7 +346,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
         let clock = std::sync::Arc::clone(&place.clock);
         let day = std::time::Duration::from_secs(24 * 60 * 60);
         place.run(move |world| async move {
-            recover(&world.shard).await.unwrap();
+            recover(&world.shard.log).await.unwrap();
             world.shared.set_policy(EvictionPolicy::Lru);
             let all = segments_of(&world);
             // The second four segments first, then the first four and the last: each segment has its day.
@@ -359,7 +362,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
             }
             clock.advance(2 * day);
             match restart {
-                true => world.shard.say_free().await.then_some(()).unwrap(),
+                true => world.shard.space.say_free().await.then_some(()).unwrap(),
                 false => oldest_first(&world, &all).await,
             }
         });
@@ -367,7 +370,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
             let clock = std::sync::Arc::clone(&place.clock);
             clock.set_unix_millis(1_700_000_000_000 + 40 * 24 * 60 * 60 * 1000);
             place.run(move |world| async move {
-                recover(&world.shard).await.unwrap();
+                recover(&world.shard.log).await.unwrap();
                 world.shared.set_policy(EvictionPolicy::Lru);
                 oldest_first(&world, &segments_of(&world)).await;
             });
@@ -377,11 +380,11 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
 
 async fn oldest_first(world: &World, all: &[(u64, u32)]) {
     for segment in [4, 5, 6, 7, 0, 1] {
-        assert!(matches!(world.shard.make_room().await, Made::Room));
-        let Made::Segment(emptied) = world.shard.make_room().await else { panic!("no segment") };
+        assert!(matches!(world.shard.space.make_room().await, Made::Room));
+        let Made::Segment(emptied) = world.shard.space.make_room().await else { panic!("no segment") };
         assert_eq!(emptied.number, segment);
         assert!(all.iter().all(|(number, at)| *at != segment || !world.has("a", *number)));
-        world.shard.remove_segment(&emptied).await.unwrap();
+        world.shard.space.remove_segment(&emptied).await.unwrap();
     }
 }
 
@@ -390,20 +393,20 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
     let place = filled();
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let shared = &world.shared;
         let checkpoint = || shared.work.checkpoints.done().steps;
-        assert!(world.shard.say_free().await);
+        assert!(world.shard.space.say_free().await);
         let (first, all) = (checkpoint(), segments_of(&world));
         strangers(&world, 100_000);
-        assert!(world.shard.say_free().await);
+        assert!(world.shard.space.say_free().await);
         assert_eq!(checkpoint(), 2 * first, "a checkpoint looks at others' records");
         let sweep = || shared.work.sweeps.done().steps;
         crate::engine::front::expiry::sweep(&world.shard.reads).await;
         assert_eq!(sweep(), 0, "nothing is due");
         // One record of five blocks.
         let record = shared.index.locate(print(&world, 5)).unwrap();
-        let (place, expires) = ((world.shard.shard, record.record.segment), shared.expiry_now() + 50);
+        let (place, expires) = ((world.shard.volume.shard, record.record.segment), shared.expiry_now() + 50);
         assert!(shared.index.records().set_expires(record.location.record, expires));
         shared.note_expiry(place, expires);
         let of_segment = all.iter().filter(|(_, at)| *at == place.1).count() as u64;
@@ -421,7 +424,7 @@ fn a_checkpoint_and_a_sweep_look_at_their_shards_own_records_and_at_what_is_due(
 #[test]
 fn what_is_put_makes_what_is_here_older() {
     Place::new().run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let before = world.shared.ages.steps();
         for first in (0..200).step_by(5) {
             world.durable("a", first, 5).await;
@@ -437,7 +440,7 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
     let place = filled();
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let shared = &world.shared;
         for (number, forgotten) in [(5, false), (15, true)] {
             let into = u64::from(shared.expiry_now() % 100);
@@ -445,7 +448,7 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
             let found = shared.index.locate(print(&world, number)).unwrap();
             let expires = shared.expiry_now() + 50;
             assert!(shared.index.records().set_expires(found.location.record, expires));
-            shared.note_expiry((world.shard.shard, found.record.segment), expires);
+            shared.note_expiry((world.shard.volume.shard, found.record.segment), expires);
             if forgotten {
                 (0..=1 << 16).for_each(|segment| shared.due.note((7, segment), 9));
             }
@@ -463,7 +466,7 @@ fn what_ends_within_the_stretch_of_a_sweep_and_what_was_forgotten_go_at_their_ti
 fn a_quota_is_kept_by_a_look_at_its_own_records() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         let live = account.space().live;
         let blocks = world.contents().len() as u64;
@@ -488,7 +491,7 @@ fn room_in_a_quota_is_made_in_short_sections_and_others_take_bytes_meanwhile() {
     use crate::engine::tasks::steps::AT_ONCE;
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let ledger = world.shared.index.records().ledger();
         let (account, other) =
             (ledger.account(world.namespace("a").id), ledger.account(NamespaceId([9; 32])));
@@ -516,9 +519,9 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
     use kvarts_layout::format::footer::{Content, Footer};
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let number = segments_of(&world)[0].1;
-        let segment = world.shard.segments.borrow()[&number].clone();
+        let segment = world.shard.volume.segments.borrow()[&number].clone();
         let mut footer = Footer { records: world.shard.reads.listing(&segment).await.unwrap() };
         for record in &mut footer.records {
             let Content::Blocks(blocks) = &mut record.content else { continue };
@@ -526,7 +529,7 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
             blocks.blocks = blocks.blocks.iter().cycle().take(20_000).copied().collect();
         }
         let before = world.shared.work.evictions.done();
-        assert!(world.shard.evict_all(&segment, &footer).await);
+        assert!(world.shard.space.evict_all(&segment, &footer).await);
         let done = world.shared.work.evictions.done();
         assert!(done.steps - before.steps >= 20_000 && segment.book.live() == 0, "{done:?}");
         assert!(done.longest_steps <= 2 * AT_ONCE, "{done:?}");
@@ -537,7 +540,7 @@ fn a_segment_of_many_blocks_is_emptied_in_short_sections() {
 fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let account = world.shared.index.records().ledger().account(world.namespace("a").id);
         account.set_limit(Some(u64::MAX / 2));
         let class = world.shared.index.locate(print(&world, 0)).unwrap().record.class;
@@ -559,7 +562,7 @@ fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
 fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let shared = &world.shared;
         assert!(!shared.index_is_full(1 << 20) && !shared.must_shrink(), "no limit");
         let memory = shared.index.memory();
@@ -569,7 +572,7 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
         shared.index_room.set_limit(Some(bytes - bytes / 8));
         assert!(shared.index_is_full(5000));
         while shared.must_shrink() {
-            world.shard.give_back_one().await.unwrap();
+            world.shard.space.give_back_one().await.unwrap();
         }
         assert!(!shared.index_is_full(1) && !shared.index_room.is_short());
         sums(&world);
@@ -585,26 +588,26 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
     let cold = 100..104;
     let warm = cold.clone();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut first = 0;
-        while world.shard.segments.borrow().len() < 120 {
+        while world.shard.volume.segments.borrow().len() < 120 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.shard.finish().await;
+        world.shard.log.finish().await;
     });
     clock.advance(4 * day);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let all = segments_of(&world);
         let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
         let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
         world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
-        assert!(world.shard.say_free().await);
+        assert!(world.shard.space.say_free().await);
     });
     clock.advance(day);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         let all = segments_of(&world);
         give_back(&world, SEGMENT_BYTES).await;
@@ -619,17 +622,17 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
 fn segments_that_were_listed_and_found_young_are_not_listed_again() {
     let place = Place::new();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let mut first = 0;
-        while world.shard.segments.borrow().len() < 60 {
+        while world.shard.volume.segments.borrow().len() < 60 {
             world.durable("a", first, 5).await;
             first += 5;
         }
-        world.shard.finish().await;
+        world.shard.log.finish().await;
     });
     let clock = std::sync::Arc::clone(&place.clock);
     place.run(move |world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         world.shared.set_policy(EvictionPolicy::Lru);
         clock.advance(std::time::Duration::from_secs(60 * 60));
         let all = segments_of(&world);
@@ -652,7 +655,7 @@ fn segments_that_were_listed_and_found_young_are_not_listed_again() {
 fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let all = segments_of(&world);
         // Of each record the first blocks are used: by holes the others would go, in every segment.
         for first in (0..all.len() as u64).step_by(5) {
@@ -660,8 +663,8 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
             world.shared.index.touch(&used, world.shared.epoch());
         }
         (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
-        world.shared.set_files_cap(world.shard.segments.borrow().len() as u64);
-        let made = world.shard.next_segment().await.unwrap();
+        world.shared.set_files_cap(world.shard.volume.segments.borrow().len() as u64);
+        let made = world.shard.space.next_segment().await.unwrap();
         let gone = all.iter().filter(|(number, _)| !world.has("a", *number));
         let gone: std::collections::BTreeSet<u32> = gone.map(|(_, segment)| *segment).collect();
         assert_eq!(gone.into_iter().collect::<Vec<_>>(), [made.number]);
@@ -672,7 +675,7 @@ fn with_too_many_files_one_segment_is_emptied_instead_of_holes_in_many() {
 fn what_a_quota_knows_of_its_blocks_counts_as_memory_of_the_index_and_goes_with_them() {
     let place = filled();
     place.run(|world| async move {
-        recover(&world.shard).await.unwrap();
+        recover(&world.shard.log).await.unwrap();
         let shared = &world.shared;
         let account = shared.index.records().ledger().account(world.namespace("a").id);
         account.set_limit(Some(u64::MAX / 2));

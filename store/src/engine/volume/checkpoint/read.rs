@@ -36,10 +36,10 @@ pub(crate) struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// What it says of the record at (segment, generation, offset).
-    pub(crate) fn recency(&self, (segment, generation, offset): (u32, u64, u64)) -> Option<Recency> {
-        let records = self.records.get(&(segment, generation))?;
-        let page = u32::try_from(offset / PAGE_BYTES).ok()?;
+    /// What it says of the record at a position.
+    pub(crate) fn recency(&self, at: Position) -> Option<Recency> {
+        let records = self.records.get(&(at.segment, at.generation))?;
+        let page = u32::try_from(at.offset / PAGE_BYTES).ok()?;
         let place = records.binary_search_by_key(&page, |record| record.page).ok()?;
         records.get(place).copied()
     }

@@ -15,6 +15,7 @@ use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
+use crate::engine::volume::tombstones::Listed;
 use crate::error::Reason;
 use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
@@ -119,7 +120,7 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     }
     volume.prune_tombstones();
     report.buried = volume.tombstones.borrow().version();
-    let (names, tombstones, epochs) = volume.tombstones.borrow().listed();
+    let Listed { names, tombstones, epochs } = volume.tombstones.borrow().listed();
     for some in names.chunks(MAX_ITEMS) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
     }

@@ -38,6 +38,8 @@ use crate::api::{BlockOutcome, Durability, LayeredPut, PutRequest, StepGate};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
 use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::space::Space;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
@@ -174,7 +176,7 @@ struct Place {
 pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<LocalTask>) {
     let under_way = log.layered.borrow().len();
     let enough = under_way >= UNDER_WAY_MAX
-        || (under_way as u64 + 1) * SEGMENTS_EACH > log.shared.segments_of_a_shard();
+        || (under_way as u64 + 1) * SEGMENTS_EACH > log.volume.shared.segments_of_a_shard();
     if enough || log.closing.get() {
         return part.refuse(Reason::Busy("there are enough puts by layers"));
     }
@@ -182,9 +184,9 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     let left = part.gate().clone();
     let ended = || {
         log.layered.borrow_mut().retain(|gate| !gate.is(&left));
-        log.changed.wake_all();
+        log.volume.changed.wake_all();
     };
-    let Some(part) = pay(log, part, deadline.as_mut()).await else {
+    let Some(part) = pay(&log.volume, part, deadline.as_mut()).await else {
         return ended();
     };
     let Some((mut part, segment, places)) = find(log, part, deadline.as_mut()).await else {
@@ -224,24 +226,24 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
             let _ = writing.await;
         }
     }
-    put_away(log, segment).await;
+    put_away(&log.space, segment).await;
     ended();
 }
 
 /// Takes what the records will take of their namespace's quota; `None` if it cannot be had, or not in time: that has been
 /// answered.
-async fn pay(log: &Log, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
+async fn pay(volume: &Volume, mut part: LayersPart, deadline: Option<&mut LocalTask>) -> Option<LayersPart> {
     let (shares, tell) = (std::mem::take(&mut part.shares), part.tell.take());
     let paying = pin!(async {
         let mut promises = Vec::with_capacity(shares.len());
         for share in shares {
-            promises.push(share.paid(&log.shared).await?);
+            promises.push(share.paid(&volume.shared).await?);
         }
         Ok(promises)
     });
     let paid = before(paying, deadline).await;
     if let Some(router) = tell {
-        router.tell_evicted(&log.shared);
+        router.tell_evicted(&volume.shared);
     }
     match paid.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(promises) => {
@@ -273,7 +275,7 @@ async fn find(
             part.refuse(Reason::DeadlinePassed);
             // What was begun for it is ended: half a segment would have no owner, and the next put takes this one.
             if let Ok(segment) = taking.await {
-                put_away(log, segment).await;
+                put_away(&log.space, segment).await;
             }
             return None;
         }
@@ -284,17 +286,17 @@ async fn find(
         Err(reason) => reason,
     };
     part.refuse(reason);
-    put_away(log, segment).await;
+    put_away(&log.space, segment).await;
     None
 }
 
 /// A segment that holds nothing and that no other task appends to.
 async fn take_segment(log: &Rc<Log>) -> Result<Rc<Segment>, Reason> {
-    let parked = log.parked.borrow_mut().pop();
+    let parked = log.space.parked.borrow_mut().pop();
     if let Some(segment) = parked {
         return Ok(segment);
     }
-    let _turn = log.roll_turn().await;
+    let _turn = log.space.roll_turn().await;
     log.begin_segment().await
 }
 
@@ -343,7 +345,7 @@ async fn write(
         let mut outcome = Ok(());
         'offered: for layer in written..offered {
             for image in &mut images {
-                outcome = image.issue(log, segment, layer, &mut writes).await;
+                outcome = image.issue(&log.volume, segment, layer, &mut writes).await;
                 if outcome.is_err() {
                     break 'offered;
                 }
@@ -367,7 +369,7 @@ async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Res
         // The waker is left first: a caller that leaves after the look wakes.
         let open = part.gate().is_open_or_wake(step, context.waker());
         let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
-        let broken = || segment.broken().or_else(|| log.shared.latched());
+        let broken = || segment.broken().or_else(|| log.volume.shared.latched());
         match closing.or_else(|| part.job.stopped()).or_else(broken) {
             Some(reason) => Poll::Ready(Err(reason)),
             None if open => Poll::Ready(Ok(part.gate().opened())),
@@ -381,7 +383,7 @@ async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Res
 fn failed(log: &Log, segment: &Rc<Segment>, error: &IoError) -> Reason {
     log.give_up(segment, error);
     match decide(error, Stage::PutData) {
-        Action::LatchReadOnly => log.shared.latch(error),
+        Action::LatchReadOnly => log.volume.shared.latch(error),
         _ => fault(error),
     }
 }
@@ -396,14 +398,14 @@ async fn seal(
     let durable = part.job.request.durability == Durability::Durable;
     if durable {
         // No header is durable before what it describes.
-        log.driver.flush(segment.file).await.map_err(|error| failed(log, segment, &error))?;
+        log.volume.driver.flush(segment.file).await.map_err(|error| failed(log, segment, &error))?;
     }
     // A delete waits from here on, and what it has met by now is not written.
     let _write = log.writes.begin();
     // While a task looks for the next segment, the one before it is not settled.
-    let turn = log.roll_turn().await;
+    let turn = log.space.roll_turn().await;
     // Memory before places: what has one and waits for the other would hold back everything behind it.
-    let staging = log.stage(places.iter().map(|place| place.header_bytes).sum()).await;
+    let staging = log.volume.stage(places.iter().map(|place| place.header_bytes).sum()).await;
     let staging = staging.map_err(|_| Reason::Busy("there is no memory to write from"))?;
     let headers = place_headers(log, part, segment, places)?;
     drop(turn);
@@ -414,7 +416,7 @@ async fn seal(
     let mut lost = Vec::new();
     for (place, (written, expires)) in places.iter().zip(&records) {
         let piece = Piece::new(place.run.clone(), written.clone(), *expires);
-        match publish(log, &part.job, &place.run, &[piece]) {
+        match publish(&log.volume, &part.job, &place.run, &[piece]) {
             Ok(some) => lost.extend(some.into_iter().map(|block| place.run.start + u32::from(block))),
             Err(Reason::Deleted) => lost.extend(place.run.clone()),
             Err(reason) => return Err(reason),
@@ -452,7 +454,7 @@ fn place_headers(
         let digests = digests.get(of).ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
         drafts.push(draft(&part.job, &place.run, digests)?);
     }
-    segment.first_sequence.set(log.sequence.get());
+    segment.first_sequence.set(log.volume.sequence.get());
     log.append_to(segment);
     let (mut images, mut outcome) = (Vec::new(), Ok(()));
     for (place, (draft, expires)) in places.iter().zip(&drafts) {
@@ -489,7 +491,7 @@ async fn write_headers(
     for (image, _) in images.iter().filter(|_| outcome.is_ok()) {
         let Some(mut part) = staging.split_to(image.headers.len()) else { break };
         part.copy_in(0, &image.headers);
-        writes.push(log.driver.write(Class::Put, segment.file, image.offset, part, false));
+        writes.push(log.volume.driver.write(Class::Put, segment.file, image.offset, part, false));
     }
     if outcome.is_ok() && writes.len() < images.len() {
         outcome = Err(Reason::Bug("a header that is longer than it was laid out"));
@@ -511,7 +513,7 @@ async fn write_headers(
 
 /// Leaves the segment to the log that appends to it now; or, if it holds nothing, to the next that needs one. The header of a new file may not be durable
 /// yet: known to be free, it would look as if it had been lost.
-async fn put_away(log: &Log, segment: Rc<Segment>) {
+async fn put_away(space: &Space, segment: Rc<Segment>) {
     segment.quiet().await;
     if segment.broken().is_some() || segment.state.get() != SegmentState::Open {
         return;
@@ -522,6 +524,6 @@ async fn put_away(log: &Log, segment: Rc<Segment>) {
     if segment.generation.get() > 1 {
         segment.state.set(SegmentState::Free);
     } else {
-        log.parked.borrow_mut().push(segment);
+        space.parked.borrow_mut().push(segment);
     }
 }

@@ -17,6 +17,7 @@ use kvarts_layout::format::record::Body;
 use super::{HEADER_BLOCK_BYTES, HEADER_BYTES, PutJob};
 use crate::api::{Durability, Parent};
 use crate::engine::shared::quota;
+use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
 use crate::error::Reason;
@@ -72,7 +73,7 @@ pub(super) async fn write(
             }
         }
     }
-    publish(log, job, run, &pieces)
+    publish(&log.volume, job, run, &pieces)
 }
 
 /// Appends a run in as many pieces as segments want of it.
@@ -180,7 +181,7 @@ fn note_continued(job: &PutJob, run: &Range<u32>, prints: &[BlockFingerprint]) {
 /// Makes the blocks of a run's records live, all at one moment of this executor. Gives the places in the run of blocks
 /// that a delete has met meanwhile.
 pub(super) fn publish(
-    log: &Log,
+    volume: &Volume,
     job: &PutJob,
     run: &Range<u32>,
     pieces: &[Piece],
@@ -188,7 +189,7 @@ pub(super) fn publish(
     let records = job.shared.index.records();
     let mut known: Vec<RecordId> = Vec::with_capacity(pieces.len());
     for piece in pieces {
-        let info = piece.written.info(log.shard, piece.run.len(), job.class.number, piece.expires)?;
+        let info = piece.written.info(volume.shard, piece.run.len(), job.class.number, piece.expires)?;
         match records.insert(info) {
             Ok(record) => {
                 records.note_use(record, job.shared.second());
@@ -204,12 +205,12 @@ pub(super) fn publish(
     }
     let mut lost = Vec::new();
     for (piece, record) in pieces.iter().zip(known) {
-        job.shared.note_expiry((log.shard, piece.written.segment.number), piece.expires);
-        publish_piece(log, job, (run, piece), record, &mut lost)?;
+        job.shared.note_expiry((volume.shard, piece.written.segment.number), piece.expires);
+        publish_piece(volume, job, (run, piece), record, &mut lost)?;
     }
     let counters = &job.shared.counters;
     let payload_bytes: u64 = pieces.iter().map(|piece| piece.written.payload_bytes).sum();
-    if job.request.parent != Parent::Unknown && payload_bytes <= log.shared.record_bytes_max / 2 {
+    if job.request.parent != Parent::Unknown && payload_bytes <= volume.shared.record_bytes_max / 2 {
         counters.small_records_stored.fetch_add(1, Relaxed);
     }
     match lost.len() == run.len() {
@@ -220,7 +221,7 @@ pub(super) fn publish(
 
 /// Makes the blocks of a record live, and adds the places of those that a delete has met.
 fn publish_piece(
-    log: &Log,
+    volume: &Volume,
     job: &PutJob,
     (run, piece): (&Range<u32>, &Piece),
     record: RecordId,
@@ -241,7 +242,7 @@ fn publish_piece(
     }
     note_continued(job, &piece.run, prints);
     quota::note(&job.shared, job.class.number, record, prints.iter().copied());
-    let (written, counters) = (&piece.written, &log.shared.counters);
+    let (written, counters) = (&piece.written, &volume.shared.counters);
     counters.payload_bytes_stored.fetch_add(written.payload_bytes, Relaxed);
     counters.record_bytes_written.fetch_add(written.end - written.offset, Relaxed);
     Ok(())

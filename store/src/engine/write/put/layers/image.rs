@@ -8,8 +8,8 @@ use kvarts_layout::plan::{WritePiece, WritePlan, WriteSource};
 use super::Place;
 use crate::api::Placed;
 use crate::driver::Transfer;
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Segment;
-use crate::engine::write::log::Log;
 use crate::error::Reason;
 use crate::io::{Buf, IoError};
 use crate::rt::Class;
@@ -46,7 +46,7 @@ impl<'a> Image<'a> {
     /// Begins the writes of a layer, up to its last whole page. Layers come in order.
     pub(super) async fn issue(
         &mut self,
-        log: &Log,
+        volume: &Volume,
         segment: &Segment,
         layer: u32,
         writes: &mut Vec<Transfer>,
@@ -57,13 +57,13 @@ impl<'a> Image<'a> {
             pieces.push(piece);
         }
         let at = self.place.at + self.done;
-        if let Some(buffers) = self.as_they_lie(log, &pieces, end) {
+        if let Some(buffers) = self.as_they_lie(volume, &pieces, end) {
             self.done = end;
-            writes.push(log.driver.write_v(Class::Put, segment.file, at, buffers, false));
+            writes.push(volume.driver.write_v(Class::Put, segment.file, at, buffers, false));
             return Ok(());
         }
         let bytes = (end - self.done) as usize;
-        let mut staging = log.stage(bytes).await?;
+        let mut staging = volume.stage(bytes).await?;
         staging.copy_in(0, &self.carry);
         for piece in &pieces {
             let to = (piece.payload_offset - self.done) as usize;
@@ -74,13 +74,13 @@ impl<'a> Image<'a> {
         staging.copy_out(whole, &mut self.carry);
         self.done += whole as u64;
         if let Some(pages) = staging.first(whole).filter(|pages| !pages.is_empty()) {
-            writes.push(log.driver.write(Class::Put, segment.file, at, pages, false));
+            writes.push(volume.driver.write(Class::Put, segment.file, at, pages, false));
         }
         Ok(())
     }
 
     /// The pieces as buffers of the caller, if the device can take them as they lie.
-    fn as_they_lie(&self, log: &Log, pieces: &[WritePiece], end: u64) -> Option<Vec<Buf>> {
+    fn as_they_lie(&self, volume: &Volume, pieces: &[WritePiece], end: u64) -> Option<Vec<Buf>> {
         let whole = self.carry.is_empty() && end.is_multiple_of(PAGE_BYTES) && self.from.is_page_aligned();
         if !whole || pieces.is_empty() || pieces.len() > PIECES_MAX {
             return None;
@@ -91,7 +91,7 @@ impl<'a> Image<'a> {
                 self.from.slice(at, piece.len).map(Buf::from)
             }
             WriteSource::Memory(_) => None,
-            WriteSource::Zeros => log.shared.zeros(piece.len),
+            WriteSource::Zeros => volume.shared.zeros(piece.len),
         };
         pieces.iter().map(buffer).collect()
     }

@@ -1,0 +1,124 @@
+//! A server in a process of its own, in a directory of its own, with an identity, tokens and blocks to try it with.
+#![allow(dead_code, reason = "each test that has this uses some of it")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+/// A directory that goes with the value.
+pub(crate) struct Scratch(pub(crate) PathBuf);
+
+impl Scratch {
+    pub(crate) fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-served-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A server; ended with the value.
+pub(crate) struct Server {
+    child: Child,
+    metrics: String,
+    scratch: Scratch,
+}
+
+impl Server {
+    pub(crate) fn start(scratch: Scratch, more: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+            .current_dir(&scratch.0)
+            .args(["serve", "--budget", "64M", "--segment", "4M", "--listen-grpc", "127.0.0.1:0"])
+            .args(["--listen-metrics", "127.0.0.1:0"])
+            .args(more)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let metrics = line.split_whitespace().find_map(|word| word.strip_prefix("metrics="));
+        let metrics = metrics.unwrap_or_else(|| panic!("{line:?}")).to_owned();
+        Self { child, metrics, scratch }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.scratch.0.join(name)
+    }
+
+    pub(crate) fn metrics_address(&self) -> &str {
+        &self.metrics
+    }
+
+    pub(crate) fn metrics(&self) -> String {
+        let answer = http(&self.metrics, "GET /metrics");
+        answer.split_once("\r\n\r\n").unwrap().1.to_owned()
+    }
+
+    /// Exit code, standard output and standard error of a command, beside the server.
+    pub(crate) fn kvarts(&self, arguments: &[&str]) -> (i32, String, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        let output =
+            command.current_dir(&self.scratch.0).args(arguments).stdin(Stdio::null()).output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+    }
+
+    /// The same of a command about the blocks here.
+    pub(crate) fn client(&self, command: &[&str], more: &[&str]) -> (i32, String, String) {
+        self.kvarts(&[command, &["--identity", "ID.toml", "--page-bytes", "4096"], more].concat())
+    }
+
+    /// Writes an identity, tokens of ten blocks and of twenty that begin with them, and stores the ten.
+    pub(crate) fn store_pages(&self) {
+        self.store_pages_of("pages");
+    }
+
+    /// The same, of a model of this name.
+    pub(crate) fn store_pages_of(&self, model: &str) {
+        let (code, identity, error) = self.kvarts(&["identity", "--page-bytes", "4096"]);
+        assert_eq!(code, 0, "{error}");
+        let filled = |line: &str| match line.split_once(" = ") {
+            Some(("model", _)) => format!("model = '{model}'\n"),
+            Some((name, value)) if value.starts_with("\"\"") => format!("{name} = \"1\"\n"),
+            _ => format!("{line}\n"),
+        };
+        std::fs::write(self.path("ID.toml"), identity.lines().map(filled).collect::<String>()).unwrap();
+        let tokens = |blocks: u32| (0..blocks * 16).map(|token| format!("{token} ")).collect::<String>();
+        std::fs::write(self.path("tokens"), tokens(10)).unwrap();
+        std::fs::write(self.path("more"), tokens(20)).unwrap();
+        std::fs::write(self.path("blocks"), vec![7; 10 * 4096]).unwrap();
+        let (code, out, error) = self.client(&["put", "blocks"], &["--tokens", "tokens"]);
+        assert_eq!(code, 0, "{out}{error}\n{identity}");
+    }
+
+    /// Ends the server at once.
+    pub(crate) fn end(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// All that is answered to one request, head and body.
+pub(crate) fn http(address: &str, request: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let request = format!("{request} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}

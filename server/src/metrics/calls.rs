@@ -1,0 +1,168 @@
+//! Calls and what they asked for, as Prometheus reads them.
+
+use std::fmt::Write;
+
+use super::histogram::Histogram;
+use super::text::{Value, head};
+use super::usage::Usage;
+use super::{CallName, Counted};
+
+/// Tells everything that the server counts of calls.
+pub(super) fn calls(out: &mut String, counted: &Counted) {
+    by_tenant(out, counted);
+    times(out, counted);
+    head(out, "kvarts_calls_under_way", "gauge", "Calls that have begun and not ended, by method.");
+    for (method, count) in &counted.under_way {
+        let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
+    }
+    let help = "Calls that were refused before any work, by what was missing: a token, a right, the tenant's own calls (ask \
+                again), connections, or time before a drain. The log's audit lines say whose calls.";
+    head(out, "kvarts_calls_refused_total", "counter", help);
+    for ((method, want), count) in &counted.refused {
+        let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
+    }
+    usage(out, counted);
+    head(out, "kvarts_clients", "gauge", "Clients of the local path, by transfer mode.");
+    for (mode, count) in &counted.modes {
+        let _ = writeln!(out, "kvarts_clients{{mode=\"{mode}\"}} {count}");
+    }
+}
+
+fn by_tenant(out: &mut String, counted: &Counted) {
+    let labels = |name: &CallName| {
+        let CallName { path, method, class, tenant } = name;
+        format!("path=\"{path}\",method=\"{method}\",class=\"{class}\",tenant=\"{}\"", Value(tenant))
+    };
+    let help = "Calls that have ended, by the gRPC code of their end (the local path's too). A read that ends OK says block \
+                by block what came: see kvarts_blocks_missed_total.";
+    head(out, "kvarts_calls_total", "counter", help);
+    for (name, calls) in &counted.calls {
+        let labels = labels(name);
+        for (code, count) in &calls.ended {
+            let _ = writeln!(out, "kvarts_calls_total{{{labels},code=\"{code}\"}} {count}");
+        }
+    }
+    head(
+        out,
+        "kvarts_call_bytes_total",
+        "counter",
+        "Bytes of blocks that calls carried, in (puts) and out (reads).",
+    );
+    for (name, calls) in &counted.calls {
+        let labels = labels(name);
+        for (direction, bytes) in [("in", calls.bytes_in), ("out", calls.bytes_out)] {
+            let _ = writeln!(out, "kvarts_call_bytes_total{{{labels},direction=\"{direction}\"}} {bytes}");
+        }
+    }
+}
+
+fn times(out: &mut String, counted: &Counted) {
+    let help = "How long calls took, in seconds, from their admission until their answer had gone.";
+    head(out, "kvarts_call_seconds", "histogram", help);
+    for ((path, method, class), took) in &counted.took {
+        let labels = format!("path=\"{path}\",method=\"{method}\",class=\"{class}\"");
+        histogram(out, "kvarts_call_seconds", &labels, took);
+    }
+    let help = "Time to the first layer of reads by layers, in seconds, from their admission until the layer was handed to \
+                the connection or announced to the local client: what an engine waits before it can begin.";
+    head(out, "kvarts_first_layer_seconds", "histogram", help);
+    for ((path, class), took) in &counted.first_layer {
+        histogram(out, "kvarts_first_layer_seconds", &format!("path=\"{path}\",class=\"{class}\""), took);
+    }
+}
+
+fn histogram(out: &mut String, name: &str, labels: &str, took: &Histogram) {
+    let mut total = 0;
+    for (bound, count) in took.cumulative() {
+        let bound = bound.map_or("+Inf".to_owned(), |bound| bound.to_string());
+        let _ = writeln!(out, "{name}_bucket{{{labels},le=\"{bound}\"}} {count}");
+        total = count;
+    }
+    let _ = writeln!(out, "{name}_sum{{{labels}}} {}\n{name}_count{{{labels}}} {total}", took.sum());
+}
+
+fn usage(out: &mut String, counted: &Counted) {
+    let mut family = |name: &str, help: &str, told: &dyn Fn(&Usage) -> Vec<(String, u64)>| {
+        head(out, name, "counter", help);
+        for (tenant, model, usage) in counted.usages.each() {
+            for (more, count) in told(usage) {
+                let (tenant, model) = (Value(tenant), Value(model));
+                let _ = writeln!(out, "{name}{{tenant=\"{tenant}\",model=\"{model}\"{more}}} {count}");
+            }
+        }
+    };
+    let help = "Blocks that match and exists were asked for, by what was found: here, pending (being put), absent. The hit \
+                ratio is the rate of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", \
+                tenants beyond 256 tenant=\"other\".";
+    family("kvarts_lookup_blocks_total", help, &|usage| {
+        let found = usage.lookups;
+        let all = [("here", found.here), ("pending", found.pending), ("absent", found.absent)];
+        all.map(|(what, count)| (format!(",found=\"{what}\""), count)).to_vec()
+    });
+    let help =
+        "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
+    family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
+    let help = "Blocks that reads were asked for and did not deliver, by reason. REASON_NOT_HERE is eviction between lookup \
+                and read: take a lease with the match. What lookups did not find is in kvarts_lookup_blocks_total.";
+    family("kvarts_blocks_missed_total", help, &|usage| {
+        usage.missed.iter().map(|(reason, count)| (format!(",reason=\"{reason}\""), *count)).collect()
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::{Ended, Lookup, Metrics};
+    use super::*;
+
+    #[test]
+    fn a_hit_ratio_by_tenant_and_model_can_be_made() {
+        let metrics = Metrics::default();
+        metrics.looked_up("red \"team\"", "m", Lookup { here: 3, pending: 1, absent: 4 });
+        metrics.looked_up("red \"team\"", "m", Lookup { here: 2, pending: 0, absent: 0 });
+        metrics.read_ended("blue", "n", 7, [("REASON_DIGEST", 2)].into());
+        let mut out = String::new();
+        calls(&mut out, &metrics.lock());
+        for line in [
+            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"here\"} 5",
+            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"absent\"} 4",
+            "kvarts_blocks_delivered_total{tenant=\"blue\",model=\"n\"} 7",
+            "kvarts_blocks_missed_total{tenant=\"blue\",model=\"n\",reason=\"REASON_DIGEST\"} 2",
+        ] {
+            assert!(out.lines().any(|told| told == line), "{line} is not in\n{out}");
+        }
+    }
+
+    #[test]
+    fn times_are_told_without_tenants_and_calls_with_them() {
+        let metrics = Metrics::default();
+        for tenant in ["a", "b"] {
+            let name = CallName {
+                path: "grpc",
+                method: "get_layers",
+                class: "foreground",
+                tenant: tenant.to_owned(),
+            };
+            let first_layer = Some(Duration::from_micros(100));
+            metrics.call_began("get_layers");
+            let took = Duration::from_millis(1);
+            metrics.call_ended(name, Ended { code: "OK", took, first_layer, bytes_in: 0, bytes_out: 9 });
+        }
+        let mut out = String::new();
+        calls(&mut out, &metrics.lock());
+        let of = "path=\"grpc\",method=\"get_layers\",class=\"foreground\"";
+        for line in [
+            format!("kvarts_calls_total{{{of},tenant=\"a\",code=\"OK\"}} 1"),
+            format!("kvarts_call_bytes_total{{{of},tenant=\"b\",direction=\"out\"}} 9"),
+            format!("kvarts_call_seconds_count{{{of}}} 2"),
+            "kvarts_first_layer_seconds_bucket{path=\"grpc\",class=\"foreground\",le=\"0.000064\"} 0"
+                .to_owned(),
+            "kvarts_first_layer_seconds_bucket{path=\"grpc\",class=\"foreground\",le=\"0.000128\"} 2"
+                .to_owned(),
+            "kvarts_first_layer_seconds_count{path=\"grpc\",class=\"foreground\"} 2".to_owned(),
+        ] {
+            assert!(out.lines().any(|told| told == line), "{line} is not in\n{out}");
+        }
+    }
+}
