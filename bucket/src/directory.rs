@@ -7,6 +7,7 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,14 +36,14 @@ fn fault(error: &io::Error) -> Fault {
     }
 }
 
-fn tag(bytes: &[u8]) -> Tag {
-    Tag(blake3::hash(bytes).to_hex().to_string())
+/// Which content a file has: each put makes a new file, which is not written to any more once it has its name.
+fn tag(file: &fs::Metadata) -> Tag {
+    Tag(format!("{}-{}-{}.{:09}", file.len(), file.ino(), file.mtime(), file.mtime_nsec()))
 }
 
-fn facts(file: &fs::Metadata) -> (u64, u64) {
+fn modified_ms(file: &fs::Metadata) -> u64 {
     let modified = file.modified().ok().and_then(|at| at.duration_since(UNIX_EPOCH).ok());
-    let modified = modified.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX));
-    (file.len(), modified)
+    modified.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX))
 }
 
 async fn blocking<T: Send + 'static>(
@@ -74,57 +75,61 @@ impl Directory {
         Ok(file)
     }
 
+    /// Writes an object beside its place, flushed.
+    fn stage(folder: &Path, body: &[Bytes]) -> io::Result<(PathBuf, Tag)> {
+        fs::create_dir_all(folder)?;
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let partial = folder.join(format!("{PARTIAL}{}-{number}", std::process::id()));
+        let mut file = File::create(&partial)?;
+        let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
+        let tagged = written.and_then(|()| Ok(tag(&file.metadata()?)));
+        if tagged.is_err() {
+            let _ = fs::remove_file(&partial);
+        }
+        tagged.map(|tag| (partial, tag))
+    }
+
     fn write(&self, name: &str, body: &[Bytes], condition: &Condition) -> Result<Tag, Fault> {
         let path = self.path(name)?;
         let folder = path.parent().ok_or_else(|| Fault::Refused(name.to_owned()))?;
-        let write = || -> io::Result<PathBuf> {
-            fs::create_dir_all(folder)?;
-            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-            let partial = folder.join(format!("{PARTIAL}{}-{number}", std::process::id()));
-            let mut file = File::create(&partial)?;
-            let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
-            if written.is_err() {
-                let _ = fs::remove_file(&partial);
+        let (partial, new) = Self::stage(folder, body).map_err(|error| fault(&error))?;
+        let place = || -> io::Result<bool> {
+            // Held until the new object is in its place.
+            let _lock = if *condition == Condition::Any { None } else { Some(self.lock()?) };
+            let holds = match condition {
+                Condition::Any => true,
+                Condition::Absent => !path.try_exists()?,
+                Condition::Is(known) => fs::metadata(&path).is_ok_and(|file| tag(&file) == *known),
+            };
+            if holds {
+                fs::rename(&partial, &path)?;
+                File::open(folder)?.sync_all()?;
             }
-            written.map(|()| partial)
+            Ok(holds)
         };
-        // Held until the new object is in its place.
-        let _lock = match condition {
-            Condition::Any => None,
-            _ => Some(self.lock().map_err(|error| fault(&error))?),
-        };
-        let holds = match condition {
-            Condition::Any => true,
-            Condition::Absent => !path.exists(),
-            Condition::Is(known) => fs::read(&path).is_ok_and(|bytes| tag(&bytes) == *known),
-        };
-        if !holds {
-            return Err(Fault::Changed);
+        match place() {
+            Ok(true) => Ok(new),
+            other => {
+                // If it is in its place already, nothing is here any more.
+                let _ = fs::remove_file(&partial);
+                Err(other.map_or_else(|error| fault(&error), |_| Fault::Changed))
+            }
         }
-        let place = || -> io::Result<()> {
-            let partial = write()?;
-            fs::rename(&partial, &path)?;
-            File::open(folder)?.sync_all()
-        };
-        place().map_err(|error| fault(&error))?;
-        let mut hasher = blake3::Hasher::new();
-        body.iter().for_each(|piece| drop(hasher.update(piece)));
-        Ok(Tag(hasher.finalize().to_hex().to_string()))
     }
 
-    fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<Bytes, Fault> {
-        let read = |path: PathBuf| -> io::Result<Result<Bytes, Fault>> {
+    fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<(Bytes, Tag), Fault> {
+        let read = |path: PathBuf| -> io::Result<Result<(Bytes, Tag), Fault>> {
             let mut file = File::open(path)?;
-            let len = file.metadata()?.len();
-            let range = range.unwrap_or(0..len);
+            let facts = file.metadata()?;
+            let range = range.unwrap_or(0..facts.len());
             let wanted = range.end.saturating_sub(range.start);
-            if wanted > most || range.end > len {
+            if wanted > most || range.end > facts.len() {
                 return Ok(Err(Fault::Length));
             }
             let mut bytes = vec![0; usize::try_from(wanted).unwrap_or(0)];
             file.seek(SeekFrom::Start(range.start))?;
             file.read_exact(&mut bytes)?;
-            Ok(Ok(bytes.into()))
+            Ok(Ok((bytes.into(), tag(&facts))))
         };
         read(self.path(name)?).map_err(|error| fault(&error))?
     }
@@ -150,8 +155,7 @@ impl Directory {
                 } else if kind.is_file() && name.starts_with(prefix) {
                     // One that is deleted meanwhile is not there.
                     let Ok(known) = entry.metadata() else { continue };
-                    let (bytes, modified_ms) = facts(&known);
-                    found.push(Listed { name, bytes, modified_ms });
+                    found.push(Listed { name, bytes: known.len(), modified_ms: modified_ms(&known) });
                 }
             }
         }
@@ -162,20 +166,19 @@ impl Directory {
 impl Bucket for Directory {
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
         let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || own.read(&name, None, most).map(|bytes| (bytes.clone(), tag(&bytes)))))
+        Box::pin(blocking(move || own.read(&name, None, most)))
     }
 
     fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
         let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || own.read(&name, Some(range), u64::MAX)))
+        Box::pin(blocking(move || own.read(&name, Some(range), u64::MAX).map(|(bytes, _)| bytes)))
     }
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
         let (own, name) = (self.clone(), name.to_owned());
         Box::pin(blocking(move || {
             let known = fs::metadata(own.path(&name)?).map_err(|error| fault(&error))?;
-            let (bytes, modified_ms) = facts(&known);
-            Ok(Facts { bytes, tag: Tag(format!("{bytes}-{modified_ms}")), modified_ms })
+            Ok(Facts { bytes: known.len(), tag: tag(&known), modified_ms: modified_ms(&known) })
         }))
     }
 

@@ -6,7 +6,10 @@
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
-#![allow(clippy::disallowed_methods, reason = "a bucket is outside of the simulation: the tier above it has the seams")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "a bucket is outside of the simulation: the tier above it has the seams"
+)]
 
 pub mod directory;
 pub mod http;

@@ -58,6 +58,7 @@ impl S3Bucket {
     async fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<(Bytes, Tag), Fault> {
         let seen = Seen::default();
         let mut options = GetOptions::default();
+        let exactly = range.as_ref().map(|range| range.end.saturating_sub(range.start));
         options.range = range.map(GetRange::Bounded);
         options.extensions.insert(seen.clone());
         let failed = |error| fault(error, &seen);
@@ -76,6 +77,9 @@ impl S3Bucket {
                 bytes.reserve(piece.len());
             }
             bytes.extend_from_slice(&piece);
+        }
+        if exactly.is_some_and(|exactly| exactly != bytes.len() as u64) {
+            return Err(Fault::Length);
         }
         Ok((bytes.into(), tag))
     }
@@ -102,9 +106,10 @@ fn fault(error: Error, seen: &Seen) -> Fault {
         }
         (_, 429 | 503) => Fault::Busy(answer.retry_after),
         (error, 400..=499) => Fault::Refused(error.to_string()),
-        (error @ (Error::NotSupported { .. } | Error::NotImplemented { .. } | Error::InvalidPath { .. }), _) => {
-            Fault::Refused(error.to_string())
-        }
+        (
+            error @ (Error::NotSupported { .. } | Error::NotImplemented { .. } | Error::InvalidPath { .. }),
+            _,
+        ) => Fault::Refused(error.to_string()),
         (error, _) => Fault::Unreachable(error.to_string()),
     }
 }
@@ -163,6 +168,7 @@ impl Bucket for S3Bucket {
         most: usize,
     ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
         Box::pin(async move {
+            // What is asked for are folders.
             let folder = self.path(prefix);
             let listed = match after {
                 Some(after) => self.store.list_with_offset(Some(&folder), &self.path(after)),

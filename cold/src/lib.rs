@@ -12,6 +12,7 @@
 //! - [`mod@format`]: the bytes in a bucket, pure;
 //! - [`bucket`], [`time`]: the seams; [`access`]: retries, budgets, the pause after an outage;
 //! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set;
+//! - [`check`]: what is wrong in a bucket; [`collect`]: what is not to be kept;
 //! - [`push`]: blocks into packs; [`restore`]: packs into blocks, [`promote`]: and into a store.
 #![forbid(unsafe_code)]
 #![cfg_attr(
@@ -21,6 +22,8 @@
 
 pub mod access;
 pub mod bucket;
+pub mod check;
+pub mod collect;
 pub mod error;
 pub mod format;
 pub mod promote;

@@ -211,6 +211,17 @@ impl Tier {
         if let Some(index) = self.remembered_index(pack) {
             return Ok(index);
         }
+        let index = self.read_index(namespace, pack).await?;
+        self.keep_index(&index);
+        Ok(index)
+    }
+
+    /// The index of a pack, read now.
+    pub(crate) async fn read_index(
+        &self,
+        namespace: NamespaceId,
+        pack: PackId,
+    ) -> Result<Arc<PackIndex>, ColdError> {
         let name = names::index(namespace, pack);
         let (bytes, _) = self.access.get(&name, INDEX_BYTES_MAX as u64).await?;
         let index = PackIndex::decode(&bytes).and_then(|index| {
@@ -218,9 +229,7 @@ impl Tier {
             let is_it = index.id() == pack && index.namespace_id() == namespace;
             if is_it { Ok(Arc::new(index)) } else { Err(FormatError::Damaged) }
         });
-        let index = index.map_err(|error| ColdError::Object(name, error))?;
-        self.keep_index(&index);
-        Ok(index)
+        index.map_err(|error| ColdError::Object(name, error))
     }
 
     /// Memory that indexes take now.

@@ -20,8 +20,8 @@ use kvarts_terminal::{Failure, Refusal};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
-    client_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd, plan_cmd,
-    serve_cmd, top,
+    client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd,
+    plan_cmd, serve_cmd, top,
 };
 
 /// What the end of the program says; part of the help.
@@ -47,6 +47,8 @@ enum Command {
     Bench(Box<kvarts_bench::BenchArgs>),
     /// Show the cluster that a running server belongs to
     Cluster(client_cmd::ClusterArgs),
+    /// Keep blocks in object storage: push, list, check, collect, restore
+    Cold(cold_cmd::ColdArgs),
     /// Write what is live in a store together, offline, in place or as a new store
     Compact(compact_cmd::CompactArgs),
     /// Write the completions of a shell to standard output
@@ -184,6 +186,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     match cli.command {
         Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
+        Command::Cold(arguments) => cold_cmd::run(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
         Command::Completions(arguments) => {
             // The generator panics where its writer fails, as a closed pipe does.

@@ -13,7 +13,7 @@ mod planned;
 mod put;
 mod stat;
 mod strangers;
-mod subject;
+pub(crate) mod subject;
 
 use std::io::Write;
 use std::time::Duration;

@@ -2,6 +2,7 @@
 
 mod cli;
 mod client_cmd;
+mod cold_cmd;
 mod compact_cmd;
 mod config_cmd;
 mod demo;

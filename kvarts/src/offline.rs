@@ -2,6 +2,7 @@
 #![allow(clippy::disallowed_methods, reason = "offline commands on real files and the real clock")]
 
 pub(crate) mod export_cmd;
+pub(crate) mod frames;
 pub(crate) mod import_cmd;
 pub(crate) mod inspect_cmd;
 pub(crate) mod ls_cmd;
@@ -44,7 +45,7 @@ impl Place {
     }
 
     /// Finds out what the store has, from its metadata.
-    fn read(&self, tally: &Tally) -> Result<(Store, Contents), Failure> {
+    pub(crate) fn read(&self, tally: &Tally) -> Result<(Store, Contents), Failure> {
         let disks = fsck_cmd::open(&self.directories(), self.live)?;
         let mut found = Findings::default();
         let shown = self.directory.display();
@@ -61,12 +62,12 @@ impl Place {
 }
 
 /// Milliseconds since 1970.
-fn now_ms() -> u64 {
+pub(crate) fn now_ms() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
 }
 
-fn write_json(value: &impl serde::Serialize, out: &mut dyn Write) -> Result<(), Failure> {
+pub(crate) fn write_json(value: &impl serde::Serialize, out: &mut dyn Write) -> Result<(), Failure> {
     serde_json::to_writer_pretty(&mut *out, value).map_err(std::io::Error::from)?;
     Ok(writeln!(out)?)
 }
@@ -90,6 +91,6 @@ fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Fail
 }
 
 /// Text from disk without what would move a terminal's cursor.
-fn shown(text: &str) -> String {
+pub(crate) fn shown(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }

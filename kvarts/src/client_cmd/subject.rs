@@ -267,7 +267,7 @@ fn tokens(text: &str) -> Result<Vec<u32>, String> {
 }
 
 /// A time such as 90s, 30m, 12h, 7d.
-pub(super) fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let each = match text.get(digits.len()..).unwrap_or_default() {
         "s" | "" => 1,

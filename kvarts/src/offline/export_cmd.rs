@@ -27,6 +27,16 @@ pub(crate) struct ExportArgs {
     /// The file; refused if there is one
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Which artifacts.
+#[derive(Args, Debug)]
+pub(crate) struct Wanted {
     /// Only this namespace
     #[arg(long, value_name = "ID", conflicts_with_all = ["prefix", "all"])]
     namespace: Option<NamespaceId>,
@@ -35,10 +45,26 @@ pub(crate) struct ExportArgs {
     prefix: Option<BlockKey>,
     /// Everything
     #[arg(long)]
-    all: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    pub(crate) all: bool,
+}
+
+impl Wanted {
+    /// That something was named; `verb` says what for.
+    pub(crate) fn expect_some(&self, verb: &str) -> Result<(), Failure> {
+        if self.all || self.namespace.is_some() || self.prefix.is_some() {
+            return Ok(());
+        }
+        Err(Failure::User(format!("say what to {verb}: --all, --namespace ID or --prefix KEY")))
+    }
+
+    /// What that is of a store.
+    pub(crate) fn selection(&self, contents: &Contents) -> Selection {
+        match (self.namespace, self.prefix) {
+            (Some(namespace), _) => Selection::Namespace(namespace),
+            (None, Some(key)) => Selection::Blocks(lineage(contents, key)),
+            (None, None) => Selection::All,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -60,17 +86,11 @@ struct Report {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    if !arguments.all && arguments.namespace.is_none() && arguments.prefix.is_none() {
-        return Err(Failure::user("say what to export: --all, --namespace ID or --prefix KEY"));
-    }
+    arguments.wanted.expect_some("export")?;
     files::refuse_existing(&arguments.to)?;
     let tally = Tally::default();
     let (store, contents) = arguments.place.read(&tally)?;
-    let wanted = match (arguments.namespace, arguments.prefix) {
-        (Some(namespace), _) => Selection::Namespace(namespace),
-        (None, Some(key)) => Selection::Blocks(lineage(&contents, key)),
-        (None, None) => Selection::All,
-    };
+    let wanted = arguments.wanted.selection(&contents);
     let partial = files::Partial::new(&arguments.to)?;
     let mut writer = BufWriter::with_capacity(1 << 20, partial.file());
     let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
@@ -80,7 +100,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     let exported = exported.map_err(Failure::user)?;
     writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
     drop(writer);
-    if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.all {
+    if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.wanted.all {
         return Err(Failure::user("nothing in the store is what was asked for"));
     }
     partial.finish(false)?;

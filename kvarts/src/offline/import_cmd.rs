@@ -10,8 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
-use kvarts_fsck::artifact::BLOCK_BYTES_MAX;
-use kvarts_layout::export::{Frame, HEAD_BYTES, Head, Reading, Run, Totals};
+use kvarts_layout::export::{Reading, Run, Totals};
 use kvarts_layout::format::{DEFAULT_SEGMENT_BYTES, body};
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
@@ -21,6 +20,7 @@ use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 use serde::Serialize;
 
+use super::frames::Source;
 use super::{now_ms, write_json};
 use crate::fsck_cmd::watched;
 use kvarts_server::human::{bytes, grouped};
@@ -38,6 +38,19 @@ pub(crate) struct ImportArgs {
     /// What `kvarts export` wrote
     #[arg(value_name = "FILE")]
     file: PathBuf,
+    #[command(flatten)]
+    into: Destination,
+    /// Only verify the file
+    #[arg(long)]
+    dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// The store that artifacts are put into.
+#[derive(Args, Debug)]
+pub(crate) struct Destination {
     /// Every directory of the store
     #[arg(long, required = true, value_name = "DIR")]
     into: Vec<PathBuf>,
@@ -53,18 +66,12 @@ pub(crate) struct ImportArgs {
     /// GiB that the store may have on disk: more is made room for by eviction [default: what it takes not to evict]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     budget_gib: Option<u64>,
-    /// Only verify the file
-    #[arg(long)]
-    dry_run: bool,
     /// What executors run on: auto, glommio or threads
     #[arg(long, default_value = "auto")]
     runtime: RuntimeChoice,
     /// The way to the disks: auto, ring or pool
     #[arg(long, default_value = "auto")]
     io: IoChoice,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
 }
 
 #[derive(Serialize, Default)]
@@ -122,7 +129,7 @@ fn import(arguments: &ImportArgs, far: &AtomicU64) -> Result<Report, Failure> {
         ..Report::default()
     };
     if !arguments.dry_run {
-        let home = open(arguments, &totals)?;
+        let home = arguments.into.open(totals.payload_bytes)?;
         let put = pass(&arguments.file, far, &mut |reading, run, payload| {
             put(&home, reading, run, &payload, &mut report)
         });
@@ -160,92 +167,62 @@ fn pass(path: &Path, far: &AtomicU64, each: Each<'_>) -> Result<(Totals, [u8; 32
     if !file.metadata().map_err(|error| fault(&error))?.is_file() {
         return Err(fault(&"not a plain file"));
     }
-    let mut file = BufReader::with_capacity(1 << 20, Counted { file, far });
-    let mut reading = Reading::new();
-    let cut = |error: std::io::Error| match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => fault(&"cut short: copy the file again"),
-        _ => fault(&error),
-    };
-    loop {
-        let mut head = [0; HEAD_BYTES];
-        file.read_exact(&mut head).map_err(cut)?;
-        let head = Head::decode(&head).map_err(|error| fault(&error))?;
-        let mut body = vec![0; head.body_bytes()];
-        file.read_exact(&mut body).map_err(cut)?;
-        match reading.frame(&head, &body).map_err(|error| fault(&error))? {
-            Frame::Run(run) => {
-                let payload = payload(&mut file, &reading, &run, (&fault, &cut))?;
-                each(&reading, &run, payload)?;
-            }
-            Frame::End(totals) => {
-                if file.read(&mut [0]).map_err(cut)? != 0 {
-                    return Err(fault(&"bytes follow its end"));
-                }
-                return Ok((totals, reading.chain()));
-            }
-            Frame::Begin(_) | Frame::Spec(_) | Frame::Identity(_) => {}
-        }
-    }
+    let file = BufReader::with_capacity(1 << 20, Counted { file, far });
+    Source::new(path.display(), file).each_run(&mut |source, reading, run| {
+        let payload = payload(source, reading, run)?;
+        each(reading, run, payload)
+    })
 }
 
-type Faults<'a> = (&'a dyn Fn(&dyn std::fmt::Display) -> Failure, &'a dyn Fn(std::io::Error) -> Failure);
-
 /// Reads the payload of a run block by block, verifies each, and puts it where the engine can take it from.
-fn payload(
-    file: &mut dyn Read,
-    reading: &Reading,
-    run: &Run,
-    (fault, cut): Faults<'_>,
-) -> Result<SharedBuf, Failure> {
-    let namespace = reading.namespace(run.namespace).ok_or_else(|| fault(&"an unknown namespace"))?;
-    let shape = run.shape(namespace).map_err(|error| fault(&error))?;
-    if run.block_bytes > BLOCK_BYTES_MAX {
-        return Err(fault(&"it has blocks of more than 1 GiB, which this program does not take"));
-    }
-    let whole = run.payload_bytes().and_then(|bytes| usize::try_from(bytes).ok());
-    let whole = whole.ok_or_else(|| fault(&"a run too large for this machine"))?;
+fn payload(source: &mut Source<impl Read>, reading: &Reading, run: &Run) -> Result<SharedBuf, Failure> {
+    let namespace = reading.namespace(run.namespace).ok_or_else(|| source.fault("an unknown namespace"))?;
+    let shape = run.shape(namespace).map_err(|error| source.fault(error))?;
+    let whole = source.payload_bytes(run)?;
     let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole));
-    let memory = memory.ok_or_else(|| fault(&"no memory for a run of blocks"))?;
+    let memory = memory.ok_or_else(|| source.fault("no memory for a run of blocks"))?;
     let mut block = vec![0; usize::try_from(run.block_bytes).unwrap_or(0)];
     for at in 0..run.blocks.len() {
-        file.read_exact(&mut block).map_err(cut)?;
-        run.verify(at, &shape, &block).map_err(|error| fault(&error))?;
+        source.fill(&mut block)?;
+        run.verify(at, &shape, &block).map_err(|error| source.fault(error))?;
         memory.copy_in(at.saturating_mul(block.len()), &block);
     }
     Ok(memory)
 }
 
-/// Opens the store, with a budget under which nothing has to go for what comes.
-fn open(arguments: &ImportArgs, totals: &Totals) -> Result<Home, Failure> {
-    let is_store = |directory: &PathBuf| directory.join("superblock").exists();
-    if !arguments.create && !arguments.into.iter().all(is_store) {
-        return Err(Failure::user("there is no store in these directories: give --create to make one"));
+impl Destination {
+    /// Opens the store, with a budget under which nothing has to go for what comes.
+    pub(crate) fn open(&self, payload_bytes: u64) -> Result<Home, Failure> {
+        let is_store = |directory: &PathBuf| directory.join("superblock").exists();
+        if !self.create && !self.into.iter().all(is_store) {
+            return Err(Failure::user("there is no store in these directories: give --create to make one"));
+        }
+        let segment_bytes = self.segment_mib.map_or(DEFAULT_SEGMENT_BYTES, |mib| mib << 20);
+        let (mut held, mut largest) = (0u64, segment_bytes);
+        for directory in &self.into {
+            each_file(directory, &mut |len| {
+                held = held.saturating_add(len);
+                largest = largest.max(len);
+            });
+        }
+        let enough = held
+            .saturating_add(payload_bytes.saturating_mul(2))
+            .saturating_add(largest.saturating_mul(SEGMENTS_BESIDE));
+        let options = HomeOptions {
+            directories: self.into.clone(),
+            io: self.io,
+            runtime: self.runtime,
+            store: Options {
+                shards_per_directory: self.shards,
+                segment_bytes,
+                budget_bytes: self.budget_gib.map_or(enough, |gib| gib << 30),
+                budget_beyond_disk: true,
+                ..Options::default()
+            },
+            ..HomeOptions::default()
+        };
+        Home::open(&options).map_err(|error| Failure::User(format!("the store cannot be opened: {error}")))
     }
-    let segment_bytes = arguments.segment_mib.map_or(DEFAULT_SEGMENT_BYTES, |mib| mib << 20);
-    let (mut held, mut largest) = (0u64, segment_bytes);
-    for directory in &arguments.into {
-        each_file(directory, &mut |len| {
-            held = held.saturating_add(len);
-            largest = largest.max(len);
-        });
-    }
-    let enough = held
-        .saturating_add(totals.payload_bytes.saturating_mul(2))
-        .saturating_add(largest.saturating_mul(SEGMENTS_BESIDE));
-    let options = HomeOptions {
-        directories: arguments.into.clone(),
-        io: arguments.io,
-        runtime: arguments.runtime,
-        store: Options {
-            shards_per_directory: arguments.shards,
-            segment_bytes,
-            budget_bytes: arguments.budget_gib.map_or(enough, |gib| gib << 30),
-            budget_beyond_disk: true,
-            ..Options::default()
-        },
-        ..HomeOptions::default()
-    };
-    Home::open(&options).map_err(|error| Failure::User(format!("the store cannot be opened: {error}")))
 }
 
 /// Calls for every file of a store's directory with its length.

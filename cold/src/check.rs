@@ -1,0 +1,243 @@
+//! Checks what a bucket has, and repairs what can be repaired without a guess.
+//!
+//! Guarantee: nothing that a reader could still read is taken away. An index is made again from a pack whose every byte was verified; a
+//! pack that is gone is named no longer; a damaged pack stays, because its other blocks are proven one by one when they are read.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use bytes::Bytes;
+use kvarts_layout::NamespaceId;
+
+use crate::bucket::{Condition, Fault, Listed};
+use crate::error::ColdError;
+use crate::format::names::{self, Named};
+use crate::format::pack::verify;
+use crate::format::{FormatError, PackId};
+use crate::tier::Tier;
+
+/// Objects of one answer to a listing.
+const PAGE: usize = 1000;
+
+/// How thoroughly.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Level {
+    /// Manifests, indexes, and the lengths of packs.
+    Quick,
+    /// And every byte of every pack.
+    Full,
+}
+
+/// What is wrong.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Finding {
+    /// The manifest is no manifest: nothing of the namespace can be read.
+    Manifest(FormatError),
+    /// A pack that the manifest names is not there.
+    MissingPack(PackId),
+    /// A pack has another length: so many bytes, and so many are right.
+    PackLength(PackId, u64, u64),
+    /// Bytes of a pack are not what they were.
+    DamagedPack(PackId, FormatError),
+    /// The index of a pack is not there.
+    MissingIndex(PackId),
+    /// The index of a pack is not what it was.
+    DamagedIndex(PackId, FormatError),
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Manifest(why) => write!(f, "the manifest is damaged: {why}"),
+            Self::MissingPack(pack) => write!(f, "pack {pack} is not there"),
+            Self::PackLength(pack, is, right) => write!(f, "pack {pack} has {is} bytes instead of {right}"),
+            Self::DamagedPack(pack, why) => write!(f, "pack {pack} is damaged: {why}"),
+            Self::MissingIndex(pack) => write!(f, "pack {pack} has no index"),
+            Self::DamagedIndex(pack, why) => write!(f, "the index of pack {pack} is damaged: {why}"),
+        }
+    }
+}
+
+/// A finding, and whether it was repaired.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Found {
+    /// What is wrong.
+    pub finding: Finding,
+    /// It was put right.
+    pub is_repaired: bool,
+}
+
+/// What a check of a namespace came to.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Checked {
+    /// Packs that count.
+    pub packs: u64,
+    /// Blocks in them.
+    pub blocks: u64,
+    /// What packs and indexes take.
+    pub stored_bytes: u64,
+    /// What is wrong.
+    pub found: Vec<Found>,
+    /// Objects that no manifest names, left by pushes that did not end: garbage collection takes them.
+    pub orphans: u64,
+    /// Their bytes.
+    pub orphan_bytes: u64,
+    /// Packs that wait for their deletion.
+    pub condemned: u64,
+}
+
+impl Checked {
+    /// Whether nothing is wrong, or nothing is wrong any more.
+    pub fn is_clean(&self) -> bool {
+        self.found.iter().all(|found| found.is_repaired)
+    }
+
+    fn find(&mut self, finding: Finding, is_repaired: bool) {
+        self.found.push(Found { finding, is_repaired });
+    }
+}
+
+/// The namespaces that a bucket has manifests of.
+pub async fn namespaces(tier: &Tier) -> Result<Vec<NamespaceId>, ColdError> {
+    let mut found = Vec::new();
+    each_listed(tier, names::MANIFESTS, |listed| {
+        if let Some(Named::Manifest(namespace)) = Named::parse(&listed.name) {
+            found.push(namespace);
+        }
+    })
+    .await?;
+    Ok(found)
+}
+
+/// Calls for each object whose name begins so. What is put or deleted meanwhile may be missed.
+pub async fn each_listed(tier: &Tier, prefix: &str, mut each: impl FnMut(&Listed)) -> Result<(), ColdError> {
+    let mut after: Option<String> = None;
+    loop {
+        let page = tier.access().list(prefix, after.as_deref(), PAGE).await?;
+        page.iter().for_each(&mut each);
+        match page.last() {
+            Some(last) if page.len() >= PAGE => after = Some(last.name.clone()),
+            _ => return Ok(()),
+        }
+    }
+}
+
+/// The packs of a namespace that lie in the bucket, then the indexes; named or not.
+pub(crate) async fn lying(
+    tier: &Tier,
+    namespace: NamespaceId,
+) -> Result<[BTreeMap<PackId, Listed>; 2], ColdError> {
+    let mut both = [BTreeMap::new(), BTreeMap::new()];
+    for (prefix, lying) in [names::packs(namespace), names::indexes(namespace)].iter().zip(&mut both) {
+        each_listed(tier, prefix, |listed| {
+            if let Some(Named::Pack(_, pack) | Named::Index(_, pack)) = Named::parse(&listed.name) {
+                lying.insert(pack, listed.clone());
+            }
+        })
+        .await?;
+    }
+    Ok(both)
+}
+
+/// Checks a namespace. What the bucket does not answer ends the check, because it says nothing of what is there.
+pub async fn check(
+    tier: &Tier,
+    namespace: NamespaceId,
+    level: Level,
+    repairs: bool,
+) -> Result<Checked, ColdError> {
+    let mut checked = Checked::default();
+    // The listing first: what is put after it is named later than what is read here, and is no orphan.
+    let [packs, indexes] = lying(tier, namespace).await?;
+    let known = match tier.read_manifest(namespace).await {
+        Ok(known) => known,
+        Err(ColdError::Object(_, why)) => {
+            checked.find(Finding::Manifest(why), false);
+            return Ok(checked);
+        }
+        Err(error) => return Err(error),
+    };
+    let manifest = &known.manifest;
+    checked.condemned = manifest.condemned.len() as u64;
+    for listed in packs.iter().chain(&indexes) {
+        if !manifest.packs.contains_key(listed.0) && !manifest.condemned.contains_key(listed.0) {
+            checked.orphans += 1;
+            checked.orphan_bytes += listed.1.bytes;
+        }
+    }
+    let mut gone = Vec::new();
+    for (pack, entry) in &manifest.packs {
+        checked.packs += 1;
+        checked.blocks += u64::from(entry.blocks);
+        checked.stored_bytes += entry.stored_bytes();
+        let name = names::pack(namespace, *pack);
+        let bytes = match packs.get(pack) {
+            Some(listed) => listed.bytes,
+            // A listing may be older than the manifest.
+            None => match tier.access().head(&name).await {
+                Ok(facts) => facts.bytes,
+                Err(ColdError::Bucket(_, Fault::Missing)) => {
+                    gone.push(*pack);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            },
+        };
+        if bytes != entry.pack_bytes() {
+            checked.find(Finding::PackLength(*pack, bytes, entry.pack_bytes()), false);
+            continue;
+        }
+        let index = match tier.read_index(namespace, *pack).await {
+            Ok(_) => None,
+            Err(ColdError::Bucket(_, Fault::Missing)) => Some(Finding::MissingIndex(*pack)),
+            Err(ColdError::Bucket(_, Fault::Length)) => {
+                Some(Finding::DamagedIndex(*pack, FormatError::Damaged))
+            }
+            Err(ColdError::Object(_, why)) => Some(Finding::DamagedIndex(*pack, why)),
+            Err(error) => return Err(error),
+        };
+        let reads = level == Level::Full || repairs && index.is_some();
+        let whole = if reads { read_pack(tier, &name, *pack, bytes).await? } else { None };
+        if let Some(finding) = index {
+            let sound = whole.as_ref().and_then(|whole| whole.as_ref().ok()).filter(|_| repairs);
+            if let Some(index) = sound {
+                let name = names::index(namespace, *pack);
+                tier.access().put(&name, std::slice::from_ref(index), Condition::Any).await?;
+            }
+            checked.find(finding, sound.is_some());
+        }
+        if let Some(Err(why)) = whole {
+            checked.find(Finding::DamagedPack(*pack, why), false);
+        }
+    }
+    let forgotten = repairs && !gone.is_empty() && forget(tier, namespace, &gone).await?;
+    gone.into_iter().for_each(|pack| checked.find(Finding::MissingPack(pack), forgotten));
+    Ok(checked)
+}
+
+/// Verifies a pack; its index, made anew. `None` if garbage collection was faster.
+async fn read_pack(
+    tier: &Tier,
+    name: &str,
+    pack: PackId,
+    bytes: u64,
+) -> Result<Option<Result<Bytes, FormatError>>, ColdError> {
+    let read = match tier.access().get(name, bytes).await {
+        Ok((read, _)) => read,
+        Err(ColdError::Bucket(_, Fault::Missing)) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    Ok(Some(verify(&read).and_then(|(index, bytes)| {
+        if index.id() == pack { Ok(bytes.into()) } else { Err(FormatError::Rule("it is another pack")) }
+    })))
+}
+
+/// The manifest names packs that are gone no longer.
+async fn forget(tier: &Tier, namespace: NamespaceId, gone: &[PackId]) -> Result<bool, ColdError> {
+    let changed = tier.change(namespace, |manifest| {
+        let before = manifest.packs.len();
+        manifest.packs.retain(|pack, _| !gone.contains(pack));
+        Ok((manifest.packs.len() < before).then_some(()))
+    });
+    changed.await.map(|_| true)
+}

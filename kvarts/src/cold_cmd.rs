@@ -1,0 +1,139 @@
+//! `kvarts cold`: the cold tier in a bucket, looked at and changed by hand.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "offline commands on real files, a real bucket and the real clock"
+)]
+
+mod check;
+mod collect;
+mod push;
+mod restore;
+mod show;
+
+use std::io::Write;
+use std::sync::Arc;
+
+use clap::{Args, Subcommand};
+use kvarts_bucket::time::TokioTime;
+use kvarts_cold::check::namespaces;
+use kvarts_cold::{Access, ColdError, Limits, Spent, Tier, TierOptions};
+use kvarts_layout::NamespaceId;
+use kvarts_terminal::Failure;
+use serde::Serialize;
+use tokio::runtime::Runtime;
+
+use crate::offline::now_ms;
+
+/// The arguments of `cold`.
+#[derive(Args, Debug)]
+pub(crate) struct ColdArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand, Debug)]
+enum What {
+    /// Write artifacts of a store into the bucket
+    Push(push::PushArgs),
+    /// Put what the bucket has into a store
+    Restore(restore::RestoreArgs),
+    /// List the namespaces of the bucket
+    Ls(show::LsArgs),
+    /// Show the packs of a namespace
+    Stat(show::StatArgs),
+    /// Check the bucket, and repair it when asked
+    Fsck(check::FsckArgs),
+    /// Delete what is not to be kept any more
+    Gc(collect::GcArgs),
+}
+
+/// Which bucket.
+#[derive(Args, Debug)]
+struct BucketArgs {
+    /// s3://BUCKET/PREFIX, with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL as other programs take
+    /// them; or file:///DIRECTORY
+    #[arg(long, value_name = "URL")]
+    bucket: String,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was asked of the bucket.
+#[derive(Serialize)]
+struct Asked {
+    requests: u64,
+    retries: u64,
+    written_bytes: u64,
+    read_bytes: u64,
+}
+
+impl From<Spent> for Asked {
+    fn from(spent: Spent) -> Self {
+        let Spent { requests, retries, written_bytes, read_bytes, .. } = spent;
+        Self { requests, retries, written_bytes, read_bytes }
+    }
+}
+
+/// A bucket, and what runs the requests to it.
+struct Bucket {
+    tier: Tier,
+    runtime: Runtime,
+}
+
+impl BucketArgs {
+    fn open(&self) -> Result<Bucket, Failure> {
+        let bucket = kvarts_bucket::open(&self.bucket).map_err(Failure::user)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(|error| Failure::User(format!("no threads for requests: {error}")))?;
+        // Waits of several programs that were refused at once are spread.
+        let seed = now_ms() ^ (u64::from(std::process::id()) << 32);
+        let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), seed);
+        Ok(Bucket { tier: Tier::new(access, TierOptions::default()), runtime })
+    }
+}
+
+impl Bucket {
+    fn wait<T>(&self, asked: impl Future<Output = Result<T, ColdError>>) -> Result<T, Failure> {
+        self.runtime.block_on(asked).map_err(Failure::user)
+    }
+
+    /// The namespace that was named, or all.
+    fn namespaces(&self, named: Option<NamespaceId>) -> Result<Vec<NamespaceId>, Failure> {
+        let all = self.wait(namespaces(&self.tier))?;
+        match named {
+            None => Ok(all),
+            Some(named) if all.contains(&named) => Ok(vec![named]),
+            Some(named) => {
+                Err(Failure::User(format!("the bucket has no namespace {named}: kvarts cold ls lists them")))
+            }
+        }
+    }
+
+    fn asked(&self) -> Asked {
+        self.tier.access().spent().into()
+    }
+}
+
+/// How long ago that was, in the unit that fits.
+fn age(at_ms: u64) -> String {
+    let seconds = now_ms().saturating_sub(at_ms) / 1000;
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} d", seconds / 86_400),
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &ColdArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    match &arguments.what {
+        What::Push(arguments) => push::run(arguments, out),
+        What::Restore(arguments) => restore::run(arguments, out),
+        What::Ls(arguments) => show::list(arguments, out),
+        What::Stat(arguments) => show::stat(arguments, out),
+        What::Fsck(arguments) => check::run(arguments, out),
+        What::Gc(arguments) => collect::run(arguments, out),
+    }
+}

@@ -1,0 +1,106 @@
+//! `kvarts cold gc`: what is not to be kept any more out of a bucket, in two steps that are a grace apart.
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::Args;
+use kvarts_cold::collect::{Collected, GRACE_LEAST, Retention, collect};
+use kvarts_layout::NamespaceId;
+use kvarts_server::human::{bytes, grouped};
+use kvarts_terminal::Failure;
+use serde::Serialize;
+
+use super::{Asked, BucketArgs};
+use crate::client_cmd::subject::duration;
+use crate::offline::write_json;
+use crate::sizes;
+
+/// The arguments of `cold gc`.
+#[derive(Args, Debug)]
+pub(super) struct GcArgs {
+    /// Only this namespace
+    #[arg(long, value_name = "ID")]
+    namespace: Option<NamespaceId>,
+    /// Packs that were added longer ago go, such as 30d
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    older: Option<Duration>,
+    /// The packs of each namespace take at most so much, such as 500G: those that were added first go
+    #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
+    most: Option<u64>,
+    /// How long readers may go on with what is to be deleted; at least 1h
+    #[arg(long, default_value = "24h", value_name = "TIME", value_parser = duration)]
+    grace: Duration,
+    /// Change nothing, say what would be done
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    bucket: BucketArgs,
+}
+
+#[derive(Serialize, Default)]
+struct Report {
+    dry_run: bool,
+    /// Packs that count no longer: their blocks have expired; they are too old; the namespace takes too much.
+    expired: u64,
+    aged: u64,
+    over_budget: u64,
+    /// Packs that no manifest names.
+    orphans: u64,
+    /// Packs whose grace was over.
+    deleted: u64,
+    deleted_bytes: u64,
+    /// Packs that wait for their deletion.
+    waiting: u64,
+    asked: Option<Asked>,
+}
+
+/// Runs the command.
+pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    if arguments.grace < GRACE_LEAST {
+        return Err(Failure::user("--grace: at least 1h, as a push may be under way for some minutes"));
+    }
+    let bucket = arguments.bucket.open()?;
+    let retention = Retention {
+        age: arguments.older,
+        stored_bytes: arguments.most,
+        grace: arguments.grace,
+        dry_run: arguments.dry_run,
+    };
+    let mut report = Report { dry_run: arguments.dry_run, ..Report::default() };
+    for namespace in bucket.namespaces(arguments.namespace)? {
+        let Collected { expired, aged, over_budget, orphans, deleted, deleted_bytes, waiting } =
+            bucket.wait(collect(&bucket.tier, namespace, &retention))?;
+        report.expired += expired;
+        report.aged += aged;
+        report.over_budget += over_budget;
+        report.orphans += orphans;
+        report.deleted += deleted;
+        report.deleted_bytes += deleted_bytes;
+        report.waiting += waiting;
+    }
+    report.asked = Some(bucket.asked());
+    if arguments.bucket.json {
+        return write_json(&report, out);
+    }
+    let (stop, go) = if report.dry_run {
+        ("would stop counting", "would be deleted")
+    } else {
+        ("stopped counting", "deleted")
+    };
+    writeln!(
+        out,
+        "{} packs {stop}: {} expired, {} too old, {} beyond the bytes, {} left by pushes that did not end",
+        grouped(report.expired + report.aged + report.over_budget + report.orphans),
+        grouped(report.expired),
+        grouped(report.aged),
+        grouped(report.over_budget),
+        grouped(report.orphans)
+    )?;
+    let (deleted, waiting) = (grouped(report.deleted), grouped(report.waiting));
+    writeln!(
+        out,
+        "{deleted} packs {go}, {}; {waiting} wait for their deletion",
+        bytes(report.deleted_bytes)
+    )?;
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! `kvarts cold restore`: what a bucket has into a store, as it was produced.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use clap::Args;
+use kvarts_cold::promote::{Restored, Wanted, restore_into};
+use kvarts_cold::restore::FetchOptions;
+use kvarts_layout::NamespaceId;
+use kvarts_server::human::{bytes, grouped};
+use kvarts_store::api::Durability;
+use kvarts_store::home::Home;
+use kvarts_terminal::Failure;
+use serde::Serialize;
+
+use super::{Asked, Bucket, BucketArgs};
+use crate::fsck_cmd::watched;
+use crate::offline::import_cmd::Destination;
+use crate::offline::write_json;
+
+/// The arguments of `cold restore`.
+#[derive(Args, Debug)]
+pub(super) struct RestoreArgs {
+    #[command(flatten)]
+    into: Destination,
+    /// Only this namespace
+    #[arg(long, value_name = "ID", conflicts_with = "all", required_unless_present = "all")]
+    namespace: Option<NamespaceId>,
+    /// Everything
+    #[arg(long)]
+    all: bool,
+    #[command(flatten)]
+    bucket: BucketArgs,
+}
+
+#[derive(Serialize, Default)]
+struct Report {
+    stored: u64,
+    already_there: u64,
+    /// Named by the bucket, and gone or expired meanwhile.
+    missing: u64,
+    /// Damaged, or not read.
+    lost: u64,
+    refused: u64,
+    /// Why the first one was lost or refused.
+    why: Option<String>,
+    /// Bytes of ranges beside the blocks that were wanted.
+    over_read_bytes: u64,
+    asked: Option<Asked>,
+}
+
+impl Report {
+    fn add(&mut self, restored: Restored) {
+        self.stored += restored.stored;
+        self.already_there += restored.already_there;
+        self.missing += restored.missing;
+        self.lost += restored.lost;
+        self.refused += restored.refused;
+        self.over_read_bytes += restored.fetched.over_read_bytes;
+        self.why = self.why.take().or(restored.why);
+    }
+}
+
+/// Runs the command. Exit code 1 where a block did not come into the store.
+pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let bucket = arguments.bucket.open()?;
+    let wanted = bucket.namespaces(arguments.namespace)?;
+    let mut planned = 0;
+    for namespace in &wanted {
+        let known = bucket.wait(bucket.tier.read_manifest(*namespace))?;
+        planned += known.manifest.packs.values().map(|pack| pack.payload_bytes).sum::<u64>();
+    }
+    let home = arguments.into.open(planned)?;
+    let far = AtomicU64::new(0);
+    let mut report = Report::default();
+    let restored = watched(&|| (far.load(Ordering::Relaxed), planned), || {
+        wanted.iter().try_for_each(|namespace| restore(&bucket, &home, *namespace, &far, &mut report))
+    });
+    home.close().map_err(|error| Failure::User(format!("the store: {error}")))?;
+    restored?;
+    report.asked = Some(bucket.asked());
+    if arguments.bucket.json {
+        write_json(&report, out)?
+    } else {
+        write_text(&report, out)?
+    }
+    if report.lost + report.refused == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn restore(
+    bucket: &Bucket,
+    home: &Home,
+    namespace: NamespaceId,
+    far: &AtomicU64,
+    report: &mut Report,
+) -> Result<(), Failure> {
+    let (tier, options) = (&bucket.tier, FetchOptions::default());
+    let known = bucket.wait(tier.manifest(namespace))?;
+    // Oldest first, as prefixes were put.
+    let mut packs: Vec<_> =
+        known.manifest.packs.iter().map(|(pack, entry)| (entry.added_ms, *pack, entry)).collect();
+    packs.sort_unstable_by_key(|(added_ms, pack, _)| (*added_ms, *pack));
+    for (_, pack, entry) in packs {
+        let index = match bucket.runtime.block_on(tier.index(namespace, pack)) {
+            Ok(index) => index,
+            Err(error) => {
+                report.lost += u64::from(entry.blocks);
+                report.why.get_or_insert_with(|| error.to_string());
+                continue;
+            }
+        };
+        for run in index.runs() {
+            let run = &run.run;
+            let wanted = Wanted {
+                namespace,
+                group: run.group,
+                coordinate: run.coordinate,
+                keys: run.blocks.iter().map(|block| block.key).collect(),
+                durability: Durability::Durable,
+            };
+            report.add(bucket.wait(restore_into(tier, home.store(), &wanted, &options))?);
+            far.fetch_add(run.payload_bytes().unwrap_or(0), Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
+    writeln!(
+        out,
+        "{} blocks restored, every digest verified; {} were there already; {} read beside them",
+        grouped(report.stored),
+        grouped(report.already_there),
+        bytes(report.over_read_bytes)
+    )?;
+    if report.missing > 0 {
+        writeln!(out, "{} blocks have expired or were collected meanwhile.", grouped(report.missing))?;
+    }
+    if report.lost + report.refused > 0 {
+        writeln!(
+            out,
+            "{} blocks were lost, {} refused; the first: {}. Run kvarts cold fsck.",
+            grouped(report.lost),
+            grouped(report.refused),
+            report.why.as_deref().unwrap_or("no reason was given")
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! Runs the real `kvarts cold` on real stores, with a bucket in a directory, and with a real S3 server where there is one.
+
+#[path = "../../bucket/tests/s3/mod.rs"]
+mod s3;
+mod sample;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use sample::*;
+use serde_json::Value;
+
+/// Runs the program with the environment that a bucket wants.
+struct Cold {
+    url: String,
+    environment: Vec<(&'static str, String)>,
+}
+
+impl Cold {
+    fn in_directory(scratch: &Scratch) -> Self {
+        Self { url: format!("file://{}", scratch.path("bucket").display()), environment: Vec::new() }
+    }
+
+    fn run(&self, arguments: &[&str]) -> (i32, String, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        command.arg("cold").args(arguments).args(["--bucket", &self.url]);
+        command.envs(self.environment.iter().map(|(name, value)| (*name, value.as_str())));
+        let output = command.output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+    }
+
+    fn json(&self, arguments: &[&str]) -> (i32, Value) {
+        let (code, out, err) = self.run(&[arguments, &["--json"]].concat());
+        assert_eq!(err, "", "{arguments:?}");
+        (code, serde_json::from_str(&out).unwrap())
+    }
+
+    fn good(&self, arguments: &[&str]) -> Value {
+        let (code, value) = self.json(arguments);
+        assert_eq!(code, 0, "{arguments:?}: {value}");
+        value
+    }
+}
+
+/// Pushes, looks, loses the store, restores into a new one.
+fn round(cold: &Cold, scratch: &Scratch) {
+    let (store, file) = filled(scratch);
+    let nothing = cold.run(&["ls"]);
+    assert!(nothing.0 == 0 && nothing.1 == "Nothing is in this bucket.\n", "{nothing:?}");
+    let pushed = cold.good(&["push", &store, "--all"]);
+    assert_eq!(
+        (&pushed["blocks"], &pushed["packs"], &pushed["complete"]),
+        (&9.into(), &2.into(), &true.into())
+    );
+    let again = cold.good(&["push", &store, "--all"]);
+    assert_eq!((&again["blocks"], &again["already_there"]), (&0.into(), &9.into()));
+    let listed = cold.good(&["ls"]);
+    let namespaces = listed["namespaces"].as_array().unwrap();
+    let blocks: u64 = namespaces.iter().map(|one| one["blocks"].as_u64().unwrap()).sum();
+    assert_eq!((namespaces.len(), blocks, &namespaces[0]["model"]), (2, 9, &"small".into()), "{listed}");
+    let namespace = namespaces[0]["namespace"].as_str().unwrap();
+    let stat = cold.good(&["stat", "--namespace", namespace]);
+    assert_eq!((&stat["namespace"], stat["packs"].as_array().unwrap().len()), (&namespace.into(), 1));
+    assert!(cold.good(&["fsck"])["clean"].as_bool().unwrap());
+    // The node and its disks are gone; a new one begins with what the bucket has.
+    std::fs::remove_dir_all(&store).unwrap();
+    let new = scratch.path("new").display().to_string();
+    let into = ["--into", &new, "--create", "--segment-mib", "1"];
+    let restored = cold.good(&[&["restore", "--all"][..], &into].concat());
+    assert_eq!((&restored["stored"], &restored["lost"]), (&9.into(), &0.into()), "{restored}");
+    let exported = scratch.path("exported");
+    good(&["export", &new, "--all", "--to", &exported.display().to_string()]);
+    assert_eq!(
+        sample::blocks(&exported),
+        sample::blocks(&file),
+        "what came back is what was put, with its origins"
+    );
+    let again = cold.good(&["restore", "--all", "--into", &new]);
+    assert_eq!((&again["stored"], &again["already_there"]), (&0.into(), &9.into()));
+}
+
+#[test]
+fn a_new_node_begins_with_what_a_lost_one_pushed() {
+    let scratch = Scratch::new("cold-round");
+    round(&Cold::in_directory(&scratch), &scratch);
+}
+
+#[test]
+fn the_same_over_a_real_s3_server() {
+    let Some(server) = s3::Server::start() else { return };
+    let scratch = Scratch::new("cold-s3");
+    let cold = Cold { url: format!("s3://{}/some/prefix", s3::BUCKET), environment: server.environment() };
+    round(&cold, &scratch);
+}
+
+fn objects(scratch: &Scratch, kind: &str) -> Vec<PathBuf> {
+    let root = scratch.path("bucket").join("kvarts-cold-1").join(kind);
+    let namespaces = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path());
+    let mut found: Vec<PathBuf> = namespaces
+        .flat_map(|namespace| std::fs::read_dir(namespace).unwrap().map(|entry| entry.unwrap().path()))
+        .collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn fsck_finds_damage_repairs_indexes_and_says_what_is_left() {
+    let scratch = Scratch::new("cold-fsck");
+    let cold = Cold::in_directory(&scratch);
+    let (store, _) = filled(&scratch);
+    cold.good(&["push", &store, "--all"]);
+    let index = objects(&scratch, "indexes").remove(0);
+    let good = std::fs::read(&index).unwrap();
+    std::fs::remove_file(&index).unwrap();
+    let (code, found) = cold.json(&["fsck", "--quick"]);
+    assert!(code == 1 && found["problems"][0]["what"].as_str().unwrap().contains("has no index"), "{found}");
+    let repaired = cold.good(&["fsck", "--quick", "--repair"]);
+    assert_eq!((&repaired["problems"][0]["repaired"], std::fs::read(&index).unwrap()), (&true.into(), good));
+    // A byte of a block: the check that reads finds it, and a restore leaves that block out and no other.
+    let pack = objects(&scratch, "packs").remove(0);
+    let mut bytes = std::fs::read(&pack).unwrap();
+    let at = bytes.len() - 64 - 1000;
+    bytes[at] ^= 1;
+    std::fs::write(&pack, bytes).unwrap();
+    assert!(cold.good(&["fsck", "--quick"])["clean"].as_bool().unwrap());
+    let (code, out, _) = cold.run(&["fsck"]);
+    assert!(code == 1 && out.contains("is damaged") && out.contains("1 problems"), "{out}");
+    let new = scratch.path("new").display().to_string();
+    let (code, restored) = cold.json(&["restore", "--all", "--into", &new, "--create", "--segment-mib", "1"]);
+    assert_eq!((code, &restored["stored"], &restored["lost"]), (1, &8.into(), &1.into()), "{restored}");
+}
+
+#[test]
+fn gc_says_what_it_would_do_and_deletes_nothing_before_its_grace() {
+    let scratch = Scratch::new("cold-gc");
+    let cold = Cold::in_directory(&scratch);
+    let (store, _) = filled(&scratch);
+    cold.good(&["push", &store, "--all"]);
+    let there = objects(&scratch, "packs");
+    let (code, _, err) = cold.run(&["gc", "--grace", "5m"]);
+    assert!(code == 2 && err.contains("at least 1h"), "{err}");
+    let none = cold.good(&["gc", "--older", "1h"]);
+    assert_eq!((&none["aged"], &none["waiting"]), (&0.into(), &0.into()), "{none}");
+    let would = cold.good(&["gc", "--most", "1", "--dry-run"]);
+    assert_eq!((&would["over_budget"], &would["waiting"]), (&2.into(), &2.into()), "{would}");
+    assert_eq!(cold.good(&["fsck"])["packs"], 2);
+    let did = cold.good(&["gc", "--most", "1"]);
+    assert_eq!((&did["over_budget"], &did["deleted"], &did["waiting"]), (&2.into(), &0.into(), &2.into()));
+    assert_eq!((&cold.good(&["fsck"])["packs"], objects(&scratch, "packs")), (&0.into(), there));
+}
+
+#[test]
+fn what_cannot_be_done_is_said_in_one_line() {
+    let scratch = Scratch::new("cold-refusals");
+    let cold = Cold::in_directory(&scratch);
+    let (store, _) = filled(&scratch);
+    let other = "ab".repeat(32);
+    for (arguments, says) in [
+        (vec!["push", store.as_str()], "say what to push"),
+        (vec!["push", &store, "--namespace", &other], "nothing in the store"),
+        (vec!["stat", "--namespace", &other], "no namespace"),
+        (vec!["push", "/nowhere", "--all"], "/nowhere"),
+    ] {
+        let (code, out, err) = cold.run(&arguments);
+        assert!(code == 2 && out.is_empty() && err.contains(says) && err.lines().count() == 1, "{err}");
+    }
+    let wrong = Cold { url: "http://somewhere".to_owned(), environment: Vec::new() };
+    let (code, _, err) = wrong.run(&["ls"]);
+    assert!(code == 2 && err.contains("s3://BUCKET/PREFIX"), "{err}");
+    // Nobody answers at that address.
+    let environment = [
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+        ("AWS_ACCESS_KEY_ID", "some"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_REGION", "us-east-1"),
+    ];
+    let environment = environment.map(|(name, value)| (name, value.to_owned())).to_vec();
+    let away = Cold { url: "s3://bucket/x".to_owned(), environment };
+    let (code, _, err) = away.run(&["ls"]);
+    assert!(code == 2 && err.contains("not reached") && !err.contains("secret"), "{err}");
+}
