@@ -126,18 +126,7 @@ fn engine(out: &mut String, state: &ServerState) {
     );
     let free = budget_bytes.saturating_sub(allocated_bytes);
     one(out, "kvarts_disk_free_bytes", "gauge", "Bytes of the budget that are not allocated.", free);
-    let disk = state.engine.disk_link();
-    for (name, help, value) in [
-        (
-            "bytes_per_second",
-            "Rate of the disks as reads find it; assumed before any read.",
-            disk.link.bytes_per_ms * 1e3,
-        ),
-        ("latency_seconds", "What reads wait besides for their bytes.", disk.link.latency_ms / 1e3),
-        ("outstanding_bytes", "Bytes that reads wait for.", disk.link.outstanding_bytes as f64),
-    ] {
-        one(out, &format!("kvarts_disk_read_{name}"), "gauge", help, value);
-    }
+    disk_link(out, state);
     for (what, help, size) in [
         ("bytes", "Memory of the index of blocks, in bytes.", index.bytes),
         ("blocks", "Blocks that the index knows: those that can be found.", index.blocks),
@@ -168,6 +157,27 @@ fn engine(out: &mut String, state: &ServerState) {
     let amplification = written as f64 / payload.max(1) as f64;
     let help = "Write amplification: bytes of records written, moves included, over bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
+    recovery(out, state);
+}
+
+/// What reads find the disks to be.
+fn disk_link(out: &mut String, state: &ServerState) {
+    let disk = state.engine.disk_link();
+    for (name, help, value) in [
+        (
+            "bytes_per_second",
+            "Rate of the disks as reads find it; assumed before any read.",
+            disk.link.bytes_per_ms * 1e3,
+        ),
+        ("latency_seconds", "What reads wait besides for their bytes.", disk.link.latency_ms / 1e3),
+        ("outstanding_bytes", "Bytes that reads wait for.", disk.link.outstanding_bytes as f64),
+    ] {
+        one(out, &format!("kvarts_disk_read_{name}"), "gauge", help, value);
+    }
+}
+
+/// What the last start found.
+fn recovery(out: &mut String, state: &ServerState) {
     let reports = state.engine.recovery();
     let sum =
         |field: fn(&kvarts_store::engine::RecoveryReport) -> u64| reports.iter().map(field).sum::<u64>();
