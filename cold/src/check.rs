@@ -166,6 +166,7 @@ pub async fn check(
         }
     }
     let mut gone = Vec::new();
+    let how = How { level, repairs };
     for (pack, entry) in &manifest.packs {
         checked.packs += 1;
         checked.blocks += u64::from(entry.blocks);
@@ -183,36 +184,51 @@ pub async fn check(
                 Err(error) => return Err(error),
             },
         };
-        if bytes != entry.pack_bytes() {
+        if bytes == entry.pack_bytes() {
+            check_pack(tier, (namespace, *pack, bytes), how, &mut checked).await?;
+        } else {
             checked.find(Finding::PackLength(*pack, bytes, entry.pack_bytes()), false);
-            continue;
-        }
-        let index = match tier.read_index(namespace, *pack).await {
-            Ok(_) => None,
-            Err(ColdError::Bucket(_, Fault::Missing)) => Some(Finding::MissingIndex(*pack)),
-            Err(ColdError::Bucket(_, Fault::Length)) => {
-                Some(Finding::DamagedIndex(*pack, FormatError::Damaged))
-            }
-            Err(ColdError::Object(_, why)) => Some(Finding::DamagedIndex(*pack, why)),
-            Err(error) => return Err(error),
-        };
-        let reads = level == Level::Full || repairs && index.is_some();
-        let whole = if reads { read_pack(tier, &name, *pack, bytes).await? } else { None };
-        if let Some(finding) = index {
-            let sound = whole.as_ref().and_then(|whole| whole.as_ref().ok()).filter(|_| repairs);
-            if let Some(index) = sound {
-                let name = names::index(namespace, *pack);
-                tier.access().put(&name, std::slice::from_ref(index), Condition::Any).await?;
-            }
-            checked.find(finding, sound.is_some());
-        }
-        if let Some(Err(why)) = whole {
-            checked.find(Finding::DamagedPack(*pack, why), false);
         }
     }
     let forgotten = repairs && !gone.is_empty() && forget(tier, namespace, &gone).await?;
     gone.into_iter().for_each(|pack| checked.find(Finding::MissingPack(pack), forgotten));
     Ok(checked)
+}
+
+#[derive(Clone, Copy)]
+struct How {
+    level: Level,
+    repairs: bool,
+}
+
+/// Checks the index of a pack that has the right length, and its bytes where that is asked for or an index is to be made of them.
+async fn check_pack(
+    tier: &Tier,
+    (namespace, pack, bytes): (NamespaceId, PackId, u64),
+    How { level, repairs }: How,
+    checked: &mut Checked,
+) -> Result<(), ColdError> {
+    let index = match tier.read_index(namespace, pack).await {
+        Ok(_) => None,
+        Err(ColdError::Bucket(_, Fault::Missing)) => Some(Finding::MissingIndex(pack)),
+        Err(ColdError::Bucket(_, Fault::Length)) => Some(Finding::DamagedIndex(pack, FormatError::Damaged)),
+        Err(ColdError::Object(_, why)) => Some(Finding::DamagedIndex(pack, why)),
+        Err(error) => return Err(error),
+    };
+    let reads = level == Level::Full || repairs && index.is_some();
+    let whole = if reads { read_pack(tier, &names::pack(namespace, pack), pack, bytes).await? } else { None };
+    if let Some(finding) = index {
+        let sound = whole.as_ref().and_then(|whole| whole.as_ref().ok()).filter(|_| repairs);
+        if let Some(index) = sound {
+            let name = names::index(namespace, pack);
+            tier.access().put(&name, std::slice::from_ref(index), Condition::Any).await?;
+        }
+        checked.find(finding, sound.is_some());
+    }
+    if let Some(Err(why)) = whole {
+        checked.find(Finding::DamagedPack(pack, why), false);
+    }
+    Ok(())
 }
 
 /// Verifies a pack; its index, made anew. `None` if garbage collection was faster.

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 /// Rooms whose sources are held to the rules.
-const ROOMS: [&str; 18] = [
+const ROOMS: [&str; 19] = [
     "layout",
     "store",
     "gpudirect",
@@ -19,6 +19,7 @@ const ROOMS: [&str; 18] = [
     "cluster",
     "peer",
     "cold",
+    "bucket",
     "simulator",
     "schedules",
     "tests",
