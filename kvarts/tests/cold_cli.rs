@@ -1,4 +1,5 @@
 //! Runs the real `kvarts cold` on real stores, with a bucket in a directory, and with a real S3 server where there is one.
+#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
 #[path = "../../bucket/tests/s3/mod.rs"]
 mod s3;
