@@ -187,10 +187,12 @@ fn answers(answer: &'static str) -> u16 {
     port
 }
 
+/// An answer, and whether a fault is what it means.
+type Case = (&'static str, fn(&Fault) -> bool);
+
 #[test]
 fn what_goes_wrong_is_told_apart() {
-    let refuse = |what: &str| what.to_owned();
-    let cases: [(&'static str, fn(&Fault) -> bool); 9] = [
+    let cases: [Case; 9] = [
         (
             "HTTP/1.1 503 Slow Down\r\nRetry-After: 7\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
             |fault| *fault == Fault::Busy(Some(Duration::from_secs(7))),
@@ -225,7 +227,7 @@ fn what_goes_wrong_is_told_apart() {
     for (answer, is_right) in cases {
         let bucket = s3(answers(answer));
         let fault = runtime.block_on(bucket.get("some/object", 1000)).unwrap_err();
-        assert!(is_right(&fault), "{}: {fault:?}", refuse(answer.lines().next().unwrap()));
+        assert!(is_right(&fault), "{}: {fault:?}", answer.lines().next().unwrap());
         let is_passing = !answer.contains("403") && !answer.contains("404") && !answer.contains("400");
         assert_eq!(fault.is_passing(), is_passing, "{answer}: {fault:?}");
     }
