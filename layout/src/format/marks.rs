@@ -1,9 +1,9 @@
 //! How far the delete of a namespace has come: marks that a shard keeps beside its epochs.
 //!
 //! An epoch stands in every shard, and a crash may come between two of them. So each shard writes that the delete has
-//! begun before it writes its epoch, and that it has ended when the epochs of all shards are durable. A start that finds in
-//! any shard that it has begun and not that it has ended knows that nobody was told that it is done, that nothing was
-//! put in the namespace since, and that the delete is to be finished: in every shard, whatever that one knows.
+//! begun before it writes its epoch, and that it has ended when the epochs of all shards are durable. A start may find a
+//! shard with the mark of the begin and no mark of the end. Then no caller was told that the delete is done, and nothing
+//! was put in the namespace since. The start finishes the delete in every shard, whatever marks that shard has.
 //!
 //! A mark is a tombstone of a key that no block has, for all groups of one coordinate or all coordinates of one group,
 //! which no delete of a caller ever is. So it is kept, listed and forgotten as any tombstone: as long as records may lie

@@ -5,8 +5,8 @@
 //! - Every structure begins with the same 72 bytes (magic, version, kind, crc, tag, claimed position). Their
 //!   places and meaning, and the way crc and tag are computed, are the same in every version of the format.
 //! - `tag` = the first 16 bytes of BLAKE3, keyed by the store's secret, over `domain (24 bytes) | position (40
-//!   bytes) | fixed part with the tag zeroed`. The crc alone proves nothing: it tells damage from what is sound
-//!   but somebody else's.
+//!   bytes) | fixed part with the tag zeroed`. The crc alone proves nothing: it only tells a damaged structure from a
+//!   sound one that belongs to another store or another position.
 //! - A structure longer than its fixed part (record, footer index, checkpoint chunk) carries in that fixed part
 //!   a second tag over the rest. So 128 bytes are enough to prove lengths and position before anything that the
 //!   lengths describe is read: a client that plants look-alikes in its payload cannot make a scan hash megabytes

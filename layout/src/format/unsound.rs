@@ -51,8 +51,8 @@ pub enum Unsound {
         /// The version it names.
         version: u16,
     },
-    /// Proven, and written before the format was frozen. A store of such a version is refused as a whole; within
-    /// a store of a later one nobody can have written it.
+    /// Proven, and written before the format was frozen. A store of such a version is refused as a whole, and no program
+    /// can have written such a structure into a store of a later version.
     Older {
         /// The version it names.
         version: u16,
