@@ -330,7 +330,7 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
         refused();
         assert!(!elsewhere.exists(), "a file was made where the link leads");
-        std::fs::write(&elsewhere, "of somebody").unwrap();
+        std::fs::write(&elsewhere, "of another").unwrap();
         refused();
         std::fs::remove_file(&path).unwrap();
         std::fs::create_dir(&path).unwrap();

@@ -163,7 +163,7 @@ struct Shared {
     cancelled: Option<Waker>,
     /// Only the end is of interest: what comes before it is not kept.
     end_only: bool,
-    /// What comes before the end is kept, and wakes nobody.
+    /// What comes before the end is kept, and wakes no task.
     wakes_at_end: bool,
     /// The end, while a device still writes to the caller's memory.
     held: Option<ReadEnd>,
@@ -171,7 +171,8 @@ struct Shared {
     ended: bool,
     /// The store has dropped its end: no device has the caller's memory any more.
     gone: bool,
-    /// Its caller does not fetch what arrives: somebody else sees to all of it, the release of the memory included.
+    /// The caller polls, so it does not fetch what arrives: the [`Poller`] fetches all of it, the release of the memory
+    /// included.
     attended: bool,
     /// Threads that sleep until an event arrives.
     sleepers: u32,
@@ -408,8 +409,8 @@ impl ReadStream {
         self.polled(shared, event, context)
     }
 
-    /// What a future is told. Somebody else fetches from the first time on: what it waits for, and then the release of the
-    /// memory, which comes after an end that another caller may have fetched before.
+    /// What a future is told. From the first poll on the [`Poller`] fetches what the future waits for, and then the release of
+    /// the memory. The release comes after the end, which another caller may have fetched before.
     fn polled<T>(
         &self,
         mut shared: MutexGuard<'_, Shared>,

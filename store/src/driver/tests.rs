@@ -55,7 +55,7 @@ impl Io for Script {
     }
     fn park(&mut self, _: Option<Duration>) {}
     fn unparker(&self) -> Arc<dyn Unpark> {
-        nobody()
+        no_thread()
     }
     fn register(&mut self, _: &Arc<Region>) -> Result<(), String> {
         Ok(())
@@ -66,12 +66,12 @@ impl Io for Script {
     }
 }
 
-fn nobody() -> Arc<dyn Unpark> {
-    struct Nobody;
-    impl Unpark for Nobody {
+fn no_thread() -> Arc<dyn Unpark> {
+    struct NoThread;
+    impl Unpark for NoThread {
         fn unpark(&self) {}
     }
-    Arc::new(Nobody)
+    Arc::new(NoThread)
 }
 
 /// A clock that the test turns.
@@ -439,7 +439,7 @@ fn memory_of_a_dropped_future_stays_with_the_device_until_the_completion() {
     let (token, op) = bench.disk.borrow_mut().under_way.pop_front().unwrap();
     drop(op);
     assert_eq!(Arc::strong_count(buf.region()), 2);
-    // Its rest interests nobody.
+    // No task waits for its rest.
     bench.disk.borrow_mut().answer(token, 100);
     bench.driver.pump();
     assert_eq!(bench.under_way(), 0);
@@ -842,7 +842,7 @@ fn memory_that_is_read_into_comes_back_full_or_stays_with_the_device() {
     let Poll::Ready(Ok(buf)) = bench.poll(&mut full) else { panic!("it has ended") };
     assert_eq!((buf.len(), arena.usage().used), (PAGE, PAGE));
     drop(buf);
-    // Given up: nobody gets the memory before the device is done with it.
+    // The read is given up: its memory is not handed out before the device is done with it.
     drop(read(PAGE));
     assert!(arena.try_take(1).is_none(), "memory that a device may write was handed out");
     bench.end(PAGE as i32);

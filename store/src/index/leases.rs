@@ -7,8 +7,8 @@
 //! - each partition holds the [`Pins`] of its leased blocks, as pairs of fingerprint and lease; a slot's
 //!   *leased* bit is set exactly while its fingerprint has a pair;
 //! - the one [`Leases`] table says which leases are in force, whose they are and what they hold. A pair whose
-//!   lease is not in force pins nothing: that is how expiry takes effect at its instant, before anybody has
-//!   swept up.
+//!   lease is not in force pins nothing: so a lease ends at its instant of expiry, before a sweep has taken its
+//!   pairs out.
 //!
 //! Lock order: partition, its pins, leases. A thread that holds the leases' lock takes no other.
 

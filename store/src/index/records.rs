@@ -617,7 +617,7 @@ mod tests {
             ids = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
         }
         assert!(records.bytes() <= bytes + 2048, "{} after {bytes}", records.bytes());
-        // Another owner takes what nobody has any more.
+        // Another owner takes what the first one has given back.
         let old = all(&records);
         old.iter().for_each(|(id, _)| assert!(records.free(*id).is_ok()));
         (0..20_000).for_each(|n| assert!(records.insert(RecordInfo { shard: 40, ..info(n) }).is_ok()));
@@ -715,7 +715,7 @@ mod tests {
         let fresh = records.insert(info(3)).unwrap();
         records.hold(fresh).unwrap();
         records.release(fresh);
-        assert!(records.get(fresh).is_some(), "nobody asked for it to be freed");
+        assert!(records.get(fresh).is_some(), "no caller asked for it to be freed");
     }
 
     #[test]

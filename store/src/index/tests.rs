@@ -408,7 +408,7 @@ impl Drop for SetWhenDropped<'_> {
 
 #[test]
 fn a_block_reported_under_a_lease_stays_live_against_threads_that_evict_and_move_everything() {
-    // One partition, so that somebody who wants to change it nearly always waits for its lock.
+    // One partition, so that a thread that wants to change it nearly always waits for its lock.
     let index = Index::with_partitions(&[1; 32], 0, 0);
     let prints: Vec<_> = (0..64).map(|n| print(&index, n)).collect();
     let done = AtomicBool::new(false);

@@ -378,7 +378,7 @@ mod tests {
             assert!(arena.try_take(PAGE).is_none(), "it is his who has waited longest");
             held.push(poll(&mut all[served]).expect("it is his turn"));
             let woken: usize = all.iter().map(wakes).sum();
-            assert_eq!(woken, served + 1, "nobody else has been woken");
+            assert_eq!(woken, served + 1, "no other task has been woken");
         }
     }
 

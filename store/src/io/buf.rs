@@ -3,12 +3,12 @@
 //! | | holders | writes | use |
 //! |---|---|---|---|
 //! | [`BufMut`] | one | `&mut self`, or a device that it was handed to | memory that is being filled |
-//! | [`Buf`] | many | nobody | memory that is full: what a device writes from |
+//! | [`Buf`] | many | none | memory that is full: what a device writes from |
 //! | [`SharedBuf`] | many | every holder, by the rule that stands there | memory that is filled in parts while others are read |
 //!
 //! The compiler keeps the first two apart: memory is filled by one holder, frozen, and read by many. Regions that stand
 //! behind them make no other ranges ([`SharedBuf::new`] refuses). A device breaks no rule: a transfer owns the memory
-//! that it was given until its completion, and who asked gets it back then.
+//! that it was given until its completion, and the task that asked for the transfer gets it back then.
 
 use std::any::Any;
 use std::fmt;
@@ -148,8 +148,8 @@ impl Span {
             self.copy_out(at, &mut copy);
             return look(&copy);
         }
-        // SAFETY: in range (checked above) and mapped (Region). Nobody writes meanwhile: to a `BufMut` only its holder
-        // could, to a `Buf` nobody can, and to a `SharedBuf` nobody may (its rule).
+        // SAFETY: in range (checked above) and mapped (Region). No holder writes meanwhile: to a `BufMut` only its
+        // holder could, to a `Buf` no holder can, and to a `SharedBuf` no holder may (its rule).
         look(unsafe { std::slice::from_raw_parts(self.as_ptr().add(at), len) })
     }
 }
@@ -255,7 +255,7 @@ impl BufMut {
         Self::of(&region, 0, len).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
     }
 
-    /// The range of a region of which nobody else has one that contains a byte of it.
+    /// A range of a region. No other range of the region may contain a byte of it.
     pub(crate) fn of(region: &Arc<Region>, offset: usize, len: usize) -> Option<Self> {
         region.set_owned();
         Span::new(region, offset, len).map(Self)

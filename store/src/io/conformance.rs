@@ -313,7 +313,7 @@ fn a_region_can_be_registered_again(bench: &mut Bench<'_>) {
         assert_eq!(back.to_vec(), out.to_vec());
         bench.io.unregister(&region);
         drop(back);
-        assert_eq!(Arc::strong_count(&region), 1, "somebody kept the region");
+        assert_eq!(Arc::strong_count(&region), 1, "something keeps the region");
     }
 }
 

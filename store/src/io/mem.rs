@@ -66,9 +66,9 @@ impl Region {
         Ok((unsafe { Self::adopt(base, len, Box::new(map)) }, huge))
     }
 
-    /// Has the kernel put the region into huge pages as far as it can, and says whether it did so everywhere. What is in it
-    /// stays, and nobody who uses it notices but by the speed: a device is told of long stretches instead of single
-    /// pages. It takes a processor for up to some milliseconds for each MiB.
+    /// Has the kernel put the region into huge pages as far as it can, and says whether it did so everywhere. The contents
+    /// stay, and users of the region notice only the speed: a device is told of long stretches instead of single pages. The
+    /// call takes a processor for up to some milliseconds for each MiB.
     pub fn collapse(&self) -> bool {
         // SAFETY: the range is mapped for as long as the region lives (contract of `adopt`), and this advice changes
         // which pages hold the bytes, not the bytes.
@@ -144,8 +144,8 @@ impl Region {
         self.fixed.load(Ordering::SeqCst)
     }
 
-    /// Says whether somebody may know the pages by their place in memory, as a driver does after `cudaHostRegister`: what
-    /// replaces pages of a file in memory by new ones leaves these alone.
+    /// Says whether another user may know the pages by their place in memory, as a driver does after `cudaHostRegister`. Code
+    /// that replaces pages of a file in memory by new ones leaves these pages alone.
     pub fn keep_pages(&self, keep: bool) {
         self.fixed.store(keep, Ordering::SeqCst);
     }
@@ -160,8 +160,8 @@ impl Region {
     /// that is asked from now on writes elsewhere. What a device had begun goes to the pages that it had begun with.
     pub fn cut_off(&self) -> io::Result<()> {
         match &self.foreign {
-            // SAFETY: the range is a mapping of the keeper's, which nobody but devices looks at (`adopt_foreign`), and which
-            // the keeper unmaps by its addresses.
+            // SAFETY: the range is a mapping of the keeper's, which only devices access (`adopt_foreign`), and which the
+            // keeper unmaps by its addresses.
             Some(foreign) => unsafe { foreign.cut_off(self.base, self.len) },
             None => Ok(()),
         }

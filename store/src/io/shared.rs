@@ -195,14 +195,14 @@ impl Foreign {
     /// See [`Region::cut_off`].
     ///
     /// # Safety
-    /// `base .. base + len` must be a mapping that nobody but devices looks at.
+    /// `base .. base + len` must be a mapping that only devices access.
     pub(super) unsafe fn cut_off(&self, base: *mut u8, len: usize) -> io::Result<()> {
         *self.open.write().unwrap_or_else(PoisonError::into_inner) = false;
         let (access, kind) = (
             libc::PROT_READ | libc::PROT_WRITE,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
         );
-        // SAFETY: the range is a mapping that nobody relies on (contract), and it stays one, in one step.
+        // SAFETY: the range is a mapping whose bytes no code relies on (contract), and it stays one, in one step.
         let now = unsafe { libc::mmap(base.cast(), len, access, kind, -1, 0) };
         if now == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
@@ -213,9 +213,9 @@ pub fn is_populated(file: impl AsFd, bytes: u64) -> bool {
     rustix::fs::seek(file, SeekFrom::Hole(0)).is_ok_and(|hole| hole >= bytes)
 }
 
-/// Takes the pages of `range`, whole ones, out of a file in memory, and cuts off processes that still write to them: what is
-/// there afterwards is zeros. False if some could not be taken out and were only overwritten with zeros: a large page of
-/// which the range is a part is in somebody's hands. Later it may not be.
+/// Takes the pages of `range`, whole ones, out of a file in memory, and cuts off processes that still write to them: the
+/// range reads as zeros afterwards. False if some pages could not be taken out and were only overwritten with zeros: the
+/// range is a part of a large page that is in use elsewhere. A later call may succeed.
 pub fn replace(file: impl AsFd, range: Range<u64>) -> io::Result<bool> {
     if range.is_empty() {
         return Ok(true);
@@ -359,7 +359,7 @@ mod tests {
         // What a device would do that is asked now: the kernel writes to the addresses.
         let (read, write) = rustix::pipe::pipe().unwrap();
         rustix::io::write(&write, b"device").unwrap();
-        // SAFETY: the region is mapped, and nobody looks at it.
+        // SAFETY: the region is mapped, and no code looks at it.
         let got = unsafe { libc::read(read.as_raw_fd(), region.base().cast(), 6) };
         assert_eq!(got, 6);
         let view = map(&theirs, 1 << 20, Box::new(())).unwrap();
@@ -395,7 +395,7 @@ mod tests {
         assert!(replace(&file, 5..5).unwrap());
     }
 
-    /// A ring that was told of pages, and what it will write into them when somebody fills a pipe: as late as a disk can be.
+    /// A ring that was told of pages, and writes into them when the test fills a pipe: as late as a disk can be.
     struct Late {
         ring: io_uring::IoUring,
         write: OwnedFd,

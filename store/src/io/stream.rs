@@ -14,8 +14,9 @@ const AT_ONCE: usize = 64;
 
 /// Ranges of memory that a stream fills or empties one after the other, and how far it came.
 ///
-/// The rule of [`SharedBuf`] holds: whoever gives the ranges leaves them alone until the stream has passed them, or until this
-/// is dropped. The kernel has them during a call of [`Stretch::receive`] or [`Stretch::send`] and at no other time.
+/// The rule of [`SharedBuf`] holds: the caller that gives the ranges leaves them alone until the stream has passed them, or
+/// until this is dropped. The kernel has them during a call of [`Stretch::receive`] or [`Stretch::send`] and at no other
+/// time.
 #[derive(Debug, Default)]
 pub struct Stretch {
     ranges: Vec<SharedBuf>,

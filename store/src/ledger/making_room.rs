@@ -84,9 +84,9 @@ mod tests {
         assert!(gone.as_mut().poll(&mut context).is_pending());
         assert!(second.as_mut().poll(&mut context).is_pending());
         drop(first);
-        assert!(second.as_mut().poll(&mut context).is_pending(), "somebody came before");
+        assert!(second.as_mut().poll(&mut context).is_pending(), "another task came before");
         drop(gone);
-        let Poll::Ready(second) = second.as_mut().poll(&mut context) else { panic!("nobody is before") };
+        let Poll::Ready(second) = second.as_mut().poll(&mut context) else { panic!("no task is before") };
         assert!(turn.try_take().is_none());
         drop(second);
         assert!(turn.try_take().is_some());

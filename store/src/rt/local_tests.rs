@@ -143,7 +143,7 @@ impl Future for Handoff {
     }
 }
 
-/// Sets the flag and wakes whoever polled last, or sets the flag alone if nobody has.
+/// Sets the flag and wakes the task that polled last. If no task has polled, it sets the flag alone.
 fn fulfil(state: &Mutex<(bool, Option<Waker>)>) {
     let waker = {
         let mut state = state.lock().unwrap();

@@ -86,7 +86,7 @@ fn read(order: Order, missing: &[u32], budget: u64, ahead: usize) -> Went {
     went
 }
 
-/// The same where the deadline passes after so many tiles.
+/// The same where the deadline passes after `until` tiles.
 fn read_until(order: Order, missing: &[u32], budget: u64, ahead: usize, until: usize) -> Went {
     let (shape, given) = (shape(), Rc::new(Cell::new(0)));
     let lacking = Lacking { missing: missing.iter().copied().collect(), order };

@@ -327,15 +327,13 @@ fn a_block_that_moves_after_it_was_looked_up_is_found_where_it_was() {
         for number in [0, 10] {
             relocate(&world.shard, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
         }
-        // The segment holds nothing any more, and somebody wants it.
+        // The segment holds nothing any more, and a put needs room.
         let made = world.shard.space.make_room().await;
         assert!(!matches!(made, Made::Segment(_)), "it was emptied before the read came");
         assert_eq!(world.shard.volume.segments.borrow()[&from.0].state.get(), SegmentState::Sealed);
         let end = end_of(&world, reading).await;
         assert_eq!((end.usable_blocks, end.failures), (6, Vec::new()));
-        let Made::Segment(segment) = world.shard.space.make_room().await else {
-            panic!("nobody is left to read it")
-        };
+        let Made::Segment(segment) = world.shard.space.make_room().await else { panic!("no reader is left") };
         assert_eq!(segment.number, from.0);
     });
 }
@@ -370,7 +368,7 @@ fn a_sound_block_under_the_number_of_a_record_that_left_stays_in_service() {
         recover(&world.shard.log).await.unwrap();
         world.at("a", 0).unwrap()
     });
-    // Whoever is sent there finds no header.
+    // A read that is sent there finds no header.
     place.damage(&place.segment(segment), u64::from(page) * 4096, &[7; 64]);
     place.run(move |world| async move {
         recover(&world.shard.log).await.unwrap();

@@ -208,10 +208,10 @@ mod tests {
         admission.spend(1001);
         assert_eq!(admission.admit(prints(0..1), 0, at(0)), 0);
         let strangers = (1..50_000).filter(|n| admission.admit(prints(*n..*n + 1), 0, at(0)) > 0).count();
-        assert!(strangers < 500, "{strangers} of 50,000 were let in as somebody else");
+        assert!(strangers < 500, "{strangers} of 50,000 were let in as other blocks");
         for n in 0..2 * u64::from(HALVED_AFTER) / 1000 {
             admission.admit(prints(1_000_000 + n * 1000..1_001_000 + n * 1000), 0, at(0));
         }
-        assert_eq!(admission.admit(prints(0..1), 0, at(0)), 0, "it is as if nobody had asked for it");
+        assert_eq!(admission.admit(prints(0..1), 0, at(0)), 0, "it is as if no put had asked for it");
     }
 }

@@ -45,7 +45,7 @@ pub(crate) struct Underway {
 }
 
 impl Underway {
-    /// A read of so many bytes in so many steps begins.
+    /// A read of `bytes` bytes in `steps` steps begins.
     pub(crate) fn begin(shared: &Arc<Shared>, class: Class, bytes: u64, steps: u32) -> Self {
         let before = shared.disk_path.outstanding.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         Self {

@@ -146,7 +146,7 @@ mod tests {
     fn each_owner_has_its_turn_however_many_tasks_of_others_came_before() {
         let turn = FairTurn::default();
         let mut first: Taking<'_> = Box::pin(turn.take(&"a"));
-        let Poll::Ready(held) = poll(&mut first) else { panic!("nobody has it") };
+        let Poll::Ready(held) = poll(&mut first) else { panic!("no task has it") };
         let waiting = enter(&turn, &["a", "a", "a", "a", "b", "c", "b"]);
         drop(held);
         assert_eq!(order(waiting), "abcabaa");
@@ -157,7 +157,7 @@ mod tests {
     fn who_leaves_keeps_nobody_waiting() {
         let turn = FairTurn::default();
         let mut first: Taking<'_> = Box::pin(turn.take(&"a"));
-        let Poll::Ready(held) = poll(&mut first) else { panic!("nobody has it") };
+        let Poll::Ready(held) = poll(&mut first) else { panic!("no task has it") };
         let mut waiting = enter(&turn, &["a", "b", "c", "a"]);
         drop(waiting.remove(1));
         drop(waiting.remove(0));

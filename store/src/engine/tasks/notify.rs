@@ -198,7 +198,7 @@ mod tests {
         let mut context = Context::from_waker(Waker::noop());
         let mut first = std::pin::pin!(turn.take());
         let mut second = std::pin::pin!(turn.take());
-        let Poll::Ready(taken) = first.as_mut().poll(&mut context) else { panic!("nobody has it") };
+        let Poll::Ready(taken) = first.as_mut().poll(&mut context) else { panic!("no task has it") };
         assert!(second.as_mut().poll(&mut context).is_pending());
         drop(taken);
         assert!(second.as_mut().poll(&mut context).is_ready());

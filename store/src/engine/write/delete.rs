@@ -536,6 +536,6 @@ mod tests {
             assert!(own >= request >> tenant, "tenant {tenant} has {own}");
             assert!(!fits(limit, all, own, request / 4) && fits(limit, all, 0, 1));
         }
-        assert!(fits(limit, 0, 0, request), "the largest request is for nobody too large");
+        assert!(fits(limit, 0, 0, request), "every tenant may send the largest request");
     }
 }

@@ -101,7 +101,7 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
         let segment = Rc::clone(&world.shard.volume.segments.borrow()[&number]);
         let is = |readers| segment.readers.get() == readers && segment.state.get() == SegmentState::Sealed;
         assert!(is(1));
-        // Everything in it is gone, and somebody wants the space: by holes, by emptying, by removing.
+        // Everything in it is gone, and its space is wanted: by holes, by emptying, by removing.
         evict(&world, &ALL);
         assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
         assert_eq!(world.shard.space.reclaim().await.unwrap_err(), Reason::NoSpace);
@@ -115,7 +115,7 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
         returned.await;
         assert!(is(0));
         let Made::Segment(empty) = world.shard.space.make_room().await else {
-            panic!("nobody holds it any more")
+            panic!("no reader holds it any more")
         };
         assert_eq!(empty.number, number);
     });
@@ -171,7 +171,7 @@ fn blocks_that_move_after_they_were_looked_up_are_lent_where_they_were() {
         for number in [0, 10] {
             relocate(&world.shard, record_of(&world, number), &|_| true, &KEEP).await.unwrap();
         }
-        // The segment holds nothing any more, and somebody wants it: the loan is on its way there.
+        // The segment holds nothing any more, and room is wanted. The loan is on its way to the segment.
         assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
         let (lent, held) = proved(&world, sent).await.unwrap();
         assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
@@ -326,7 +326,7 @@ fn many_headers_come_in_with_little_memory() {
     });
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
-        // All but a page of the memory is somebody else's.
+        // All but a page of the memory is taken.
         let usage = world.shard.volume.arena.usage();
         let _taken = world.shard.volume.arena.try_take(usage.total - usage.used - 4096).expect("it is free");
         let (lent, held) = lent(&world, 0..20).await;

@@ -1,4 +1,4 @@
-//! Blocks leave one by one, their pages are given back, and whoever opens the store next agrees.
+//! Blocks leave one by one, their pages are given back, and the next start of the store finds the same blocks gone.
 
 use kvarts_layout::{BlockShape, ChunkShape, LayerShape, NamespaceId};
 
@@ -8,7 +8,7 @@ use crate::engine::recover::tests::harness::{Contents, Place, SEGMENT_BYTES, Wor
 use crate::engine::shared::policy::EvictionPolicy;
 use crate::index::{BlockFingerprint, LeaseTerms, Location, Lookup, RecordInfo};
 
-/// One layer with parts of so many bytes.
+/// One layer with parts of these sizes in bytes.
 pub(super) fn shape_of(parts: &[u64]) -> BlockShape {
     let chunks = parts.iter().map(|&bytes| ChunkShape { bytes, align: 1 }).collect();
     BlockShape::new(vec![LayerShape { layer: 0, chunks }]).unwrap()
@@ -37,7 +37,7 @@ fn filled() -> Place {
 
 /// Blocks that other shards have, in records of ten.
 fn strangers(world: &World, blocks: u64) {
-    // Nobody's.
+    // No class has this number.
     records(world, u32::MAX, blocks);
 }
 
@@ -71,7 +71,7 @@ fn segments_of(world: &World) -> Vec<(u64, u32)> {
     all.map(|number| (number, world.at("a", number).unwrap().0)).collect()
 }
 
-/// Makes room until so many bytes have been given back.
+/// Makes room until `bytes` bytes have been given back.
 async fn give_back(world: &World, bytes: u64) {
     let before = world.shared.space().0;
     while world.shared.space().0 + bytes > before {
@@ -617,7 +617,7 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
     });
 }
 
-/// A use makes a segment young, and nobody is told: whoever lists it for a choice notes what it found.
+/// A use makes a segment young, and no list is updated then: the task that lists segments for a choice notes what it found.
 #[test]
 fn segments_that_were_listed_and_found_young_are_not_listed_again() {
     let place = Place::new();

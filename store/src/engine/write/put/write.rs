@@ -92,8 +92,8 @@ async fn append_all(
                 pieces.push(piece);
                 rest.start = end;
             }
-            // The segment of the first piece may be all that could have been emptied, and a record that nobody can see
-            // yet keeps it: the run goes as a whole into the next one.
+            // The segment of the first piece may be the only one that could have been emptied, and that piece, a record
+            // that is not yet visible, keeps it. So the run goes as a whole into the next segment.
             Err(Reason::NoSpace) if !pieces.is_empty() => {
                 pieces.clear();
                 (rest, may_cut) = (run.clone(), false);
@@ -160,8 +160,8 @@ async fn append(
     Ok(Piece { run: piece, written, expires, header })
 }
 
-/// Says of the block before a run that something hangs on it; and of the run's last one, where the same put goes on
-/// behind it, or nobody will say.
+/// Notes in the index that the block before a run is continued. Notes it of the run's last block too, if the same put goes
+/// on behind it, or if the put's parent is unknown: then no later put will note it.
 fn note_continued(job: &PutJob, run: &Range<u32>, prints: &[BlockFingerprint]) {
     let index = &job.shared.index;
     if !job.shared.policy().renews() {
