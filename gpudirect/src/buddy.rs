@@ -25,7 +25,7 @@ pub(crate) fn size(order: usize) -> u64 {
     PIECE_MIN << order
 }
 
-/// The free pieces of so many bytes.
+/// The free pieces of a range of memory, by their sizes.
 #[derive(Debug)]
 pub(crate) struct Buddy {
     /// Offsets of free pieces, by the power of two of their size above the smallest.

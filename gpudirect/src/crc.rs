@@ -65,7 +65,7 @@ fn step(tables: &[[u32; 256]; 4], word: u32) -> u32 {
     at(0) ^ at(1) ^ at(2) ^ at(3)
 }
 
-/// What the kernel computes of one chunk, with so many threads.
+/// What the kernel computes of one chunk with this number of threads.
 pub fn twin(bytes: &[u8], threads: u32) -> u32 {
     let threads = threads.max(1);
     let len = bytes.len() as u64;

@@ -1,9 +1,9 @@
 //! GPUDirect Storage: whether files are read straight into device memory on this machine, decided once at the start.
 //!
-//! What is decided here is told to the operator and exported, so that nobody finds out at the first read that a module is
-//! missing. What is read this way the device must verify: where memory is made ready for it the device is asked to digest a
-//! page, before it is said that it can. Whether reads of a file system come straight is seen by the first of them, not by
-//! what is installed: cuFile goes through the processor's memory where it must, and says nothing.
+//! The decision is told to the operator and exported as a metric, so that a missing module is known at the start and not at
+//! the first read. The device must verify what is read this way: where memory is made ready for it, the device is asked to
+//! digest a page before the path is called usable. Whether reads of a file system come straight is seen by the first of
+//! them, not by what is installed: cuFile goes through the processor's memory where it must, and says nothing.
 //! **No machine with a GPU has run it yet.**
 
 use std::fmt;

@@ -1,8 +1,8 @@
 //! Following a device: waiting for events one after the other, and keeping what their copies use until they are done.
 //!
-//! A copy that does not end within the timeout is called stuck: whoever waits is told, and nobody waits any longer.
+//! A copy that does not end within the timeout is called stuck: callers that wait for it are told so and wait no longer.
 //! What the copy uses (host memory, the stream, the destination) stays with the follower's thread, which ends when the
-//! device has finished after all, or is declared lost: a device that may still write to memory never loses it.
+//! device has finished after all, or is declared lost: memory that a device may still write to is never given back.
 //!
 //! A device that is asked and does not say is not done: while an engine captures a graph a driver may refuse every
 //! question. Only an error that is an end ([`DeviceError::is_an_end`]) is taken for one; else it is asked again, and when
@@ -59,7 +59,7 @@ impl Drop for Over {
 pub(crate) struct Follower {
     shared: Arc<Shared>,
     worker: Worker,
-    /// Nobody waits for the thread any more.
+    /// No caller waits for the thread any more.
     let_go: bool,
 }
 
@@ -91,17 +91,17 @@ impl Follower {
         let (events, inbox) = channel();
         let theirs = Arc::clone(&shared);
         let worker = Worker::start(name, move || {
-            // The first, so the last to go: destructors may give memory back, and nobody is told before they have.
+            // Declared first, so dropped last: destructors may give memory back, and the end is announced after that.
             let over = Over(theirs);
             let followed_all = || follow(&followed, &inbox, &over.0, &mut tell);
             match catch_unwind(AssertUnwindSafe(followed_all)) {
                 Ok(()) => drop(keeps),
                 Err(_) => {
-                    // Nobody follows any more, so nobody can say when what is kept is used no longer.
+                    // No thread follows the device any more, so it is unknown when the device is done with what is kept.
                     keep_for_good(keeps);
                     let why = "the thread that follows the device panicked".to_owned();
                     let told = || tell(Err(DeviceError::Call { call: "follow", why }));
-                    // If it was `tell` that panicked, whoever waits is woken by what it says before it does so again.
+                    // If `tell` itself panicked, it wakes the threads that wait before it panics again.
                     let _ = catch_unwind(AssertUnwindSafe(told));
                 }
             }
@@ -145,7 +145,7 @@ impl Drop for Follower {
     }
 }
 
-/// Keeps something for as long as the process lives: what a device may still use, and nobody can say until when.
+/// Keeps something for as long as the process lives: a device may still use it, and until when is unknown.
 pub(crate) fn keep_for_good<T: Send + 'static>(what: T) {
     Box::leak(Box::new(what));
 }
@@ -163,7 +163,7 @@ fn follow(
                 continue;
             }
             Ok(()) => continue,
-            // Whoever waited for it himself knows how it ended; what comes behind it may be good.
+            // The caller that waited for this event itself knows how it ended. What comes behind it may be good.
             Err(error) if !ends_layer && error.is_an_end() && !matches!(error, DeviceError::Lost(_)) => {
                 continue;
             }
@@ -187,7 +187,7 @@ fn follow(
     }
 }
 
-/// How the work before an event ended. An error that is no end: it may not have, or nobody can say.
+/// How the work before an event ended. After an error that is no end the work may still go on, or its state is unknown.
 fn outcome(followed: &Followed, event: &Event) -> Result<(), DeviceError> {
     let Followed { device, timeout } = followed;
     let pace = RealPace::new();
@@ -236,7 +236,7 @@ mod tests {
         };
         let (mut follower, events) = Follower::start("panics", followed, keeps, tell).unwrap();
         events.send(Asked { event, ends_layer: true }).unwrap();
-        // The sender is still there: whoever waits is not let go by its end.
+        // The sender is still there, so it is not the sender's end that lets the waiting thread go on.
         follower.leave();
         assert_eq!((heard.load(Ordering::Acquire), Arc::strong_count(&kept)), (1, 2));
     }

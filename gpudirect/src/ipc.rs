@@ -23,8 +23,8 @@ impl Opened {
         Self { device, handles: Mutex::new(BTreeMap::new()) }
     }
 
-    /// The memory behind a handle. The exporter keeps it until the last clone of the answer is gone: whoever leaves
-    /// a session drops its destinations, and only then lets the engine free its pool.
+    /// The memory behind a handle. The exporter keeps it until the last clone of the answer is gone: when a session is left,
+    /// its destinations are dropped first, and only then may the engine free its pool.
     pub fn open(&self, handle: &IpcHandle, bytes: u64) -> Result<Arc<Memory>, DeviceError> {
         // Held while it is opened: two that ask at once must not open it twice.
         let mut handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);

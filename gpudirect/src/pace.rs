@@ -48,7 +48,7 @@ impl Pace for RealPace {
     }
 }
 
-/// Time that passes only when somebody waits for it: nobody ever sleeps.
+/// Time that passes only when a caller waits for it: no thread ever sleeps.
 #[derive(Debug, Default)]
 pub struct ModelPace(AtomicU64);
 

@@ -117,7 +117,7 @@ mod tests {
                     }
                 }
             }
-            // Whoever waits for the last to leave always goes on.
+            // When all earlier layers have left, the next one always has its place.
             for left in 0..layers.len() {
                 prop_assert!(open_after(&places, left as u32) as usize > left);
             }

@@ -4,8 +4,7 @@
 //! [`LayerSink::store_layer`] enqueues the copy of a layer behind what the caller has enqueued so far: layer i-1 leaves
 //! the device and is written to disk while layer i is computed. A thread follows the device; it digests each layer that
 //! has left and hands it to the store, which writes it. [`LayerSink::seal`] waits for the copies and makes the blocks.
-//! Until then nobody finds anything of them: a sink that is dropped, or whose device fails, leaves nothing, on disk or
-//! in the arena.
+//! Until then no lookup finds them: a sink that is dropped, or whose device fails, leaves nothing on disk or in the arena.
 //!
 //! Where the store cannot take them one by one ([`KvStore::put_layers`](kvarts_store::api::KvStore::put_layers) says
 //! when), the arena holds all layers and they are put at [`LayerSink::seal`].
@@ -70,7 +69,7 @@ struct State {
 }
 
 impl State {
-    /// Nothing more is taken, and whoever waits for the put's memory hears of it. The first reason stays.
+    /// No more layers are taken, and a thread that waits for the put's memory is told so. The first reason stays.
     fn fail(&mut self, error: LandError) {
         self.look();
         self.failed.get_or_insert(error);
@@ -248,8 +247,8 @@ impl LayerSink {
         self.streamed
     }
 
-    /// Leading layers that have been written to disk, where they are written as they come. Nobody finds them before
-    /// the sink is sealed. After a failure it is what was known by then.
+    /// Leading layers that have been written to disk, where they are written as they come. No lookup finds them before the
+    /// sink is sealed. After a failure this is the number that was known by then.
     pub fn layers_written(&self) -> u32 {
         let mut state = lock(&self.state);
         state.look();
@@ -285,7 +284,7 @@ impl LayerSink {
             let _ = events.send(Asked { event: event.clone(), ends_layer: copied.is_ok() });
         }
         if !matches!(event, Ok(_) | Err(DeviceError::Lost(_))) {
-            // Nobody can say when what was enqueued is done: what it uses is never handed out again.
+            // It is unknown when the enqueued copies are done, so what they use is never handed out again.
             keep_for_good((self.ring.clone(), self.request.from.clone(), self.copies.clone()));
         }
         copied?;
@@ -294,7 +293,7 @@ impl LayerSink {
         Ok(event)
     }
 
-    /// Waits until so many leading layers have been written.
+    /// Waits until `layers` leading layers have been written.
     fn wait_for(&self, layers: u32) -> Result<(), LandError> {
         let written = lock(&self.state).going()?.map(LayeredPut::written_so_far);
         if let Some(written) = written.filter(|_| layers > 0) {

@@ -71,7 +71,7 @@ struct Core {
     notes: Vec<String>,
     /// How often each region is pinned for this device. Who pinned it is known in `pins`.
     pins: Mutex<BTreeMap<u64, u64>>,
-    /// What digests work with, while nobody does, and the event behind which the device does not either.
+    /// Idle digesters, each with the event after which the device does not use it any more.
     digesters: Mutex<Vec<(Event, Digester)>>,
     memories: AtomicU64,
     streams: AtomicU64,
@@ -228,7 +228,7 @@ impl Cuda {
         self.0.digesters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One with room for so many chunks that the device is done with.
+    /// An idle digester with room for `count` chunks, which the device is done with.
     fn spare_digester(&self, count: usize) -> Option<Digester> {
         let mut spare = self.digesters();
         let is_free = |event: &Event| {
@@ -421,7 +421,7 @@ impl Device for Cuda {
         let event = match self.0.context.record(digester.stream()) {
             Ok(event) => Event(Arc::new(event)),
             Err(error) => {
-                // Nobody can say when the device is done with it.
+                // Without the event it is unknown when the device is done with the digester and the memory.
                 keep_for_good((digester, memory.clone()));
                 return Err(begun.err().unwrap_or(error));
             }

@@ -290,7 +290,7 @@ impl Emulated {
 impl Core {
     fn lose(&self, lost: DeviceError) {
         lock(&self.lost).get_or_insert(lost);
-        // Whoever looks between the two holds this lock, so nobody misses it.
+        // A thread that looks between the change and the notification holds this lock, so no thread misses it.
         drop(lock(&self.unstuck));
         self.stirred.notify_all();
     }

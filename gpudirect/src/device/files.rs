@@ -1,6 +1,6 @@
 //! Reads of files straight into a device's memory, past the processor and its memory.
 //!
-//! What is read this way nobody has looked at: whoever uses it compares it with its digests on the device first.
+//! Bytes that are read this way are not verified yet: their user compares them with their digests on the device first.
 
 use std::any::Any;
 use std::fmt;
@@ -38,8 +38,8 @@ pub trait Files: Send + Sync + fmt::Debug {
         len: u64,
     ) -> Result<(), DeviceError>;
 
-    /// The same, and an error also where the bytes came another way than the straight one, or nobody can say which. What is
-    /// so for one read of a file system is so for the others.
+    /// The same, and an error also if the bytes did not come straight, or if the way they came is unknown. What holds for one
+    /// read of a file system holds for the others.
     fn prove(
         &self,
         file: &OpenFile,

@@ -1,8 +1,8 @@
 //! Devices behind one small trait: memory, batches of copies, streams, events.
 //!
 //! The words are CUDA's. A stream does what it is given in order; an event is a point in a stream; another stream or
-//! the processor can wait for it. Whoever enqueues a copy keeps its host memory as it is until an event behind the
-//! copy is done. An error of a copy comes out at the latest at that event.
+//! the processor can wait for it. The caller that enqueues a copy keeps its host memory unchanged until an event behind
+//! the copy is done. An error of a copy is reported at that event at the latest.
 
 pub mod cuda;
 pub mod emulated;
@@ -161,7 +161,7 @@ impl Batch<'_> {
     }
 }
 
-/// The same for pieces whose other side has so many bytes.
+/// The same for pieces whose other side has `bytes` bytes.
 fn check(pieces: &[Piece], bytes: u64, memories: &[Memory], align: u64) -> Result<(), DeviceError> {
     for piece in pieces {
         let memory = memories.get(piece.memory as usize).ok_or(DeviceError::OutOfBounds)?;
@@ -183,8 +183,8 @@ const DIGEST_TIMEOUT: Duration = Duration::from_secs(30);
 /// What a device says that cannot compute digests.
 const NO_DIGESTS: DeviceError = DeviceError::Foreign("chunks to digest: it has no kernel");
 
-/// Digests that a device was asked for, which it may still compute. Whoever asked keeps the memory until the event is
-/// done, and this for as long as he wants to know them.
+/// Digests that a device was asked for, which it may still compute. The caller that asked keeps the memory until the event
+/// is done, and keeps this value until it has taken the digests.
 pub struct Digests {
     event: Event,
     found: Box<dyn FnOnce() -> Result<Vec<u32>, DeviceError> + Send>,
@@ -246,8 +246,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn methods(&self) -> &[Method];
     /// Memory of its own.
     fn allocate(&self, bytes: u64) -> Result<Memory, DeviceError>;
-    /// Memory that somebody else in this process allocated on this device: an engine's pool. It must stay until the
-    /// last clone of the answer is gone. An address that is not this device's is refused.
+    /// Memory that other code in this process allocated on this device: an engine's pool. It must stay until the last clone
+    /// of the answer is gone. An address that is not this device's is refused.
     fn adopt(&self, base: u64, bytes: u64) -> Result<Memory, DeviceError>;
     /// Pins host memory, so that copies from it need no other copy. Pinning it again counts again.
     fn pin(&self, region: &Arc<Region>) -> Result<(), DeviceError>;
@@ -279,13 +279,13 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn synchronize(&self, event: &Event) -> Result<(), DeviceError>;
     /// The same for so long at most: false if it is not done by then.
     fn synchronize_within(&self, event: &Event, timeout: Duration) -> Result<bool, DeviceError>;
-    /// What an error is that was the answer to a question for so long that nobody is patient any more: that the device is
-    /// lost, if something that has to do with no work is answered in the same way. Any other stays what it is.
+    /// Judges an error with which the device answered until the timeout was over. The device is lost if a call that has to do
+    /// with no work is answered in the same way. Any other error is returned as it is.
     fn confirm(&self, error: DeviceError) -> DeviceError {
         error
     }
-    /// Declares the device lost: whoever waits for it is told so, and everything asked of it fails from now on. For a
-    /// device that does not answer: only its operator can know that it writes to nothing any more.
+    /// Declares the device lost: callers that wait for it are told so, and every later call fails. Meant for a device that
+    /// does not answer: only its operator can know that it writes to nothing any more.
     fn declare_lost(&self, why: &str);
     /// Whether it can compute digests, or why not.
     fn can_digest(&self) -> Result<(), DeviceError>;

@@ -130,7 +130,8 @@ enum Verifier {
     Device,
     /// The device has no kernel, and the caller wants samples only: they are copied back.
     Processor,
-    Nobody,
+    /// The caller wants no digests compared.
+    Off,
 }
 
 /// What the threads of one stream share.
@@ -161,7 +162,7 @@ struct Progress {
 
 /// Why a layer does not come.
 enum Halt {
-    /// Nobody wants more.
+    /// The caller wants no more.
     Over,
     Deadline,
     /// It must come through the arena, for want of something that others have now.
@@ -193,7 +194,7 @@ pub(super) fn land(
         return Ok(None);
     }
     let verifier = match (request.verify, pipeline.device.can_digest()) {
-        (Verify::Never, _) => Verifier::Nobody,
+        (Verify::Never, _) => Verifier::Off,
         (_, Ok(())) => Verifier::Device,
         (Verify::Sample(_), Err(DeviceError::Foreign(_))) => Verifier::Processor,
         (_, Err(why)) => {
@@ -348,7 +349,7 @@ impl DirectRead {
     }
 }
 
-/// A thread that reads. Nobody waits for what one has begun that panicked.
+/// A thread that reads. If it panics, the stream does not wait for the read that it had begun.
 struct Reader<'a>(&'a DirectRead);
 
 impl Drop for Reader<'_> {
@@ -368,7 +369,7 @@ struct Notifier(Weak<DirectRead>);
 
 impl Wake for Notifier {
     fn wake(self: Arc<Self>) {
-        // Whoever looks between a change and this holds the lock, so nobody misses it.
+        // A thread that looks between a change and this call holds the lock, so no thread misses the change.
         if let Some(read) = self.0.upgrade() {
             read.change(|_| ());
         }
@@ -411,7 +412,7 @@ impl DirectStream<'_> {
             false => self.bring_all(),
         };
         self.read.change(|progress| progress.stopped = true);
-        // A read that stands still keeps what it uses until it ends, and nobody waits for it.
+        // A read that stands still keeps what it uses until it ends, and no thread waits for it.
         readers.iter_mut().for_each(Worker::let_go);
         if matches!(halt, Some((_, Halt::Over | Halt::Deadline))) {
             self.path.leave_behind(&self.read, self.since);

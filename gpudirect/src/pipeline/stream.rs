@@ -104,7 +104,7 @@ pub(super) struct CopyQueue {
     events: Sender<Asked>,
 }
 
-/// Whoever brings layers has ended, also where that is because it panicked: nobody waits for more.
+/// Notes, when it is dropped, that the thread that brings layers has ended, by a panic or not: then no thread waits for more.
 struct Bringing<'a>(&'a Shared);
 
 impl Drop for Bringing<'_> {
@@ -130,7 +130,7 @@ pub(super) struct State {
     broken: Option<DeviceError>,
     /// Leading blocks that are good.
     blocks: u32,
-    /// Whoever brings layers has ended: nothing is enqueued any more.
+    /// The thread that brings layers has ended: nothing is enqueued any more.
     fed: bool,
     /// The caller wants no more.
     stopped: bool,
@@ -273,7 +273,8 @@ impl LayerStream {
                 drop(state);
                 let waited = self.device.wait(stream, &event);
                 state = self.shared.lock();
-                // Nobody else takes any; but a device that has failed meanwhile takes back what has not landed.
+                // No other thread takes a layer; but a device that has failed meanwhile takes back layers that have not
+                // landed.
                 let is_there = state.ready.front().is_some_and(|(front, _)| *front == layer);
                 match waited {
                     Ok(()) if is_there => {
@@ -380,7 +381,7 @@ impl CopyQueue {
             // The other end lives as long as this one, unless it panicked, and then it keeps everything.
             Ok(event) => drop(self.events.send(Asked { event, ends_layer })),
             Err(DeviceError::Lost(_)) => {}
-            // Nobody can say when what was enqueued is done: what it uses is never handed out again.
+            // It is unknown when the enqueued copies are done, so what they use is never handed out again.
             Err(_) => keep_for_good(Arc::clone(&self.keeps)),
         }
     }

@@ -19,7 +19,7 @@ pub(crate) struct Bare {
 }
 
 impl Bare {
-    /// Memory of so many bytes on both sides; the first device's context is this thread's from then on.
+    /// Memory of `bytes` bytes on both sides; the first device's context is this thread's from then on.
     pub(crate) fn new(bytes: u64) -> Self {
         // SAFETY: opens a library by name; its initialisers are NVIDIA's, or the stand-in's, which has none.
         let cuda = unsafe { Library::new("libcuda.so.1") }.expect("a driver");
@@ -53,7 +53,7 @@ impl Bare {
         *unsafe { self.cuda.get::<F>(name.as_bytes()) }.expect("every driver has it")
     }
 
-    /// Seconds of a loop that copies so many pieces.
+    /// Seconds of a loop that copies `count` pieces.
     pub(crate) fn copies(&self, to_device: bool, piece: u64, count: u64) -> f64 {
         assert!(piece * count <= self.bytes, "more than there is");
         type There = unsafe extern "C" fn(u64, *const c_void, usize, *mut c_void) -> Code;

@@ -23,9 +23,9 @@ enum Kind {
     Refused,
     /// The device is declared lost in the middle.
     Lost,
-    /// Copies that do not end, for longer than anybody is patient.
+    /// Copies that do not end within the timeout.
     Stuck,
-    /// Whoever asked lets go in the middle.
+    /// The caller lets go in the middle.
     Left,
 }
 

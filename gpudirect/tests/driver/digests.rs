@@ -102,7 +102,7 @@ fn digests_that_stand_still_are_told_as_such_and_nothing_of_them_is_used_again_b
         assert_eq!(late, Err(DeviceError::Stuck { millis: 20 }));
         assert_eq!(device.digests(&memory, &[(0, 4096)]), Ok(right.clone()), "by another stream");
         assert_eq!(standin.latest(), first + 1);
-        // Whoever declares it lost is heard.
+        // A declaration that the device is lost reaches the thread that waits.
         standin.stand(first + 1);
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| device.digests(&memory, &[(0, 4096)]));

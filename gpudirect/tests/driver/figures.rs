@@ -16,7 +16,7 @@ const MIB: &str = "KVARTS_FIGURES_MIB";
 /// Bytes of a piece: from a page to what a copy engine moves best.
 const SIZES: [u64; 10] =
     [4 << 10, 8 << 10, 16 << 10, 28 << 10, 40 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-/// The best of so many rounds, in which all take turns.
+/// Rounds in which all take turns; the best one counts.
 const ROUNDS: usize = 5;
 /// Pieces of a round at most: small ones are slow one by one.
 const PIECES_MAX: u64 = 8192;

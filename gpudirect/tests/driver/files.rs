@@ -9,7 +9,7 @@ use kvarts_gpudirect::device::cuda::{Cuda, has_cufile};
 use crate::copies::pattern;
 use crate::standin::{Files, Kit, Standin, here, inside};
 
-/// A file of so many bytes that nobody else sees.
+/// A file of these bytes that no other process sees.
 pub(crate) fn file(bytes: &[u8]) -> File {
     let path = std::env::temp_dir().join(format!("kvarts-standin-{}", std::process::id()));
     let mut written = File::create(&path).unwrap();

@@ -215,7 +215,7 @@ fn an_error_that_every_call_answers_with_is_the_devices_end_once_the_timeout_is_
             assert!(matches!(end.reason, Some(EndReason::Device(_))), "{code}: {end:?}");
             drop(landing);
             let arena = site.arena.clone();
-            // Nobody declares the device lost.
+            // The memory comes back although no caller declares the device lost.
             until("the memory comes back", || arena.usage().used == 0);
             assert!(matches!(site.device.record(&compute), Err(DeviceError::Lost(_))), "{code}");
             drop((arena, pipeline, pool, compute, site));

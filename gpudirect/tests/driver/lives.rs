@@ -104,7 +104,7 @@ fn memory_is_adopted_inside_one_allocation_of_this_device_only() {
         assert!(matches!(device.adopt(host, 1), Err(DeviceError::Foreign(_))), "pinned host memory");
         device.unpin(&region);
         drop((whole, part));
-        assert_eq!(standin.calls("cuMemFree_v2"), 0, "whoever allocated it frees it");
+        assert_eq!(standin.calls("cuMemFree_v2"), 0, "the engine that allocated it frees it");
         let gone = pool.base();
         drop(pool);
         assert!(matches!(device.adopt(gone, 1), Err(DeviceError::Call { .. })), "memory that was freed");
@@ -178,7 +178,7 @@ fn two_devices_pin_the_same_memory_and_the_last_to_leave_unpins_it() {
         [&first, &second, &again].into_iter().for_each(|device| device.pin(&region).unwrap());
         [&first, &second, &again].into_iter().for_each(moves);
         assert_eq!(standin.calls("cuMemHostRegister_v2"), 1);
-        // Whoever pinned it goes first, and his device with him.
+        // The device that pinned it goes first.
         first.unpin(&region);
         again.unpin(&region);
         drop((first, again));

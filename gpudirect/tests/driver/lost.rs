@@ -1,5 +1,5 @@
-//! A device that is lost in the middle: its context is destroyed by somebody in this process, with layers on their way. What a
-//! driver says then, and to which calls, only a driver can show; that a stream ends and nobody hangs is shown here.
+//! A device that is lost in the middle: other code in this process destroys its context, with layers on their way. What a
+//! driver says then, and to which calls, only a driver can show; that a stream ends and no thread hangs is shown here.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ fn a_context_that_is_destroyed_in_the_middle_ends_the_stream_with_a_reason() {
         until("the arena is free", || site.arena.usage().used == 0);
         drop((compute, pipeline, pool, site));
         if is_real() {
-            // What the books say of a context that somebody else has destroyed is not ours to judge.
+            // What the books say of a context that other code has destroyed is not judged here.
             println!("and the device is opened anew: {:?}", Cuda::open(0).map(drop));
             crate::way::passed_and_nothing_to_settle();
         }

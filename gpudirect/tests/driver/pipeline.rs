@@ -398,7 +398,7 @@ fn a_landing_that_fails_between_two_copies_keeps_the_memory_of_the_first() {
     inside(Kit::Whole, here!(), |standin| {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-        // Whoever drops it does not wait for the copies that stand still.
+        // A thread that drops it does not wait for the copies that stand still.
         let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let compute = site.device.stream().unwrap();
         let copies = standin.latest() + 1;
@@ -439,7 +439,7 @@ fn the_part_of_a_layer_that_was_enqueued_is_no_layer() {
         let none =
             |next: Next| matches!(next, Next::End(end) if end.usable_layers == 0 && end.reason.is_some());
         assert!(none(landing.next_layer(&compute)));
-        // Whoever follows the device lets go last.
+        // The thread that follows the device lets go last.
         until("the arena is free", || site.arena.usage().used == 0);
         assert_eq!(landing.landed(), 0);
         assert!(none(landing.next_layer(&compute)));
@@ -451,7 +451,7 @@ fn layers_that_fail_on_their_way_out_keep_the_memory_of_what_was_enqueued() {
     inside(Kit::Whole, here!(), |standin| {
         let site = Site::new();
         let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-        // Whoever drops it does not wait for the copies that stand still.
+        // A thread that drops it does not wait for the copies that stand still.
         let pipeline = pipeline.with_copy_timeout(Duration::from_millis(20));
         let compute = site.device.stream().unwrap();
         let copies = standin.latest() + 1;

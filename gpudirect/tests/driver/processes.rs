@@ -122,7 +122,7 @@ fn a_pool_that_is_smaller_than_was_said_is_closed_again() {
     });
 }
 
-/// The driver gives a part of an allocation the name of the whole: whoever opens it would land somewhere else.
+/// The driver gives a part of an allocation the name of the whole: a process that opens it would get other memory.
 #[test]
 fn only_whole_allocations_get_a_name_and_only_in_other_processes_it_is_opened() {
     inside(Kit::Whole, here!(), |_| {

@@ -189,7 +189,7 @@ impl Standin {
         }
     }
 
-    /// What follows is about so many devices.
+    /// What follows needs `count` devices.
     pub(crate) fn needs_devices(&self, count: u32) {
         if is_real() && cuda::count().is_ok_and(|there| there < count) {
             not_here(&format!("it needs {count} devices"));
@@ -225,7 +225,7 @@ impl Standin {
 
     fn report(&self, name: &str) -> Vec<String> {
         let mut text = vec![0u8; 64 << 10];
-        // SAFETY: writes a C string of at most so many bytes.
+        // SAFETY: writes a C string of at most `text.len()` bytes.
         unsafe { self.symbol::<Report>(name)(text.as_mut_ptr().cast(), text.len()) };
         let text = CStr::from_bytes_until_nul(&text).unwrap().to_string_lossy().into_owned();
         text.lines().map(str::to_owned).collect()
@@ -375,7 +375,7 @@ impl Standin {
         unsafe { self.symbol::<unsafe extern "C" fn(u64)>("standin_ptx")(version) };
     }
 
-    /// Memory that is allocated from now on is of pieces of so many bytes, each an allocation of its own.
+    /// Memory that is allocated from now on is made of pieces of `bytes` bytes, each an allocation of its own.
     pub(crate) fn grain(&self, bytes: usize) {
         self.only("memory of many mappings");
         // SAFETY: one number.
@@ -403,7 +403,7 @@ impl Standin {
         let to = (&raw mut context).expose_provenance() as u64;
         assert_eq!(self.direct("cuDevicePrimaryCtxRetain", [to, device, 0, 0]), 0);
         assert_eq!(self.direct("cuCtxSetCurrent", [context, 0, 0, 0]), 0);
-        // Whoever calls this has a device open, which keeps the context.
+        // The caller has a device open, which keeps the context.
         assert_eq!(self.direct("cuDevicePrimaryCtxRelease_v2", [device, 0, 0, 0]), 0);
     }
 }

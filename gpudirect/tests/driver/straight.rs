@@ -150,7 +150,7 @@ fn still(standin: &Standin, timeout: Duration, deadline: Option<Duration>) -> Op
     assert!(arena.usage().used > 0, "the kernel may still read it");
     if deadline.is_none() {
         drop(landing);
-        assert!(arena.usage().used > 0, "and nobody waits for it");
+        assert!(arena.usage().used > 0, "and the drop does not wait for it");
     }
     standin.go(digests);
     until("the kernel lets go", || arena.usage().used == 0);

@@ -17,7 +17,7 @@ const DRIVER: &str = "KVARTS_DRIVER";
 const LIBRARIES: &str = "KVARTS_DRIVER_LIBRARIES";
 /// How a process ends whose test cannot run over its driver.
 const NOT_HERE: i32 = 77;
-/// How long a test may take over a driver that nobody knows yet: one that hangs must not cost the others their time.
+/// How long a test may take over a driver that no test has run on yet: a test that hangs must not cost the others their time.
 const LIMIT: Duration = Duration::from_secs(45);
 
 /// Whether the machine's own driver is tested.
@@ -29,7 +29,7 @@ pub(crate) fn is_real() -> bool {
     }
 }
 
-/// How long anything may take that must come to be: whoever waits longer hangs.
+/// How long a test waits for something that must happen: if it takes longer, it hangs.
 pub(crate) fn timeout() -> Duration {
     Duration::from_secs(if is_real() { 20 } else { 60 })
 }

@@ -141,8 +141,8 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     found.map(|symbol| *symbol).map_err(|_| format!("libcufile has no {name}"))
 }
 
-/// Tells the library to read straight or not at all, as long as nobody in this process has opened its driver: whether it
-/// has been told.
+/// Tells the library to read straight or not at all. That is possible only until its driver is opened in this process. Gives
+/// whether the library took the setting.
 fn forbid_detours(library: &Library) -> bool {
     type Set = unsafe extern "C" fn(c_int, bool) -> Said;
     // SAFETY: the type is that of the library's published header.
@@ -220,8 +220,8 @@ impl Calls {
         let Some(shared) = files.get_mut(&descriptor) else { return };
         shared.users -= 1;
         if shared.users == 0 {
-            // SAFETY: registered by `join` and forgotten once, before its number can mean another file: whoever opened
-            // it keeps the descriptor until this returns. Nobody reads any more, since reads are users.
+            // SAFETY: registered by `join` and forgotten once, before its number can mean another file: the caller that
+            // opened it keeps the descriptor until this returns. No read uses it any more, since reads are users.
             unsafe { (self.forget_file)(shared.handle) };
             files.remove(&descriptor);
         }

@@ -14,7 +14,7 @@ use crate::error::DeviceError;
 struct Pin {
     /// Devices that use it.
     users: u64,
-    /// In which context it was pinned, which lives as long; none where somebody else has pinned it.
+    /// The context in which it was pinned, which lives as long as the pin. None if other code in this process has pinned it.
     by: Option<Context>,
 }
 
@@ -40,7 +40,7 @@ impl Pins {
         Ok(())
     }
 
-    /// One device less; with the last it is unpinned, by whoever pinned it.
+    /// One device less. With the last one the region is unpinned, in the context that pinned it.
     pub(super) fn leave(&mut self, region: &Region) {
         let Some(pin) = self.0.get_mut(&region.id()) else { return };
         pin.users -= 1;

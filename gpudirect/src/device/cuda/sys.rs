@@ -185,7 +185,7 @@ impl Drop for RawMemory {
     fn drop(&mut self) {
         // Without a context the device is lost, and its memory with it.
         let Ok(_inside) = self.context.enter() else { return };
-        // Nobody is left to be told of an error.
+        // No caller is left to be told of an error.
         let _ = match self.kind {
             // SAFETY: made by `allocate` and given back once; freeing waits for the device.
             Kind::Allocated => unsafe { (self.context.calls().free)(self.base) },
@@ -315,12 +315,12 @@ impl Drop for HostMemory {
 impl HostMemory {
     fn write(&mut self, words: impl Iterator<Item = u64>) {
         for (at, word) in words.take(self.words).enumerate() {
-            // SAFETY: inside the memory, which the driver aligns to pages; nobody else has it while it is written.
+            // SAFETY: inside the memory, which the driver aligns to pages; this is the only access while it is written.
             unsafe { self.at.cast::<u64>().add(at).write(word) };
         }
     }
 
-    /// The first numbers of four bytes behind so many words.
+    /// The first `count` numbers of four bytes behind the first `behind` words.
     fn read(&self, behind: usize, count: usize) -> Vec<u32> {
         let count = count.min(self.words.saturating_sub(behind) * 2);
         // SAFETY: inside the memory, as above; the device is done with it.
@@ -397,7 +397,7 @@ impl Context {
         if check("cuDeviceGetName", named).is_err() {
             return "unknown".to_owned();
         }
-        // SAFETY: the array ends in a zero that nobody overwrote.
+        // SAFETY: the array ends in a zero that the driver did not overwrite.
         unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
     }
 
@@ -492,13 +492,14 @@ impl Context {
     }
 
     pub(super) fn export(&self, (base, bytes): (u64, u64), allocated: bool) -> Result<[u8; 64], DeviceError> {
-        // The driver would give a part the name of the whole, and whoever opens it would land somewhere else.
+        // The driver would give a part the name of the whole allocation, and a process that opens it would get other memory.
         let _inside = self.enter()?;
         if !self.is_here(base)? {
             return Err(DeviceError::Foreign("memory that is not on this device"));
         }
         let (start, range) = self.allocation(base)?;
-        // A driver may have rounded what it was asked for itself; of what somebody else asked for it is not known.
+        // The driver may have rounded up what was allocated here. For memory that other code allocated, the size that was
+        // asked for is not known.
         let whole = if allocated { bytes <= range } else { bytes == range };
         if start != base || !whole {
             return Err(DeviceError::Foreign("a part of an allocation under a name of its own"));
@@ -522,11 +523,11 @@ impl Context {
         Ok(memory)
     }
 
-    /// Pins host memory for every device: true, or false where somebody else in this process has, who unpins it as well.
+    /// Pins host memory for every device. False if other code in this process has pinned it already: that code unpins it too.
     pub(super) fn pin(&self, region: &Region) -> Result<bool, DeviceError> {
         let _inside = self.enter()?;
         let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
-        // SAFETY: the region is mapped while it lives, and whoever pins it unpins it before: the arena does.
+        // SAFETY: the region is mapped while it lives, and the arena that pins it unpins it before it goes.
         let pinned = unsafe { (self.calls().host_register)(region.base().cast(), region.len(), flags) };
         let failed = |error: DeviceError| DeviceError::Pin(error.to_string());
         match pinned {
@@ -575,9 +576,9 @@ impl Context {
         Ok(RawStream { context: self.clone(), raw, owned: true })
     }
 
-    /// A stream that somebody else made. Asked for its state once: a number that is no stream is most likely an error
-    /// here. One that is being captured is taken as well: a question that breaks the capture is only put to a driver that
-    /// is too old for another.
+    /// A stream that other code made. The driver is asked for its state once: for a number that is no stream that is most
+    /// likely an error. A stream that is being captured is taken as well: only a driver that is too old for another question
+    /// is asked one that breaks the capture.
     pub(super) fn adopt_stream(&self, handle: u64) -> Result<RawStream, DeviceError> {
         let _inside = self.enter()?;
         let address = usize::try_from(handle).map_err(|_| DeviceError::OutOfBounds)?;
@@ -818,7 +819,7 @@ impl Context {
         check("cuLaunchKernel", code)
     }
 
-    /// What digests of so many chunks work with.
+    /// The memory and the stream that digests of `count` chunks need.
     pub(super) fn digester(&self, count: usize) -> Result<Digester, DeviceError> {
         let room = count.next_power_of_two();
         let (stream, memory) = (self.stream()?, self.allocate(room as u64 * 20)?);

@@ -61,8 +61,8 @@ impl EventState {
         }
     }
 
-    /// False if it is not done after so long. A modelled time passes only while somebody waits for it, so this is real
-    /// time in any case.
+    /// False if it is not done within the timeout. Modelled time passes only while a thread waits for it, so the timeout is
+    /// always real time.
     pub(super) fn wait_within(&self, timeout: Duration) -> Result<bool, DeviceError> {
         let pace = RealPace::new();
         let give_up = pace.now().plus(timeout);

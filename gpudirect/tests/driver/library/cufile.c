@@ -153,7 +153,7 @@ static struct file *file_of(void *handle) {
 
 struct status cuFileHandleRegister(void **to, struct description *of) {
     pthread_mutex_lock(&books);
-    // The real one opens the driver by itself; ours asks that somebody has, who closes it.
+    // The real one opens the driver by itself; ours asks that a caller has opened it, which closes it later.
     if (!opened) note("cuFileHandleRegister before cuFileDriverOpen");
     if (of->type != 1 || of->operations) return leave(INVALID_FILE_TYPE);
     for (size_t at = 0; at < made; at++)
@@ -225,7 +225,7 @@ static long check(struct file *file, struct buffer *buffer, size_t size, long of
         return -HANDLE_NOT_REGISTERED;
     }
     if (!buffer) {
-        // The real one copies through memory of its own; then nobody has what registering was for.
+        // The real one copies through memory of its own; then registering was for nothing.
         note("cuFileRead into a buffer that is not registered");
         return -MEMORY_NOT_REGISTERED;
     }

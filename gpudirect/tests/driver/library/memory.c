@@ -33,12 +33,12 @@ static struct memory *memories;
 static struct pinned *pins;
 static uint64_t serials;
 static size_t room = (size_t)1 << 30;
-// What the next allocations are made of: pieces of so many bytes, or one.
+// What the next allocations are made of: pieces of this many bytes, or a single piece.
 static size_t grain;
 
 static size_t paged(size_t len) { return (len + PAGE - 1) / PAGE * PAGE; }
 
-// Addresses that the host cannot touch, with as many behind them that nobody has.
+// Addresses that the host cannot touch, with a page behind them that no allocation has.
 static address reserve(size_t len) {
     void *at = mmap(NULL, paged(len) + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return at == MAP_FAILED ? 0 : (address)at;
@@ -127,7 +127,7 @@ result cuMemAlloc_v2(address *to, size_t len) {
     if (fd < 0 || ftruncate(fd, (off_t)(paged(len) + PAGE))) return leave(OUT_OF_MEMORY);
     struct memory *memory = make(fd, len, (uint64_t)getpid(), ++serials);
     if (!memory) return leave(OUT_OF_MEMORY);
-    // Whoever reads what was not written sees it.
+    // Bytes that were never written are recognized by this value when they are read.
     memset(memory->bytes, 0xd5, len);
     memory->trailer->serial = memory->serial;
     memory->trailer->len = len;
@@ -246,7 +246,7 @@ result cuIpcGetMemHandle(struct name *name, address base) {
     ENTER(1);
     struct memory *memory = memory_at(base, 0);
     if (!memory || memory->opens) return leave(INVALID_VALUE);
-    // The driver's handle would be that of the whole allocation: whoever opens it looks in the wrong place.
+    // The driver's handle would be that of the whole allocation: a process that opens it looks in the wrong place.
     if (memory->base != base) misuse("cuIpcGetMemHandle inside an allocation");
     memset(name, 0, sizeof *name);
     memcpy(name->magic, "standin", 8);
@@ -330,7 +330,7 @@ static int look(address at, char *out, const char *in, size_t len) {
 int standin_peek(address at, char *to, size_t len) { return look(at, to, NULL, len); }
 int standin_poke(address at, const char *from, size_t len) { return look(at, NULL, from, len); }
 
-// Memory that is allocated from now on is of pieces of so many bytes, each an allocation of its own; 0: of one.
+// Memory that is allocated from now on is made of pieces of `bytes` bytes, each an allocation of its own; 0: of one piece.
 void standin_grain(size_t bytes) {
     lock_books();
     grain = bytes;

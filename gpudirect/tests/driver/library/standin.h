@@ -59,7 +59,7 @@ struct memory {
     struct memory *next;
     address base;
     size_t len;
-    // What the driver calls one allocation: all of it, or pieces of so many bytes, each mapped by itself.
+    // What the driver calls one allocation: all of it, or pieces of this many bytes, each mapped by itself.
     size_t grain;
     char *bytes;
     int fd;

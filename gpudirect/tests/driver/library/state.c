@@ -205,7 +205,7 @@ result cuDevicePrimaryCtxRelease_v2(int device) {
     }
     live("contexts retained", -1);
     if (--context->retained == 0) {
-        // What is left goes with the context; only where that is broken nobody could give it back before.
+        // What is left goes with the context. Only where the context is broken could no caller give it back before.
         forget_streams_of(context);
         forget_modules_of(context);
         forget_memory_of(context);
@@ -214,7 +214,7 @@ result cuDevicePrimaryCtxRelease_v2(int device) {
     return leave(OK);
 }
 
-// Everything in the context is gone, whoever still uses it.
+// Everything in the context is gone, even if a caller still uses it.
 result cuDevicePrimaryCtxReset_v2(int device) {
     ENTER(0);
     if (device < 0 || device >= devices) return leave(INVALID_DEVICE);

@@ -143,7 +143,7 @@ static result invalidate(struct stream *stream, const char *what, result code) {
 
 void enqueue(struct stream *stream, struct work *work) {
     if (stream->capture) {
-        // Every launch of the graph would do it again, and now nobody does.
+        // Every launch of the graph would do the work again, and now it is not done at all.
         misuse("work of ours becomes part of the graph that the engine captures");
         release(work);
         return;
@@ -174,7 +174,7 @@ result cuStreamDestroy_v2(void *handle) {
     ENTER(1);
     struct stream *stream = is_usual(handle) ? NULL : stream_of(handle, "cuStreamDestroy");
     if (!stream) return leave(INVALID_HANDLE);
-    // What it was given is still done, and nobody waits for that here.
+    // What it was given is still done, and this call does not wait for it.
     stream->destroyed = 1;
     live("streams", -1);
     changed();

@@ -42,8 +42,8 @@ static uint64_t pageable;
 static _Thread_local int depth, mode;
 static int retained[16];
 static handle context_of[16];
-// Words in pinned memory for streams that stand still, made with the context: while one stands still a driver may let wait
-// whoever asks it for such memory. Each is used once.
+// Words in pinned memory for streams that stand still, made with the context: while a stream stands still, a driver may
+// block a caller that asks it for such memory. Each word is used once.
 enum { WORDS = 1 << 16 };
 static struct {
     volatile uint32_t *host;
@@ -126,7 +126,7 @@ static void *call_beside(const char *name) {
     return real;
 }
 
-// This thread breaks nobody's capture with what it calls now; gives how it met them before.
+// From now on the calls of this thread break no capture of any thread. Gives the mode that was set before.
 static int relax(void) {
     int before = RELAXED;
     BESIDE("cuThreadExchangeStreamCaptureMode", int *)(&before);
@@ -333,7 +333,7 @@ result cuMemAlloc_v2(address *to, size_t len) {
     HAND_ON((address *, size_t), (to, len));
     if (code) return code;
     live("memories", 1);
-    // As the stand-in's: what nobody wrote is known.
+    // As in the stand-in: bytes that were never written are recognized.
     int was = relax();
     handle stream = aside();
     BESIDE("cuMemsetD8Async", address, unsigned char, size_t, handle)(*to, 0xd5, len, stream);
