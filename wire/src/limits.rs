@@ -71,10 +71,10 @@ pub const FRAMES_WAITING: usize = 4;
 /// How long a client may take to send a request of one message or the next one of a put, or to take the next one of a
 /// read.
 pub const STALL: Duration = Duration::from_secs(20);
-/// How long a connection may be without its first call that is let in: so many times [`STALL`]. Clients that connect before
-/// they need to do so again.
+/// How long a connection may be without its first call that is let in, in multiples of [`STALL`]. A client that connected
+/// too early connects again.
 pub const FIRST_REQUEST_STALLS: u32 = 6;
-/// How long a connection may be without a call after that: so many times [`STALL`].
+/// How long a connection may be without a call after that, in multiples of [`STALL`].
 pub const IDLE_STALLS: u32 = 45;
 /// How long no connection is taken when the process or the host has no more descriptors or memory for one.
 pub const ACCEPT_PAUSE: Duration = Duration::from_millis(50);

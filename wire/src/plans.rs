@@ -95,7 +95,7 @@ fn roofline(wire: &proto::prefill_times::Roofline) -> Roofline {
     Roofline::new(compute, device, wire.devices)
 }
 
-/// An engine's times on the wire: of more samples than a message may have, every so many.
+/// An engine's times on the wire. If there are more samples than a message may have, every n-th sample is sent.
 pub fn wire_times(times: &Times) -> proto::PrefillTimes {
     let every = times.samples().len().div_ceil(PLAN_SAMPLES_MAX).max(1);
     let roofline = |roofline: &Roofline| {
