@@ -218,13 +218,13 @@ impl Shared {
         free
     }
 
-    /// Whether anybody waits for something. The last word about a read that has ended and lets go of its memory can
-    /// wait if its caller fetched the end himself: it is taken in with the next answer, or when the link's thread looks.
+    /// Whether a caller waits for an answer. A read that is over does not count: the server's last message about it, which
+    /// says that its memory is released, is taken in with the next answer, or when the link's thread looks.
     fn is_waited_for(&self) -> bool {
         self.pending().values().any(|pending| !matches!(pending, Pending::Read(read) if read.is_over()))
     }
 
-    /// Gives the turn back; to the link's thread, if anybody still waits for something.
+    /// Gives the turn back. The link's thread gets it if a caller still waits for an answer.
     fn leave(&self) {
         let mut turn = self.turn();
         turn.taken = false;

@@ -90,7 +90,8 @@ impl Reading {
         self.ended == Some(true)
     }
 
-    /// Whether nobody waits for anything more of it: not even for its memory, which a caller may do who does not fetch.
+    /// Whether the read has ended and its caller waits for nothing more of it. A caller that does not fetch the events itself
+    /// may still wait for the release of its memory after the end.
     pub(super) fn is_over(&self) -> bool {
         self.has_ended() && !self.sink.is_attended()
     }

@@ -10,9 +10,9 @@ use kvarts_store::rt::mailbox::ticket;
 
 use super::*;
 
-struct Nobody;
+struct NoOwner;
 
-impl Owner for Nobody {
+impl Owner for NoOwner {
     fn suspect(&self, _: ReadRequest, _: Arc<BlockShape>, _: Vec<u32>) {}
 
     fn later(&self, _: Box<dyn FnOnce() + Send>) {}
@@ -39,7 +39,7 @@ fn link() -> (Arc<Shared>, UnixStream) {
         session: [0; 16],
         instance: Bytes::new(),
         held: Arc::default(),
-        owner: Weak::<Nobody>::new(),
+        owner: Weak::<NoOwner>::new(),
         me: Weak::clone(me),
     });
     (shared, server)
