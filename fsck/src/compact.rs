@@ -12,8 +12,8 @@
 //!   checkpoint says that the old one is free and what had been deleted. So each block has a durable copy at every
 //!   moment; after a power cut there may be two of one origin, and compacting again goes on.
 //! - A tombstone is forgotten only when the last segment that began before it is gone for good.
-//! - A new store becomes one with its last write: until then its directories have no superblock and a mark, and nobody
-//!   opens them; compacting there again starts over. The old one is only read.
+//! - A new store becomes a store with its last write. Until then its directories have a mark and no superblock, so no
+//!   process opens them, and compacting there again starts over. The old store is only read.
 //!
 //! Memory: what `inventory` says (about 40 bytes for each block and 280 for each record on disk), 48 bytes for each
 //! block in the segments that are being written (one for each shard), and three times the largest record.

@@ -229,7 +229,7 @@ fn segment(number: u32, mut sequence: u64) -> (Vec<u8>, u64, SegmentState, Vec<R
     (file, sequence, state, records)
 }
 
-/// A sound store of one shard with so many segments.
+/// A sound store of one shard with this number of segments.
 fn store(segments: u32) -> MemoryDisk {
     let disk = MemoryDisk::new();
     let (mut sequence, mut states, mut records) = (1, Vec::new(), Vec::new());

@@ -234,8 +234,8 @@ fn sequence_print(met: &Met, at: At) -> Print {
     print(&subject, SEQUENCE, &[0; 16], &[0; 16], at)
 }
 
-/// The fingerprints of the blocks of one record that no delete has killed, and of the parent that it names. What is
-/// deleted is nobody's copy and nobody's parent.
+/// The fingerprints of the blocks of one record that no delete has killed, and of the parent that the record names. A
+/// deleted block is neither a copy nor a parent of another block.
 fn prints_of(met: &Met, namespace: &[u8; 32], (at, graves): (At, Option<&Graves>), into: &mut Vec<Print>) {
     let (Some(Body::Blocks(blocks)), Payload::Read(verified)) = (&met.body, &met.payload) else { return };
     if !verified.is_whole() {

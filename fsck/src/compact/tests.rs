@@ -359,7 +359,7 @@ fn beside_a_damaged_checkpoint_nothing_is_written_and_nothing_that_was_deleted_c
         assert_eq!((disk.steps(), new.steps()), (Vec::new(), Vec::new()), "{name}: something was written");
         let quick = CheckOptions { level: Level::Quick, threads: 1, ..CheckOptions::default() };
         let seen = contents::read(&look(&disk), &quick, NOW_MS, &Tally::default(), Findings::default());
-        assert!(seen.may_have_forgotten_deletes() && !seen.findings.is_clean(), "{name}: nobody is told");
+        assert!(seen.may_have_forgotten_deletes() && !seen.findings.is_clean(), "{name}: no finding says so");
     }
     let older = sound.fork();
     older.tamper(&crate::checkpoint::path(0, 1), |bytes| bytes[4096 + 100] ^= 1);
