@@ -9,7 +9,8 @@ const USUAL_BYTES_A_TOKEN: u64 = 64 << 10;
 /// Askings, this one among them, with which a block of usual worth is let in where little may be written.
 const ASKINGS: u8 = 2;
 
-/// What each byte of a block of so many bytes and tokens is worth: one more is twice as much. 0 is usual.
+/// What each byte of a block is worth, from the block's bytes and tokens: a value higher by one is worth twice as much. 0
+/// is usual.
 pub fn worth(block_bytes: u64, block_tokens: u32) -> i8 {
     let each = (block_bytes / u64::from(block_tokens).max(1)).max(1);
     USUAL_BYTES_A_TOKEN.ilog2() as i8 - each.ilog2() as i8

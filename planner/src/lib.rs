@@ -1,8 +1,8 @@
 //! What a hit is worth, and where a request should go.
 //!
-//! Pure functions: no I/O, no clock, no randomness. Whoever asks brings what is measured (queues and rates of the
-//! ways to the bytes, times of an engine) and gets numbers with the reason for them. The engine's callers and the
-//! simulator ask the same functions.
+//! Pure functions: no I/O, no clock, no randomness. The caller brings what is measured (queues and rates of the ways to
+//! the bytes, times of an engine) and gets numbers with the reason for them. The engine's callers and the simulator call
+//! the same functions.
 //!
 //! - [`cost`]: how long prefill and decode take: from samples, from a device's data sheet, or from both;
 //! - [`keep`]: what a stored byte is worth;

@@ -36,7 +36,7 @@ const LONG_TOKENS: u64 = 4096;
 const SMALL_TOKENS: u64 = 512;
 
 impl Class {
-    /// The class of a request with so many tokens in memory somewhere, on disks, and new.
+    /// The class of a request, from its numbers of tokens: in memory somewhere, on disks, and new.
     pub fn of(in_memory: u64, on_disk: u64, new: u64, forked: bool) -> Self {
         match () {
             () if forked => Self::ForkedRollout,

@@ -102,8 +102,8 @@ pub trait Prefill: fmt::Debug {
     /// The time in which `new` tokens are computed behind `cached` ones.
     fn prefill_ms(&self, cached: u64, new: u64) -> f64;
 
-    /// No prefill of a prompt of so many tokens takes less, of which no more than `cached` are there. The nearer to the
-    /// truth, the sooner plans are found.
+    /// A lower bound: no prefill of a prompt of `prompt` tokens, of which at most `cached` are there, takes less. The nearer
+    /// the bound is to the truth, the sooner plans are found.
     fn least_ms(&self, prompt: u64, cached: u64) -> f64;
 
     /// What this table is.

@@ -22,7 +22,7 @@ pub struct Step {
 }
 
 impl Roofline {
-    /// A model on so many devices of a kind. Work is shared evenly; what ranks tell each other is not counted.
+    /// A model on `ranks` devices of one kind. They share the work evenly; messages between ranks are not counted.
     pub fn new(model: Compute, device: Device, ranks: u32) -> Self {
         Self { model, device, ranks: f64::from(ranks.max(1)) }
     }

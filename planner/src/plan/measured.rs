@@ -4,9 +4,9 @@
 //! By the model of a [`Link`] that is `latency + bytes / rate`: the line through what was measured, by least squares of
 //! relative errors, so that a small load counts as much as a large one.
 //!
-//! Loads are kept in classes by size, in each of which later ones count for more: so many small loads do not make it
-//! forget what a large one took. Among the classes, one that had no load for long counts for less. Before there is
-//! anything, and in what is measured says nothing about, it assumes a drive.
+//! Loads are kept in classes by size, and in each class later loads count for more. So a large number of small loads does
+//! not make it forget what a large load took. A class that had no load for a long time counts for less than the others.
+//! Before the first load, and for sizes about which the measured loads say nothing, it assumes a drive.
 
 use super::Link;
 

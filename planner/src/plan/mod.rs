@@ -141,7 +141,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// A way of so many GB (1e9 bytes) a second without a queue.
+    /// A way without a queue, with its rate in GB (1e9 bytes) a second.
     pub fn gb_per_s(gigabytes: f64, latency_ms: f64) -> Self {
         Self { latency_ms, bytes_per_ms: gigabytes * 1e6, outstanding_bytes: 0 }
     }

@@ -1,11 +1,11 @@
-//! Plans agree with whoever tries everything, follow the rules of prefixes, say why, and cost little to find.
+//! Plans agree with a search that tries every plan, follow the rules of prefixes, say why, and cost little to find.
 use super::*;
 use crate::cost::{Kind, Roofline, Told, device, model};
 use kvarts_layout::Coordinate;
 use kvarts_layout::prefix::{Requirement, Requirements, UNLIMITED};
 use proptest::prelude::*;
 
-/// So many milliseconds a step, a new token, and a pair.
+/// Milliseconds a step, a new token, and a pair.
 #[derive(Debug, Clone, Copy)]
 struct Formula(f64, f64, f64);
 
