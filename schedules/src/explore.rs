@@ -15,7 +15,7 @@ use crate::sync::{Race, plant};
 const STEPS_MAX: usize = 2_000_000;
 /// Stack of a scene's thread: the engine's futures are deep in a build without optimisation.
 const STACK_BYTES: usize = 1 << 20;
-/// A lazy schedule takes the turn from a thread that could go on at one moment of so many.
+/// A lazy schedule takes the turn from a thread that could go on at one moment in this many, on average.
 const LAZY: u64 = 12;
 
 /// What was tried.

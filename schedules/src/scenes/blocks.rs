@@ -72,7 +72,7 @@ fn put(index: &Index, segment: u32, prints: &[BlockFingerprint]) -> Vec<(BlockFi
     assert!(found.iter().all(|found| *found == Reservation::Reserved));
     let record = index.records().insert(info(segment)).expect("numbers are left");
     let lost = index.commit(claim, record, prints, 0).expect("the record is there");
-    assert!(lost.is_empty(), "nobody deletes");
+    assert!(lost.is_empty(), "no thread deletes");
     prints.iter().copied().zip((0..).map(|block| Location { record, block })).collect()
 }
 
@@ -138,13 +138,13 @@ fn arrivals() {
         drop(leaving);
     }));
     for _ in 0..3 {
-        // Where somebody is on the way, it is not emptied now.
+        // While a reader is on the way there, it is not emptied.
         if place.load(SeqCst) == 1 && !arrivals.are_awaited((0, 7)) {
             emptied.store(true, SeqCst);
         }
     }
     threads.into_iter().for_each(|thread| thread.join().expect("it did not panic"));
-    assert!(!arrivals.are_awaited((0, 7)), "nobody is left on the way");
+    assert!(!arrivals.are_awaited((0, 7)), "no reader is left on the way");
 }
 
 fn readers() {
@@ -207,7 +207,7 @@ fn counts() {
         match index.lookup(*print) {
             Lookup::Live(at) => *of_records.entry(at.record).or_default() += 1,
             Lookup::Absent => {}
-            other => panic!("a block stayed {other:?} and nobody works on it"),
+            other => panic!("a block stayed {other:?} and no thread works on it"),
         }
     }
     let share = |(record, live): (&RecordId, &u16)| {
@@ -220,7 +220,7 @@ fn counts() {
     assert_eq!(index.records().ledger().account(SPACE).space().live, live, "the namespace's account");
 }
 
-/// One put of several: writes what nobody else does.
+/// One put of several: writes the blocks that no other put writes.
 fn put_some(index: &Index, prints: &[BlockFingerprint]) {
     let mut found = Vec::new();
     let claim = index.reserve(prints, &mut found);

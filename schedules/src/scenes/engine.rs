@@ -1,5 +1,5 @@
 //! A whole store: two executors on threads of their own over a simulated disk, and callers that get in each other's
-//! way. Time passes only as operations of the disk complete, so a thread that waits for what nobody does is stuck.
+//! way. Time passes only as operations of the disk complete, so a thread that waits for what no thread does is stuck.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;
@@ -58,8 +58,8 @@ impl Unpark for Bell {
     }
 }
 
-/// An executor's way to the disk that all share. Whoever has nothing else to do completes an operation, whose ever it
-/// is, as an interrupt would.
+/// An executor's way to the disk that all share. An executor that has nothing else to do completes an operation, its own
+/// or another executor's, as an interrupt would.
 struct ThreadIo {
     io: SimIo,
     machine: Machine,

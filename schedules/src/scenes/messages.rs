@@ -28,7 +28,7 @@ pub(super) fn scenes() -> Vec<Scene> {
             30,
         ),
         scene("a ticket ends as its reply does", tickets, &[Race::TicketWaitsLate], 3),
-        scene("whoever rings is heard", bell, &[Race::RearmFirst], 5),
+        scene("every ring of the bell is heard", bell, &[Race::RearmFirst], 5),
     ]
 }
 
@@ -96,7 +96,7 @@ fn send<T>(sender: &Sender<T>, mut message: T) {
         match sender.try_send(message) {
             Ok(()) => return,
             Err(SendError::Full(back)) => message = back,
-            Err(SendError::Closed(_)) => panic!("it was closed while somebody sends"),
+            Err(SendError::Closed(_)) => panic!("it was closed while a thread sends"),
         }
         thread::yield_now();
     }
@@ -143,8 +143,8 @@ fn tickets() {
     let token = Arc::new(());
     let given = Arc::clone(&token);
     let answering = thread::spawn(move || {
-        assert!(reply.send(Arc::clone(&given)).is_ok(), "somebody waits for it");
-        // Nobody may wait for this one any more: then the answer comes back.
+        assert!(reply.send(Arc::clone(&given)).is_ok(), "a thread waits for it");
+        // Perhaps no thread waits for this one any more: then the answer comes back.
         drop(left.send(given));
     });
     let leaving = thread::spawn(move || drop(gone));
@@ -169,7 +169,7 @@ fn bell() {
         for n in 1..=ASKED {
             asking.store(n, Ordering::SeqCst);
             ringing.unpark();
-            // Whoever was asked answers, or everybody waits for ever.
+            // The thread that was asked answers. If it does not, both threads wait for ever.
             hearing.wait(None);
             hearing.empty();
         }

@@ -1,4 +1,4 @@
-//! What is played under every schedule: a few threads, what they do, and what must be true whoever goes first.
+//! What is played under every schedule: a few threads, what they do, and what must be true in whatever order they run.
 
 mod blocks;
 mod engine;
