@@ -112,7 +112,8 @@ def open(
     *,
     executors: int | None = None,
 ) -> Client:
-    """A store inside this process: no server, and nobody else has its directories meanwhile (`Refused`, reason `Locked`).
+    """A store inside this process, without a server. While it is open, another process that opens its directories gets
+    `Refused` (reason `Locked`), and so does this call if another process has them.
 
     `dirs`: one directory for each device, made if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
     `with`, and at interpreter exit; a process that dies loses nothing that was acknowledged."""
@@ -171,7 +172,7 @@ class Client:
 
     def memory(self, nbytes: int) -> Memory:
         """Memory into which the server's disks write directly: verified where it lies, without a copy on the host. Where there is no
-        such way (gRPC), memory like any other. It stays until nobody uses it any more, views of it included."""
+        such way (gRPC), memory like any other. It stays until its last user is gone, views of it included."""
 
     def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
         """Makes memory of an engine's known, once, so that its pages can be named by buffers or addresses in it from then on
@@ -367,10 +368,10 @@ class Pages:
         """The eventfd of a lane: three different ones with `lanes=True`, else one and the same."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels what is under way, discards what was not drained, ends the locks. When it returns, nothing touches any
-        buffer that was given to this handle. Raises `Deadline` if that takes longer than `timeout` (default: the client's): then
-        the module goes on holding those buffers, and `close` may be called again. Later submissions raise `Retry` (reason
-        `Closed`)."""
+        """Cancels what is under way, discards completions that were not drained, ends the locks. When it returns, nothing
+        touches any buffer that was given to this handle. Raises `Deadline` if that takes longer than `timeout` (default: the
+        client's): then the module goes on holding those buffers, and `close` may be called again. Later submissions raise
+        `Retry` (reason `Closed`)."""
 
     # The same as calls that wait. They raise what concerns the whole call; what concerns single keys is in the answer.
 
@@ -422,7 +423,7 @@ class Pages:
         hbm_blocks: int = 0,
     ) -> Match:
         """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
-        required part of every group and rank is here. With `hold`, what it needs is not evicted for so many seconds.
+        required part of every group and rank is here. With `hold`, the blocks that it needs are not evicted for `hold` seconds.
 
         With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
         has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
@@ -571,7 +572,8 @@ class Layers(Iterator[Layer]):
     def __next__(self) -> Layer: ...
     @property
     def arrived(self) -> int:
-        """How many layers are usable by now: those that were given, and those for which nobody has to wait. It does not wait."""
+        """How many layers are usable by now: those that were given, and those that can be taken without waiting. It does not
+        wait."""
 
     @property
     def usable_blocks(self) -> int: ...

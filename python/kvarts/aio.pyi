@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from . import Completion, Key, Pages, Places
 
 class AsyncPages:
-    """Batches as coroutines, on the running loop. It takes all completions of the handle: nobody else drains it meanwhile. A
-    task that is cancelled cancels its batch, and goes on when nothing touches its buffers any more."""
+    """Batches as coroutines, on the running loop. It takes all completions of the handle: other code must not drain the
+    handle meanwhile. A task that is cancelled cancels its batch, and goes on when nothing touches its buffers any more."""
 
     def __init__(self, pages: Pages) -> None: ...
     async def put(

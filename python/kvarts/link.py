@@ -42,7 +42,7 @@ class Link:
         return time.monotonic() < self._away_until
 
     def failed(self, error):
-        """Takes notice of an error. Only what says that nobody answers is one of the server."""
+        """Takes notice of an error. Only an error that says that the server does not answer counts as one of the server."""
         if not isinstance(error, (kvarts.Retry, kvarts.Deadline)) or error.reason in ("Cancelled", "Closed"):
             return
         if not self._was_away:

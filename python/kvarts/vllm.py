@@ -308,7 +308,7 @@ class KvartsTier(SecondaryTierManager):
         self._finished.append(job.result(results))
 
     def _take(self, wait=None):
-        """Takes the answers that are there; with `wait`, after so many seconds at most."""
+        """Takes the answers that are there; with `wait`, waits for them for `wait` seconds at most."""
         if self._pages is None:
             return
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):

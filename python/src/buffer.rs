@@ -2,8 +2,8 @@
 //!
 //! The functions and the structure are those of the stable ABI from Python 3.11 on; 3.10 has the same ones.
 //!
-//! What is kept is given back by a thread that has the interpreter's lock: whoever drops it first, a device's thread
-//! perhaps, only puts it into a list ([`settle`]).
+//! A kept buffer is given back by a thread that has the interpreter's lock. The thread that drops it, perhaps one of a
+//! device, only puts it into a list ([`settle`]).
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -56,10 +56,10 @@ pub(crate) struct Lent(Option<Box<View>>);
 // SAFETY: the view is looked at when it is made, and released by a thread that has the interpreter's lock; no other thread does
 // more than pass it on.
 unsafe impl Send for Lent {}
-// SAFETY: as above; nobody does anything with a reference to it.
+// SAFETY: as above; no code does anything with a reference to it.
 unsafe impl Sync for Lent {}
 
-/// What waits for somebody who has the interpreter's lock.
+/// Buffers that wait for a thread that has the interpreter's lock.
 static LEFT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
 
 impl Drop for Lent {
@@ -70,7 +70,7 @@ impl Drop for Lent {
     }
 }
 
-/// Leaves something for whoever has the interpreter's lock next.
+/// Leaves a buffer for the thread that has the interpreter's lock next.
 pub(crate) fn leave(held: Held) {
     LEFT.lock().unwrap_or_else(PoisonError::into_inner).push(held);
 }

@@ -69,7 +69,7 @@ impl Core {
         })
     }
 
-    /// When a call has to have ended that may take so many seconds: those of the client where it does not say.
+    /// When a call must have ended that may take `timeout` seconds. Without a timeout of its own it has the client's.
     pub(crate) fn deadline(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Nanos>> {
         let left = match timeout {
             Some(seconds) => waiting::duration(py, "timeout", seconds)?,
@@ -424,6 +424,6 @@ fn engines_file(
 
 /// A descriptor that was just made for us.
 fn owned(fd: i32) -> OwnedFd {
-    // SAFETY: it was duplicated right above, and nobody else knows its number.
+    // SAFETY: it was duplicated right above, and no other code knows its number.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }

@@ -83,7 +83,7 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
     if managed.is_null() {
         return Err(PyErr::fetch(py));
     }
-    // SAFETY: the capsule lives; by this name it says that the tensor is somebody else's to give back, which is us.
+    // SAFETY: the capsule lives; by this name it says that its consumer gives the tensor back, and this code is the consumer.
     if unsafe { ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr()) } != 0 {
         return Err(PyErr::fetch(py));
     }

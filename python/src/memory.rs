@@ -142,7 +142,7 @@ impl Memory {
             crate::error::invalid(
                 py,
                 "view",
-                "this memory was given as an address: whoever gave it has its bytes",
+                "this memory was given as an address: read its bytes through the object that owns them",
             )
         })?;
         let view = PyMemoryView::from(owner.bind(py))?;
@@ -158,7 +158,7 @@ impl Memory {
         let Some((core, known)) = parts else { return Ok(()) };
         core.registry.remove(&known);
         let deadline = core.deadline(py, timeout)?;
-        // This one's, and nobody's else.
+        // The only reference is this one's.
         let is_free = || Arc::strong_count(&known.region) == 1;
         if !waiting::until(py, &*core.clock, deadline, is_free)? {
             return Err(late(py, "a batch still uses this memory"));

@@ -84,7 +84,7 @@ impl Handle {
         }))
     }
 
-    /// Whether nobody has memory of any batch or call.
+    /// Whether no batch and no call has memory any more.
     pub(crate) fn is_free(&self) -> bool {
         self.pages.is_free() && self.calls.load(Ordering::SeqCst) == 0
     }
@@ -112,7 +112,7 @@ impl Handle {
         py.detach(|| batches.submit(kind, &asked.blocks, &memory, terms)).or_raise(py)?;
         let told = wait(py, &batches, None);
         if told.is_err() {
-            // Ctrl-C: the exception does not leave before the memory is nobody's.
+            // Ctrl-C: the exception does not leave before the batch has let go of the memory.
             batches.close();
             waiting::until_free(py, || batches.is_free());
         }

@@ -65,7 +65,7 @@ struct Gather<'a> {
 }
 
 impl Gather<'_> {
-    /// Takes one of exactly so many bytes; of any number if none is said.
+    /// Takes one buffer of exactly `expected` bytes, or of any size if none is expected.
     fn take(&mut self, argument: &str, given: &Bound<'_, PyAny>, expected: Option<usize>) -> PyResult<usize> {
         let py = given.py();
         if let Ok(address) = given.extract::<usize>() {

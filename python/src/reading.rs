@@ -42,7 +42,7 @@ impl Layer {
     }
 }
 
-/// Counts a read for as long as somebody has its memory.
+/// Counts a read for as long as its memory is in use.
 struct Counted(Arc<AtomicU64>);
 
 impl Counted {
@@ -60,14 +60,14 @@ impl Drop for Counted {
 
 struct Reading {
     handle: Arc<Handle>,
-    /// Taken by whoever waits for the next event, and when it is over.
+    /// Taken by the call that waits for the next event, and when the read is over.
     stream: Mutex<Option<ReadStream>>,
     /// Events that were looked at and not given yet.
     ahead: Mutex<VecDeque<ReadEvent>>,
     /// Layers that were given.
     given: AtomicU32,
     end: Mutex<Option<ReadEnd>>,
-    /// Alive while somebody has the memory.
+    /// Alive while the memory is in use.
     memory: std::sync::Weak<Counted>,
     /// The model's number of each layer of the blocks.
     numbers: BTreeMap<u32, u32>,

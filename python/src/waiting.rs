@@ -13,7 +13,7 @@ use crate::error::invalid;
 
 /// How often a thread that waits looks for signals: only the main thread of Python is told of them.
 const LOOK: Duration = Duration::from_millis(50);
-/// How soon it is looked again for what nobody wakes anybody for, first and later.
+/// How soon a thread looks again for something that wakes no thread, first and later.
 const AGAIN: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(10));
 
 /// How often it is looked whether memory of an interrupted call is free: two seconds.

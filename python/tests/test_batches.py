@@ -274,7 +274,7 @@ class Batches(Served):
         [done] = pages.wait(20)
         self.assertTrue(done.ok)
         buffer.append(0)
-        # One that nobody else has any more.
+        # A buffer that only the batch still has.
         pages.submit_get(keys(1), [bytearray(PAGE)])
         pages.submit_put(keys(1, 5), [bytearray(pattern(5))])
         gc.collect()

@@ -57,7 +57,7 @@ class Away(unittest.TestCase):
                     asked = self.submit_all(pages, 0.3)
                     for done in self.answers(pages, asked):
                         self.assertEqual({error.kind for error in done.errors.values()}, {"deadline"}, done)
-                    # Nobody who submits waits for room in the socket, however much.
+                    # A submission never waits for room in the socket, however much there is to send.
                     asked = {pages.submit_exists(keys(4000), timeout=0.3) for _ in range(60)}
                     self.answers(pages, asked)
                     with self.assertRaises(TimeoutError):
