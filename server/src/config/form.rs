@@ -167,7 +167,7 @@ settings! {
     members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster", "FILE|URL", "no cluster";
     /// The name of the cluster: nodes of another name are refused
     cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
-    /// What all nodes of the cluster know and nobody else does: a file of 32 bytes or more
+    /// The secret that the nodes of the cluster share and no other program knows: a file of 32 bytes or more
     cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
     /// This node's certificate chain for other nodes, a PEM file; it names kvarts- and the node's id
     cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";

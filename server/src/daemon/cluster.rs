@@ -204,7 +204,7 @@ pub(super) fn reload(config: &ClusterConfig, node: &Arc<ClusterNode>) -> Result<
 fn secret(config: &ClusterConfig, members: &[Member]) -> Result<Secret, String> {
     let Some(path) = &config.secret else {
         return match config.tls.is_some() || members.iter().all(is_local) {
-            // Certificates say who is a node; and whoever may connect to this host's own addresses is trusted, as with gRPC.
+            // Certificates say who is a node. Programs that may connect to this host's own addresses are trusted, as with gRPC.
             true => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
             false => Err(
                 "cluster.certificate: members on other hosts need certificates, or at least cluster.secret: a file with \

@@ -352,7 +352,7 @@ fn fitting_budget(
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         let here = bytes_below(directory);
         let share = match config.budget_part {
-            // No more than there is, whoever else has a part of the disk.
+            // No more than there is: other programs may have a part of the disk.
             Some(part) => (space.f_blocks.saturating_mul(space.f_frsize) / 100)
                 .saturating_mul(part.into())
                 .min(free.saturating_add(here)),

@@ -56,10 +56,10 @@ async fn only_a_socket_makes_room_for_the_servers_own() {
     let scratch = Scratch::new("socket");
     let path = scratch.0.join("precious");
     let config = scratch.config(path.to_str().unwrap());
-    std::fs::write(&path, b"somebody's work").unwrap();
+    std::fs::write(&path, b"another's work").unwrap();
     let error = Daemon::start(&config).await.expect_err("it starts");
     assert!(error.contains("listen.socket") && error.contains("no socket"), "{error}");
-    assert_eq!(std::fs::read(&path).unwrap(), b"somebody's work");
+    assert_eq!(std::fs::read(&path).unwrap(), b"another's work");
     std::fs::remove_file(&path).unwrap();
     // What an earlier server left is one.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());

@@ -120,7 +120,7 @@ mod tests {
             let mut messages = Messages::new(Body::new(Pieces(pieces)));
             for message in wanted {
                 assert_eq!(messages.begun().await.unwrap(), Some(message.len()));
-                assert!(messages.bytes.len() < size.max(1), "it is received before anybody asked for it");
+                assert!(messages.bytes.len() < size.max(1), "it is received before it was asked for");
                 assert_eq!(messages.message().await.unwrap().unwrap(), message);
             }
             assert!(messages.begun().await.unwrap().is_none() && messages.message().await.unwrap().is_none());

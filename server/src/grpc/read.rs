@@ -346,7 +346,7 @@ impl Sending {
     async fn memory(&self, next: &Next) -> Result<(Option<BufMut>, (Charge, Paid)), Stop> {
         let bytes = next.tile.bytes(&self.download.shape);
         let (state, tenant, deadline) = (&self.call.state, &self.call.caller.tenant, self.call.deadline);
-        // Whoever waits for the tenant's own bandwidth keeps nothing from others meanwhile.
+        // A read that waits for the tenant's own bandwidth keeps nothing from others meanwhile.
         let (paid, toll) = tenant.pay(bytes);
         let begins = Instant::now() + toll;
         let until = deadline.min(begins + limits::WAIT);
@@ -375,8 +375,8 @@ impl Sending {
         }
     }
 
-    /// Memory for a tile before its turn: only such that others are not short of, for whoever waited here would wait with
-    /// memory in hand.
+    /// Memory for a tile before its turn: only memory that others are not short of, and without waiting, since the read would
+    /// hold other memory while it waits.
     fn spare_memory(&self, next: &Next) -> Option<(BufMut, (Charge, Paid))> {
         let (state, tenant) = (&self.call.state, &self.call.caller.tenant);
         let bytes = next.tile.bytes(&self.download.shape);
@@ -498,8 +498,8 @@ pub(crate) fn count(call: &Call, download: &Download, end: &ReadEnd, early: Opti
     call.state.trouble.read_ended(&call.state.audit, asked.namespace, failures);
 }
 
-/// Blocks of which everything came, and the others by the reason of their failure. In layer order nobody has a whole block
-/// before the last layer, and what lies behind the first block that failed is not read: it is missed for the same reason.
+/// Blocks of which everything came, and the others by the reason of their failure. In layer order no block is whole before
+/// the last layer, and blocks behind the first one that failed are not read: they are missed for the same reason.
 fn tally(
     order: Order,
     blocks: usize,
@@ -533,8 +533,8 @@ pub(super) fn reason_name(reason: &Reason) -> &'static str {
 /// Bytes of a tile that the engine has announced, to be sent as they are.
 fn shared_bytes(buf: SharedBuf) -> Bytes {
     // SAFETY: the engine announced these bytes as complete, and what was announced stays as it is; the memory was
-    // taken from the arena for this tile alone and goes back when the last of its buffers is dropped, so nobody
-    // else writes to it before the connection is done with it.
+    // taken from the arena for this tile alone and goes back when the last of its buffers is dropped, so no other
+    // code writes to it before the connection is done with it.
     unsafe { SharedBytes::bytes(buf.into()) }
 }
 

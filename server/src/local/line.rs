@@ -51,6 +51,6 @@ impl Line {
 
 #[allow(unsafe_code, reason = "the registration is of a descriptor that it owns")]
 fn watch(stream: UnixStream, interest: Interest) -> io::Result<AsyncFd<UnixStream>> {
-    // SAFETY: the stream owns its descriptor, and goes with the registration; nobody can replace it in between.
+    // SAFETY: the stream owns its descriptor, and goes with the registration; no code can replace it in between.
     unsafe { Ok(AsyncFd::register_with_interest(stream, interest)?) }
 }

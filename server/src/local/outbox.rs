@@ -1,5 +1,5 @@
 //! What waits for a client to take it: frames in order, bounded, each perhaps with a descriptor. The session sends them;
-//! where nothing waits, whoever has a frame sends it himself, and the session need not be woken.
+//! if nothing waits, the thread that has a frame sends it itself, and the session need not be woken.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};

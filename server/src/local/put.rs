@@ -107,7 +107,7 @@ struct Copied {
 }
 
 impl Copied {
-    /// Those of the chunks of some blocks, for the engine: nobody can change them any more.
+    /// The digests of the chunks of some blocks, for the engine: no thread can change them any more.
     fn digests(&self, upload: &Upload, first: usize, blocks: usize) -> Digests {
         let digests = Digests::new(&upload.shape, blocks as u32);
         let each = upload.shape.chunk_count() as usize;

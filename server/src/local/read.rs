@@ -47,7 +47,7 @@ impl Drop for LetGo {
     }
 }
 
-/// The most chunks of a short read: whoever ends it puts its answer together.
+/// The most chunks of a short read: the executor that ends it puts its answer together.
 const SHORT_CHUNKS: u64 = 1024;
 
 /// What a client is told whose memory could not be written.
@@ -166,7 +166,8 @@ fn origins_of(wire: &[Bytes], blocks: usize) -> Outcome<Arc<Origins>> {
 }
 
 impl Reading {
-    /// Whether whoever ends it may answer: it is as short as it must be to go before others, and nothing slows it down.
+    /// Whether the executor that ends it may answer: the read is short enough to go before others, and its tenant has no
+    /// bandwidth limit that would slow it down.
     pub(super) fn is_short(&self) -> bool {
         let chunks = u64::from(self.asked.shape.chunk_count()) * self.asked.request.keys.len() as u64;
         let is_slowed = self.call.caller.tenant.has_bandwidth();

@@ -1,9 +1,9 @@
-//! Short reads: whoever ends one sends its answer.
+//! Short reads: the executor that ends one sends its answer.
 //!
-//! A session that is woken to send the end of a read costs more than the rest of a short one. So a short read is waited for
-//! by no task: the executor that ends it puts its announcements, its end and the last word together and sends them, if
-//! nothing else waits for the client and nothing failed. Everything else is handed to the session, which goes on as with
-//! any read. The session learns of what was answered when it works next.
+//! To wake a session so that it sends the end of a read costs more than the rest of a short read. So no task waits for a
+//! short read: the executor that ends it puts its announcements, its end and the last word together and sends them, if
+//! nothing else waits for the client and nothing failed. In all other cases the read is handed to the session, which goes
+//! on as with any read. The session learns of an answer that was sent when it works next.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -4,7 +4,7 @@
 
 use super::http::Answer;
 
-/// The page may load what comes from here, and nothing else; nobody may frame it.
+/// The page may load only what comes from this server, and no other page may frame it.
 const POLICY: &str = "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n\
                       referrer-policy: no-referrer\r\n";

@@ -28,7 +28,7 @@ pub(super) struct Usage {
 pub struct Lookup {
     /// Usable now.
     pub here: u64,
-    /// Being put by somebody.
+    /// Being put now.
     pub pending: u64,
     /// Neither.
     pub absent: u64,
@@ -57,7 +57,7 @@ fn place<'a, V: Default>(all: &'a mut BTreeMap<String, V>, name: &str, most: usi
     all.entry(if is_told_apart { name } else { REST }.to_owned()).or_default()
 }
 
-/// Names that are told apart: the first so many.
+/// Names that are told apart: the first ones, up to a limit.
 #[derive(Debug, Default)]
 pub(super) struct Names(BTreeSet<String>);
 

@@ -346,8 +346,8 @@ mod tests {
         assert!(poll(&mut waiting).is_pending());
         parts.divide(&[1, 2, 3]);
         assert_eq!((parts.all(), parts.used(), parts.own(3)), (600, 550, Some(100)));
-        assert!(matches!(poll(&mut waiting), Poll::Ready(None)), "nobody gets so much any more");
-        // The first has more than it would get now: nobody but the third has any of it meanwhile.
+        assert!(matches!(poll(&mut waiting), Poll::Ready(None)), "no tenant gets so much any more");
+        // The first tenant has more than it would get now. Until it gives that back, only the third tenant gets anything.
         assert!(parts.try_take(1, 1).is_none() && parts.try_take(2, 1).is_none());
         let third = parts.try_take(3, 100).unwrap();
         assert!(parts.try_take(3, 1).is_none());
@@ -355,7 +355,7 @@ mod tests {
         assert!(parts.try_take(3, 300).is_some());
         drop((third, waiting));
         assert_eq!(parts.left(), (600, 0));
-        // One that left has what is nobody's.
+        // A tenant that left may have what belongs to no tenant.
         parts.divide(&[1, 2]);
         assert_eq!((parts.own(3), parts.most(3), parts.own(1)), (None, 300, Some(150)));
     }

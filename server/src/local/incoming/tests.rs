@@ -39,7 +39,7 @@ fn take<'a>(locals: &Arc<Locals>, pieces: impl Iterator<Item = &'a [u8]>) -> Tak
             match incoming.next() {
                 Ok(Next::Frame(head, body)) => taken.frames.push((head, body)),
                 Ok(Next::More) => break,
-                Ok(Next::Wait) => panic!("nobody else receives"),
+                Ok(Next::Wait) => panic!("no other session receives"),
                 Err(Ended::Broken(why)) => {
                     taken.broken = Some(why);
                     return taken;
@@ -99,7 +99,7 @@ proptest! {
             prop_assert!([NoFrame::TooLong, NoFrame::Unknown].contains(&refused));
             prop_assert_eq!(why, &refused.to_string());
         }
-        // Nobody receives any more.
+        // No session receives any more.
         prop_assert!(all(&locals).is_some());
     }
 }
@@ -231,7 +231,7 @@ async fn a_client_that_closes_before_it_has_read_everything_left_and_did_nothing
     let locals = Arc::new(Locals::new(limits(1 << 20, 16), &[1], [0; 16]));
     let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
-    std::io::Write::write_all(&mut ours, b"an answer that nobody reads").unwrap();
+    std::io::Write::write_all(&mut ours, b"an answer that is not read").unwrap();
     drop(theirs);
     let ours = Line::new(ours).unwrap();
     ours.readable().await.unwrap();
