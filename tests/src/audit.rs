@@ -32,7 +32,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, books: &T, counted: &T) -> F
     }
 }
 
-/// What can be asked of any store that nobody uses at the moment.
+/// What can be asked of any store that is idle at the moment.
 pub fn books(store: &Store) -> Result<SpaceReport, String> {
     let report = store.stats().space;
     let segments = store.segments();

@@ -122,8 +122,8 @@ pub struct Work {
     pub mix: Mix,
     /// The deadline of each operation that takes one. They must be answered by then, whatever the disk does.
     pub timeout: Option<Duration>,
-    /// Whether somebody looks at the ledger between polls while the store goes on by itself. Then each poll asks for one
-    /// thing at most: what is asked for, answered and taken back within one poll would never be seen.
+    /// Whether the row looks at the ledger between polls while the store goes on by itself. Then each poll asks for one
+    /// thing at most: a request that is made, answered and taken back within one poll would never be seen.
     pub watched: bool,
     /// Between which bounds the budget is changed now and then, and what decides when.
     pub budgets: Option<Budgets>,
@@ -143,7 +143,7 @@ pub struct Budgets {
 }
 
 impl Work {
-    /// So many operations, without deadlines, on a store whose budget stays as it is.
+    /// `ops` operations, without deadlines, on a store whose budget stays as it is.
     pub fn new(ops: usize, mix: Mix) -> Self {
         Self { ops, mix, timeout: None, watched: false, budgets: None, passes: false }
     }
@@ -231,7 +231,7 @@ fn change_budget(store: &Store, ledger: &RefCell<Ledger>, budgets: &Budgets, rng
     }
 }
 
-/// Goes back to whoever polls, once.
+/// Returns to the task that polls, once.
 async fn pause() {
     let mut paused = false;
     std::future::poll_fn(|context| {
@@ -364,7 +364,7 @@ async fn settle(store: &Store, asked: &mut VecDeque<Asked>, ledger: &RefCell<Led
     }
 }
 
-/// Whoever set a deadline is answered by then, or at once if it looks later.
+/// A caller that set a deadline is answered by then, or at once if it looks later.
 fn in_time(store: &Store, looked: Nanos, deadline: Option<Nanos>) {
     let now = store.clock().now();
     if let Some(deadline) = deadline.filter(|deadline| now > looked.max(*deadline).plus(LATE_MAX)) {

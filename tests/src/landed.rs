@@ -34,7 +34,7 @@ use crate::stage::Scratch;
 /// Blocks of the run.
 pub const BLOCKS: u32 = 6;
 
-/// How long anything may take that must end: whoever waits longer hangs.
+/// How long a test waits for something that must end: if it takes longer, it hangs.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until something is so that must come to be.
@@ -145,7 +145,7 @@ impl Site {
         Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
     }
 
-    /// Begins to land the run in a pool, once whoever landed before has let go of the arena.
+    /// Begins to land the run in a pool, once the stream that landed before has let go of the arena.
     pub fn land(&self, pipeline: &Pipeline, pool: &Pool) -> Result<LayerStream, LandError> {
         // The store lets go of the last stream's memory on its own threads.
         self.settle();

@@ -344,7 +344,7 @@ impl KvStore for Model {
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
-        // The ticket is still here: nobody can have dropped it.
+        // The ticket is still here, so it cannot have been dropped.
         let _ = reply.send(self.try_put(&request).map_err(Error));
         answer
     }

@@ -62,7 +62,7 @@ pub enum Op {
         /// Into what memory.
         memory: (Style, u64),
     },
-    /// A match of the first so many keys.
+    /// A match of the first `keys` keys.
     Match {
         /// How many.
         keys: u64,
@@ -75,7 +75,7 @@ pub enum Op {
     },
     /// Ends the `n`th lease of the script.
     Unlock(usize),
-    /// Makes the `n`th lease of the script end so many thousands of seconds and a half from now.
+    /// Makes the `n`th lease of the script end `k` + 0.5 thousand seconds from now, where `k` is the second number.
     Renew(usize, u64),
     /// Holds these keys of a column for ever, or until they are unlocked.
     Pin {
@@ -95,7 +95,7 @@ pub enum Op {
     DeletePrefix(u64),
     /// Deletes everything.
     DeleteAll,
-    /// Lets these keys of a column live so many thousands of seconds and a half, or for ever.
+    /// Lets these keys of a column live for `ttl` + 0.5 thousand seconds, or for ever.
     SetTtl {
         /// Which of the fixture's columns.
         column: usize,
@@ -108,7 +108,7 @@ pub enum Op {
     DefaultTtl(Option<u64>),
     /// Takes a page of a snapshot.
     Page,
-    /// Lets so many thousand seconds pass.
+    /// Lets this many thousand seconds pass.
     Pass(u64),
     /// Names a namespace that was never registered.
     Stranger,

@@ -64,8 +64,8 @@ pub fn media(disks: &[MemoryDisk]) -> Media {
     media
 }
 
-/// What is on the disk if the power fails after so many changes: what was synced, and of the rest what chance keeps.
-/// A new file whose bytes were synced and whose name was not is there whole or not at all.
+/// What is on the disk if the power fails after these changes: what was synced, and of the rest what chance keeps. A new
+/// file whose bytes were synced and whose name was not is there whole or not at all.
 pub fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
     let disk = start.fork();
     let there: BTreeSet<String> = start.files().into_iter().collect();

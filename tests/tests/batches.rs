@@ -309,7 +309,7 @@ fn a_dropped_handle_cancels_what_is_under_way_and_lets_go_of_its_leases() {
     assert!(store.puts.lock().unwrap()[0].1.is_cancelled());
     let reads = store.reads.lock().unwrap();
     assert!(reads[0].1.is_cancelled());
-    // A late answer finds nobody, and does no harm.
+    // A late answer finds no batch that waits, and does no harm.
     reads[0].1.send(ReadEvent::End(ReadEnd::default()));
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use kvarts_tests::rows::planted::BUGS;
 use kvarts_tests::rows::{Ask, Tier, all};
 
-/// Runs a row until it has reached so many distinct states.
+/// Runs a row until it has reached `budget` distinct states.
 fn run(id: &str, budget: u64) {
     let row = all().into_iter().find(|row| row.id == id).expect("there is such a row");
     let tally = row.run(&Ask {
@@ -155,7 +155,7 @@ fn every_planted_bug_stands_in_the_sources_and_in_the_documents() {
 
 #[test]
 fn no_program_that_is_used_has_bugs_planted_in_it() {
-    // The feature is one of these crates alone: whoever builds the program does not name it.
+    // The feature is one of these crates alone: builds of the program do not name it.
     for manifest in ["server/Cargo.toml", "gpudirect/Cargo.toml", "Cargo.toml"] {
         let text = std::fs::read_to_string(root().join(manifest)).unwrap();
         assert!(!text.contains("planted"), "{manifest}");

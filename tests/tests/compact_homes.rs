@@ -56,7 +56,7 @@ fn fill(stage: &HomeStage) {
     delete(&gone, Dead::Namespace);
     delete(&one, Dead::Keys { column: Some(pages()), keys: one.keys(3..6) });
     delete(&one, Dead::Keys { column: Some(ODD), keys: one.keys(0..2) });
-    // Again under a key that was deleted, by somebody else.
+    // Again under a key that was deleted, by another producer.
     let again =
         PutRequest { parent: Parent::Unknown, first_block: None, ..one.request(ODD, &one.keys(1..2), 6) };
     assert_eq!(one.outcomes(again), [BlockOutcome::Stored]);

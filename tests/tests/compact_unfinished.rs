@@ -1,5 +1,5 @@
-//! Copies by offline compaction that a power cut interrupts: what is left is named, opened by nobody, and a second attempt
-//! starts anew; the store that was copied is never touched.
+//! Copies by offline compaction that a power cut interrupts: the unfinished copy is named as such, no process opens it, and
+//! a second attempt starts anew. The store that was copied is never touched.
 
 use std::io;
 use std::sync::{Arc, Mutex};
@@ -241,7 +241,7 @@ fn nothing_is_removed_that_an_interrupted_copy_did_not_leave() {
     let lost = whole.fork();
     lost.remove("superblock");
     refused(&[lost.fork()], "shard-0000");
-    // The mark, and a file of somebody else's.
+    // The mark, and a file that is not the store's.
     lost.plant(MARK, format!("{}\n", StoreId([9; 16])).into_bytes());
     let strange = lost.fork();
     strange.plant("notes.txt", vec![1]);

@@ -1,5 +1,5 @@
-//! Compaction that nobody asked for: it begins where there is a need, keeps to its share, ends when the store stops, and
-//! does the same for the same seed.
+//! Compaction that the store begins by itself: it begins where there is a need, keeps to its share, ends when the store
+//! stops, and does the same for the same seed.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
 //! Compaction under puts and reads, with the power cut at its operations and with failing devices: nothing that was
-//! acknowledged is lost, nothing is half there, and no byte is served that nobody put.
+//! acknowledged is lost, no block is half there, and no byte is served that was never put.
 //!
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 

@@ -1,5 +1,5 @@
-//! Power cuts and device faults in the simulation: what was acknowledged is there, what was not is whole or absent,
-//! and no byte is served that nobody put.
+//! Power cuts and device faults in the simulation: acknowledged blocks are there, blocks that were not acknowledged are
+//! whole or absent, and no byte is served that was never put.
 //!
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 
@@ -74,7 +74,7 @@ fn run(seed: Seed, ops: usize, cut: u64, rules: &[Rule]) -> Run {
     Run { ledger: ledger.into_inner(), state: world.cut_power(), done, operations, struck }
 }
 
-/// Ways to lose what was not durable: the extremes, and some of the others.
+/// Ways to lose changes that were not durable: the extremes, and some of the others.
 fn crashes(state: &CrashState, seed: Seed, some: usize) -> Vec<Crash> {
     let mut all = state.enumerate(some, seed);
     let mut rng = seed.child("pick").rng();

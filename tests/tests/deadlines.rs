@@ -1,4 +1,4 @@
-//! Deadlines over a disk that does not answer: whoever set one is told in time, and told what the disk still holds.
+//! Deadlines over a disk that does not answer: a caller that set one is told in time, and told what the disk still holds.
 
 use std::time::Duration;
 

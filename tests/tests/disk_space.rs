@@ -163,7 +163,7 @@ fn a_full_file_system_refuses_serves_and_takes_puts_again() {
     allowed.store.budget_beyond_disk = true;
     let stage = HomeStage::over(&allowed).unwrap();
     let desk = Desk::new(&stage, "tmpfs");
-    // Somebody else fills the disk before there is a segment.
+    // Another program fills the disk before there is a segment.
     let filler = mount.0.join("filler");
     let full = Command::new("fallocate").args(["-l", "8200000"]).arg(&filler).status().unwrap();
     assert!(full.success());

@@ -332,7 +332,7 @@ fn a_close_reaches_every_executor_also_those_that_take_no_more_requests() {
         Options { executors: 2, shards_per_directory: 2, limits, budget_bytes: 8 << 20, ..options(0) };
     let (store, _threads) = drive(&world, Store::open(&world.launcher(), &options)).unwrap().unwrap();
     world.settle();
-    // Nobody takes anything out of the mailboxes until the world goes on.
+    // No executor takes anything out of the mailboxes until the world goes on.
     use kvarts_store::api::KvStore;
     let stage = Bare(store.clone());
     let desk = Desk::new(&stage, "full");
@@ -418,7 +418,7 @@ fn a_dead_executor(mined: Mined<impl Launcher>) {
     mined.fuses[1].store(true, Ordering::Release);
     stage.wait(&mut || store.health().dead_executors == 1);
     assert!(store.health().fault().is_some_and(|why| why.contains("executor 1 died")));
-    // What nobody can deliver is not promised.
+    // A block that no executor can deliver is not promised.
     let (group, coordinate) = pages();
     let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
     use kvarts_store::api::KvStore;
@@ -438,7 +438,7 @@ fn a_dead_executor(mined: Mined<impl Launcher>) {
     }
     let refused = stage.put(desk.request(pages(), &desk.keys(50..51), 1)).expect_err("it is latched");
     assert_eq!(refused.kind(), Kind::ReadOnly);
-    assert_eq!(block_on(store.resume()).expect_err("nobody answers").kind(), Kind::ReadOnly);
+    assert_eq!(block_on(store.resume()).expect_err("no executor answers").kind(), Kind::ReadOnly);
     block_on(store.close()).expect_err("one cannot be asked");
     drop((stage, store));
     let ended: Vec<_> = threads.into_iter().map(Join::join).collect();

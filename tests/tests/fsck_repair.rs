@@ -294,7 +294,7 @@ fn a_truncated_or_missing_segment_costs_what_it_held() {
     expect_repaired(&gone, &whole, "gone");
 }
 
-/// What is on the disk if the power fails after so many changes: what was synced, and of the rest what chance keeps.
+/// What is on the disk if the power fails after these changes: what was synced, and of the rest what chance keeps.
 fn cut(start: &MemoryDisk, steps: &[Step], rng: &mut Rng) -> MemoryDisk {
     let disk = start.fork();
     for (at, step) in steps.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Footers and trailers of segments that have lost blocks to eviction, damaged: what the engine served before it serves
-//! after a start and after a repair, what was evicted is not answered, and nobody calls it damaged.
+//! Footers and trailers of segments that have lost blocks to eviction, damaged. After a start and after a repair the engine
+//! serves the blocks that it served before. Evicted blocks are not answered, and no program calls them damaged.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -229,7 +229,7 @@ fn a_tile_that_was_not_verified_is_not_kept_and_damage_ends_it_once_it_is_found(
         media.corrupt(DirId(0), &path, extent.offset + 9, |bytes| bytes[0] ^= 4, 1)
     };
     assert!(stage.world().disk().tamper(spoil), "{path}");
-    assert!(kept.is_given(&stage, &desk, Order::Layers), "nobody has read there since");
+    assert!(kept.is_given(&stage, &desk, Order::Layers), "no read went there since");
     let stream = stage.store().read(desk.read_request(pages(), &desk.keys(0..BLOCKS))).unwrap();
     let ended = drive(stage.world(), async {
         loop {

@@ -410,7 +410,8 @@ fn an_engine_that_dies_in_the_middle_costs_its_stream_and_nothing_else() {
         let mut stream = pipeline.land(LandRequest { into, ..site.request(&own) }).unwrap();
         assert!(matches!(stream.next_layer(&compute), Next::Layer(_)));
         drop(engine);
-        // Whoever watches the engine stops its streams; copies that are under way end in memory that is still open.
+        // The code that watches the engine stops its streams; copies that are under way end in memory that is
+        // still open.
         stream.stop();
         device.unstick();
         let end = loop {

@@ -21,7 +21,7 @@ use kvarts_tests::landed::{
     BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict, until,
 };
 
-/// A pipeline that reads files straight into a device, whose arena there has so many bytes.
+/// A pipeline that reads files straight into a device, whose arena there has `bytes` bytes.
 fn straight(site: &Site, device: &Emulated, bytes: u64) -> (Pipeline, DeviceArena) {
     let shared: Arc<dyn Device> = Arc::new(device.clone());
     let arena = DeviceArena::new(&shared, bytes).unwrap();

@@ -1,5 +1,5 @@
-//! Puts whose layers come one after the other, in the simulation: nothing of one is found before it was sealed, whatever
-//! the power does, and nobody waits for one that stands still.
+//! Puts whose layers come one after the other, in the simulation: no block of such a put is found before the put is sealed,
+//! whatever the power does, and no other caller waits for a put that stands still.
 //!
 //! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
 
@@ -51,7 +51,7 @@ async fn by_layers(
     stop: Option<u32>,
     between: &mut dyn AsyncBetween,
 ) {
-    // Whoever was given up just now may not have ended.
+    // A put that was given up just now may not have ended.
     let mut begun = Layered::begin(store, bring).await;
     for _ in 0..500 {
         if !matches!(begun, Err(Reason::Busy(_))) {
@@ -400,7 +400,7 @@ fn blocks_that_are_here_or_on_their_way_are_put_whole_and_puts_by_layers_are_few
     assert!(begin(bring(0, 0, 1, 6, true)).is_ok(), "they are forgotten when they end");
 }
 
-/// Whoever can read a disk can copy pages that were headers there. Written as a payload, and left without their own
+/// A caller that can read a disk can copy pages that were headers there. Written as a payload, and left without their own
 /// header, they prove nothing: not under the generation in which they were read, and not under a later one.
 #[test]
 fn pages_of_headers_that_a_caller_writes_as_its_payload_are_no_records() {

@@ -1,5 +1,5 @@
-//! Puts by layers and time, in the simulation: whoever set a deadline is answered by it, whatever the disk does, and one
-//! that stands still for ever costs the others nothing that grows.
+//! Puts by layers and time, in the simulation: a caller that set a deadline is answered by it, whatever the disk does, and
+//! the cost of a put that stands still for ever does not grow for the other puts.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -79,7 +79,7 @@ fn one_that_waits_for_a_segment_is_answered_at_its_deadline_and_the_segment_is_t
     assert_eq!(stage.world().disk().struck(), 1, "it was waiting for a segment");
     let after = stage.engine().holding();
     assert_eq!((after.claims, after.promised), (before.claims, before.promised));
-    // The same blocks, at once: they are nobody's. It gets its turn when what was begun has ended.
+    // The same blocks, at once: no put has claimed them. The put gets its turn when the one before has ended.
     let put = wait(&stage, Layered::begin(stage.engine(), bring(4, 2, 3))).unwrap();
     finish(&stage, put, &ledger);
     stage.rest();

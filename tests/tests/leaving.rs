@@ -1,5 +1,5 @@
-//! Blocks that go: tombstones live exactly as long as they must, expiry needs no lookup and no honest wall clock, and
-//! whoever follows the events knows the content of a store that evicts.
+//! Blocks that go: tombstones live exactly as long as they must, expiry needs no lookup and no honest wall clock, and a
+//! client that follows the events knows the content of a store that evicts.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

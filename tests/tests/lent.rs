@@ -140,7 +140,7 @@ fn readers(store: &Store) -> u64 {
 }
 
 fn wait_for_no_readers(store: &Store) {
-    until("nobody reads", || readers(store) == 0);
+    until("no reader is left", || readers(store) == 0);
 }
 
 #[test]
@@ -388,7 +388,7 @@ fn a_store_closes_while_it_has_lent_something_and_can_be_opened_again() {
     let lent = lend(engine(&stage), request(namespace, pages(), &keys));
     let store = engine(&stage).clone();
     stage.close().unwrap();
-    // Nothing is held any more, the descriptors are good, and nobody has written there yet.
+    // Nothing is held any more, the descriptors are good, and nothing was written there yet.
     for layer in lent.layers() {
         assembled(&lent, layer, BLOCKS as usize * 2 * 4096);
     }
@@ -466,7 +466,7 @@ fn loans_leave_nothing_behind() {
     stage.close().unwrap();
 }
 
-/// Registers a model of one layer with one part of so many bytes a block.
+/// Registers a model of one layer with one part of `bytes` bytes a block.
 fn opaque(store: &Store, bytes: u64) -> NamespaceId {
     let geometry = Geometry::opaque(bytes).unwrap();
     let identity = Identity { spec_fingerprint: geometry.fingerprint(), ..fixture::identity("opaque") };

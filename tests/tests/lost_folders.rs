@@ -1,5 +1,5 @@
-//! The folders of a store's shards are durable before its superblock is: one that is gone was lost, whatever else is
-//! there. The checker and the engine say so, a repair makes it again, and nobody else does.
+//! The folders of a store's shards are durable before its superblock is: a folder that is gone was lost, whatever else is
+//! there. The checker and the engine say so, and only a repair makes the folder again.
 
 use std::sync::Arc;
 

@@ -117,8 +117,7 @@ fn left(state: CrashState, seed: Seed) -> Media {
     state.image(crash)
 }
 
-/// Power cuts in a delete, one after each of so many of its steps; another seed begins with another. Gives what each
-/// left.
+/// Power cuts in a delete, one after every `stride`th of its steps; the seed decides the first. Gives what each left.
 fn cuts(seed: Seed, stride: usize, each: &mut dyn FnMut(u64, Media)) {
     let before = made(seed);
     for step in (seed.0 * 7 % stride as u64..).step_by(stride) {

@@ -72,7 +72,7 @@ impl<'a> Tiled<'a> {
         Self { stage, read, order, arrived: BTreeMap::new(), announced: Vec::new() }
     }
 
-    /// Reads the next tile of so many bytes; false at the end.
+    /// Reads the next tile of at most `bytes` bytes; false at the end.
     fn tile(&mut self, bytes: u64) -> bool {
         let shape = Arc::clone(self.read.shape());
         let Some(tile) = self.read.next_tile(bytes) else { return false };

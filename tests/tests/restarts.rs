@@ -59,8 +59,8 @@ fn put(desk: &Desk<'_>, number: u64) {
     assert_eq!(outcomes, [BlockOutcome::Stored], "{number}");
 }
 
-/// Puts `first` blocks, then one after each of so many restarts. Gives what the restarts did, and what was here after
-/// the first run and after the last.
+/// Puts `first` blocks, then one after each of `RESTARTS` restarts. Gives what the restarts did, and which blocks were
+/// here after the first run and after the last.
 fn restart(seed: u64, options: &Options, first: u64, end: End, holes: bool) -> (Sum, Vec<u64>, Vec<u64>) {
     let mut media: Option<Media> = None;
     let (mut sum, mut before, mut after) = (Sum::default(), Vec::new(), Vec::new());

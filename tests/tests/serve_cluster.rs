@@ -27,7 +27,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    /// So many nodes.
+    /// A cluster of `count` nodes.
     fn start(name: &str, count: usize) -> Self {
         Self::start_with(name, count, "", None)
     }

@@ -1,5 +1,5 @@
-//! A connection that ends at any page of an upload or a download, or brings other bytes than were sent: whoever is at its
-//! ends is told something true, no block is half there, everybody else is served, and nothing is kept of those who are gone.
+//! A connection that ends at any page of an upload or a download, or brings other bytes than were sent: both ends are told
+//! the truth, no block is half there, other clients are served, and nothing is kept of the clients that are gone.
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
@@ -361,7 +361,7 @@ fn bytes_that_a_wire_changes_are_neither_stored_nor_called_good() {
             }
             expect_honest(&desk, &request, &end);
         }
-        // The wire's fault, not the disk's: whoever reads them another way has them all.
+        // The wire's fault, not the disk's: a read over another connection has them all.
         other.expect(pages(), &keys, 1);
         scene.expect_undisturbed();
     }

@@ -26,10 +26,10 @@ use served::{Beside, Served};
 const BLOCKS: u64 = 3;
 /// How long a read waits for the rest of a frame whose length was changed.
 const TIMEOUT: Duration = Duration::from_millis(300);
-/// Every so many bytes of a block one is changed.
+/// Of a block one byte in this many is changed.
 const STEP: usize = 61;
 
-/// A server, a wire to it, and somebody who has another one.
+/// A server, a wire to it, and a client that has another one.
 struct Scene {
     served: Served,
     proxy: Proxy,
@@ -55,7 +55,7 @@ fn all_bits() -> bool {
     std::env::var("KVARTS_FLIPS").is_ok_and(|value| value == "all")
 }
 
-/// Every so many bytes of a registration one is changed: many of them are waited for until the timeout.
+/// Of a registration one byte in this many is changed: many of the changes are waited for until the timeout.
 fn step() -> usize {
     if all_bits() { 1 } else { 5 }
 }
@@ -78,7 +78,7 @@ impl Scene {
         Self { served, proxy, beside, panics }
     }
 
-    /// A client of its own for each call: a connection whose frames are out of step is nobody else's.
+    /// A client of its own for each call: no other call uses a connection whose frames are out of step.
     fn through(&self) -> Beside {
         self.through_within(Duration::from_secs(60))
     }
@@ -146,7 +146,7 @@ impl Tally {
             some if some.iter().any(|reason| damaged(&reason)) => self.damaged += 1,
             some => {
                 let bugs = |reason: &&&Reason| reason.kind() == Kind::Bug;
-                assert_eq!(some.iter().find(bugs), None, "a wire is nobody's defect");
+                assert_eq!(some.iter().find(bugs), None, "a wire is no defect of the store");
                 self.other += 1;
             }
         }

@@ -14,7 +14,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-/// The status and body of the door for whoever restarts programs.
+/// The status and body at the address that supervisors of processes ask for health.
 fn health(served: &served::Served) -> (u16, String) {
     let mut stream = TcpStream::connect(served.daemon().metrics().unwrap()).unwrap();
     stream.write_all(b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
@@ -29,7 +29,7 @@ fn serving(served: &served::Served) -> Option<ServingStatus> {
     let endpoint = served.endpoint();
     let names = ["", "kvarts.v1.Store", "kvarts.v1.Reads", "kvarts.v1.Models", "kvarts.v1.Admin"];
     let said = names.map(|name| {
-        // Few calls of anybody's are let in by one connection.
+        // One connection lets in only a few calls without a token.
         served.runtime.block_on(async {
             let endpoint = tonic::transport::Endpoint::from_shared(endpoint.clone()).unwrap();
             let mut client = HealthClient::new(endpoint.connect().await.unwrap());

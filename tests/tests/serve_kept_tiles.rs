@@ -1,5 +1,5 @@
-//! Tiles that a server keeps: whoever reads again has them from memory, as they would be read now, and no request waits
-//! for memory that they take.
+//! Tiles that a server keeps: a second read gets them from memory, as they would be read now, and no request waits for
+//! memory that they take.
 
 mod plain;
 mod served;

@@ -126,7 +126,7 @@ fn after_a_restart_of_the_server_a_client_goes_on_with_its_models_and_its_memory
     };
     let at = stage.served.daemon().grpc().unwrap();
     stage.served.restart_at(at);
-    // The broken connection is noticed by whoever uses it; the next call finds a new one.
+    // The call that uses the broken connection notices it; the next call finds a new one.
     let need = kvarts_layout::prefix::Requirement {
         group: pages().0,
         coordinates: vec![pages().1],

@@ -89,7 +89,7 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
     let mut raw = Raw::open(&stage.served);
     for mode in [proto::LocalMode::LocalDirect, proto::LocalMode::LocalAdopted, proto::LocalMode::LocalCopied]
     {
-        // One that can be shortened would kill whoever touches it then.
+        // Memory that can be shortened would kill a process that touches it afterwards.
         let error = raw.share(mode, 1 << 20, &open).unwrap_err();
         assert!(error.message.contains("F_SEAL_SHRINK"), "{}", error.message);
     }
@@ -221,7 +221,7 @@ fn places_outside_of_shared_memory_or_over_each_other_are_refused() {
     assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::TooMany);
     raw.say(Kind::Put, 2, &local_put(desk.namespace, &keys, 1, vec![0; 3]));
     assert_eq!(raw.answer::<proto::PutReply>().unwrap_err().reason(), proto::Reason::Malformed);
-    // So many blocks of 20 MiB that a request is about more than any may be.
+    // Blocks of 20 MiB: a request for the most blocks is for more bytes than a request may be.
     let geometry = kvarts_layout::Geometry::opaque(20 << 20).unwrap();
     let identity = kvarts_layout::Identity {
         spec_fingerprint: geometry.fingerprint(),
@@ -286,7 +286,7 @@ fn parts_of_a_read_are_of_one_production_of_each_block() {
     let next = read_a_part(&mut raw, what, 1, first.origins.clone()).unwrap();
     let end = next.end.unwrap();
     assert_eq!((end.usable_blocks, end.failures.len(), end.failures[0].block), (1, 1, 1), "{end:?}");
-    // Whose it is of the one that was known to nobody is told as ever.
+    // For the block without an origin in the request, the origin is told as always.
     let some = vec![first.origins[0].clone(), bytes::Bytes::new(), first.origins[2].clone()];
     assert_eq!(read_a_part(&mut raw, what, 1, some).unwrap().end.unwrap().usable_blocks, 3);
     for wrong in [vec![first.origins[0].clone(); 2], vec![bytes::Bytes::from_static(&[1; 15]); 3]] {

@@ -1,8 +1,8 @@
-//! A local connection that breaks while disks write: the client's memory is used again only when nobody writes to it any
+//! A local connection that breaks while disks write: the client's memory is used again only when no disk writes to it any
 //! more, however late a disk is.
 //!
-//! Between client and server stands somebody who passes on what they say, and who is a slow disk himself: a ring that was
-//! told of the client's pages writes into them when a pipe is filled, long after the connection has gone.
+//! Between client and server stands a relay that passes on what they say and plays a slow disk: a ring that was told of the
+//! client's pages writes into them when a pipe is filled, long after the connection has gone.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
 mod served;
@@ -215,7 +215,7 @@ fn stored(stage: &ClientStage, name: &str) -> (Vec<BlockKey>, ReadRequest) {
     (keys, request)
 }
 
-/// A read of the blocks into the memory, which nobody answers.
+/// A read of the blocks into the memory, which is never answered.
 fn reading(
     (stage, client): (&ClientStage, &Client),
     name: &str,
@@ -265,7 +265,7 @@ fn adopted_memory_is_held_until_the_server_says_that_nobody_writes() {
     expect_pages_stay("adopted", |client| client.adopt(shared::sealed(1 << 20).unwrap(), 1 << 20).unwrap());
 }
 
-/// A driver may know them: torch registers what it is given, and says so to nobody.
+/// A driver may know the pages: torch registers the memory that it is given and does not tell the client.
 #[test]
 fn a_pool_of_which_nothing_was_said_keeps_its_pages_when_the_connection_breaks() {
     expect_pages_stay("said-nothing", |client| client.pool(1 << 20).unwrap());

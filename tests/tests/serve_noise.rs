@@ -1,6 +1,6 @@
 //! Bytes that are no conversation, at the port of gRPC: noise, frames that cannot be, a recorded conversation with
-//! changes, and messages of any bytes. The server hangs up or answers with a status that is the client's, serves whoever
-//! behaves, stores nothing that was not put so, and keeps nothing.
+//! changes, and messages of any bytes. The server hangs up or answers with a status that blames the client, serves clients
+//! that behave, stores nothing that was not put correctly, and keeps nothing.
 //!
 //! `KVARTS_NOISE` says how many inputs there are of each kind (120), `KVARTS_NOISE_SEED` with which they begin (0).
 
@@ -76,14 +76,14 @@ fn say_until(served: &Served, bytes: &[u8], mut done: impl FnMut() -> bool + Sen
             while !done() && start.elapsed() < LISTENS {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // Whoever says no more is not answered any more.
+            // A client that has closed its side is not answered any more.
             let _ = beside.shutdown(Shutdown::Write);
         });
         let mut answer = [0; 16384];
         loop {
             match stream.read(&mut answer) {
                 Ok(0) => return,
-                // Nobody may wait for it any more.
+                // Perhaps no thread waits for it any more.
                 Ok(_) => drop(heard.send(())),
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::ConnectionReset, "the server does not hang up");
@@ -94,7 +94,7 @@ fn say_until(served: &Served, bytes: &[u8], mut done: impl FnMut() -> bool + Sen
     });
 }
 
-/// A server, and somebody who behaves.
+/// A server, and a client that behaves.
 struct Scene {
     stage: ClientStage,
     panics: usize,
@@ -406,7 +406,7 @@ fn headers(path: &str) -> Vec<u8> {
     fields.into_iter().flat_map(field).collect()
 }
 
-/// Nobody but the door watches over a request of one message until it is whole.
+/// Until a request of one message is whole, only the limits of its connection and of the memory for receiving bound it.
 #[test]
 fn requests_that_never_become_whole_share_bounded_memory_and_end() {
     const CONNECTIONS: usize = 24;

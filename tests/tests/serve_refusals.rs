@@ -1,4 +1,4 @@
-//! What a server answers to what it should not be asked: the right status each time, nothing stored, nobody else
+//! What a server answers to requests that it must refuse: the right status each time, nothing stored, no other client
 //! disturbed, and no memory kept.
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
@@ -544,7 +544,7 @@ fn a_match_of_too_many_keys_at_too_many_coordinates_is_refused_with_the_figure()
     let status = asked(65_536, 17);
     assert_eq!(status.code(), Code::InvalidArgument);
     assert!(status.message().contains("1114112"), "{status:?}");
-    // So many may be asked for; of this model there are no such columns.
+    // That many may be asked for; the status is about columns that this model does not have.
     let status = asked(65_536, 16);
     assert!(!status.message().contains("times"), "{status:?}");
 }
@@ -603,7 +603,7 @@ fn deletes_that_cannot_be_are_refused() {
     }
 }
 
-/// A client asks for a drain, and serving has ended by the time that somebody waits for it.
+/// A client asks for a drain, and serving has ended before a caller waits for its end.
 #[test]
 fn a_server_that_ended_serving_before_it_is_told_to_stop_still_stops_cleanly() {
     let mut served = Served::start("ended", "");

@@ -1,4 +1,4 @@
-//! The scrubber: finds on disk what nobody has asked for, makes it a miss, and says so.
+//! The scrubber: finds damaged blocks on disk that no client has read, makes them misses, and says so.
 
 #![allow(clippy::disallowed_methods, reason = "damages the files of a real server")]
 
@@ -60,7 +60,7 @@ fn a_flipped_bit_on_disk_is_found_told_and_served_no_more() {
     assert_eq!(good.bytes_checked, 8 * shape.block_bytes());
     let content = fixture::content(&keys[3], group, coordinate, 1, &shape);
     damage(stage.served.scratch.path(), &content[0]);
-    assert_eq!(here(&stage, &desk, &keys), [true; 8], "nobody knows yet");
+    assert_eq!(here(&stage, &desk, &keys), [true; 8], "the damage is not known yet");
     let found = stage.client.scrub().unwrap();
     assert_eq!((found.blocks_checked, found.blocks_damaged), (8, 1), "{found:?}");
     let mut expected = [true; 8];

@@ -1,4 +1,4 @@
-//! Tenants are apart: by result, error, name, lease and charge; and nobody comes in without a token.
+//! Tenants are apart: by result, error, name, lease and charge; and no client comes in without a token.
 
 mod plain;
 mod served;
@@ -210,7 +210,7 @@ fn a_tenants_disk_quota_holds_for_all_its_models_together_and_costs_nobody_else_
     assert!(full.live > DISK / 2, "{full:?}");
     assert_eq!(find(&red, models[0], &fixture::keys(5, 0..4), None).unwrap().usable.longest.blocks, 0);
     assert_eq!(find(&blue, of_blue, &blues, None).unwrap().usable.longest.blocks, 8);
-    // What it has counts from the start, before anybody names a model.
+    // What it has counts from the start, before a client names a model.
     let at = served.daemon().grpc().unwrap();
     served.restart_at(at);
     assert_eq!(tenant_space(&served, "red").live, full.live);
@@ -270,7 +270,7 @@ fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
     let served = Served::start("tenants-rights", &configuration());
     let endpoint = Endpoint::from_shared(served.endpoint()).unwrap();
     let channel = served.runtime.block_on(endpoint.connect()).unwrap();
-    // A message that no method takes: whoever gets as far as that was let in.
+    // A message that no method takes: a call that is refused for that was let in.
     let code = |token: &str, method| {
         let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
         reply.unwrap_err().code()

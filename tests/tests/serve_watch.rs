@@ -87,7 +87,7 @@ fn what_others_do_shows_in_no_number_and_a_point_is_its_tenants_alone() {
         assert_eq!(pair[0].stream, pair[1].stream);
     }
     assert!(points.iter().all(|point| point.number > 80 && point.stream != engine.stream), "{points:?}");
-    // A point resumes exactly, whatever others did in between; it is nobody else's.
+    // A point resumes exactly, whatever others did in between, and it is of no use to another tenant.
     let again = take(&stage, &mut watch(&red, Some(points[3])), 4);
     assert_eq!(again.iter().map(|event| event.sequence.unwrap()).collect::<Vec<_>>(), points[4..]);
     assert_eq!(take(&stage, &mut watch(&blue, Some(points[3])), 1)[0].what(), What::Gap);

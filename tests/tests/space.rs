@@ -379,7 +379,7 @@ fn what_a_quota_takes_out_is_told_of_by_name() {
             assert_eq!(fill(&desk, n..n + 1), [BlockOutcome::Stored], "seed {seed}, {n}");
             stage.advance(Duration::from_secs(20));
         }
-        // A lower limit takes out more, with nobody who puts.
+        // A lower limit takes out more, without any put.
         stage.engine().set_quota(desk.namespace, Some(quota / 2));
         let (mut told, mut by_quota) = (BTreeSet::new(), 0);
         let left = here(&desk, 0..60);
@@ -624,7 +624,7 @@ fn when_the_endurance_budget_is_used_up_only_what_was_asked_for_before_is_let_in
     assert_eq!(outcomes, [BlockOutcome::Stored, kept_out.clone(), kept_out.clone()]);
     assert_eq!(here(&desk, number..number + 4), [number, number + 1], "what was kept out is not here");
     desk.expect(pages(), &desk.keys(number..number + 2), 1);
-    // Nobody waits for what was kept out, and it is no put under way.
+    // A put that was kept out is not under way any more, and no task waits for it.
     assert_eq!(fill(&desk, number + 2..number + 3), [BlockOutcome::Stored]);
     stage.advance(Duration::from_secs(12 * 60 * 60));
     assert_eq!(fill(&desk, 1000..1010), vec![BlockOutcome::Stored; 10], "half a day brings half of it");

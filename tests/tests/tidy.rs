@@ -25,6 +25,30 @@ const ROOMS: [&str; 19] = [
     "tests",
     "python",
 ];
+/// Rooms whose comments name their subjects.
+const ROOMS_THAT_NAME_SUBJECTS: [&str; 11] = [
+    "layout",
+    "store",
+    "gpudirect",
+    "wire",
+    "client",
+    "server",
+    "fsck",
+    "planner",
+    "schedules",
+    "tests",
+    "python",
+];
+/// Words that stand where a comment should name who or what is meant, or how many.
+const VAGUE: [&[&str]; 7] = [
+    &["whoever"],
+    &["nobody"],
+    &["somebody"],
+    &["anybody"],
+    &["so", "many"],
+    &["whose", "ever"],
+    &["what", "was", "not"],
+];
 /// Lines of a source file, its tests included. Past it a file is several rooms.
 const FILE_LINES_MAX: usize = 1000;
 /// Lines of a function, from its `fn` to its closing brace.
@@ -51,7 +75,7 @@ const UNSAFE_FILES: &[&str] = &[
     "python/src/client.rs",
     // Looks at tensors by DLPack's C structure.
     "python/src/dlpack.rs",
-    // Filled memory of a request as bytes to send, which nobody writes any more.
+    // Filled memory of a request as bytes to send, to which no code writes any more.
     "server/src/state/memory.rs",
     // Registers sockets that it owns.
     "server/src/local/line.rs",
@@ -77,7 +101,7 @@ const UNSAFE_FILES: &[&str] = &[
     "store/src/io/ring_tests.rs",
     // A ring that is told of pages of a region which lives as long as it does.
     "tests/tests/serve_local_late.rs",
-    // Hands an eventfd that nobody else owns to glommio.
+    // Hands an eventfd that no other code owns to glommio.
     "store/src/rt/glommio.rs",
 ];
 
@@ -171,6 +195,35 @@ fn nothing_is_left_half_done() {
         for (number, line) in text.lines().enumerate() {
             for mark in marks.iter().filter(|mark| line.contains(mark.as_str())) {
                 complaints.push(format!("{name}:{}: {mark}", number + 1));
+            }
+        }
+    }
+    expect_none(complaints);
+}
+
+#[test]
+fn comments_name_their_subjects() {
+    let mut complaints = Vec::new();
+    for (name, text) in sources() {
+        if !ROOMS_THAT_NAME_SUBJECTS.iter().any(|room| name.starts_with(&format!("{room}/"))) {
+            continue;
+        }
+        // Those of the comment so far: a phrase may go on in the next line.
+        let mut words: Vec<String> = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let Some(comment) = line.trim_start().strip_prefix("//") else {
+                words.clear();
+                continue;
+            };
+            let before = words.len();
+            let here =
+                comment.split(|one: char| !one.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+            words.extend(here.map(str::to_ascii_lowercase));
+            for phrase in VAGUE {
+                let first = before.saturating_sub(phrase.len() - 1);
+                if words[first..].windows(phrase.len()).any(|some| some == phrase) {
+                    complaints.push(format!("{name}:{}: \"{}\"", number + 1, phrase.join(" ")));
+                }
             }
         }
     }

@@ -133,7 +133,7 @@ impl Mounted {
         &self.place
     }
 
-    /// Unmounts it; an error if somebody still uses it.
+    /// Unmounts it; an error if it is still in use.
     pub fn unmount(self) -> Result<(), String> {
         let mut outcome = Ok(());
         // Threads that have just ended may hold it for a moment longer.

@@ -25,7 +25,7 @@ pub struct Layered {
     offered: u32,
 }
 
-/// Buffers for the layers of so many blocks: those with even numbers share one memory, the others another.
+/// Buffers for the layers of `blocks` blocks: layers with even numbers share one memory, the others another.
 fn in_turns(shape: &BlockShape, blocks: u64, skew: u64) -> Vec<SharedBuf> {
     let bytes = |layer: usize| shape.layers()[layer].bytes() * blocks;
     let largest = (0..shape.layers().len()).map(bytes).max().unwrap_or(0);

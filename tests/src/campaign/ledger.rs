@@ -65,12 +65,12 @@ pub struct Ledger {
 impl Ledger {
     /// What is wrong with a state, if anything.
     pub fn violation(&self, found: &Found, judge: Judge) -> Option<String> {
-        let nobody = Known::default();
+        let unknown = Known::default();
         found.iter().find_map(|(name, state)| {
-            let known = self.blocks.get(name).unwrap_or(&nobody);
+            let known = self.blocks.get(name).unwrap_or(&unknown);
             let problem = match state {
                 Ok(chunks) if known.producers.iter().any(|one| content(*name, *one) == *chunks) => None,
-                Ok(_) => Some("bytes that nobody put".to_owned()),
+                Ok(_) => Some("bytes that were never put".to_owned()),
                 Err(_) if judge == Judge::BytesOnly => None,
                 Err(Reason::NotHere(_)) if !known.durable => None,
                 Err(Reason::NotHere(_)) => Some("acknowledged and lost".to_owned()),
@@ -130,8 +130,8 @@ impl Ledger {
         }
     }
 
-    /// Opening evicts where what a power cut gave back to files, or what checkpoints need, is more than the budget has
-    /// left: so many blocks may be absent, and not one more.
+    /// Opening evicts blocks if the bytes that a power cut gave back to files, or that checkpoints need, are more than the
+    /// budget has left. At most `evicted` blocks may be absent for that reason.
     pub(super) fn allow_evicted(&mut self, found: &Found, evicted: u64) {
         let absent = |name: &Name| matches!(found.get(name), Some(Err(Reason::NotHere(_))));
         let missed = |(name, known): &(&Name, &mut Known)| known.durable && absent(name);

@@ -39,7 +39,7 @@ impl Called for Caller {
             let back = (way.1, way.0);
             let pass = |this| Arc::clone(&net).pass(this, way, connection);
             pass(way).await.map_err(|()| broken())?;
-            let node = net.node(way.1).ok_or_else(|| Status::unavailable("nobody answers there"))?;
+            let node = net.node(way.1).ok_or_else(|| Status::unavailable("no node answers there"))?;
             let (head, body) = request.into_parts();
             let what = head.uri.path().len() as u64;
             net.note("call", way, &[what]);

@@ -131,7 +131,7 @@ impl Book {
         notes.deletes.get(&place).copied().unwrap_or_default()
     }
 
-    /// A durable put was acknowledged, before which so many deletes had begun.
+    /// A durable put was acknowledged, before which `deletes` deletes had begun.
     pub fn stored(&self, place: usize, key: BlockKey, deletes: u64) {
         let mut notes = self.lock();
         if notes.deletes.get(&place).copied().unwrap_or_default() == deletes {
@@ -178,7 +178,7 @@ impl Book {
         let found = fixture::read_block(placed, block, shape);
         let of = fixture::layer_of_chunks(shape);
         let (all, end) = (self.contents(key), layers);
-        // Of nothing nothing is wrong, whether anybody put the block or not.
+        // Where no layer arrived nothing can be wrong, whether the block was put or not.
         end == 0
             || all.iter().any(|content| {
                 content.iter().zip(&found).zip(&of).all(|((put, found), layer)| *layer >= end || put == found)
@@ -232,7 +232,7 @@ impl Book {
         }
     }
 
-    /// Looks at the same memory again, later: nobody may have written to it.
+    /// Looks at the same memory again, later: it must not have been written to.
     pub fn look_again(
         &self,
         what: &str,
@@ -308,7 +308,7 @@ impl Book {
         held.for_each(|held| held.over = held.over.max(now.plus(hold + LOST)));
     }
 
-    /// A node was told that nobody owns a chain of which it has given this lease up.
+    /// A node gave this lease of a chain up, and was told that no node owns the chain.
     pub fn is_given_up(&self, chain: u64, token: Token, now: Nanos) {
         let mut notes = self.lock();
         let held = notes.chains.get_mut(&chain).into_iter().flatten().filter(|held| held.token == token);

@@ -26,7 +26,7 @@ pub type Way = (usize, usize);
 /// One direction between two nodes.
 #[derive(Clone, Copy, Debug)]
 pub struct Link {
-    /// Nothing passes, and nobody is told.
+    /// Nothing passes, and neither node is told.
     pub is_blocked: bool,
     /// How often it was blocked.
     blocks: u64,
@@ -156,7 +156,7 @@ impl Net {
         Owner { tasks: Arc::clone(&self.tasks), number: NETWORK }
     }
 
-    /// Breaks the connections between two nodes: whoever uses them is told.
+    /// Breaks the connections between two nodes: callers that use them are told.
     pub fn break_calls(&self, (a, b): Way) {
         {
             let mut state = self.lock();
@@ -183,7 +183,7 @@ impl Net {
         self.lock().nodes.get(&place).and_then(Weak::upgrade)
     }
 
-    /// Somebody, or nobody, is at this place from now on.
+    /// From now on this node, or none, is at this place.
     pub fn seat(&self, place: usize, node: Option<&Arc<ClusterNode>>) {
         match node {
             Some(node) => drop(self.lock().nodes.insert(place, Arc::downgrade(node))),
@@ -192,7 +192,7 @@ impl Net {
         self.changed.notify_waiters();
     }
 
-    /// The next connection for bytes this way meets a fault after so many bytes.
+    /// The next connection for bytes this way meets a fault after `after` bytes.
     pub fn plan(&self, way: Way, fault: Fault, after: u64) {
         self.lock().faults.push((way, fault, after));
     }
@@ -216,7 +216,7 @@ impl Net {
         self.lock().pipes.push(Arc::downgrade(pipe));
     }
 
-    /// The connection for calls this way breaks after so many more messages of a stream.
+    /// The connection for calls this way breaks after `after` more messages of a stream.
     pub fn cut_feed(&self, way: Way, after: u64) {
         self.lock().feed_cut = Some((way, after));
     }

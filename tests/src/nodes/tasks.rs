@@ -1,4 +1,4 @@
-//! Tasks and timers of simulated time. Each task belongs to somebody, with whom it goes.
+//! Tasks and timers of simulated time. Each task belongs to an owner and ends with it.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -134,7 +134,7 @@ impl std::fmt::Debug for Tasks {
     }
 }
 
-/// Somebody whose tasks run here.
+/// An owner of tasks that run here.
 #[derive(Clone, Debug)]
 pub struct Owner {
     /// Where.

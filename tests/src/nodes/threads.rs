@@ -39,9 +39,9 @@ struct Thread {
 struct State {
     threads: BTreeMap<u64, Thread>,
     next: u64,
-    /// Who runs; nobody: the simulation decides.
+    /// The thread that runs. If none does, the simulation decides.
     running: Option<u64>,
-    /// Whoever is woken ends.
+    /// A thread that is woken now ends.
     closing: bool,
     panics: Vec<String>,
 }

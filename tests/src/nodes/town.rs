@@ -33,7 +33,7 @@ use crate::sim::{CrashState, Media, Rng, Seed, SimClock, SimWorld, WorldConfig};
 
 /// Things that happen after which a wait has hung.
 pub const STEPS_MAX: u64 = 2_000_000;
-/// Bytes of which the pieces of reads have at least so many: less than a layer of a block, about a block, several blocks.
+/// The least bytes of a piece of a read: less than a layer of a block, about a block, several blocks.
 const LEAST_PIECES: [u64; 3] = [8 << 10, 40 << 10, 512 << 10];
 /// Tasks of who uses the nodes.
 pub const USERS: u64 = 1;
@@ -254,7 +254,7 @@ impl std::fmt::Debug for Town {
 }
 
 impl Town {
-    /// Places for so many nodes with stores like this, none of which runs.
+    /// Places for `count` nodes with stores like this, none of which runs.
     pub fn new(seed: Seed, count: usize, options: &Options) -> Self {
         let config = WorldConfig::default();
         let clock = SimClock::new(config.unix_millis);
@@ -359,7 +359,7 @@ impl Town {
         Ok(())
     }
 
-    /// The power of a place fails, or its process is killed: whoever talks to it is told, or not.
+    /// The power of a place fails, or its process is killed. With `is_told`, the nodes that talk to it are told.
     pub fn crash(
         &mut self,
         place: usize,

@@ -25,7 +25,7 @@ struct Flow {
     fault: Option<(Fault, u64)>,
     has_ended: bool,
     is_stalled: bool,
-    /// Somebody on the way, or who receives, has ended it: who sends does not hear of that.
+    /// The receiver, or a host on the way, has ended it, and the sender is not told.
     is_swallowed: bool,
 }
 

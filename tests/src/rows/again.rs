@@ -188,7 +188,7 @@ fn same(first: &Found, second: &Found) -> Result<(), String> {
     })
 }
 
-/// Ways to lose what was not durable: the extremes, and one of the others.
+/// Ways to lose changes that were not durable: the extremes, and one of the others.
 fn crashes(state: &CrashState, seed: Seed) -> Vec<Crash> {
     let all = state.enumerate(4, seed);
     let other = all.get(seed.child("pick").rng().index(all.len().max(1))).copied();

@@ -58,7 +58,7 @@ fn map(store: &Prepared) -> Map {
                 Zone::Tail => record.or(Some(range.start)),
                 _ => None,
             };
-            // Zeros that end a structure are many, and all the same to whoever verifies a tag.
+            // Structures end in many zeros, and to a reader that verifies a tag they are all the same.
             let used = bytes[range.clone()].iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
             let cut = match zone {
                 Zone::Payload | Zone::Padding | Zone::Unused => range.start,

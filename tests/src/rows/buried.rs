@@ -50,7 +50,7 @@ struct Life<'a> {
     stage: &'a SimStage,
     desk: Desk<'a>,
     other: Desk<'a>,
-    /// The next key that nobody has used.
+    /// The next key that was not used yet.
     next: &'a mut u64,
     /// What was put in earlier rounds and lives, and is not deleted yet.
     old: &'a mut Vec<BlockKey>,

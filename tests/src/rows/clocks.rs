@@ -27,7 +27,7 @@ const YEAR_MS: i64 = 365 * 24 * HOUR_MS;
 /// Operations of a script.
 const OPS: usize = 40;
 
-/// The clock of a world as it would be if nobody set it.
+/// The clock of a world as it would be if it were never set.
 #[derive(Debug)]
 struct Steady(Arc<SimClock>);
 
@@ -164,7 +164,7 @@ fn leases(seed: Seed, states: &States) -> Result<(), String> {
     if expired {
         same("past its time without a lease", &here(&desk, &keys[2..], None).0, &[false; 2])?;
     }
-    // They were looked up, so they outlive what nobody asked for.
+    // They were looked up, so they outlive blocks that were not looked up.
     for _ in 0..8 {
         press(&desk, &mut next)?;
     }

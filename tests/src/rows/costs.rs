@@ -80,7 +80,7 @@ fn reopen(seed: Seed, media: Media, options: &Options) -> Result<SimStage, Strin
     reopen_on(0, seed, media, options)
 }
 
-/// The same so many days later than the first time.
+/// The same, `day` days later than the first time.
 fn reopen_on(day: u64, seed: Seed, media: Media, options: &Options) -> Result<SimStage, String> {
     let first = WorldConfig::default();
     let config = WorldConfig { unix_millis: first.unix_millis + day * DAY_MILLIS, ..first };

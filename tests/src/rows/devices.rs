@@ -50,7 +50,7 @@ fn device(kind: Kind, rng: &mut Rng) -> (Emulated, u64) {
         partial_copy: is(Kind::Partial),
         lost_at_copy: is(Kind::Lost),
         stuck_copy: is(Kind::Stuck),
-        // Of a read of a file nobody is told: its layers come through the arena.
+        // No caller is told of a failed read of a file: its layers come through the arena.
         failed_read: rng.coin().then(|| rng.below(4)),
         garbled_read: rng.coin().then(|| rng.below(4)),
         ..Faults::default()
@@ -119,8 +119,8 @@ fn there(site: &Site, kind: Kind, rng: &mut Rng) -> Result<u32, String> {
             (None, Kind::Registration) if end.usable_layers == layers => {}
             (Some(EndReason::Device(error)), _) if is_told(kind, error) => {
                 let expected = if kind == Kind::Misaligned { 0 } else { at as u32 };
-                // A busy machine may call an earlier copy stuck; and a device may be lost before anybody asked it how an
-                // earlier copy ended, which then is lost as well.
+                // A busy machine may call an earlier copy stuck. And a device may be lost before it was asked how an
+                // earlier copy ended: then that copy is lost as well.
                 let fewer = matches!(kind, Kind::Stuck | Kind::Lost) && end.usable_layers < expected;
                 if end.usable_layers != expected && !fewer {
                     return Err(format!("{expected} layers are usable at most: {end:?}"));

@@ -132,8 +132,8 @@ fn stuck() -> Plan {
     }
 }
 
-/// At the merge tier every so many operations are struck, from one on that the seed decides: so many seeds in a row
-/// strike every place. At the other tiers every seed strikes every operation.
+/// At the merge tier one operation in this many is struck, from a first one that the seed decides: so this many seeds in a
+/// row strike every operation. At the other tiers every seed strikes every operation.
 const STRIDE: u64 = 8;
 
 /// Strikes the nth operation that a trouble applies to, for n = 1.. until none is struck any more.
@@ -177,8 +177,8 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
     Ok(())
 }
 
-/// Whatever the disk does, the workload comes to its end. Only opening has no deadline: nobody was promised anything
-/// yet, and it waits for as long as the disk does.
+/// Whatever the disk does, the workload comes to its end. Only opening has no deadline: no caller was promised anything
+/// yet, and opening waits for as long as the disk takes.
 fn ended(ran: &Ran, effect: Effect) -> Result<(), String> {
     match &ran.hang {
         None => Ok(()),

@@ -1,7 +1,7 @@
 //! How work grows: the same request in a small form and in one eight times as large costs eight times as many steps, not
-//! sixty-four, and never so many in one go that others wait for it. What the store does by itself (room for one more
-//! segment, a checkpoint, a sweep of what has expired) costs hardly more beside eight times as many blocks that it is not
-//! about. Steps are counted, not timed, so the answer follows from the seed.
+//! sixty-four, and a task never does as much in one go that other tasks wait for it. What the store does by itself (room
+//! for one more segment, a checkpoint, a sweep of expired blocks) costs hardly more if the store has eight times as many
+//! other blocks. Steps are counted, not timed, so the answer follows from the seed.
 
 use std::time::Duration;
 
@@ -199,7 +199,7 @@ fn small_records_within(seed: Seed, shards: u32, budget_bytes: u64) -> Result<Si
     SimStage::open(&world, &options).map_err(|error| error.to_string())
 }
 
-/// Puts so many blocks of one chain, each a record of its own.
+/// Puts `blocks` blocks of one chain, each a record of its own.
 pub fn fill(desk: &Desk<'_>, blocks: u64) {
     put(desk, 0..blocks, None);
 }
@@ -222,12 +222,12 @@ fn put(desk: &Desk<'_>, numbers: std::ops::Range<u64>, expires_after: Option<Dur
     }
 }
 
-/// Bytes that so many records of one small block take.
+/// Bytes that `blocks` records of one small block take.
 pub const fn bytes_of(blocks: u64) -> u64 {
     blocks * (8 << 10)
 }
 
-/// So many equal reads of all blocks at once.
+/// `equal` equal reads of all blocks at once.
 fn reads(seed: Seed, blocks: u64, order: Order, equal: usize) -> Result<Cost, String> {
     let stage = store_of_small_records(seed, 2, bytes_of(blocks))?;
     let desk = Desk::new(&stage, "growth");
@@ -347,8 +347,8 @@ fn in_sections(stage: &SimStage, cost: Cost, kind: Kind) -> Result<Cost, String>
     if cost.steps == 0 { Err("nothing was counted".to_owned()) } else { Ok(Cost { longest, ..cost }) }
 }
 
-/// Blocks that a full store of so many takes for a few more: what that costs depends on the few, and on one look at the
-/// books of each segment.
+/// Evictions of a full store that takes a few more blocks. Their cost depends on the few, and on one look at the books of
+/// each segment, not on the size of the store.
 fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
     const MORE: u64 = 120;
     let blocks = size * 16 + 600;
@@ -368,7 +368,7 @@ fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
     }
 }
 
-/// A checkpoint of so many records, beside so many of a shard that is not its own.
+/// A checkpoint of `blocks` records, beside `others` records of another shard.
 fn checkpoint(seed: Seed, blocks: u64, others: u64) -> Result<Cost, String> {
     let stage = store_of_small_records(seed, 1, bytes_of(blocks))?;
     let desk = Desk::new(&stage, "growth");
@@ -381,7 +381,7 @@ fn checkpoint(seed: Seed, blocks: u64, others: u64) -> Result<Cost, String> {
     in_sections(&stage, meter.cost(), |done| done.checkpoints)
 }
 
-/// A sweep of so many blocks whose time is over, beside so many that last.
+/// A sweep of `blocks` expired blocks, beside `others` blocks that last.
 fn sweep(seed: Seed, blocks: u64, others: u64) -> Result<Cost, String> {
     let stage = store_of_small_records(seed, 1, bytes_of(blocks + others))?;
     let desk = Desk::new(&stage, "growth");

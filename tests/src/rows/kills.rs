@@ -307,7 +307,7 @@ fn check(client: &Client, writer: usize, record: &Record) -> Result<(), String> 
                 if known.producers.iter().any(whose) {
                     continue;
                 }
-                "bytes that nobody put, or that were deleted".to_owned()
+                "bytes that were never put, or that were deleted".to_owned()
             }
         };
         return Err(format!("writer {writer}, key {n}: {wrong}; {known:?}"));
@@ -315,7 +315,7 @@ fn check(client: &Client, writer: usize, record: &Record) -> Result<(), String> 
     Ok(())
 }
 
-/// The checker of the program itself, on a store that nobody has open.
+/// The checker of the program itself, on a store that no process has open.
 fn fsck(program: &Path, place: &Path, seed: Seed) -> Result<(), String> {
     let checked = Command::new(program).arg("fsck").args(directories(place, seed)).output();
     let checked = checked.map_err(|error| format!("fsck does not start: {error}"))?;

@@ -75,7 +75,7 @@ fn options(seed: Seed) -> Options {
     }
 }
 
-/// Polls a future once for each of so many steps of the world; what it gave, if it ended by then.
+/// Polls a future once for each of `steps` steps of the world. Gives its answer, if it ended by then.
 fn for_steps<T>(world: &SimWorld, steps: u64, future: impl Future<Output = T>) -> Option<T> {
     let mut future = std::pin::pin!(future);
     let mut context = Context::from_waker(Waker::noop());
@@ -94,7 +94,7 @@ struct Scene<'a> {
     desk: Desk<'a>,
     /// Blocks that were there before.
     old: Vec<BlockKey>,
-    /// Blocks that nobody has put.
+    /// Blocks that were never put.
     new: Vec<BlockKey>,
 }
 

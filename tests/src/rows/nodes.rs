@@ -235,7 +235,7 @@ impl Scene {
         let tag = Tag::of(&self.namespace, group, coordinate, &self.keys[number as usize]);
         let hold = self.rng.between(500, 60_000);
         let asked = clock.now();
-        // Nobody goes on with a lease that is over: a holder that is new would believe it.
+        // No node goes on with a lease that is over: a new holder would believe it.
         let last = book.last(number, place, asked);
         let ask = match (self.rng.below(6), last) {
             (0 | 1, Some(_)) => Ask::RenewMs(hold),

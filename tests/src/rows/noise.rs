@@ -2,8 +2,8 @@
 //! through the decoders' own entry points; and whole stores with such structures in them through engine, checker and
 //! repair.
 //!
-//! A structure whose tags are right and whose content is not is what a mistaken writer leaves. Nobody panics or hangs over
-//! it, and no block is served with bytes that nobody put.
+//! A faulty writer leaves structures whose tags are right and whose content is wrong. Engine, checker and repair neither
+//! panic nor hang over them, and serve no block with bytes that were never put.
 
 use std::sync::OnceLock;
 
@@ -23,7 +23,7 @@ use crate::sim::{Rng, Seed};
 
 /// Inputs of one seed.
 const INPUTS: usize = 200;
-/// Of so many seeds one is about a whole store.
+/// One seed in this many is about a whole store.
 const STORES: u64 = 2;
 
 /// Numbers at which limits lie.

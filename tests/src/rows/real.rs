@@ -35,7 +35,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub(super) fn rows() -> [Row; 2] {
     let cuts = Row {
         id: "R3",
-        what: "power cuts under ext4 and xfs: a disk in user space loses, tears and reorders what was not flushed",
+        what: "power cuts under ext4 and xfs: a disk in user space loses, tears and reorders writes that were not flushed",
         counts: "disk images",
         targets: [24, 500, 2_000],
         run: |ask, target| with(ask, target, &[], cut),
@@ -111,7 +111,7 @@ struct Dated {
     ledger: Ledger,
 }
 
-/// What is promised if the power fails after so many entries of the log.
+/// What is promised if the power fails after `upto` entries of the log.
 fn in_force(dated: &[Dated], upto: usize) -> Ledger {
     let sure = dated.iter().rposition(|one| one.from <= upto);
     let mut ledger = sure.map_or_else(Ledger::default, |at| dated[at].ledger.clone());

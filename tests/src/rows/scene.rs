@@ -180,7 +180,8 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
     };
     let mut moments = Vec::new();
     let mut watch = || {
-        // What is evicted now may be put again, relaxed, before anybody looks: so look after every operation.
+        // A block that is evicted now may be put again, relaxed, before the row looks: so it looks after every
+        // operation.
         if let Some(store) = opened.borrow().as_ref() {
             ledger.borrow_mut().allow_absent(store);
         }
@@ -198,7 +199,7 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
     Ran { moments, last, hang, struck, left, stage, files, recycled, evicted }
 }
 
-/// A workload on a sound disk ends, and nobody is told of a defect.
+/// A workload on a sound disk ends, and no caller is told of a defect.
 pub(super) fn sound(ran: &Ran) -> Result<(), String> {
     if let Some(hang) = &ran.hang {
         return Err(format!("the workload does not end: {hang}"));

@@ -1,6 +1,6 @@
 //! Small scope, exhaustively: every script of a few operations from twelve shapes, on a new disk and on a store whose
-//! segment is nearly full; the power is cut after every operation of the disk; every subset of what was not durable
-//! survives, sector by sector.
+//! segment is nearly full; the power is cut after every operation of the disk; every subset of the changes that were not
+//! durable survives, sector by sector.
 //!
 //! Nothing is sampled, and that is counted twice. A script of n operations covers the moments of its last one, as those
 //! before are the last moments of shorter scripts: so there are (S^(L+1) - 1) / (S - 1) scripts on each of the two disks.
@@ -264,7 +264,7 @@ fn visit(script: &Script, seen: &Seen, states: &States) -> Result<(), String> {
     Err(format!("{script:?}: {visited} images were visited, there are {expected}"))
 }
 
-/// Scripts of so many steps at most, for each tier.
+/// The most steps of a script, for each tier.
 const LEN: [u32; 3] = [1, 3, 4];
 
 fn len(tier: Tier) -> u32 {
@@ -284,7 +284,7 @@ pub(super) fn seeds(row: &str, tier: Tier) -> Option<u64> {
 pub(super) fn small_scope() -> Row {
     Row {
         id: "R2",
-        what: "every script of up to one, two or three of twelve steps (by tier), every moment, every subset of what was not durable",
+        what: "every script of up to one, two or three of twelve steps (by tier), every moment, every subset of non-durable changes",
         counts: "crash images",
         targets: LEN.map(scripts),
         run: |ask, _| small(ask),

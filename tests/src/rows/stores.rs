@@ -90,7 +90,7 @@ pub(super) struct Answers {
     pub(super) again: BTreeMap<Name, bool>,
 }
 
-/// Bytes of every block that anybody may have put.
+/// Bytes of every block that may have been put.
 struct Contents(BTreeMap<(Name, u64), Vec<Vec<u8>>>);
 
 fn contents() -> &'static Contents {
@@ -333,14 +333,14 @@ async fn end(stream: &ReadStream) -> BTreeMap<u32, Reason> {
     }
 }
 
-/// Whose bytes were read; an error if nobody has put them.
+/// The producer whose bytes were read; an error if no producer has put them.
 fn whose(name: Name, into: &Placed) -> Result<u64, String> {
     let (group, coordinate) = fixture::columns()[name.0];
     let found = fixture::read_block(into, name.1 as u32, &fixture::shape(group, coordinate));
     let all = &contents().0;
     let of = |producer: &u64| all.get(&(name, *producer)) == Some(&found);
     let known = PRODUCERS.into_iter().find(of);
-    known.ok_or_else(|| format!("column {}, key {}: bytes that nobody put", name.0, name.1))
+    known.ok_or_else(|| format!("column {}, key {}: bytes that were never put", name.0, name.1))
 }
 
 impl Prepared {

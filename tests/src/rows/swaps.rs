@@ -2,9 +2,9 @@
 //! swapped, copied, put back as they were or taken from another store; zeros and noise; and records that a client has
 //! forged in its payload.
 //!
-//! Whatever it is: no block is served with bytes that nobody put under its key. What changes an answer is named by the
-//! checker. A repair leaves a store that is clean, drops nothing that was good, serves nothing half, and has nothing
-//! left to do.
+//! Whatever the change is: no block is served with bytes that were never put under its key. The checker names every change
+//! that changes an answer. A repair leaves a store that is clean, that lost nothing good, that serves no block in part, and
+//! in which a second repair finds nothing to do.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -182,7 +182,7 @@ fn whole_file(
             ))
         }
         9 => {
-            // The name of the newest segment is known to nobody else.
+            // No other file knows the name of the newest segment.
             *lost = store.make == Make::Killed;
             disks[*at].remove(path);
             Some((format!("{path} is gone"), vec![start(*at, path)]))

@@ -226,9 +226,7 @@ impl Scene<'_> {
                 chunks.iter().all(|(part, bytes)| expected.get(**part as usize) == Some(*bytes))
             });
             let Some(producer) = producer else {
-                return Err(format!(
-                    "block {at}: what arrived was put by nobody from producer {first} to {now} alone"
-                ));
+                return Err(format!("block {at}: no single producer from {first} to {now} put what arrived"));
             };
             state.word(producer - first);
         }

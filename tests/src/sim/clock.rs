@@ -39,7 +39,7 @@ impl SimClock {
         self.wall.fetch_add(by_millis, Ordering::SeqCst);
     }
 
-    /// Lets the wall clock run faster (or slower) than the monotonic one, by so many millionths of all time so far.
+    /// Lets the wall clock run faster (or slower) than the monotonic one: by `millionths` millionths of the time so far.
     pub fn drift_wall(&self, millionths: i64) {
         self.drift.store(millionths, Ordering::SeqCst);
     }

@@ -23,7 +23,7 @@ pub enum Crash {
     LoseAll,
     /// Everything, also what was under way.
     KeepAll,
-    /// The oldest so many.
+    /// Only the oldest, this number of them.
     Prefix(usize),
     /// All but one.
     DropOne(usize),
@@ -44,7 +44,7 @@ pub enum Crash {
     Random(u64),
     /// Everything but what this directory's device had not made durable.
     Lagging(u16),
-    /// Of what was not durable only what this directory's device had.
+    /// Of the changes that were not durable only those that this directory's device had.
     Ahead(u16),
 }
 

@@ -2,8 +2,8 @@
 //!
 //! An operation takes effect at the moment it completes, which is a seeded time after its submission; so
 //! completions come out of order, and what is under way at a power cut may be there afterwards, or not, or torn.
-//! Any number of [`SimIo`] share one disk, as executors share a machine. Time passes only when somebody moves
-//! the clock: the [world](super::world), or a [`SimIo`] that parks.
+//! Any number of [`SimIo`] share one disk, as executors share a machine. Time passes only when the
+//! [world](super::world), or a [`SimIo`] that parks, moves the clock.
 //!
 //! Stricter than a kernel where a program could get away with a mistake: direct I/O that is not aligned to 4 KiB
 //! is `EINVAL`, and a name is durable only after its directory was synced.
@@ -347,8 +347,8 @@ impl Pending {
         bytes
     }
 
-    /// Lets its change happen without anybody being told, volatile whatever it asked for. What cannot happen
-    /// (no space, no such name) does not.
+    /// Lets its change happen without telling the caller, volatile even if it was to be durable. A change that cannot
+    /// happen (no space, no such name) does not.
     fn perhaps(&self, media: &mut Media) {
         let Ok(target) = &self.target else { return };
         if matches!(self.effect, Some(Effect::Errno(_) | Effect::Lost | Effect::Misdirect))

@@ -173,7 +173,7 @@ fn a_synced_write_survives_alone_and_older_ones_do_not_come_back_over_it() {
         assert_eq!(bytes[512..1024], [2; 512]);
         seen.insert(bytes.iter().step_by(512).copied().collect::<Vec<_>>());
     }
-    // The older write's other sectors are still anybody's guess.
+    // The older write's other sectors are still undecided.
     assert!(
         seen.contains(&vec![0, 2]) && seen.contains(&vec![1, 2, 1, 1]) && seen.contains(&vec![1, 2]),
         "{seen:?}"

@@ -81,7 +81,7 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // A planted bug is meant to be found: nobody looks for it in a log.
+        // A planted bug is meant to be found: its log is of no use.
         if std::thread::panicking() && kvarts_layout::planted::current().is_none() {
             let log = self.disk.log();
             eprintln!("seed {}: {} operations, the last were\n{}", self.seed.0, log.steps(), log.text(TAIL));

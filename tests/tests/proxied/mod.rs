@@ -25,9 +25,9 @@ pub(crate) enum Cut {
     Reset,
     /// Both ends are closed, as when a process dies that has read everything.
     Close,
-    /// Whoever was to get the bytes hears that no more come; the other way stays open.
+    /// The receiver of the bytes is told that no more come; the other way stays open.
     Half,
-    /// It does not: nothing more comes that way, and nobody hears of it.
+    /// The receiver is not told: nothing more comes that way, and both ends stay open.
     Still,
 }
 
@@ -155,7 +155,7 @@ fn relay(mut from: &TcpStream, mut to: &TcpStream, way: Way, wire: &Mutex<Wire>)
                 if cut == Cut::Half {
                     let _ = to.shutdown(Shutdown::Write);
                 }
-                // What comes after is lost, so that whoever sends it is not held up.
+                // What comes after is read and dropped, so that the sender is not held up.
                 while from.read(&mut bytes).unwrap_or(0) > 0 {}
                 return;
             }
@@ -200,7 +200,8 @@ fn allowed(wire: &mut Wire, way: Way, bytes: &mut [u8]) -> (usize, Option<Cut>) 
 
 fn end(streams: &[&TcpStream], cut: Cut) {
     for stream in streams {
-        // Either may be gone already. To connect a stream to nobody resets it at once, whoever else holds it.
+        // Either may be gone already. To connect a stream to no address resets it at once, even if other code
+        // holds it too.
         let _ = match cut {
             Cut::Reset => rustix::net::connect_unspec(stream).map_err(Into::into),
             _ => stream.shutdown(Shutdown::Both),

@@ -197,7 +197,7 @@ impl Stage for ClientStage {
     }
 }
 
-/// Another client of a server that somebody else keeps.
+/// Another client of a server that its test keeps running.
 pub(crate) struct Beside(pub(crate) Client);
 
 impl Stage for Beside {

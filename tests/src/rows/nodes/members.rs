@@ -15,7 +15,7 @@ const ROUNDS: u64 = 50;
 const PAUSE_MAX: Duration = Duration::from_secs(4);
 
 impl Scene {
-    /// Members that nobody was told of yet.
+    /// Members that no node was told of yet.
     fn next_epoch(&mut self) -> Members {
         self.epoch += 1;
         let members = self.members();
@@ -41,7 +41,7 @@ impl Scene {
         self.to_tell = (0..self.count()).map(|place| (place, members.clone())).collect();
     }
 
-    /// Tells somebody of new members, or again of old ones, which change nothing.
+    /// Tells a node of new members, or again of old ones, which change nothing.
     pub(super) fn tell(&mut self) -> Result<(), String> {
         if let Some(old) = self.rng.pick(&self.told).cloned() {
             let place = self.rng.index(self.count());
@@ -69,8 +69,8 @@ impl Scene {
         self.names_members_alone(place)
     }
 
-    /// From the moment on at which a node is told of its members it names nobody else as having a block of its own part of the
-    /// directory.
+    /// From the moment at which a node is told of its members, it names no other node as having a block of its own part of
+    /// the directory.
     fn names_members_alone(&self, place: usize) -> Result<(), String> {
         let Some(node) = self.town.node(place) else { return Ok(()) };
         let members = node.members();
@@ -88,8 +88,8 @@ impl Scene {
         })
     }
 
-    /// One node hears of no new members, perhaps of nobody at all, while the others go on without it, one of them perhaps much later
-    /// than the rest; their users ask about chains for longer than leases last.
+    /// One node is not told of new members, and perhaps reaches no other node at all, while the others go on without it, one of
+    /// them perhaps much later than the rest. Their users ask about chains for longer than leases last.
     pub(super) fn leave_behind(&mut self) -> Result<(), String> {
         if self.inside.len() < 3 || !self.to_tell.is_empty() {
             return Ok(());
