@@ -58,7 +58,7 @@ def adopt(client, buffer):
         fd, offset = found
         try:
             return client.adopt(buffer, fd=fd, offset=offset)
-        except (kvarts.Invalid, kvarts.Refused) as error:
+        except kvarts.Error as error:
             logger.info("kvarts: memory of the engine's is copied: %s", error)
         finally:
             os.close(fd)
