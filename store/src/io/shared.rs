@@ -48,7 +48,7 @@ pub fn seal(file: impl AsFd) -> io::Result<()> {
     Ok(rustix::fs::fcntl_add_seals(file, SealFlags::SHRINK)?)
 }
 
-/// The length of a file in memory that cannot be shortened, or what is wrong with it.
+/// The length of a file in memory that cannot be shortened, in the whole pages that it is mapped in, or what is wrong with it.
 pub fn length(file: impl AsFd) -> Result<u64, &'static str> {
     let file = file.as_fd();
     let seals = seals(file)?;
@@ -59,12 +59,13 @@ pub fn length(file: impl AsFd) -> Result<u64, &'static str> {
     length_now(file)
 }
 
-/// The length that a file in memory has now, or what is wrong with it. Where it is not sealed, its owner may shorten it.
+/// The length that a file in memory has now, in whole pages, or what is wrong with it. Where it is not sealed, its owner may shorten it.
 pub fn length_now(file: impl AsFd) -> Result<u64, &'static str> {
     let file = file.as_fd();
     seals(file)?;
     let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is no file")?.st_size;
-    u64::try_from(bytes).map_err(|_| "the file has no length")
+    let bytes = u64::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(PAGE as u64));
+    bytes.ok_or("the file has no length")
 }
 
 /// The seals of a file in memory with pages of the usual size; other files are refused.
