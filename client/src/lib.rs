@@ -70,10 +70,10 @@ pub trait Path: KvStore + fmt::Debug {
         0
     }
 
-    /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`), which is sealed against
-    /// shrinking. Where there is a way to, the server's disks write straight into it, and this process verifies.
+    /// Memory that an engine has already: whole pages of a file in memory (`memfd_create`, `/dev/shm`), which is not shortened as
+    /// long as it is shared. Where there is a way to, the server's disks write straight into it, and this process verifies.
     fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
-        let region = shared::map(&file, bytes, Box::new(()));
+        let region = shared::map_own(&file, bytes, Box::new(()));
         region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
     }
 }
@@ -183,12 +183,11 @@ impl Client {
         self.path.file_of(region)
     }
 
-    /// Memory that an engine has already: see [`Path::adopt`]. It is sealed against shrinking here, which its file must
-    /// have been made to allow (`MFD_ALLOW_SEALING`).
+    /// Memory that an engine has already: see [`Path::adopt`]. Its file is sealed against shrinking here if it was made to
+    /// allow that (`MFD_ALLOW_SEALING`).
     pub fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
-        shared::seal(&file).map_err(|error| {
-            Error(Reason::Config(format!("the memory cannot be sealed against shrinking: {error}")))
-        })?;
+        // A seal turns an engine's mistake into an error of that engine. Files of `/dev/shm` take none.
+        let _ = shared::seal(&file);
         self.path.adopt(file, bytes)
     }
 

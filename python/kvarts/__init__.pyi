@@ -178,9 +178,9 @@ class Client:
         """Makes memory of an engine's known, once, so that its pages can be named by buffers or addresses in it from then on
         without being pinned and looked at one by one.
 
-        `fd`: the file in memory (`memfd_create` with `MFD_ALLOW_SEALING`) that `buffer` maps from `offset` on, both whole
-        pages of 4 KiB. It is sealed against shrinking; the server's disks then write into it directly, and this process
-        verifies. Without `fd`, bytes are copied once on their way (embedded: not at all). `nbytes` is needed where `buffer`
+        `fd`: the file in memory (`memfd_create`, or a file of `/dev/shm`) that `buffer` maps from `offset` on, whole pages of
+        4 KiB. The server's disks then write into it directly, and this process verifies. It is sealed against shrinking if it
+        was made to allow that; in any case the engine must not shorten it before `Memory.close` has returned. Without `fd`, bytes are copied once on their way (embedded: not at all). `nbytes` is needed where `buffer`
         is an address: then the caller promises that it stays mapped until `Memory.close` has returned."""
 
     def watch(self, *, after: tuple[int, int] | None = None) -> Iterator[Event]:

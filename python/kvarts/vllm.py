@@ -34,7 +34,7 @@ from vllm.version import __version__ as vllm_version
 
 import kvarts
 
-from .link import Link, logger, revision_of, token_of
+from .link import Link, adopt, logger, revision_of, token_of
 
 #: What the connector takes from its configuration and hands to the tier.
 _FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity")
@@ -222,8 +222,8 @@ class KvartsTier(SecondaryTierManager):
 
     def _opened(self, client):
         pages = client.pages(durable=self._durable, timeout=self._timeout, **self._named)
-        # Pages can then be named by their addresses. Nothing is copied that would not be copied anyway.
-        self._memory = client.adopt(self._host)
+        # Pages can then be named by their addresses, and disks write into them where the memory is a file.
+        self._memory = adopt(client, self._host)
         self._pages, self._opening = pages, False
 
     def _not_opened(self, error):

@@ -400,7 +400,7 @@ fn made(remote: &Remote, bytes: usize) -> Result<(Arc<kvarts_store::io::Region>,
     Ok((region, file))
 }
 
-/// Shares an engine's file in memory; where its bytes begin in the region.
+/// Shares an engine's file in memory, whole pages of it; where its bytes begin in the region.
 fn engines_file(
     py: Python<'_>,
     remote: &Remote,
@@ -409,9 +409,9 @@ fn engines_file(
     len: usize,
 ) -> PyResult<(Arc<kvarts_store::io::Region>, usize)> {
     let page = kvarts_store::io::mem::PAGE as u64;
-    let all =
-        offset.checked_add(len as u64).filter(|all| all.is_multiple_of(page) && offset.is_multiple_of(page));
-    let all = all.ok_or_else(|| invalid(py, "offset", "offset and length are whole pages of 4096 bytes"))?;
+    let all = offset.checked_add(len as u64).filter(|_| offset.is_multiple_of(page));
+    let all = all.and_then(|all| all.checked_next_multiple_of(page));
+    let all = all.ok_or_else(|| invalid(py, "offset", "the offset is whole pages of 4096 bytes"))?;
     if fd < 0 {
         return Err(invalid(py, "fd", "no descriptor"));
     }

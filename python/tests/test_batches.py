@@ -2,7 +2,9 @@
 
 import array
 import gc
+import os
 import select
+import tempfile
 import unittest
 
 import numpy
@@ -187,6 +189,58 @@ class Batches(Served):
         self.assertEqual(plain.mode, "copied")
         self.assertTrue(pages.get(keys(1), [plain.address]).ok)
         self.assertEqual(engine[:PAGE], pattern(9))
+
+    def test_a_file_of_an_engine_that_cannot_be_sealed_is_adopted(self):
+        import mmap
+        import os
+
+        from kvarts.link import adopt, file_of
+
+        client = self.connect()
+        pages = self.pages(client)
+        for is_there in (True, False):
+            path = f"/dev/shm/kvarts-test-{os.getpid()}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                # As long as the pages are, though that is no whole number of the kernel's.
+                os.ftruncate(fd, 8 * PAGE + 100)
+                engine = mmap.mmap(fd, 7 * PAGE + 100, offset=PAGE)
+            finally:
+                if not is_there:
+                    os.unlink(path)
+            memory = memoryview(engine)[4096:]
+            found, offset = file_of(memory)
+            self.assertEqual((os.fstat(found).st_ino, offset), (os.fstat(fd).st_ino, PAGE + 4096))
+            os.close(found)
+            known = adopt(client, memory)
+            os.close(fd)
+            if is_there:
+                os.unlink(path)
+            self.assertEqual(known.mode, "adopted")
+            memory[:PAGE] = pattern(9)
+            self.assertTrue(pages.put(keys(1), [memory[:PAGE]]).ok)
+            self.assertTrue(pages.get(keys(1), [known.address + 2 * PAGE]).ok)
+            self.assertEqual(memory[2 * PAGE : 3 * PAGE].tobytes(), pattern(9))
+            known.close()
+
+    def test_memory_of_an_engine_that_is_no_file_is_copied(self):
+        import mmap
+
+        from kvarts.link import adopt, file_of
+
+        client = self.connect()
+        for memory in (bytearray(2 * PAGE), memoryview(mmap.mmap(-1, 2 * PAGE))):
+            known = adopt(client, memory)
+            self.assertEqual(known.mode, "copied")
+            known.close()
+        with tempfile.TemporaryFile(dir=".") as file:
+            file.truncate(2 * PAGE)
+            on_disk = memoryview(mmap.mmap(file.fileno(), 2 * PAGE))
+            found, _ = file_of(on_disk)
+            os.close(found)
+            known = adopt(client, on_disk)
+            self.assertEqual(known.mode, "copied", "a file on disk is no memory")
+            known.close()
 
     def test_closed_memory_lets_go_of_its_buffer_at_once(self):
         client = self.connect()

@@ -58,6 +58,8 @@ class Vllm:
     CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn")
     CONNECTOR = "Kvarts"
     FAILED = "vllm:kv_offload_kvarts_failed_blocks "
+    #: How disks reach the engine's memory.
+    MODE = "adopted"
 
     def __init__(self):
         self.python = python_of("vllm")
@@ -111,7 +113,8 @@ class Vllm:
         self.served()
         disk, _ = self.again()
         expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk")
-        return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
+        expect(self.server.metric(rf'kvarts_clients\{{mode="{self.MODE}"\}}') > 0, f"no client's memory is {self.MODE}")
+        return f"{disk:.0f} of {self.full()} prompt tokens from disk, memory {self.MODE}, the same output"
 
     def check_killed(self):
         """After SIGKILL of the server, and of the engine in the middle of a store."""
@@ -242,6 +245,7 @@ class Layers(Vllm):
     CHECKS = ("restart", "killed", "away", "damage", "identity", "churn", "early")
     CONNECTOR = "KvartsLayers"
     FAILED = "vllm:kvarts_failed_blocks "
+    MODE = "copied"
 
     def check_early(self):
         """Prefixes that take long to read: the forward pass has layers of them before the last one was read."""

@@ -87,9 +87,8 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
     let open = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&open, 1 << 20).unwrap();
     let mut raw = Raw::open(&stage.served);
-    for mode in [proto::LocalMode::LocalDirect, proto::LocalMode::LocalAdopted, proto::LocalMode::LocalCopied]
-    {
-        // Memory that can be shortened would kill a process that touches it afterwards.
+    for mode in [proto::LocalMode::LocalDirect, proto::LocalMode::LocalCopied] {
+        // Clients of these modes make the file for this purpose.
         let error = raw.share(mode, 1 << 20, &open).unwrap_err();
         assert!(error.message.contains("F_SEAL_SHRINK"), "{}", error.message);
     }

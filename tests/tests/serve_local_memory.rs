@@ -156,6 +156,67 @@ fn memory_that_takes_no_bytes_any_more_is_an_error_of_its_client_alone() {
     assert_eq!(stage.served.daemon().state().engine.stats().counts.blocks_quarantined, 0);
 }
 
+/// An engine's file of `/dev/shm` cannot be sealed. It is shortened before a read, between two, and while many are under way.
+#[test]
+fn memory_that_is_shortened_is_an_error_of_its_client_alone() {
+    let stage = stage("local-shortened");
+    let desk = Desk::new(&stage, "shortened");
+    let keys = desk.keys(0..4);
+    assert_eq!(desk.outcomes(desk.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; 4]);
+    for (round, kept) in
+        (0..40u64).map(|round| (round, [0, 4096, 2 * BLOCK, 4 * BLOCK - 4096][round as usize % 4]))
+    {
+        let mut raw = Raw::open(&stage.served);
+        let file = rustix::fs::memfd_create("engine", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 4 * BLOCK).unwrap();
+        raw.share(proto::LocalMode::LocalAdopted, 4 * BLOCK, &file).unwrap();
+        let ask =
+            |raw: &mut Raw, id| raw.say(Kind::Read, id, &local_read(desk.namespace, &keys, places(77, 4)));
+        let end = |raw: &mut Raw| {
+            let mut end = None;
+            loop {
+                match raw.hear().expect("the connection stays") {
+                    (head, body) if head.kind == Kind::End => {
+                        end = proto::LocalEnd::decode(&body[..]).unwrap().end;
+                    }
+                    (head, _) if head.kind == Kind::Released => return end.unwrap(),
+                    _ => {}
+                }
+            }
+        };
+        if round % 2 == 0 {
+            ask(&mut raw, 4);
+            assert_eq!(end(&mut raw).usable_blocks, 4, "it may be short, but is not yet");
+        }
+        if round < 20 {
+            rustix::fs::ftruncate(&file, kept).unwrap();
+            ask(&mut raw, 5);
+            let end = end(&mut raw);
+            assert!(
+                u64::from(end.usable_blocks) * BLOCK <= kept && !end.failures.is_empty(),
+                "{kept}: {end:?}"
+            );
+            // What took no bytes takes none later, and its client is told so at once.
+            ask(&mut raw, 6);
+            assert_eq!(raw.answer::<proto::UnlockReply>().unwrap_err().reason(), proto::Reason::Malformed);
+        } else {
+            ask(&mut raw, 5);
+            rustix::fs::ftruncate(&file, kept).unwrap();
+            let _ = end(&mut raw);
+        }
+        // A put of bytes that are gone is one of zeros, which were not announced.
+        let other = desk.keys(8..12);
+        raw.say(Kind::Put, 7, &local_put(desk.namespace, &other, 77, vec![1; 4]));
+        let reply = raw.answer::<proto::PutReply>();
+        let stored = |outcome: &proto::PutOutcome| outcome.what() == proto::put_outcome::What::Stored;
+        assert!(reply.is_err() || !reply.unwrap().outcomes.iter().any(stored));
+    }
+    desk.expect(pages(), &keys, 1);
+    expect_nothing_left(&stage.served);
+    let counts = stage.served.daemon().state().engine.stats().counts;
+    assert_eq!((counts.blocks_quarantined, counts.chunks_damaged), (0, 0));
+}
+
 /// Half of the blocks lie on pages, which the disk writes to by itself, and half are copied, which fails: the failure says
 /// nothing about what the disk still writes.
 #[test]

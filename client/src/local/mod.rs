@@ -208,7 +208,9 @@ impl Inner {
             None => shared::sealed(bytes).map_err(fault)?,
         };
         let forget = Forget { inner: self.me.clone(), number };
-        let region = shared::map(&file, bytes, Box::new(forget)).map_err(fault)?;
+        // An engine's file perhaps cannot be sealed.
+        let map = if mode == Mode::Adopted { shared::map_own } else { shared::map };
+        let region = map(&file, bytes, Box::new(forget)).map_err(fault)?;
         if made {
             region.populate().map_err(fault)?;
             if bytes <= PINNED_BYTES_MAX && !region.collapse() {

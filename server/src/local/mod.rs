@@ -5,8 +5,8 @@
 //! a few messages for a whole prefix. `docs/LOCAL.md` describes what travels.
 //!
 //! What a client does to its memory or its socket harms no other:
-//! - only files in memory that cannot be shortened are mapped, and only for devices: the server itself reads and writes
-//!   them by their descriptors, so that a page that is not there is an error or zeros, and no signal;
+//! - only files in memory are mapped, and only for devices: the server itself reads and writes them by their descriptors, so
+//!   that a page that is not there, or a file that was shortened, is an error or zeros, and no signal;
 //! - what is found in a client's memory proves nothing about a disk: a digest that does not match there is looked up
 //!   again in memory of the server's own before a block is called damaged;
 //! - a put is copied out of the client's memory first, and stored only if the copy has the digest that came with it;

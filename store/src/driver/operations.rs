@@ -33,6 +33,7 @@ const TRIES_MAX: u16 = 16;
 const SHORTS_MAX: u16 = 64;
 const EINTR: i32 = 4;
 const EAGAIN: i32 = 11;
+const EFAULT: i32 = 14;
 /// Bits of a token that name the slot; the others hold the tag.
 const INDEX_BITS: u32 = 24;
 const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
@@ -679,6 +680,13 @@ impl Slot {
         if repeatable && matches!(errno, EINTR | EAGAIN) && self.tries < TRIES_MAX {
             self.tries += 1;
             return Step::Again;
+        }
+        // A client took away the memory that it shares: nothing is wrong with the disk.
+        if errno == EFAULT
+            && let Work::Read(_, into) = &self.request.work
+            && into.region().note_failure()
+        {
+            return Step::Failed(IoErrorKind::Passing, errno);
         }
         Step::Failed(IoErrorKind::of(errno), errno)
     }

@@ -330,6 +330,25 @@ fn a_result_larger_than_the_request_is_an_error() {
     bench.assert_idle(&[&buf]);
 }
 
+/// `EFAULT` of a client's file says that the client took its memory away. Of memory of this process it is a defect, and of
+/// neither is the disk at fault.
+#[test]
+fn memory_that_a_client_took_away_is_no_fault_of_the_disk() {
+    let bench = Bench::new(Limits::default());
+    let file = crate::io::shared::sealed(PAGE as u64).unwrap();
+    let reaper: crate::io::shared::Reaper = Arc::new(drop);
+    let foreign = crate::io::shared::map_foreign(file, PAGE as u64, Box::new(()), &reaper).unwrap();
+    let buf = SharedBuf::new(&foreign, 0, PAGE).unwrap();
+    let mut read = bench.read(0, &buf);
+    bench.end(-14);
+    assert_eq!(kind(bench.poll(&mut read)), IoErrorKind::Passing);
+    assert!(foreign.has_failed());
+    let own = memory(1);
+    let mut read = bench.read(0, &own);
+    bench.end(-14);
+    assert_eq!(kind(bench.poll(&mut read)), IoErrorKind::Other(14));
+}
+
 #[test]
 fn an_interrupted_transfer_is_repeated_but_not_for_ever() {
     for errno in [EINTR, EAGAIN] {

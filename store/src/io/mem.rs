@@ -156,6 +156,12 @@ impl Region {
         self.foreign.as_ref().is_some_and(|foreign| foreign.has_failed())
     }
 
+    /// Notes that a device found no memory to write to, and says whether that can be: only another process's file may have been
+    /// shortened, or have no room for a page.
+    pub(crate) fn note_failure(&self) -> bool {
+        self.foreign.as_ref().inspect(|foreign| foreign.note_failure()).is_some()
+    }
+
     /// Ends this process's reach into another's file: when this returns, no copy of this process gets there, and a device
     /// that is asked from now on writes elsewhere. What a device had begun goes to the pages that it had begun with.
     pub fn cut_off(&self) -> io::Result<()> {

@@ -1,13 +1,14 @@
 //! Memory that another process maps as well: files in memory, made here and handed out, or taken over from a client.
 //!
-//! A process that maps a file which another may shorten is killed by the first touch behind its end. So nothing is
-//! mapped here that can be shortened: a file of ours is sealed before another process sees it, and a foreign one must
-//! be a file in memory, in pages of the usual size, that is sealed against shrinking. Its bytes may change at any
-//! moment: a [`Region`] made here says so ([`Region::is_shared`]), and nothing may be concluded from them about a disk.
+//! A process that maps a file which another may shorten is killed by the first touch behind its end. So a file of ours is
+//! sealed before another process sees it, and [`map`] takes only files in memory, in pages of the usual size, that are sealed
+//! against shrinking. The bytes of a file may change at any moment: a [`Region`] made here says so ([`Region::is_shared`]),
+//! and nothing may be concluded from them about a disk.
 //!
 //! No seal keeps its owner from taking pages away and leaving holes. A process that touches a hole needs a page at once,
 //! and is killed, or pays, where there is none. So another's file is mapped for devices alone ([`map_foreign`]); this process
-//! reads and writes it by its descriptor: a hole is read as zeros without a page, and what fails is an error.
+//! reads and writes it by its descriptor: a hole is read as zeros without a page, and what fails is an error. This also
+//! covers a file that is not sealed and is shortened: a device that is asked to write behind its end answers `EFAULT`.
 //!
 //! A device that was told of pages writes to them whatever becomes of the file, the mapping, or the process that asked it.
 //! [`replace`] takes such pages out of a file: late writes go to unreachable memory, and the next touch finds new pages.
@@ -15,7 +16,7 @@
 use std::any::Any;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
@@ -47,27 +48,41 @@ pub fn seal(file: impl AsFd) -> io::Result<()> {
     Ok(rustix::fs::fcntl_add_seals(file, SealFlags::SHRINK)?)
 }
 
-/// The length of a file in memory that cannot be shortened, or what is wrong with it.
+/// The length of a file in memory that cannot be shortened, in the whole pages that it is mapped in, or what is wrong with it.
 pub fn length(file: impl AsFd) -> Result<u64, &'static str> {
     let file = file.as_fd();
+    let seals = seals(file)?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err("the file is not sealed against shrinking (F_SEAL_SHRINK)");
+    }
+    // After the seals: from then on it only grows.
+    length_now(file)
+}
+
+/// The length that a file in memory has now, in whole pages, or what is wrong with it. Where it is not sealed, its owner may shorten it.
+pub fn length_now(file: impl AsFd) -> Result<u64, &'static str> {
+    let file = file.as_fd();
+    seals(file)?;
+    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is no file")?.st_size;
+    let bytes = u64::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(PAGE as u64));
+    bytes.ok_or("the file has no length")
+}
+
+/// The seals of a file in memory with pages of the usual size; other files are refused.
+fn seals(file: BorrowedFd<'_>) -> Result<SealFlags, &'static str> {
     let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor is no file")?;
     // The type's width differs between architectures.
     if kind.f_type as u64 & 0xffff_ffff != TMPFS_MAGIC {
         return Err("only files in memory with pages of the usual size can be shared");
     }
-    let seals = rustix::fs::fcntl_get_seals(file).map_err(|_| "the file cannot be sealed")?;
-    if !seals.contains(SealFlags::SHRINK) {
-        return Err("the file is not sealed against shrinking (F_SEAL_SHRINK)");
-    }
-    // After the seals: from then on it only grows.
-    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is no file")?.st_size;
-    u64::try_from(bytes).map_err(|_| "the file has no length")
+    rustix::fs::fcntl_get_seals(file).map_err(|_| "the file cannot be sealed")
 }
 
 /// Maps the first `bytes` of a file in memory for reading and writing. `keeper` is dropped when the last user of the
 /// memory is gone, a device under way among them.
 pub fn map(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> io::Result<Arc<Region>> {
-    let (map, len) = mapped(file.as_fd(), bytes)?;
+    let file = file.as_fd();
+    let (map, len) = mapped(file, bytes, length(file))?;
     let base = map.as_mut_ptr();
     // SAFETY: the map owns `len` bytes at `base`, readable and writable, until it is dropped with the keeper, and
     // moving it does not move them. The file is at least as long and sealed against shrinking (both looked at above,
@@ -75,11 +90,20 @@ pub fn map(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> i
     Ok(unsafe { Region::adopt_shared(base, len, Box::new((map, keeper))) })
 }
 
-/// The mapping of the first `bytes` of a file in memory that cannot be shortened, and its length.
-fn mapped(file: impl AsFd, bytes: u64) -> io::Result<(MmapRaw, usize)> {
-    let refused = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what.to_owned());
+/// As [`map`], of a file that this process's own program made and cannot seal, such as an engine's in `/dev/shm`. The program
+/// must not shorten it while the region lives: as with the program's own mapping, a touch behind its end kills the process.
+pub fn map_own(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> io::Result<Arc<Region>> {
     let file = file.as_fd();
-    let all = length(file).map_err(refused)?;
+    let (map, len) = mapped(file, bytes, length_now(file))?;
+    let base = map.as_mut_ptr();
+    // SAFETY: as in `map`; a page that its owner took away kills the process and is no access to other memory.
+    Ok(unsafe { Region::adopt_shared(base, len, Box::new((map, keeper))) })
+}
+
+/// The mapping of the first `bytes` of a file in memory that has `all`, and its length.
+fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> io::Result<(MmapRaw, usize)> {
+    let refused = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what.to_owned());
+    let all = all.map_err(refused)?;
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE as u64);
     if !whole || bytes > all {
         return Err(refused("what is mapped is whole pages of the file, at least one"));
@@ -105,15 +129,15 @@ impl Drop for Mapped {
     }
 }
 
-/// As [`map`], of a file whose owner may take pages away at any moment. Only devices use the mapping; the region's bytes
-/// are read and written by the descriptor. The mapping, the descriptor and `keeper` go to `reaper` in the end.
+/// As [`map`], of a file whose owner may take pages away at any moment, or shorten it where it is not sealed. Only devices use
+/// the mapping; the region's bytes are read and written by the descriptor. The mapping, the descriptor and `keeper` go to `reaper` in the end.
 pub fn map_foreign(
     file: OwnedFd,
     bytes: u64,
     keeper: Box<dyn Any + Send + Sync>,
     reaper: &Reaper,
 ) -> io::Result<Arc<Region>> {
-    let (map, len) = mapped(&file, bytes)?;
+    let (map, len) = mapped(file.as_fd(), bytes, length_now(&file))?;
     let base = map.as_mut_ptr();
     let foreign = Arc::new(Foreign { file, open: RwLock::new(true), failed: AtomicBool::new(false) });
     let what: Box<dyn Any + Send + Sync> = Box::new((map, Arc::clone(&foreign), keeper));
@@ -133,6 +157,11 @@ pub(super) struct Foreign {
 impl Foreign {
     pub(super) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::SeqCst)
+    }
+
+    /// Notes that a device could not write to the mapping.
+    pub(super) fn note_failure(&self) {
+        self.failed.store(true, Ordering::SeqCst);
     }
 
     /// Copies bytes out of the file. What cannot be read is zeros.
@@ -187,7 +216,7 @@ impl Foreign {
             }
         }
         if done < len {
-            self.failed.store(true, Ordering::SeqCst);
+            self.note_failure();
         }
         done
     }
@@ -346,6 +375,29 @@ mod tests {
         buf.copy_in(10, b"refused");
         assert!(region.has_failed());
         assert_eq!(buf.to_vec(), vec![0; 8192]);
+    }
+
+    #[test]
+    fn a_file_that_is_shortened_is_an_error_and_not_a_signal() {
+        let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 1 << 20).unwrap();
+        let theirs = rustix::io::fcntl_dupfd_cloexec(&file, 0).unwrap();
+        assert!(map(&file, 1 << 20, Box::new(())).is_err(), "this process would be killed by a touch");
+        let reaper: Reaper = Arc::new(drop);
+        let region = map_foreign(file, 1 << 20, Box::new(()), &reaper).unwrap();
+        let buf = SharedBuf::new(&region, 0, 1 << 20).unwrap();
+        buf.fill(7);
+        assert!(!region.has_failed());
+        rustix::fs::ftruncate(&theirs, 4096).unwrap();
+        let bytes = buf.to_vec();
+        assert!(bytes[..4096] == [7; 4096] && bytes[4096..].iter().all(|byte| *byte == 0));
+        assert!(region.has_failed(), "bytes that are gone are no bytes");
+        // What a device is told of them is what the kernel says of addresses without memory.
+        let (read, write) = rustix::pipe::pipe().unwrap();
+        rustix::io::write(&write, b"device").unwrap();
+        // SAFETY: the region is mapped, and this process looks at it by its descriptor alone.
+        let got = unsafe { libc::read(read.as_raw_fd(), region.base().wrapping_add(8192).cast(), 6) };
+        assert_eq!((got, io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EFAULT)));
     }
 
     #[test]
