@@ -81,6 +81,7 @@ pub(super) fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
         (What::Stored, None) => BlockOutcome::Stored,
         (What::AlreadyThere, None) => BlockOutcome::AlreadyThere,
         (What::InFlight, None) => BlockOutcome::InFlight,
+        (What::HeldElsewhere, None) => BlockOutcome::HeldElsewhere,
         (_, Some(error)) => BlockOutcome::Refused(fault::reason(error)),
         (What::Refused, None) => BlockOutcome::Refused(Reason::Bug("a refusal without a reason")),
     }

@@ -134,6 +134,34 @@ impl Shelf {
     }
 }
 
+/// The partitions that are held, by their number: a look-up asks for thousands, and goes to each at once.
+#[derive(Debug)]
+struct Shelves(Vec<Option<Shelf>>);
+
+impl Default for Shelves {
+    fn default() -> Self {
+        Self(vec![None; PARTITIONS])
+    }
+}
+
+impl Shelves {
+    fn get(&self, partition: Partition) -> Option<&Shelf> {
+        self.0.get(partition.number())?.as_ref()
+    }
+
+    fn get_mut(&mut self, partition: Partition) -> Option<&mut Shelf> {
+        self.0.get_mut(partition.number())?.as_mut()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Shelf> {
+        self.0.iter().flatten()
+    }
+
+    fn held(&self) -> impl Iterator<Item = Partition> + '_ {
+        Partition::all().filter(|partition| self.get(*partition).is_some())
+    }
+}
+
 /// What became of changes.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Applied {
@@ -159,7 +187,7 @@ pub struct Lacks {
 pub struct Directory {
     me: NodeId,
     holders: Holders,
-    shelves: BTreeMap<Partition, Shelf>,
+    shelves: Shelves,
     /// Members by number. Numbers of those who left are used again once their entries are gone.
     nodes: Vec<Option<NodeId>>,
     numbers: BTreeMap<NodeId, u16>,
@@ -231,7 +259,7 @@ impl Directory {
         let mut directory = Self {
             me,
             holders: Holders::of(members),
-            shelves: BTreeMap::new(),
+            shelves: Shelves::default(),
             nodes: Vec::new(),
             numbers: BTreeMap::new(),
             snapshots: BTreeMap::new(),
@@ -262,19 +290,19 @@ impl Directory {
             .collect();
         joined.iter().for_each(|node| self.admit(*node));
         let (me, holders, room) = (self.me, &self.holders, &mut self.room);
-        self.shelves.retain(|partition, shelf| {
-            let held = holders.holder(*partition) == Some(me);
-            if !held {
+        for (partition, place) in Partition::all().zip(&mut self.shelves.0) {
+            if holders.holder(partition) != Some(me)
+                && let Some(mut shelf) = place.take()
+            {
                 shelf.retain(|_| false, |node| room.remove(node));
             }
-            held
-        });
+        }
         room.share(members.list().len());
         self.snapshots.retain(|(_, partition), _| holders.holder(*partition) == Some(me));
         let mut partitions = Vec::new();
         for partition in self.holders.held_by(me) {
-            if let std::collections::btree_map::Entry::Vacant(vacant) = self.shelves.entry(partition) {
-                vacant.insert(Shelf { chunks: Vec::new(), swept: self.departures });
+            if let Some(place @ None) = self.shelves.0.get_mut(partition.number()) {
+                *place = Some(Shelf { chunks: Vec::new(), swept: self.departures });
                 partitions.push(partition);
             }
         }
@@ -299,7 +327,7 @@ impl Directory {
         self.departed.insert(number, self.departures);
         self.snapshots.retain(|(of, _), _| *of != number);
         if self.departed.len() >= crate::members::MEMBERS_MAX {
-            let all: Vec<Partition> = self.shelves.keys().copied().collect();
+            let all: Vec<Partition> = self.shelves.held().collect();
             all.into_iter().for_each(|partition| self.sweep(partition));
             self.forget_departed();
         }
@@ -307,7 +335,7 @@ impl Directory {
 
     /// Removes the entries of departed nodes from one partition.
     fn sweep(&mut self, partition: Partition) {
-        let Some(shelf) = self.shelves.get_mut(&partition) else { return };
+        let Some(shelf) = self.shelves.get_mut(partition) else { return };
         if shelf.swept == self.departures {
             return;
         }
@@ -322,7 +350,7 @@ impl Directory {
 
     /// Numbers of departed nodes whose entries are gone everywhere may be used again.
     fn forget_departed(&mut self) {
-        let swept = self.shelves.values().map(|shelf| shelf.swept).min().unwrap_or(self.departures);
+        let swept = self.shelves.all().map(|shelf| shelf.swept).min().unwrap_or(self.departures);
         let nodes = &mut self.nodes;
         self.departed.retain(|number, at| {
             let stays = *at > swept;
@@ -336,7 +364,7 @@ impl Directory {
     /// Sweeps one partition after the other, as a caller that has time does: so what departed is gone before long, whether its
     /// partitions are touched or not. Gives how many entries it looked at.
     pub fn tidy(&mut self, partition: Partition) -> u64 {
-        let looked = self.shelves.get(&partition).map_or(0, Shelf::len);
+        let looked = self.shelves.get(partition).map_or(0, Shelf::len);
         self.sweep(partition);
         if partition.number() + 1 == PARTITIONS {
             self.forget_departed();
@@ -353,7 +381,7 @@ impl Directory {
             let partition = tag.partition();
             self.sweep(partition);
             let snapshot = self.snapshots.get(&(number, partition)).copied().unwrap_or(0);
-            let Some(shelf) = self.shelves.get_mut(&partition) else {
+            let Some(shelf) = self.shelves.get_mut(partition) else {
                 applied.elsewhere += 1;
                 continue;
             };
@@ -388,7 +416,7 @@ impl Directory {
 
     /// A node begins to send everything that it has of a partition, as changes.
     pub fn begin_snapshot(&mut self, node: NodeId, partition: Partition) {
-        if let (Some(&number), true) = (self.numbers.get(&node), self.shelves.contains_key(&partition)) {
+        if let (Some(&number), true) = (self.numbers.get(&node), self.shelves.get(partition).is_some()) {
             let snapshot = self.snapshots.entry((number, partition)).or_default();
             *snapshot = snapshot.wrapping_add(1);
         }
@@ -398,7 +426,7 @@ impl Directory {
     pub fn end_snapshot(&mut self, node: NodeId, partition: Partition) {
         let Some(&number) = self.numbers.get(&node) else { return };
         let Some(&snapshot) = self.snapshots.get(&(number, partition)) else { return };
-        if let Some(shelf) = self.shelves.get_mut(&partition) {
+        if let Some(shelf) = self.shelves.get_mut(partition) {
             let room = &mut self.room;
             let stays = |entry: &Entry| {
                 entry.node != number || entry.snapshot == snapshot || planted!("snapshot-keeps-the-gone")
@@ -409,7 +437,7 @@ impl Directory {
 
     /// Who has a block. Whether anybody else has it cannot be concluded from an empty answer: entries are hints.
     pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = NodeId> + '_ {
-        let shelf = self.shelves.get(&tag.partition());
+        let shelf = self.shelves.get(tag.partition()).filter(|shelf| !shelf.chunks.is_empty());
         let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();
         let swept = shelf.map_or(0, |shelf| shelf.swept);
         entries.iter().filter_map(move |entry| {
@@ -424,12 +452,17 @@ impl Directory {
 
     /// The partitions that this node holds.
     pub fn held(&self) -> impl Iterator<Item = Partition> + '_ {
-        self.shelves.keys().copied()
+        self.shelves.held()
     }
 
     /// Who holds the partition of a block.
     pub fn holder_of(&self, tag: &Tag) -> Option<NodeId> {
         self.holders.holder(tag.partition())
+    }
+
+    /// Blocks by who holds their partition.
+    pub fn by_holder(&self, tags: &[Tag]) -> Vec<(NodeId, Vec<usize>)> {
+        self.holders.split(tags)
     }
 
     /// Copies that are known, those of departed nodes included until their partition is swept.
@@ -450,7 +483,7 @@ impl Directory {
 
     /// Bytes that the entries take.
     pub fn bytes(&self) -> u64 {
-        self.shelves.values().map(|shelf| shelf.bytes() as u64).sum()
+        self.shelves.all().map(|shelf| shelf.bytes() as u64).sum()
     }
 }
 

@@ -7,6 +7,7 @@
 //! - [`directory`]: who has which block: hints that events feed, and that are rebuilt when they are lost;
 //! - [`feed`]: what a node sends to those who hold the directory;
 //! - [`ownership`]: who owns a chain of blocks, under leases with fencing tokens;
+//! - [`hot`]: what is read so often that a copy is worth its bytes;
 //! - [`paths`]: how fast each way to the bytes is, and how much waits there;
 //! - [`dealer`]: which path reads which piece of one read.
 //!
@@ -20,6 +21,7 @@
 pub mod dealer;
 pub mod directory;
 pub mod feed;
+pub mod hot;
 pub mod members;
 pub mod ownership;
 pub mod partition;

@@ -4,7 +4,10 @@
 //! node computes the same holders from the same members, and when one joins or leaves no partition moves between two others.
 
 use std::fmt;
+use std::sync::LazyLock;
 
+use blake3::Hasher;
+use blake3::hazmat::{ContextKey, HasherExt, hash_derive_key_context};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use crate::members::{Members, NodeId};
@@ -25,7 +28,10 @@ impl fmt::Debug for Tag {
 impl Tag {
     /// That of one block. Nobody can make two blocks with one tag: it is the beginning of a cryptographic digest.
     pub fn of(namespace: &NamespaceId, group: Group, coordinate: Coordinate, key: &BlockKey) -> Self {
-        let mut hasher = blake3::Hasher::new_derive_key("kvarts cluster directory tag, version 1");
+        // The context is digested once, not for each of a read's thousands of blocks.
+        static CONTEXT: LazyLock<ContextKey> =
+            LazyLock::new(|| hash_derive_key_context("kvarts cluster directory tag, version 1"));
+        let mut hasher = Hasher::new_from_context_key(&CONTEXT);
         hasher.update(namespace.as_bytes());
         hasher.update(&group.0.to_le_bytes());
         hasher.update(&coordinate.to_u64().to_le_bytes());
@@ -96,6 +102,20 @@ impl Holders {
         self.nodes.get(usize::from(*self.places.get(partition.number())?)).copied()
     }
 
+    /// Blocks by who holds their partition: the places of each holder's among `tags`, in their order.
+    pub fn split(&self, tags: &[Tag]) -> Vec<(NodeId, Vec<usize>)> {
+        let fair = tags.len() / self.nodes.len().max(1);
+        let mut split: Vec<_> = self.nodes.iter().map(|node| (*node, Vec::with_capacity(fair))).collect();
+        for (place, tag) in tags.iter().enumerate() {
+            let holder = self.places.get(tag.partition().number()).copied().map_or(0, usize::from);
+            if let Some((_, places)) = split.get_mut(holder) {
+                places.push(place);
+            }
+        }
+        split.retain(|(_, places)| !places.is_empty());
+        split
+    }
+
     /// The partitions that a node holds.
     pub fn held_by(&self, node: NodeId) -> impl Iterator<Item = Partition> + '_ {
         Partition::all().filter(move |partition| self.holder(*partition) == Some(node))
@@ -150,6 +170,20 @@ mod tests {
             assert!(before == after || before == Some(node(3)), "{partition:?} moved between two others");
             assert_ne!(after, Some(node(3)));
         }
+    }
+
+    #[test]
+    fn blocks_are_split_by_their_holders_and_keep_their_order() {
+        let holders = Holders::of(&members(0..5));
+        let name = |n: u64| Tag(*blake3::hash(&n.to_le_bytes()).as_bytes().first_chunk().unwrap());
+        let tags: Vec<Tag> = (0..1000).map(name).collect();
+        let split = holders.split(&tags);
+        assert_eq!(split.iter().map(|(_, places)| places.len()).sum::<usize>(), 1000);
+        for (node, places) in &split {
+            assert!(places.is_sorted());
+            assert!(places.iter().all(|place| holders.holder(tags[*place].partition()) == Some(*node)));
+        }
+        assert_eq!(holders.split(&[]), Vec::new());
     }
 
     /// Written down: nodes of different versions must agree.

@@ -177,7 +177,9 @@ impl Putting<'_> {
         for outcome in outcomes {
             match outcome {
                 BlockOutcome::Stored => restored.stored += 1,
-                BlockOutcome::AlreadyThere | BlockOutcome::InFlight => restored.already_there += 1,
+                BlockOutcome::AlreadyThere | BlockOutcome::InFlight | BlockOutcome::HeldElsewhere => {
+                    restored.already_there += 1;
+                }
                 BlockOutcome::Refused(reason) => {
                     restored.refused += 1;
                     restored.tell(reason);

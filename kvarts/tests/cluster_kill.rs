@@ -114,6 +114,9 @@ fn cluster(ground: &Path) -> ([Node; 3], Vec<String>) {
         file.display().to_string(),
         "--cluster-serve-rate".to_owned(),
         RATE.to_owned(),
+        // What is read here is to come from the others, however often.
+        "--cluster-hot-reads".to_owned(),
+        "0".to_owned(),
     ];
     let args: Vec<&str> = more.iter().map(String::as_str).collect();
     let nodes = [1, 2, 3].map(|number| Node::start(ground, number, &args));

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
-use kvarts_store::api::{Order, ReadRequest};
+use kvarts_store::api::{BlockOutcome, Order, ReadRequest};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
@@ -34,6 +34,11 @@ impl Cluster {
 
     /// The same; `file` is what else stands in their configuration, `token` an administrator's.
     fn start_with(name: &str, count: usize, file: &str, token: Option<&str>) -> Self {
+        Self::start_as(name, count, "", (file, token))
+    }
+
+    /// The same; `of_cluster` is what else is set of the cluster.
+    fn start_as(name: &str, count: usize, of_cluster: &str, (file, token): (&str, Option<&str>)) -> Self {
         let scratch = Scratch::new(&format!("{name}-members"));
         let mut nodes: Vec<Served> =
             (0..count).map(|n| Served::start(&format!("{name}-{n}"), file)).collect();
@@ -49,7 +54,7 @@ impl Cluster {
         std::fs::create_dir_all(scratch.path()).unwrap();
         let path = scratch.path().join("members.toml");
         std::fs::write(&path, members).unwrap();
-        let file = format!("[cluster]\nmembers = '{}'\n{file}", path.display());
+        let file = format!("[cluster]\nmembers = '{}'\n{of_cluster}{file}", path.display());
         nodes.iter_mut().for_each(|node| node.restart_with(&file));
         let cluster = Self { nodes, _scratch: scratch };
         cluster.until_reachable(token);
@@ -147,6 +152,58 @@ fn blocks_of_a_node_that_is_gone_are_misses_and_the_others_are_not() {
     let kinds: Vec<Kind> = end.failures.iter().map(|(_, reason)| reason.kind()).collect();
     assert!(kinds.iter().all(|kind| matches!(kind, Kind::Miss | Kind::Retry)), "{:?}", end.failures);
     desks[0].expect_bytes(&request, &(0..8).collect::<Vec<_>>(), 1);
+}
+
+#[test]
+fn with_single_a_put_of_what_another_node_has_is_acknowledged_and_not_written() {
+    let mut cluster = Cluster::start_as("cluster-single", 2, "put = 'single'\n", ("", None));
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let local = Beside(cluster.nodes[1].local(None));
+    let desk = Desk::new(&a, "single");
+    let keys = desk.keys(0..12);
+    desk.store(COLUMN(), &keys[2..6], 1, Layout::FullBlock);
+    for (stage, keys, held, there) in [(&b, &keys[..8], 2..6, 0..0), (&local, &keys[4..12], 0..2, 2..4)] {
+        let desk = Desk::new(stage, "single");
+        until_known(&stage.0, &desk, &keys[held.clone()], 1);
+        // Bytes of another production: who reads must not meet them under the keys that were held.
+        let outcomes = desk.outcomes(desk.request(COLUMN(), keys, 2));
+        for (place, outcome) in outcomes.iter().enumerate() {
+            let expected = match place {
+                place if held.contains(&place) => BlockOutcome::HeldElsewhere,
+                place if there.contains(&place) => BlockOutcome::AlreadyThere,
+                _ => BlockOutcome::Stored,
+            };
+            assert_eq!(*outcome, expected, "block {place}: {outcomes:?}");
+        }
+    }
+    let desk = Desk::new(&b, "single");
+    until_known(&b.0, &desk, &keys, 1);
+    desk.expect(COLUMN(), &keys[2..6], 1);
+    desk.expect(COLUMN(), &keys[6..], 2);
+    desk.expect(COLUMN(), &keys[..2], 2);
+    // What only the other node had is stored here once that one is gone.
+    cluster.nodes[0].stop();
+    let start = Instant::now();
+    while desk.outcomes(desk.request(COLUMN(), &keys[2..6], 3)) != [BlockOutcome::Stored; 4] {
+        assert!(start.elapsed() < Duration::from_secs(30), "still held by a node that is gone");
+    }
+    desk.expect(COLUMN(), &keys[2..6], 3);
+}
+
+#[test]
+fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
+    let cluster = Cluster::start_as("cluster-keep", 2, "put = 'keep'\ncopy_hold = 2\n", ("", None));
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let desks = [Desk::new(&a, "keep"), Desk::new(&b, "keep")];
+    let keys = desks[0].keys(0..8);
+    desks[0].store(COLUMN(), &keys[..4], 1, Layout::FullBlock);
+    until_known(&b.0, &desks[1], &keys[..4], 1);
+    assert_eq!(desks[1].outcomes(desks[1].request(COLUMN(), &keys, 2)), [BlockOutcome::Stored; 8]);
+    until_known(&a.0, &desks[0], &keys[..4], 2);
+    // The copies go, and what nobody else had stays.
+    until_known(&a.0, &desks[0], &keys, 1);
+    desks[1].expect(COLUMN(), &keys[..4], 1);
+    desks[1].expect(COLUMN(), &keys[4..], 2);
 }
 
 /// Has a node copy these blocks of others.

@@ -323,6 +323,7 @@ pub fn wire_outcomes(outcomes: &[BlockOutcome]) -> Vec<proto::PutOutcome> {
             BlockOutcome::Stored => (What::Stored, None),
             BlockOutcome::AlreadyThere => (What::AlreadyThere, None),
             BlockOutcome::InFlight => (What::InFlight, None),
+            BlockOutcome::HeldElsewhere => (What::HeldElsewhere, None),
             BlockOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
         };
         proto::PutOutcome { what: what.into(), error }

@@ -181,18 +181,20 @@ fn report(
     let count = |wanted: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| wanted(one)).count();
     let stored = count(|one| *one == BlockOutcome::Stored);
     let there = count(|one| *one == BlockOutcome::AlreadyThere);
-    let other = outcomes.len() - stored - there;
+    let elsewhere = count(|one| *one == BlockOutcome::HeldElsewhere);
+    let other = outcomes.len() - stored - there - elsewhere;
     let refused: Vec<_> =
         (0..).zip(outcomes).filter_map(|(at, outcome): (u32, _)| refusal(at, outcome)).collect();
     if arguments.server.json {
         let report = json!({
             "namespace": subject.namespace.to_string(), "blocks": outcomes.len(), "stored": stored,
-            "already_there": there, "not_stored": refused, "path": path,
+            "already_there": there, "held_elsewhere": elsewhere, "not_stored": refused, "path": path,
             "differing": arguments.verify.then_some(differing),
         });
         print(out, &report)?;
     } else {
-        writeln!(out, "{stored} blocks stored, {there} were there already, {other} not stored")?;
+        let held = if elsewhere > 0 { format!("{elsewhere} held by another node, ") } else { String::new() };
+        writeln!(out, "{stored} blocks stored, {there} were there already, {held}{other} not stored")?;
         for line in refused.iter().take(SHOWN) {
             writeln!(out, "  block {}: {}", line["block"], line["why"].as_str().unwrap_or_default())?;
         }
@@ -205,7 +207,7 @@ fn report(
 
 fn refusal(block: u32, outcome: &BlockOutcome) -> Option<serde_json::Value> {
     match outcome {
-        BlockOutcome::Stored | BlockOutcome::AlreadyThere => None,
+        BlockOutcome::Stored | BlockOutcome::AlreadyThere | BlockOutcome::HeldElsewhere => None,
         BlockOutcome::InFlight => Some(json!({"block": block, "why": "another put of it is under way"})),
         BlockOutcome::Refused(reason) => Some(json!({"block": block, "why": reason.to_string()})),
     }

@@ -296,6 +296,7 @@ fn put(
         match outcome {
             BlockOutcome::Stored => report.stored = report.stored.saturating_add(1),
             BlockOutcome::AlreadyThere => report.already_there = report.already_there.saturating_add(1),
+            BlockOutcome::HeldElsewhere => report.refuse(block.key, "another node has it"),
             BlockOutcome::InFlight => report.refuse(block.key, "another put of it has not finished"),
             BlockOutcome::Refused(reason) => report.refuse(block.key, reason),
         }

@@ -1,8 +1,10 @@
 //! Calls to etcd: each has a time limit, and the first of several endpoints that answers is used.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvarts_wire::etcd::auth_client::AuthClient;
 use kvarts_wire::etcd::compare::{CompareResult, CompareTarget, TargetUnion};
 use kvarts_wire::etcd::kv_client::KvClient;
 use kvarts_wire::etcd::lease_client::LeaseClient;
@@ -10,20 +12,29 @@ use kvarts_wire::etcd::request_op::Request as Op;
 use kvarts_wire::etcd::watch_client::WatchClient;
 use kvarts_wire::etcd::watch_request::RequestUnion;
 use kvarts_wire::etcd::{
-    Compare, KeyValue, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest, RangeRequest, RequestOp,
-    TxnRequest, WatchCreateRequest, WatchRequest, WatchResponse,
+    AuthenticateRequest, Compare, KeyValue, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest,
+    RangeRequest, RequestOp, TxnRequest, WatchCreateRequest, WatchRequest, WatchResponse,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::MetadataValue;
+use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response, Status, Streaming};
+
+use super::access::{self, EtcdAccess};
 
 /// How long etcd may take for one answer.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The header that shows etcd who asks.
+const TOKEN: &str = "token";
+
 /// One endpoint of etcd.
-pub(super) struct Etcd(Channel);
+pub(super) struct Etcd {
+    channel: Channel,
+    /// What etcd gave for a name and a password, for each call.
+    token: Option<MetadataValue<Ascii>>,
+}
 
 /// Changes of keys as they come.
 pub(super) struct Changes {
@@ -58,51 +69,97 @@ fn put(key: &str, value: &str, lease: i64) -> PutRequest {
     PutRequest { key: key.to_owned().into(), value: value.to_owned().into(), lease }
 }
 
+/// The deepest reason of an error.
+fn deepest(error: &dyn std::error::Error) -> String {
+    let mut deepest = error;
+    while let Some(deeper) = deepest.source() {
+        deepest = deeper;
+    }
+    deepest.to_string()
+}
+
 impl Etcd {
-    /// The first endpoint that answers, from `first` on; gives which one it is.
-    pub(super) async fn connect(endpoints: &[String], first: usize) -> Result<(Self, usize), String> {
+    /// The first endpoint that answers and lets this node in, from `first` on; gives which one it is.
+    pub(super) async fn connect(
+        endpoints: &[String],
+        access: &EtcdAccess,
+        first: usize,
+    ) -> Result<(Self, usize), String> {
         let mut told = "there is no endpoint".to_owned();
         for at in (0..endpoints.len()).map(|place| (first + place) % endpoints.len()) {
             let Some(name) = endpoints.get(at) else { continue };
             let endpoint = Endpoint::from_shared(format!("http://{name}"));
             let endpoint = endpoint.map_err(|error| format!("{name}: {error}"))?.connect_timeout(TIMEOUT);
-            match endpoint.connect().await {
-                Ok(channel) => return Ok((Self(channel), at)),
-                Err(error) => {
-                    let deepest = std::error::Error::source(&error).map(ToString::to_string);
-                    told = format!("{name}: {}", deepest.unwrap_or_else(|| error.to_string()));
+            let connected = match access.tls() {
+                None => endpoint.connect().await,
+                Some(tls) => {
+                    let of = name.clone();
+                    let connector = tower::service_fn(move |_| {
+                        let (name, tls) = (of.clone(), Arc::clone(&tls));
+                        async move { access::connect(&name, tls).await }
+                    });
+                    endpoint.connect_with_connector(connector).await
                 }
+            };
+            match connected {
+                Ok(channel) => match (Self { channel, token: None }).log_in(access).await {
+                    Ok(etcd) => return Ok((etcd, at)),
+                    Err(error) => told = format!("{name}: {error}"),
+                },
+                Err(error) => told = format!("{name}: {}", deepest(&error)),
             }
         }
         Err(told)
     }
 
+    /// Shows a name and a password, if this node has some.
+    async fn log_in(mut self, access: &EtcdAccess) -> Result<Self, String> {
+        let Some((name, password)) = access.login() else { return Ok(self) };
+        let asked = AuthenticateRequest { name, password };
+        let answer = answered(AuthClient::new(self.channel.clone()).authenticate(asked)).await?;
+        let token = answer.token.parse().map_err(|_| "a token that is none".to_owned())?;
+        self.token = Some(token);
+        Ok(self)
+    }
+
+    /// A message with who asks.
+    fn request<T>(&self, message: T) -> Request<T> {
+        let mut request = Request::new(message);
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert(TOKEN, token.clone());
+        }
+        request
+    }
+
     /// A lease of this many seconds.
     pub(super) async fn grant(&self, seconds: i64) -> Result<i64, String> {
         let asked = LeaseGrantRequest { ttl: seconds, id: 0 };
-        let granted = answered(LeaseClient::new(self.0.clone()).lease_grant(asked)).await?;
+        let granted =
+            answered(LeaseClient::new(self.channel.clone()).lease_grant(self.request(asked))).await?;
         if granted.error.is_empty() { Ok(granted.id) } else { Err(granted.error) }
     }
 
     /// Renews a lease. False if it has run out.
     pub(super) async fn keep(&self, lease: i64) -> Result<bool, String> {
-        let mut client = LeaseClient::new(self.0.clone());
+        let mut client = LeaseClient::new(self.channel.clone());
         let asked = tokio_stream::once(LeaseKeepAliveRequest { id: lease });
-        let mut answers = answered(client.lease_keep_alive(asked)).await?;
+        let mut answers = answered(client.lease_keep_alive(self.request(asked))).await?;
         let message = async { answers.message().await.map(Response::new) };
         let kept = answered(message).await?.ok_or("it ended the call")?;
         Ok(kept.ttl > 0)
     }
 
     pub(super) async fn put(&self, key: &str, value: &str, lease: i64) -> Result<(), String> {
-        answered(KvClient::new(self.0.clone()).put(put(key, value, lease))).await.map(drop)
+        answered(KvClient::new(self.channel.clone()).put(self.request(put(key, value, lease))))
+            .await
+            .map(drop)
     }
 
     /// All keys that begin so, and the revision of this.
     pub(super) async fn all(&self, prefix: &str, most: usize) -> Result<(Vec<KeyValue>, i64), String> {
         let limit = i64::try_from(most).unwrap_or(i64::MAX);
         let asked = RangeRequest { key: prefix.to_owned().into(), range_end: behind(prefix), limit };
-        let found = answered(KvClient::new(self.0.clone()).range(asked)).await?;
+        let found = answered(KvClient::new(self.channel.clone()).range(self.request(asked))).await?;
         if found.more {
             return Err(format!("there are more than {most} keys below {prefix}"));
         }
@@ -119,7 +176,7 @@ impl Etcd {
         };
         let success = RequestOp { request: Some(Op::RequestPut(put(key, value, 0))) };
         let asked = TxnRequest { compare: vec![compare], success: vec![success], failure: Vec::new() };
-        let done = answered(KvClient::new(self.0.clone()).txn(asked)).await?;
+        let done = answered(KvClient::new(self.channel.clone()).txn(self.request(asked))).await?;
         Ok(done.succeeded.then(|| done.header.unwrap_or_default().revision))
     }
 
@@ -133,10 +190,10 @@ impl Etcd {
         let (asks, asked) = mpsc::channel(1);
         let ask = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
         asks.try_send(ask).map_err(|error| error.to_string())?;
-        let mut request = Request::new(ReceiverStream::new(asked));
+        let mut request = self.request(ReceiverStream::new(asked));
         // One that has lost the others says so instead of staying silent.
         request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
-        let messages = answered(WatchClient::new(self.0.clone()).watch(request)).await?;
+        let messages = answered(WatchClient::new(self.channel.clone()).watch(request)).await?;
         Ok(Changes { messages, _asks: asks })
     }
 }

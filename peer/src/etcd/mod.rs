@@ -5,6 +5,7 @@
 //! known last are used, and there is no new epoch. A node that stops leaves its lease to run out: one that is back before that was
 //! never away.
 
+mod access;
 mod client;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::node::ClusterNode;
+pub use access::EtcdAccess;
 use client::Etcd;
 
 /// The pause before etcd is asked again.
@@ -36,6 +38,7 @@ pub struct EtcdOptions {
 #[derive(Debug)]
 struct Shared {
     options: EtcdOptions,
+    access: EtcdAccess,
     me: Member,
     /// Members that were written and have this node among them.
     members: watch::Sender<Option<Members>>,
@@ -54,9 +57,9 @@ pub struct Registered {
 
 impl Registered {
     /// Registers a node, again and again. On a tokio runtime.
-    pub fn start(options: EtcdOptions, me: Member) -> Self {
+    pub fn start(options: EtcdOptions, access: EtcdAccess, me: Member) -> Self {
         let (members, taken) = (watch::Sender::new(None), watch::Sender::new(None));
-        let shared = Arc::new(Shared { options, me, members, taken, trouble: Mutex::default() });
+        let shared = Arc::new(Shared { options, access, me, members, taken, trouble: Mutex::default() });
         let mut task = JoinSet::new();
         task.spawn(keep(Arc::clone(&shared)));
         Self { shared, _task: task }
@@ -179,7 +182,7 @@ fn name<'a>(shared: &Shared, key: &'a [u8]) -> Option<&'a str> {
 
 /// One connection to etcd, until something is wrong with it.
 async fn session(shared: &Shared, lease: &mut i64, at: &mut usize) -> Result<(), String> {
-    let (etcd, found) = Etcd::connect(&shared.options.endpoints, *at).await?;
+    let (etcd, found) = Etcd::connect(&shared.options.endpoints, &shared.access, *at).await?;
     *at = found;
     let own = node_key(shared.me.id);
     // A lease that outlived the connection, or etcd's own restart, goes on.

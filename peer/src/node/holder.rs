@@ -238,12 +238,12 @@ impl ClusterNode {
     /// Who has these blocks, as far as this node's part of the directory knows. After every few others have their turn.
     async fn known_copies(&self, tags: &[kvarts_cluster::partition::Tag]) -> CopyList {
         let mut list = CopyList::default();
-        for some in tags.chunks(super::locate::AT_ONCE) {
-            {
-                let directory = self.directory();
-                some.iter().for_each(|tag| list.push(directory.copies(tag)));
+        for (at, some) in tags.chunks(super::locate::AT_ONCE).enumerate() {
+            if at > 0 {
+                tokio::task::yield_now().await;
             }
-            tokio::task::yield_now().await;
+            let directory = self.directory();
+            some.iter().for_each(|tag| list.push(directory.copies(tag)));
         }
         list
     }

@@ -14,6 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::Connected;
 
+use super::gather::Gathered;
 use super::stream::{self, Both, Shown};
 use crate::credentials::Credentials;
 
@@ -25,7 +26,7 @@ const GREETING: Duration = Duration::from_secs(5);
 
 /// A connection, and its place among all.
 pub(super) struct Placed {
-    stream: Both,
+    stream: Gathered<Both>,
     _place: OwnedSemaphorePermit,
 }
 
@@ -50,7 +51,10 @@ pub(super) fn limited(
             tokio::spawn(async move {
                 match tokio::time::timeout(GREETING, stream::accept(stream, credentials.as_deref())).await {
                     // Where nobody takes it any more the server has ended.
-                    Ok(Ok(stream)) => drop(to.send(Ok(Placed { stream, _place: place })).await),
+                    Ok(Ok(stream)) => {
+                        let stream = Gathered::new(stream);
+                        drop(to.send(Ok(Placed { stream, _place: place })).await);
+                    }
                     Ok(Err(error)) => tracing::warn!(reason = %error, "a connection of a node was refused"),
                     Err(_) => tracing::warn!("a connection was refused that did not show who it is in time"),
                 }
@@ -72,7 +76,7 @@ impl Connected for Placed {
     type ConnectInfo = Shown;
 
     fn connect_info(&self) -> Shown {
-        self.stream.shown()
+        self.stream.get_ref().shown()
     }
 }
 

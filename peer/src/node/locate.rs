@@ -1,6 +1,5 @@
 //! Who has blocks: asked of the nodes that hold their partitions, all at once.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -33,7 +32,7 @@ impl Column<'_> {
 }
 
 /// Blocks that are looked up before others have their turn.
-pub(super) const AT_ONCE: usize = 256;
+pub(super) const AT_ONCE: usize = 1024;
 
 /// Holders that did not answer, and the places of the blocks that they were asked for.
 pub(super) type Silent = Vec<(NodeId, Vec<usize>)>;
@@ -64,7 +63,9 @@ impl ClusterNode {
 
     /// The same; and the holders that did not answer in time, each with the places of its blocks.
     pub(super) async fn locate_by_holder(&self, tags: &[Tag], timeout: Duration) -> (Located, Silent) {
-        let by_holder = self.by_holder(tags);
+        let mut by_holder = self.directory().by_holder(tags);
+        // Others have their question before this node looks at its own part.
+        by_holder.sort_by_key(|(holder, _)| *holder == self.me);
         let asked = by_holder.into_iter().map(|(holder, places)| async move {
             let of: Vec<Tag> = places.iter().filter_map(|place| tags.get(*place).copied()).collect();
             let known = if holder == self.me {
@@ -121,16 +122,6 @@ impl ClusterNode {
         }
     }
 
-    /// The places of blocks, by who holds their partition.
-    fn by_holder(&self, tags: &[Tag]) -> BTreeMap<NodeId, Vec<usize>> {
-        let mut by_holder: BTreeMap<NodeId, Vec<usize>> = BTreeMap::new();
-        let directory = self.directory();
-        for (place, tag) in tags.iter().enumerate() {
-            by_holder.entry(directory.holder_of(tag).unwrap_or(self.me)).or_default().push(place);
-        }
-        by_holder
-    }
-
     fn own_copies(&self, tags: &[Tag]) -> Vec<Vec<NodeId>> {
         let mut found = Vec::with_capacity(tags.len());
         for some in tags.chunks(AT_ONCE) {
@@ -144,7 +135,7 @@ impl ClusterNode {
         let link = self.link(holder).filter(|link| link.state().is_connected)?;
         let mut found = Vec::with_capacity(tags.len());
         for some in tags.chunks(wire::TAGS_MAX) {
-            let asked = proto::LocateRequest { tags: wire::tag_bytes(some) };
+            let asked = proto::LocateRequest { tags: wire::tag_bytes(some.iter()) };
             let reply = link.locate(asked, timeout).await.ok()?;
             let nodes: Vec<NodeId> =
                 reply.nodes.as_chunks::<16>().0.iter().map(|id| kvarts_layout::StoreId(*id)).collect();

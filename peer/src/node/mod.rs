@@ -5,15 +5,19 @@
 
 mod chain;
 mod feeder;
+mod gather;
 mod holder;
 mod incoming;
 mod link;
 mod locate;
 mod network;
+mod owned;
+mod placing;
 mod reading;
 mod replicate;
 mod status;
 mod stream;
+mod warm;
 mod wire;
 
 use std::collections::BTreeMap;
@@ -23,6 +27,7 @@ use std::time::Duration;
 
 use kvarts_cluster::directory::Directory;
 use kvarts_cluster::feed::Message;
+use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::{Members, NodeId};
 use kvarts_cluster::ownership::Ownership;
 use kvarts_cluster::partition::Holders;
@@ -37,8 +42,10 @@ use tokio::sync::{Semaphore, watch};
 pub use chain::lease_of;
 pub use locate::{Column, Located};
 pub use network::{Called, Calls, Footing, Network};
+pub use placing::{PutCounts, PutPolicy};
 pub use replicate::Replicated;
 pub use status::{NodeStatus, Status};
+pub use warm::HotCounts;
 
 use crate::credentials::Credentials;
 use crate::etcd::Registered;
@@ -48,7 +55,10 @@ use feeder::Feeder;
 use holder::Asking;
 use link::Link;
 use network::OfTheMachine;
+use owned::Owned;
+use placing::Puts;
 use reading::Lanes;
+use warm::Warm;
 
 /// The version of what nodes say to each other.
 pub const VERSION: u32 = 1;
@@ -113,6 +123,10 @@ pub struct NodeOptions {
     pub start: u64,
     /// What this node does for the reads of others.
     pub serve: ServeLimits,
+    /// What puts do with blocks that another node has.
+    pub put: PutPolicy,
+    /// When blocks that are read from other nodes are copied here; none: never by themselves.
+    pub hot: Option<Rule>,
 }
 
 /// One node of a cluster, while it runs.
@@ -131,6 +145,9 @@ pub struct ClusterNode {
     refused: std::sync::atomic::AtomicU64,
     /// Turns of calls that copy blocks here.
     copying: Semaphore,
+    warm: Option<Warm>,
+    puts: Puts,
+    owned: Owned,
     lane_member: lane::Member,
     lane_server: Mutex<Option<LaneServer>>,
     lane_port: u16,
@@ -190,11 +207,15 @@ impl ClusterNode {
         let lane_server = serving(store.clone(), lane_member.clone(), options.serve)
             .map_err(|error| format!("connections that carry bytes: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
+        let (warm, hot_blocks) = options.hot.map(Warm::new).unzip();
         let node = Arc::new(Self {
             paths: NodePaths::with_pieces(Arc::new(store.clone()), footing.least_piece),
             footing,
             lanes: Mutex::default(),
             copying: Semaphore::new(replicate::AT_ONCE),
+            warm,
+            puts: Puts::default(),
+            owned: Owned::default(),
             lane_port: lane_server.address().port(),
             lane_registered: OnceLock::new(),
             lane_server: Mutex::new(Some(lane_server)),
@@ -221,6 +242,9 @@ impl ClusterNode {
         node.spawn(feeder::read_store(Arc::clone(&node)));
         node.spawn(chain::confirm(Arc::clone(&node)));
         node.spawn(holder::tidy(Arc::clone(&node)));
+        if let Some(blocks) = hot_blocks {
+            node.spawn(warm::copy(Arc::clone(&node), blocks));
+        }
         Ok(node)
     }
 

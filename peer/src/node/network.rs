@@ -13,6 +13,7 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, StdError, http};
 use tonic::transport::{Channel, Endpoint};
 
+use super::gather::Gathered;
 use super::link::CONNECT_TIMEOUT;
 use super::stream;
 use crate::credentials::Credentials;
@@ -109,7 +110,10 @@ impl Network for OfTheMachine {
         let (address, peer, credentials) = (member.address.clone(), member.id, self.credentials.clone());
         let connector = tower::service_fn(move |_| {
             let (address, credentials) = (address.clone(), credentials.clone());
-            async move { stream::connect(&address, peer, credentials.as_deref()).await.map(TokioIo::new) }
+            async move {
+                let stream = stream::connect(&address, peer, credentials.as_deref()).await?;
+                Ok::<_, std::io::Error>(TokioIo::new(Gathered::new(stream)))
+            }
         });
         Ok(Calls::Channel(endpoint.connect_with_connector_lazy(connector)))
     }

@@ -198,7 +198,11 @@ impl ClusterNode {
                 return None;
             }
         }
+        self.note_use(column, None);
         let own = self.own_blocks(column);
+        if self.counts_own_reads() {
+            self.note_read(column, column.keys.iter().zip(own.iter().copied()).filter(|(_, here)| *here));
+        }
         let is_large = block_bytes.saturating_mul(column.keys.len() as u64) >= SHARED_BYTES;
         (is_large || own.contains(&false)).then_some(own)
     }
@@ -235,6 +239,11 @@ impl ClusterNode {
             }
         }
         drop(lanes);
+        if elsewhere {
+            let gone = own_now.iter().zip(&located.copies).map(|(here, nodes)| !here && !nodes.is_empty());
+            let gone = column.keys.iter().zip(gone).filter(|(_, gone)| *gone);
+            self.note_read(column, gone.map(|(key, _)| (key, false)));
+        }
         elsewhere.then(|| Copies::of(paths))
     }
 }

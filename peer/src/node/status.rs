@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use kvarts_cluster::members::{Member, NodeId};
 use kvarts_cluster::paths::PathId;
 
-use super::ClusterNode;
+use super::{ClusterNode, HotCounts, PutCounts};
 use crate::lane::{LaneServer, ServeCounts};
 use crate::read::{OWN, PathStatus};
 
@@ -47,6 +47,12 @@ pub struct Status {
     pub refused: u64,
     /// Chains whose owner this node decides.
     pub chains: u64,
+    /// Chains that this node owns.
+    pub owned: u64,
+    /// Copies that this node made by itself of what it reads often from others.
+    pub hot: HotCounts,
+    /// Blocks of puts that other nodes had.
+    pub puts: PutCounts,
     /// What was served to other nodes.
     pub served: ServeCounts,
     /// Whether the memory for that is registered with the store, once it has answered.
@@ -93,6 +99,7 @@ impl ClusterNode {
             }
         };
         let chains = self.chains().len() as u64;
+        let owned = self.owned.len(self.now()) as u64;
         let nodes = members.list().iter().map(node).collect();
         let directory = self.directory();
         let (entries, entry_bytes) = (directory.len(), directory.bytes());
@@ -105,6 +112,9 @@ impl ClusterNode {
             entry_bytes,
             refused,
             chains,
+            owned,
+            hot: self.hot_counts(),
+            puts: self.puts.counts(),
             served,
             is_registered,
             models,

@@ -38,8 +38,10 @@ pub(super) fn tags(bytes: &[u8]) -> Result<Vec<Tag>, Malformed> {
 }
 
 /// The same as bytes.
-pub(super) fn tag_bytes(tags: &[Tag]) -> Bytes {
-    tags.iter().flat_map(|tag| tag.0).collect()
+pub(super) fn tag_bytes<'a>(tags: impl ExactSizeIterator<Item = &'a Tag>) -> Bytes {
+    let mut bytes = Vec::with_capacity(tags.len() * 16);
+    tags.for_each(|tag| bytes.extend_from_slice(&tag.0));
+    bytes.into()
 }
 
 fn partitions(bytes: &[u8]) -> Result<BTreeSet<Partition>, Malformed> {

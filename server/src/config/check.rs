@@ -5,8 +5,10 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvarts_cluster::hot::Rule;
 use kvarts_gpudirect::cufile::Wish;
 use kvarts_peer::etcd::{self, EtcdOptions};
+use kvarts_peer::node::PutPolicy;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -16,8 +18,8 @@ use super::memory;
 use super::size;
 use super::socket;
 use super::{
-    ClusterConfig, Config, GRPC_PORT, LogFormat, METRICS_PORT, MembersFrom, NodeTlsFiles, OPEN_METRICS_WORDS,
-    OPEN_WORDS, Setting, TlsFiles,
+    ClusterConfig, Config, EtcdFiles, GRPC_PORT, LogFormat, METRICS_PORT, MembersFrom, NodeTlsFiles,
+    OPEN_METRICS_WORDS, OPEN_WORDS, Setting, TlsFiles,
 };
 use crate::state::auth::Gate;
 
@@ -210,6 +212,10 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
             &set.cluster_address,
             &set.cluster_listen,
             &set.cluster_entries,
+            &set.cluster_serve_rate,
+            &set.cluster_put,
+            &set.cluster_hot_reads,
+            &set.cluster_copy_hold,
         ];
         return match others.iter().any(|other| other.is_some()) {
             true => Err(Complaint::new(
@@ -223,6 +229,21 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
     let name = decided.or("cluster.name", set.cluster_name.as_ref(), "kvarts");
     let entries = decided.or("cluster.entries", set.cluster_entries.as_ref(), 16_000_000);
     let listen = set.cluster_listen.as_deref().map(|text| address("cluster.listen", text)).transpose()?;
+    let hold =
+        number("cluster.copy_hold", &decided.or("cluster.copy_hold", set.cluster_copy_hold.as_ref(), 600))?;
+    if !(1..=MOST_HOLD).contains(&hold) {
+        return Err(Complaint::new("cluster.copy_hold", "1 to 86400 seconds"));
+    }
+    let hold = Duration::from_secs(hold);
+    let put = match &*decided.or("cluster.put", set.cluster_put.as_ref(), "store") {
+        "store" => PutPolicy::Store,
+        "keep" => PutPolicy::Keep(hold),
+        "single" => PutPolicy::Single,
+        _ => return Err(Complaint::new("cluster.put", "store, keep or single")),
+    };
+    let reads_per_second =
+        number("cluster.hot_reads", &decided.or("cluster.hot_reads", set.cluster_hot_reads.as_ref(), 8))?;
+    let hot = (reads_per_second > 0).then_some(Rule { reads_per_second, hold });
     Ok(Some(ClusterConfig {
         members,
         name,
@@ -235,12 +256,21 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
             .as_ref()
             .map(|text| sized("cluster.serve_rate", text))
             .transpose()?,
+        put,
+        hot,
     }))
 }
 
+/// Seconds that a copy may live which is made by rule.
+const MOST_HOLD: u64 = 24 * 60 * 60;
+
 fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<MembersFrom, Complaint> {
+    let access = etcd_files(set)?;
     if !members.starts_with("etcd:") {
-        return Ok(MembersFrom::File(members.into()));
+        return match access == EtcdFiles::default() {
+            true => Ok(MembersFrom::File(members.into())),
+            false => Err(Complaint::new("cluster.members", "what is set of etcd needs members in etcd")),
+        };
     }
     let at = "etcd is named as etcd://HOST:PORT[,HOST:PORT]/PREFIX";
     let (endpoints, prefix) = etcd::parse(members).ok_or_else(|| Complaint::new("cluster.members", at))?;
@@ -252,7 +282,21 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
         return Err(Complaint::new("cluster.lease", "2 to 3600 seconds"));
     }
     let zone = set.cluster_zone.clone().unwrap_or_default();
-    Ok(MembersFrom::Etcd { at: EtcdOptions { endpoints, prefix, lease }, address, zone })
+    Ok(MembersFrom::Etcd { access, at: EtcdOptions { endpoints, prefix, lease }, address, zone })
+}
+
+fn etcd_files(set: &Settings) -> Result<EtcdFiles, Complaint> {
+    let file = |text: &Option<String>| text.as_ref().map(PathBuf::from);
+    let authority = file(&set.cluster_etcd_authority);
+    let own = match (file(&set.cluster_etcd_certificate), file(&set.cluster_etcd_key)) {
+        (Some(certificate), Some(key)) if authority.is_some() => Some((certificate, key)),
+        (None, None) => None,
+        _ => {
+            let what = "it belongs together with etcd_key and etcd_authority";
+            return Err(Complaint::new("cluster.etcd_certificate", what));
+        }
+    };
+    Ok(EtcdFiles { authority, own, password: file(&set.cluster_etcd_password) })
 }
 
 /// Whether a text is a host and a port that can be called.

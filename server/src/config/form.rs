@@ -181,12 +181,26 @@ settings! {
     cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone", "NAME", "none";
     /// With etcd: seconds after which a node that is gone is no member any more
     cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease", "SECONDS", "15";
+    /// With etcd: the authority of its certificate, a PEM file; with it etcd is asked over TLS
+    cluster_etcd_authority, "cluster", "etcd_authority", "KVARTS_CLUSTER_ETCD_AUTHORITY", "cluster-etcd-authority", "FILE", "none";
+    /// With etcd: the certificate chain that it is shown, a PEM file
+    cluster_etcd_certificate, "cluster", "etcd_certificate", "KVARTS_CLUSTER_ETCD_CERTIFICATE", "cluster-etcd-certificate", "FILE", "none";
+    /// With etcd: the key of that certificate, a PEM file
+    cluster_etcd_key, "cluster", "etcd_key", "KVARTS_CLUSTER_ETCD_KEY", "cluster-etcd-key", "FILE", "none";
+    /// With etcd: a file with the name and the password of this node there, as NAME:PASSWORD
+    cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Where other nodes are served
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
     /// Copies of blocks that this node's part of the directory may know, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
     /// Bytes a second that other nodes get from this one
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
+    /// What a put does with blocks that another node has: store, keep (for a time) or single (written nowhere else)
+    cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
+    /// Reads a second from which on a block of another node is copied here, or 0 for never
+    cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
+    /// Seconds that copies live which are made by rule: hot blocks, and those of puts with keep
+    cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
     /// How files should reach the memory of devices: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
     /// Hours between two runs of the scrubber, or 0 for none

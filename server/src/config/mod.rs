@@ -16,8 +16,10 @@ use std::path::{Path, PathBuf};
 
 pub use check::Complaint;
 pub use form::{Settings, reference};
+use kvarts_cluster::hot::Rule;
 use kvarts_gpudirect::cufile::Wish;
 use kvarts_peer::etcd::EtcdOptions;
+use kvarts_peer::node::PutPolicy;
 use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
@@ -77,11 +79,24 @@ pub enum MembersFrom {
     Etcd {
         /// Where.
         at: EtcdOptions,
+        /// How it lets this node in.
+        access: EtcdFiles,
         /// Where other nodes reach this one.
         address: String,
         /// Nodes of one zone are near to each other.
         zone: String,
     },
+}
+
+/// The files by which etcd lets a node in.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct EtcdFiles {
+    /// The authority of etcd's certificate, PEM; none: it is asked without TLS.
+    pub authority: Option<PathBuf>,
+    /// The certificate that etcd is shown, and its key, PEM.
+    pub own: Option<(PathBuf, PathBuf)>,
+    /// A name and a password.
+    pub password: Option<PathBuf>,
 }
 
 /// Where a node finds its cluster.
@@ -101,6 +116,10 @@ pub struct ClusterConfig {
     pub entries: u64,
     /// Bytes a second that other nodes get from this one; none: no limit.
     pub serve_rate: Option<u64>,
+    /// What puts do with blocks that another node has.
+    pub put: PutPolicy,
+    /// When blocks that are read from other nodes are copied here; none: never by themselves.
+    pub hot: Option<Rule>,
 }
 
 /// A complete, checked configuration.

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use kvarts_cluster::members::{FILE_BYTES_MAX, Member, Members, NodeId};
 use kvarts_peer::credentials::{Credentials, Pem};
-use kvarts_peer::etcd::Registered;
+use kvarts_peer::etcd::{EtcdAccess, Registered};
 use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, NodeOptions, Secret};
 use kvarts_store::engine::Store;
 
-use crate::config::{ClusterConfig, MembersFrom, NodeTlsFiles};
+use crate::config::{ClusterConfig, EtcdFiles, MembersFrom, NodeTlsFiles};
 
 /// The least that a secret has.
 const SECRET_BYTES_MIN: usize = 32;
@@ -105,12 +105,45 @@ fn known(config: &ClusterConfig, me: NodeId) -> Result<(Vec<Member>, Member), St
     }
 }
 
+/// How etcd lets this node in.
+fn access(files: &EtcdFiles, notes: &mut Vec<String>) -> Result<EtcdAccess, String> {
+    let mut access = EtcdAccess::default();
+    if let Some(authority) = &files.authority {
+        let authority = read_file("etcd_authority", authority)?;
+        let own = match &files.own {
+            Some((chain, key)) => Some((read_file("etcd_certificate", chain)?, read_file("etcd_key", key)?)),
+            None => None,
+        };
+        let own = own.as_ref().map(|(chain, key)| (&chain[..], &key[..]));
+        access = access.over_tls(&authority, own).map_err(told_of)?;
+    }
+    if let Some(path) = &files.password {
+        let line = read_file("etcd_password", path)?;
+        let line = std::str::from_utf8(&line).ok();
+        let found = line.and_then(|line| access.with_password(line));
+        access = found.ok_or_else(|| {
+            format!("cluster.etcd_password: {}: one line NAME:PASSWORD is needed", path.display())
+        })?;
+    }
+    if access.says_its_password_aloud() {
+        notes.push(
+            "the password for etcd is not encrypted on its way: set cluster.etcd_authority, or use a network of your own"
+                .to_owned(),
+        );
+    }
+    Ok(access)
+}
+
 /// The first members, and what keeps this node registered among them.
-async fn first(config: &ClusterConfig, own: Member) -> Result<(Members, Option<Registered>), String> {
+async fn first(
+    config: &ClusterConfig,
+    own: Member,
+    notes: &mut Vec<String>,
+) -> Result<(Members, Option<Registered>), String> {
     match &config.members {
         MembersFrom::File(path) => Ok((members(path)?, None)),
-        MembersFrom::Etcd { at, .. } => {
-            let registered = Registered::start(at.clone(), own);
+        MembersFrom::Etcd { at, access: files, .. } => {
+            let registered = Registered::start(at.clone(), access(files, notes)?, own);
             let told =
                 |trouble| format!("cluster.members: not a member within {} s: {trouble}", JOIN.as_secs());
             let members = registered.first(JOIN).await.map_err(told)?;
@@ -143,7 +176,7 @@ pub(super) async fn start(
     };
     let (listener, _) = super::listen(Some(address), "cluster.listen")?;
     let listener = listener.ok_or("cluster.listen: there is no address")?;
-    let (members, registered) = first(config, own).await?;
+    let (members, registered) = first(config, own, notes).await?;
     let start = count_start(directory)?;
     let options = NodeOptions {
         cluster: config.name.clone(),
@@ -154,6 +187,8 @@ pub(super) async fn start(
         chains_max: CHAINS_MAX,
         start,
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
+        put: config.put,
+        hot: config.hot,
     };
     let node = ClusterNode::start(store.clone(), listener, options)?;
     if let Some(registered) = registered {
@@ -171,19 +206,21 @@ fn told_of(what: String) -> String {
 const PEM_BYTES_MAX: u64 = 1 << 20;
 
 fn read_pem(files: &NodeTlsFiles) -> Result<Pem, String> {
-    let read = |name: &str, path: &Path| {
-        let told = |what: &dyn std::fmt::Display| format!("cluster.{name}: {}: {what}", path.display());
-        let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
-        if size > PEM_BYTES_MAX {
-            return Err(told(&format!("longer than {PEM_BYTES_MAX} bytes")));
-        }
-        std::fs::read(path).map_err(|error| told(&error))
-    };
     Ok(Pem {
-        certificate: read("certificate", &files.certificate)?,
-        key: read("key", &files.key)?,
-        authority: read("authority", &files.authority)?,
+        certificate: read_file("certificate", &files.certificate)?,
+        key: read_file("key", &files.key)?,
+        authority: read_file("authority", &files.authority)?,
     })
+}
+
+/// The bytes of a file that the setting `name` names.
+fn read_file(name: &str, path: &Path) -> Result<Vec<u8>, String> {
+    let told = |what: &dyn std::fmt::Display| format!("cluster.{name}: {}: {what}", path.display());
+    let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
+    if size > PEM_BYTES_MAX {
+        return Err(told(&format!("longer than {PEM_BYTES_MAX} bytes")));
+    }
+    std::fs::read(path).map_err(|error| told(&error))
 }
 
 /// Takes over certificates, and members that have changed in the file.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvarts_layout::BlockKey;
+use kvarts_peer::node::Column;
 use kvarts_store::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
     Presence, Target, TtlRequest,
@@ -64,6 +65,13 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         lease,
         plan,
     };
+    if let Some(node) = &call.state.decided.cluster {
+        for group in requirements.groups() {
+            for &coordinate in &group.coordinates {
+                node.note_use(&Column { namespace, group: group.group, coordinate, keys: &keys }, None);
+            }
+        }
+    }
     let found = call.state.store().match_prefix(&request)?;
     let here = u64::from(found.usable.longest.blocks).min(keys.len() as u64);
     let short = keys.len() as u64 - here;

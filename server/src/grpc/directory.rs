@@ -115,10 +115,14 @@ pub(super) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome
         [key] => *key,
         _ => return Err(Fault::malformed("key: one of 32 bytes".to_owned())),
     };
-    let tags = tags(&call, &wire.namespace, wire.column.as_ref(), &[key])?;
-    let tag = *tags.first().ok_or(Reason::Empty)?;
+    let namespace = convert::namespace(&wire.namespace)?;
+    // Of a model that is another tenant's nothing is told.
+    call.state.models.get(&call.caller, namespace)?;
+    let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let asked = proto::ChainRequest { node: node.id().0.to_vec().into(), ..wire };
-    node.chain(tag, asked).await.map_err(|status| Fault::malformed(status.message().to_owned()))
+    node.chain_of((namespace, group, coordinate), key, asked)
+        .await
+        .map_err(|status| Fault::malformed(status.message().to_owned()))
 }
 
 /// Copies blocks of other nodes to this one.

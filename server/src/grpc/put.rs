@@ -5,15 +5,17 @@
 //! out or goes on too long loses its call, and the memory comes back; what it left incomplete was never put.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId, OriginId};
-use kvarts_store::api::{BlockOutcome, Durability, Parent, Placed, PutReply, PutRequest};
+use kvarts_peer::node::{Column, PutPolicy};
+use kvarts_store::api::{BlockOutcome, Digests, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_store::rt::Class;
-use kvarts_store::rt::mailbox::Ticket;
+use kvarts_store::rt::mailbox::{Ticket, ticket};
 use prost::Message;
 use tonic::body::Body;
 
@@ -38,6 +40,8 @@ pub(crate) struct Upload {
     durability: Durability,
     expires_after: Option<std::time::Duration>,
     origins: Option<Vec<OriginId>>,
+    /// Which blocks another node has, and what is done with those.
+    elsewhere: Option<(Vec<bool>, PutPolicy)>,
 }
 
 impl Upload {
@@ -75,7 +79,46 @@ impl Upload {
             origins,
             keys,
             shape,
+            elsewhere: None,
         })
+    }
+
+    /// Asks the directory what other nodes have, where puts depend on it. It waits a moment at most, and what is not known by
+    /// then is stored.
+    pub(crate) async fn place(&mut self, call: &Call) {
+        let Some(node) = &call.state.decided.cluster else { return };
+        let (namespace, group, coordinate) = (self.namespace, self.group, self.coordinate);
+        let column = Column { namespace, group, coordinate, keys: &self.keys };
+        let parent = match self.parent {
+            Parent::Key(key) => Some(key),
+            _ => None,
+        };
+        node.note_use(&column, parent);
+        self.elsewhere = node.held_elsewhere(column).await.map(|held| (held, node.put_policy()));
+    }
+
+    /// Whether another node has this block.
+    fn is_elsewhere(&self, block: usize) -> bool {
+        self.elsewhere.as_ref().is_some_and(|(held, _)| held.get(block) == Some(&true))
+    }
+
+    /// Whether a block is written.
+    fn is_written(&self, block: usize) -> bool {
+        let single = matches!(self.elsewhere, Some((_, PutPolicy::Single)));
+        !(single && self.is_elsewhere(block))
+    }
+
+    /// The blocks `from .. to` in runs of one fate each.
+    pub(crate) fn runs(&self, from: usize, to: usize) -> Vec<Range<usize>> {
+        let (mut runs, mut begin) = (Vec::new(), from);
+        for at in from..to {
+            let is_last = at + 1 == to || self.is_elsewhere(at) != self.is_elsewhere(at + 1);
+            if is_last {
+                runs.push(begin..at + 1);
+                begin = at + 1;
+            }
+        }
+        runs
     }
 
     /// Blocks of one piece.
@@ -97,6 +140,11 @@ impl Upload {
         let skipped = u32::try_from(first).ok();
         let origins = self.origins.as_ref().and_then(|all| all.get(first..first + keys.len()));
         let blocks = u32::try_from(keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
+        let mut expires_after = self.expires_after;
+        if let (true, Some((_, PutPolicy::Keep(hold)))) = (self.is_elsewhere(first), &self.elsewhere) {
+            let own = expires_after.or_else(|| call.state.engine.default_ttl(self.namespace));
+            expires_after = Some(own.map_or(*hold, |own| own.min(*hold)));
+        }
         Ok(PutRequest {
             namespace: self.namespace,
             group: self.group,
@@ -107,7 +155,7 @@ impl Upload {
             from: Placed::blocks(&self.shape, pages, blocks)?,
             layout: self.layout,
             durability: self.durability,
-            expires_after: self.expires_after,
+            expires_after,
             origins: origins.map(<[OriginId]>::to_vec),
             deadline: Some(call.engine_deadline()),
         })
@@ -272,6 +320,33 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
+    /// Puts blocks `from ..` of an upload, a run of one fate, or says that they are held elsewhere.
+    pub(crate) async fn put(
+        &mut self,
+        upload: &Upload,
+        run: Range<usize>,
+        pages: SharedBuf,
+        digests: Option<Digests>,
+        call: &Call,
+    ) -> Outcome<()> {
+        let (blocks, keys) = (run.len(), upload.keys.get(run.clone()).unwrap_or_default());
+        let answer = if upload.is_written(run.start) {
+            let mut request = upload.request(run.start, keys, pages, call)?;
+            if let Some(digests) = digests {
+                request.from = request.from.with_digests(digests);
+            }
+            call.state.store().put(request)
+        } else {
+            let (reply, answer) = ticket();
+            let outcomes = vec![BlockOutcome::HeldElsewhere; blocks];
+            // Its other half is here.
+            let _ = reply.send(Ok(PutReply { outcomes }));
+            answer
+        };
+        self.tickets.push_back((blocks, answer));
+        self.take_until(limits::PUT_PIECES_UNDER_WAY).await
+    }
+
     pub(crate) async fn take_until(&mut self, left: usize) -> Outcome<()> {
         while self.tickets.len() > left {
             let Some((blocks, ticket)) = self.tickets.pop_front() else { return Ok(()) };
@@ -304,7 +379,9 @@ pub(super) async fn serve(call: Arc<Call>, body: Body) -> http::Response<Body> {
 async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     let mut incoming = Incoming::new(body);
     let header = incoming.header(call).await?;
-    let upload = Upload::check(call, header)?;
+    let mut upload = Upload::check(call, header)?;
+    upload.place(call).await;
+    let block_bytes = usize::try_from(upload.shape.block_bytes()).map_err(|_| Reason::TooMany("bytes"))?;
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks(call);
     let mut turn = None;
@@ -324,9 +401,11 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
         let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_TIMEOUT, incoming.fill(call, &mut pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
-        let request = upload.request(number * each, keys, pages.share(), call)?;
-        pieces.tickets.push_back((keys.len(), call.state.store().put(request)));
-        pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
+        let (pages, first) = (pages.share(), number * each);
+        for run in upload.runs(first, first + keys.len()) {
+            let part = pages.slice((run.start - first) * block_bytes, run.len() * block_bytes);
+            pieces.put(&upload, run, part.ok_or(Reason::OutOfBounds)?, None, call).await?;
+        }
     }
     incoming.end().await?;
     pieces.take_until(0).await?;

@@ -55,7 +55,8 @@ impl Putting {
 
     /// Stores what it can.
     pub(super) async fn run(self) -> Outcome<proto::PutReply> {
-        let Self { call, upload, from, digests } = self;
+        let Self { call, mut upload, from, digests } = self;
+        upload.place(&call).await;
         let mut pieces = Pieces::default();
         let each = upload.piece_blocks(&call);
         let mut turn = None;
@@ -77,15 +78,15 @@ impl Putting {
             let good: Vec<bool> = (0..keys.len()).map(same).collect();
             let mut at = 0;
             for run in good.chunk_by(|one, next| one == next) {
-                let (from, some) = (at, keys.get(at..at + run.len()).unwrap_or_default());
+                let from = first + at;
                 at += run.len();
                 if run.first() == Some(&true) {
-                    let part = pages.slice(from * block_bytes, run.len() * block_bytes);
-                    let mut request =
-                        upload.request(first + from, some, part.ok_or(Reason::OutOfBounds)?, &call)?;
-                    request.from = request.from.with_digests(copied.digests(&upload, from, run.len()));
-                    pieces.tickets.push_back((run.len(), call.state.store().put(request)));
-                    pieces.take_until(limits::PUT_PIECES_UNDER_WAY).await?;
+                    for run in upload.runs(from, from + run.len()) {
+                        let within = run.start - first;
+                        let part = pages.slice(within * block_bytes, run.len() * block_bytes);
+                        let digests = Some(copied.digests(&upload, within, run.len()));
+                        pieces.put(&upload, run, part.ok_or(Reason::OutOfBounds)?, digests, &call).await?;
+                    }
                 } else {
                     pieces.take_until(0).await?;
                     let refused = BlockOutcome::Refused(Reason::Busy(CHANGED));

@@ -3,7 +3,7 @@
 use std::fmt::{Display, Write};
 
 use kvarts_peer::lane::ServeCounts;
-use kvarts_peer::node::Status;
+use kvarts_peer::node::{HotCounts, PutCounts, Status};
 use kvarts_peer::read::{Brought, FAILURES, PathStatus};
 
 use super::text::{Value, head, one};
@@ -39,6 +39,9 @@ pub(super) fn nothing() -> Status {
         entry_bytes: 0,
         refused: 0,
         chains: 0,
+        owned: 0,
+        hot: HotCounts::default(),
+        puts: PutCounts::default(),
         served: ServeCounts::default(),
         is_registered: None,
         models: 0,
@@ -70,6 +73,20 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.refused);
     let help = "Chains whose owner this node decides.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
+    let help = "Chains that this node owns: its copies of their blocks are evicted last.";
+    one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
+    let HotCounts { counted, now, copied, failed } = status.hot;
+    let help = "Blocks of other nodes whose reads are counted, to copy those that are read often.";
+    one(out, "kvarts_cluster_hot_counted", "gauge", help, counted);
+    let help = "Blocks of other nodes that are copied here by rule now.";
+    one(out, "kvarts_cluster_hot_blocks", "gauge", help, now);
+    let how = [("copied", copied), ("failed", failed)];
+    let help = "Blocks that were to be copied here by rule, as they are read often.";
+    labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
+    let PutCounts { kept, held, unasked } = status.puts;
+    let how = [("kept", kept), ("held", held), ("unasked", unasked)];
+    let help = "Blocks of puts that another node had: kept for a time, not written; and those of which that was not known in time.";
+    labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
         others().map(move |node| (node.member.id.to_string(), value(node)))
@@ -204,6 +221,9 @@ mod tests {
             entry_bytes: 32,
             refused: 33,
             chains: 34,
+            owned: 36,
+            hot: HotCounts { counted: 37, now: 38, copied: 39, failed: 40 },
+            puts: PutCounts { kept: 41, held: 42, unasked: 43 },
             served: ServeCounts {
                 connections: 1,
                 let_in: 2,
@@ -226,6 +246,11 @@ mod tests {
             "kvarts_cluster_directory_entries 31",
             "kvarts_cluster_directory_refused_total 33",
             "kvarts_cluster_feed_waiting{node=\"02020202020202020202020202020202\"} 7",
+            "kvarts_cluster_chains_owned 36",
+            "kvarts_cluster_hot_counted 37",
+            "kvarts_cluster_hot_blocks 38",
+            "kvarts_cluster_hot_blocks_total{how=\"failed\"} 40",
+            "kvarts_cluster_put_blocks_total{how=\"held\"} 42",
             "kvarts_cluster_served_bytes_total 5",
             "kvarts_cluster_path_bytes_per_second{path=\"own\"} 1000000",
             "kvarts_cluster_path_outstanding_bytes{path=\"02\"} 17",

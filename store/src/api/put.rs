@@ -110,6 +110,9 @@ pub enum BlockOutcome {
     AlreadyThere,
     /// Another put of the same key has not finished; this one wrote nothing. The key is `pending` to lookups.
     InFlight,
+    /// Another node of the cluster is said to have it, and it was not written here. Nothing is promised of how long that node keeps
+    /// it, nor how durable it is there: a caller that needs the block here puts it to a store that keeps its own.
+    HeldElsewhere,
     /// It was not stored, and nothing of it is visible.
     Refused(Reason),
 }

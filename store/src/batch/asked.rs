@@ -116,7 +116,7 @@ pub(super) fn tell(keys: &[BlockKey], answer: Answer) -> Told {
 
 fn stored(outcome: BlockOutcome) -> Result<(), Reason> {
     match outcome {
-        BlockOutcome::Stored | BlockOutcome::AlreadyThere => Ok(()),
+        BlockOutcome::Stored | BlockOutcome::AlreadyThere | BlockOutcome::HeldElsewhere => Ok(()),
         BlockOutcome::InFlight => Err(Reason::InFlight),
         BlockOutcome::Refused(reason) => Err(reason),
     }

@@ -174,7 +174,7 @@ impl Ledger {
                     self.acknowledged += u64::from(put.durable);
                 }
                 BlockOutcome::Refused(reason) => self.refusals.push(reason),
-                BlockOutcome::InFlight => {}
+                BlockOutcome::InFlight | BlockOutcome::HeldElsewhere => {}
             }
         }
     }

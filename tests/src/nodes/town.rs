@@ -13,7 +13,7 @@ use std::time::Duration;
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
-use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, Secret};
+use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, PutPolicy, Secret};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::Runner;
 use kvarts_store::api::{KvStore, ReadEvent, ReadStream, read_channel};
@@ -339,6 +339,8 @@ impl Town {
             chains_max: 64,
             start: starts,
             serve: ServeLimits { memory: 16 << 20, connections: 64, ..ServeLimits::default() },
+            put: PutPolicy::Store,
+            hot: None,
         };
         let witty = Witty {
             store: store.clone(),

@@ -14,8 +14,17 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Etcd {
     directory: PathBuf,
     client: SocketAddr,
+    tls: SocketAddr,
     peer: SocketAddr,
+    secured: Option<Secured>,
     child: Option<Child>,
+}
+
+/// Where it is called over TLS, and what it shows there: PEM files. Callers have to show a certificate of the same authority.
+pub struct Secured {
+    pub certificate: PathBuf,
+    pub key: PathBuf,
+    pub authority: PathBuf,
 }
 
 /// A port of this host that is free now.
@@ -26,6 +35,11 @@ fn port() -> SocketAddr {
 impl Etcd {
     /// One for a test of this name; none, and a word about it, where it is not installed.
     pub fn start(name: &str) -> Option<Self> {
+        Self::start_with(name, None)
+    }
+
+    /// The same, called over TLS besides: then nodes are told of that alone.
+    pub fn start_with(name: &str, secured: Option<Secured>) -> Option<Self> {
         if Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_err() {
             let required = std::env::var("KVARTS_ETCD").is_ok_and(|value| value == "required");
             assert!(!required, "run scripts/etcd first");
@@ -34,7 +48,7 @@ impl Etcd {
         }
         let directory = std::env::temp_dir().join(format!("kvarts-etcd-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&directory);
-        let mut etcd = Self { directory, client: port(), peer: port(), child: None };
+        let mut etcd = Self { directory, client: port(), tls: port(), peer: port(), secured, child: None };
         etcd.begin();
         Some(etcd)
     }
@@ -42,10 +56,17 @@ impl Etcd {
     /// Starts again with what it knew.
     pub fn begin(&mut self) {
         let (client, peer) = (format!("http://{}", self.client), format!("http://{}", self.peer));
-        let child = Command::new("etcd")
+        let mut command = Command::new("etcd");
+        let mut clients = client.clone();
+        if let Some(Secured { certificate, key, authority }) = &self.secured {
+            clients = format!("{client},https://{}", self.tls);
+            command.arg("--cert-file").arg(certificate).arg("--key-file").arg(key);
+            command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(authority);
+        }
+        let child = command
             .arg("--data-dir")
             .arg(&self.directory)
-            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
+            .args(["--listen-client-urls", &clients, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("default={peer}"), "--logger", "zap"])
             .stdout(Stdio::null())
@@ -70,7 +91,27 @@ impl Etcd {
 
     /// What a node is told.
     pub fn members(&self) -> String {
-        format!("etcd://{}/kvarts/test", self.client)
+        format!("etcd://{}/kvarts/test", self.endpoint())
+    }
+
+    /// Where a node calls it.
+    pub fn endpoint(&self) -> SocketAddr {
+        if self.secured.is_some() { self.tls } else { self.client }
+    }
+
+    /// An administrator's call, by the way that needs no client: a message as JSON.
+    pub fn administer(&self, call: &str, message: &str) {
+        use std::io::{Read, Write};
+        let mut stream = TcpStream::connect(self.client).unwrap();
+        let length = message.len();
+        let head = format!(
+            "POST /v3/{call} HTTP/1.1\r\nHost: etcd\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(message.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{call}: {answer}");
     }
 }
 

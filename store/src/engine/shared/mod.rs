@@ -4,6 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod budget;
 pub(crate) mod disk_path;
 pub(crate) mod due;
+pub(crate) mod favoured;
 pub(crate) mod grace;
 pub(crate) mod health;
 pub(crate) mod index_budget;
@@ -34,6 +35,7 @@ use admission::Admission;
 use budget::Budget;
 use disk_path::DiskPath;
 use due::{Due, stretch_of};
+use favoured::Favoured;
 use grace::ReaderEpochs;
 use health::State;
 use index_budget::IndexBudget;
@@ -169,6 +171,8 @@ pub(crate) struct Shared {
     pub(crate) due: Due,
     /// What is let in.
     pub(crate) admission: Admission,
+    /// What goes last.
+    pub(crate) favoured: Favoured,
     /// The policy's place among all.
     eviction: AtomicU64,
     /// Some record has an expiry: before the first one, expired blocks are not looked for.
@@ -226,6 +230,7 @@ impl Shared {
             due: Due::default(),
             index_room: IndexBudget::default(),
             admission: Admission::default(),
+            favoured: Favoured::default(),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),

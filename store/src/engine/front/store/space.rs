@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_layout::identity::TenantSalt;
-use kvarts_layout::{Identity, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, Identity, NamespaceId};
 
 use super::{Store, lost, send};
 use crate::engine::front::router::Message;
@@ -13,7 +14,7 @@ use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::volume::directory::refused;
 use crate::error::{Error, Reason};
-use crate::index::{Lookup, RecordId};
+use crate::index::{BlockFingerprint, Lookup, RecordId};
 use crate::io::{DirId, DiskSpace};
 use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
@@ -66,6 +67,67 @@ impl Store {
             }
         }
         Ok(())
+    }
+
+    /// For this long the blocks of a chain go last, these among them: they are evicted when nothing else is left that may be. Blocks
+    /// that come later count as well. Nothing of it is kept on disk. Gives how many of these are: there may be so many.
+    pub fn favour(
+        &self,
+        chain: u64,
+        namespace: NamespaceId,
+        column: (Group, Coordinate),
+        keys: &[BlockKey],
+        hold: Duration,
+    ) -> Result<usize, Error> {
+        let prints = self.prints(namespace, column, keys)?;
+        let now = self.0.shared.clock.now();
+        Ok(self.0.shared.favoured.add(chain, &prints, now.plus(hold), now))
+    }
+
+    /// The same for blocks behind a block that is favoured: they are of its chain. Nothing happens if it is not.
+    pub fn favour_behind(
+        &self,
+        namespace: NamespaceId,
+        column: (Group, Coordinate),
+        parent: BlockKey,
+        keys: &[BlockKey],
+    ) -> Result<usize, Error> {
+        let (parent, prints) =
+            (self.prints(namespace, column, &[parent])?, self.prints(namespace, column, keys)?);
+        let parent = *parent.first().ok_or(Reason::Empty)?;
+        Ok(self.0.shared.favoured.add_behind(parent, &prints, self.0.shared.clock.now()))
+    }
+
+    /// The blocks of a chain go last for this long from now on; with no time, not any more.
+    pub fn set_favour(&self, chain: u64, hold: Duration) {
+        let now = self.0.shared.clock.now();
+        self.0.shared.favoured.set(chain, now.plus(hold), now);
+    }
+
+    /// Which of these blocks go last ([`Store::favour`]).
+    pub fn favoured(
+        &self,
+        namespace: NamespaceId,
+        column: (Group, Coordinate),
+        keys: &[BlockKey],
+    ) -> Result<Vec<bool>, Error> {
+        let prints = self.prints(namespace, column, keys)?;
+        Ok(self.0.shared.favoured.which(&prints, self.0.shared.clock.now()))
+    }
+
+    fn prints(
+        &self,
+        namespace: NamespaceId,
+        column: (Group, Coordinate),
+        keys: &[BlockKey],
+    ) -> Result<Vec<BlockFingerprint>, Error> {
+        let known = self.0.shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        Ok(self.0.shared.prints_of(&known, keys, column))
+    }
+
+    /// How long blocks of a namespace live whose put does not say.
+    pub fn default_ttl(&self, namespace: NamespaceId) -> Option<Duration> {
+        self.0.shared.names.default_ttl(namespace)
     }
 
     /// Limits what a namespace may have on disk: live bytes, headers and padding included. A put that would pass

@@ -9,6 +9,7 @@
 //!
 //! What holds for every policy:
 //! - a block under a lease stays, and so do those before it in its record;
+//! - a block that is favoured goes when nothing else is left;
 //! - a block does not go before those behind it in its record: children before parents;
 //! - of equal rank those go that empty a segment, then those whose record was unused for longest, then the later in the
 //!   log;
@@ -315,6 +316,9 @@ impl Choice<'_> {
         let (epoch, record_age) = (shared.epoch(), shared.age_of(used));
         let first_used = seen.iter().find(|one| one.found.heat.frequency > 0).map(|one| one.block);
         let mut least = u32::MAX;
+        let favours = shared.favoured.at(shared.clock.now());
+        // What is favoured goes after all else, and before nothing: a lease alone keeps a block.
+        let others = if favours.any() { 2 } else { 1 };
         for one in seen.iter_mut().rev() {
             let heat = one.found.heat;
             one.known = Candidate {
@@ -328,7 +332,11 @@ impl Choice<'_> {
                 boundary: facts.boundary,
                 cost: facts.cost,
             };
-            let own = if one.found.leased { 0 } else { self.policy.rank(&one.known).max(1) };
+            let own = match one.found.leased {
+                true => 0,
+                false if favours.has(one.print) => 1,
+                false => self.policy.rank(&one.known).max(others),
+            };
             least = least.min(own);
             one.rank = least;
         }

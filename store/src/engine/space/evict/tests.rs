@@ -209,6 +209,36 @@ fn what_a_lease_holds_stays_and_so_does_a_segment_under_a_read() {
 }
 
 #[test]
+fn what_is_favoured_goes_when_nothing_else_is_left() {
+    for policy in EvictionPolicy::ALL {
+        filled().run(move |world| async move {
+            recover(&world.shard.log).await.unwrap();
+            world.shared.set_policy(policy);
+            let all = world.contents().len() as u64;
+            let now = world.shared.clock.now();
+            // The oldest fifth, of which nothing was used, beside blocks that are used again and again.
+            let favoured: Vec<u64> = (0..all / 5).collect();
+            let prints: Vec<_> = favoured.iter().map(|number| print(&world, *number)).collect();
+            let until = now.plus(std::time::Duration::from_secs(3600));
+            assert_eq!(world.shared.favoured.add(1, &prints, until, now), prints.len());
+            (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, now));
+            let others: Vec<_> = (all / 5..all).map(|number| print(&world, number)).collect();
+            world.shared.index.touch(&others, world.shared.epoch());
+            give_back(&world, 4 * SEGMENT_BYTES).await;
+            assert!(favoured.iter().all(|number| world.has("a", *number)), "{policy:?}");
+            assert!(others.iter().any(|print| world.shared.index.lookup(*print) == Lookup::Absent));
+            // They are under no lease.
+            while !matches!(world.shard.space.make_room().await, Made::Nothing) {
+                if favoured.iter().any(|number| !world.has("a", *number)) {
+                    return;
+                }
+            }
+            panic!("{policy:?}: favoured blocks stay for ever");
+        });
+    }
+}
+
+#[test]
 fn a_segment_with_holes_is_never_written_anew() {
     let place = filled();
     place.run(|world| async move {

@@ -1,0 +1,220 @@
+//! Which nodes have a block, by rule: hot blocks are copied and lost again, a put knows what others have, and a chain's owner has its
+//! blocks go last.
+#![allow(clippy::disallowed_methods, reason = "real nodes on loopback")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{GROUP, Stage, key};
+use kvarts_cluster::hot::Rule;
+use kvarts_cluster::members::NodeId;
+use kvarts_layout::{BlockKey, Coordinate};
+use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy};
+use kvarts_store::api::{ContainsRequest, KvStore, Origins, Placed, Presence, ReadEnd, ReadRequest};
+use kvarts_wire::proto;
+use proto::chain_reply::What;
+use proto::chain_request::Ask;
+use tokio::net::TcpListener;
+
+fn column<'a>(stage: &Stage, keys: &'a [BlockKey]) -> Column<'a> {
+    Column { namespace: stage.namespace, group: GROUP, coordinate: Coordinate::default(), keys }
+}
+
+/// Nodes of one cluster with options of their own.
+async fn start(stages: &[&Stage], change: impl Fn(NodeOptions) -> NodeOptions) -> Vec<Arc<ClusterNode>> {
+    let mut listeners = Vec::new();
+    for _ in stages {
+        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let members = common::members(1, stages, &listeners);
+    let (identity, geometry) = common::model();
+    let node = |(stage, listener): (&&Stage, TcpListener)| {
+        let options = change(common::options(&members));
+        let node = ClusterNode::start(stage.store().clone(), listener, options).unwrap();
+        node.know(&identity, &geometry, stage.namespace);
+        node
+    };
+    stages.iter().zip(listeners).map(node).collect()
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn until_located(node: &ClusterNode, stage: &Stage, keys: &[BlockKey], on: NodeId) {
+    let begun = Instant::now();
+    loop {
+        let tags: Vec<_> = keys.iter().map(|key| column(stage, keys).tag(key)).collect();
+        let located = node.locate(&tags, Duration::from_secs(1)).await;
+        if located.copies.iter().all(|nodes| nodes.contains(&on)) {
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "{located:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn here(stage: &Stage, keys: &[BlockKey]) -> usize {
+    let (namespace, group, coordinate) = (stage.namespace, GROUP, Coordinate::default());
+    let asked = ContainsRequest { namespace, group, coordinate, keys, lease: None };
+    let reply = stage.store().contains(&asked).unwrap();
+    reply.presence.iter().filter(|presence| **presence == Presence::Here).count()
+}
+
+async fn read(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) -> ReadEnd {
+    let bytes = stage.shape.block_bytes() as usize * keys.len();
+    let memory = kvarts_store::io::BufMut::zeroed(bytes).unwrap().share();
+    let into = Placed::blocks(&stage.shape, memory.clone(), keys.len() as u32).unwrap();
+    let request = ReadRequest::new(stage.namespace, GROUP, Coordinate::default(), keys.to_vec(), into);
+    let stream = node.read(request, &stage.shape, &Origins::any(keys.len())).unwrap();
+    let end = std::future::poll_fn(|context| stream.poll_end(context)).await.unwrap();
+    let content: Vec<u8> =
+        keys.iter().flat_map(|key| common::content(key, stage.shape.block_bytes() as usize)).collect();
+    if end.failures.is_empty() {
+        assert_eq!(memory.to_vec(), content);
+    }
+    end
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_read_often_from_another_node_is_copied_for_a_time_and_lost_when_it_is_not() {
+    let [a, b] = ["hot-a", "hot-b"].map(Stage::new);
+    let hold = Duration::from_secs(3);
+    let nodes =
+        start(&[&a, &b], |options| NodeOptions { hot: Some(Rule { reads_per_second: 2, hold }), ..options })
+            .await;
+    let keys: Vec<BlockKey> = (0..20).map(key).collect();
+    a.put(&keys);
+    until_located(&nodes[1], &b, &keys, a.id()).await;
+    let (hot, cold) = keys.split_at(8);
+    // Two reads a second are 23 that count.
+    for _ in 0..5 {
+        assert_eq!(read(&nodes[1], &b, cold).await.failures, []);
+    }
+    for _ in 0..40 {
+        assert_eq!(read(&nodes[1], &b, hot).await.failures, []);
+    }
+    until("hot blocks are copied", || here(&b, hot) == hot.len()).await;
+    assert_eq!(here(&b, cold), 0, "what is read now and then is not");
+    until_located(&nodes[0], &a, hot, b.id()).await;
+    let counts = nodes[1].status().hot;
+    assert_eq!((counts.copied, counts.now, counts.failed), (8, 8, 0));
+    let before = nodes[0].status().served.pieces;
+    assert_eq!(read(&nodes[1], &b, hot).await.failures, []);
+    assert_eq!(nodes[0].status().served.pieces, before, "nothing is asked of the other node");
+    assert_eq!(nodes[0].status().hot.counted, 0, "a node's own blocks are not counted");
+    until("copies of what is not read any more go", || here(&b, hot) == 0).await;
+    assert_eq!(here(&a, &keys), keys.len());
+    assert_eq!(read(&nodes[1], &b, hot).await.failures, []);
+    nodes.iter().for_each(|node| node.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_put_knows_what_another_node_has_that_can_be_reached_and_waits_a_moment_at_most() {
+    let [a, b] = ["placing-a", "placing-b"].map(Stage::new);
+    let nodes = start(&[&a, &b], |options| NodeOptions { put: PutPolicy::Single, ..options }).await;
+    let keys: Vec<BlockKey> = (0..40).map(key).collect();
+    a.put(&keys[..20]);
+    b.put(&keys[10..15]);
+    until_located(&nodes[1], &b, &keys[..20], a.id()).await;
+    let held = nodes[1].held_elsewhere(column(&b, &keys)).await.unwrap();
+    let expected: Vec<bool> = (0..40).map(|n| n < 20 && !(10..15).contains(&n)).collect();
+    assert_eq!(held, expected, "what is here is stored here, and so is what is nowhere");
+    assert_eq!(nodes[1].status().puts.held, 15);
+    assert_eq!(nodes[1].held_elsewhere(column(&b, &keys[20..])).await, None);
+    nodes[0].stop();
+    until("the other node is away", || nodes[1].status().nodes.iter().any(|node| !node.is_reachable)).await;
+    let begun = Instant::now();
+    assert_eq!(
+        nodes[1].held_elsewhere(column(&b, &keys)).await,
+        None,
+        "what is said to be on a node that is gone"
+    );
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    nodes[1].stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_put_whose_holder_says_nothing_goes_on_and_is_counted() {
+    let [a, b] = ["placing-silent-a", "placing-silent-b"].map(Stage::new);
+    // The other member takes connections and never says a word.
+    let listeners =
+        [TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap()];
+    let members = common::members(1, &[&a, &b], &listeners);
+    let [own, _silent] = listeners;
+    let options = NodeOptions { put: PutPolicy::Single, ..common::options(&members) };
+    let node = ClusterNode::start(a.store().clone(), own, options).unwrap();
+    let keys: Vec<BlockKey> = (0..100).map(key).collect();
+    let begun = Instant::now();
+    assert_eq!(node.held_elsewhere(column(&a, &keys)).await, None);
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    let unasked = node.status().puts.unasked;
+    assert!((20..80).contains(&unasked), "{unasked}");
+    node.stop();
+}
+
+async fn ask(
+    node: &ClusterNode,
+    stage: &Stage,
+    first: BlockKey,
+    ask: Ask,
+    token: (u64, u64),
+) -> proto::ChainReply {
+    let asked = proto::ChainRequest {
+        node: node.id().0.to_vec().into(),
+        ask: Some(ask),
+        token_epoch: token.0,
+        token_number: token.1,
+        ..proto::ChainRequest::default()
+    };
+    node.chain_of((stage.namespace, GROUP, Coordinate::default()), first, asked).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
+    let [a, b] = ["owned-a", "owned-b"].map(Stage::new);
+    let nodes = start(&[&a, &b], |options| options).await;
+    let keys: Vec<BlockKey> = (0..12).map(key).collect();
+    let favoured = |stage: &Stage| {
+        stage.store().favoured(stage.namespace, (GROUP, Coordinate::default()), &keys).unwrap()
+    };
+    a.put(&keys);
+    nodes[0].note_use(&column(&a, &keys), None);
+    assert_eq!(favoured(&a), [false; 12], "it owns nothing");
+    // The chain begins at the fourth block.
+    let begun = Instant::now();
+    let lease = loop {
+        let reply = ask(&nodes[0], &a, keys[3], Ask::ClaimMs(2000), (0, 0)).await;
+        if reply.what() == What::Granted {
+            break reply.lease.unwrap();
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "{reply:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let token = (lease.token_epoch, lease.token_number);
+    nodes[0].note_use(&column(&a, &keys[..8]), None);
+    let up_to = |end: usize| -> Vec<bool> { (0..12).map(|n| (3..end).contains(&n)).collect() };
+    assert_eq!(favoured(&a), up_to(8), "what stands before it is not of it");
+    // What is put behind a block of it is of it, what is put behind another one is not.
+    nodes[0].note_use(&column(&a, &keys[10..]), Some(keys[1]));
+    nodes[0].note_use(&column(&a, &keys[8..10]), Some(keys[7]));
+    assert_eq!(favoured(&a), up_to(10));
+    let other = ask(&nodes[1], &b, keys[3], Ask::ClaimMs(2000), (0, 0)).await;
+    assert_eq!(other.what(), What::Owned);
+    nodes[1].note_use(&column(&b, &keys), None);
+    assert_eq!(favoured(&b), [false; 12], "another node owns it");
+    assert_eq!((nodes[0].status().owned, nodes[1].status().owned), (1, 0));
+    // As long as the lease goes on, used or not.
+    assert_eq!(ask(&nodes[0], &a, keys[3], Ask::RenewMs(30_000), token).await.what(), What::Granted);
+    tokio::time::sleep(Duration::from_millis(2500)).await;
+    assert_eq!(favoured(&a), up_to(10));
+    ask(&nodes[0], &a, keys[3], Ask::Release(true), token).await;
+    assert_eq!((favoured(&a), nodes[0].status().owned), (vec![false; 12], 0));
+    nodes.iter().for_each(|node| node.stop());
+}
