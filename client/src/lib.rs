@@ -235,6 +235,13 @@ impl Client {
         Ok((reply.lease, held))
     }
 
+    /// What is pinned or leased, and for how long: of the caller's tenant, or of all for whom may administer.
+    pub fn pins(&self, of_all: bool) -> Result<proto::ListPinsReply, Error> {
+        let mut store = self.remote.store();
+        let request = self.remote.request(proto::ListPinsRequest { of_all }, None);
+        self.remote.ask(async move { store.list_pins(request).await })
+    }
+
     /// Follows what happens to the blocks of the caller's tenant.
     pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
         let mut admin = self.remote.admin();
@@ -275,6 +282,13 @@ impl Client {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::SetBudgetRequest { budget_bytes }, None);
         self.remote.ask(async move { admin.set_budget(request).await })
+    }
+
+    /// Has the server read tenants, tokens and certificates again; gives what an operator should know of it.
+    pub fn reload(&self) -> Result<Vec<String>, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::ReloadRequest {}, None);
+        self.remote.ask(async move { admin.reload(request).await }).map(|reply| reply.notes)
     }
 
     /// Asks the server to finish and stop.

@@ -45,6 +45,10 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<kvarts_bench::BenchArgs>),
+    /// Show or change how much a running server may have on disk
+    Budget(client_cmd::BudgetArgs),
+    /// Have a running server write a checkpoint, so that its next start reads little
+    Checkpoint(client_cmd::AdminArgs),
     /// Show the cluster that a running server belongs to
     Cluster(client_cmd::ClusterArgs),
     /// Keep blocks in object storage: push, list, check, collect, restore
@@ -61,6 +65,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Check whether this machine can run a server well, and say what to change
     Doctor(doctor::DoctorArgs),
+    /// Have a running server end what is under way, and stop
+    Drain(client_cmd::DrainArgs),
     /// Write artifacts of a store into a portable file
     Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
@@ -83,12 +89,16 @@ enum Command {
     Match(client_cmd::MatchArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
-    /// Hold blocks of a running server against eviction
+    /// Hold blocks of a running server against eviction, and show what is held
     Pin(client_cmd::PinArgs),
     /// Put blocks from a file into a running server
     Put(client_cmd::PutArgs),
+    /// Have a running server read tenants, tokens and certificates again, as SIGHUP does
+    Reload(client_cmd::AdminArgs),
     /// Have a running server take writes again after a fault made it read-only, once the cause is gone
     Resume(client_cmd::AdminArgs),
+    /// Have a running server compare every block with its digests
+    Scrub(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
     /// Say what restoring a prefix is worth, and where a request should go
@@ -185,6 +195,8 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
+        Command::Budget(arguments) => client_cmd::budget(&arguments, out),
+        Command::Checkpoint(arguments) => client_cmd::checkpoint(&arguments, out),
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
         Command::Cold(arguments) => cold_cmd::run(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
@@ -198,6 +210,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Delete(arguments) => client_cmd::delete(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, out),
         Command::Doctor(arguments) => doctor::run(&arguments, out),
+        Command::Drain(arguments) => client_cmd::drain(&arguments, out),
         Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Get(arguments) => client_cmd::get(&arguments, out),
@@ -212,7 +225,9 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
         Command::Put(arguments) => client_cmd::put(&arguments, out),
+        Command::Reload(arguments) => client_cmd::reload(&arguments, out),
         Command::Resume(arguments) => client_cmd::resume(&arguments, out),
+        Command::Scrub(arguments) => client_cmd::scrub(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),

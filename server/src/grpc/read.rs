@@ -85,6 +85,9 @@ impl Download {
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
         call.is_for(class);
+        if let (Order::Layers, Some(first)) = (order, keys.first()) {
+            call.reads(&model, *first, keys.len());
+        }
         let (verify, deadline) = (Verify::Always, Some(call.engine_deadline()));
         let request =
             TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
@@ -253,7 +256,7 @@ impl Sending {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
                     Arrived::Layer { layer, blocks } => {
                         self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
-                        self.call.layer_ready();
+                        self.call.layer_ready(layer);
                     }
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }

@@ -113,3 +113,19 @@ impl Models {
         models.get(&(caller.tenant.number, namespace)).cloned()
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A model of flat pages.
+    pub(crate) fn model() -> Arc<Model> {
+        let geometry = Geometry::opaque(4096).unwrap();
+        let identity = kvarts_layout::identity::IdentityForm::from_json(
+            r#"{"model": "pages", "revision": "1", "kv-dtype": "u8", "block-tokens": 16,
+                "arrangement": {"engine": "test", "layout": "flat", "version": "1"}}"#,
+        );
+        let identity = identity.unwrap().of(&geometry).unwrap();
+        Arc::new(Model { namespace: NamespaceId([3; 32]), identity, geometry, listed: 64, memory: 64 })
+    }
+}
