@@ -41,11 +41,14 @@ use kvarts_store::rt::{Clock, Nanos};
 use grpc_path::GrpcPath;
 use kvarts_planner::cost::Times;
 use kvarts_planner::route::{self, Route};
-use kvarts_wire::{plans, proto};
+use kvarts_wire::{convert, plans, proto};
 use local::LocalPath;
 use remote::Remote;
 pub use remote::endpoint;
 use tonic::Streaming;
+
+/// The name of the path over gRPC.
+pub(crate) const GRPC: &str = "grpc";
 
 /// A way for blocks between this process and a store. Each is a whole store in itself.
 pub trait Path: KvStore + fmt::Debug {
@@ -228,6 +231,19 @@ impl Client {
         keys: &[BlockKey],
         hold: Duration,
     ) -> Result<(Option<LeaseId>, u32), Error> {
+        if self.path.name() == GRPC {
+            let wire = proto::PinRequest {
+                namespace: namespace.as_bytes().to_vec().into(),
+                column: Some(convert::wire_column(group, coordinate)),
+                keys: convert::key_bytes(keys),
+                hold_ms: messages::millis(hold),
+            };
+            let reply = self.remote.ask_again(|| {
+                let (mut store, request) = (self.remote.store(), self.remote.request(wire.clone(), None));
+                async move { store.pin(request).await }
+            })?;
+            return Ok((remote::lease(reply.lease), reply.held));
+        }
         let terms = LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX };
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
         let reply = self.path.contains(&request)?;

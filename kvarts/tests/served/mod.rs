@@ -35,8 +35,8 @@ impl Server {
     pub(crate) fn start(scratch: Scratch, more: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
-            .args(["serve", "--budget", "64M", "--segment", "4M", "--listen-grpc", "127.0.0.1:0"])
-            .args(["--listen-metrics", "127.0.0.1:0"])
+            .args(["serve", "--listen-grpc", "127.0.0.1:0", "--listen-metrics", "127.0.0.1:0"])
+            .args(if more.contains(&"--budget") { &[][..] } else { &["--budget", "64M", "--segment", "4M"] })
             .args(more)
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(scratch.0.join("log")).unwrap())
