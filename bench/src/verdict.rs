@@ -20,7 +20,12 @@ const FIGURES: &[(&str, &str, &str, Expected)] = &[
     ("put", "ratio", "speed of durable puts beside bare writes and flushes", AtLeast(0.84)),
     ("match", "ratio", "time of a look-up beside a plain hash map", AtMost(0.7)),
     ("open", "ratio", "time of a start after a crash beside a bare read of the same bytes", AtMost(4.0)),
-    ("mixed", "p99_ratio", "99th percentile of layer reads under load beside the same reads alone", AtMost(2.6)),
+    (
+        "mixed",
+        "p99_ratio",
+        "99th percentile of layer reads under load beside the same reads alone",
+        AtMost(2.6),
+    ),
     ("serve", "grpc_hot_ratio", "speed of gRPC reads from memory beside a bare server", AtLeast(0.93)),
     ("serve", "local_ratio", "speed of local reads beside the embedded engine", AtLeast(1.0)),
     ("scale", "evict_cost_ratio", "cost of eviction with a full index beside a small one", AtMost(1.1)),
@@ -33,7 +38,10 @@ const FIGURES: &[(&str, &str, &str, Expected)] = &[
 pub(super) fn of(report: &Map<String, Value>) -> (&'static str, String) {
     let bench = report.get("bench").and_then(Value::as_str).unwrap_or_default();
     if cfg!(debug_assertions) {
-        return ("debug-build", "this is a debug build: its figures say nothing; build with --release".to_owned());
+        return (
+            "debug-build",
+            "this is a debug build: its figures say nothing; build with --release".to_owned(),
+        );
     }
     judged(bench, report)
 }
@@ -54,13 +62,19 @@ fn judged(bench: &str, report: &Map<String, Value>) -> (&'static str, String) {
     });
     let known: Vec<(bool, String)> = known.collect();
     let told = |met: bool| -> String {
-        known.iter().filter(|(is_met, _)| *is_met == met).map(|(_, text)| text.as_str()).collect::<Vec<_>>().join("; ")
+        known
+            .iter()
+            .filter(|(is_met, _)| *is_met == met)
+            .map(|(_, text)| text.as_str())
+            .collect::<Vec<_>>()
+            .join("; ")
     };
     match (known.is_empty(), known.iter().all(|(is_met, _)| *is_met)) {
         (true, _) => ("none", "nothing is expected of this benchmark's figures: compare two runs".to_owned()),
         (false, true) => ("as-expected", format!("as expected: {}", told(true))),
         (false, false) => {
-            let text = format!("worse than expected: {}; docs/PERFORMANCE.md says what bounds it", told(false));
+            let text =
+                format!("worse than expected: {}; docs/PERFORMANCE.md says what bounds it", told(false));
             ("worse", text)
         }
     }

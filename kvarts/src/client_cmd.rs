@@ -24,8 +24,7 @@ use std::time::Duration;
 use clap::Args;
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{
-    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Order, Placed, ReadEnd, ReadRequest,
-    Target, Verify,
+    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Order, Placed, ReadEnd, ReadRequest, Target, Verify,
 };
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
@@ -44,8 +43,8 @@ pub(crate) use put::{PutArgs, put};
 pub(crate) use stat::{AdminArgs, resume, stat};
 use strangers::Standing;
 use subject::Subject;
-use sure::Sure;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
+use sure::Sure;
 
 /// Bytes of blocks that are put or read at once.
 const BATCH_BYTES: u64 = 64 << 20;
@@ -221,7 +220,7 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
     for model in &reply.models {
         let identity = model.identity.clone().unwrap_or_default();
         let stored = match reply.of_store {
-            true => format!(": {}", bytes(model.live_bytes)),
+            true => format!(": {}, {}", bytes(model.live_bytes), used(model.last_used_ms)),
             false => String::new(),
         };
         writeln!(
@@ -252,7 +251,22 @@ fn listed(model: &proto::list_models_reply::Model, of_store: bool) -> serde_json
         "arrangement": [identity.arrangement_engine, identity.arrangement_layout, identity.arrangement_version],
         "extras": identity.extras, "registered": model.registered,
         "live_bytes": of_store.then_some(model.live_bytes),
+        "last_used_ms": (model.last_used_ms > 0).then_some(model.last_used_ms),
     })
+}
+
+/// How long ago a model was used.
+fn used(at_ms: u64) -> String {
+    if at_ms == 0 {
+        return "not used since the server started".to_owned();
+    }
+    let now = crate::offline::now_ms();
+    let seconds = now.saturating_sub(at_ms) / 1000;
+    match seconds {
+        0..120 => format!("used {seconds} s ago"),
+        120..7200 => format!("used {} min ago", seconds / 60),
+        _ => format!("used {} h ago", seconds / 3600),
+    }
 }
 
 /// What tells models of one name apart: every field that says something.
@@ -283,7 +297,9 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
     };
     let target = match arguments.all {
         true => {
-            arguments.sure.ask("every block of this identity goes, pinned ones too, and cannot be brought back")?;
+            arguments
+                .sure
+                .ask("every block of this identity goes, pinned ones too, and cannot be brought back")?;
             Target::Namespace
         }
         false => {
@@ -339,7 +355,8 @@ fn told(event: &proto::Event) -> serde_json::Value {
     let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
     let mut line = serde_json::Map::new();
     line.insert("event".to_owned(), event.what().as_str_name().to_lowercase().into());
-    let texts = [("reason", event.cause.clone()), ("namespace", hex(&event.namespace)), ("key", hex(&event.key))];
+    let texts =
+        [("reason", event.cause.clone()), ("namespace", hex(&event.namespace)), ("key", hex(&event.key))];
     for (name, text) in texts {
         if !text.is_empty() {
             line.insert(name.to_owned(), text.into());

@@ -109,7 +109,9 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
 }
 
 /// The next asking for a reload.
-async fn next(asked: &mut Option<mpsc::Receiver<oneshot::Sender<Reloaded>>>) -> Option<oneshot::Sender<Reloaded>> {
+async fn next(
+    asked: &mut Option<mpsc::Receiver<oneshot::Sender<Reloaded>>>,
+) -> Option<oneshot::Sender<Reloaded>> {
     match asked {
         Some(asked) => asked.recv().await,
         None => std::future::pending().await,

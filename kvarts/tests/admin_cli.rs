@@ -25,7 +25,10 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     let (_, shown) = json(server.kvarts(&["budget", "--json"]));
     assert_eq!(shown["budget_bytes"], 64 << 20);
     let (code, grown) = json(server.kvarts(&["budget", "96M", "--json"]));
-    assert_eq!((code, &grown["budget_bytes"], &grown["before_bytes"]), (0, &(96 << 20).into(), &(64 << 20).into()));
+    assert_eq!(
+        (code, &grown["budget_bytes"], &grown["before_bytes"]),
+        (0, &(96 << 20).into(), &(64 << 20).into())
+    );
     assert!(server.metrics().contains("kvarts_disk_budget_bytes 100663296"));
     // Less than what is allocated: blocks would go, so it is asked.
     let allocated = shown["allocated_bytes"].as_u64().unwrap();
@@ -72,7 +75,9 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
     let hash = |token: &str| kvarts_server::state::auth::TokenHash::of(token).to_string();
     let tenant = |name: &str, rights: &str| {
         let hash = hash(&format!("kvarts_{name}"));
-        format!("[[tenants]]\nname = '{name}'\n[[tokens]]\ntenant = '{name}'\nrights = [{rights}]\nhash = '{hash}'\n")
+        format!(
+            "[[tenants]]\nname = '{name}'\n[[tokens]]\ntenant = '{name}'\nrights = [{rights}]\nhash = '{hash}'\n"
+        )
     };
     let scratch = Scratch::new("reload");
     let red = tenant("red", "'read', 'write', 'admin'");
@@ -124,7 +129,10 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
         assert!(!answer.contains("pages") && !answer.contains("red"), "{answer}");
     }
     let log = server.log();
-    assert!(log.contains("reload asked for") && log.contains("the configuration was not read again"), "{log}");
+    assert!(
+        log.contains("reload asked for") && log.contains("the configuration was not read again"),
+        "{log}"
+    );
     assert!(!log.contains("kvarts_red") && !log.contains("kvarts_nobody"), "a token stands in the log");
 }
 
@@ -150,13 +158,15 @@ fn the_log_says_at_the_start_what_is_here_and_nothing_of_normal_clients() {
     for part in [concat!("kvarts ", env!("CARGO_PKG_VERSION"), ", store "), ": 0 blocks, ", "budget 64 MiB"] {
         assert!(opened.contains(part), "{part} is not in {opened}");
     }
-    let loud: Vec<&str> = log.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR")).collect();
+    let loud: Vec<&str> =
+        log.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR")).collect();
     assert!(loud.is_empty(), "{loud:#?}");
 }
 
 #[test]
 fn a_refused_call_and_a_full_store_are_one_warning_each() {
-    let server = Server::start(Scratch::new("loud"), &["--index-memory", "64M", "--segment", "1M", "--budget", "8M"]);
+    let server =
+        Server::start(Scratch::new("loud"), &["--index-memory", "64M", "--segment", "1M", "--budget", "8M"]);
     server.store_pages();
     assert_eq!(server.client(&["pin", "--hold", "1h"], &TOKENS).0, 0);
     // Everything is held, and there is no room for more.

@@ -33,7 +33,8 @@ fn read_layers(server: &Server) {
     let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);
     let pool = SharedBuf::new(&client.pool(10 * 4096).unwrap(), 0, 10 * 4096).unwrap();
     let into = Placed::blocks(&shape, pool, 10).unwrap();
-    let request = ReadRequest { order: Order::Layers, ..ReadRequest::new(namespace, group, coordinate, keys, into) };
+    let request =
+        ReadRequest { order: Order::Layers, ..ReadRequest::new(namespace, group, coordinate, keys, into) };
     assert_eq!(block_on(client.get_into(request)).unwrap().usable_blocks, 10);
 }
 
@@ -50,9 +51,13 @@ fn used(name: &str) -> Server {
 fn the_page_and_its_parts_are_answered_with_a_policy_and_nothing_else_is() {
     let server = Server::start(Scratch::new("page-http"), &["--index-memory", "64M"]);
     let get = |path: &str| http(server.metrics_address(), &format!("GET {path}"));
-    for (path, kind) in
-        [("/", "html"), ("/page.css", "css"), ("/page.js", "javascript"), ("/figures.js", "javascript"), ("/inside.js", "javascript")]
-    {
+    for (path, kind) in [
+        ("/", "html"),
+        ("/page.css", "css"),
+        ("/page.js", "javascript"),
+        ("/figures.js", "javascript"),
+        ("/inside.js", "javascript"),
+    ] {
         let answer = get(path);
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{path}: {head}");
@@ -239,7 +244,10 @@ fn the_page_shows_segments_the_past_hour_prefixes_and_when_layers_came() {
     browser.open(&format!("http://{}/", server.metrics_address()));
     browser.until("document.querySelectorAll('#segments rect.live').length > 0");
     let label = browser.run("document.querySelector('#segments svg').getAttribute('aria-label')");
-    assert!(label.as_str().unwrap().starts_with("Shard 0: ") && label.as_str().unwrap().contains(" live, "), "{label}");
+    assert!(
+        label.as_str().unwrap().starts_with("Shard 0: ") && label.as_str().unwrap().contains(" live, "),
+        "{label}"
+    );
     // Live bytes are drawn: some cell is neither empty nor fuller than a cell can be.
     let heights = "Math.max(...[...document.querySelectorAll('#segments rect.live')].map((one) => Number(one.getAttribute('height'))))";
     let highest = browser.run(heights).as_f64().unwrap();
@@ -275,13 +283,17 @@ fn the_page_shows_segments_the_past_hour_prefixes_and_when_layers_came() {
     assert_eq!(browser.run("document.getElementById('timeline').hidden"), false);
     assert_eq!(browser.run("document.querySelectorAll('#layers li').length"), 1);
     let title = browser.run("document.getElementById('timeline-title').textContent");
-    assert!(title.as_str().unwrap().contains("local, ") && title.as_str().unwrap().contains("10 blocks"), "{title}");
+    assert!(
+        title.as_str().unwrap().contains("local, ") && title.as_str().unwrap().contains("10 blocks"),
+        "{title}"
+    );
     assert_eq!(browser.run("document.querySelector('#layers progress').value"), 1);
     assert_eq!(browser.complaints(), Vec::<String>::new());
     let size = json!({"width": 1200, "height": 2200, "deviceScaleFactor": 1, "mobile": false});
     browser.ask("Emulation.setDeviceMetricsOverride", size);
     let picture = browser.picture();
-    std::fs::write(std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("status-page-inside.png"), picture).unwrap();
+    std::fs::write(std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("status-page-inside.png"), picture)
+        .unwrap();
 }
 
 /// What the page reckons, from two samples that are written down.

@@ -37,7 +37,10 @@ fn documented() -> BTreeMap<String, BTreeMap<String, bool>> {
             let (fields, meaning) = row.split_once(" | ").unwrap();
             for field in quoted(&format!("`{fields}")) {
                 let fields = all.entry(command.clone()).or_default();
-                assert!(fields.insert(field.to_owned(), !meaning.starts_with("only ")).is_none(), "{command}: {field} twice");
+                assert!(
+                    fields.insert(field.to_owned(), !meaning.starts_with("only ")).is_none(),
+                    "{command}: {field} twice"
+                );
             }
         }
     }
@@ -81,7 +84,9 @@ struct Compared(Vec<String>, BTreeSet<String>);
 impl Compared {
     fn take(&mut self, documented: &BTreeMap<String, BTreeMap<String, bool>>, command: &str, output: &Value) {
         self.1.insert(command.to_owned());
-        let Some(page) = documented.get(command) else { return self.0.push(format!("{command}: not on the page")) };
+        let Some(page) = documented.get(command) else {
+            return self.0.push(format!("{command}: not on the page"));
+        };
         let mut told = BTreeSet::new();
         fields(output, "", &mut told);
         for field in &told {
@@ -92,7 +97,8 @@ impl Compared {
         for (known, _) in page.iter().filter(|(_, is_always)| **is_always) {
             let name = known.strip_suffix(".*").unwrap_or(known);
             // Elements of an empty list, and parts of what is null, cannot be seen.
-            let seen = told.iter().any(|field| field == name) || told.iter().any(|field| is_empty_above(field, name, output));
+            let seen = told.iter().any(|field| field == name)
+                || told.iter().any(|field| is_empty_above(field, name, output));
             if !seen {
                 self.0.push(format!("{command}: {known} is on the page and not in {output}"));
             }
@@ -104,7 +110,10 @@ impl Compared {
 fn is_empty_above(field: &str, name: &str, output: &Value) -> bool {
     name.strip_prefix(field).is_some_and(|rest| rest.starts_with("[]"))
         && !field.contains("[]")
-        && field.split('.').try_fold(output, |value, part| value.get(part)).is_some_and(|value| value.as_array().is_some_and(Vec::is_empty))
+        && field
+            .split('.')
+            .try_fold(output, |value, part| value.get(part))
+            .is_some_and(|value| value.as_array().is_some_and(Vec::is_empty))
 }
 
 #[test]
@@ -195,7 +204,8 @@ fn do_about(label: &str, severity: Severity) -> &'static str {
 /// The page has each label as the checker knows it. `KVARTS_BLESS=1` writes its table anew.
 #[test]
 fn every_label_of_the_checker_is_in_the_runbook_with_what_to_do() {
-    let rows: Vec<&Row> = RECORD_ROWS.iter().map(|one| &one.row).chain(SEGMENT_ROWS.iter().map(|one| &one.row)).collect();
+    let rows: Vec<&Row> =
+        RECORD_ROWS.iter().map(|one| &one.row).chain(SEGMENT_ROWS.iter().map(|one| &one.row)).collect();
     let mut labels = BTreeMap::new();
     for row in rows {
         labels.insert(row.label, (row.severity, row.cause));
@@ -291,5 +301,42 @@ fn every_alert_is_explained_where_it_points_to() {
     assert!(links.len() >= 3, "{links:?}");
     for link in links {
         assert!(headings.contains(link), "docs/runbook.md has no {link}: {headings:?}");
+    }
+}
+
+/// As zlib's, bit by bit: what another language would have.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 * (crc & 1)))
+    })
+}
+
+/// The vectors by which an author of another client finds what is wrong with theirs.
+#[test]
+fn the_vectors_for_other_languages_are_what_the_program_makes() {
+    use kvarts_wire::digest::StreamDigest;
+    use kvarts_wire::proto;
+    use proto::put_request::Part as PutPart;
+    use proto::read_reply::Part as ReadPart;
+    let page = page("docs/grpc.md");
+    let keys = kvarts_layout::key::text_keys(&(0..32).collect::<Vec<u32>>(), 16);
+    assert_eq!(keys.len(), 2);
+    for key in keys {
+        assert!(page.contains(&format!("`{key}`")), "{key}");
+    }
+    let number = |n: u64| n.to_le_bytes().to_vec();
+    let request: Vec<u8> =
+        [[2, 32].map(number).concat(), vec![1; 32], vec![0; 7 * 8], number(32), vec![2; 32]].concat();
+    let announced = [request.clone(), [2, 0, 1].map(number).concat()].concat();
+    let wire =
+        proto::ReadRequest { namespace: vec![1; 32].into(), keys: vec![2; 32].into(), ..Default::default() };
+    let mut read = StreamDigest::of_read(kvarts_store::api::Order::Layers, &wire);
+    let layer = proto::LayerReady { layer: 0, blocks: 1 };
+    assert_eq!(read.read(&ReadPart::Layer(layer)), crc32(&announced));
+    let header =
+        proto::PutHeader { namespace: vec![1; 32].into(), keys: vec![2; 32].into(), ..Default::default() };
+    let put = StreamDigest::of_put().put(&PutPart::Header(header));
+    for crc in [crc32(&request), crc32(&announced), put] {
+        assert!(page.contains(&format!("`{crc:08x}`")), "{crc:08x}");
     }
 }

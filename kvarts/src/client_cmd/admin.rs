@@ -84,7 +84,9 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
         Some(size) => {
             if size < stats.allocated_bytes {
                 let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
-                arguments.sure.ask(&format!("{used} are allocated: blocks are evicted until it is {size}"))?;
+                arguments
+                    .sure
+                    .ask(&format!("{used} are allocated: blocks are evicted until it is {size}"))?;
             }
             let reply = client.set_budget(size).map_err(Failure::user)?;
             (reply.budget_bytes, reply.allocated_bytes)
@@ -101,7 +103,10 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
             let before = bytes(before);
             writeln!(out, "budget {} from now on (it was {before}), {used} allocated", bytes(now))?;
             if allocated > now {
-                writeln!(out, "  segments are emptied and removed until it is kept; `kvarts budget` shows how far it is")?;
+                writeln!(
+                    out,
+                    "  segments are emptied and removed until it is kept; `kvarts budget` shows how far it is"
+                )?;
             }
             writeln!(out, "  the next start takes store.budget of the configuration again")?;
         }

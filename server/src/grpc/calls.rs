@@ -53,6 +53,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
     let model = call.state.models.get(&call.caller, namespace)?;
+    model.used(call.state.clock().unix_millis());
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
@@ -113,6 +114,7 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
     let model = call.state.models.get(&call.caller, namespace)?;
+    model.used(call.state.clock().unix_millis());
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };

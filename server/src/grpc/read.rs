@@ -74,6 +74,7 @@ impl Download {
         }
         let namespace = convert::namespace(&wire.namespace)?;
         let model = call.state.models.get(&call.caller, namespace)?;
+        model.used(call.state.clock().unix_millis());
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let layers = wire.layers.map(|range| range.start..range.end);

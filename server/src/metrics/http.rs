@@ -87,7 +87,10 @@ async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<(
             Err(refusal) => refusal,
         },
         path => page::page(path).unwrap_or_else(|| {
-            Answer::plain("404 Not Found", "there are /, /metrics, /health, /history, /segments, /prefixes and /reads\n".to_owned())
+            Answer::plain(
+                "404 Not Found",
+                "there are /, /metrics, /health, /history, /segments, /prefixes and /reads\n".to_owned(),
+            )
         }),
     };
     answer.send(&mut stream, has_body).await

@@ -25,7 +25,11 @@ struct Branch {
 }
 
 /// The models of a tenant and, of one of them, its prefixes. Blocks that follow no other and that none follows are in no tree.
-pub(super) async fn told(state: &ServerState, caller: &Caller, namespace: Option<NamespaceId>) -> Result<Value, String> {
+pub(super) async fn told(
+    state: &ServerState,
+    caller: &Caller,
+    namespace: Option<NamespaceId>,
+) -> Result<Value, String> {
     let known = state.engine.namespaces(&caller.tenant.salt, MODELS_MAX);
     let model = |one: &kvarts_store::engine::KnownNamespace| {
         json!({
@@ -37,14 +41,14 @@ pub(super) async fn told(state: &ServerState, caller: &Caller, namespace: Option
     // Another tenant's is answered as one that is not there.
     let wanted = namespace.or(known.first().map(|one| one.namespace));
     let Some(wanted) = wanted.filter(|wanted| known.iter().any(|one| one.namespace == *wanted)) else {
-        return Ok(json!({"models": models, "namespace": null, "branches": [], "branches_left_out": 0, "is_cut": false}));
+        return Ok(
+            json!({"models": models, "namespace": null, "branches": [], "branches_left_out": 0, "is_cut": false}),
+        );
     };
     let links = state.engine.links(wanted, LINKS_MAX).await.map_err(|error| error.to_string())?;
     let is_cut = links.len() >= LINKS_MAX;
     let (branches, left_out) = tree(&links);
-    let branch = |one: &Branch| {
-        json!({"depth": one.depth, "first": one.first.to_string(), "blocks": one.blocks, "forks": one.forks})
-    };
+    let branch = |one: &Branch| json!({"depth": one.depth, "first": one.first.to_string(), "blocks": one.blocks, "forks": one.forks});
     Ok(json!({
         "models": models, "namespace": wanted.to_string(), "branches": branches.iter().map(branch).collect::<Vec<_>>(),
         "branches_left_out": left_out, "is_cut": is_cut,
@@ -54,7 +58,8 @@ pub(super) async fn told(state: &ServerState, caller: &Caller, namespace: Option
 /// The branches of the trees that links from parents to children make, a parent before its children, and how many there are
 /// beyond those that are shown.
 fn tree(links: &BTreeSet<(BlockKey, BlockKey)>) -> (Vec<Branch>, u64) {
-    let children = |parent: BlockKey| links.range((parent, BlockKey([0; 32]))..=(parent, BlockKey([0xff; 32])));
+    let children =
+        |parent: BlockKey| links.range((parent, BlockKey([0; 32]))..=(parent, BlockKey([0xff; 32])));
     let parents: BTreeSet<BlockKey> = links.iter().map(|(parent, _)| *parent).collect();
     let followers: BTreeSet<BlockKey> = links.iter().map(|(_, child)| *child).collect();
     let (mut branches, mut left_out) = (Vec::new(), 0);
@@ -127,7 +132,10 @@ mod tests {
         // 1-2-3, then 4-5 and 6; and 10-11 alone.
         let (branches, left_out) = tree(&links(&[(1, 2), (2, 3), (3, 4), (4, 5), (3, 6), (10, 11)]));
         let branch = |depth, first, blocks, forks| Branch { depth, first: key(first), blocks, forks };
-        assert_eq!(branches, [branch(0, 1, 3, 2), branch(1, 4, 2, 0), branch(1, 6, 1, 0), branch(0, 10, 2, 0)]);
+        assert_eq!(
+            branches,
+            [branch(0, 1, 3, 2), branch(1, 4, 2, 0), branch(1, 6, 1, 0), branch(0, 10, 2, 0)]
+        );
         assert_eq!(left_out, 0);
     }
 

@@ -74,7 +74,10 @@ mod tests {
             assert!(cells.len() <= CELLS_MAX + shards.len());
             let sum = |column: usize| cells.iter().map(|cell| cell[column].as_u64().unwrap()).sum::<u64>();
             let all = u64::from(2 * count);
-            assert_eq!((sum(1), sum(2), sum(3), sum(4), sum(6), sum(7)), (all, 60 * all, 10 * all, 25 * all, 2, 0));
+            assert_eq!(
+                (sum(1), sum(2), sum(3), sum(4), sum(6), sum(7)),
+                (all, 60 * all, 10 * all, 25 * all, 2, 0)
+            );
         }
         assert_eq!(map(Vec::new(), 100)["shards"], json!([]));
     }

@@ -162,7 +162,7 @@ function drawMap(told) {
   shards.forEach(({ name, said, width, height, boxes }, at) => {
     const [caption, drawing] = place.children[at].children;
     say(caption, name);
-    drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    drawing.setAttribute("viewBox", `-1 -1 ${width + 1} ${height + 1}`);
     drawing.setAttribute("role", "img");
     drawing.setAttribute("aria-label", `${name}: ${said}`);
     fit(drawing, boxes.length, () => document.createElementNS(SVG, "rect"));
