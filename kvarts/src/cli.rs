@@ -24,6 +24,14 @@ use crate::{
     plan_cmd, serve_cmd, top,
 };
 
+/// What the end of the help says.
+const LAST_WORDS: &str = "\
+First steps: `kvarts demo` shows what this is for, `kvarts doctor DIR` whether this machine can run it, `kvarts serve` \
+runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to do by `budget`, `checkpoint`, `drain`, \
+`reload`, `resume` and `scrub`.
+
+";
+
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
@@ -35,7 +43,7 @@ const CUT_OFF: u8 = 141;
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
-#[command(name = "kvarts", version, after_help = EXIT_CODES, max_term_width = 80)]
+#[command(name = "kvarts", version, after_help = format!("{LAST_WORDS}{EXIT_CODES}"), max_term_width = 80)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -91,6 +99,8 @@ enum Command {
     Model(model_cmd::ModelArgs),
     /// Hold blocks of a running server against eviction, and show what is held
     Pin(client_cmd::PinArgs),
+    /// Say what restoring a prefix is worth, and where a request should go
+    Plan(Box<plan_cmd::PlanArgs>),
     /// Put blocks from a file into a running server
     Put(client_cmd::PutArgs),
     /// Have a running server read tenants, tokens and certificates again, as SIGHUP does
@@ -101,8 +111,6 @@ enum Command {
     Scrub(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
-    /// Say what restoring a prefix is worth, and where a request should go
-    Plan(Box<plan_cmd::PlanArgs>),
     /// Run a trace against tiers in virtual time
     Sim(Box<kvarts_bench::sim::SimArgs>),
     /// Show what a running server is and has done

@@ -57,8 +57,13 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
     let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
-    for setting in &config.origins {
+    // What was decided stands before what it made of the store; what nobody decided is for those who look for it.
+    let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
+    for setting in set {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
+    }
+    for setting in defaults {
+        tracing::debug!("{} = {} (default)", setting.name, setting.value);
     }
     for note in &daemon.state().decided.notes {
         tracing::info!("{note}");
