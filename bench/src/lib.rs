@@ -39,6 +39,7 @@ pub mod sim;
 mod times;
 mod trace;
 mod traces;
+mod verdict;
 
 use std::io::Write;
 

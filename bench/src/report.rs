@@ -5,6 +5,7 @@ use std::io::Write;
 use serde_json::{Map, Value, json};
 
 use super::pairs::{Summary, quotable};
+use super::verdict;
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
 
@@ -70,10 +71,9 @@ impl Report {
 
     /// Writes it.
     pub(crate) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
-        if self.json.get("quotable") == Some(&Value::Bool(false)) {
-            self.note("the control is off 1 by more than 5%: the machine was too restless, repeat the run");
-        }
+        let verdict = verdict::of(&self.json);
         if json {
+            self.json.insert("verdict".to_owned(), verdict::as_json(&verdict));
             self.json.insert("notes".to_owned(), json!(self.notes));
             serde_json::to_writer_pretty(&mut *out, &self.json).map_err(std::io::Error::from)?;
             return Ok(writeln!(out)?);
@@ -85,6 +85,7 @@ impl Report {
         for note in self.notes {
             writeln!(out, "{note}")?;
         }
+        writeln!(out, "Verdict: {}", verdict.1)?;
         Ok(())
     }
 }
@@ -124,7 +125,8 @@ mod tests {
         report.control("control_fresh", at(1.0));
         let found = json_of(report);
         assert_eq!(found["quotable"], false);
-        assert!(found["notes"][0].as_str().unwrap().contains("repeat the run"));
+        let word = found["verdict"]["word"].as_str().unwrap();
+        assert!(["noisy", "debug-build"].contains(&word), "{found}");
     }
 
     #[test]
@@ -135,5 +137,6 @@ mod tests {
         report.write(false, &mut text).unwrap();
         let text = String::from_utf8(text).unwrap();
         assert!(text.contains("0.500") && text.contains("0.400 to 0.600"), "{text}");
+        assert!(text.lines().last().unwrap().starts_with("Verdict: "), "{text}");
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct GrpcPath(pub(super) Arc<Remote>);
 
 impl Path for GrpcPath {
     fn name(&self) -> &'static str {
-        "grpc"
+        super::GRPC
     }
 }
 

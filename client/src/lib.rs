@@ -41,11 +41,14 @@ use kvarts_store::rt::{Clock, Nanos};
 use grpc_path::GrpcPath;
 use kvarts_planner::cost::Times;
 use kvarts_planner::route::{self, Route};
-use kvarts_wire::{plans, proto};
+use kvarts_wire::{convert, plans, proto};
 use local::LocalPath;
 use remote::Remote;
 pub use remote::endpoint;
 use tonic::Streaming;
+
+/// The name of the path over gRPC.
+pub(crate) const GRPC: &str = "grpc";
 
 /// A way for blocks between this process and a store. Each is a whole store in itself.
 pub trait Path: KvStore + fmt::Debug {
@@ -227,11 +230,31 @@ impl Client {
         keys: &[BlockKey],
         hold: Duration,
     ) -> Result<(Option<LeaseId>, u32), Error> {
+        if self.path.name() == GRPC {
+            let wire = proto::PinRequest {
+                namespace: namespace.as_bytes().to_vec().into(),
+                column: Some(convert::wire_column(group, coordinate)),
+                keys: convert::key_bytes(keys),
+                hold_ms: messages::millis(hold),
+            };
+            let reply = self.remote.ask_again(|| {
+                let (mut store, request) = (self.remote.store(), self.remote.request(wire.clone(), None));
+                async move { store.pin(request).await }
+            })?;
+            return Ok((remote::lease(reply.lease), reply.held));
+        }
         let terms = LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX };
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
         let reply = self.path.contains(&request)?;
         let held = reply.presence.iter().filter(|presence| **presence == Presence::Here).count() as u32;
         Ok((reply.lease, held))
+    }
+
+    /// What is pinned or leased, and for how long: of the caller's tenant, or of all for whom may administer.
+    pub fn pins(&self, of_all: bool) -> Result<proto::ListPinsReply, Error> {
+        let mut store = self.remote.store();
+        let request = self.remote.request(proto::ListPinsRequest { of_all }, None);
+        self.remote.ask(async move { store.list_pins(request).await })
     }
 
     /// Follows what happens to the blocks of the caller's tenant.
@@ -274,6 +297,13 @@ impl Client {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::SetBudgetRequest { budget_bytes }, None);
         self.remote.ask(async move { admin.set_budget(request).await })
+    }
+
+    /// Has the server read tenants, tokens and certificates again; gives what an operator should know of it.
+    pub fn reload(&self) -> Result<Vec<String>, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.request(proto::ReloadRequest {}, None);
+        self.remote.ask(async move { admin.reload(request).await }).map(|reply| reply.notes)
     }
 
     /// Asks the server to finish and stop.

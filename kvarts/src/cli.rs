@@ -24,6 +24,14 @@ use crate::{
     plan_cmd, serve_cmd, top,
 };
 
+/// What the end of the help says.
+const LAST_WORDS: &str = "\
+First steps: `kvarts demo` shows what this is for, `kvarts doctor DIR` whether this machine can run it, `kvarts serve` \
+runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to do by `budget`, `checkpoint`, `drain`, \
+`reload`, `resume` and `scrub`.
+
+";
+
 /// What the end of the program says; part of the help.
 pub(crate) const EXIT_CODES: &str = "\
 Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
@@ -35,7 +43,7 @@ const CUT_OFF: u8 = 141;
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
-#[command(name = "kvarts", version, after_help = EXIT_CODES, max_term_width = 80)]
+#[command(name = "kvarts", version, after_help = format!("{LAST_WORDS}{EXIT_CODES}"), max_term_width = 80)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -45,6 +53,10 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(Box<kvarts_bench::BenchArgs>),
+    /// Show or change how much a running server may have on disk
+    Budget(client_cmd::BudgetArgs),
+    /// Have a running server write a checkpoint, so that its next start reads little
+    Checkpoint(client_cmd::AdminArgs),
     /// Show the cluster that a running server belongs to
     Cluster(client_cmd::ClusterArgs),
     /// Keep blocks in object storage: push, list, check, collect, restore
@@ -61,6 +73,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Check whether this machine can run a server well, and say what to change
     Doctor(doctor::DoctorArgs),
+    /// Have a running server end what is under way, and stop
+    Drain(client_cmd::DrainArgs),
     /// Write artifacts of a store into a portable file
     Export(export_cmd::ExportArgs),
     /// Check a store offline, and repair it when asked
@@ -83,16 +97,20 @@ enum Command {
     Match(client_cmd::MatchArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
-    /// Hold blocks of a running server against eviction
+    /// Hold blocks of a running server against eviction, and show what is held
     Pin(client_cmd::PinArgs),
-    /// Put blocks from a file into a running server
-    Put(client_cmd::PutArgs),
-    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
-    Resume(client_cmd::AdminArgs),
-    /// Run the daemon
-    Serve(Box<serve_cmd::ServeArgs>),
     /// Say what restoring a prefix is worth, and where a request should go
     Plan(Box<plan_cmd::PlanArgs>),
+    /// Put blocks from a file into a running server
+    Put(client_cmd::PutArgs),
+    /// Have a running server read tenants, tokens and certificates again, as SIGHUP does
+    Reload(client_cmd::AdminArgs),
+    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
+    Resume(client_cmd::AdminArgs),
+    /// Have a running server compare every block with its digests
+    Scrub(client_cmd::AdminArgs),
+    /// Run the daemon
+    Serve(Box<serve_cmd::ServeArgs>),
     /// Run a trace against tiers in virtual time
     Sim(Box<kvarts_bench::sim::SimArgs>),
     /// Show what a running server is and has done
@@ -185,6 +203,8 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
     };
     match cli.command {
         Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
+        Command::Budget(arguments) => client_cmd::budget(&arguments, out),
+        Command::Checkpoint(arguments) => client_cmd::checkpoint(&arguments, out),
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
         Command::Cold(arguments) => cold_cmd::run(&arguments, out),
         Command::Compact(arguments) => compact_cmd::run(&arguments, out),
@@ -198,6 +218,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Delete(arguments) => client_cmd::delete(&arguments, out),
         Command::Demo(arguments) => demo::run(&arguments, out),
         Command::Doctor(arguments) => doctor::run(&arguments, out),
+        Command::Drain(arguments) => client_cmd::drain(&arguments, out),
         Command::Export(arguments) => export_cmd::run(&arguments, out),
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Get(arguments) => client_cmd::get(&arguments, out),
@@ -212,7 +233,9 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Model(arguments) => model_cmd::run(&arguments, out),
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
         Command::Put(arguments) => client_cmd::put(&arguments, out),
+        Command::Reload(arguments) => client_cmd::reload(&arguments, out),
         Command::Resume(arguments) => client_cmd::resume(&arguments, out),
+        Command::Scrub(arguments) => client_cmd::scrub(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),

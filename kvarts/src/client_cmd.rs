@@ -1,4 +1,4 @@
-//! `kvarts put`, `get`, `match`, `ls`, `stat`, `cluster`, `resume`, `delete`, `pin`, `watch`: a running server from the command line.
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `cluster`, `resume`, `delete`, `pin`, `watch`, and what administrators do: a running server from the command line.
 //!
 //! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
 //! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
@@ -7,13 +7,16 @@
 //! Exit code 1 means that the server answered and something that was asked for is not there, or was not done.
 #![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
 
+mod admin;
 mod cluster;
 mod get;
+mod pins;
 mod planned;
 mod put;
 mod stat;
 mod strangers;
 pub(crate) mod subject;
+mod sure;
 
 use std::io::Write;
 use std::time::Duration;
@@ -21,25 +24,27 @@ use std::time::Duration;
 use clap::Args;
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{
-    DeleteOutcome, DeleteRequest, KvStore, LeaseId, MatchRequest, Order, Placed, ReadEnd, ReadRequest,
-    Target, Verify,
+    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Order, Placed, ReadEnd, ReadRequest, Target, Verify,
 };
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
+pub(crate) use admin::{BudgetArgs, DrainArgs, budget, checkpoint, drain, reload, scrub};
 pub(crate) use cluster::{ClusterArgs, cluster};
 pub(crate) use get::{GetArgs, get};
 use kvarts_client::{Client, Via};
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use kvarts_wire::proto;
+pub(crate) use pins::{PinArgs, pin};
 pub(crate) use put::{PutArgs, put};
 pub(crate) use stat::{AdminArgs, resume, stat};
 use strangers::Standing;
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
+use sure::Sure;
 
 /// Bytes of blocks that are put or read at once.
 const BATCH_BYTES: u64 = 64 << 20;
@@ -68,22 +73,7 @@ pub(crate) struct DeleteArgs {
     #[arg(long, conflicts_with_all = ["tokens", "keys"])]
     all: bool,
     #[command(flatten)]
-    server: ServerArgs,
-}
-
-/// The arguments of `pin`.
-#[derive(Args, Debug)]
-pub(crate) struct PinArgs {
-    #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    keys: KeyArgs,
-    /// For how long, such as 90s, 30m, 12h; a day at most
-    #[arg(long, default_value = "1h", value_parser = subject::duration)]
-    hold: Duration,
-    /// End this pin instead
-    #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
-    release: Option<u64>,
+    sure: Sure,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -230,7 +220,7 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
     for model in &reply.models {
         let identity = model.identity.clone().unwrap_or_default();
         let stored = match reply.of_store {
-            true => format!(": {}", bytes(model.live_bytes)),
+            true => format!(": {}, {}", bytes(model.live_bytes), used(model.last_used_ms)),
             false => String::new(),
         };
         writeln!(
@@ -261,7 +251,22 @@ fn listed(model: &proto::list_models_reply::Model, of_store: bool) -> serde_json
         "arrangement": [identity.arrangement_engine, identity.arrangement_layout, identity.arrangement_version],
         "extras": identity.extras, "registered": model.registered,
         "live_bytes": of_store.then_some(model.live_bytes),
+        "last_used_ms": (model.last_used_ms > 0).then_some(model.last_used_ms),
     })
+}
+
+/// How long ago a model was used.
+fn used(at_ms: u64) -> String {
+    if at_ms == 0 {
+        return "not used since the server started".to_owned();
+    }
+    let now = crate::offline::now_ms();
+    let seconds = now.saturating_sub(at_ms) / 1000;
+    match seconds {
+        0..120 => format!("used {seconds} s ago"),
+        120..7200 => format!("used {} min ago", seconds / 60),
+        _ => format!("used {} h ago", seconds / 3600),
+    }
 }
 
 /// What tells models of one name apart: every field that says something.
@@ -291,7 +296,12 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
         false => Subject::new(&client, &arguments.model, &arguments.keys)?,
     };
     let target = match arguments.all {
-        true => Target::Namespace,
+        true => {
+            arguments
+                .sure
+                .ask("every block of this identity goes, pinned ones too, and cannot be brought back")?;
+            Target::Namespace
+        }
         false => {
             let column = Some((subject.group, subject.coordinate));
             Target::Keys { column, keys: subject.keys.clone() }
@@ -311,58 +321,57 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
     if refused == 0 { Ok(()) } else { Err(Failure::Problems) }
 }
 
-/// Runs `pin`.
-pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    // A pin of the local path would end with this program.
-    let client = arguments.server.connect(Via::Grpc)?;
-    if let Some(pin) = arguments.release {
-        let ended = client.unpin(LeaseId(pin));
-        if arguments.server.json {
-            print(out, &json!({"pin": pin, "ended_now": ended}))?;
-        } else {
-            writeln!(out, "{}", if ended { "the pin has ended" } else { "there was no such pin" })?;
-        }
-        return if ended { Ok(()) } else { Err(Failure::Problems) };
-    }
-    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
-    let column = (subject.group, subject.coordinate);
-    let held = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
-    let (lease, held) = held.map_err(Failure::user)?;
-    let pin = lease.map(|lease| lease.0);
-    if arguments.server.json {
-        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": subject.keys.len()}))?;
-    } else if let Some(pin) = pin {
-        let all = subject.keys.len();
-        writeln!(out, "{held} of {all} blocks are held; `kvarts pin --release {pin}` ends it sooner")?;
-    } else {
-        writeln!(out, "none of the blocks is there: nothing is held")?;
-    }
-    if held as usize == subject.keys.len() { Ok(()) } else { Err(Failure::Problems) }
-}
-
 /// Runs `watch`.
 pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
     let mut events = client.watch(None).map_err(Failure::user)?;
-    let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
+    if !arguments.server.json {
+        writeln!(out, "TIME UTC  EVENT        REASON     MODEL     KEY")?;
+        out.flush()?;
+    }
     let mut left = arguments.count.unwrap_or(u64::MAX);
     while left > 0 {
         let Some(event) = block_on(events.message()).map_err(Failure::user)? else { break };
         left -= 1;
-        let what = event.what().as_str_name().to_lowercase();
-        let (key, namespace) = (hex(&event.key), hex(&event.namespace));
+        let line = told(&event);
         if arguments.server.json {
-            let line = json!({
-                "what": what, "key": key, "namespace": namespace, "unix_ms": event.unix_ms,
-                "cause": event.cause, "group": event.column.as_ref().map_or(0, |column| column.group),
-            });
             writeln!(out, "{line}")?;
         } else {
-            writeln!(out, "{what:<12} {key} {}", event.cause)?;
+            let word = |name: &str| line.get(name).and_then(serde_json::Value::as_str).unwrap_or_default();
+            let namespace = word("namespace").get(..8).unwrap_or_default();
+            let of_day = Duration::from_millis(event.unix_ms % (24 * 3600 * 1000)).as_secs();
+            let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
+            let (what, key) = (word("event"), word("key").get(..16).unwrap_or("all of it"));
+            let time = format!("{hour:02}:{minute:02}:{second:02}");
+            writeln!(out, "{time}  {what:<11}  {:<9}  {namespace:<8}  {key}", word("reason"))?;
         }
         out.flush()?;
     }
     Ok(())
+}
+
+/// An event in the words of recorded events (docs/EVENTS.md): what does not apply is left out.
+fn told(event: &proto::Event) -> serde_json::Value {
+    let hex = |bytes: &[u8]| -> String { bytes.iter().map(|byte| format!("{byte:02x}")).collect() };
+    let mut line = serde_json::Map::new();
+    line.insert("event".to_owned(), event.what().as_str_name().to_lowercase().into());
+    let texts =
+        [("reason", event.cause.clone()), ("namespace", hex(&event.namespace)), ("key", hex(&event.key))];
+    for (name, text) in texts {
+        if !text.is_empty() {
+            line.insert(name.to_owned(), text.into());
+        }
+    }
+    if event.unix_ms > 0 {
+        line.insert("at_ms".to_owned(), event.unix_ms.into());
+    }
+    if let (false, Some(column)) = (event.key.is_empty(), &event.column) {
+        line.insert("group".to_owned(), column.group.into());
+        if let Ok((_, coordinate)) = kvarts_wire::convert::column(Some(column)) {
+            line.insert("coordinate".to_owned(), coordinate.to_string().into());
+        }
+    }
+    line.into()
 }
 
 /// Keys as text, one a line, for `--keys`.

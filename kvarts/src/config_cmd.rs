@@ -24,7 +24,7 @@ pub(crate) struct ConfigArgs {
 #[derive(Subcommand, Debug)]
 enum ConfigCommand {
     /// Say whether a configuration can be used, and what is wrong where
-    Check(Box<ServeArgs>),
+    Check(Box<ShowArgs>),
     /// Show every setting, what it is and where that comes from
     Show(Box<ShowArgs>),
     /// Make a token: the secret for a client, its hash for the configuration
@@ -50,12 +50,17 @@ struct TokenArgs {
 /// Runs one of the subcommands.
 pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Failure> {
     match &arguments.command {
-        ConfigCommand::Check(serve) => {
-            let config = serve.resolve()?;
+        ConfigCommand::Check(check) => {
+            let config = check.serve.resolve()?;
             if let Some(files) = &config.tls {
                 read_tls(files).map_err(Failure::User)?;
             }
-            Ok(writeln!(out, "good: {} settings, {}", config.origins.len(), doors(&config))?)
+            let (settings, access) = (config.origins.len(), doors(&config));
+            if check.json {
+                let told = json!({ "good": true, "settings": settings, "access": access });
+                return Ok(writeln!(out, "{told:#}")?);
+            }
+            Ok(writeln!(out, "good: {settings} settings, {access}")?)
         }
         ConfigCommand::Show(show) => show_settings(show, out),
         ConfigCommand::Token(token) => new_token(token.json, out),

@@ -168,7 +168,16 @@ pub(crate) fn find(model: &Path) -> Result<ModelSpec, Failure> {
 
 fn load(file: &Path) -> Result<ModelSpec, Failure> {
     let text = files::read_text(file, MAX_SPEC_BYTES, "a model spec")?;
-    ModelSpec::parse(&text).map_err(|error| Failure::User(format!("{}: {error}", file.display())))
+    ModelSpec::parse(&text).map_err(|error| {
+        let shown = file.display();
+        match text.trim_start().starts_with('{') {
+            true => Failure::User(format!(
+                "{shown} is JSON, and a model spec is TOML: `kvarts model import {shown} --out SPEC.toml` makes one of a \
+                 Hugging Face configuration"
+            )),
+            false => Failure::User(format!("{shown}: {error}")),
+        }
+    })
 }
 
 fn import(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Failure> {

@@ -5,11 +5,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, oneshot};
 use tracing_subscriber::EnvFilter;
 
 use crate::files;
 use kvarts_server::config::{Config, LogFormat, Settings};
 use kvarts_server::daemon::{Daemon, notify};
+use kvarts_server::state::Reloaded;
 use kvarts_terminal::Failure;
 
 /// The most bytes of a configuration file.
@@ -28,6 +30,8 @@ pub(crate) struct ServeArgs {
 impl ServeArgs {
     /// The configuration that these arguments, the environment and the file give together.
     pub(crate) fn resolve(&self) -> Result<Config, Failure> {
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        Settings::refuse_unknown(names).map_err(Failure::user)?;
         let path = self.config.clone().or_else(|| std::env::var_os("KVARTS_CONFIG").map(PathBuf::from));
         let text = path.as_ref().map(|path| files::read_text(path, CONFIG_BYTES_MAX, "a configuration"));
         let text = text.transpose()?;
@@ -53,13 +57,18 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
     let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
-    for setting in &config.origins {
+    // What was decided stands before what it made of the store; what nobody decided is for those who look for it.
+    let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
+    for setting in set {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
+    }
+    for setting in defaults {
+        tracing::debug!("{} = {} (default)", setting.name, setting.value);
     }
     for note in &daemon.state().decided.notes {
         tracing::info!("{note}");
     }
-    tracing::info!("{}", daemon.opened());
+    tracing::info!("kvarts {}, {}", env!("CARGO_PKG_VERSION"), daemon.opened());
     if let Some(warning) = daemon.opened().warning(&config.directories) {
         tracing::warn!("{warning}");
     }
@@ -71,6 +80,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
     out.flush()?;
     notify::tell("READY=1");
+    let mut reloads = daemon.state().reloads.take();
     let served = loop {
         tokio::select! {
             _ = terminate.recv() => {
@@ -82,7 +92,11 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
                 break Ok(());
             }
             // A closed terminal must not end a server that others use, either.
-            _ = hangup.recv() => reload(&daemon, arguments).await,
+            _ = hangup.recv() => drop(reload(&daemon, arguments).await),
+            Some(asked) = next(&mut reloads) => {
+                // One who does not wait any more finds it in the log.
+                let _ = asked.send(reload(&daemon, arguments).await);
+            }
             ended = daemon.drained() => {
                 match &ended {
                     Ok(()) => tracing::info!("drained"),
@@ -99,8 +113,18 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     served.map_err(Failure::User)
 }
 
+/// The next asking for a reload.
+async fn next(
+    asked: &mut Option<mpsc::Receiver<oneshot::Sender<Reloaded>>>,
+) -> Option<oneshot::Sender<Reloaded>> {
+    match asked {
+        Some(asked) => asked.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Reads the configuration again and takes over what can change while the server runs.
-async fn reload(daemon: &Daemon, arguments: &ServeArgs) {
+async fn reload(daemon: &Daemon, arguments: &ServeArgs) -> Reloaded {
     let told = |failure: &Failure| match failure {
         Failure::User(why) => why.clone(),
         other => format!("{other:?}"),
@@ -109,7 +133,7 @@ async fn reload(daemon: &Daemon, arguments: &ServeArgs) {
         Ok(config) => daemon.reload(&config).await,
         Err(failure) => Err(told(&failure)),
     };
-    match reloaded {
+    match &reloaded {
         Ok(notes) => {
             tracing::info!(target: "audit", "tenants, tokens and certificates were read again");
             notes.iter().for_each(|note| tracing::info!("{note}"));
@@ -118,6 +142,7 @@ async fn reload(daemon: &Daemon, arguments: &ServeArgs) {
             tracing::error!(target: "audit", "the configuration was not read again, all stays as it was: {why}");
         }
     }
+    reloaded
 }
 
 /// Modules of others whose lines beyond `info` may tell of headers or bytes: they are never written.

@@ -167,7 +167,7 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let mut seen: Vec<String> = (0..10)
         .map(|_| {
             let line: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
-            assert_eq!(line["what"], "stored");
+            assert_eq!((&line["event"], &line["reason"]), (&"stored".into(), &"put".into()));
             line["key"].as_str().unwrap().to_owned()
         })
         .collect();
@@ -184,7 +184,9 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
     assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
-    let (code, report) = ground.json(&["delete", "--all"], &[]);
+    let (code, _, err) = ground.of(&["delete", "--all"], &[]);
+    assert!(code == 2 && err.contains("give --yes"), "{err}");
+    let (code, report) = ground.json(&["delete", "--all", "--yes"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(8)));
     // What replaces a file is whole before the file goes: nothing came, so nothing went.
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);

@@ -161,3 +161,31 @@ fn the_reference_of_the_configuration_is_what_the_program_knows() {
     }
     assert_eq!(format!("\n## [{tables}"), expected, "KVARTS_BLESS=1 writes {path} anew");
 }
+
+#[test]
+fn near_misses_are_answered_with_what_was_probably_meant() {
+    let scratch = Scratch::new("near");
+    let said = |arguments: &[&str]| {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_kvarts")).current_dir(&scratch.0).args(arguments).output();
+        let output = output.unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    std::fs::write(scratch.0.join("config.json"), "{\"num_hidden_layers\": 32}").unwrap();
+    let imported = said(&["model", "show", "config.json"]);
+    assert!(imported.contains("kvarts model import config.json"), "{imported}");
+    let named = said(&["model", "show", "qwen3"]);
+    assert!(named.contains("did you mean `qwen3-"), "{named}");
+    let output = Command::new(env!("CARGO_BIN_EXE_kvarts"))
+        .args(["config", "check"])
+        .env("KVARTS_STORE_BUDGT", "5G")
+        .output()
+        .unwrap();
+    let line = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && line.contains("KVARTS_STORE_BUDGET"), "{line}");
+    for (wrong, meant) in [("fsk", "fsck"), ("checkpont", "checkpoint"), ("stats", "stat")] {
+        let line = said(&[wrong]);
+        assert!(line.contains(&format!("'{meant}'")), "{line}");
+    }
+}

@@ -6,11 +6,37 @@ mod browser;
 mod served;
 
 use browser::Browser;
+use kvarts_client::{Client, ConnectOptions};
+use kvarts_layout::Geometry;
+use kvarts_layout::identity::IdentityForm;
+use kvarts_layout::key::text_keys;
+use kvarts_store::api::{KvStore, Order, Placed, ReadRequest};
+use kvarts_store::io::SharedBuf;
+use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 use served::{Scratch, Server, http};
 
 /// A name of a model that would be an element, and run a script, if it were ever taken for markup.
 const MODEL: &str = "<img src=x onerror=alert(1)> & \"pages\"";
+
+/// Reads the ten blocks layer by layer, as an engine on this host does.
+fn read_layers(server: &Server) {
+    let options = ConnectOptions::to(format!("unix:{}", server.path("kvarts-data/kvarts.sock").display()));
+    let client = Client::connect(&options).unwrap();
+    let geometry = Geometry::opaque(4096).unwrap();
+    let text = std::fs::read_to_string(server.path("ID.toml")).unwrap();
+    let identity = IdentityForm::from_toml(&text).unwrap().of(&geometry).unwrap();
+    let group = geometry.groups()[0].group;
+    let coordinate = geometry.coordinate(group, 1, 0).unwrap();
+    let shape = geometry.shape(group, coordinate, 16).unwrap();
+    let namespace = client.register(&identity, &geometry).unwrap();
+    let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);
+    let pool = SharedBuf::new(&client.pool(10 * 4096).unwrap(), 0, 10 * 4096).unwrap();
+    let into = Placed::blocks(&shape, pool, 10).unwrap();
+    let request =
+        ReadRequest { order: Order::Layers, ..ReadRequest::new(namespace, group, coordinate, keys, into) };
+    assert_eq!(block_on(client.get_into(request)).unwrap().usable_blocks, 10);
+}
 
 /// A server with blocks of [`MODEL`] that was asked for them.
 fn used(name: &str) -> Server {
@@ -25,9 +51,13 @@ fn used(name: &str) -> Server {
 fn the_page_and_its_parts_are_answered_with_a_policy_and_nothing_else_is() {
     let server = Server::start(Scratch::new("page-http"), &["--index-memory", "64M"]);
     let get = |path: &str| http(server.metrics_address(), &format!("GET {path}"));
-    for (path, kind) in
-        [("/", "html"), ("/page.css", "css"), ("/page.js", "javascript"), ("/figures.js", "javascript")]
-    {
+    for (path, kind) in [
+        ("/", "html"),
+        ("/page.css", "css"),
+        ("/page.js", "javascript"),
+        ("/figures.js", "javascript"),
+        ("/inside.js", "javascript"),
+    ] {
         let answer = get(path);
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{path}: {head}");
@@ -198,6 +228,72 @@ fn the_page_is_used_by_keys_and_told_by_a_screen_reader() {
     }
     assert!(named > 10, "{named}");
     assert_eq!(browser.complaints(), Vec::<String>::new());
+}
+
+/// The segments, the last hour, a tree of prefixes, and when the layers of its last read came.
+#[test]
+fn the_page_shows_segments_the_past_hour_prefixes_and_when_layers_came() {
+    let server = used("page-inside");
+    // A second chain that forks from the first, as a session that goes on in another way.
+    let fork = (0..5 * 16).chain(1000..1000 + 3 * 16).map(|token| format!("{token} ")).collect::<String>();
+    std::fs::write(server.path("fork"), fork).unwrap();
+    std::fs::write(server.path("eight"), vec![9; 8 * 4096]).unwrap();
+    assert_eq!(server.client(&["put", "eight"], &["--tokens", "fork"]).0, 0);
+    read_layers(&server);
+    let Some(mut browser) = Browser::start(&server.path("profile")) else { return };
+    browser.open(&format!("http://{}/", server.metrics_address()));
+    browser.until("document.querySelectorAll('#segments rect.live').length > 0");
+    let label = browser.run("document.querySelector('#segments svg').getAttribute('aria-label')");
+    assert!(
+        label.as_str().unwrap().starts_with("Shard 0: ") && label.as_str().unwrap().contains(" live, "),
+        "{label}"
+    );
+    // Live bytes are drawn: some cell is neither empty nor fuller than a cell can be.
+    let heights = "Math.max(...[...document.querySelectorAll('#segments rect.live')].map((one) => Number(one.getAttribute('height'))))";
+    let highest = browser.run(heights).as_f64().unwrap();
+    assert!(highest > 0.0 && highest <= 10.0, "{highest}");
+    // The server has taken at least two samples when ten seconds are over; what was then is plotted to one who comes now.
+    let history = "fetch('/history').then((answer) => answer.json()).then((told) => told.samples.length)";
+    let begun = std::time::Instant::now();
+    while browser.run(history).as_u64().unwrap() < 3 {
+        assert!(begun.elapsed().as_secs() < 60);
+        std::thread::sleep(std::time::Duration::from_millis(500));
+    }
+    browser.open(&format!("http://{}/?again", server.metrics_address()));
+    browser.until("Number(document.body.dataset.looks) >= 2");
+    let live = "[...document.querySelectorAll('figcaption')].find((one) => one.textContent.startsWith('Live bytes')).textContent";
+    let live = browser.run(live);
+    assert!(live.as_str().unwrap().contains("KiB now"), "{live}");
+    let points = browser.run("document.querySelector('#plots path').parentElement.parentElement.parentElement.lastElementChild.querySelector('path').getAttribute('d').split(/[ML]/).length - 1");
+    assert!(points.as_u64().unwrap() >= 3, "what was before the page is on its plots: {points}");
+
+    browser.run("document.getElementById('inside').requestSubmit()");
+    browser.until("document.querySelectorAll('#prefixes-table tbody tr').length === 3");
+    let rows = "[...document.querySelectorAll('#prefixes-table tbody tr')].map((row) => [...row.cells].slice(0, 4).map((cell) => cell.textContent.trim().slice(0, 16)).slice(1).join(' '))";
+    let rows = browser.run(rows);
+    let mut said: Vec<&str> = rows.as_array().unwrap().iter().map(|row| row.as_str().unwrap()).collect();
+    assert_eq!(said.remove(0), "5 80 2", "the trunk");
+    said.sort_unstable();
+    assert_eq!(said, ["3 48 none", "5 80 none"], "its branches");
+    let model = browser.run("document.querySelector('#model option').textContent");
+    assert!(model.as_str().unwrap().starts_with(MODEL), "{model}");
+    assert_eq!(browser.run("document.images.length"), 0, "a name is text");
+    // The trunk was read by layers: its row has a button, which shows when each layer had come.
+    browser.run("document.querySelector('#prefixes-table tbody button').click()");
+    assert_eq!(browser.run("document.getElementById('timeline').hidden"), false);
+    assert_eq!(browser.run("document.querySelectorAll('#layers li').length"), 1);
+    let title = browser.run("document.getElementById('timeline-title').textContent");
+    assert!(
+        title.as_str().unwrap().contains("local, ") && title.as_str().unwrap().contains("10 blocks"),
+        "{title}"
+    );
+    assert_eq!(browser.run("document.querySelector('#layers progress').value"), 1);
+    assert_eq!(browser.complaints(), Vec::<String>::new());
+    let size = json!({"width": 1200, "height": 2200, "deviceScaleFactor": 1, "mobile": false});
+    browser.ask("Emulation.setDeviceMetricsOverride", size);
+    let picture = browser.picture();
+    std::fs::write(std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("status-page-inside.png"), picture)
+        .unwrap();
 }
 
 /// What the page reckons, from two samples that are written down.

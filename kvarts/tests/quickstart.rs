@@ -100,7 +100,10 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     drop(terminal.server.take().map(|mut server| (server.kill(), server.wait())));
     terminal.serve(server[0]);
     let models = terminal.run("kvarts ls");
-    assert!(models.contains("llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 8 MiB"), "{models}");
+    assert!(
+        models.contains("llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 8 MiB, not used since"),
+        "{models}"
+    );
     let told = terminal.run(&format!("kvarts match {asked}"));
     assert!(told.contains("revision is \"demo\" there"), "{told}");
     assert!(

@@ -260,7 +260,7 @@ fn right(method: &str) -> &'static str {
     match method {
         "Store/Put" | "Store/SetDefaultTtl" | "Store/SetTtl" | "Store/Delete" => "write",
         "Admin/Stats" | "Admin/Checkpoint" | "Admin/Compact" | "Admin/Scrub" | "Admin/SetBudget"
-        | "Admin/Drain" => "admin",
+        | "Admin/Reload" | "Admin/Drain" => "admin",
         _ => "read",
     }
 }
@@ -275,7 +275,7 @@ fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
         let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
         reply.unwrap_err().code()
     };
-    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Drain"];
+    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/Drain"];
     for method in plain::METHODS.into_iter().chain(more) {
         for has in ["read", "write", "admin"] {
             let token = match has {

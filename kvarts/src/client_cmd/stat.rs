@@ -11,11 +11,11 @@ use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use kvarts_wire::proto;
 
-/// The arguments of `stat` and of `resume`.
+/// The arguments of `stat` and of whatever else says nothing but which server.
 #[derive(Args, Debug)]
 pub(crate) struct AdminArgs {
     #[command(flatten)]
-    server: ServerArgs,
+    pub(super) server: ServerArgs,
 }
 
 /// Runs `stat`.

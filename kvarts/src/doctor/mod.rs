@@ -127,9 +127,11 @@ fn sentence(findings: &[Finding]) -> String {
 fn devices(found: Result<u32, String>) -> Finding {
     let count = match &found {
         Ok(count) => format!("{count} CUDA devices"),
-        Err(why) => format!("no CUDA device: {why}"),
+        Err(why) => why.to_string(),
     };
     match cufile::decide(&cufile::look(found.map(drop)), cufile::Wish::Auto) {
+        // Where there is no device there is one way for layers, and the reason is told already.
+        Ok(_) if count.starts_with("no CUDA device") => Finding::good("GPU", count),
         Ok(decision) => Finding::good("GPU", format!("{count}; {decision}")),
         Err(why) => Finding::good("GPU", format!("{count}; {why}")),
     }

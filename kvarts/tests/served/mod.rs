@@ -35,11 +35,11 @@ impl Server {
     pub(crate) fn start(scratch: Scratch, more: &[&str]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
-            .args(["serve", "--budget", "64M", "--segment", "4M", "--listen-grpc", "127.0.0.1:0"])
-            .args(["--listen-metrics", "127.0.0.1:0"])
+            .args(["serve", "--listen-grpc", "127.0.0.1:0", "--listen-metrics", "127.0.0.1:0"])
+            .args(if more.contains(&"--budget") { &[][..] } else { &["--budget", "64M", "--segment", "4M"] })
             .args(more)
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(std::fs::File::create(scratch.0.join("log")).unwrap())
             .spawn()
             .unwrap();
         let mut line = String::new();
@@ -83,6 +83,11 @@ impl Server {
 
     /// The same, of a model of this name.
     pub(crate) fn store_pages_of(&self, model: &str) {
+        self.store_pages_with(model, &[]);
+    }
+
+    /// The same, with more arguments, such as a token.
+    pub(crate) fn store_pages_with(&self, model: &str, more: &[&str]) {
         let (code, identity, error) = self.kvarts(&["identity", "--page-bytes", "4096"]);
         assert_eq!(code, 0, "{error}");
         let filled = |line: &str| match line.split_once(" = ") {
@@ -95,8 +100,34 @@ impl Server {
         std::fs::write(self.path("tokens"), tokens(10)).unwrap();
         std::fs::write(self.path("more"), tokens(20)).unwrap();
         std::fs::write(self.path("blocks"), vec![7; 10 * 4096]).unwrap();
-        let (code, out, error) = self.client(&["put", "blocks"], &["--tokens", "tokens"]);
+        let (code, out, error) = self.client(&["put", "blocks"], &[&["--tokens", "tokens"], more].concat());
         assert_eq!(code, 0, "{out}{error}\n{identity}");
+    }
+
+    /// What the server has logged so far, without colours.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.path("log")).unwrap()
+    }
+
+    /// Starts a command and kills it after a moment.
+    pub(crate) fn killed(&self, arguments: &[&str]) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        let mut child =
+            command.current_dir(&self.scratch.0).args(arguments).stdout(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    /// How the server ends by itself, within a minute.
+    pub(crate) fn ends(&mut self) -> std::process::ExitStatus {
+        for _ in 0..600 {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(100));
+        }
+        panic!("the server did not end")
     }
 
     /// Ends the server at once.
@@ -113,10 +144,32 @@ impl Drop for Server {
     }
 }
 
+/// A request: its method and path, and more lines of its head, each behind a line's end.
+pub(crate) struct Asked<'a>(&'a str, &'a str);
+
+impl<'a> From<&'a str> for Asked<'a> {
+    fn from(request: &'a str) -> Self {
+        Self(request, "")
+    }
+}
+
+impl<'a> From<&'a String> for Asked<'a> {
+    fn from(request: &'a String) -> Self {
+        Self(request, "")
+    }
+}
+
+impl<'a> From<(&'a String, &'a String)> for Asked<'a> {
+    fn from((request, header): (&'a String, &'a String)) -> Self {
+        Self(request, header)
+    }
+}
+
 /// All that is answered to one request, head and body.
-pub(crate) fn http(address: &str, request: &str) -> String {
+pub(crate) fn http<'a>(address: &str, request: impl Into<Asked<'a>>) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
-    let request = format!("{request} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    let Asked(request, header) = request.into();
+    let request = format!("{request} HTTP/1.1\r\nhost: {address}\r\nconnection: close{header}\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();

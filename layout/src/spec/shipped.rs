@@ -50,7 +50,7 @@ pub fn load(name: &str) -> Option<ModelSpec> {
     ModelSpec::parse(text(name)?).ok()
 }
 
-/// The shipped name that looks most like this one, if any looks like it.
+/// The shipped name that looks most like this one, or the first that begins with it, if any does.
 pub fn similar(name: &str) -> Option<&'static str> {
     let wanted: Vec<char> = name.to_lowercase().chars().take(64).collect();
     let scored = names().map(|shipped| (distance(&wanted, &shipped.chars().collect::<Vec<_>>()), shipped));
@@ -59,6 +59,7 @@ pub fn similar(name: &str) -> Option<&'static str> {
         .min_by_key(|(distance, _)| *distance)
         .filter(|(distance, _)| *distance <= close)
         .map(|(_, name)| name)
+        .or_else(|| names().find(|shipped| wanted.len() >= 3 && shipped.starts_with(&*name.to_lowercase())))
 }
 
 /// How many characters must be added, removed or replaced to make one from the other.
@@ -98,6 +99,7 @@ mod tests {
         assert_eq!(similar("llama-3.1-8B"), Some("llama-3.1-8b"));
         assert_eq!(similar("lama3.1-70b"), Some("llama-3.1-70b"));
         assert_eq!(similar("deepseek-v4pro"), Some("deepseek-v4-pro"));
+        assert_eq!(similar("qwen3"), names().find(|name| name.starts_with("qwen3")));
         assert_eq!(similar("gpt-4"), None);
         assert_eq!(similar(""), None);
     }

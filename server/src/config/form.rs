@@ -79,6 +79,22 @@ macro_rules! settings {
         }
 
         impl Settings {
+            /// Refuses a variable whose name begins as those of a table do and is none of them: a setting that was
+            /// misspelt would otherwise be one that has no effect.
+            pub fn refuse_unknown(names: impl IntoIterator<Item = String>) -> Result<(), Complaint> {
+                const KNOWN: &[(&str, &str)] = &[$(($table, $variable)),*];
+                for name in names {
+                    let Some(table) = name.strip_prefix("KVARTS_").and_then(|rest| rest.split('_').next()) else { continue };
+                    let of_table = |(known, _): &&(&str, &str)| known.eq_ignore_ascii_case(table);
+                    let here: Vec<&str> = KNOWN.iter().filter(of_table).map(|(_, variable)| *variable).collect();
+                    if !here.is_empty() && !here.contains(&name.as_str()) {
+                        let what = format!("there is no such setting; there are {}", here.join(", "));
+                        return Err(Complaint::new(&name, &what));
+                    }
+                }
+                Ok(())
+            }
+
             /// What the environment says.
             pub(super) fn from_environment(
                 variable: impl Fn(&str) -> Option<String>,

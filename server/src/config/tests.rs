@@ -141,3 +141,20 @@ fn metrics_on_a_network_need_plain_words() {
     assert!(resolve(open, &[], words("yes")).is_err());
     assert!(resolve("", &[], words("yes")).is_err());
 }
+
+#[test]
+fn a_misspelt_variable_is_refused_and_those_of_others_are_not() {
+    let refused =
+        |name: &str| Settings::refuse_unknown([name.to_owned()]).err().map(|complaint| complaint.to_string());
+    let said = refused("KVARTS_STORE_BUDGT").unwrap();
+    assert!(
+        said.contains("KVARTS_STORE_BUDGT: there is no such setting")
+            && said.contains("KVARTS_STORE_BUDGET,"),
+        "{said}"
+    );
+    for name in
+        ["KVARTS_STORE_BUDGET", "KVARTS_SERVER", "KVARTS_SERVER_UID", "KVARTS_CONFIG", "KVARTS_ETCD", "PATH"]
+    {
+        assert_eq!(refused(name), None, "{name}");
+    }
+}

@@ -64,6 +64,7 @@ pub struct Daemon {
     over: bool,
     fault: Option<String>,
     metrics_task: Option<JoinHandle<()>>,
+    history_task: Option<JoinHandle<()>>,
     scrub_task: Option<JoinHandle<()>>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
@@ -128,6 +129,8 @@ impl Daemon {
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
         let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&state)));
         let metrics_task = metrics_listener.map(serve_metrics);
+        let keep_history = |_: &JoinHandle<()>| tokio::spawn(metrics::history::keep(Arc::clone(&state)));
+        let history_task = metrics_task.as_ref().map(keep_history);
         let pace = config.scrub_pace;
         let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
@@ -141,6 +144,7 @@ impl Daemon {
             over: false,
             fault: None,
             metrics_task,
+            history_task,
             scrub_task,
             grpc,
             metrics,
@@ -197,7 +201,7 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { state, home, mut serving, metrics_task, scrub_task, socket, .. } = self;
+        let Self { state, home, mut serving, metrics_task, history_task, scrub_task, socket, .. } = self;
         state.start_drain();
         if let Some(task) = scrub_task {
             task.abort();
@@ -214,7 +218,7 @@ impl Daemon {
         if let Some(node) = &state.decided.cluster {
             node.stop();
         }
-        if let Some(task) = metrics_task {
+        for task in [metrics_task, history_task].into_iter().flatten() {
             task.abort();
         }
         if let Some(path) = socket {

@@ -2,6 +2,7 @@
 
 use kvarts_layout::StoreId;
 use kvarts_store::engine::Stats;
+use kvarts_store::error::Reason;
 
 use super::call::Call;
 use super::fault::Outcome;
@@ -108,6 +109,16 @@ pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome
     let stats = call.state.engine.stats();
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })
+}
+
+/// Has the configuration read again by whoever started the server.
+pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "reload asked for");
+    match call.state.reloads.ask().await {
+        Some(Ok(notes)) => Ok(proto::ReloadReply { notes }),
+        Some(Err(why)) => Err(Reason::Config(format!("all stays as it was: {why}")).into()),
+        None => Err(Reason::Config("this server was not started from a configuration".to_owned()).into()),
+    }
 }
 
 /// Begins the end of the server.

@@ -27,7 +27,8 @@ use super::put;
 use super::request::Arriving;
 use crate::metrics::{CallName, Ended};
 use crate::state::parts::Part;
-use crate::state::{Caller, Right, ServerState, UnderWay};
+use crate::state::{Caller, LayerTimes, Model, Right, ServerState, UnderWay};
+use kvarts_layout::BlockKey;
 
 /// A method of the contract.
 #[derive(Debug)]
@@ -56,6 +57,7 @@ const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
     Method::new("/kvarts.v1.Store/Pin", "pin", Right::Read),
     Method::new("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
+    Method::new("/kvarts.v1.Store/ListPins", "list_pins", Right::Read),
     Method::new("/kvarts.v1.Store/Renew", "renew", Right::Read),
     Method::new("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
     Method::new("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
@@ -75,6 +77,7 @@ const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
     Method::new("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
     Method::new("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
+    Method::new("/kvarts.v1.Admin/Reload", "reload", Right::Admin),
 ];
 
 /// A call that was let in. When the last clone of its `Arc` goes, the call has ended.
@@ -94,8 +97,8 @@ pub(crate) struct Call {
     pub(crate) bytes_out: AtomicU64,
     /// What the call is for, once that is known.
     class: OnceLock<&'static str>,
-    /// How long its first layer took, once there was one.
-    first_layer: OnceLock<Duration>,
+    /// When its layers came, and of what.
+    layers: LayerTimes,
     /// The way it came.
     path: &'static str,
     name: &'static str,
@@ -125,9 +128,19 @@ impl Call {
         let _ = self.class.set(name);
     }
 
-    /// A layer was handed on, for the metrics: the first one counts.
-    pub(crate) fn layer_ready(&self) {
-        self.first_layer.get_or_init(|| self.started.elapsed());
+    /// It reads these blocks.
+    pub(crate) fn reads(&self, model: &Arc<Model>, first: BlockKey, blocks: usize) {
+        self.layers.read_begins(self.state.clock().unix_millis(), model, first, blocks);
+    }
+
+    /// A layer was handed on.
+    pub(crate) fn layer_ready(&self, layer: u32) {
+        self.layers.came(layer, self.started.elapsed());
+    }
+
+    /// The method, and the way that the call came.
+    pub(super) fn way(&self) -> (&'static str, &'static str) {
+        (self.name, self.path)
     }
 
     /// Takes this of what is shared until the call and its answer are gone.
@@ -167,10 +180,14 @@ impl Drop for Call {
         let how = Ended {
             code: code_name(code),
             took,
-            first_layer: self.first_layer.get().copied(),
+            first_layer: self.layers.first(),
             bytes_in: self.bytes_in.load(Ordering::Relaxed),
             bytes_out: self.bytes_out.load(Ordering::Relaxed),
         };
+        let tenant = self.caller.tenant.name.as_str();
+        if let Some(read) = self.layers.take_read(self.path, tenant, how.code) {
+            self.state.recent_reads.add(read);
+        }
         self.state.metrics.call_ended(name, how);
     }
 }
@@ -254,7 +271,7 @@ pub(crate) fn admit(
         bytes_in: AtomicU64::new(0),
         bytes_out: AtomicU64::new(0),
         class: OnceLock::new(),
-        first_layer: OnceLock::new(),
+        layers: LayerTimes::default(),
         path,
         name,
         started,

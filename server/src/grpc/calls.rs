@@ -1,7 +1,9 @@
 //! The calls about blocks that move no bytes: lookups, leases, pins, times, deletion.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_peer::node::Column;
 use kvarts_store::api::{
@@ -14,7 +16,7 @@ use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{convert, limits};
 use crate::metrics::Lookup;
-use crate::state::Model;
+use crate::state::{HeldLease, Model, Right};
 use kvarts_wire::{plans, proto};
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.
@@ -28,11 +30,18 @@ fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Optio
     Ok(Some(LeaseTerms { hold, tenant: tenant.number, cap_bytes }))
 }
 
-/// The name of a lease for its client; 0 for none.
-fn named(call: &Call, lease: Option<LeaseId>, terms: Option<LeaseTerms>) -> u64 {
+/// The name of a lease for its client; 0 for none. It holds this many blocks of the model.
+fn named(
+    call: &Call,
+    (lease, terms): (Option<LeaseId>, Option<LeaseTerms>),
+    (model, blocks): (&Arc<Model>, u64),
+) -> u64 {
     let (Some(lease), Some(terms)) = (lease, terms) else { return 0 };
     let ends = call.state.clock().now().plus(terms.hold);
-    call.state.leases.add(terms.tenant, call.state.secret_number(), lease, ends)
+    let (method, path) = call.way();
+    let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+    let held = HeldLease { lease, ends, model: Arc::clone(model), blocks, method, path };
+    call.state.leases.add(terms.tenant, call.state.secret_number(), held)
 }
 
 /// Counts what a lookup found.
@@ -45,6 +54,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
     let model = call.state.models.get(&call.caller, namespace)?;
+    model.used(call.state.clock().unix_millis());
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
@@ -86,7 +96,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         cheapest: Some(convert::wire_boundary(&found.usable.cheapest)),
         coverage: found.usable.coverage.iter().map(coverage).collect(),
         pending: found.pending,
-        lease: named(call, found.lease, lease),
+        lease: named(call, (found.lease, lease), (&model, here)),
         plan: found.plan.as_deref().map(plans::wire_planned),
         in_cluster: None,
     })
@@ -112,6 +122,7 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     let keys = convert::keys(&wire.keys)?;
     let namespace = convert::namespace(&wire.namespace)?;
     let model = call.state.models.get(&call.caller, namespace)?;
+    model.used(call.state.clock().unix_millis());
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
@@ -126,7 +137,7 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     };
     Ok(proto::ExistsReply {
         presence: found.presence.iter().map(presence).collect(),
-        lease: named(call, found.lease, lease),
+        lease: named(call, (found.lease, lease), (&model, here)),
     })
 }
 
@@ -148,6 +159,35 @@ pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
     let here = i32::from(proto::exists_reply::Presence::Here);
     let held = found.presence.iter().filter(|one| **one == here).count() as u32;
     Ok(proto::PinReply { lease: found.lease, held })
+}
+
+/// Pins in an answer.
+const PINS_MAX: usize = 1000;
+
+/// What is pinned or leased: of the caller's tenant, or of all for whom may administer.
+pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<proto::ListPinsReply> {
+    let (state, own) = (&call.state, &call.caller.tenant);
+    if wire.of_all && !call.caller.rights.has(Right::Admin) {
+        return Err(Fault::forbidden("the token does not have the right to admin: pins of all tenants"));
+    }
+    let tenants = match wire.of_all {
+        true => state.gate.tenants(),
+        false => vec![Arc::clone(own)],
+    };
+    let now = state.clock().now();
+    let numbers: Vec<u32> = tenants.iter().map(|tenant| tenant.number).collect();
+    let (listed, more) = state.leases.list(&numbers, now, PINS_MAX);
+    let pin = |(tenant, lease, held): (u32, u64, HeldLease)| proto::list_pins_reply::Pin {
+        lease: if tenant == own.number { lease } else { 0 },
+        tenant: tenants.iter().find(|one| one.number == tenant).map_or("", |one| &one.name).to_owned(),
+        namespace: Bytes::copy_from_slice(held.model.namespace.as_bytes()),
+        model: held.model.identity.model.clone(),
+        blocks: held.blocks,
+        ends_in_ms: held.ends.since(now).as_millis().try_into().unwrap_or(u64::MAX),
+        method: held.method.to_owned(),
+        path: held.path.to_owned(),
+    };
+    Ok(proto::ListPinsReply { pins: listed.into_iter().map(pin).collect(), more })
 }
 
 /// Changes when a lease of the caller's tenant ends.

@@ -1,6 +1,6 @@
 //! The calls about models: registration, and the list of what a tenant has.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -167,6 +167,7 @@ fn known(model: &Model) -> proto::list_models_reply::Model {
         layers: model.geometry.layers().len() as u32,
         registered: true,
         live_bytes: 0,
+        last_used_ms: model.last_used(),
     }
 }
 
@@ -174,16 +175,17 @@ fn known(model: &Model) -> proto::list_models_reply::Model {
 /// has room for them.
 fn stored(call: &Call) -> proto::ListModelsReply {
     let in_store = call.state.engine.namespaces(&call.caller.tenant.salt, limits::MODELS_MAX);
-    let registered: BTreeSet<_> = registered_here(call).map(|model| model.namespace).collect();
+    let registered: BTreeMap<_, _> =
+        registered_here(call).map(|model| (model.namespace, model.last_used())).collect();
     let more = in_store.len() == limits::MODELS_MAX;
     let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more };
     let mut room = limits::MODELS_BYTES_MAX;
     for one in in_store {
-        let is_registered = registered.contains(&one.namespace);
-        if one.live_bytes == 0 && !is_registered {
+        let last_used = registered.get(&one.namespace).copied();
+        if one.live_bytes == 0 && last_used.is_none() {
             continue;
         }
-        let model = of_store(&one, is_registered);
+        let model = of_store(&one, last_used);
         let bytes = model.encoded_len() as u64 + LISTED_BYTES;
         if bytes > room {
             reply.more = true;
@@ -195,13 +197,14 @@ fn stored(call: &Call) -> proto::ListModelsReply {
     reply
 }
 
-fn of_store(one: &KnownNamespace, registered: bool) -> proto::list_models_reply::Model {
+fn of_store(one: &KnownNamespace, last_used: Option<u64>) -> proto::list_models_reply::Model {
     proto::list_models_reply::Model {
         namespace: one.namespace.as_bytes().to_vec().into(),
         identity: Some(convert::wire_identity(&one.identity)),
         layers: one.layers as u32,
-        registered,
+        registered: last_used.is_some(),
         live_bytes: one.live_bytes,
+        last_used_ms: last_used.unwrap_or(0),
     }
 }
 

@@ -59,7 +59,7 @@ impl Upload {
             return Err(Reason::Length { expected, found }.into());
         }
         let namespace = convert::namespace(&header.namespace)?;
-        call.state.models.get(&call.caller, namespace)?;
+        call.state.models.get(&call.caller, namespace)?.used(call.state.clock().unix_millis());
         let (group, coordinate) = convert::column(header.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let total = shape.block_bytes().saturating_mul(keys.len() as u64);

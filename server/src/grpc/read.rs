@@ -74,6 +74,7 @@ impl Download {
         }
         let namespace = convert::namespace(&wire.namespace)?;
         let model = call.state.models.get(&call.caller, namespace)?;
+        model.used(call.state.clock().unix_millis());
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;
         let layers = wire.layers.map(|range| range.start..range.end);
@@ -85,6 +86,9 @@ impl Download {
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
         call.is_for(class);
+        if let (Order::Layers, Some(first)) = (order, keys.first()) {
+            call.reads(&model, *first, keys.len());
+        }
         let (verify, deadline) = (Verify::Always, Some(call.engine_deadline()));
         let request =
             TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
@@ -253,7 +257,7 @@ impl Sending {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
                     Arrived::Layer { layer, blocks } => {
                         self.say(Part::Layer(proto::LayerReady { layer, blocks })).await?;
-                        self.call.layer_ready();
+                        self.call.layer_ready(layer);
                     }
                     Arrived::Block(block) => self.say(Part::Block(proto::BlockReady { block })).await?,
                 }

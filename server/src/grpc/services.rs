@@ -100,6 +100,10 @@ impl Store for Services {
         answer(request, |call, wire| async move { Ok(calls::unlock(&call, &wire)) }).await
     }
 
+    async fn list_pins(&self, request: Request<proto::ListPinsRequest>) -> Answer<proto::ListPinsReply> {
+        answer(request, |call, wire| async move { calls::list_pins(&call, &wire) }).await
+    }
+
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
         answer(request, |call, wire| {
             heavily(call, heavy::of_keys(&wire.keys), move |call| calls::set_ttl(call, wire))
@@ -189,6 +193,10 @@ impl Admin for Services {
 
     async fn set_budget(&self, request: Request<proto::SetBudgetRequest>) -> Answer<proto::SetBudgetReply> {
         answer(request, |call, wire| async move { admin::set_budget(&call, &wire) }).await
+    }
+
+    async fn reload(&self, request: Request<proto::ReloadRequest>) -> Answer<proto::ReloadReply> {
+        answer(request, |call, _| async move { admin::reload(&call).await }).await
     }
 }
 

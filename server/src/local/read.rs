@@ -209,7 +209,7 @@ impl Reading {
     fn announce(&self, event: ReadEvent, announced: &mut Announced) -> Option<ReadEnd> {
         let (layers, blocks, layer, block) = match event {
             ReadEvent::Layer { layer, blocks } => {
-                self.call.layer_ready();
+                self.call.layer_ready(layer);
                 (layer..layer + 1, 0..blocks, Some(proto::LayerReady { layer, blocks }), None)
             }
             ReadEvent::Block(block) => {

@@ -1,5 +1,6 @@
-//! Plain HTTP: `/metrics` for Prometheus, `/health` for a supervisor, and `/`, the status page. It only tells, and what it tells
-//! is what the metrics tell.
+//! Plain HTTP: `/metrics` for Prometheus, `/health` for a supervisor, and `/`, the status page. It only tells. Without a token it
+//! tells sums, as the metrics do; what names keys of blocks (`/prefixes`, `/reads`) asks for a token that may administer, where
+//! the server has tokens.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +9,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use super::{page, text};
-use crate::state::ServerState;
+use super::{page, prefixes, segments, text};
+use crate::state::{Caller, Right, ServerState};
+use kvarts_layout::NamespaceId;
+use serde_json::Value;
 
 /// The most bytes of a request that are read.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
@@ -59,7 +62,9 @@ async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<(
             return only.with("allow: GET, HEAD\r\n").send(&mut stream, true).await;
         }
     };
-    let answer = match path.split(|&byte| byte == b'?').next().unwrap_or_default() {
+    let mut parts = path.splitn(2, |&byte| byte == b'?');
+    let (path, query) = (parts.next().unwrap_or_default(), parts.next());
+    let answer = match path {
         b"/metrics" => Answer {
             kind: "text/plain; version=0.0.4; charset=utf-8",
             ..Answer::plain("200 OK", text::render(state).await)
@@ -68,11 +73,57 @@ async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<(
             None => Answer::plain("200 OK", "ok\n".to_owned()),
             Some(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
         },
+        b"/history" => Answer::json(&state.metrics.history.told()),
+        b"/segments" => Answer::json(&segments::map(state.engine.segments(), state.engine.segment_bytes())),
+        b"/reads" => match caller(state, &request) {
+            Ok(caller) => Answer::json(&prefixes::reads(state, &caller)),
+            Err(refusal) => refusal,
+        },
+        b"/prefixes" => match caller(state, &request) {
+            Ok(caller) => match prefixes::told(state, &caller, namespace(query)).await {
+                Ok(told) => Answer::json(&told),
+                Err(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
+            },
+            Err(refusal) => refusal,
+        },
         path => page::page(path).unwrap_or_else(|| {
-            Answer::plain("404 Not Found", "there are /, /metrics and /health\n".to_owned())
+            Answer::plain(
+                "404 Not Found",
+                "there are /, /metrics, /health, /history, /segments, /prefixes and /reads\n".to_owned(),
+            )
         }),
     };
     answer.send(&mut stream, has_body).await
+}
+
+/// The namespace that a query names.
+fn namespace(query: Option<&[u8]>) -> Option<NamespaceId> {
+    std::str::from_utf8(query?).ok()?.strip_prefix("namespace=")?.parse().ok()
+}
+
+/// Who asks, if it may administer.
+fn caller(state: &ServerState, request: &[u8]) -> Result<Caller, Answer> {
+    let refused = |why: &str| {
+        if state.audit.may_tell() {
+            tracing::warn!(target: "audit", path = "http", why, "call refused");
+        }
+        Answer::plain("401 Unauthorized", format!("{why}\n")).with("www-authenticate: Bearer\r\n")
+    };
+    let caller = state.gate.caller(header(request, "authorization"), state.clock().unix_millis() / 1000);
+    let caller = caller.map_err(|refusal| refused(refusal.text()))?;
+    match caller.rights.has(Right::Admin) {
+        true => Ok(caller),
+        false => Err(refused("the token does not have the right to admin")),
+    }
+}
+
+/// The value of a line of a request's head.
+fn header<'a>(request: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    request.split(|&byte| byte == b'\n').skip(1).find_map(|line| {
+        let at = line.iter().position(|&byte| byte == b':')?;
+        let (found, value) = line.split_at(at);
+        found.eq_ignore_ascii_case(name.as_bytes()).then(|| value.get(1..).unwrap_or_default().trim_ascii())
+    })
 }
 
 /// What is answered.
@@ -87,6 +138,10 @@ pub(super) struct Answer {
 impl Answer {
     pub(super) fn plain(status: &'static str, body: String) -> Self {
         Self { status, kind: "text/plain; charset=utf-8", more: String::new(), body }
+    }
+
+    fn json(told: &Value) -> Self {
+        Self { kind: "application/json", ..Self::plain("200 OK", told.to_string()) }
     }
 
     pub(super) fn with(mut self, more: &str) -> Self {

@@ -7,9 +7,12 @@
 mod calls;
 mod cluster;
 mod histogram;
+pub mod history;
 pub mod http;
 mod page;
+mod prefixes;
 mod process;
+mod segments;
 mod text;
 mod usage;
 
@@ -59,7 +62,11 @@ struct Calls {
 
 /// What a server counts itself.
 #[derive(Debug, Default)]
-pub struct Metrics(Mutex<Counted>);
+pub struct Metrics {
+    counted: Mutex<Counted>,
+    /// The last hour.
+    pub history: history::History,
+}
 
 #[derive(Debug, Default)]
 struct Counted {
@@ -82,7 +89,22 @@ struct Counted {
 impl Metrics {
     fn lock(&self) -> MutexGuard<'_, Counted> {
         // Counters stay whole whatever panics beside them.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the history keeps of the counters.
+    fn sample(&self) -> history::Sample {
+        let counted = self.lock();
+        let mut sample = history::Sample::default();
+        for (_, _, usage) in counted.usages.each() {
+            sample.found += usage.lookups.here;
+            sample.asked += usage.lookups.here + usage.lookups.pending + usage.lookups.absent;
+        }
+        for calls in counted.calls.values() {
+            sample.bytes_in += calls.bytes_in;
+            sample.bytes_out += calls.bytes_out;
+        }
+        sample
     }
 
     /// A call was let in.

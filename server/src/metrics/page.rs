@@ -1,6 +1,6 @@
-//! The status page: what `kvarts top` shows, in a browser. Three texts that are part of the program; the figures are made in the
-//! browser from `/metrics`, so there is nothing here that the metrics do not tell, and no name is ever put into a page's text by
-//! the server.
+//! The status page: what `kvarts top` shows, in a browser, and beside it the segments, the last hour, prefixes and reads. Texts that
+//! are part of the program; all figures are made in the browser from what is told beside them (`http.rs`), so no name is ever put
+//! into a page's text by the server.
 
 use super::http::Answer;
 
@@ -15,6 +15,7 @@ pub(super) fn page(path: &[u8]) -> Option<Answer> {
         b"/" => ("text/html; charset=utf-8", include_str!("page/index.html")),
         b"/page.css" => ("text/css; charset=utf-8", include_str!("page/page.css")),
         b"/figures.js" => ("text/javascript; charset=utf-8", include_str!("page/figures.js")),
+        b"/inside.js" => ("text/javascript; charset=utf-8", include_str!("page/inside.js")),
         b"/page.js" => ("text/javascript; charset=utf-8", include_str!("page/page.js")),
         _ => return None,
     };
@@ -43,7 +44,7 @@ mod tests {
 
     #[test]
     fn nothing_is_put_into_the_page_as_markup() {
-        for path in [&b"/page.js"[..], b"/figures.js"] {
+        for path in [&b"/page.js"[..], b"/figures.js", b"/inside.js"] {
             let script = page(path).unwrap().body;
             for way in
                 ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function("]

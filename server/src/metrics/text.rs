@@ -85,7 +85,7 @@ fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64);
 pub(super) async fn render(state: &ServerState) -> String {
     let io = state.engine.io().await.unwrap_or_default();
     let mut out = String::with_capacity(16 << 10);
-    let Metrics(counted) = &*state.metrics;
+    let Metrics { counted, .. } = &*state.metrics;
     super::calls::calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
     engine(&mut out, state);
     queues(&mut out, &io);

@@ -4,10 +4,12 @@
 //! own tenant alone: another tenant's lease is answered as one that has ended.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_store::api::LeaseId;
 use kvarts_store::rt::Nanos;
+
+use super::Model;
 
 /// The leases of all tenants.
 #[derive(Debug, Default)]
@@ -21,10 +23,21 @@ struct OfTenant {
     ends: BTreeSet<(Nanos, u64)>,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct HeldLease {
-    lease: LeaseId,
-    ends: Nanos,
+/// A lease, and what an operator who asks is told of it.
+#[derive(Clone, Debug)]
+pub struct HeldLease {
+    /// The engine's number of it.
+    pub lease: LeaseId,
+    /// When it ends.
+    pub ends: Nanos,
+    /// Whose blocks it holds.
+    pub model: Arc<Model>,
+    /// How many it held when it was taken.
+    pub blocks: u32,
+    /// The method that took it.
+    pub method: &'static str,
+    /// The way of that call.
+    pub path: &'static str,
 }
 
 impl OfTenant {
@@ -59,12 +72,12 @@ impl Leases {
     }
 
     /// Remembers a lease under a name that was drawn at random; gives the name, which is never 0.
-    pub fn add(&self, tenant: u32, drawn: u64, lease: LeaseId, ends: Nanos) -> u64 {
-        let name = drawn.max(1);
+    pub fn add(&self, tenant: u32, drawn: u64, held: HeldLease) -> u64 {
+        let (name, ends) = (drawn.max(1), held.ends);
         let mut all = self.lock();
         let of_tenant = all.entry(tenant).or_default();
         of_tenant.remove(name);
-        of_tenant.held.insert(name, HeldLease { lease, ends });
+        of_tenant.held.insert(name, held);
         of_tenant.ends.insert((ends, name));
         name
     }
@@ -85,6 +98,23 @@ impl Leases {
         Some(held.lease)
     }
 
+    /// Leases of these tenants that have not ended, those that end soonest first: tenant, name and what they are. At most `most`
+    /// of them, and whether there are more.
+    pub fn list(&self, tenants: &[u32], now: Nanos, most: usize) -> (Vec<(u32, u64, HeldLease)>, bool) {
+        let mut all = self.lock();
+        let mut soonest = BTreeSet::new();
+        for tenant in tenants {
+            let Some(of_tenant) = all.get_mut(tenant) else { continue };
+            of_tenant.forget_ended(now);
+            soonest.extend(of_tenant.ends.iter().take(most + 1).map(|&(ends, name)| (ends, *tenant, name)));
+        }
+        let more = soonest.len() > most;
+        let held = |(_, tenant, name): (Nanos, u32, u64)| {
+            Some((tenant, name, all.get(&tenant)?.held.get(&name)?.clone()))
+        };
+        (soonest.into_iter().take(most).filter_map(held).collect(), more)
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, OfTenant>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -93,11 +123,33 @@ impl Leases {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::models::tests::model;
+
+    fn held(lease: u64, ends: u64) -> HeldLease {
+        let (lease, ends, model) = (LeaseId(lease), Nanos(ends), model());
+        HeldLease { lease, ends, model, blocks: 3, method: "pin", path: "grpc" }
+    }
+
+    #[test]
+    fn what_is_listed_are_the_leases_of_the_tenants_asked_for_that_have_not_ended_soonest_first() {
+        let leases = Leases::default();
+        for (tenant, name, ends) in [(1, 11, 100), (1, 12, 900), (2, 21, 300), (3, 31, 200), (1, 13, 400)] {
+            leases.add(tenant, name, held(name, ends));
+        }
+        let names = |tenants: &[u32], most| {
+            let (listed, more) = leases.list(tenants, Nanos(150), most);
+            (listed.iter().map(|(tenant, name, _)| (*tenant, *name)).collect::<Vec<_>>(), more)
+        };
+        assert_eq!(names(&[1], 10), (vec![(1, 13), (1, 12)], false));
+        assert_eq!(names(&[1, 2, 3], 10), (vec![(3, 31), (2, 21), (1, 13), (1, 12)], false));
+        assert_eq!(names(&[1, 2, 3], 2), (vec![(3, 31), (2, 21)], true));
+        assert_eq!(names(&[4], 10), (vec![], false));
+    }
 
     #[test]
     fn a_lease_is_found_once_and_by_its_tenant_alone() {
         let leases = Leases::default();
-        let name = leases.add(1, 77, LeaseId(5), Nanos(100));
+        let name = leases.add(1, 77, held(5, 100));
         assert_eq!(leases.take(2, name), None);
         assert_eq!(leases.take(1, name), Some(LeaseId(5)));
         assert_eq!(leases.take(1, name), None);
@@ -106,8 +158,8 @@ mod tests {
     #[test]
     fn what_has_ended_makes_room() {
         let leases = Leases::default();
-        leases.add(1, 7, LeaseId(1), Nanos(100));
-        leases.add(1, 8, LeaseId(2), Nanos(300));
+        leases.add(1, 7, held(1, 100));
+        leases.add(1, 8, held(2, 300));
         assert!(!leases.has_room(1, 2, Nanos(50)) && leases.has_room(2, 2, Nanos(50)));
         assert!(leases.has_room(1, 2, Nanos(200)));
         assert_eq!((leases.take(1, 7), leases.take(1, 8)), (None, Some(LeaseId(2))));
@@ -117,7 +169,7 @@ mod tests {
     fn a_tenant_with_many_leases_is_counted_without_a_look_at_each() {
         let leases = Leases::default();
         for name in 1..=65_000 {
-            leases.add(1, name, LeaseId(name), Nanos(name + 1000));
+            leases.add(1, name, held(name, name + 1000));
         }
         assert!(!leases.has_room(1, 65_000, Nanos(1000)) && leases.has_room(1, 65_001, Nanos(1000)));
         assert_eq!(leases.renew(1, 2, Nanos(90_000)), Some(LeaseId(2)));

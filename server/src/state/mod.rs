@@ -16,6 +16,8 @@ mod models;
 mod node_tiles;
 pub mod parts;
 mod puts;
+mod recent_reads;
+mod reloads;
 mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
@@ -36,11 +38,13 @@ pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub(crate) use bandwidth::Bandwidth;
 pub use event_mask::EventMask;
-pub use leases::Leases;
+pub use leases::{HeldLease, Leases};
 pub use memory::{Memory, MemoryShares, SharedBytes};
 pub use models::{Model, ModelLimits, Models};
 pub use node_tiles::NodeTiles;
 pub use puts::Puts;
+pub use recent_reads::{LayerTimes, LayeredRead, RecentReads};
+pub use reloads::{Reloaded, Reloads};
 pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
@@ -65,6 +69,10 @@ pub struct ServerState {
     pub models: Models,
     /// Which leases are held, and whose they are.
     pub leases: Leases,
+    /// The last reads by layers.
+    pub recent_reads: RecentReads,
+    /// Where it is asked for that the configuration is read again.
+    pub reloads: Reloads,
     /// Memory of requests.
     pub memory: Memory,
     /// What each tenant has of it.
@@ -171,6 +179,8 @@ impl ServerState {
             gate: auth::Gatekeeper::new(gate),
             models: Models::default(),
             leases: Leases::default(),
+            recent_reads: RecentReads::default(),
+            reloads: Reloads::default(),
             memory,
             locals: Arc::new(locals),
             metrics: Arc::new(Metrics::default()),

@@ -1,6 +1,7 @@
 //! Models that clients registered, each for the tenant that did.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
@@ -23,6 +24,8 @@ pub struct Model {
     listed: u64,
     /// About what it takes in memory, here and in the store.
     memory: u64,
+    /// When it was last put to, looked up or read, in milliseconds since 1970; 0 before that.
+    last_used: AtomicU64,
 }
 
 /// What a tenant may have of models.
@@ -37,6 +40,16 @@ pub struct ModelLimits {
 }
 
 impl Model {
+    /// It is put to, looked up or read.
+    pub fn used(&self, now_ms: u64) {
+        self.last_used.fetch_max(now_ms, Ordering::Relaxed);
+    }
+
+    /// When it last was, in milliseconds since 1970; 0 if it was not since it was registered.
+    pub fn last_used(&self) -> u64 {
+        self.last_used.load(Ordering::Relaxed)
+    }
+
     /// The bytes of a block of a column; refused if the model has no such state.
     pub fn shape(&self, group: Group, coordinate: Coordinate) -> Result<BlockShape, Reason> {
         Ok(self.geometry.shape(group, coordinate, self.identity.block_tokens)?)
@@ -76,7 +89,8 @@ impl Models {
             return Err(Reason::TooMany("layers of models").into());
         }
         let namespace = store.register(&identity, &geometry)?;
-        let model = Arc::new(Model { namespace, identity, geometry, listed, memory });
+        let model =
+            Arc::new(Model { namespace, identity, geometry, listed, memory, last_used: AtomicU64::new(0) });
         let mut models = self.0.write().unwrap_or_else(PoisonError::into_inner);
         models.insert((tenant, namespace), Arc::clone(&model));
         Ok(model)
@@ -111,5 +125,22 @@ impl Models {
     fn find(&self, caller: &Caller, namespace: NamespaceId) -> Option<Arc<Model>> {
         let models = self.0.read().unwrap_or_else(PoisonError::into_inner);
         models.get(&(caller.tenant.number, namespace)).cloned()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A model of flat pages.
+    pub(crate) fn model() -> Arc<Model> {
+        let geometry = Geometry::opaque(4096).unwrap();
+        let identity = kvarts_layout::identity::IdentityForm::from_json(
+            r#"{"model": "pages", "revision": "1", "kv-dtype": "u8", "block-tokens": 16,
+                "arrangement": {"engine": "test", "layout": "flat", "version": "1"}}"#,
+        );
+        let identity = identity.unwrap().of(&geometry).unwrap();
+        let (namespace, last_used) = (NamespaceId([3; 32]), AtomicU64::new(0));
+        Arc::new(Model { namespace, identity, geometry, listed: 64, memory: 64, last_used })
     }
 }

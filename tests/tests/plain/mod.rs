@@ -49,7 +49,7 @@ impl Decoder for Plain {
 }
 
 /// Every method but those that would end the server or change its size.
-pub(crate) const METHODS: [&str; 19] = [
+pub(crate) const METHODS: [&str; 20] = [
     "Models/RegisterModel",
     "Models/ListModels",
     "Store/Put",
@@ -58,6 +58,7 @@ pub(crate) const METHODS: [&str; 19] = [
     "Store/Unlock",
     "Store/Pin",
     "Store/Unpin",
+    "Store/ListPins",
     "Store/Renew",
     "Store/SetDefaultTtl",
     "Store/SetTtl",

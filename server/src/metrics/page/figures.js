@@ -140,6 +140,24 @@ export function figures(before, now) {
   };
 }
 
+// What the server remembers of the last hour, between each two of its samples: when in seconds, and the values that are plotted.
+export function past({ columns, samples }) {
+  const of = (sample, name) => sample[columns.indexOf(name)];
+  return samples.slice(1).map((now, at) => {
+    const before = samples[at];
+    const growth = (name) => Math.max(0, of(now, name) - of(before, name));
+    const seconds = Math.max(1, of(now, "unix_seconds") - of(before, "unix_seconds"));
+    const asked = growth("asked");
+    return {
+      seconds: of(now, "unix_seconds"),
+      rate: asked > 0 ? growth("found") / asked : null,
+      out: growth("bytes_out") / seconds,
+      into: growth("bytes_in") / seconds,
+      live: of(now, "live_bytes"),
+    };
+  });
+}
+
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let at = 0;

@@ -1,12 +1,15 @@
 // Puts the figures on the page. Names come from clients: they are set as text, never as markup.
-import { parse, figures, size, count, percent, time } from "/figures.js";
+import { parse, figures, past, size, count, percent, time } from "/figures.js";
+import { mapOf, branchesOf, readsOf, layersOf } from "/inside.js";
 
 const find = (id) => document.getElementById(id);
 const TIMEOUT_MS = 10_000;
 const HISTORY_SECONDS = 3600;
 const EVENTS_MAX = 50;
 const ROWS_MAX = 50;
+const MAP_SECONDS = 15;
 let before = null;
+let mapped = -Infinity;
 let history = [];
 let waiting = null;
 let looking = false;
@@ -58,11 +61,12 @@ function tiles(all) {
 const SVG = "http://www.w3.org/2000/svg";
 
 const amount = (value) => `${size(value)}/s`;
-// What is plotted: its name, its value, how that is written, and the least height of the plot.
+// What is plotted: its name, its value, how that is written, the least height of the plot, and its name in the past.
 const PLOTS = [
-  ["Hit ratio", (seen) => seen.hits.rate, percent, 1],
-  ["Read by clients", (seen) => seen.calls.reduce((total, call) => total + call.out, 0), amount, 0],
-  ["Put by clients", (seen) => seen.calls.reduce((total, call) => total + call.into, 0), amount, 0],
+  ["Hit ratio", (seen) => seen.hits.rate, percent, 1, "rate"],
+  ["Read by clients", (seen) => seen.calls.reduce((total, call) => total + call.out, 0), amount, 0, "out"],
+  ["Put by clients", (seen) => seen.calls.reduce((total, call) => total + call.into, 0), amount, 0, "into"],
+  ["Live bytes on disk", (seen) => seen.disk.live, size, 0, "live"],
 ];
 
 function plots() {
@@ -136,6 +140,99 @@ function tell(events, when) {
   while (list.children.length > EVENTS_MAX) list.lastElementChild.remove();
 }
 
+// What was before the page was opened, as the server remembers it: on the page's own clock.
+async function earlier(at) {
+  const told = await ask("/history");
+  const last = told.samples.at(-1)?.[0] ?? 0;
+  return past(told).map(({ seconds, ...values }) => ({ at: at - (last - seconds) - 1e-3, values: PLOTS.map(([, , , , name]) => values[name]) }));
+}
+
+async function ask(path, headers = {}) {
+  const answer = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(TIMEOUT_MS) });
+  if (!answer.ok) throw new Error(answer.status === 401 ? await answer.text() : `it answers ${answer.status}`);
+  return answer.json();
+}
+
+function drawMap(told) {
+  const shards = mapOf(told);
+  const many = told.segments_per_cell > 1 ? `, ${told.segments_per_cell} to a cell` : "";
+  say(find("segments-said"), `${count(told.segments)} segment files of ${size(told.segment_bytes)}${many}. A file is as full as its cell is.`);
+  const place = find("segments");
+  fit(place, shards.length, () => element("figure", element("figcaption"), document.createElementNS(SVG, "svg")));
+  shards.forEach(({ name, said, width, height, boxes }, at) => {
+    const [caption, drawing] = place.children[at].children;
+    say(caption, name);
+    drawing.setAttribute("viewBox", `-1 -1 ${width + 1} ${height + 1}`);
+    drawing.setAttribute("role", "img");
+    drawing.setAttribute("aria-label", `${name}: ${said}`);
+    fit(drawing, boxes.length, () => document.createElementNS(SVG, "rect"));
+    boxes.forEach((box, n) => {
+      for (const part of ["class", "x", "y", "width", "height"]) drawing.children[n].setAttribute(part, box[part]);
+    });
+  });
+}
+
+// The token stays in its field: it is neither stored nor shown.
+async function showInside(event) {
+  event?.preventDefault();
+  const token = find("token").value.trim();
+  const headers = token === "" ? {} : { authorization: `Bearer ${token}` };
+  try {
+    const wanted = find("model").value;
+    const told = await ask(wanted ? `/prefixes?namespace=${encodeURIComponent(wanted)}` : "/prefixes", headers);
+    const reads = readsOf(await ask("/reads", headers));
+    const models = find("model");
+    fit(models, told.models.length, () => element("option"));
+    told.models.forEach((one, at) => {
+      models.children[at].value = one.namespace;
+      say(models.children[at], `${one.model} ${one.revision}, ${one.namespace.slice(0, 8)}, ${size(one.live_bytes)}`);
+    });
+    if (told.namespace) models.value = told.namespace;
+    const more = told.is_cut ? " Only a part of the model was looked at." : told.branches_left_out ? ` ${count(told.branches_left_out)} more are not shown.` : "";
+    say(find("inside-said"), told.models.length ? `${count(told.branches.length)} runs of blocks.${more}` : "Nothing is stored.");
+    const tokens = told.models.find((one) => one.namespace === told.namespace)?.block_tokens ?? 0;
+    const rows = branchesOf(told, reads, tokens);
+    table("prefixes-table", ["First block", "Blocks", "Tokens", "Forks", "Last read"], rows.map((row) => row.cells));
+    table("reads-table", ["Began", "Path", "Model", "First block", "Blocks", "First layer", "Last layer", "Ended"], reads.map((one) => one.cells));
+    offer("reads-table", reads.map((one) => one));
+    offer("prefixes-table", rows.map((row) => row.read));
+  } catch (error) {
+    say(find("inside-said"), error.message);
+    for (const id of ["prefixes-table", "reads-table"]) find(id).parentElement.hidden = true;
+    find("timeline").hidden = true;
+  }
+}
+
+// A row of a read that is known has a button that shows when its layers came.
+function offer(id, reads) {
+  const body = find(id).tBodies[0];
+  [...(body?.rows ?? [])].forEach((row, at) => {
+    const cell = row.cells[row.cells.length - 1];
+    const read = reads[at];
+    if (!read) return;
+    const button = element("button", cell.textContent);
+    button.type = "button";
+    button.addEventListener("click", () => showTimeline(read));
+    cell.replaceChildren(button);
+  });
+}
+
+function showTimeline(read) {
+  const layers = layersOf(read);
+  find("timeline").hidden = false;
+  say(find("timeline-title"), `When each layer had come: ${read.said}`);
+  const list = find("layers");
+  fit(list, layers.length, () => element("li", element("span"), element("span"), element("progress")));
+  layers.forEach(({ name, ms, part }, at) => {
+    const [label, when, bar] = list.children[at].children;
+    say(label, name);
+    say(when, ms);
+    bar.max = 1;
+    bar.value = part;
+    bar.setAttribute("aria-label", `${name}: ${ms}`);
+  });
+}
+
 async function look() {
   try {
     const answer = await fetch("/metrics", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
@@ -144,11 +241,16 @@ async function look() {
     const seen = figures(before, now);
     if (before) {
       const at = performance.now() / 1000;
+      if (history.length === 0) history = await earlier(at);
       history = [...history.filter((one) => at - one.at < HISTORY_SECONDS), { at, values: PLOTS.map(([, of]) => of(seen)) }];
       tell(seen.events, new Date());
     }
     before = now;
     show(seen, figures(null, now));
+    if (performance.now() / 1000 - mapped > MAP_SECONDS) {
+      drawMap(await ask("/segments"));
+      mapped = performance.now() / 1000;
+    }
     document.body.dataset.looks = String(Number(document.body.dataset.looks ?? 0) + 1);
   } catch (error) {
     say(find("state"), `The server does not answer: ${error.message}`);
@@ -173,4 +275,5 @@ find("pause").addEventListener("click", () => {
   if (paused) clearTimeout(waiting);
   else rounds();
 });
+find("inside").addEventListener("submit", showInside);
 rounds();

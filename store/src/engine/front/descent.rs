@@ -120,6 +120,30 @@ fn links_of(
     settled
 }
 
+/// Links of a namespace in all shards, no more than `most` of them.
+pub(crate) async fn all_links(
+    router: &Router,
+    namespace: &Arc<Namespace>,
+    most: usize,
+) -> Result<BTreeSet<Link>, Reason> {
+    let mut links = BTreeSet::new();
+    for shard in 0..router.shards() {
+        let (mut listed, mut next) = (Listed::new(), Some(0));
+        while let Some(from) = next {
+            let (reply, answer) = ticket();
+            let ask = Ask { shard, namespace: Arc::clone(namespace), listed, from };
+            router.send(shard, Message::Links(ask, reply))?;
+            let found = answer.await.map_err(|_| Reason::Busy("the store is closing"))??;
+            links.extend(found.links.into_iter().take(most.saturating_sub(links.len())));
+            if links.len() >= most {
+                return Ok(links);
+            }
+            (listed, next) = (found.listed, found.next);
+        }
+    }
+    Ok(links)
+}
+
 /// Finds everything that descends from a key, in all shards, and deletes it with the key. A device that does not answer
 /// keeps the caller no longer than its deadline.
 pub(crate) async fn delete_prefix(

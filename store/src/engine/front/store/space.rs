@@ -1,6 +1,6 @@
 //! Space as operators see it: what every byte is, budgets, quotas and caps, all changed while the store is in use.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,6 +8,7 @@ use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, Coordinate, Group, Identity, NamespaceId};
 
 use super::{Store, lost, send};
+use crate::engine::front::descent;
 use crate::engine::front::router::Message;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
@@ -183,6 +184,17 @@ impl Store {
             })
         };
         all.iter().filter_map(known).collect()
+    }
+
+    /// Which block follows which in a namespace, as pairs of a parent and its child, for showing what is here as a tree: at most
+    /// `most` of them. They are read from what segments list. A pair may be missing whose blocks are moved meanwhile.
+    pub async fn links(
+        &self,
+        namespace: NamespaceId,
+        most: usize,
+    ) -> Result<BTreeSet<(BlockKey, BlockKey)>, Error> {
+        let known = self.0.shared.names.get(namespace).ok_or(Reason::UnknownNamespace(namespace))?;
+        Ok(descent::all_links(&self.0.router, &known, most).await?)
     }
 
     /// Counts a namespace in its tenant's pool, if there is one.

@@ -1,0 +1,140 @@
+//! `kvarts scrub`, `checkpoint`, `budget`, `drain` and `reload`: a running server is told to do something. All need the right
+//! to administer.
+
+use std::io::Write;
+
+use clap::Args;
+use serde_json::json;
+
+use super::stat::AdminArgs;
+use super::sure::Sure;
+use super::{ServerArgs, print};
+use kvarts_client::Via;
+use kvarts_server::human::{bytes, grouped};
+use kvarts_terminal::Failure;
+
+/// The arguments of `budget`.
+#[derive(Args, Debug)]
+pub(crate) struct BudgetArgs {
+    /// The most the store may have on disk from now on, such as 5G or "3.5 TiB"; without it the budget is shown
+    #[arg(value_name = "SIZE", value_parser = crate::sizes::bytes)]
+    size: Option<u64>,
+    #[command(flatten)]
+    sure: Sure,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The arguments of `drain`.
+#[derive(Args, Debug)]
+pub(crate) struct DrainArgs {
+    #[command(flatten)]
+    sure: Sure,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Runs `scrub`. Exit code 1 where something is damaged.
+pub(crate) fn scrub(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let found = client.scrub().map_err(Failure::user)?;
+    if arguments.server.json {
+        let report = json!({
+            "blocks_checked": found.blocks_checked, "bytes_checked": found.bytes_checked,
+            "blocks_damaged": found.blocks_damaged, "blocks_gone": found.blocks_gone,
+            "blocks_passed_over": found.blocks_passed_over,
+        });
+        print(out, &report)?;
+    } else {
+        let (blocks, size) = (grouped(found.blocks_checked), bytes(found.bytes_checked));
+        writeln!(out, "{blocks} blocks ({size}) were compared with their digests")?;
+        match found.blocks_damaged {
+            0 => writeln!(out, "none is damaged")?,
+            damaged => writeln!(
+                out,
+                "{} are damaged and are misses from now on; the server's log says where they lay",
+                grouped(damaged)
+            )?,
+        }
+        if found.blocks_passed_over > 0 {
+            let passed = grouped(found.blocks_passed_over);
+            writeln!(out, "{passed} could not be looked at now: run it again")?;
+        }
+    }
+    if found.blocks_damaged == 0 { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Runs `checkpoint`.
+pub(crate) fn checkpoint(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    client.checkpoint().map_err(Failure::user)?;
+    match arguments.server.json {
+        true => print(out, &json!({"written": true})),
+        false => Ok(writeln!(out, "a checkpoint is written: the next start reads little")?),
+    }
+}
+
+/// Runs `budget`.
+pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let stats = client.stats().map_err(Failure::user)?;
+    let before = stats.budget_bytes;
+    let (now, allocated) = match arguments.size {
+        None => (before, stats.allocated_bytes),
+        Some(size) => {
+            if size < stats.allocated_bytes {
+                let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
+                arguments
+                    .sure
+                    .ask(&format!("{used} are allocated: blocks are evicted until it is {size}"))?;
+            }
+            let reply = client.set_budget(size).map_err(Failure::user)?;
+            (reply.budget_bytes, reply.allocated_bytes)
+        }
+    };
+    if arguments.server.json {
+        let report = json!({"budget_bytes": now, "allocated_bytes": allocated, "before_bytes": before});
+        return print(out, &report);
+    }
+    let used = bytes(allocated);
+    match arguments.size {
+        None => writeln!(out, "budget {}, {used} allocated", bytes(now))?,
+        Some(_) => {
+            let before = bytes(before);
+            writeln!(out, "budget {} from now on (it was {before}), {used} allocated", bytes(now))?;
+            if allocated > now {
+                writeln!(
+                    out,
+                    "  segments are emptied and removed until it is kept; `kvarts budget` shows how far it is"
+                )?;
+            }
+            writeln!(out, "  the next start takes store.budget of the configuration again")?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs `drain`.
+pub(crate) fn drain(arguments: &DrainArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    arguments.sure.ask("the server takes no more calls and stops")?;
+    client.drain().map_err(Failure::user)?;
+    match arguments.server.json {
+        true => print(out, &json!({"draining": true})),
+        false => Ok(writeln!(out, "the server ends what is under way, writes a checkpoint and stops")?),
+    }
+}
+
+/// Runs `reload`.
+pub(crate) fn reload(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let client = arguments.server.connect(Via::Grpc)?;
+    let notes = client.reload().map_err(Failure::user)?;
+    if arguments.server.json {
+        return print(out, &json!({"reloaded": true, "notes": notes}));
+    }
+    writeln!(out, "tenants, tokens and certificates were read again")?;
+    for note in notes {
+        writeln!(out, "  {note}")?;
+    }
+    Ok(())
+}

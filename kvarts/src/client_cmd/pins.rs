@@ -1,0 +1,137 @@
+//! `kvarts pin`: blocks of a running server are held against eviction; what is held is listed; a pin is ended.
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::Args;
+use kvarts_layout::NamespaceId;
+use kvarts_store::api::{KvStore, LeaseId};
+use serde_json::{Value, json};
+
+use super::subject::{self, Subject};
+use super::{KeyArgs, ModelArgs, ServerArgs, print};
+use kvarts_client::Via;
+use kvarts_server::human::grouped;
+use kvarts_terminal::{Align, Failure, Table};
+use kvarts_wire::proto::list_pins_reply::Pin;
+
+/// The arguments of `pin`.
+#[derive(Args, Debug)]
+pub(crate) struct PinArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    keys: KeyArgs,
+    /// For how long, such as 90s, 30m, 12h; a day at most
+    #[arg(long, default_value = "1h", value_parser = subject::duration)]
+    hold: Duration,
+    /// End this pin instead
+    #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
+    release: Option<u64>,
+    /// Show what is held instead: pins, and leases of lookups
+    #[arg(long, conflicts_with_all = ["tokens", "keys", "release"])]
+    list: bool,
+    /// With --list: of all tenants, for those who may administer
+    #[arg(long, requires = "list")]
+    all_tenants: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Runs `pin`.
+pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    // A pin of the local path would end with this program.
+    let client = arguments.server.connect(Via::Grpc)?;
+    if arguments.list {
+        let reply = client.pins(arguments.all_tenants).map_err(Failure::user)?;
+        return match arguments.server.json {
+            true => {
+                let pins: Vec<Value> = reply.pins.iter().map(listed).collect();
+                print(out, &json!({"pins": pins, "more": reply.more}))
+            }
+            false => show(&reply.pins, reply.more, out),
+        };
+    }
+    if let Some(pin) = arguments.release {
+        let ended = client.unpin(LeaseId(pin));
+        if arguments.server.json {
+            print(out, &json!({"pin": pin, "ended_now": ended}))?;
+        } else {
+            writeln!(out, "{}", if ended { "the pin has ended" } else { "there was no such pin" })?;
+        }
+        return if ended { Ok(()) } else { Err(Failure::Problems) };
+    }
+    let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
+    let column = (subject.group, subject.coordinate);
+    let held = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
+    let (lease, held) = held.map_err(Failure::user)?;
+    let pin = lease.map(|lease| lease.0);
+    if arguments.server.json {
+        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": subject.keys.len()}))?;
+    } else if let Some(pin) = pin {
+        let all = subject.keys.len();
+        writeln!(out, "{held} of {all} blocks are held; `kvarts pin --release {pin}` ends it sooner")?;
+    } else {
+        writeln!(out, "none of the blocks is there: nothing is held")?;
+    }
+    if held as usize == subject.keys.len() { Ok(()) } else { Err(Failure::Problems) }
+}
+
+fn namespace(pin: &Pin) -> String {
+    <[u8; 32]>::try_from(&pin.namespace[..]).map(|id| NamespaceId(id).to_string()).unwrap_or_default()
+}
+
+fn listed(pin: &Pin) -> Value {
+    json!({
+        "pin": (pin.lease != 0).then_some(pin.lease), "tenant": pin.tenant, "namespace": namespace(pin),
+        "model": pin.model, "blocks": pin.blocks, "ends_in_ms": pin.ends_in_ms, "taken_by": pin.method,
+        "path": pin.path,
+    })
+}
+
+fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    if pins.is_empty() {
+        return Ok(writeln!(out, "nothing is held")?);
+    }
+    let columns = [
+        ("PIN", Align::Left),
+        ("TENANT", Align::Left),
+        ("BLOCKS", Align::Right),
+        ("ENDS IN", Align::Right),
+        ("TAKEN BY", Align::Left),
+        ("MODEL", Align::Left),
+    ];
+    let mut table = Table::new(&columns);
+    for pin in pins {
+        let name = if pin.lease == 0 { "-".to_owned() } else { pin.lease.to_string() };
+        let by = format!("{}, {}", pin.method, pin.path);
+        let model = format!("{} {}", pin.model.escape_debug(), namespace(pin).get(..8).unwrap_or_default());
+        table.row([name, pin.tenant.clone(), grouped(pin.blocks.into()), span(pin.ends_in_ms), by, model]);
+    }
+    write!(out, "{table}")?;
+    match more {
+        true => Ok(writeln!(out, "There are more; these end soonest.")?),
+        false => Ok(()),
+    }
+}
+
+/// A time from now on, as people say it.
+fn span(ms: u64) -> String {
+    let seconds = ms / 1000;
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_short() {
+        let said: Vec<String> = [999, 59_000, 61_000, 3_600_000, 90_000_000].into_iter().map(span).collect();
+        assert_eq!(said, ["0 s", "59 s", "1 min", "1 h 0 min", "25 h 0 min"]);
+    }
+}

@@ -1,0 +1,188 @@
+//! What administrators tell a running server, with the built program: scrub, checkpoint, budget, reload, drain; what is pinned; and
+//! what the log of a server says of normal clients, which is nothing.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
+
+mod served;
+
+use serde_json::Value;
+use served::{Scratch, Server, http};
+
+const TOKENS: [&str; 2] = ["--tokens", "tokens"];
+
+fn json((code, out, err): (i32, String, String)) -> (i32, Value) {
+    (code, serde_json::from_str(&out).unwrap_or_else(|error| panic!("{error}: {out:?} {err:?}")))
+}
+
+#[test]
+fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_told_to() {
+    let server = Server::start(Scratch::new("admin"), &["--index-memory", "64M"]);
+    server.store_pages();
+    let (code, report) = json(server.kvarts(&["scrub", "--json"]));
+    assert_eq!((code, &report["blocks_checked"], &report["blocks_damaged"]), (0, &10.into(), &0.into()));
+    assert!(server.kvarts(&["scrub"]).1.contains("none is damaged"));
+    assert!(server.kvarts(&["checkpoint"]).1.starts_with("a checkpoint is written"));
+
+    let (_, shown) = json(server.kvarts(&["budget", "--json"]));
+    assert_eq!(shown["budget_bytes"], 64 << 20);
+    let (code, grown) = json(server.kvarts(&["budget", "96M", "--json"]));
+    assert_eq!(
+        (code, &grown["budget_bytes"], &grown["before_bytes"]),
+        (0, &(96 << 20).into(), &(64 << 20).into())
+    );
+    assert!(server.metrics().contains("kvarts_disk_budget_bytes 100663296"));
+    // Less than what is allocated: blocks would go, so it is asked.
+    let allocated = shown["allocated_bytes"].as_u64().unwrap();
+    let less = format!("{}", allocated - 4096);
+    let (code, _, error) = server.kvarts(&["budget", &less]);
+    assert!(code == 2 && error.contains("blocks are evicted") && error.contains("--yes"), "{error}");
+    let (_, shown) = json(server.kvarts(&["budget", "--json"]));
+    assert_eq!(shown["budget_bytes"], 96 << 20, "nothing was done");
+
+    // A server without a configuration file reads its environment and flags again, which changes nothing.
+    let (code, reloaded) = json(server.kvarts(&["reload", "--json"]));
+    assert_eq!((code, &reloaded["reloaded"]), (0, &true.into()));
+    let (code, _, error) = server.kvarts(&["drain"]);
+    assert!(code == 2 && error.contains("--yes"), "{error}");
+    assert_eq!(server.client(&["match"], &TOKENS).0, 0, "it serves on");
+    let mut server = server;
+    assert_eq!(server.kvarts(&["drain", "--yes"]).0, 0);
+    assert!(server.ends().success(), "it stops by itself");
+}
+
+#[test]
+fn what_is_pinned_is_listed_until_it_ends() {
+    let server = Server::start(Scratch::new("pins"), &["--index-memory", "64M"]);
+    server.store_pages();
+    assert_eq!(server.kvarts(&["pin", "--list"]).1, "nothing is held\n");
+    let (code, pin) = json(server.client(&["pin", "--hold", "2h", "--json"], &TOKENS));
+    assert_eq!(code, 0);
+    let (_, listed) = json(server.kvarts(&["pin", "--list", "--json"]));
+    let one = &listed["pins"][0];
+    assert_eq!((&one["pin"], &one["blocks"], &one["model"]), (&pin["pin"], &10.into(), &"pages".into()));
+    assert_eq!((&one["taken_by"], &one["path"]), (&"pin".into(), &"grpc".into()));
+    let left = one["ends_in_ms"].as_u64().unwrap();
+    assert!((7_000_000..=7_200_000).contains(&left), "{left}");
+    let name = pin["pin"].as_u64().unwrap().to_string();
+    let text = server.kvarts(&["pin", "--list", "--all-tenants"]).1;
+    assert!(text.starts_with("PIN ") && text.contains(&name) && text.contains("1 h 5"), "{text}");
+    assert_eq!(server.kvarts(&["pin", "--release", &name]).0, 0);
+    assert_eq!(server.kvarts(&["pin", "--list"]).1, "nothing is held\n");
+}
+
+/// Two tenants: what each may see and do.
+#[test]
+fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_alone() {
+    let hash = |token: &str| kvarts_server::state::auth::TokenHash::of(token).to_string();
+    let tenant = |name: &str, rights: &str| {
+        let hash = hash(&format!("kvarts_{name}"));
+        format!(
+            "[[tenants]]\nname = '{name}'\n[[tokens]]\ntenant = '{name}'\nrights = [{rights}]\nhash = '{hash}'\n"
+        )
+    };
+    let scratch = Scratch::new("reload");
+    let red = tenant("red", "'read', 'write', 'admin'");
+    std::fs::write(scratch.0.join("server.toml"), &red).unwrap();
+    for name in ["red", "blue"] {
+        std::fs::write(scratch.0.join(name), format!("kvarts_{name}\n")).unwrap();
+    }
+    let server = Server::start(scratch, &["--index-memory", "64M", "--config", "server.toml"]);
+    let (as_red, as_blue) = (["--token-file", "red"], ["--token-file", "blue"]);
+    server.store_pages_with("pages", &as_red);
+    assert_eq!(server.client(&["pin"], &[&TOKENS[..], &as_red].concat()).0, 0);
+    let refused = server.client(&["match"], &[&TOKENS[..], &as_blue].concat());
+    assert!(refused.0 == 2 && refused.2.contains("token"), "{refused:?}");
+    // A configuration that cannot be used changes nothing, and whoever asked hears why.
+    std::fs::write(server.path("server.toml"), format!("{red}nonsense = 1\n")).unwrap();
+    let (code, _, error) = server.kvarts(&[&["reload"][..], &as_red].concat());
+    assert!(code == 2 && error.contains("all stays as it was") && error.contains("nonsense"), "{error}");
+    std::fs::write(server.path("server.toml"), red + &tenant("blue", "'read', 'write'")).unwrap();
+    let (code, out, error) = server.kvarts(&[&["reload"][..], &as_red].concat());
+    assert!(code == 0 && out.contains("were read again"), "{out}{error}");
+    let found = server.client(&["match"], &[&TOKENS[..], &as_blue].concat());
+    assert!(found.0 == 0 && found.1.starts_with("0 of 10"), "{found:?}");
+
+    assert_eq!(server.kvarts(&[&["pin", "--list"][..], &as_blue].concat()).1, "nothing is held\n");
+    let all = server.kvarts(&[&["pin", "--list", "--all-tenants"][..], &as_blue].concat());
+    assert!(all.0 == 2 && all.2.contains("right to admin"), "{all:?}");
+    assert!(server.kvarts(&[&["pin", "--list"][..], &as_red].concat()).1.contains("red"));
+    for command in ["scrub", "checkpoint", "budget", "reload"] {
+        let (code, _, error) = server.kvarts(&[&[command][..], &as_blue].concat());
+        assert!(code == 2 && error.contains("right to admin"), "{command}: {error}");
+    }
+    // What names keys is told to an administrator alone; what does not, to everyone.
+    let get = |path: &str, token: Option<&str>| {
+        let header = token.map(|token| format!("\r\nauthorization: Bearer {token}")).unwrap_or_default();
+        http(server.metrics_address(), (&format!("GET {path}"), &header))
+    };
+    for path in ["/prefixes", "/reads", "/prefixes?namespace=00"] {
+        for token in [None, Some("kvarts_blue"), Some("kvarts_nobody")] {
+            let answer = get(path, token);
+            assert!(answer.starts_with("HTTP/1.1 401 "), "{path} {token:?}: {answer}");
+            assert!(!answer.contains("pages"), "{answer}");
+        }
+        assert!(get(path, Some("kvarts_red")).starts_with("HTTP/1.1 200 "), "{path}");
+    }
+    assert!(get("/prefixes", Some("kvarts_red")).contains("\"model\":\"pages\""));
+    for path in ["/history", "/segments"] {
+        let answer = get(path, None);
+        assert!(answer.starts_with("HTTP/1.1 200 ") && answer.contains("application/json"), "{answer}");
+        assert!(!answer.contains("pages") && !answer.contains("red"), "{answer}");
+    }
+    let log = server.log();
+    assert!(
+        log.contains("reload asked for") && log.contains("the configuration was not read again"),
+        "{log}"
+    );
+    assert!(!log.contains("kvarts_red") && !log.contains("kvarts_nobody"), "a token stands in the log");
+}
+
+#[test]
+fn the_log_says_at_the_start_what_is_here_and_nothing_of_normal_clients() {
+    let server = Server::start(Scratch::new("log"), &["--index-memory", "64M"]);
+    server.store_pages();
+    for _ in 0..5 {
+        assert_eq!(server.client(&["match"], &TOKENS).0, 0);
+        assert_eq!(server.client(&["get", "--force", "--to", "back"], &TOKENS).0, 0);
+        assert_eq!(server.client(&["get", "--force", "--to", "back"], &["--tokens", "more"]).0, 1, "a miss");
+        assert_eq!(server.kvarts(&["stat"]).0, 0);
+        assert_eq!(server.kvarts(&["ls"]).0, 0);
+        assert_eq!(server.client(&["put", "blocks"], &TOKENS).0, 0);
+    }
+    // Clients that are killed in the middle are normal, too.
+    for _ in 0..3 {
+        server.killed(&["watch"]);
+    }
+    let log = server.log();
+    let opened: Vec<&str> = log.lines().filter(|line| line.contains("opened in")).collect();
+    let [opened] = &opened[..] else { panic!("{log}") };
+    for part in [concat!("kvarts ", env!("CARGO_PKG_VERSION"), ", store "), ": 0 blocks, ", "budget 64 MiB"] {
+        assert!(opened.contains(part), "{part} is not in {opened}");
+    }
+    let loud: Vec<&str> =
+        log.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR")).collect();
+    assert!(loud.is_empty(), "{loud:#?}");
+}
+
+#[test]
+fn a_refused_call_and_a_full_store_are_one_warning_each() {
+    let server =
+        Server::start(Scratch::new("loud"), &["--index-memory", "64M", "--segment", "1M", "--budget", "8M"]);
+    server.store_pages();
+    assert_eq!(server.client(&["pin", "--hold", "1h"], &TOKENS).0, 0);
+    // Everything is held, and there is no room for more.
+    let blocks = 4000u32;
+    let tokens: String = (0..blocks * 16).map(|token| format!("{} ", token + 100_000)).collect();
+    std::fs::write(server.path("many"), tokens).unwrap();
+    std::fs::write(server.path("bytes"), vec![3; blocks as usize * 4096]).unwrap();
+    let held = ["--tokens", "many"];
+    assert!(server.client(&["put", "bytes"], &held).0 < 2, "what does not fit lets older blocks go");
+    assert!(server.client(&["pin", "--hold", "1h"], &held).0 < 2);
+    let tokens: String = (0..blocks * 16).map(|token| format!("{} ", token + 500_000)).collect();
+    std::fs::write(server.path("others"), tokens).unwrap();
+    for _ in 0..3 {
+        assert_eq!(server.client(&["put", "bytes"], &["--tokens", "others"]).0, 1, "refused");
+    }
+    let log = server.log();
+    let full = log.lines().filter(|line| line.contains("is full and nothing may be evicted")).count();
+    assert_eq!(full, 1, "once for the whole episode: {log}");
+}

@@ -1,0 +1,342 @@
+//! Pages that say what the program says: JSON outputs field by field, labels of the checker, lines of the log, alerts.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
+
+mod served;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use kvarts_fsck::findings::LABELS;
+use kvarts_fsck::remedy::{Remedy, remedy};
+use kvarts_layout::format::recovery::{RECORD_ROWS, Row, SEGMENT_ROWS, Severity};
+use serde_json::Value;
+use served::{Scratch, Server};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn page(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap()
+}
+
+/// What stands in backticks.
+fn quoted(cell: &str) -> Vec<&str> {
+    cell.split('`').skip(1).step_by(2).collect()
+}
+
+/// Of each command in the page's tables: its fields, and whether they are always there.
+fn documented() -> BTreeMap<String, BTreeMap<String, bool>> {
+    let text = page("docs/reference/json.md");
+    let mut all = BTreeMap::<String, BTreeMap<String, bool>>::new();
+    let mut command = None;
+    for line in text.split("\n## Others").next().unwrap().lines() {
+        if let Some(name) = line.strip_prefix("### ") {
+            command = Some(name.trim_matches('`').to_owned());
+        } else if let (Some(command), Some(row)) = (&command, line.strip_prefix("| `")) {
+            let (fields, meaning) = row.split_once(" | ").unwrap();
+            for field in quoted(&format!("`{fields}")) {
+                let fields = all.entry(command.clone()).or_default();
+                assert!(
+                    fields.insert(field.to_owned(), !meaning.starts_with("only ")).is_none(),
+                    "{command}: {field} twice"
+                );
+            }
+        }
+    }
+    all
+}
+
+/// The names of all fields of a value, as the page writes them.
+fn fields(value: &Value, before: &str, all: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(object) => {
+            for (name, value) in object {
+                let here = if before.is_empty() { name.clone() } else { format!("{before}.{name}") };
+                all.insert(here.clone());
+                fields(value, &here, all);
+            }
+        }
+        Value::Array(list) => {
+            for value in list {
+                let here = format!("{before}[]");
+                all.insert(here.clone());
+                fields(value, &here, all);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Whether one field of the page is this one of the output, or stands for it: a list or an object is told by its parts, or as a
+/// whole, in words.
+fn stands_for(page: &str, output: &str) -> bool {
+    let within = |outer: &str, inner: &str| {
+        inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.') || rest.starts_with('['))
+    };
+    let whole = page.strip_suffix(".*").unwrap_or(page);
+    page == output || within(page, output) || within(output, page) || whole == output || within(whole, output)
+}
+
+#[derive(Default)]
+struct Compared(Vec<String>, BTreeSet<String>);
+
+impl Compared {
+    fn take(&mut self, documented: &BTreeMap<String, BTreeMap<String, bool>>, command: &str, output: &Value) {
+        self.1.insert(command.to_owned());
+        let Some(page) = documented.get(command) else {
+            return self.0.push(format!("{command}: not on the page"));
+        };
+        let mut told = BTreeSet::new();
+        fields(output, "", &mut told);
+        for field in &told {
+            if !page.keys().any(|known| stands_for(known, field)) {
+                self.0.push(format!("{command}: {field} is not on the page"));
+            }
+        }
+        for (known, _) in page.iter().filter(|(_, is_always)| **is_always) {
+            let name = known.strip_suffix(".*").unwrap_or(known);
+            // Elements of an empty list, and parts of what is null, cannot be seen.
+            let seen = told.iter().any(|field| field == name)
+                || told.iter().any(|field| is_empty_above(field, name, output));
+            if !seen {
+                self.0.push(format!("{command}: {known} is on the page and not in {output}"));
+            }
+        }
+    }
+}
+
+/// Whether the field is a list without elements above this name.
+fn is_empty_above(field: &str, name: &str, output: &Value) -> bool {
+    name.strip_prefix(field).is_some_and(|rest| rest.starts_with("[]"))
+        && !field.contains("[]")
+        && field
+            .split('.')
+            .try_fold(output, |value, part| value.get(part))
+            .is_some_and(|value| value.as_array().is_some_and(Vec::is_empty))
+}
+
+#[test]
+fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_output() {
+    let documented = documented();
+    let mut compared = Compared::default();
+    let server = Server::start(Scratch::new("json"), &["--index-memory", "64M"]);
+    server.store_pages();
+    let json = |arguments: &[&str]| -> Value {
+        let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());
+        assert!(code < 2, "{arguments:?}: {out}{error}");
+        serde_json::from_str(&out).unwrap_or_else(|error| panic!("{arguments:?}: {error}: {out}"))
+    };
+    let model = ["--identity", "ID.toml", "--page-bytes", "4096"];
+    let of = |command: &[&str], more: &[&str]| json(&[command, &model, more].concat());
+    let tokens = ["--tokens", "tokens"];
+    compared.take(&documented, "put", &of(&["put", "blocks"], &tokens));
+    compared.take(&documented, "match", &of(&["match"], &tokens));
+    compared.take(&documented, "get", &of(&["get", "--to", "back"], &tokens));
+    let pin = of(&["pin"], &tokens);
+    compared.take(&documented, "pin", &pin);
+    compared.take(&documented, "pin --list", &json(&["pin", "--list"]));
+    let name = pin["pin"].as_u64().unwrap().to_string();
+    compared.take(&documented, "pin --release", &json(&["pin", "--release", &name]));
+    let metrics = server.metrics_address().to_owned();
+    for (command, arguments) in [
+        ("ls", vec!["ls"]),
+        ("stat", vec!["stat"]),
+        ("scrub", vec!["scrub"]),
+        ("checkpoint", vec!["checkpoint"]),
+        ("budget", vec!["budget"]),
+        ("reload", vec!["reload"]),
+        ("resume", vec!["resume"]),
+        ("top", vec!["top", "--once", "--interval", "1", "--metrics", &metrics]),
+        ("ls DIR", vec!["ls", "kvarts-data", "--live"]),
+        ("doctor", vec!["doctor", ".", "--probe", "1M"]),
+        ("config show", vec!["config", "show"]),
+        ("config check", vec!["config", "check"]),
+        ("config token", vec!["config", "token"]),
+        ("model list", vec!["model", "list"]),
+        ("model show", vec!["model", "show", "llama-3.1-8b"]),
+        ("plan restore", vec!["plan", "restore", "--model", "llama-3.1-8b", "--device", "h100"]),
+        ("plan break-even", vec!["plan", "break-even"]),
+    ] {
+        compared.take(&documented, command, &json(&arguments));
+    }
+    std::fs::write(server.path("one"), (0..16).map(|token| format!("{token} ")).collect::<String>()).unwrap();
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(|| json(&["watch", "--count", "1"]));
+        // The watcher must be there before something happens.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        compared.take(&documented, "delete", &of(&["delete"], &["--tokens", "one"]));
+        compared.take(&documented, "watch", &watching.join().unwrap());
+    });
+    compared.take(&documented, "drain", &json(&["drain", "--yes"]));
+    let mut server = server;
+    assert!(server.ends().success());
+    let json = |arguments: &[&str]| -> Value {
+        let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());
+        assert!(code < 2, "{arguments:?}: {out}{error}");
+        serde_json::from_str(&out).unwrap()
+    };
+    for (command, arguments) in [
+        ("fsck", vec!["fsck", "kvarts-data"]),
+        ("inspect", vec!["inspect", "kvarts-data"]),
+        ("export", vec!["export", "kvarts-data", "--all", "--to", "file"]),
+        ("import", vec!["import", "file", "--into", "kvarts-data"]),
+        ("compact", vec!["compact", "kvarts-data"]),
+    ] {
+        compared.take(&documented, command, &json(&arguments));
+    }
+    assert!(compared.0.is_empty(), "{:#?}", compared.0);
+    let tables: BTreeSet<String> = documented.into_keys().collect();
+    assert_eq!(compared.1, tables, "a table that nothing was compared with");
+}
+
+fn do_about(label: &str, severity: Severity) -> &'static str {
+    match (severity, remedy(label)) {
+        (Severity::Normal | Severity::Note, _) => "nothing",
+        (_, Remedy::Repair) => "`kvarts fsck --repair --dry-run`, then `--repair`",
+        (_, Remedy::Device) => "look at the device (`dmesg`, `smartctl`), replace it",
+        (_, Remedy::Directories) => "give every directory of the store",
+        (_, Remedy::Access) => "run it as the store's user; look at `dmesg`",
+        (_, Remedy::Newer) => "use a newer kvarts",
+    }
+}
+
+/// The page has each label as the checker knows it. `KVARTS_BLESS=1` writes its table anew.
+#[test]
+fn every_label_of_the_checker_is_in_the_runbook_with_what_to_do() {
+    let rows: Vec<&Row> =
+        RECORD_ROWS.iter().map(|one| &one.row).chain(SEGMENT_ROWS.iter().map(|one| &one.row)).collect();
+    let mut labels = BTreeMap::new();
+    for row in rows {
+        labels.insert(row.label, (row.severity, row.cause));
+    }
+    for label in LABELS {
+        labels.insert(label.name, (label.severity, label.cause));
+    }
+    labels.retain(|_, (severity, _)| *severity != Severity::Normal);
+    let mut table = "| Label | Severity | What it means | Do |\n|---|---|---|---|\n".to_owned();
+    for wanted in [Severity::Problem, Severity::Note] {
+        for (label, (severity, cause)) in labels.iter().filter(|(_, (severity, _))| *severity == wanted) {
+            let (word, what) = (severity.label(), do_about(label, *severity));
+            table += &format!("| `{label}` | {word} | {cause} | {what} |\n");
+        }
+    }
+    let text = page("docs/runbook.md");
+    let (before, after) = text.split_once("<!-- labels -->\n").unwrap();
+    if std::env::var_os("KVARTS_BLESS").is_some() {
+        std::fs::write(root().join("docs/runbook.md"), format!("{before}<!-- labels -->\n{table}")).unwrap();
+        return;
+    }
+    assert_eq!(after, table, "KVARTS_BLESS=1 writes docs/runbook.md anew");
+}
+
+fn sources(folder: &Path, all: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|end| end == "rs") && !path.ends_with("tests.rs") {
+            all.push(path);
+        }
+    }
+}
+
+/// The fixed words that a line of the log begins with, of each warning and error in a source.
+fn loud(source: &str) -> Vec<String> {
+    let mut all = Vec::new();
+    for level in ["tracing::warn!(", "tracing::error!("] {
+        for call in source.split(level).skip(1) {
+            // The text is the longest literal: values of fields and the target are words.
+            let end = [call.find(");"), call.find("\")").map(|at| at + 1)].into_iter().flatten().min();
+            let call = end.map_or(call, |end| &call[..end]);
+            let text = call.split('"').skip(1).step_by(2).max_by_key(|text| text.len()).unwrap_or_default();
+            let text = text.split(';').next().unwrap_or_default();
+            // What is between braces is put in; a break of the line and signs end the words that are looked for.
+            let outside = text.split('{').map(|part| part.split_once('}').map_or(part, |(_, after)| after));
+            let words = outside.flat_map(|part| part.split(['\\', ':', ',', '(']));
+            let words: Vec<&str> = words.map(str::trim).collect();
+            let first = words.iter().find(|part| part.len() >= 12);
+            let longest = first.or(words.iter().max_by_key(|part| part.len())).copied().unwrap_or_default();
+            // A text that is all put in is that of another place: what recovery met, or why serving ended.
+            if !longest.is_empty() {
+                all.push(longest.to_owned());
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn every_warning_and_error_of_a_server_is_in_the_runbook() {
+    let runbook = page("docs/runbook.md");
+    let mut files = Vec::new();
+    for folder in ["server/src", "peer/src", "store/src", "cluster/src"] {
+        sources(&root().join(folder), &mut files);
+    }
+    files.push(root().join("kvarts/src/serve_cmd.rs"));
+    let mut seen = 0;
+    let mut missing = BTreeSet::new();
+    for file in files {
+        for words in loud(&std::fs::read_to_string(&file).unwrap()) {
+            seen += 1;
+            if words.len() < 8 || !runbook.contains(&words) {
+                missing.insert(format!("{}: {words:?}", file.display()));
+            }
+        }
+    }
+    assert!(seen > 20, "{seen}");
+    assert!(missing.is_empty(), "lines of the log that docs/runbook.md does not explain: {missing:#?}");
+}
+
+#[test]
+fn every_alert_is_explained_where_it_points_to() {
+    let (operating, runbook) = (page("docs/operating.md"), page("docs/runbook.md"));
+    let headings: BTreeSet<String> = runbook
+        .lines()
+        .filter_map(|line| line.strip_prefix("## "))
+        .map(|heading| heading.to_lowercase().replace(' ', "-"))
+        .collect();
+    let links: Vec<&str> =
+        operating.split("(runbook.md#").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+    assert!(links.len() >= 3, "{links:?}");
+    for link in links {
+        assert!(headings.contains(link), "docs/runbook.md has no {link}: {headings:?}");
+    }
+}
+
+/// As zlib's, bit by bit: what another language would have.
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 * (crc & 1)))
+    })
+}
+
+/// The vectors by which an author of another client finds what is wrong with theirs.
+#[test]
+fn the_vectors_for_other_languages_are_what_the_program_makes() {
+    use kvarts_wire::digest::StreamDigest;
+    use kvarts_wire::proto;
+    use proto::put_request::Part as PutPart;
+    use proto::read_reply::Part as ReadPart;
+    let page = page("docs/grpc.md");
+    let keys = kvarts_layout::key::text_keys(&(0..32).collect::<Vec<u32>>(), 16);
+    assert_eq!(keys.len(), 2);
+    for key in keys {
+        assert!(page.contains(&format!("`{key}`")), "{key}");
+    }
+    let number = |n: u64| n.to_le_bytes().to_vec();
+    let request: Vec<u8> =
+        [[2, 32].map(number).concat(), vec![1; 32], vec![0; 7 * 8], number(32), vec![2; 32]].concat();
+    let announced = [request.clone(), [2, 0, 1].map(number).concat()].concat();
+    let wire =
+        proto::ReadRequest { namespace: vec![1; 32].into(), keys: vec![2; 32].into(), ..Default::default() };
+    let mut read = StreamDigest::of_read(kvarts_store::api::Order::Layers, &wire);
+    let layer = proto::LayerReady { layer: 0, blocks: 1 };
+    assert_eq!(read.read(&ReadPart::Layer(layer)), crc32(&announced));
+    let header =
+        proto::PutHeader { namespace: vec![1; 32].into(), keys: vec![2; 32].into(), ..Default::default() };
+    let put = StreamDigest::of_put().put(&PutPart::Header(header));
+    for crc in [crc32(&request), crc32(&announced), put] {
+        assert!(page.contains(&format!("`{crc:08x}`")), "{crc:08x}");
+    }
+}
