@@ -105,7 +105,9 @@ impl Holders {
     /// Blocks by who holds their partition: the places of each holder's among `tags`, in their order.
     pub fn split(&self, tags: &[Tag]) -> Vec<(NodeId, Vec<usize>)> {
         let fair = tags.len() / self.nodes.len().max(1);
-        let mut split: Vec<_> = self.nodes.iter().map(|node| (*node, Vec::with_capacity(fair))).collect();
+        // Parts differ a little, and few of them have to grow.
+        let room = fair + fair / 4 + 4;
+        let mut split: Vec<_> = self.nodes.iter().map(|node| (*node, Vec::with_capacity(room))).collect();
         for (place, tag) in tags.iter().enumerate() {
             let holder = self.places.get(tag.partition().number()).copied().map_or(0, usize::from);
             if let Some((_, places)) = split.get_mut(holder) {

@@ -67,7 +67,8 @@ impl ClusterNode {
         // Others have their question before this node looks at its own part.
         by_holder.sort_by_key(|(holder, _)| *holder == self.me);
         let asked = by_holder.into_iter().map(|(holder, places)| async move {
-            let of: Vec<Tag> = places.iter().filter_map(|place| tags.get(*place).copied()).collect();
+            let mut of: Vec<Tag> = Vec::with_capacity(places.len());
+            of.extend(places.iter().filter_map(|place| tags.get(*place).copied()));
             let known = if holder == self.me {
                 Some(self.own_copies(&of))
             } else {
