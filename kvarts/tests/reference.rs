@@ -340,3 +340,100 @@ fn the_vectors_for_other_languages_are_what_the_program_makes() {
         assert!(page.contains(&format!("`{crc:08x}`")), "{crc:08x}");
     }
 }
+
+/// Commands that a page quotes: what stands in backticks, and lines of consoles.
+fn commands(text: &str) -> Vec<String> {
+    let mut all = Vec::new();
+    let mut is_code = false;
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+        } else if is_code {
+            let line = line.trim().trim_start_matches("$ ");
+            let line = line
+                .split_once(" -- ")
+                .filter(|(cargo, _)| cargo.starts_with("cargo run"))
+                .map_or(line.to_owned(), |(cargo, rest)| {
+                    if cargo.contains("-p ") { String::new() } else { format!("kvarts {rest}") }
+                });
+            // Behind a sign of the shell, or a remark, stands something else.
+            let end = line.find([';', '#', '>', '&']).unwrap_or(line.len());
+            all.push(line[..end].to_owned());
+        } else {
+            all.extend(line.split('`').skip(1).step_by(2).map(str::to_owned));
+        }
+    }
+    all.retain(|one| one.starts_with("kvarts ") && !one.contains(": "));
+    all
+}
+
+/// The help of a command, by its words; empty where there is none.
+fn help(known: &mut BTreeMap<String, String>, words: &str) -> String {
+    let make = || {
+        let arguments: Vec<&str> = words.split_whitespace().chain(["--help"]).collect();
+        let output =
+            std::process::Command::new(env!("CARGO_BIN_EXE_kvarts")).args(arguments).output().unwrap();
+        if output.status.success() { String::from_utf8(output.stdout).unwrap() } else { String::new() }
+    };
+    known.entry(words.to_owned()).or_insert_with(make).clone()
+}
+
+#[test]
+fn every_command_that_a_page_quotes_is_there_with_its_flags() {
+    let mut files =
+        vec![root().join("README.md"), root().join("python/README.md"), root().join("CONTRIBUTING.md")];
+    for (folder, end) in
+        [("docs", "md"), ("docs/guides", "md"), ("docs/reference", "md"), ("proto/kvarts/v1", "proto")]
+    {
+        let entries = std::fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path());
+        files.extend(entries.filter(|path| path.extension().is_some_and(|one| one == end)));
+    }
+    let (mut known, mut wrong, mut seen) = (BTreeMap::new(), Vec::new(), 0);
+    // Names that are hashed begin as commands do.
+    files.retain(|file| !file.ends_with("FORMAT.md"));
+    for file in files {
+        for command in commands(&std::fs::read_to_string(&file).unwrap()) {
+            seen += 1;
+            let mut words = command.split_whitespace().skip(1).peekable();
+            let is_name = |word: &str| {
+                word.chars().all(|one| one.is_ascii_lowercase() || "-|".contains(one))
+                    && !word.starts_with('-')
+            };
+            let names = |word: &str| -> Vec<String> {
+                word.split('|').filter(|one| !one.is_empty()).map(str::to_owned).collect()
+            };
+            let Some(first) = words.next().filter(|word| is_name(word)) else { continue };
+            let mut paths = names(first);
+            while words.next_if_eq(&"|").is_some() {
+                paths.extend(words.next().map(str::to_owned));
+            }
+            if let Some(second) = words.peek().copied().filter(|word| is_name(word))
+                && paths.iter().all(|path| help(&mut known, path).contains("\nCommands:\n"))
+            {
+                paths = paths
+                    .iter()
+                    .flat_map(|path| names(second).into_iter().map(move |name| format!("{path} {name}")))
+                    .collect();
+            }
+            let texts: Vec<String> = paths.iter().map(|path| help(&mut known, path)).collect();
+            if texts.iter().any(String::is_empty) {
+                wrong.push(format!("{}: `{command}`: no such command", file.display()));
+                continue;
+            }
+            for flag in words.filter(|word| word.starts_with("--") && word.len() > 2) {
+                let flag: String = flag
+                    .chars()
+                    .take_while(|one| one.is_ascii_lowercase() || *one == '-' || one.is_ascii_digit())
+                    .collect();
+                let has = |text: &String| {
+                    text.split(|one: char| !(one.is_alphanumeric() || one == '-')).any(|word| word == flag)
+                };
+                if !texts.iter().any(has) {
+                    wrong.push(format!("{}: `{command}`: no {flag}", file.display()));
+                }
+            }
+        }
+    }
+    assert!(seen > 150, "{seen}");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}

@@ -109,11 +109,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");
     let cache = decided.or("limits.cache", set.cache.as_ref(), &memory);
     let policy = decided.or("store.policy", set.policy.as_ref(), EvictionPolicy::default().name());
-    let share = match memory::share(&memory::of_this_machine()) {
-        small @ 0..0x10_0000 => small.to_string(),
-        share => format!("{} MiB", share >> 20),
-    };
-    let shared = decided.or("limits.shared", set.shared.as_ref(), share);
+    let shared = decided.or("limits.shared", set.shared.as_ref(), memory::default_share());
     let io = decided.or("store.io", set.io.as_ref(), "auto");
     let runtime = decided.or("store.runtime", set.runtime.as_ref(), "auto");
     let cufile = decided.or("device.cufile", set.cufile.as_ref(), "auto");

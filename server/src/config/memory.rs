@@ -23,6 +23,14 @@ pub(super) fn share(bounds: &[u64]) -> u64 {
     (least / PART / PAGE * PAGE).clamp(PAGE, SHARED_MAX)
 }
 
+/// What is shared by default on this machine, as the setting says it.
+pub(super) fn default_share() -> String {
+    match share(&of_this_machine()) {
+        small @ 0..0x10_0000 => small.to_string(),
+        share => format!("{} MiB", share >> 20),
+    }
+}
+
 /// Bytes that the machine has.
 fn total(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;

@@ -63,8 +63,8 @@ pub struct Daemon {
     /// Whether it was seen to have ended, and why if it failed.
     over: bool,
     fault: Option<String>,
-    metrics_task: Option<JoinHandle<()>>,
-    history_task: Option<JoinHandle<()>>,
+    /// Those that tell what the server does, and that remember it.
+    metrics_tasks: Vec<JoinHandle<()>>,
     scrub_task: Option<JoinHandle<()>>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
@@ -127,10 +127,7 @@ impl Daemon {
         let renew = tls.is_some().then_some(renew);
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
-        let serve_metrics = |listener| tokio::spawn(metrics::http::serve(listener, Arc::clone(&state)));
-        let metrics_task = metrics_listener.map(serve_metrics);
-        let keep_history = |_: &JoinHandle<()>| tokio::spawn(metrics::history::keep(Arc::clone(&state)));
-        let history_task = metrics_task.as_ref().map(keep_history);
+        let metrics_tasks = metrics_listener.map_or(Vec::new(), |listener| serve_metrics(listener, &state));
         let pace = config.scrub_pace;
         let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
@@ -143,8 +140,7 @@ impl Daemon {
             renew,
             over: false,
             fault: None,
-            metrics_task,
-            history_task,
+            metrics_tasks,
             scrub_task,
             grpc,
             metrics,
@@ -201,7 +197,7 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { state, home, mut serving, metrics_task, history_task, scrub_task, socket, .. } = self;
+        let Self { state, home, mut serving, metrics_tasks, scrub_task, socket, .. } = self;
         state.start_drain();
         if let Some(task) = scrub_task {
             task.abort();
@@ -218,7 +214,7 @@ impl Daemon {
         if let Some(node) = &state.decided.cluster {
             node.stop();
         }
-        for task in [metrics_task, history_task].into_iter().flatten() {
+        for task in metrics_tasks {
             task.abort();
         }
         if let Some(path) = socket {
@@ -248,6 +244,14 @@ impl Daemon {
         }
         self.fault.clone().map_or(Ok(()), Err)
     }
+}
+
+/// Tells what the server does at the metrics address, and remembers it for the status page.
+fn serve_metrics(listener: TcpListener, state: &Arc<ServerState>) -> Vec<JoinHandle<()>> {
+    vec![
+        tokio::spawn(metrics::http::serve(listener, Arc::clone(state))),
+        tokio::spawn(metrics::history::keep(Arc::clone(state))),
+    ]
 }
 
 /// Returns when a task has ended. A task that has given its result must not be polled again: the code that waits for a drain
