@@ -52,6 +52,9 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
     if let Some(node) = &state.decided.cluster {
         node.know(&model.identity, &model.geometry, model.namespace);
     }
+    if let Some(cold) = &state.decided.cold {
+        cold.touch(model.namespace);
+    }
     if is_new {
         tell_nearest(call, &model);
     }

@@ -6,6 +6,7 @@
 
 mod calls;
 mod cluster;
+mod cold;
 mod histogram;
 pub mod http;
 mod page;
@@ -142,6 +143,7 @@ impl Metrics {
 pub fn told_of_a_cluster() -> String {
     let mut out = String::new();
     cluster::cluster(&mut out, &cluster::nothing());
+    cold::cold(&mut out, &cold::nothing());
     out
 }
 
