@@ -16,6 +16,7 @@ use super::counts::add;
 use super::restore::Closed;
 
 /// What the tier has to say of a delete, and a namespace of which nothing is brought until the store has deleted.
+#[derive(Debug)]
 pub struct Deleting<'a> {
     failed: Option<String>,
     _closed: Closed<'a>,

@@ -95,6 +95,7 @@ pub(super) struct Flights {
 }
 
 /// A namespace of which nothing is brought while this lives.
+#[derive(Debug)]
 pub(super) struct Closed<'a>(&'a Flights, NamespaceId);
 
 impl Drop for Closed<'_> {
@@ -166,7 +167,9 @@ struct Landing {
 impl Drop for Landing {
     fn drop(&mut self) {
         let mut state = self.cold.flights.state();
-        self.names.iter().for_each(|name| drop(state.under_way.remove(name)));
+        for name in &self.names {
+            state.under_way.remove(name);
+        }
         state.flights.remove(&self.id);
     }
 }
@@ -248,7 +251,7 @@ impl ColdTier {
             state.next += 1;
             with.insert(id);
             let names: Vec<Name> = keys.iter().map(|key| wish.name(key)).collect();
-            names.iter().for_each(|name| drop(state.under_way.insert(*name, id)));
+            state.under_way.extend(names.iter().map(|name| (*name, id)));
             let (sender, over) = watch::channel(());
             let landing = Landing { cold: Arc::clone(self), id, names, _over: sender };
             let wanted = Wanted {
