@@ -156,7 +156,7 @@ fn metrics_keep_the_conventions_of_prometheus() {
     let mut checking = Command::new(promtool);
     checking.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut checking = checking.spawn().unwrap();
-    let text = text + &kvarts_server::metrics::told_of_a_cluster();
+    let text = text + &kvarts_server::metrics::told_besides();
     checking.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     let said = checking.wait_with_output().unwrap();
     assert!(said.status.success() && said.stderr.is_empty(), "{}", String::from_utf8_lossy(&said.stderr));
@@ -172,9 +172,13 @@ fn the_reference_of_metrics_is_what_a_server_tells() {
     for (title, is_of) in [
         (
             "Server",
-            (|name| name.starts_with("kvarts_") && !name.starts_with("kvarts_cluster_")) as fn(&str) -> bool,
+            (|name| {
+                let of_others = ["kvarts_cluster_", "kvarts_cold_"];
+                name.starts_with("kvarts_") && !of_others.iter().any(|of| name.starts_with(of))
+            }) as fn(&str) -> bool,
         ),
         ("A node of a cluster", |name| name.starts_with("kvarts_cluster_")),
+        ("A cold tier", |name| name.starts_with("kvarts_cold_")),
         ("Process", |name| name.starts_with("process_")),
     ] {
         expected += &format!("\n## {title}\n\n| Metric | Type | Meaning |\n|---|---|---|\n");

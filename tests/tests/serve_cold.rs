@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvarts_client::Client;
-use kvarts_layout::prefix::Requirement;
+use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
 use kvarts_server::cold::ColdTier;
 use kvarts_server::config::{Config, Settings};
@@ -81,8 +81,9 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     know(&second.served, &desk);
     // A match says what is in the bucket, and asks it for nothing.
     let (group, coordinate) = pages();
+    let (need, absence) = (Need::All, Absence::Required);
     let requirements =
-        Requirements::new(BLOCK_TOKENS, vec![Requirement::stream(group, vec![coordinate])]).unwrap();
+        Requirements::new(BLOCK_TOKENS, vec![Requirement { group, coordinates: vec![coordinate], need, absence }]).unwrap();
     let request = MatchRequest {
         namespace: desk.namespace,
         keys: &runs[0],

@@ -138,9 +138,9 @@ impl Metrics {
     }
 }
 
-/// What a node of a cluster tells besides, without any members: for the list of all metrics.
+/// What a node of a cluster without any members, and a server with a cold tier, tell besides: for the list of all metrics.
 #[doc(hidden)]
-pub fn told_of_a_cluster() -> String {
+pub fn told_besides() -> String {
     let mut out = String::new();
     cluster::cluster(&mut out, &cluster::nothing());
     cold::cold(&mut out, &cold::nothing());
