@@ -83,7 +83,9 @@ impl Known {
         const CONDEMNED: usize = 48;
         let fingerprints = self.filter.len().saturating_mul(size_of::<(u32, u16)>() + size_of::<u32>());
         let packs = self.manifest.packs.len().saturating_mul(PACK);
-        fingerprints.saturating_add(packs).saturating_add(self.manifest.condemned.len().saturating_mul(CONDEMNED))
+        fingerprints
+            .saturating_add(packs)
+            .saturating_add(self.manifest.condemned.len().saturating_mul(CONDEMNED))
     }
 
     /// The packs that may have a key.
@@ -187,7 +189,8 @@ impl Tier {
     fn keep(&self, known: &Arc<Known>) {
         let mut cache = self.lock();
         cache.manifests.insert(known.manifest.namespace, Arc::clone(known));
-        let memory = |cache: &Cache| cache.manifests.values().map(|known| known.memory_bytes()).sum::<usize>();
+        let memory =
+            |cache: &Cache| cache.manifests.values().map(|known| known.memory_bytes()).sum::<usize>();
         while cache.manifests.len() > 1
             && (cache.manifests.len() > self.options.namespaces_max
                 || memory(&cache) > self.options.manifest_memory)

@@ -109,7 +109,10 @@ async fn with_some(tier: &Tier, known: &Known, deleted: &Deleted) -> BTreeSet<Pa
 }
 
 /// The block of this key and all that descends from it, or may.
-fn descendants<'a>(root: BlockKey, indexes: impl Iterator<Item = &'a PackIndex> + Clone) -> BTreeSet<BlockKey> {
+fn descendants<'a>(
+    root: BlockKey,
+    indexes: impl Iterator<Item = &'a PackIndex> + Clone,
+) -> BTreeSet<BlockKey> {
     let here: BTreeSet<BlockKey> = indexes.clone().flat_map(PackIndex::keys).collect();
     let mut gone = BTreeSet::from([root]);
     loop {

@@ -166,7 +166,7 @@ fn metrics_keep_the_conventions_of_prometheus() {
 #[test]
 fn the_reference_of_metrics_is_what_a_server_tells() {
     let server = Server::start(Scratch::new("reference"), &["--index-memory", "64M"]);
-    let text = server.metrics() + &kvarts_server::metrics::told_of_a_cluster();
+    let text = server.metrics() + &kvarts_server::metrics::told_besides();
     let told = families(&text);
     let mut expected = String::new();
     for (title, is_of) in [
@@ -220,7 +220,7 @@ fn expressions() -> Vec<String> {
 #[test]
 fn rules_dashboard_and_pages_name_metrics_that_there_are() {
     let server = used("names");
-    let text = server.metrics() + &kvarts_server::metrics::told_of_a_cluster();
+    let text = server.metrics() + &kvarts_server::metrics::told_besides();
     let told = families(&text);
     let is_told = |name: &str| {
         let base = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));

@@ -1,5 +1,8 @@
 //! A server with a cold tier: what it spills comes back, here and on another node, and what was deleted does not.
-#![allow(clippy::disallowed_methods, reason = "looks at files of a real bucket in a directory, and damages them")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "looks at files of a real bucket in a directory, and damages them"
+)]
 
 mod served;
 
@@ -11,7 +14,9 @@ use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
 use kvarts_server::cold::ColdTier;
 use kvarts_server::config::{Config, Settings};
-use kvarts_store::api::{ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Presence, Target};
+use kvarts_store::api::{
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Presence, Target,
+};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::{Scratch, ask};
@@ -82,8 +87,11 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     // A match says what is in the bucket, and asks it for nothing.
     let (group, coordinate) = pages();
     let (need, absence) = (Need::All, Absence::Required);
-    let requirements =
-        Requirements::new(BLOCK_TOKENS, vec![Requirement { group, coordinates: vec![coordinate], need, absence }]).unwrap();
+    let requirements = Requirements::new(
+        BLOCK_TOKENS,
+        vec![Requirement { group, coordinates: vec![coordinate], need, absence }],
+    )
+    .unwrap();
     let request = MatchRequest {
         namespace: desk.namespace,
         keys: &runs[0],
@@ -202,13 +210,22 @@ fn a_damaged_and_then_a_deleted_bucket_cost_hits_and_no_byte() {
 
 #[test]
 fn a_wrong_address_is_refused_at_the_start() {
-    let resolve = |file: &str| Config::resolve(Some((Path::new("k.toml"), file)), |_| None, &Settings::default());
+    let resolve =
+        |file: &str| Config::resolve(Some((Path::new("k.toml"), file)), |_| None, &Settings::default());
     let refused = |file: &str| resolve(file).unwrap_err().to_string();
-    assert!(refused("[cold]\nbucket = 'http://somewhere'\n").contains("cold.bucket: \"http://somewhere\": use s3://"));
-    assert!(refused("[cold]\nrate = '1 MiB'\n").contains("cold.rate: there is no cold tier: set cold.bucket"));
+    assert!(
+        refused("[cold]\nbucket = 'http://somewhere'\n")
+            .contains("cold.bucket: \"http://somewhere\": use s3://")
+    );
+    assert!(
+        refused("[cold]\nrate = '1 MiB'\n").contains("cold.rate: there is no cold tier: set cold.bucket")
+    );
     assert!(refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: 0 to 3"));
     assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));
     assert!(resolve("").unwrap().cold.is_none(), "off by default");
     let cold = resolve("[cold]\nbucket = 's3://blocks/kvarts'\nage = 0\n").unwrap().cold.unwrap();
-    assert_eq!((cold.bucket.as_str(), cold.requests, cold.spill, cold.uses), ("s3://blocks/kvarts", 1_000_000, true, 1));
+    assert_eq!(
+        (cold.bucket.as_str(), cold.requests, cold.spill, cold.uses),
+        ("s3://blocks/kvarts", 1_000_000, true, 1)
+    );
 }

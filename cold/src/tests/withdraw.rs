@@ -78,7 +78,8 @@ fn a_pusher_that_was_told_names_nothing_even_if_it_looked_before() {
     let told = AtomicBool::new(false);
     let namespace = samples::namespace_id("r1");
     let (pusher, deleter) = (world.other(), world.other());
-    let mut pushing = Pusher::new(&pusher, options()).guarded(|of| of != namespace || !told.load(Ordering::SeqCst));
+    let mut pushing =
+        Pusher::new(&pusher, options()).guarded(|of| of != namespace || !told.load(Ordering::SeqCst));
     let (run, payload) = samples::run("r1", 1, 0, 4);
     world.time.run(pushing.add(&samples::namespace("r1"), &run, &payload)).unwrap();
     told.store(true, Ordering::SeqCst);

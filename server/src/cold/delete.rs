@@ -34,7 +34,9 @@ impl ColdTier {
         };
         let outcome = match (&deleted, self.known(namespace)) {
             // Nothing of it is there, and nothing is on its way.
-            (Deleted::Keys(keys), Some(known)) if !is_open && !keys.iter().any(|key| known.may_have(key)) => Ok(0),
+            (Deleted::Keys(keys), Some(known)) if !is_open && !keys.iter().any(|key| known.may_have(key)) => {
+                Ok(0)
+            }
             _ => {
                 let withdrawn = withdraw(&self.tier, namespace, &deleted, is_open);
                 match tokio::time::timeout(left, withdrawn).await {

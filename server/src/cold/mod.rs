@@ -94,7 +94,9 @@ impl ColdTier {
         let cold = Self::over(bucket, config, store, seed);
         notes.push(match cold.probe().await {
             Ok(()) => format!("the cold tier is {}", config.bucket),
-            Err(why) => format!("cold.bucket: {}: {why}; until that ends, what is there is not found", config.bucket),
+            Err(why) => {
+                format!("cold.bucket: {}: {why}; until that ends, what is there is not found", config.bucket)
+            }
         });
         Ok(cold)
     }

@@ -246,6 +246,7 @@ impl ColdTier {
         }
         add(&self.counts.refused_blocks, refused);
         let at_once = usize::try_from(FLIGHT_BYTES / wish.block_bytes.max(1)).unwrap_or(1).clamp(1, 4096);
+        let mut beginning = Vec::new();
         for keys in own.chunks(at_once) {
             let id = state.next;
             state.next += 1;
@@ -253,6 +254,7 @@ impl ColdTier {
             let names: Vec<Name> = keys.iter().map(|key| wish.name(key)).collect();
             state.under_way.extend(names.iter().map(|name| (*name, id)));
             let (sender, over) = watch::channel(());
+            state.flights.insert(id, Flight { over, task: None });
             let landing = Landing { cold: Arc::clone(self), id, names, _over: sender };
             let wanted = Wanted {
                 namespace: wish.namespace,
@@ -261,11 +263,19 @@ impl ColdTier {
                 keys: keys.to_vec(),
                 durability: Durability::Relaxed,
             };
-            // The lock is held until the flight is in the books, so its end comes after.
-            let task = self.runtime.spawn(Arc::clone(self).fly(wanted, wish.block_bytes, landing));
-            state.flights.insert(id, Flight { over, task: Some(task.abort_handle()) });
+            beginning.push((wanted, landing));
         }
-        with.iter().filter_map(|id| state.flights.get(id).cloned()).collect()
+        let flights = with.iter().filter_map(|id| state.flights.get(id).cloned()).collect();
+        // A runtime that ends drops a task at once, and its landing takes the lock.
+        drop(state);
+        for (wanted, landing) in beginning {
+            let id = landing.id;
+            let task = self.runtime.spawn(Arc::clone(self).fly(wanted, wish.block_bytes, landing));
+            if let Some(flight) = self.flights.state().flights.get_mut(&id) {
+                flight.task = Some(task.abort_handle());
+            }
+        }
+        flights
     }
 
     /// Brings some blocks.

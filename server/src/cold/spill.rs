@@ -173,9 +173,9 @@ impl ColdTier {
             // A shard that cannot say is asked again by the next sweep.
             let Ok(Ok(leaving)) = self.store.leaving(shard, self.config.uses).await else { continue };
             for one in leaving {
-                let known = all.entry(one.namespace).or_insert_with(|| {
-                    self.namespace(one.namespace).map(|of| (of, 0, Vec::new()))
-                });
+                let known = all
+                    .entry(one.namespace)
+                    .or_insert_with(|| self.namespace(one.namespace).map(|of| (of, 0, Vec::new())));
                 let Some((of, bytes, parts)) = known else { continue };
                 let Ok(shape) = self.store.shape(one.namespace, one.group, one.coordinate) else { continue };
                 if !self.is_worth_it(&one, shape.block_bytes(), of.block_tokens) {
@@ -199,7 +199,10 @@ impl ColdTier {
     fn namespace(&self, namespace: NamespaceId) -> Option<Of> {
         let (identity, geometry) = self.store.identity_of(namespace)?;
         let block_tokens = identity.block_tokens;
-        Some(Of { exported: Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry) }), block_tokens })
+        Some(Of {
+            exported: Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry) }),
+            block_tokens,
+        })
     }
 
     fn is_worth_it(&self, one: &Leaving, block_bytes: u64, block_tokens: u32) -> bool {

@@ -53,7 +53,12 @@ pub(super) struct Decided(Vec<Setting>);
 
 impl Decided {
     /// What a setting is: what was set, else the default, which is noted.
-    pub(super) fn or(&mut self, name: &'static str, set: Option<&String>, default: impl fmt::Display) -> String {
+    pub(super) fn or(
+        &mut self,
+        name: &'static str,
+        set: Option<&String>,
+        default: impl fmt::Display,
+    ) -> String {
         if let Some(set) = set {
             return set.clone();
         }

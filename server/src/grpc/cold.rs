@@ -59,16 +59,17 @@ pub(super) fn in_cold(
             let request = ContainsRequest { namespace, group, coordinate, keys, lease };
             let found = call.state.store().contains(&request)?;
             let here: Vec<bool> = found.presence.iter().map(|one| *one == Presence::Here).collect();
-            let is_cold = |(presence, may_have): (&Presence, &bool)| *presence == Presence::Absent && *may_have;
+            let is_cold =
+                |(presence, may_have): (&Presence, &bool)| *presence == Presence::Absent && *may_have;
             let cold = found.presence.iter().zip(&may_have).map(is_cold).collect();
             columns.insert((group, coordinate), InColumn { here, cold, block_bytes: shape.block_bytes() });
         }
     }
     let present = |block: u32, group, coordinate| {
         let at = block as usize;
-        columns.get(&(group, coordinate)).is_some_and(|column| {
-            column.here.get(at) == Some(&true) || column.cold.get(at) == Some(&true)
-        })
+        columns
+            .get(&(group, coordinate))
+            .is_some_and(|column| column.here.get(at) == Some(&true) || column.cold.get(at) == Some(&true))
     };
     let usable = requirements.usable_prefix(keys.len() as u32, most, present);
     let of_longest = usable.longest.blocks as usize;

@@ -13,8 +13,20 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         one(out, &format!("kvarts_cold_{name}_total"), "counter", help, value);
     }
     let Spent { requests, retries, hedges, failures, written_bytes, read_bytes } = counted.total;
-    one(out, "kvarts_cold_requests_total", "counter", "Requests to the bucket, repeated ones included.", requests);
-    one(out, "kvarts_cold_retries_total", "counter", "Of kvarts_cold_requests_total, repeated ones.", retries);
+    one(
+        out,
+        "kvarts_cold_requests_total",
+        "counter",
+        "Requests to the bucket, repeated ones included.",
+        requests,
+    );
+    one(
+        out,
+        "kvarts_cold_retries_total",
+        "counter",
+        "Of kvarts_cold_requests_total, repeated ones.",
+        retries,
+    );
     let help = "Ranges of packs that were asked for a second time because they were late.";
     one(out, "kvarts_cold_hedges_total", "counter", help, hedges);
     one(out, "kvarts_cold_failures_total", "counter", "Requests to the bucket that failed.", failures);
@@ -35,13 +47,20 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
     }
-    let help = "Whether the bucket is left alone after failures: until it is asked again its blocks are misses.";
+    let help =
+        "Whether the bucket is left alone after failures: until it is asked again its blocks are misses.";
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
     let help = "Namespaces of which it is known what the bucket has.";
     one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);
     let help = "Memory of manifests and indexes of packs in bytes, about.";
     one(out, "kvarts_cold_memory_bytes", "gauge", help, counted.memory);
-    one(out, "kvarts_cold_blocks_under_way", "gauge", "Blocks that are being brought from the bucket.", counted.under_way);
+    one(
+        out,
+        "kvarts_cold_blocks_under_way",
+        "gauge",
+        "Blocks that are being brought from the bucket.",
+        counted.under_way,
+    );
 }
 
 /// A tier that has done nothing.

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_layout::plan::Tile;
+use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_peer::node::Column;
 use kvarts_peer::read::MultiTiles;
 use kvarts_store::api::{Placed, ReadStream, TileSource, TiledRead, TiledRequest};
