@@ -179,7 +179,8 @@ fn stored(call: &Call) -> proto::ListModelsReply {
     let in_store = call.state.engine.namespaces(&call.caller.tenant.salt, limits::MODELS_MAX);
     let registered: BTreeSet<_> = registered_here(call).map(|model| model.namespace).collect();
     let more = in_store.len() == limits::MODELS_MAX;
-    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more };
+    let cold = call.state.decided.cold.is_some();
+    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more, cold };
     let mut room = limits::MODELS_BYTES_MAX;
     for one in in_store {
         let is_registered = registered.contains(&one.namespace);
