@@ -333,6 +333,18 @@ impl Client {
         Ok((messages::matched(&found)?, found.in_cluster))
     }
 
+    /// As [`KvStore::match_prefix`], and beside it what the bucket behind the server seems to have of it, and what bringing that costs: a
+    /// read brings it. Over gRPC.
+    pub fn match_in_cold(
+        &self,
+        request: &MatchRequest<'_>,
+    ) -> Result<(MatchReply, Option<proto::match_reply::InCold>), Error> {
+        let mut store = self.remote.store();
+        let request = self.remote.request(messages::matching(request), None);
+        let found = self.remote.ask(async move { store.r#match(request).await })?;
+        Ok((messages::matched(&found)?, found.in_cold))
+    }
+
     /// Which nodes of the cluster are said to have blocks, and what reading from them would cost. Hints: a node may have lost a
     /// block, or have got one, since.
     pub fn locate(&self, request: proto::LookupRequest) -> Result<proto::LookupReply, Error> {

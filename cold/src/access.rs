@@ -114,6 +114,18 @@ impl Access {
         self.lock().total
     }
 
+    /// What was asked today (UTC).
+    pub fn today(&self) -> Spent {
+        let day = self.time.wall_ms() / DAY_MS;
+        let state = self.lock();
+        if state.day == day { state.today } else { Spent::default() }
+    }
+
+    /// How much may be asked.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Counters only: each change is whole.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)

@@ -24,6 +24,8 @@ pub enum ColdError {
     Contended(NamespaceId),
     /// The pack's name waits for its deletion: the pack needs another one.
     Condemned,
+    /// Some of its blocks were deleted while the pack was on its way: it is not named.
+    Withdrawn,
     /// The store that blocks are to be brought into refuses them.
     Store(String),
 }
@@ -42,6 +44,7 @@ impl fmt::Display for ColdError {
                 write!(f, "namespace {namespace}: other writers changed its manifest each time: try again")
             }
             Self::Store(why) => write!(f, "the store: {why}"),
+            Self::Withdrawn => f.write_str("blocks of the pack were deleted meanwhile"),
             Self::Condemned => f.write_str("a pack of this name is to be deleted"),
         }
     }

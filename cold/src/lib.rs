@@ -13,6 +13,7 @@
 //! - [`bucket`], [`time`]: the seams; [`access`]: retries, budgets, the pause after an outage;
 //! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set;
 //! - [`check`]: what is wrong in a bucket; [`collect`]: what is not to be kept;
+//! - [`withdraw`]: what was deleted goes out of the tier;
 //! - [`push`]: blocks into packs; [`restore`]: packs into blocks, [`promote`]: and into a store.
 #![forbid(unsafe_code)]
 #![cfg_attr(
@@ -34,6 +35,7 @@ pub mod restore;
 pub mod testing;
 pub mod tier;
 pub mod time;
+pub mod withdraw;
 
 pub use access::{Access, Limits, Spent};
 pub use bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};

@@ -85,7 +85,11 @@ pub struct Pusher<'a> {
     options: PushOptions,
     open: BTreeMap<NamespaceId, Open>,
     pushed: Pushed,
+    may_name: Option<Guard<'a>>,
 }
+
+/// Says whether packs of a namespace may still be named.
+type Guard<'a> = Box<dyn Fn(NamespaceId) -> bool + Send + Sync + 'a>;
 
 impl std::fmt::Debug for Pusher<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -100,7 +104,16 @@ fn refused(error: FormatError) -> ColdError {
 impl<'a> Pusher<'a> {
     /// Pushes into this tier.
     pub fn new(tier: &'a Tier, options: PushOptions) -> Self {
-        Self { tier, options, open: BTreeMap::new(), pushed: Pushed::default() }
+        Self { tier, options, open: BTreeMap::new(), pushed: Pushed::default(), may_name: None }
+    }
+
+    /// Asks before each change of a manifest, on what the change is made of, whether packs of this namespace may still be named. So who
+    /// deletes blocks says no first and changes the manifest then: a pack that holds them is either there to be seen, or is named
+    /// never.
+    #[must_use]
+    pub fn guarded(mut self, may_name: impl Fn(NamespaceId) -> bool + Send + Sync + 'a) -> Self {
+        self.may_name = Some(Box::new(may_name));
+        self
     }
 
     /// Takes the blocks of a run that are not in the tier yet. Their bytes are verified against the run.
@@ -194,12 +207,18 @@ impl<'a> Pusher<'a> {
 
     /// Brings what is left into the tier.
     pub async fn finish(mut self) -> Result<Pushed, ColdError> {
+        self.flush().await?;
+        Ok(self.pushed)
+    }
+
+    /// Brings what it has taken so far into the tier.
+    pub async fn flush(&mut self) -> Result<(), ColdError> {
         while let Some((_, open)) = self.open.pop_first() {
             if open.builder.blocks() > 0 {
                 self.upload(open).await?;
             }
         }
-        Ok(self.pushed)
+        Ok(())
     }
 
     /// What has been pushed so far.
@@ -245,6 +264,9 @@ impl<'a> Pusher<'a> {
             if manifest.packs.contains_key(&pack.id) {
                 // By an attempt whose answer was lost.
                 return Ok(None);
+            }
+            if self.may_name.as_ref().is_some_and(|may_name| !may_name(id)) {
+                return Err(ColdError::Withdrawn);
             }
             let late = access.time().now().saturating_sub(begun) > self.options.upload_time;
             if late || manifest.condemned.contains_key(&pack.id) {

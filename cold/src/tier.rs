@@ -25,6 +25,8 @@ pub struct TierOptions {
     pub stale: Duration,
     /// Namespaces whose manifests are kept.
     pub namespaces_max: usize,
+    /// Memory for manifests and their filters, beside the last one that was read.
+    pub manifest_memory: usize,
     /// Memory for indexes.
     pub index_memory: usize,
     /// Indexes that one look-up reads from the bucket at most: what it does not reach is a miss.
@@ -39,6 +41,7 @@ impl Default for TierOptions {
             refresh: Duration::from_secs(30),
             stale: Duration::from_secs(15 * 60),
             namespaces_max: 64,
+            manifest_memory: 128 << 20,
             index_memory: 64 << 20,
             indexes_a_lookup: 64,
             swaps: 32,
@@ -67,6 +70,22 @@ impl Known {
         let mut filter: Vec<(u32, u16)> = (0u16..).zip(manifest.packs.values()).flat_map(of).collect();
         filter.sort_unstable();
         Self { manifest, tag, filter, read_at }
+    }
+
+    /// When it was read, by the tier's clock.
+    pub fn read_at(&self) -> Duration {
+        self.read_at
+    }
+
+    /// Memory that it takes, about.
+    pub fn memory_bytes(&self) -> usize {
+        const PACK: usize = 160;
+        const CONDEMNED: usize = 48;
+        let fingerprints = self.filter.len().saturating_mul(size_of::<(u32, u16)>() + size_of::<u32>());
+        let packs = self.manifest.packs.len().saturating_mul(PACK);
+        fingerprints
+            .saturating_add(packs)
+            .saturating_add(self.manifest.condemned.len().saturating_mul(CONDEMNED))
     }
 
     /// The packs that may have a key.
@@ -170,12 +189,22 @@ impl Tier {
     fn keep(&self, known: &Arc<Known>) {
         let mut cache = self.lock();
         cache.manifests.insert(known.manifest.namespace, Arc::clone(known));
-        if cache.manifests.len() > self.options.namespaces_max.max(1) {
-            let oldest = cache.manifests.values().min_by_key(|known| known.read_at);
-            if let Some(oldest) = oldest.map(|known| known.manifest.namespace) {
-                cache.manifests.remove(&oldest);
-            }
+        let memory =
+            |cache: &Cache| cache.manifests.values().map(|known| known.memory_bytes()).sum::<usize>();
+        while cache.manifests.len() > 1
+            && (cache.manifests.len() > self.options.namespaces_max
+                || memory(&cache) > self.options.manifest_memory)
+        {
+            let others = cache.manifests.values().filter(|one| !Arc::ptr_eq(one, known));
+            let oldest = others.min_by_key(|known| known.read_at).map(|known| known.manifest.namespace);
+            let Some(oldest) = oldest else { return };
+            cache.manifests.remove(&oldest);
         }
+    }
+
+    /// Memory that manifests take now.
+    pub fn manifest_memory(&self) -> usize {
+        self.lock().manifests.values().map(|known| known.memory_bytes()).sum()
     }
 
     /// The manifest of a namespace as it is remembered, whatever its age.

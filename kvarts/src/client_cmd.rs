@@ -9,6 +9,7 @@
 
 mod admin;
 mod cluster;
+mod cold;
 mod get;
 mod pins;
 mod planned;
@@ -151,7 +152,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         lease: None,
         plan: times.as_ref().map(|times| arguments.plan.terms(&subject, times)),
     };
-    let found = client.match_prefix(&request).map_err(Failure::user)?;
+    let (found, cold) = client.match_in_cold(&request).map_err(Failure::user)?;
     let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
     if arguments.server.json {
         let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
@@ -161,6 +162,9 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         });
         if let (Some(planned), Some(report)) = (&found.plan, report.as_object_mut()) {
             report.insert("plan".to_owned(), planned::report(planned));
+        }
+        if let (Some(cold), Some(report)) = (&cold, report.as_object_mut()) {
+            report.insert("cold".to_owned(), cold::report(cold));
         }
         return print(out, &report);
     }
@@ -174,6 +178,9 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     )?;
     if longest.recompute_tokens > 0 {
         writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
+    }
+    if let Some(cold) = &cold {
+        cold::show(cold, out)?;
     }
     match &found.plan {
         Some(planned) => planned::show(planned, out),

@@ -156,7 +156,7 @@ fn metrics_keep_the_conventions_of_prometheus() {
     let mut checking = Command::new(promtool);
     checking.args(["check", "metrics"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut checking = checking.spawn().unwrap();
-    let text = text + &kvarts_server::metrics::told_of_a_cluster();
+    let text = text + &kvarts_server::metrics::told_besides();
     checking.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
     let said = checking.wait_with_output().unwrap();
     assert!(said.status.success() && said.stderr.is_empty(), "{}", String::from_utf8_lossy(&said.stderr));
@@ -166,15 +166,19 @@ fn metrics_keep_the_conventions_of_prometheus() {
 #[test]
 fn the_reference_of_metrics_is_what_a_server_tells() {
     let server = Server::start(Scratch::new("reference"), &["--index-memory", "64M"]);
-    let text = server.metrics() + &kvarts_server::metrics::told_of_a_cluster();
+    let text = server.metrics() + &kvarts_server::metrics::told_besides();
     let told = families(&text);
     let mut expected = String::new();
     for (title, is_of) in [
         (
             "Server",
-            (|name| name.starts_with("kvarts_") && !name.starts_with("kvarts_cluster_")) as fn(&str) -> bool,
+            (|name| {
+                let of_others = ["kvarts_cluster_", "kvarts_cold_"];
+                name.starts_with("kvarts_") && !of_others.iter().any(|of| name.starts_with(of))
+            }) as fn(&str) -> bool,
         ),
         ("A node of a cluster", |name| name.starts_with("kvarts_cluster_")),
+        ("A cold tier", |name| name.starts_with("kvarts_cold_")),
         ("Process", |name| name.starts_with("process_")),
     ] {
         expected += &format!("\n## {title}\n\n| Metric | Type | Meaning |\n|---|---|---|\n");
@@ -216,7 +220,7 @@ fn expressions() -> Vec<String> {
 #[test]
 fn rules_dashboard_and_pages_name_metrics_that_there_are() {
     let server = used("names");
-    let text = server.metrics() + &kvarts_server::metrics::told_of_a_cluster();
+    let text = server.metrics() + &kvarts_server::metrics::told_besides();
     let told = families(&text);
     let is_told = |name: &str| {
         let base = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));

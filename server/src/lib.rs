@@ -2,6 +2,7 @@
 //!
 //! Tests and other programs run one inside their own process ([`daemon::Daemon`]) and talk to it (crate `kvarts-client`).
 
+pub mod cold;
 pub mod config;
 pub mod daemon;
 pub mod grpc;

@@ -7,3 +7,4 @@ mod push;
 mod restore;
 mod store;
 mod storms;
+mod withdraw;

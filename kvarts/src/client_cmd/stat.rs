@@ -49,6 +49,13 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
     for (name, count) in &stats.counts {
         writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
     }
+    if let Some(cold) = &stats.cold {
+        let paused = if cold.paused { "; it fails, and is left alone for a while" } else { "" };
+        writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
+        for (name, count) in &cold.counts {
+            writeln!(out, "    {:<22} {:>20}", name.replace('_', " "), grouped(*count))?;
+        }
+    }
     for one in &stats.local_clients {
         let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
         writeln!(
@@ -102,6 +109,9 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
             "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
         })),
         "counts": stats.counts, "notes": stats.notes,
+        "cold": stats.cold.as_ref().map(|cold| json!({
+            "bucket": cold.bucket, "paused": cold.paused, "counts": cold.counts,
+        })),
         "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
         "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),
     })

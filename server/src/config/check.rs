@@ -13,6 +13,7 @@ use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
+use super::cold;
 use super::form::Settings;
 use super::memory;
 use super::size;
@@ -50,11 +51,16 @@ impl fmt::Display for Complaint {
 impl std::error::Error for Complaint {}
 
 /// Where what was decided comes from.
-struct Decided(Vec<Setting>);
+pub(super) struct Decided(Vec<Setting>);
 
 impl Decided {
     /// What a setting is: what was set, else the default, which is noted.
-    fn or(&mut self, name: &'static str, set: Option<&String>, default: impl fmt::Display) -> String {
+    pub(super) fn or(
+        &mut self,
+        name: &'static str,
+        set: Option<&String>,
+        default: impl fmt::Display,
+    ) -> String {
         if let Some(set) = set {
             return set.clone();
         }
@@ -64,11 +70,11 @@ impl Decided {
     }
 }
 
-fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
+pub(super) fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
     text.trim().parse().map_err(|_| Complaint::new(name, &format!("{text:?} is no number that can be")))
 }
 
-fn sized(name: &str, text: &str) -> Result<u64, Complaint> {
+pub(super) fn sized(name: &str, text: &str) -> Result<u64, Complaint> {
     size::parse(text).map_err(|complaint| Complaint::new(name, &complaint.what))
 }
 
@@ -144,6 +150,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         threads: number("limits.threads", &threads)?,
         gate,
         cluster: cluster(set, &mut decided)?,
+        cold: cold::cold(set, &mut decided)?,
         cufile: cufile.parse::<Wish>().map_err(|why| Complaint::new("device.cufile", &why))?,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
         scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),

@@ -217,6 +217,28 @@ settings! {
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
     /// Seconds that copies live which are made by rule: hot blocks, and those of puts with keep
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
+    /// The bucket behind the disks: s3://BUCKET/PREFIX with credentials as in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
+    cold_bucket, "cold", "bucket", "KVARTS_COLD_BUCKET", "cold-bucket", "URL", "no cold tier";
+    /// Requests to the bucket a day (UTC)
+    cold_requests, "cold", "requests", "KVARTS_COLD_REQUESTS", "cold-requests", "NUMBER", "1000000";
+    /// Bytes written to the bucket a day
+    cold_written, "cold", "written", "KVARTS_COLD_WRITTEN", "cold-written", "SIZE", "1 TiB";
+    /// Bytes read from the bucket a day
+    cold_read, "cold", "read", "KVARTS_COLD_READ", "cold-read", "SIZE", "4 TiB";
+    /// Seconds after which it is asked again what is in the bucket
+    cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
+    /// Memory that bringing blocks back may take, 128 MiB for each restore at a time
+    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "256 MiB";
+    /// Whether blocks go into the bucket before they are evicted: on or off
+    cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
+    /// Uses that a block must have had lately for that, 0 to 3
+    cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
+    /// Seconds since it was stored that it needs for that, and that it must still have to live
+    cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
+    /// The most bytes that a block may have for each of its tokens for that: of more it is computed sooner than restored
+    cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
+    /// Bytes a second that go into the bucket at most
+    cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
     /// How files should reach the memory of devices: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
     /// Hours between two runs of the scrubber, or 0 for none

@@ -6,6 +6,7 @@
 //! only.
 
 mod check;
+mod cold;
 mod form;
 mod memory;
 pub mod size;
@@ -24,6 +25,7 @@ use kvarts_store::engine::EvictionPolicy;
 use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
+use crate::cold::ColdConfig;
 use crate::state::auth::{Gate, Token, TokenHash};
 use crate::state::tenant::{Tenant, TenantLimits};
 use crate::state::{Right, Rights};
@@ -173,6 +175,8 @@ pub struct Config {
     pub gate: Gate,
     /// The cluster that this node belongs to; none: it stands alone.
     pub cluster: Option<ClusterConfig>,
+    /// The bucket behind the disks; none: there is no cold tier.
+    pub cold: Option<ColdConfig>,
     /// How files should reach the memory of devices.
     pub cufile: Wish,
     /// How long after each other the scrubber runs; none: never.

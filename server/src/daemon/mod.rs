@@ -27,6 +27,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
+use crate::cold::ColdTier;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
@@ -121,7 +122,15 @@ impl Daemon {
             Some(config) => Some(cluster::start(config, first, &store, &mut notes).await?),
             None => None,
         };
-        let decided = Decided { notes, files, limits: uncounted(config), cluster };
+        let cold = match &config.cold {
+            Some(config) => {
+                let mut seed = [0; 8];
+                OsEntropy::new().fill(&mut seed);
+                Some(ColdTier::start(config, &store, u64::from_le_bytes(seed), &mut notes).await?)
+            }
+            None => None,
+        };
+        let decided = Decided { notes, files, limits: uncounted(config), cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -211,6 +220,9 @@ impl Daemon {
             tracing::warn!(calls = state.calls(), "calls did not end in time and are broken off");
         }
         serving.abort();
+        if let Some(cold) = &state.decided.cold {
+            cold.stop().await;
+        }
         if let Some(node) = &state.decided.cluster {
             node.stop();
         }

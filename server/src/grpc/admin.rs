@@ -1,11 +1,13 @@
 //! Watching and running a server.
 
+use kvarts_cold::Spent;
 use kvarts_layout::StoreId;
 use kvarts_store::engine::Stats;
 use kvarts_store::error::Reason;
 
 use super::call::Call;
 use super::fault::Outcome;
+use crate::cold::ColdTier;
 use crate::state::ServerState;
 use kvarts_wire::proto;
 
@@ -48,7 +50,27 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         local_clients: state.locals.clients().into_iter().map(client).collect(),
         limits: limits(state, &stats),
         latched: state.engine.health().latched,
+        cold: state.decided.cold.as_deref().map(cold),
     }
+}
+
+/// What the cold tier is and has done.
+fn cold(tier: &ColdTier) -> proto::stats_reply::Cold {
+    let counted = tier.counted();
+    let mut counts: std::collections::BTreeMap<String, u64> =
+        counted.counts.iter().map(|(name, _, value)| ((*name).to_owned(), *value)).collect();
+    let Spent { requests, retries, hedges, failures, written_bytes, read_bytes } = counted.total;
+    for (name, value) in [
+        ("requests", requests),
+        ("retries", retries),
+        ("hedges", hedges),
+        ("failures", failures),
+        ("written_bytes", written_bytes),
+        ("read_bytes", read_bytes),
+    ] {
+        counts.insert(name.to_owned(), value);
+    }
+    proto::stats_reply::Cold { bucket: tier.bucket().to_owned(), paused: counted.is_paused, counts }
 }
 
 /// What the operator has set, and how much of it is used.
@@ -70,6 +92,13 @@ fn limits(state: &ServerState, stats: &Stats) -> Vec<proto::stats_reply::Limit> 
         limit("limits.shared", Some(state.locals.mapped()), Some(state.locals.mapped_max()), true),
         limit("limits.connections", Some(taken), Some(connections), false),
     ];
+    if let Some(cold) = &state.decided.cold {
+        let counted = cold.counted();
+        let (today, most) = (counted.today, counted.limits);
+        limits.push(limit("cold.requests", Some(today.requests), Some(most.requests_a_day), false));
+        limits.push(limit("cold.written", Some(today.written_bytes), Some(most.written_bytes_a_day), true));
+        limits.push(limit("cold.read", Some(today.read_bytes), Some(most.read_bytes_a_day), true));
+    }
     limits.extend(state.decided.limits.iter().map(|one| limit(one.name, None, one.most, one.bytes)));
     limits
 }

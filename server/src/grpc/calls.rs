@@ -14,10 +14,11 @@ use kvarts_store::error::Reason;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};
-use super::{convert, limits};
+use super::{cold, convert, limits};
 use crate::metrics::Lookup;
 use crate::state::{HeldLease, Model, Right};
 use kvarts_wire::{plans, proto};
+use tokio::time::Instant;
 
 /// Terms of a lease, if one is wanted and the tenant may have one more.
 fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
@@ -99,6 +100,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         lease: named(call, (found.lease, lease), (&model, here)),
         plan: found.plan.as_deref().map(plans::wire_planned),
         in_cluster: None,
+        in_cold: cold::in_cold(call, &request, found.usable.longest.blocks)?,
     })
 }
 
@@ -250,9 +252,20 @@ pub(crate) async fn delete(
     call.state.models.get(&call.caller, namespace)?;
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
+    let tier = match &call.state.decided.cold {
+        Some(cold) => {
+            let left = call.deadline.saturating_duration_since(Instant::now());
+            Some(cold.delete(namespace, &target, left / 2).await)
+        }
+        None => None,
+    };
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
     let answer = call.state.store().delete(request).await;
     let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
+    let reply = match tier {
+        Some(tier) => tier.answer(reply)?,
+        None => reply,
+    };
     let mut told = super::fault::Told::default();
     let outcome = |outcome: &DeleteOutcome| {
         let (what, error) = match outcome {

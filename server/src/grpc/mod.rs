@@ -12,6 +12,7 @@ mod admin;
 mod answer;
 pub(crate) mod call;
 pub(crate) mod calls;
+mod cold;
 mod connection;
 mod directory;
 mod fair_connection;

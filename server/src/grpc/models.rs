@@ -52,6 +52,9 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
     if let Some(node) = &state.decided.cluster {
         node.know(&model.identity, &model.geometry, model.namespace);
     }
+    if let Some(cold) = &state.decided.cold {
+        cold.touch(model.namespace);
+    }
     if is_new {
         tell_nearest(call, &model);
     }
@@ -178,7 +181,8 @@ fn stored(call: &Call) -> proto::ListModelsReply {
     let registered: BTreeMap<_, _> =
         registered_here(call).map(|model| (model.namespace, model.last_used())).collect();
     let more = in_store.len() == limits::MODELS_MAX;
-    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more };
+    let cold = call.state.decided.cold.is_some();
+    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more, cold };
     let mut room = limits::MODELS_BYTES_MAX;
     for one in in_store {
         let last_used = registered.get(&one.namespace).copied();

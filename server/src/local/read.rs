@@ -18,6 +18,7 @@ use kvarts_store::rt::Class;
 use tokio::time::Instant;
 use tonic::Code;
 
+use super::cold;
 use super::frame::{Kind, bare, frame};
 use super::limits::{ARRIVED_BYTES, CONFIRM_EVERY, CONFIRMED_MAX};
 use super::memory::Memory;
@@ -134,15 +135,7 @@ pub(super) fn begin(
         false => None,
     };
     let read = ReadRequest { verify, ..request.tile(&request.whole(), into.clone())? };
-    let engine = &call.state.engine;
-    let stream = match (&call.state.decided.cluster, &origins) {
-        (Some(node), origins) => {
-            let any = || Origins::any(request.keys.len());
-            node.read(read, shape, &origins.clone().unwrap_or_else(any))?
-        }
-        (None, Some(origins)) => engine.read_part(read, origins, 0)?,
-        (None, None) => call.state.store().read(read)?,
-    };
+    let stream = cold::read(&call.state, read, shape, origins.as_ref())?;
     // It is set only here.
     let _ = let_go.set(LetGo { outbox: Arc::clone(outbox), id, told: AtomicBool::new(false) });
     let (call, outbox, doubts) = (Arc::clone(call), Arc::clone(outbox), Arc::clone(doubts));

@@ -6,6 +6,7 @@
 
 mod calls;
 mod cluster;
+mod cold;
 mod histogram;
 pub mod history;
 pub mod http;
@@ -159,11 +160,12 @@ impl Metrics {
     }
 }
 
-/// What a node of a cluster tells besides, without any members: for the list of all metrics.
+/// What a node of a cluster without any members, and a server with a cold tier, tell besides: for the list of all metrics.
 #[doc(hidden)]
-pub fn told_of_a_cluster() -> String {
+pub fn told_besides() -> String {
     let mut out = String::new();
     cluster::cluster(&mut out, &cluster::nothing());
+    cold::cold(&mut out, &cold::nothing());
     out
 }
 

@@ -98,6 +98,9 @@ pub(super) async fn render(state: &ServerState) -> String {
     if let Some(node) = &state.decided.cluster {
         super::cluster::cluster(&mut out, &node.status());
     }
+    if let Some(cold) = &state.decided.cold {
+        super::cold::cold(&mut out, &cold.counted());
+    }
     out
 }
 

@@ -51,6 +51,7 @@ pub use tile_cache::{CachedTile, TileCache, TileStart};
 pub use times::KnownTimes;
 pub use trouble::Trouble;
 
+use crate::cold::ColdTier;
 use crate::grpc::Strangers;
 use crate::grpc::request::Receiving;
 use crate::local::Locals;
@@ -128,6 +129,8 @@ pub struct Decided {
     pub limits: Vec<SetLimit>,
     /// The cluster that this node belongs to, if any.
     pub cluster: Option<Arc<ClusterNode>>,
+    /// The bucket behind this server, if any.
+    pub cold: Option<Arc<ColdTier>>,
 }
 
 /// A limit that the operator sets.

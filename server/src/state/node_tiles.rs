@@ -1,15 +1,24 @@
 //! Where the tiles of a read come from: the disks of this node, or those of several nodes.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvarts_layout::BlockShape;
 use kvarts_layout::plan::Tile;
+use kvarts_layout::{BlockKey, BlockShape};
+use kvarts_peer::node::Column;
 use kvarts_peer::read::MultiTiles;
 use kvarts_store::api::{Placed, ReadStream, TileSource, TiledRead, TiledRequest};
 use kvarts_store::engine::{StoreTiles, TileIdentity, TileRuns};
 use kvarts_store::error::{Error, Reason};
+use kvarts_store::rt::Nanos;
 
 use super::ServerState;
+use crate::cold::Wish;
+
+/// The longest that a read waits for the cold tier.
+const BRING_MOST: Duration = Duration::from_secs(60);
+/// How long other nodes may take to say what they have.
+const LOCATE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The source of a read's tiles.
 #[derive(Debug)]
@@ -27,6 +36,8 @@ impl ServerState {
         request: TiledRequest,
         shape: Arc<BlockShape>,
     ) -> Result<TiledRead<NodeTiles, M>, Error> {
+        let wish = self.wish(&request, &shape);
+        self.bring(wish, request.deadline).await;
         let (order, layers, blocks) = (request.order, request.layers.clone(), request.keys.len() as u32);
         let of_nodes = match &self.decided.cluster {
             Some(node) => node.tiles(&request, &shape).await,
@@ -37,6 +48,29 @@ impl ServerState {
             None => NodeTiles::Own(self.engine.tiles_of(request, None)?),
         };
         Ok(TiledRead::new(source, shape, order, layers, blocks))
+    }
+}
+
+impl ServerState {
+    fn wish<'a>(&self, request: &'a TiledRequest, shape: &BlockShape) -> Wish<'a> {
+        let TiledRequest { namespace, group, coordinate, ref keys, .. } = *request;
+        Wish { namespace, group, coordinate, keys, block_bytes: shape.block_bytes() }
+    }
+
+    /// Has what is neither here nor on other nodes brought from the cold tier, if there is one and time is left.
+    pub async fn bring(&self, wish: Wish<'_>, deadline: Option<Nanos>) {
+        let Some(cold) = &self.decided.cold else { return };
+        // Some of it is the read's own.
+        let left = deadline.map_or(BRING_MOST, |deadline| deadline.since(self.clock().now()) * 3 / 4);
+        let elsewhere = async |keys: &[BlockKey]| match &self.decided.cluster {
+            Some(node) => {
+                let Wish { namespace, group, coordinate, .. } = wish;
+                let column = Column { namespace, group, coordinate, keys };
+                node.presence(column, LOCATE_TIMEOUT).await.0
+            }
+            None => Vec::new(),
+        };
+        cold.bring(wish, left.min(BRING_MOST), elsewhere).await;
     }
 }
 

@@ -6,6 +6,7 @@
 pub mod by_layers;
 pub mod delete;
 pub mod digests;
+pub mod leaving;
 pub mod lend;
 pub mod lookup;
 pub mod origins;
@@ -24,6 +25,7 @@ use kvarts_layout::{Geometry, Identity, NamespaceId};
 pub use by_layers::LayeredPut;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
+pub use leaving::Leaving;
 pub use lend::{FileRange, LendRequest, NotLent, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer};
 pub use lookup::{
     DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES, PlanTerms, Planned,

@@ -13,7 +13,7 @@ use super::limits::Limits;
 use super::memory_audit::{self, Table};
 use super::router::{Message, Router};
 use super::store::free_space;
-use super::{descent, expiry, snapshot};
+use super::{descent, expiry, leaving, snapshot};
 use crate::driver::{Driver, Metrics, UrgentReads};
 use crate::engine::compact::chains::{self, Shards};
 use crate::engine::compact::{self, Pace};
@@ -127,6 +127,13 @@ impl Executor {
                     self.background(async move {
                         let page = snapshot::page(&shard.reads, shards, cursor).await;
                         let _ = reply.send(page.map_err(Error));
+                    });
+                }
+                Message::Leaving { shard, least_uses, reply } => {
+                    let Some(shard) = self.own(shard) else { continue };
+                    self.background(async move {
+                        let found = leaving::list(&shard.reads, least_uses).await;
+                        let _ = reply.send(found.map_err(Error));
                     });
                 }
                 Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),

@@ -3,6 +3,7 @@
 pub(crate) mod descent;
 pub(crate) mod executor;
 pub(crate) mod expiry;
+pub(crate) mod leaving;
 pub(crate) mod limits;
 pub(crate) mod lookup;
 pub(crate) mod memory_audit;

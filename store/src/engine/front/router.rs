@@ -6,7 +6,7 @@ use kvarts_layout::BlockKey;
 
 use super::descent;
 use super::memory_audit::Table;
-use crate::api::{DeleteRequest, SnapshotCursor, SnapshotPage};
+use crate::api::{DeleteRequest, Leaving, SnapshotCursor, SnapshotPage};
 use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
@@ -59,6 +59,8 @@ pub(crate) enum Message {
     Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
     /// List the blocks from this cursor on; `shards` is the number of shards of the store.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
+    /// Name blocks of a shard that are near their eviction and were used at least so often.
+    Leaving { shard: u32, least_uses: u8, reply: Reply<Result<Vec<Leaving>, Error>> },
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.

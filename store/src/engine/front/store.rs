@@ -1,6 +1,7 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
 mod holding;
+mod leaving;
 mod lending;
 mod measure;
 mod reading;

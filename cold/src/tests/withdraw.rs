@@ -1,0 +1,135 @@
+//! What was deleted is in no pack that a manifest names, whoever pushes meanwhile.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvarts_layout::BlockKey;
+
+use super::fixture::*;
+use crate::error::ColdError;
+use crate::format::samples;
+use crate::push::Pusher;
+use crate::testing::{Kind, Op};
+use crate::withdraw::{Deleted, withdraw};
+
+fn delete(world: &World, deleted: &Deleted) -> Result<u64, ColdError> {
+    world.time.run(withdraw(&world.other(), samples::namespace_id("r1"), deleted, false))
+}
+
+/// Blocks of two prefixes that a node finds which remembers nothing.
+fn left(world: &World) -> (usize, usize) {
+    (world.good(&world.other(), 1, 12), world.good(&world.other(), 2, 5))
+}
+
+#[test]
+fn the_packs_of_deleted_blocks_go_and_others_stay() {
+    let world = World::new();
+    world.push(&[(1, 0, 10)]).unwrap();
+    world.push(&[(2, 0, 5)]).unwrap();
+    assert_eq!(delete(&world, &Deleted::Keys(vec![BlockKey([77; 32])])), Ok(0));
+    assert_eq!(left(&world), (10, 5));
+    assert_eq!(delete(&world, &Deleted::Keys(vec![samples::key(1, 7)])), Ok(1));
+    assert_eq!(left(&world), (5, 5), "the pack of the blocks 5 to 9 went");
+    assert_eq!(delete(&world, &Deleted::Namespace), Ok(2));
+    assert_eq!(left(&world), (0, 0));
+    // The store's delete may be asked again.
+    assert_eq!(delete(&world, &Deleted::Namespace), Ok(0));
+}
+
+#[test]
+fn what_descends_from_a_deleted_block_goes_with_it_over_packs() {
+    let world = World::new();
+    world.push(&[(1, 0, 12), (2, 0, 5)]).unwrap();
+    let before = left(&world);
+    assert_eq!(before, (12, 5));
+    delete(&world, &Deleted::Prefix(samples::key(1, 6))).unwrap();
+    let (first, second) = left(&world);
+    assert!(first <= 5, "{first} blocks are left, and 6 to 11 were to go");
+    assert_eq!(second, 5, "another prefix stays");
+}
+
+#[test]
+fn where_the_bucket_fails_nothing_is_said_to_be_done() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    world.faulty.all(Some(Kind::Outage));
+    assert!(delete(&world, &Deleted::Namespace).is_err());
+    world.faulty.all(None);
+    // The manifest is read, and its change is not known to have happened.
+    world.faulty.next(Op::Swap, &[Some(Kind::Lost); 4]);
+    let unknown = delete(&world, &Deleted::Namespace);
+    assert!(unknown.is_err() || left(&world).0 == 0, "{unknown:?}");
+    delete(&world, &Deleted::Namespace).unwrap();
+    assert_eq!(left(&world).0, 0);
+}
+
+#[test]
+fn a_pack_whose_index_is_gone_counts_as_one_that_has_it() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let names = world.memory.names();
+    let index = names.iter().find(|name| name.contains("/indexes/")).unwrap();
+    world.memory.take(index);
+    assert_eq!(delete(&world, &Deleted::Keys(vec![samples::key(1, 0)])), Ok(1));
+}
+
+#[test]
+fn a_pusher_that_was_told_names_nothing_even_if_it_looked_before() {
+    let world = World::new();
+    let told = AtomicBool::new(false);
+    let namespace = samples::namespace_id("r1");
+    let (pusher, deleter) = (world.other(), world.other());
+    let mut pushing =
+        Pusher::new(&pusher, options()).guarded(|of| of != namespace || !told.load(Ordering::SeqCst));
+    let (run, payload) = samples::run("r1", 1, 0, 4);
+    world.time.run(pushing.add(&samples::namespace("r1"), &run, &payload)).unwrap();
+    told.store(true, Ordering::SeqCst);
+    assert_eq!(world.time.run(withdraw(&deleter, namespace, &Deleted::Namespace, true)), Ok(0));
+    assert_eq!(world.time.run(pushing.flush()), Err(ColdError::Withdrawn));
+    assert_eq!(left(&world).0, 0);
+}
+
+#[test]
+fn of_a_delete_and_a_push_that_cross_the_pushed_blocks_are_gone() {
+    // The pusher asks whether it may, then the delete runs to its end, then the pusher's change arrives: it meets another manifest.
+    let world = World::new();
+    let told = AtomicBool::new(false);
+    let namespace = samples::namespace_id("r1");
+    let pusher = world.other();
+    let crossed = AtomicBool::new(false);
+    let may_name = |_| {
+        let may = !told.load(Ordering::SeqCst);
+        if may && !crossed.swap(true, Ordering::SeqCst) {
+            told.store(true, Ordering::SeqCst);
+            // Another bucket client, in the middle of the pusher's change.
+            let manifest = crate::format::names::manifest(namespace);
+            let mut changed = crate::format::Manifest::empty(namespace);
+            changed.generation = 1;
+            world.memory.set(&manifest, changed.encode().unwrap());
+        }
+        may
+    };
+    let mut pushing = Pusher::new(&pusher, options()).guarded(may_name);
+    let (run, payload) = samples::run("r1", 1, 0, 4);
+    world.time.run(pushing.add(&samples::namespace("r1"), &run, &payload)).unwrap();
+    assert_eq!(world.time.run(pushing.flush()), Err(ColdError::Withdrawn));
+    assert_eq!(left(&world).0, 0);
+}
+
+#[test]
+fn manifests_in_memory_are_bounded_by_bytes() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let options = crate::tier::TierOptions { manifest_memory: 1, ..crate::tier::TierOptions::default() };
+    let access = crate::access::Access::new(
+        std::sync::Arc::clone(&world.faulty) as std::sync::Arc<dyn crate::Bucket>,
+        std::sync::Arc::new(world.time.clone()),
+        limits(),
+        5,
+    );
+    let tier = crate::Tier::new(access, options);
+    let (first, second) = (samples::namespace_id("r1"), samples::namespace_id("r2"));
+    world.time.run(tier.read_manifest(first)).unwrap();
+    assert!(tier.remembered(first).is_some_and(|known| known.memory_bytes() > 100));
+    world.time.run(tier.read_manifest(second)).unwrap();
+    assert!(tier.remembered(first).is_none() && tier.remembered(second).is_some());
+}

@@ -1,0 +1,76 @@
+//! What is deleted does not come back from the bucket.
+//!
+//! Before the store deletes, restores of the namespace are broken off, spills of it are told not to name what they have, and
+//! packs with such blocks are taken out of the manifest. Only then the delete can be acknowledged. Where the bucket cannot be told,
+//! the store deletes all the same, and the caller hears that it was not acknowledged: what is in the bucket may come back.
+
+use std::time::Duration;
+
+use kvarts_cold::withdraw::{Deleted, withdraw};
+use kvarts_layout::NamespaceId;
+use kvarts_store::api::{DeleteOutcome, DeleteReply, Target};
+use kvarts_store::error::Reason;
+
+use super::ColdTier;
+use super::counts::add;
+use super::restore::Closed;
+
+/// What the tier has to say of a delete, and a namespace of which nothing is brought until the store has deleted.
+#[derive(Debug)]
+pub struct Deleting<'a> {
+    failed: Option<String>,
+    _closed: Closed<'a>,
+}
+
+impl ColdTier {
+    /// Takes out of the tier what is to be deleted, within the time that is left.
+    pub async fn delete(&self, namespace: NamespaceId, target: &Target, left: Duration) -> Deleting<'_> {
+        let closed = self.flights.close(namespace).await;
+        let is_open = self.spilling.withdraw(namespace);
+        let deleted = match target {
+            Target::Keys { keys, .. } => Deleted::Keys(keys.clone()),
+            Target::Prefix(key) => Deleted::Prefix(*key),
+            Target::Namespace => Deleted::Namespace,
+        };
+        let outcome = match (&deleted, self.known(namespace)) {
+            // Nothing of it is there, and nothing is on its way.
+            (Deleted::Keys(keys), Some(known)) if !is_open && !keys.iter().any(|key| known.may_have(key)) => {
+                Ok(0)
+            }
+            _ => {
+                let withdrawn = withdraw(&self.tier, namespace, &deleted, is_open);
+                match tokio::time::timeout(left, withdrawn).await {
+                    Ok(outcome) => outcome.map_err(|error| error.to_string()),
+                    Err(_) => Err("the bucket did not answer in time".to_owned()),
+                }
+            }
+        };
+        let failed = match outcome {
+            Ok(packs) => {
+                add(&self.counts.withdrawn_packs, packs);
+                None
+            }
+            Err(why) => {
+                add(&self.counts.delete_failures, 1);
+                Some(format!("the cold tier may still have it: {why}"))
+            }
+        };
+        Deleting { failed, _closed: closed }
+    }
+}
+
+impl Deleting<'_> {
+    /// The answer to a delete that the store has carried out.
+    pub fn answer(&self, mut reply: DeleteReply) -> Result<DeleteReply, Reason> {
+        let Some(why) = &self.failed else { return Ok(reply) };
+        if reply.outcomes.is_empty() {
+            return Err(Reason::Away(why.clone()));
+        }
+        for outcome in &mut reply.outcomes {
+            if !matches!(outcome, DeleteOutcome::Refused(_)) {
+                *outcome = DeleteOutcome::Refused(Reason::Away(why.clone()));
+            }
+        }
+        Ok(reply)
+    }
+}

@@ -1,0 +1,135 @@
+//! The manifests of namespaces in use, kept fresh by time: so that no look-up asks the bucket.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvarts_cold::Tier;
+use kvarts_cold::tier::Known;
+use kvarts_layout::NamespaceId;
+use tokio::sync::Notify;
+
+use super::counts::add;
+use super::{ColdTier, STALE};
+
+/// Namespaces that are kept fresh: the one that was used longest ago makes room.
+const NAMESPACES: usize = 64;
+/// Refreshes without a use after which a namespace is not kept fresh any more.
+const UNUSED: u32 = 20;
+
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    used_at: Duration,
+    /// When it was read last, or failed to be.
+    tried_at: Option<Duration>,
+}
+
+/// Which namespaces are kept fresh.
+#[derive(Debug, Default)]
+pub(super) struct Manifests {
+    kept: Mutex<BTreeMap<NamespaceId, Kept>>,
+    /// A namespace is new.
+    wanted: Notify,
+    /// A manifest was read, or could not be.
+    tried: Notify,
+}
+
+impl Manifests {
+    fn kept(&self) -> MutexGuard<'_, BTreeMap<NamespaceId, Kept>> {
+        // Each change is one step.
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Namespaces whose manifest is known.
+    pub(super) fn known(&self, tier: &Tier) -> u64 {
+        self.kept().keys().filter(|namespace| tier.remembered(**namespace).is_some()).count() as u64
+    }
+
+    /// A namespace is used; gives whether its manifest was asked for before.
+    fn touch(&self, namespace: NamespaceId, now: Duration) -> bool {
+        let mut kept = self.kept();
+        if let Some(known) = kept.get_mut(&namespace) {
+            known.used_at = now;
+            return known.tried_at.is_some();
+        }
+        if kept.len() >= NAMESPACES
+            && let Some(oldest) = kept.iter().min_by_key(|(_, known)| known.used_at).map(|(id, _)| *id)
+        {
+            kept.remove(&oldest);
+        }
+        kept.insert(namespace, Kept { used_at: now, tried_at: None });
+        drop(kept);
+        self.wanted.notify_one();
+        false
+    }
+
+    fn due(&self, now: Duration, refresh: Duration) -> Vec<NamespaceId> {
+        let mut kept = self.kept();
+        kept.retain(|_, known| now.saturating_sub(known.used_at) < refresh.saturating_mul(UNUSED));
+        let is_due = |known: &Kept| known.tried_at.is_none_or(|at| now.saturating_sub(at) >= refresh);
+        kept.iter().filter(|(_, known)| is_due(known)).map(|(id, _)| *id).collect()
+    }
+
+    fn was_tried(&self, namespace: NamespaceId, now: Duration) {
+        if let Some(known) = self.kept().get_mut(&namespace) {
+            known.tried_at = Some(now);
+        }
+        self.tried.notify_waiters();
+    }
+}
+
+impl ColdTier {
+    /// Reads manifests again when it is time.
+    pub(super) async fn keep_manifests(self: Arc<Self>) {
+        let refresh = self.config.refresh;
+        loop {
+            let now = self.tier.access().time().now();
+            for namespace in self.manifests.due(now, refresh) {
+                if self.tier.read_manifest(namespace).await.is_err() {
+                    add(&self.counts.manifest_failures, 1);
+                }
+                self.manifests.was_tried(namespace, self.tier.access().time().now());
+            }
+            tokio::select! {
+                () = self.manifests.wanted.notified() => {}
+                () = tokio::time::sleep(refresh / 4) => {}
+            }
+        }
+    }
+
+    /// A namespace is in use: its manifest is to be known.
+    pub fn touch(&self, namespace: NamespaceId) {
+        self.manifests.touch(namespace, self.tier.access().time().now());
+    }
+
+    /// What is known of a namespace, from memory alone. It counts as a use.
+    pub fn known(&self, namespace: NamespaceId) -> Option<Arc<Known>> {
+        let now = self.tier.access().time().now();
+        self.manifests.touch(namespace, now);
+        let known = self.tier.remembered(namespace)?;
+        (now.saturating_sub(known.read_at()) < STALE).then_some(known)
+    }
+
+    /// The same; of a namespace that was not in use before its manifest is waited for, so long at most.
+    pub async fn known_within(&self, namespace: NamespaceId, most: Duration) -> Option<Arc<Known>> {
+        let tried = self.manifests.tried.notified();
+        let mut tried = std::pin::pin!(tried);
+        // Before the look, so that nothing in between is missed.
+        tried.as_mut().enable();
+        if let Some(known) = self.known(namespace) {
+            return Some(known);
+        }
+        let wait = async {
+            loop {
+                if self.manifests.touch(namespace, self.tier.access().time().now()) {
+                    return;
+                }
+                tried.as_mut().await;
+                tried.set(self.manifests.tried.notified());
+                tried.as_mut().enable();
+            }
+        };
+        let _ = tokio::time::timeout(most, wait).await;
+        self.known(namespace)
+    }
+}

@@ -1,0 +1,212 @@
+//! The cold tier behind this server: what a bucket has of blocks that are not here, and blocks that go there before they are evicted.
+//!
+//! - A look-up asks memory alone: manifests of the namespaces in use are read by time (`manifests`).
+//! - A read of blocks that are not here, and are there, has them brought into the store first, within its deadline
+//!   (`restore`). What cannot be brought is a miss, as without the tier.
+//! - Blocks near their eviction are copied into the bucket by a sweep beside everything else (`spill`). Eviction waits for nothing.
+//! - What is deleted is taken out of the tier before the delete is acknowledged (`delete`): it does not come back.
+//!
+//! Requests, bytes, memory and tasks are bounded; nothing of a bucket is believed (see `kvarts_cold`).
+
+mod counts;
+mod delete;
+mod manifests;
+mod restore;
+mod spill;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvarts_bucket::time::TokioTime;
+use kvarts_cold::{Access, Bucket, Fault, Limits, Tier, TierOptions};
+use kvarts_store::engine::Store;
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+
+pub use counts::{Counted, Counts};
+pub use restore::Wish;
+
+use manifests::Manifests;
+use restore::Flights;
+use spill::Spilling;
+
+/// Memory that one restore takes: ranges under way, and puts.
+const RESTORE_MEMORY: u64 = 128 << 20;
+/// How long the bucket may take to say at the start whether it is there.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Of a manifest that could not be read again: how old it may become.
+const STALE: Duration = Duration::from_secs(15 * 60);
+
+/// How a server uses a bucket.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ColdConfig {
+    /// The address of the bucket.
+    pub bucket: String,
+    /// Requests a day.
+    pub requests: u64,
+    /// Bytes written a day.
+    pub written: u64,
+    /// Bytes read a day.
+    pub read: u64,
+    /// How old the manifest of a namespace in use may become.
+    pub refresh: Duration,
+    /// Memory of restores.
+    pub memory: u64,
+    /// Whether blocks are copied into the bucket before they are evicted.
+    pub spill: bool,
+    /// How often a block must have been used to be worth it, 0 to 3.
+    pub uses: u8,
+    /// How long ago it must have been stored.
+    pub age: Duration,
+    /// The most bytes for each of its tokens: of more it is computed sooner than restored. None: no limit.
+    pub token_bytes: Option<u64>,
+    /// Bytes a second that go into the bucket.
+    pub rate: u64,
+}
+
+/// A bucket behind a server.
+#[derive(Debug)]
+pub struct ColdTier {
+    tier: Tier,
+    config: ColdConfig,
+    store: Store,
+    counts: Counts,
+    manifests: Manifests,
+    flights: Flights,
+    spilling: Spilling,
+    /// Bytes a second that restores brought lately; 0: none did.
+    rate: AtomicU64,
+    runtime: Handle,
+    tasks: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl ColdTier {
+    /// Opens the bucket and begins to use it. Gives one line that says what is wrong with its address; a bucket that does not answer, or
+    /// refuses, is a note: the server does without.
+    pub async fn start(
+        config: &ColdConfig,
+        store: &Store,
+        seed: u64,
+        notes: &mut Vec<String>,
+    ) -> Result<Arc<Self>, String> {
+        let bucket = kvarts_bucket::open(&config.bucket).map_err(|why| format!("cold.bucket: {why}"))?;
+        let cold = Self::over(bucket, config, store, seed);
+        notes.push(match cold.probe().await {
+            Ok(()) => format!("the cold tier is {}", config.bucket),
+            Err(why) => {
+                format!("cold.bucket: {}: {why}; until that ends, what is there is not found", config.bucket)
+            }
+        });
+        Ok(cold)
+    }
+
+    /// The tier over a bucket. Must be called on a runtime.
+    pub fn over(bucket: Arc<dyn Bucket>, config: &ColdConfig, store: &Store, seed: u64) -> Arc<Self> {
+        let limits = Limits {
+            requests_a_day: config.requests,
+            written_bytes_a_day: config.written,
+            read_bytes_a_day: config.read,
+            ..Limits::default()
+        };
+        let access = Access::new(bucket, Arc::new(TokioTime::start()), limits, seed);
+        // Manifests are read by `manifests`; a restore reads one itself only where that is far behind.
+        let refresh = config.refresh.saturating_mul(10);
+        let options = TierOptions { refresh, stale: STALE.max(refresh), ..TierOptions::default() };
+        let turns = usize::try_from(config.memory / RESTORE_MEMORY).unwrap_or(1).clamp(1, 64);
+        let cold = Arc::new(Self {
+            tier: Tier::new(access, options),
+            config: config.clone(),
+            store: store.clone(),
+            counts: Counts::default(),
+            manifests: Manifests::default(),
+            flights: Flights::new(turns),
+            spilling: Spilling::default(),
+            rate: AtomicU64::new(0),
+            runtime: Handle::current(),
+            tasks: Mutex::default(),
+        });
+        let keeping = tokio::spawn(Arc::clone(&cold).keep_manifests());
+        cold.tasks().push(keeping);
+        if config.spill {
+            let spilling = tokio::spawn(Arc::clone(&cold).keep_spilling());
+            cold.tasks().push(spilling);
+        }
+        cold
+    }
+
+    fn tasks(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the bucket answers.
+    async fn probe(&self) -> Result<(), String> {
+        let listed = self.tier.access().list("manifests", None, 1);
+        match tokio::time::timeout(PROBE_TIMEOUT, listed).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(kvarts_cold::ColdError::Bucket(_, fault @ Fault::Missing))) => Err(fault.to_string()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err("no answer".to_owned()),
+        }
+    }
+
+    /// Ends what works for it. Restores under way are broken off: their blocks are misses.
+    pub async fn stop(&self) {
+        let tasks = std::mem::take(&mut *self.tasks());
+        tasks.iter().for_each(JoinHandle::abort);
+        self.flights.abort_all().await;
+        for task in tasks {
+            // It was told to end, and has no answer.
+            let _ = task.await;
+        }
+    }
+
+    /// Whether the bucket would be asked now, or is left alone after failures.
+    pub fn is_asked(&self) -> bool {
+        !self.tier.access().is_paused()
+    }
+
+    /// How long bringing so many bytes takes, by what was brought lately.
+    pub fn takes(&self, bytes: u64) -> Option<Duration> {
+        let rate = self.rate.load(Ordering::Relaxed);
+        let least = self.tier.range_time().unwrap_or_default();
+        (rate > 0).then(|| Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
+    }
+
+    /// So many bytes were brought in this time.
+    fn took(&self, bytes: u64, time: Duration) {
+        if bytes == 0 || time.is_zero() {
+            return;
+        }
+        let now = bytes as f64 / time.as_secs_f64();
+        let before = self.rate.load(Ordering::Relaxed);
+        let rate = if before == 0 { now } else { before as f64 * 0.8 + now * 0.2 };
+        // Of two at once one is forgotten.
+        self.rate.store((rate as u64).max(1), Ordering::Relaxed);
+    }
+
+    /// Runs a task of a read that waits for it.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.runtime.spawn(task);
+    }
+
+    /// The address of its bucket.
+    pub fn bucket(&self) -> &str {
+        &self.config.bucket
+    }
+
+    /// What it was and is doing.
+    pub fn counted(&self) -> Counted {
+        let access = self.tier.access();
+        Counted {
+            counts: self.counts.all(),
+            total: access.spent(),
+            today: access.today(),
+            limits: access.limits().clone(),
+            is_paused: access.is_paused(),
+            manifests: self.manifests.known(&self.tier),
+            memory: (self.tier.manifest_memory() + self.tier.index_memory()) as u64,
+            under_way: self.flights.blocks() as u64,
+        }
+    }
+}

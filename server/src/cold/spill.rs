@@ -1,0 +1,319 @@
+//! Blocks that are near their eviction and were used are copied into the bucket: by a sweep of the segments whose turn comes
+//! next, in the lowest class, while the store is nearly full.
+//!
+//! The sweep is ahead of eviction rather than in it: eviction and puts never wait for it and know nothing of it. What is evicted before its
+//! turn comes, and what the bucket does not take, is let go and counted. One run is in memory at a time, beside packs that are not full.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvarts_cold::{ColdError, PushOptions, Pushed, Pusher};
+use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Run};
+use kvarts_layout::format::body::Parent;
+use kvarts_layout::{BlockKey, BlockShape, ContentId, NamespaceId};
+use kvarts_store::api::{Digests, Leaving, Order, Origins, Placed, ReadRequest, Verify};
+use kvarts_store::io::BufMut;
+use kvarts_store::rt::Class;
+use tokio::time::sleep;
+
+use super::ColdTier;
+use super::counts::add;
+
+/// How long after each other sweeps begin.
+const EVERY: Duration = Duration::from_secs(5);
+/// The same after one that the bucket ended.
+const AFTER_FAILURE: Duration = Duration::from_secs(30);
+/// Hundredths of the budget from which on blocks are about to be evicted.
+const FULL: u64 = 80;
+/// Bytes of blocks that one sweep copies at most.
+const SWEEP_BYTES: u64 = 256 << 20;
+/// Less than this of a namespace is copied only...
+const PACK_LEAST: u64 = 8 << 20;
+/// ...when nothing of it was for so long.
+const LITTLE_EVERY: Duration = Duration::from_secs(15 * 60);
+/// Bytes of blocks that are read at once.
+const RUN_BYTES: u64 = 16 << 20;
+/// A longer block stays out.
+const BLOCK_MOST: u64 = 64 << 20;
+/// How long a read of them may take.
+const READ_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Namespaces of which a sweep has blocks in memory, and whether something of them was deleted since.
+#[derive(Debug, Default)]
+pub(super) struct Spilling {
+    open: Mutex<BTreeMap<NamespaceId, bool>>,
+    /// When something of a namespace was copied last.
+    pushed: Mutex<BTreeMap<NamespaceId, Duration>>,
+}
+
+impl Spilling {
+    fn open(&self) -> MutexGuard<'_, BTreeMap<NamespaceId, bool>> {
+        // Each change is one step.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pushed(&self, namespace: NamespaceId, now: Duration) {
+        let mut pushed = self.pushed.lock().unwrap_or_else(PoisonError::into_inner);
+        pushed.retain(|_, at| now.saturating_sub(*at) < LITTLE_EVERY);
+        pushed.insert(namespace, now);
+    }
+
+    fn may_push_little(&self, namespace: NamespaceId, now: Duration) -> bool {
+        let pushed = self.pushed.lock().unwrap_or_else(PoisonError::into_inner);
+        pushed.get(&namespace).is_none_or(|at| now.saturating_sub(*at) >= LITTLE_EVERY)
+    }
+
+    /// Something is about to be deleted: what the sweep has of the namespace is named never. Gives whether it has any.
+    pub(super) fn withdraw(&self, namespace: NamespaceId) -> bool {
+        self.open().get_mut(&namespace).map(|withdrawn| *withdrawn = true).is_some()
+    }
+
+    fn may_name(&self, namespace: NamespaceId) -> bool {
+        self.open().get(&namespace) == Some(&false)
+    }
+}
+
+/// Says at the end of a sweep, however it ends, that it has nothing any more.
+struct Open<'a>(&'a Spilling);
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.open().clear();
+    }
+}
+
+/// Parts of runs, and the shapes of their blocks.
+type Parts = Vec<(Leaving, Arc<BlockShape>)>;
+
+/// What is copied of a namespace.
+type OfOne = (Arc<ExportedNamespace>, Parts);
+
+/// A namespace of a sweep.
+struct Of {
+    exported: Arc<ExportedNamespace>,
+    block_tokens: u32,
+}
+
+impl ColdTier {
+    /// Sweeps again and again.
+    pub(super) async fn keep_spilling(self: Arc<Self>) {
+        loop {
+            sleep(EVERY).await;
+            if self.is_nearly_full()
+                && let Err(error) = self.sweep().await
+            {
+                tracing::debug!(%error, "blocks were not copied into the cold tier");
+                sleep(AFTER_FAILURE).await;
+            }
+        }
+    }
+
+    fn is_nearly_full(&self) -> bool {
+        let stats = self.store.stats();
+        stats.allocated_bytes.saturating_mul(100) >= stats.budget_bytes.saturating_mul(FULL)
+    }
+
+    /// Copies what is worth it of what goes next. An error ends it: it is the bucket's.
+    pub async fn sweep(&self) -> Result<(), ColdError> {
+        let options = PushOptions { memory_bytes: 64 << 20, ..PushOptions::default() };
+        let mut pusher = Pusher::new(&self.tier, options).guarded(|of| self.spilling.may_name(of));
+        let _open = Open(&self.spilling);
+        self.sweep_into(&mut pusher).await
+    }
+
+    async fn sweep_into(&self, pusher: &mut Pusher<'_>) -> Result<(), ColdError> {
+        let mut taken = 0;
+        for (namespace, leaving) in self.worth_it().await {
+            let Some((of, parts)) = leaving else { continue };
+            self.spilling.open().insert(namespace, false);
+            self.spilling.pushed(namespace, self.tier.access().time().now());
+            for (part, shape) in parts {
+                let wanted = part.keys.len() as u64;
+                let read = self.read(&part, &shape).await;
+                let got = read.iter().map(|(run, _)| run.blocks.len() as u64).sum::<u64>();
+                add(&self.counts.let_go_blocks, wanted.saturating_sub(got));
+                for (run, payload) in read {
+                    let (bytes, blocks) = (payload.len() as u64, run.blocks.len() as u64);
+                    taken += bytes;
+                    let before = pusher.pushed();
+                    let added = pusher.add(&of, &run, &payload).await;
+                    self.count(before, pusher);
+                    if let Err(error) = added {
+                        add(&self.counts.let_go_blocks, blocks);
+                        return Err(error);
+                    }
+                    // No more than the rate: the packs follow the runs.
+                    sleep(Duration::from_secs_f64(bytes as f64 / self.config.rate.max(1) as f64)).await;
+                }
+                if taken >= SWEEP_BYTES {
+                    break;
+                }
+            }
+        }
+        let before = pusher.pushed();
+        let flushed = pusher.flush().await;
+        self.count(before, pusher);
+        flushed
+    }
+
+    /// Counts what was pushed since.
+    fn count(&self, before: Pushed, pusher: &Pusher<'_>) {
+        let now = pusher.pushed();
+        add(&self.counts.spilled_blocks, now.blocks - before.blocks);
+        add(&self.counts.spilled_bytes, now.payload_bytes - before.payload_bytes);
+    }
+
+    /// What is worth it of what goes next, by namespace; of a namespace nothing if it is too little for a pack and one was made
+    /// lately: a manifest has room for so many.
+    async fn worth_it(&self) -> BTreeMap<NamespaceId, Option<OfOne>> {
+        let mut all: BTreeMap<NamespaceId, Option<(Of, u64, Parts)>> = BTreeMap::new();
+        for shard in 0..self.store.shards() {
+            // A shard that cannot say is asked again by the next sweep.
+            let Ok(Ok(leaving)) = self.store.leaving(shard, self.config.uses).await else { continue };
+            for one in leaving {
+                let known = all
+                    .entry(one.namespace)
+                    .or_insert_with(|| self.namespace(one.namespace).map(|of| (of, 0, Vec::new())));
+                let Some((of, bytes, parts)) = known else { continue };
+                let Ok(shape) = self.store.shape(one.namespace, one.group, one.coordinate) else { continue };
+                if !self.is_worth_it(&one, shape.block_bytes(), of.block_tokens) {
+                    continue;
+                }
+                for part in self.parts(&one, shape.block_bytes()).await {
+                    *bytes += shape.block_bytes().saturating_mul(part.keys.len() as u64);
+                    parts.push((part, Arc::clone(&shape)));
+                }
+            }
+        }
+        let now = self.tier.access().time().now();
+        let enough = |namespace: NamespaceId, of: Option<(Of, u64, Parts)>| {
+            let (of, bytes, parts) = of.filter(|(_, bytes, _)| *bytes > 0)?;
+            let is_enough = bytes >= PACK_LEAST || self.spilling.may_push_little(namespace, now);
+            is_enough.then_some((of.exported, parts))
+        };
+        all.into_iter().map(|(namespace, of)| (namespace, enough(namespace, of))).collect()
+    }
+
+    fn namespace(&self, namespace: NamespaceId) -> Option<Of> {
+        let (identity, geometry) = self.store.identity_of(namespace)?;
+        let block_tokens = identity.block_tokens;
+        Some(Of {
+            exported: Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry) }),
+            block_tokens,
+        })
+    }
+
+    fn is_worth_it(&self, one: &Leaving, block_bytes: u64, block_tokens: u32) -> bool {
+        let now_ms = self.tier.access().time().wall_ms();
+        let age_ms = u64::try_from(self.config.age.as_millis()).unwrap_or(u64::MAX);
+        let is_old = one.created_ms.saturating_add(age_ms) <= now_ms;
+        let lives = one.expires_ms == 0 || one.expires_ms > now_ms.saturating_add(age_ms);
+        let token_bytes = block_bytes / u64::from(block_tokens.max(1));
+        let is_cheap = self.config.token_bytes.is_none_or(|most| token_bytes <= most);
+        is_old && lives && is_cheap && block_bytes <= BLOCK_MOST
+    }
+
+    /// The stretches of a run that the bucket does not seem to have, in parts that are read at once.
+    async fn parts(&self, one: &Leaving, block_bytes: u64) -> Vec<Leaving> {
+        let known = self.known_within(one.namespace, Duration::from_secs(2)).await;
+        let is_there = |key: &BlockKey| known.as_ref().is_some_and(|known| known.may_have(key));
+        let most = usize::try_from(RUN_BYTES / block_bytes.max(1)).unwrap_or(1).clamp(1, 1024);
+        let mut parts: Vec<Leaving> = Vec::new();
+        let mut end = None;
+        for (place, key) in one.keys.iter().enumerate() {
+            if is_there(key) {
+                continue;
+            }
+            match parts.last_mut().filter(|last| end == Some(place) && last.keys.len() < most) {
+                Some(last) => last.keys.push(*key),
+                None => parts.push(from(one, place)),
+            }
+            end = Some(place + 1);
+        }
+        parts
+    }
+
+    /// Reads blocks as they were put; those that are gone meanwhile are left out.
+    async fn read(&self, one: &Leaving, shape: &BlockShape) -> Vec<(Run, Bytes)> {
+        let count = one.keys.len() as u32;
+        let Ok(bytes) = usize::try_from(shape.block_bytes().saturating_mul(u64::from(count))) else {
+            return Vec::new();
+        };
+        let Ok(memory) = BufMut::zeroed(bytes).map(BufMut::share) else { return Vec::new() };
+        let Ok(into) = Placed::blocks(shape, memory.clone(), count) else { return Vec::new() };
+        let digests = Digests::new(shape, count);
+        let into = into.with_digests(digests);
+        let origins = Origins::any(one.keys.len());
+        let request = ReadRequest {
+            order: Order::Blocks,
+            class: Class::Background,
+            verify: Verify::Always,
+            deadline: Some(self.store.clock().now().plus(READ_TIMEOUT)),
+            ..ReadRequest::new(one.namespace, one.group, one.coordinate, one.keys.clone(), into.clone())
+        };
+        let Ok(stream) = self.store.read_part(request, &origins, 0) else { return Vec::new() };
+        let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
+        let Ok(end) = end else { return Vec::new() };
+        if end.held_bytes > 0 {
+            // A device may still write there.
+            return Vec::new();
+        }
+        let mut payload = vec![0; bytes];
+        memory.copy_out(0, &mut payload);
+        let payload = Bytes::from(payload);
+        let met = origins.met();
+        let each = bytes / one.keys.len().max(1);
+        let mut runs: Vec<(Run, usize, usize)> = Vec::new();
+        for (place, key) in one.keys.iter().enumerate() {
+            let has_failed = end.failures.iter().any(|(failed, _)| *failed as usize == place);
+            let Some(origin) = met.get(place).copied().flatten().filter(|_| !has_failed) else { continue };
+            let Some(own) = payload.get(place * each..(place + 1) * each) else { continue };
+            let digests: Option<Vec<u32>> = (0..shape.chunk_count())
+                .map(|chunk| into.digests().and_then(|digests| digests.get(chunk, place as u32)))
+                .collect();
+            let Some(digests) = digests else { continue };
+            let content = ContentId(*blake3::hash(own).as_bytes());
+            let block = ExportedBlock { key: *key, origin, content, digests };
+            match runs.last_mut().filter(|(_, _, end)| *end == place) {
+                Some((run, _, end)) => {
+                    run.blocks.push(block);
+                    *end = place + 1;
+                }
+                None => {
+                    let Leaving { parent, first_block, .. } = from(one, place);
+                    let run = Run {
+                        namespace: one.namespace,
+                        coordinate: one.coordinate,
+                        group: one.group,
+                        created_ms: one.created_ms,
+                        expires_ms: one.expires_ms,
+                        first_block,
+                        parent,
+                        block_bytes: shape.block_bytes(),
+                        blocks: vec![block],
+                    };
+                    runs.push((run, place, place + 1));
+                }
+            }
+        }
+        runs.into_iter().map(|(run, from, to)| (run, payload.slice(from * each..to * each))).collect()
+    }
+}
+
+/// One block of a run, as the beginning of a part.
+fn from(one: &Leaving, place: usize) -> Leaving {
+    let before = place.checked_sub(1).and_then(|before| one.keys.get(before));
+    let parent = match (one.parent, before) {
+        (Parent::Unknown, _) => Parent::Unknown,
+        (_, Some(before)) => Parent::Key(before.0),
+        (parent, None) => parent,
+    };
+    Leaving {
+        keys: one.keys.get(place).copied().into_iter().collect(),
+        parent,
+        first_block: one.first_block.and_then(|first| first.checked_add(place as u32)),
+        ..one.clone()
+    }
+}

@@ -1,0 +1,78 @@
+//! The cold tier as Prometheus reads it.
+
+use std::fmt::Write;
+
+use kvarts_cold::{Limits, Spent};
+
+use super::text::{head, one};
+use crate::cold::{Counted, Counts};
+
+/// Tells everything of a cold tier; a server without one tells nothing.
+pub(super) fn cold(out: &mut String, counted: &Counted) {
+    for (name, help, value) in &counted.counts {
+        one(out, &format!("kvarts_cold_{name}_total"), "counter", help, value);
+    }
+    let Spent { requests, retries, hedges, failures, written_bytes, read_bytes } = counted.total;
+    one(
+        out,
+        "kvarts_cold_requests_total",
+        "counter",
+        "Requests to the bucket, repeated ones included.",
+        requests,
+    );
+    one(
+        out,
+        "kvarts_cold_retries_total",
+        "counter",
+        "Of kvarts_cold_requests_total, repeated ones.",
+        retries,
+    );
+    let help = "Ranges of packs that were asked for a second time because they were late.";
+    one(out, "kvarts_cold_hedges_total", "counter", help, hedges);
+    one(out, "kvarts_cold_failures_total", "counter", "Requests to the bucket that failed.", failures);
+    one(out, "kvarts_cold_written_bytes_total", "counter", "Bytes written to the bucket.", written_bytes);
+    one(out, "kvarts_cold_read_bytes_total", "counter", "Bytes read from the bucket.", read_bytes);
+    let budgets = [
+        ("requests", counted.today.requests, counted.limits.requests_a_day),
+        ("written_bytes", counted.today.written_bytes, counted.limits.written_bytes_a_day),
+        ("read_bytes", counted.today.read_bytes, counted.limits.read_bytes_a_day),
+    ];
+    let help = "Of the budgets of the day (UTC) what is used (cold.requests, cold.written, cold.read).";
+    head(out, "kvarts_cold_today", "gauge", help);
+    for (of, used, _) in budgets {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "kvarts_cold_today{{budget=\"{of}\"}} {used}");
+    }
+    head(out, "kvarts_cold_today_limit", "gauge", "Limit of kvarts_cold_today: beyond it nothing is asked.");
+    for (of, _, most) in budgets {
+        let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
+    }
+    let help =
+        "Whether the bucket is left alone after failures: until it is asked again its blocks are misses.";
+    one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
+    let help = "Namespaces of which it is known what the bucket has.";
+    one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);
+    let help = "Memory of manifests and indexes of packs in bytes, about.";
+    one(out, "kvarts_cold_memory_bytes", "gauge", help, counted.memory);
+    one(
+        out,
+        "kvarts_cold_blocks_under_way",
+        "gauge",
+        "Blocks that are being brought from the bucket.",
+        counted.under_way,
+    );
+}
+
+/// A tier that has done nothing.
+pub(super) fn nothing() -> Counted {
+    Counted {
+        counts: Counts::default().all(),
+        total: Spent::default(),
+        today: Spent::default(),
+        limits: Limits::default(),
+        is_paused: false,
+        manifests: 0,
+        memory: 0,
+        under_way: 0,
+    }
+}

@@ -1,0 +1,231 @@
+//! A server with a cold tier: what it spills comes back, here and on another node, and what was deleted does not.
+#![allow(
+    clippy::disallowed_methods,
+    reason = "looks at files of a real bucket in a directory, and damages them"
+)]
+
+mod served;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kvarts_client::Client;
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::{BlockKey, Layout, Requirements};
+use kvarts_server::cold::ColdTier;
+use kvarts_server::config::{Config, Settings};
+use kvarts_store::api::{
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Presence, Target,
+};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::fixture::{self, BLOCK_TOKENS};
+use kvarts_tests::stage::{Scratch, ask};
+use served::{Beside, ClientStage, Served};
+
+/// Blocks of a run, and runs: enough for full segments in each shard.
+const RUN: u64 = 8;
+const RUNS: u64 = 96;
+
+fn configured(bucket: &Scratch) -> String {
+    format!(
+        "[cold]\nbucket = 'file://{}'\nuses = 0\nage = 0\nrefresh = 1\nmemory = '128 MiB'\n",
+        bucket.path().display()
+    )
+}
+
+fn node(name: &str, bucket: &Scratch) -> ClientStage {
+    let served = Served::start(name, &configured(bucket));
+    ClientStage { client: served.client(None), served }
+}
+
+fn cold(served: &Served) -> Arc<ColdTier> {
+    Arc::clone(served.daemon().state().decided.cold.as_ref().unwrap())
+}
+
+fn count(served: &Served, name: &str) -> u64 {
+    let counted = cold(served).counted();
+    counted.counts.iter().find(|(known, ..)| *known == name).unwrap().2
+}
+
+/// Stores runs of blocks and has them spilled; gives those of which the bucket has all.
+fn spilled(stage: &ClientStage, name: &str) -> Vec<Vec<BlockKey>> {
+    let desk = Desk::new(stage, name);
+    let runs: Vec<Vec<BlockKey>> = (0..RUNS).map(|run| desk.keys(run * RUN..(run + 1) * RUN)).collect();
+    runs.iter().for_each(|keys| desk.store(pages(), keys, 1, Layout::FullBlock));
+    let cold = cold(&stage.served);
+    stage.served.runtime.block_on(cold.sweep()).unwrap();
+    assert!(count(&stage.served, "spilled_blocks") >= 2 * RUN, "{:?}", cold.counted());
+    let known = cold.known(desk.namespace).unwrap();
+    let whole: Vec<_> = runs.into_iter().filter(|run| run.iter().all(|key| known.may_have(key))).collect();
+    assert!(whole.len() >= 4, "{} runs are in the bucket", whole.len());
+    whole
+}
+
+/// Waits until a node knows what the bucket has of a namespace.
+fn know(served: &Served, desk: &Desk<'_>) {
+    served.until("the manifest is known", |daemon| {
+        let cold = daemon.state().decided.cold.as_ref().unwrap();
+        cold.known(desk.namespace).is_some_and(|known| !known.manifest.packs.is_empty())
+    });
+}
+
+fn here(client: &Client, desk: &Desk<'_>, keys: &[BlockKey]) -> usize {
+    let (group, coordinate) = pages();
+    let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys, lease: None };
+    client.contains(&request).unwrap().presence.iter().filter(|one| **one == Presence::Here).count()
+}
+
+#[test]
+fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
+    let bucket = Scratch::new("cold-bucket");
+    let first = node("cold-first", &bucket);
+    let runs = spilled(&first, "shared");
+    drop(first);
+    let second = node("cold-second", &bucket);
+    let desk = Desk::new(&second, "shared");
+    know(&second.served, &desk);
+    // A match says what is in the bucket, and asks it for nothing.
+    let (group, coordinate) = pages();
+    let (need, absence) = (Need::All, Absence::Required);
+    let requirements = Requirements::new(
+        BLOCK_TOKENS,
+        vec![Requirement { group, coordinates: vec![coordinate], need, absence }],
+    )
+    .unwrap();
+    let request = MatchRequest {
+        namespace: desk.namespace,
+        keys: &runs[0],
+        requirements: &requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+        plan: None,
+    };
+    let before = cold(&second.served).counted().total.requests;
+    for _ in 0..200 {
+        let (found, cold) = second.client.match_in_cold(&request).unwrap();
+        let cold = cold.expect("the bucket has it");
+        assert_eq!((found.usable.longest.blocks, cold.longest.unwrap().blocks), (0, RUN as u32));
+        let bytes = RUN * fixture::shape(group, coordinate).block_bytes();
+        assert_eq!((cold.blocks, cold.bytes, cold.restore_ms), (RUN, bytes, None));
+    }
+    let asked = cold(&second.served).counted().total.requests - before;
+    assert!(asked < 20, "{asked} requests for 200 matches: only manifests are read, by time");
+    assert_eq!(here(&second.client, &desk, &runs[0]), 0);
+    desk.expect(pages(), &runs[0], 1);
+    assert_eq!(here(&second.client, &desk, &runs[0]), RUN as usize, "they were promoted");
+    let local = Beside(second.served.local(None));
+    let beside = Desk::new(&local, "shared");
+    beside.expect(pages(), &runs[1], 1);
+    // Two readers at once have one restore.
+    let before = count(&second.served, "restored_blocks");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let beside = Beside(second.served.client(None));
+                Desk::new(&beside, "shared").expect(pages(), &runs[2], 1);
+            });
+        }
+    });
+    assert_eq!(count(&second.served, "restored_blocks") - before, RUN);
+    let (_, cold) = second.client.match_in_cold(&MatchRequest { keys: &runs[3], ..request }).unwrap();
+    assert!(cold.unwrap().restore_ms.is_some(), "it was measured");
+    let metrics = second.served.metrics();
+    let line = format!("kvarts_cold_restored_blocks_total {}", 3 * RUN);
+    assert!(metrics.lines().any(|one| one == line), "{metrics}");
+    let stats = second.client.stats().unwrap().cold.unwrap();
+    assert_eq!(stats.counts["restored_blocks"], 3 * RUN);
+}
+
+#[test]
+fn what_was_deleted_does_not_come_back_from_the_bucket() {
+    let bucket = Scratch::new("cold-deleted");
+    let mut stage = node("cold-delete", &bucket);
+    let runs = spilled(&stage, "deleted");
+    let namespace = Desk::new(&stage, "deleted").namespace;
+    let delete = |stage: &ClientStage, target| {
+        let request = DeleteRequest { namespace, target, deadline: None };
+        ask(stage, stage.client.delete(request))
+    };
+    let reply = delete(&stage, Target::Keys { column: None, keys: runs[0].clone() }).unwrap();
+    assert_eq!(reply.outcomes, vec![DeleteOutcome::Deleted; RUN as usize]);
+    assert!(count(&stage.served, "withdrawn_packs") > 0);
+    let missing = |stage: &ClientStage| {
+        let desk = Desk::new(stage, "deleted");
+        let request = desk.read_request(pages(), &runs[0]);
+        let (_, end) = desk.read(&request);
+        assert_eq!((end.usable_blocks, end.failures.len()), (0, RUN as usize), "it came back");
+    };
+    missing(&stage);
+    let at = stage.served.daemon().grpc().unwrap();
+    stage.served.restart_at(at);
+    missing(&stage);
+    delete(&stage, Target::Namespace).unwrap();
+    let desk = Desk::new(&stage, "deleted");
+    let (_, end) = desk.read(&desk.read_request(pages(), &runs[1]));
+    assert_eq!(end.usable_blocks, 0, "the namespace was deleted");
+}
+
+fn packs(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).unwrap().flatten() {
+        match entry.path() {
+            path if path.is_dir() => packs(&path, found),
+            path if path.components().any(|part| part.as_os_str() == "packs") => found.push(path),
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn a_damaged_and_then_a_deleted_bucket_cost_hits_and_no_byte() {
+    let bucket = Scratch::new("cold-damaged");
+    let first = node("cold-damage-first", &bucket);
+    let runs = spilled(&first, "damaged");
+    let second = node("cold-damage-second", &bucket);
+    let desk = Desk::new(&second, "damaged");
+    know(&second.served, &desk);
+    let mut all = Vec::new();
+    packs(bucket.path(), &mut all);
+    assert!(!all.is_empty());
+    for path in &all {
+        // One bit in each KiB: no block stays as it was.
+        let mut bytes = std::fs::read(path).unwrap();
+        bytes.iter_mut().step_by(1024).for_each(|byte| *byte ^= 1);
+        std::fs::write(path, bytes).unwrap();
+    }
+    let (_, end) = desk.read(&desk.read_request(pages(), &runs[0]));
+    assert_eq!((end.usable_blocks, end.failures.len()), (0, RUN as usize), "misses");
+    assert_eq!(count(&second.served, "lost_blocks"), RUN);
+    // The node that has it reads on, and so it does without any bucket.
+    let own = Desk::new(&first, "damaged");
+    own.expect(pages(), &runs[0], 1);
+    std::fs::remove_dir_all(bucket.path()).unwrap();
+    own.expect(pages(), &runs[1], 1);
+    let (_, end) = desk.read(&desk.read_request(pages(), &runs[1]));
+    assert_eq!(end.usable_blocks, 0);
+    let put = second.client.stats().unwrap();
+    assert!(put.latched.is_none());
+    desk.store(pages(), &desk.keys(9000..9008), 1, Layout::FullBlock);
+    desk.expect(pages(), &desk.keys(9000..9008), 1);
+}
+
+#[test]
+fn a_wrong_address_is_refused_at_the_start() {
+    let resolve =
+        |file: &str| Config::resolve(Some((Path::new("k.toml"), file)), |_| None, &Settings::default());
+    let refused = |file: &str| resolve(file).unwrap_err().to_string();
+    assert!(
+        refused("[cold]\nbucket = 'http://somewhere'\n")
+            .contains("cold.bucket: \"http://somewhere\": use s3://")
+    );
+    assert!(
+        refused("[cold]\nrate = '1 MiB'\n").contains("cold.rate: there is no cold tier: set cold.bucket")
+    );
+    assert!(refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: 0 to 3"));
+    assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));
+    assert!(resolve("").unwrap().cold.is_none(), "off by default");
+    let cold = resolve("[cold]\nbucket = 's3://blocks/kvarts'\nage = 0\n").unwrap().cold.unwrap();
+    assert_eq!(
+        (cold.bucket.as_str(), cold.requests, cold.spill, cold.uses),
+        ("s3://blocks/kvarts", 1_000_000, true, 1)
+    );
+}
