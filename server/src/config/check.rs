@@ -123,7 +123,6 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
     let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
-    let log_level = decided.or("log.level", set.log_level.as_ref(), "info");
     let (budget, budget_part) = budget(set.budget.as_deref())?;
     let config = Config {
         budget,
@@ -159,7 +158,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
             "json" => LogFormat::Json,
             _ => return Err(Complaint::new("log.format", "text or json")),
         },
-        log_level: levels(log_level)?,
+        log_level: levels(decided.or("log.level", set.log_level.as_ref(), "info"))?,
         directories,
         origins: decided.0,
     };

@@ -113,8 +113,7 @@ impl Daemon {
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
-        let (mapped_max, threads) = (config.shared, config.threads);
-        let limits = LocalLimits { mapped_max, files_max: memories, threads };
+        let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
         let locals = Locals::new(limits, &tenants, instance);
         let store = home.store().clone();
         let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
@@ -122,14 +121,7 @@ impl Daemon {
             Some(config) => Some(cluster::start(config, first, &store, &mut notes).await?),
             None => None,
         };
-        let cold = match &config.cold {
-            Some(config) => {
-                let mut seed = [0; 8];
-                OsEntropy::new().fill(&mut seed);
-                Some(ColdTier::start(config, &store, u64::from_le_bytes(seed), &mut notes).await?)
-            }
-            None => None,
-        };
+        let cold = cold(config, &store, &mut notes).await?;
         let decided = Decided { notes, files, limits: uncounted(config), cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
@@ -272,6 +264,18 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     if !task.is_finished() {
         let _ = task.await;
     }
+}
+
+/// The cold tier, if there is to be one.
+async fn cold(
+    config: &Config,
+    store: &Store,
+    notes: &mut Vec<String>,
+) -> Result<Option<Arc<ColdTier>>, String> {
+    let Some(config) = &config.cold else { return Ok(None) };
+    let mut seed = [0; 8];
+    OsEntropy::new().fill(&mut seed);
+    Ok(Some(ColdTier::start(config, store, u64::from_le_bytes(seed), notes).await?))
 }
 
 /// How many connections there may be, and files of local clients' memories: as many as were asked for, if the process has
