@@ -120,9 +120,9 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     let before = count(&second.served, "restored_blocks");
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| {
-                let beside = Beside(second.served.client(None));
-                Desk::new(&beside, "shared").expect(pages(), &runs[2], 1);
+            let (beside, run) = (Beside(second.served.client(None)), &runs[2]);
+            scope.spawn(move || {
+                Desk::new(&beside, "shared").expect(pages(), run, 1);
             });
         }
     });
