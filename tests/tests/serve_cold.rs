@@ -118,11 +118,13 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     beside.expect(pages(), &runs[1], 1);
     // Two readers at once have one restore.
     let before = count(&second.served, "restored_blocks");
+    let clients: Vec<Client> = (0..4).map(|_| second.served.client(None)).collect();
+    let wanted = &runs[2];
     std::thread::scope(|scope| {
-        for _ in 0..4 {
-            let (beside, run) = (Beside(second.served.client(None)), &runs[2]);
+        for client in clients {
             scope.spawn(move || {
-                Desk::new(&beside, "shared").expect(pages(), run, 1);
+                let beside = Beside(client);
+                Desk::new(&beside, "shared").expect(pages(), wanted, 1);
             });
         }
     });

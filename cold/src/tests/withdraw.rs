@@ -38,7 +38,8 @@ fn the_packs_of_deleted_blocks_go_and_others_stay() {
 #[test]
 fn what_descends_from_a_deleted_block_goes_with_it_over_packs() {
     let world = World::new();
-    world.push(&[(1, 0, 12), (2, 0, 5)]).unwrap();
+    world.push(&[(1, 0, 12)]).unwrap();
+    world.push(&[(2, 0, 5)]).unwrap();
     let before = left(&world);
     assert_eq!(before, (12, 5));
     delete(&world, &Deleted::Prefix(samples::key(1, 6))).unwrap();
