@@ -184,7 +184,7 @@ fn with_single_a_put_of_what_another_node_has_is_acknowledged_and_not_written() 
     // What only the other node had is stored here once that one is gone.
     cluster.nodes[0].stop();
     let start = Instant::now();
-    while desk.outcomes(desk.request(COLUMN(), &keys[2..6], 3)) != [BlockOutcome::Stored; 4] {
+    while desk.outcomes(desk.request(COLUMN(), &keys[2..6], 3)) != vec![BlockOutcome::Stored; 4] {
         assert!(start.elapsed() < Duration::from_secs(30), "still held by a node that is gone");
     }
     desk.expect(COLUMN(), &keys[2..6], 3);
@@ -198,7 +198,7 @@ fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
     let keys = desks[0].keys(0..8);
     desks[0].store(COLUMN(), &keys[..4], 1, Layout::FullBlock);
     until_known(&b.0, &desks[1], &keys[..4], 1);
-    assert_eq!(desks[1].outcomes(desks[1].request(COLUMN(), &keys, 2)), [BlockOutcome::Stored; 8]);
+    assert_eq!(desks[1].outcomes(desks[1].request(COLUMN(), &keys, 2)), vec![BlockOutcome::Stored; 8]);
     until_known(&a.0, &desks[0], &keys[..4], 2);
     // The copies go, and what nobody else had stays.
     until_known(&a.0, &desks[0], &keys, 1);
