@@ -184,6 +184,11 @@ impl Choice<'_> {
     fn is_enough(&self, next: &Segment) -> bool {
         let now = self.space.volume.shared.ages.steps() as i64;
         let Some((boundary, _)) = self.boundary() else { return false };
+        let shared = &self.space.volume.shared;
+        // With favoured blocks alone it is not enough, however lately the others were used.
+        if boundary < 2 && self.blocks < BLOCKS_MAX && shared.favoured.at(shared.clock.now()).any() {
+            return false;
+        }
         let since = now - i64::from(self.policy.age_of(boundary));
         !kvarts_layout::planted!("eviction-lists-all")
             && (self.blocks >= BLOCKS_MAX || since <= next.coldest.get())
