@@ -350,12 +350,12 @@ fn commands(text: &str) -> Vec<String> {
             is_code = !is_code;
         } else if is_code {
             let line = line.trim().trim_start_matches("$ ");
-            let line = line
-                .split_once(" -- ")
-                .filter(|(cargo, _)| cargo.starts_with("cargo run"))
-                .map_or(line.to_owned(), |(cargo, rest)| {
+            let line = line.split_once(" -- ").filter(|(cargo, _)| cargo.starts_with("cargo run")).map_or(
+                line.to_owned(),
+                |(cargo, rest)| {
                     if cargo.contains("-p ") { String::new() } else { format!("kvarts {rest}") }
-                });
+                },
+            );
             // Behind a sign of the shell, or a remark, stands something else.
             let end = line.find([';', '#', '>', '&']).unwrap_or(line.len());
             all.push(line[..end].to_owned());
