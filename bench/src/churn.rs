@@ -32,7 +32,7 @@ const MIB: f64 = (1u64 << 20) as f64;
 const FLAT: f64 = 0.02;
 /// Blocks of one put.
 const BATCH: u64 = 16;
-/// A read of a recent put follows every so many puts.
+/// The number of puts after which a read of a recent put follows.
 const READ_EVERY: u64 = 8;
 /// How long the store may take until it is full.
 const FILL_MAX: Duration = Duration::from_secs(600);

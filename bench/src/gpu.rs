@@ -396,7 +396,7 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// The least time of a pipeline of reads, copies and compute of so many layers, whose first is read in `first`: for each
+/// The least time of a pipeline of reads, copies and compute of `layers` layers, whose first is read in `first`: for each
 /// part, what comes before its first layer, all of it, and what comes behind its last.
 fn least([read, copy, compute]: [f64; 3], first: f64, layers: u32) -> f64 {
     let one = |all: f64| all / f64::from(layers.max(1));

@@ -38,7 +38,7 @@ pub(super) struct MatchArgs {
     lookups: u64,
 }
 
-/// Bytes that a store of so many small blocks takes.
+/// Bytes that a store of `blocks` small blocks takes.
 pub(super) fn room(blocks: u64) -> u64 {
     blocks * (BLOCK_BYTES + 64) * 2 + (1 << 30)
 }

@@ -82,7 +82,7 @@ struct Side {
 }
 
 impl Side {
-    /// The value that so many of a thousand reads do not pass.
+    /// The value that `thousandths` of a thousand reads do not pass.
     fn percentile(&mut self, thousandths: usize) -> f64 {
         self.seconds.sort_by(f64::total_cmp);
         let at = (self.seconds.len() * thousandths / 1000).min(self.seconds.len().saturating_sub(1));
@@ -241,7 +241,7 @@ impl Hot {
         (0..PREFIX_BLOCKS).map(|number| key(1 + prefix, number)).collect()
     }
 
-    /// Reads so many layers of prefixes at random, one after the other.
+    /// Reads `count` layers of prefixes at random, one after the other.
     fn read_some(&self, store: &Store, count: u32, state: &mut u64, side: &mut Side) -> Result<(), Failure> {
         let layers = self.subject.shape.layers().len() as u64;
         let begin = Instant::now();
@@ -313,7 +313,7 @@ impl<'a> Writer<'a> {
         under_way.pop_front().map_or(Ok(()), |ticket| expect_stored(&block_on(ticket)))
     }
 
-    /// Puts until the store has so many bytes on disk.
+    /// Puts until the store has `bytes` bytes on disk.
     fn fill(&self, bytes: u64) -> Result<(), Failure> {
         let mut under_way = Under::new();
         while self.store.stats().allocated_bytes < bytes {

@@ -1,7 +1,7 @@
 //! Taking turns, and what may be said about the result.
 //!
 //! Contestants run in rounds, forwards in even rounds and backwards in odd ones, so that a machine that gets slower
-//! or faster meanwhile favours nobody. A ratio is taken within each round; of the rounds' ratios the median is told,
+//! or faster meanwhile favours no contestant. A ratio is taken within each round; of the rounds' ratios the median is told,
 //! with an interval by order statistics that holds the true median in 95 of 100 runs, whatever the distribution.
 
 use std::time::{Duration, Instant};

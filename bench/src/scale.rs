@@ -1,9 +1,10 @@
 //! `bench scale`: what the engine's own work costs among a million, ten and a hundred million blocks.
 //!
-//! A small store is really there and full: what is put evicts. To its index come so many blocks that lie nowhere, as
-//! recovery brings them. What evictions, checkpoints and sweeps then take of the executor is counted by the engine, in
-//! steps and in time without waits for the device, so it is theirs alone; and the memory is that of the real index. A
-//! machine that cannot hold the largest index gets its row from what was measured last, and it says so.
+//! A small store is really there and full: what is put evicts. Blocks that lie nowhere come to its index, as
+//! recovery brings them, until it has as many as that. What evictions, checkpoints and sweeps then take of the executor
+//! is counted by the engine, in steps and in time without waits for the device, so it is theirs alone; and the memory is
+//! that of the real index. A machine that cannot hold the largest index gets its row from what was measured last, and it
+//! says so.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -127,7 +128,7 @@ fn less(after: WorkDone, before: WorkDone) -> WorkDone {
 }
 
 impl Bench<'_> {
-    /// Puts blocks of so many bytes, as prompts of a few records each.
+    /// Puts blocks of `bytes` bytes together, as prompts of a few records each.
     fn put(&mut self, bytes: u64) -> Result<(), Failure> {
         let end = self.put + bytes / self.block_bytes;
         while self.put < end {

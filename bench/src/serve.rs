@@ -286,7 +286,7 @@ async fn serve_bare(bare: BareServer) -> std::io::Result<String> {
     Ok(endpoint)
 }
 
-/// Puts about so many bytes, whole MiB of them; gives the read of all of them.
+/// Puts about `bytes` bytes, whole MiB of them; gives the read of all of them.
 fn fill(
     client: &Client,
     geometry: &Geometry,
@@ -378,8 +378,8 @@ struct Beside {
     large: (String, proto::ReadRequest),
 }
 
-/// How long one-block reads take while nobody else reads, and while others take all they can. Gives the p99 of the
-/// latter.
+/// How long one-block reads take while no other client reads, and while others take all they can. Gives the
+/// p99 of the latter.
 fn small_reader(
     name: &str,
     noise_name: &str,

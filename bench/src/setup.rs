@@ -169,7 +169,7 @@ impl Subject {
         Self::of_rank(store, spec, block_tokens, 1)
     }
 
-    /// The same, what the first of so many tensor-parallel ranks holds.
+    /// The same, what the first of `ranks` tensor-parallel ranks holds.
     pub(super) fn of_rank(
         store: &Store,
         spec: &ModelSpec,

@@ -49,7 +49,7 @@ impl Shape {
         Self::ALL.into_iter().find(|shape| shape.name() == name)
     }
 
-    /// A trace of so many requests.
+    /// A trace of `count` requests.
     pub(crate) fn requests(self, seed: u64, count: usize) -> Vec<Vec<u64>> {
         let mut maker = Maker { dice: Dice(seed ^ 0x6b76_6172_7473), next: 0 };
         match self {
@@ -118,7 +118,7 @@ impl Dice {
     }
 }
 
-/// Makes ids that nobody else has.
+/// Makes ids, each of them once.
 struct Maker {
     dice: Dice,
     next: u64,

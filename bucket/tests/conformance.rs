@@ -231,7 +231,7 @@ fn what_goes_wrong_is_told_apart() {
         let is_passing = !answer.contains("403") && !answer.contains("404") && !answer.contains("400");
         assert_eq!(fault.is_passing(), is_passing, "{answer}: {fault:?}");
     }
-    // Nobody is there.
+    // No server listens at this port: its listener is closed at once.
     let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let fault = runtime.block_on(s3(gone).get("some/object", 1000)).unwrap_err();
     assert!(matches!(fault, Fault::Unreachable(_)), "{fault:?}");

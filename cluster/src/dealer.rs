@@ -1,14 +1,14 @@
 //! Which path reads which piece of one read.
 //!
-//! Pieces lie in the order of delivery. A path that has room takes the first piece that it can serve and that nobody was asked
-//! for: faster paths have room more often, so nobody computes shares. A piece that will be late is asked for a second time, from
+//! Pieces lie in the order of delivery. A path that has room takes the first piece that it can serve and that no path was asked
+//! for: faster paths have room more often, so no shares are computed. A piece that will be late is asked for a second time, from
 //! the path that brings it soonest: at the end of a read, when nothing else is left for a path, and earlier where the reader
 //! waits for it. The first good copy counts; the other request is cancelled. No piece is asked for more than twice at once.
 //!
 //! Until what the reader waits for first is here, a path has little else to do: disks read side by side what they were asked for,
 //! so what is asked for behind it comes at its cost.
 //!
-//! A piece may be cut while nobody is asked for it: where some of its blocks turn out to be elsewhere than the others.
+//! A piece may be cut while no path is asked for it: where some of its blocks turn out to be elsewhere than the others.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -100,7 +100,7 @@ struct Asked {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 struct State {
     asked: [Option<Asked>; 2],
-    /// It is here, or nobody wants it any more, or others stand for it.
+    /// It is here, or the read does not need it any more, or other pieces stand for it.
     is_settled: bool,
 }
 
@@ -123,7 +123,7 @@ pub enum Arrived {
         /// The path that was asked as well.
         cancel: Option<PathId>,
     },
-    /// Another path was faster, or nobody asked: the bytes are of no use.
+    /// Another path was faster, or this one was not asked: the bytes are of no use.
     Late,
 }
 
@@ -182,7 +182,7 @@ impl Dealer {
         self.settled == self.pieces.len()
     }
 
-    /// A piece to which no path leads any more and that nobody is asked for: told once.
+    /// A piece to which no path leads any more and that no path is asked for: told once.
     pub fn take_lost(&mut self) -> Option<usize> {
         while let Some(piece) = self.lost.pop() {
             if self.is_lost(piece) {
@@ -192,7 +192,7 @@ impl Dealer {
         None
     }
 
-    /// Whether somebody is asked for a piece.
+    /// Whether a path is asked for a piece.
     pub fn is_asked(&self, piece: usize) -> bool {
         self.states.get(piece).is_some_and(State::is_asked)
     }
@@ -283,7 +283,7 @@ impl Dealer {
         (0..self.pieces.len()).for_each(|piece| self.without(piece, path));
     }
 
-    /// Nobody wants a piece any more. Requests for it stay counted until they are answered or cancelled.
+    /// The read does not need a piece any more. Requests for it stay counted until they are answered or cancelled.
     pub fn withdraw(&mut self, piece: usize) {
         let Some((state, known)) = self.states.get_mut(piece).zip(self.pieces.get(piece)) else { return };
         if !std::mem::replace(&mut state.is_settled, true) {
@@ -293,7 +293,7 @@ impl Dealer {
         }
     }
 
-    /// Others stand for a piece that nobody is asked for: the number of the first of them. They follow it in the order of
+    /// Other pieces stand for one that no path is asked for: the number of the first of them. They follow it in the order of
     /// delivery, before what followed it.
     pub fn replace(&mut self, piece: usize, with: impl IntoIterator<Item = Piece>) -> usize {
         self.withdraw(piece);
@@ -319,7 +319,7 @@ impl Dealer {
         Some(bytes)
     }
 
-    /// A piece that nobody reads any more and that is not here is offered to every path again.
+    /// A piece that no path is asked for any more and that is not here is offered to every path again.
     fn give_back(&mut self, piece: usize) {
         if self.states.get(piece).is_some_and(|state| !state.is_settled && !state.is_asked()) {
             self.offer_again(piece);
@@ -365,14 +365,14 @@ impl Dealer {
             && paths.has_room(path, piece.bytes, (self.owes(path), part), now)
     }
 
-    /// Whether a path may be offered a piece: it leads there, and nobody was asked.
+    /// Whether a path may be offered a piece: it leads there, and no path is asked for the piece.
     fn is_open(&mut self, piece: usize, path: PathId) -> bool {
         self.steps += 1;
         let state = self.states.get(piece).zip(self.pieces.get(piece));
         state.is_some_and(|(state, piece)| !state.is_settled && !state.is_asked() && piece.paths.has(path))
     }
 
-    /// The first piece that nobody was asked for.
+    /// The first piece that this path may be offered.
     fn fresh(&mut self, path: PathId) -> Option<usize> {
         let at = usize::from(path.0);
         let again = loop {
@@ -410,7 +410,7 @@ impl Dealer {
         None
     }
 
-    /// The piece, if it is asked for once, and this path brings it so many times sooner than the one that was asked.
+    /// The piece, if one path is asked for it, and this path brings it more than `times` times sooner than that one.
     fn second(
         &mut self,
         piece: usize,

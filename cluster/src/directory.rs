@@ -199,8 +199,8 @@ pub struct Directory {
     room: Room,
 }
 
-/// How many entries there are and may be. Half of the room is for whoever comes first, the other is each member's own in equal
-/// parts: a node that announces without end takes no other's.
+/// How many entries there are and may be. Half of the room is for the nodes that come first, the other is each member's own in
+/// equal parts: a node that announces without end takes no other's.
 #[derive(Debug)]
 struct Room {
     entries: u64,
@@ -219,7 +219,7 @@ impl Room {
         Self { entries: 0, most, by_node: Vec::new(), own: 0, beyond: 0, beyond_most: most }
     }
 
-    /// There are so many members.
+    /// There are `members` members.
     fn share(&mut self, members: usize) {
         let members = members.max(1) as u64;
         self.own = self.most / 2 / members;
@@ -254,7 +254,7 @@ impl Room {
 }
 
 impl Directory {
-    /// An empty directory of this node, with room for so many copies.
+    /// An empty directory of this node, with room for `entries_max` copies.
     pub fn new(me: NodeId, members: &Members, entries_max: u64) -> Self {
         let mut directory = Self {
             me,
@@ -435,7 +435,7 @@ impl Directory {
         }
     }
 
-    /// Who has a block. Whether anybody else has it cannot be concluded from an empty answer: entries are hints.
+    /// The nodes that are known to have a block. An empty answer does not say that no node has it: entries are hints.
     pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = NodeId> + '_ {
         let shelf = self.shelves.get(tag.partition()).filter(|shelf| !shelf.chunks.is_empty());
         let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();

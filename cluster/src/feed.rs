@@ -120,7 +120,7 @@ impl Feed {
         self.walk.as_ref().is_some_and(|walk| !walk.is_read)
     }
 
-    /// Whether a page of so many blocks fits.
+    /// Whether a page of `blocks` blocks fits.
     pub fn has_room(&self, blocks: usize) -> bool {
         self.waiting.len().saturating_add(blocks) < WAITING_MAX
     }

@@ -1,4 +1,4 @@
-//! What the nodes of a cluster decide, as pure state machines: no I/O, no clock, no randomness. Whoever asks brings the time
+//! What the nodes of a cluster decide, as pure state machines: no I/O, no clock, no randomness. The caller brings the time
 //! and what arrived, and gets what is to be done. The server and the simulation drive the same code.
 //!
 //! - [`members`]: who belongs to the cluster in one epoch, and the file that names them where nothing else runs;

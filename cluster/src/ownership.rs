@@ -136,7 +136,7 @@ impl Ownership {
     }
 
     /// Who owns a chain now, if this holder may say so: one that another may have taken over from says nothing, and one that is new
-    /// does not know of leases that nobody has renewed yet.
+    /// does not know of leases that their owners have not renewed yet.
     pub fn look(&self, chain: &Tag, now: Duration) -> Result<Lease, Refused> {
         self.may_answer(now)?;
         let nobody = if now < self.quiet_until { Refused::New(self.quiet_until) } else { Refused::Stale };
@@ -285,8 +285,8 @@ impl Ownership {
         self.chains.is_empty()
     }
 
-    /// Whether there is no room for one more chain of this node. Those make room that nobody owns: first those that nothing refers to,
-    /// then all. The last quarter is for nodes that own fewer: one that claims without end leaves it to the others.
+    /// Whether there is no room for one more chain of this node. Chains without an owner make room: first those that nothing
+    /// refers to, then all. The last quarter is for nodes that own fewer: one that claims without end leaves it to the others.
     fn is_full(&mut self, node: NodeId, now: Duration) -> bool {
         for references in [0, u64::MAX] {
             if self.chains.len() >= self.chains_max {

@@ -26,7 +26,7 @@ impl fmt::Debug for Tag {
 }
 
 impl Tag {
-    /// That of one block. Nobody can make two blocks with one tag: it is the beginning of a cryptographic digest.
+    /// The tag of one block. Two blocks with one tag cannot be made: it is the beginning of a cryptographic digest.
     pub fn of(namespace: &NamespaceId, group: Group, coordinate: Coordinate, key: &BlockKey) -> Self {
         // The context is digested once, not for each of a read's thousands of blocks.
         static CONTEXT: LazyLock<ContextKey> =

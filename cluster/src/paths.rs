@@ -72,7 +72,7 @@ impl Path {
 pub struct Paths(Vec<Path>);
 
 impl Paths {
-    /// So many paths of which nothing is known yet.
+    /// `count` paths of which nothing is known yet.
     pub fn new(count: u16) -> Self {
         Self(vec![Path::default(); usize::from(count)])
     }
@@ -95,14 +95,14 @@ impl Paths {
         self.get(path).map_or(0, |path| path.outstanding)
     }
 
-    /// How long so many bytes take behind what is outstanding; nothing where the rate is not known.
+    /// How long `bytes` bytes take behind what is outstanding; nothing where the rate is not known.
     pub fn time_of(&self, path: PathId, bytes: u64, now: Duration) -> Option<Duration> {
         let path = self.get(path)?;
         let seconds = path.outstanding.saturating_add(bytes) as f64 / path.rate(now)?;
         Some(Duration::from_secs_f64(seconds.min(1e6)))
     }
 
-    /// Seconds until so many bytes have come behind what is outstanding, for comparing paths. One whose rate is not known is
+    /// Seconds until `bytes` bytes have come behind what is outstanding, for comparing paths. One whose rate is not known is
     /// taken to be fast: so it becomes known.
     pub fn expected(&self, path: PathId, bytes: u64, now: Duration) -> f64 {
         let rate = self.rate(path, now).unwrap_or(UNKNOWN_RATE);
@@ -125,8 +125,8 @@ impl Paths {
         self.get(path).map_or(0, |path| path.strikes)
     }
 
-    /// Whether a read that the path owes so many bytes may ask it for more now, up to a part of its queue: reads share that equally,
-    /// and each may have one request there, so that none waits for another to end.
+    /// Whether a read that the path owes `owes` bytes may ask it for `bytes` now, up to a part of its queue: reads share that
+    /// equally, and each may have one request there, so that none waits for another to end.
     pub fn has_room(&self, path: PathId, bytes: u64, (owes, part): (u64, u64), now: Duration) -> bool {
         let Some(known) = self.get(path) else { return false };
         let queue = known.rate(now).map_or(0.0, |rate| rate * QUEUE.as_secs_f64()) as u64;
@@ -160,7 +160,7 @@ impl Paths {
         }
     }
 
-    /// So many bytes were asked for.
+    /// `bytes` bytes were asked for.
     pub fn asked(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
@@ -169,7 +169,7 @@ impl Paths {
         }
     }
 
-    /// So many bytes arrived, and are what they should be.
+    /// `bytes` bytes arrived, and are what they should be.
     pub fn arrived(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
@@ -180,7 +180,7 @@ impl Paths {
         }
     }
 
-    /// So many bytes will not arrive, because nobody wants them any more.
+    /// `bytes` bytes will not arrive, because the read does not need them any more.
     pub fn cancelled(&mut self, path: PathId, bytes: u64, now: Duration) {
         if let Some(path) = self.of(path) {
             path.count(now);
@@ -189,7 +189,7 @@ impl Paths {
         }
     }
 
-    /// So many bytes did not arrive, or were wrong. After a few in a row the path is left alone for a while.
+    /// `bytes` bytes did not arrive, or were wrong. After a few in a row the path is left alone for a while.
     pub fn failed(&mut self, path: PathId, bytes: u64, now: Duration) {
         self.cancelled(path, bytes, now);
         if let Some(path) = self.of(path) {
@@ -213,7 +213,7 @@ mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A path that brings a MiB every so many milliseconds, up to a time.
+    /// A path that brings a MiB every `every` milliseconds, from one time to another.
     fn steady(paths: &mut Paths, from: u64, to: u64, every: u64) {
         for millis in (from..to).step_by(every as usize) {
             paths.asked(ONE, MIB, at(millis));

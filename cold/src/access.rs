@@ -33,7 +33,7 @@ pub struct Limits {
     pub patience: Duration,
     /// The slowest rate that is put up with, in bytes a second.
     pub slowest_rate: u64,
-    /// After so many failures in a row the bucket is left alone...
+    /// After this number of failures in a row the bucket is left alone...
     pub failures_before_pause: u32,
     /// ...for this long.
     pub pause: Duration,

@@ -87,7 +87,7 @@ impl fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
-/// An object storage. Puts are atomic: an object is there whole or not at all. Nobody believes what comes back.
+/// An object storage. Puts are atomic: an object is there whole or not at all. No caller trusts what comes back.
 pub trait Bucket: Send + Sync {
     /// An object of at most `most` bytes, and which content that is.
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>>;

@@ -35,7 +35,7 @@ pub enum Finding {
     Manifest(FormatError),
     /// A pack that the manifest names is not there.
     MissingPack(PackId),
-    /// A pack has another length: so many bytes, and so many are right.
+    /// A pack has another length: the number of its bytes, and the number that would be right.
     PackLength(PackId, u64, u64),
     /// Bytes of a pack are not what they were.
     DamagedPack(PackId, FormatError),

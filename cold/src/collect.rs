@@ -23,7 +23,7 @@ pub const GRACE_LEAST: Duration = Duration::from_secs(3600);
 pub struct Retention {
     /// Packs that were added longer ago go.
     pub age: Option<Duration>,
-    /// The packs of a namespace take at most so many bytes: those that were added first go.
+    /// The packs of a namespace take at most this number of bytes: those that were added first go.
     pub stored_bytes: Option<u64>,
     /// Between the decision and the deletion; at least [`GRACE_LEAST`].
     pub grace: Duration,
@@ -91,7 +91,7 @@ pub async fn collect(
         manifest.condemned.iter().filter(|(_, at)| **at <= old_ms).map(|(pack, _)| *pack).collect();
     for pack in &over {
         if !retention.dry_run {
-            // The index first: without one nobody asks for the pack.
+            // The index first: without one no reader asks for the pack.
             tier.access().delete(&names::index(namespace, *pack)).await?;
             tier.access().delete(&names::pack(namespace, *pack)).await?;
         }

@@ -18,8 +18,8 @@ use crate::tier::{Known, Tier};
 pub enum Deleted {
     /// The blocks under these keys, of every group and coordinate.
     Keys(Vec<BlockKey>),
-    /// The block under this key and what descends from it. What may descend goes too: where a link leads out of the bucket nobody
-    /// can say.
+    /// The block under this key and what descends from it. What may descend goes too: where a link leads out of the bucket,
+    /// descent cannot be known.
     Prefix(BlockKey),
     /// Everything.
     Namespace,
@@ -47,7 +47,7 @@ pub async fn withdraw(
         let now_ms = tier.access().time().wall_ms();
         let changed = tier.change(namespace, |manifest| {
             if manifest.packs.keys().any(|pack| !known.manifest.packs.contains_key(pack)) {
-                // Of these nobody knows what they have.
+                // Another writer added these packs: what they have is not known.
                 return Err(ColdError::Contended(namespace));
             }
             let gone = going.iter().filter(|pack| condemn(manifest, pack, now_ms)).count();

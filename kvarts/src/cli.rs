@@ -7,7 +7,7 @@
 //! - 1 for problems that were found and reported;
 //! - 2 for whatever else keeps a command from its work or its answer from being written, with exactly one line that says
 //!   what; with `--json` one object with `error` stands on standard output besides;
-//! - 141, and not a word, where whoever read our output went away before its end: what a shell says of a program that a
+//! - 141, and not a word, where the reader of our output went away before its end: what a shell says of a program that a
 //!   closed pipe ended. It never means that a store is clean. Problems that were found by then stay 1.
 
 use std::ffi::OsString;
@@ -154,7 +154,7 @@ fn answers_in_json(arguments: &[OsString]) -> bool {
 fn end(result: Result<(), Failure>, json: bool, out: &mut dyn Write) -> u8 {
     let refusal = match result {
         Ok(()) => return told(out.flush(), 0),
-        // What was found by then is true, also where nobody reads it to the end.
+        // What was found by then is true, also where the reader goes away before the end.
         Err(Failure::Problems) => match told(out.flush(), 1) {
             CUT_OFF => return 1,
             code => return code,

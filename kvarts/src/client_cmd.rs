@@ -82,7 +82,7 @@ pub(crate) struct DeleteArgs {
 /// The arguments of `watch`.
 #[derive(Args, Debug)]
 pub(crate) struct WatchArgs {
-    /// End after so many events [default: never]
+    /// End after this number of events [default: never]
     #[arg(long)]
     count: Option<u64>,
     #[command(flatten)]

@@ -282,7 +282,7 @@ fn watch(progress: &Progress, work: impl FnOnce() -> Done + Send) -> Result<Done
         let (done, is_done) = channel();
         let work = scope.spawn(move || {
             let result = work();
-            // Nobody waits any more if the progress is gone.
+            // If the progress is gone, no receiver waits any more.
             let _ = done.send(());
             result
         });

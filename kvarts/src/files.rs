@@ -79,7 +79,7 @@ impl Partial {
         }
     }
 
-    /// The same under a name that nobody else has.
+    /// The same under a name that no other file has.
     fn named(target: &Path) -> Result<Self, Failure> {
         let path = beside(target);
         let file = OpenOptions::new().write(true).create_new(true).open(&path);
@@ -127,7 +127,7 @@ impl Drop for Partial {
     }
 }
 
-/// A file for bytes that nobody else sees and that go with it, in the folder for temporary files.
+/// A file for bytes that no other process sees and that go with it, in the folder for temporary files.
 #[allow(clippy::disallowed_methods, reason = "a file of the user's, outside any store")]
 pub(crate) fn temporary() -> Result<File, Failure> {
     let folder = std::env::temp_dir();
@@ -152,7 +152,7 @@ fn without_name(folder: &Path, access: OFlags) -> io::Result<File> {
     Ok(File::from(rustix::fs::open(folder, OFlags::TMPFILE | OFlags::CLOEXEC | access, mode)?))
 }
 
-/// A name beside this one that nobody else has.
+/// A name beside this one that no other file has.
 fn beside(target: &Path) -> PathBuf {
     let mut random = [0; 8];
     OsEntropy::new().fill(&mut random);

@@ -1,7 +1,7 @@
 //! `kvarts fsck`: checks a store offline, and repairs it when asked.
 //!
-//! Exit codes: 0 clean, 1 problems found, 2 the check could not be made or its report not be written, 141 whoever read the
-//! report went away: only a report that was told in full says that a store is clean. The report goes to standard output,
+//! Exit codes: 0 clean, 1 problems found, 2 the check could not be made or its report not be written, 141 the reader of
+//! the report went away: only a report that was told in full says that a store is clean. The report goes to standard output,
 //! progress to standard error and only if that is a terminal.
 #![allow(clippy::disallowed_methods, reason = "an offline command: it times itself on a real machine")]
 
@@ -121,7 +121,7 @@ pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
     verdict(report.clean, written)
 }
 
-/// Problems stay problems where nobody reads of them to the end; that nothing was found must have been told.
+/// Problems stay problems where the reader goes away before the end; that nothing was found must have been told.
 fn verdict(clean: bool, written: Result<(), Failure>) -> Result<(), Failure> {
     match written {
         Err(Failure::Output(error)) if !clean && error.kind() == std::io::ErrorKind::BrokenPipe => {
@@ -239,7 +239,7 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options, measure: bool)
 type Ends = BTreeMap<(usize, u32), u64>;
 type Halves = [Ends; 2];
 
-/// Two samples of a store, each spread evenly over it and of no more than so many bytes. Where there is one segment
+/// Two samples of a store, each spread evenly over it and of no more than `HALF_BYTES`. Where there is one segment
 /// only, it is both.
 fn halves(written: &Ends) -> Halves {
     let all: Vec<_> = written.iter().filter(|(_, end)| **end > 0).map(|(at, end)| (*at, *end)).collect();

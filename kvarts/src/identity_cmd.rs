@@ -17,7 +17,7 @@ pub(crate) struct IdentityArgs {
     /// The model: the name of a shipped one, or the file of a spec
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "page_bytes")]
     model: Option<PathBuf>,
-    /// Instead of a model: flat pages of so many bytes
+    /// Instead of a model: flat pages of this size
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
     /// The engine that arranges the bytes, where it is not this program

@@ -85,7 +85,7 @@ struct ImportArgs {
     /// The number format of DeepSeek-V4's indexer keys
     #[arg(long, default_value = "fp8")]
     index_dtype: IndexDtypeArg,
-    /// Tokens of a block unless somebody asks for others
+    /// Tokens of a block where no other number is asked for
     #[arg(long)]
     block_tokens: Option<u32>,
 }

@@ -57,7 +57,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
     let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
-    // What was decided stands before what it made of the store; what nobody decided is for those who look for it.
+    // Settings that were given stand before what they made of the store; defaults are for readers who look for them.
     let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
     for setting in set {
         tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
@@ -109,7 +109,7 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     notify::tell("STOPPING=1");
     daemon.stop().await.map_err(Failure::User)?;
     tracing::info!("stopped, with a checkpoint");
-    // What was acknowledged is safe; that nobody was served any more is a failure all the same.
+    // What was acknowledged is safe; that no client was served any more is a failure all the same.
     served.map_err(Failure::User)
 }
 

@@ -91,7 +91,7 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
     assert_eq!(server.client(&["pin"], &[&TOKENS[..], &as_red].concat()).0, 0);
     let refused = server.client(&["match"], &[&TOKENS[..], &as_blue].concat());
     assert!(refused.0 == 2 && refused.2.contains("token"), "{refused:?}");
-    // A configuration that cannot be used changes nothing, and whoever asked hears why.
+    // A configuration that cannot be used changes nothing, and the caller hears why.
     std::fs::write(server.path("server.toml"), format!("{red}nonsense = 1\n")).unwrap();
     let (code, _, error) = server.kvarts(&[&["reload"][..], &as_red].concat());
     assert!(code == 2 && error.contains("all stays as it was") && error.contains("nonsense"), "{error}");

@@ -188,7 +188,7 @@ async fn whoever_waits_for_its_own_bandwidth_holds_no_memory_and_waits_no_longer
     scene.daemon.stop().await.unwrap();
 }
 
-/// A model of so many layers, each a page.
+/// A model of `layers` layers, each a page.
 fn deep(revision: &str, layers: usize) -> proto::RegisterModelRequest {
     let part = proto::Part {
         kind: "opaque".to_owned(),
@@ -266,7 +266,7 @@ fn async_messages(
 ) -> impl tokio_stream::Stream<Item = proto::PutRequest> + Send + 'static {
     let (to, messages) = tokio::sync::mpsc::channel(1);
     tokio::spawn(async move {
-        // Whoever is gone needs none.
+        // A receiver that is gone needs none.
         let _ = to.send(message).await;
         tokio::select! {
             () = stop => {}

@@ -1,4 +1,4 @@
-//! Calls that need no token, and connections without any, made by somebody who means no good: others have all of theirs.
+//! Calls that need no token, and connections without any, made by clients that mean no good: others have all of theirs.
 #![allow(clippy::disallowed_methods, reason = "a real server stands outside the simulation")]
 
 mod raw;
@@ -104,7 +104,7 @@ async fn messages_that_nobody_was_asked_a_token_for_are_refused_by_their_length(
     let scratch = Scratch::new("anybody-long");
     let daemon = start(&scratch, 64, "").await;
     let channel = channel(&daemon).await.unwrap();
-    // Whoever is known may send as much as it likes.
+    // A client that is known may send as much as it likes.
     list(channel.clone()).await.unwrap();
     for path in [HEALTH, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"] {
         for _ in 0..3 {
@@ -156,7 +156,7 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
     let state = daemon.state();
     state.stall_timeout.set(Duration::from_millis(100));
     let all = crowd(&daemon, CONNECTIONS, 3);
-    // Refused calls make nobody known.
+    // Refused calls make no client known.
     let mut refused = crowd(&daemon, 20, 0);
     for raw in &mut refused {
         raw.call(1, "/kvarts.v1.Store/Exists", Some("kvarts_not_this_one"));
@@ -175,7 +175,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let scratch = Scratch::new("anybody-places");
     let daemon = start(&scratch, PLACES, &tokens()).await;
     let (state, address) = (daemon.state(), daemon.grpc().unwrap());
-    // Nobody goes by itself while the test looks.
+    // No connection goes by itself while the test looks.
     state.stall_timeout.set(TIMEOUT * 10);
     let silent = |count: usize| -> Vec<TcpStream> {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()

@@ -169,7 +169,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let wrong = Cold { url: "http://somewhere".to_owned(), environment: Vec::new() };
     let (code, _, err) = wrong.run(&["ls"]);
     assert!(code == 2 && err.contains("s3://BUCKET/PREFIX"), "{err}");
-    // Nobody answers at that address.
+    // No server answers at that address.
     let environment = [
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
         ("AWS_ACCESS_KEY_ID", "some"),

@@ -159,7 +159,7 @@ fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
             _ => std::fs::create_dir_all(empty.0.join("shard-0000")).unwrap(),
         }
     }
-    // Nor is a store of a newer program touched, or one whose lock is somebody else's file.
+    // Nor is a store of a newer program touched, or one whose lock is a link to another file.
     let store = Scratch::store("repair-link");
     std::os::unix::fs::symlink("elsewhere", store.0.join("lock")).unwrap();
     let (code, _, err) = fsck(&store.0, &["--repair"]);

@@ -90,7 +90,7 @@ fn a_server_calls_no_driver() {
     let directory = std::env::temp_dir().join(format!("kvarts-gpu-driver-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir_all(&directory).unwrap();
-    // Whoever starts this driver ends.
+    // A process that starts this driver ends.
     let source = directory.join("driver.c");
     std::fs::write(
         &source,

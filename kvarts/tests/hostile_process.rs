@@ -1,9 +1,9 @@
 //! The program under clients that mean no good, or no harm and do it all the same: crowds of idle connections, streams
-//! that nobody reads, uploads that never end, resets, storms, garbage. It answers others meanwhile, stays within its
+//! that are never read, uploads that never end, resets, storms, garbage. It answers others meanwhile, stays within its
 //! memory, keeps nothing of those who are gone, and writes no secret into its log.
 //!
 //! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 2,000 if it is not set, 10,000 for the full size;
-//! fewer where the process may not have so many descriptors, which is said on standard error.
+//! fewer where the process may not have that many descriptors, which is said on standard error.
 #![allow(clippy::disallowed_methods, reason = "starts processes and opens sockets, outside any simulation")]
 
 mod raw;
@@ -43,7 +43,7 @@ const BLUE: &str = "kvarts_blue_secret_of_this_test";
 const GREEN: &str = "kvarts_green_secret_of_this_test";
 const ENDED: &str = "kvarts_ended_secret_of_this_test";
 
-/// A server in a process of its own, and somebody who behaves.
+/// A server in a process of its own, and a client that behaves.
 struct Server {
     child: Child,
     grpc: String,
@@ -127,7 +127,7 @@ impl Server {
         proto::ReadRequest { namespace: self.namespace.clone(), keys: keys(blocks), ..Default::default() }
     }
 
-    /// Somebody who behaves reads one block and gets its bytes.
+    /// The client that behaves reads one block and gets its bytes.
     fn expect_served(&mut self, number: u64) {
         let request = with_token(self.read_request(number..number + 1), RED);
         let found = self.runtime.block_on(async {
@@ -168,7 +168,7 @@ impl Server {
         }
     }
 
-    /// Waits until nothing is kept of anybody: no call, no memory, no connection but those of who behaves.
+    /// Waits until nothing is kept of any client: no call, no memory, no connection but those of the one that behaves.
     fn until_free(&self) {
         let most = self.metrics()["kvarts_connections_limit"];
         self.until("everything comes back", |metrics| {
@@ -240,7 +240,7 @@ fn idle_connections() -> usize {
     most.min(wanted)
 }
 
-/// Reads of somebody else's model: refused, and forgotten. On connections of their own, which may be hung up on: data of
+/// Reads of another tenant's model: refused, and forgotten. On connections of their own, which may be hung up on: data of
 /// a call that was refused long ago is an error of the connection.
 fn refused(server: &Server, read: &[u8]) -> Vec<Raw> {
     let mut all: Vec<Raw> = (0..50).map(|_| Raw::connect(&server.grpc)).collect();
@@ -266,7 +266,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
     });
     server.expect_served(1);
     let crowd = server.resident();
-    // A thousand reads of 4 MiB that nobody takes, and uploads that send a byte now and then.
+    // A thousand reads of 4 MiB that their clients do not take, and uploads that send a byte now and then.
     // So few on a connection that their requests fit into the window that it begins with.
     let mut slow: Vec<Raw> = (0..50).map(|_| Raw::connect(&server.grpc)).collect();
     let read = framed(&server.read_request(0..BLOCKS));
@@ -361,7 +361,7 @@ fn garbage_resets_and_storms_disturb_nobody() {
     let _ = raw.0.write_all(&[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1]);
     raw.until_closed();
     server.expect_served(1);
-    // Streams that are opened and reset, faster than anybody could serve them.
+    // Streams that are opened and reset, faster than any server could serve them.
     let read = framed(&server.read_request(0..BLOCKS));
     for _ in 0..10 {
         let mut raw = Raw::connect(&server.grpc);
@@ -427,11 +427,11 @@ fn each_who_may_not_come_in_gets_the_right_status_and_a_line_in_the_log() {
     );
     let stats = admin.stats(with_token(proto::StatsRequest {}, RED));
     assert_eq!(server.runtime.block_on(stats).unwrap_err().code(), Code::PermissionDenied);
-    // A message that says it is compressed: nobody unpacks it.
+    // A message that says it is compressed: the server does not unpack it.
     let mut raw = Raw::connect(&server.grpc);
     raw.call(1, "/kvarts.v1.Reads/Get", Some(RED));
     raw.data(1, &[1, 0, 0, 0, 4, 0x1f, 0x8b, 8, 0], true);
-    // Knocking without end makes no more lines than anybody can read.
+    // Knocking without end makes no more lines than an operator can read.
     for _ in 0..300 {
         assert_eq!(code(Some("not_a_token"), &request), Code::Unauthenticated);
     }
@@ -447,7 +447,7 @@ fn each_who_may_not_come_in_gets_the_right_status_and_a_line_in_the_log() {
     assert!(lines.len() >= 6, "{log}");
 }
 
-/// Reads of a whole prefix that nobody takes, so many on each of so many connections.
+/// Reads of a whole prefix that their clients do not take, 20 on each of 20 connections.
 fn slow_readers(server: &Server, token: &str, read: &[u8]) -> Vec<Raw> {
     let mut all: Vec<Raw> = (0..20).map(|_| Raw::connect(&server.grpc)).collect();
     for raw in &mut all {

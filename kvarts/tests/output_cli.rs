@@ -1,4 +1,4 @@
-//! Runs the real `kvarts` where nobody takes what it prints: a full device, a pipe that was closed. It says so, or ends as
+//! Runs the real `kvarts` where its output cannot be written: a full device, a pipe that was closed. It says so, or ends as
 //! a closed pipe ends a program, and never claims that a store is clean.
 #![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
@@ -68,7 +68,7 @@ fn full() -> std::fs::File {
     std::fs::File::options().write(true).open("/dev/full").unwrap()
 }
 
-/// The writing end of a pipe that nobody reads.
+/// The writing end of a pipe whose reading end is closed.
 fn closed() -> std::io::PipeWriter {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);

@@ -183,7 +183,7 @@ fn what_was_acknowledged_survives_a_kill_and_a_clean_stop() {
     put(&client, namespace, 1);
     server.signal("-KILL");
     assert_eq!(server.wait(), None, "it was killed");
-    // What the killed one left behind (a lock, a socket) is in nobody's way.
+    // What the killed one left behind (a lock, a socket) is not in the way of the next one.
     let server = Server::start(command(&scratch.0));
     let client = server.client();
     let namespace = register(&client);

@@ -281,7 +281,7 @@ async fn an_answer_that_is_cut_anywhere_costs_nothing_that_another_node_has() {
     assert!(reads >= 24 && whole == reads, "{whole} of {reads} were whole");
 }
 
-/// A wire for calls that ends after so many frames of whoever calls.
+/// A wire for calls that ends after a number of the caller's frames.
 struct FrameWire {
     at: SocketAddr,
     state: Arc<Mutex<Frames>>,
@@ -321,7 +321,7 @@ impl FrameWire {
         Self { at, state }
     }
 
-    /// Ends what is connected, and the connections that come after so many frames.
+    /// Ends what is connected, and the connections that come, once `frames` frames of those have passed.
     fn cut_after(&self, frames: usize) {
         let mut state = self.state.lock().unwrap();
         (state.left, state.generation) = (Some(frames), state.generation + 1);

@@ -83,7 +83,7 @@ async fn calls(members: &Members, to: NodeId) -> NodesClient<Channel> {
     NodesClient::new(channel.connect().await.unwrap())
 }
 
-/// A place where nobody ever answers.
+/// An address at which no server ever answers.
 async fn nowhere() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

@@ -26,15 +26,22 @@ const ROOMS: [&str; 19] = [
     "python",
 ];
 /// Rooms whose comments name their subjects.
-const ROOMS_THAT_NAME_SUBJECTS: [&str; 11] = [
+const ROOMS_THAT_NAME_SUBJECTS: [&str; 18] = [
     "layout",
     "store",
     "gpudirect",
     "wire",
     "client",
     "server",
+    "terminal",
+    "bench",
+    "kvarts",
     "fsck",
     "planner",
+    "cluster",
+    "peer",
+    "cold",
+    "bucket",
     "schedules",
     "tests",
     "python",

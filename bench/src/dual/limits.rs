@@ -1,8 +1,8 @@
 //! What limits the paths: token buckets of the kernel, in a network of this run's own, or what nodes let themselves serve.
 //!
-//! The kernel's are those of a real link: they save nothing while nobody sends, what is on its way waits behind them, and bytes
-//! that were sent in vain cost their time. They need root, `ip` and `tc`. Each node has an address of its own on the loopback
-//! interface, by which the kernel tells whose bytes it lets through.
+//! The kernel's are those of a real link: they save nothing while nothing is sent, what is on its way waits behind them, and
+//! bytes that were sent in vain cost their time. They need root, `ip` and `tc`. Each node has an address of its own on the
+//! loopback interface, by which the kernel tells whose bytes it lets through.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -90,7 +90,7 @@ impl Limits {
         rate.filter(|_| !self.is_of_kernel())
     }
 
-    /// From now on nodes send others so many bytes a second.
+    /// From now on nodes send others at most these bytes a second.
     pub(super) fn limit(&self, rates: &[Option<u64>]) -> Result<(), String> {
         if !self.is_of_kernel() {
             return Ok(());
@@ -111,7 +111,7 @@ impl Limits {
         Ok(())
     }
 
-    /// One of them sends so many bytes a second.
+    /// One of them sends at most `rate` bytes a second.
     pub(super) fn change(&self, number: usize, node: &ClusterNode, rate: u64) -> Result<(), String> {
         if !self.is_of_kernel() {
             node.limit_serving(Some(rate));

@@ -110,7 +110,7 @@ fn receive(mut from: TcpStream, target: &mut [u8], piece: usize) -> std::io::Res
     Ok(())
 }
 
-/// Blocks whose bytes are whatever their memory has: zeros, as nobody has written to it.
+/// Blocks whose bytes are whatever their memory has: zeros, as nothing has been written to it.
 struct Zeros(Arc<BlockShape>);
 
 impl Path for Zeros {

@@ -184,7 +184,7 @@ impl Trio {
         &self.nodes[self.nodes.len() - 1]
     }
 
-    /// Waits until the reader knows of so many copies of each block.
+    /// Waits until the reader knows of `copies` copies of each block.
     pub(super) fn until_known(
         &self,
         runtime: &Runtime,

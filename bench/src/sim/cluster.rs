@@ -29,7 +29,7 @@ pub(crate) struct RunArgs {
     /// How many of them begin a second; 0 for all at once
     #[arg(long, requires = "sessions")]
     per_second: Option<f64>,
-    /// Of the sessions' tokens a turn adds, so many times as many
+    /// Multiplies the tokens that each turn of the sessions adds
     #[arg(long, requires = "sessions")]
     append_scale: Option<f64>,
     /// The cluster: a TOML file
@@ -38,7 +38,7 @@ pub(crate) struct RunArgs {
     /// Who decides where requests go, instead of the file's
     #[arg(long, value_parser = router)]
     router: Option<RouterKind>,
-    /// So many times as many requests a second as the trace has
+    /// Multiplies the trace's requests a second
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
     /// The same seed gives the same run

@@ -53,7 +53,7 @@ fn policy(name: &str) -> Result<EvictionPolicy, String> {
 }
 
 impl StoreArgs {
-    /// For a trace of so many different blocks.
+    /// For a trace of `distinct` different blocks.
     pub(crate) fn settings(&self, distinct: u64) -> Settings {
         Settings {
             capacity_blocks: self.capacity_blocks.unwrap_or((distinct / DEFAULT_PART).max(CAPACITY_MIN)),

@@ -38,7 +38,7 @@ impl Server {
             eprintln!("not tried: there is no S3 server (scripts/moto brings one)");
             return None;
         }
-        // Free now; whoever takes it before the server does makes this test fail, and no other.
+        // Free now; a process that takes it before the server does makes this test fail, and no other test.
         let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
         let child = Command::new(program)
             .args(["--host", "127.0.0.1", "--port", &free.to_string()])

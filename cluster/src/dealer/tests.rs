@@ -16,7 +16,7 @@ fn all(paths: usize) -> PathSet {
     (0..paths as u16).fold(PathSet::default(), |set, path| set.with(PathId(path)))
 }
 
-/// So many pieces of these bytes, which lie on these paths.
+/// `count` pieces of `bytes` bytes each, which lie on these paths.
 fn pieces_of(count: u64, bytes: u64, paths: PathSet) -> Vec<Piece> {
     (0..count).map(|place| Piece { place, bytes, paths }).collect()
 }
@@ -24,7 +24,7 @@ fn pieces_of(count: u64, bytes: u64, paths: PathSet) -> Vec<Piece> {
 /// How a read went.
 struct Ran {
     took: Duration,
-    /// When so many of the first pieces were here.
+    /// When the pieces of the first layer were here.
     first: Duration,
     /// The most bytes that were here and could not be delivered.
     ahead: u64,
@@ -115,7 +115,7 @@ fn run_of(
     ran
 }
 
-/// 1 GiB in pieces of 1 MiB, which lie on all of so many paths.
+/// 1 GiB in pieces of 1 MiB, which all lie on each of `paths` paths.
 fn gib(paths: usize) -> Vec<Piece> {
     pieces_of(1024, MIB, all(paths))
 }

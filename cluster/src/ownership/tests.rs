@@ -140,7 +140,7 @@ fn of_two_leases_of_an_old_holder_the_later_one_counts() {
     assert_eq!(new.renew(CHAIN, node(2), valid.token, HOLD, at(11)).unwrap().owner, node(2));
     assert_eq!(new.refer(&CHAIN, true, at(11)), 2, "what is known of the chain stays");
     assert!(matches!(new.renew(CHAIN, node(1), stale.token, HOLD, at(12)), Err(Refused::Owned(_))));
-    // A token that nobody can have been granted yet is none.
+    // A token that no node can have been granted yet is refused.
     let forged = Token { epoch: 2, number: 1 << 60 };
     assert!(new.renew(CHAIN, node(3), forged, HOLD, at(13)).is_err());
 }

@@ -34,7 +34,7 @@ pub enum Op {
 pub enum Kind {
     /// No connection: nothing happened.
     Outage,
-    /// The connection breaks behind the request: it happened, and nobody is told.
+    /// The connection breaks behind the request: it happened, and the caller is not told.
     Lost,
     /// 429 or 503, with this Retry-After.
     Busy(Option<Duration>),
@@ -69,7 +69,7 @@ pub struct Plan {
     pub next: BTreeMap<Op, Vec<Option<Kind>>>,
     /// All requests from now on.
     pub all: Option<Kind>,
-    /// All requests behind so many that go well.
+    /// All requests after this number of them, which go well.
     pub after: Option<(u64, Kind)>,
 }
 
@@ -114,7 +114,7 @@ impl Faulty {
         self.plan(Plan { next: BTreeMap::from([(op, kinds.to_vec())]), ..Plan::default() });
     }
 
-    /// So many requests go well, and every later one goes wrong.
+    /// The next `well` requests go well, and every later one goes wrong.
     pub fn fail_from(&self, well: u64, kind: Kind) {
         self.plan(Plan { after: Some((well, kind)), ..Plan::default() });
     }

@@ -1,4 +1,4 @@
-//! Garbage collection takes what is not to be kept, and nothing else, whoever pushes, reads or collects meanwhile.
+//! Garbage collection takes what is not to be kept, and nothing else, also while other nodes push, read or collect.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -55,7 +55,7 @@ fn old_packs_stop_counting_first_and_are_deleted_a_grace_later() {
     let second = collected(&world, &retention);
     assert_eq!((second.deleted, second.waiting), (3, 0));
     assert!(second.deleted_bytes > 12 * samples::BLOCK as u64);
-    // Whoever still has the old manifest misses.
+    // A reader that still has the old manifest misses.
     assert_eq!(world.good(&reader, 1, 12), 0);
     assert_eq!(world.good(&world.other(), 2, 5), 5);
     let checked =

@@ -1,4 +1,4 @@
-//! What was deleted is in no pack that a manifest names, whoever pushes meanwhile.
+//! What was deleted is in no pack that a manifest names, also while other nodes push.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -96,7 +96,7 @@ pub(crate) struct ModelArgs {
     /// Its state: a shipped model's name, or a spec
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) model: Option<PathBuf>,
-    /// Instead of a model: flat pages of so many bytes
+    /// Instead of a model: flat pages of this size
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
     /// The group of the blocks [default: the model's first]

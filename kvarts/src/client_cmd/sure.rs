@@ -24,7 +24,7 @@ impl Sure {
         if !(stdin().is_terminal() && stderr().is_terminal()) {
             return Err(Failure::User(format!("{what}: give --yes if that is meant")));
         }
-        // A prompt that nobody can see is answered by nobody.
+        // A prompt that could not be written gets no answer.
         let _ = write!(stderr(), "{what}. Type yes to go on: ").and_then(|()| stderr().flush());
         let mut answer = String::new();
         let read = stdin().lock().read_line(&mut answer);

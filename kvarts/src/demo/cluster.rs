@@ -173,7 +173,7 @@ fn column(ground: &Ground) -> Option<proto::Column> {
     Some(convert::wire_column(ground.group, ground.coordinate))
 }
 
-/// Waits until the directory knows of so many copies of each block of the prefix.
+/// Waits until the directory knows of `copies` copies of each block of the prefix.
 fn until_known(prefix: &Prefix<'_>, copies: u8) -> Result<(), Failure> {
     let begun = Instant::now();
     loop {

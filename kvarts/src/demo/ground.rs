@@ -315,7 +315,7 @@ impl<'a> Prefix<'a> {
         Ok(Self { ground, client, namespace, pool })
     }
 
-    /// Places for the first so many blocks of the pool: a buffer for each layer, as for a layerwise load.
+    /// Places for the first `blocks` blocks of the pool: a buffer for each layer, as for a layerwise load.
     pub(super) fn placed(&self, blocks: usize) -> Result<Placed, Failure> {
         let mut at = 0;
         let mut layers = Vec::new();

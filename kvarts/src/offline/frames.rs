@@ -1,4 +1,4 @@
-//! Reads the frames of an export, from a file or from whoever writes one.
+//! Reads the frames of an export, from a file or from a program that writes one.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Read};
@@ -27,7 +27,7 @@ impl<R: Read> Source<R> {
         Failure::User(format!("{}: {what}", self.name))
     }
 
-    /// Reads exactly so many bytes.
+    /// Reads exactly as many bytes as `into` has.
     pub(crate) fn fill(&mut self, into: &mut [u8]) -> Result<(), Failure> {
         self.read.read_exact(into).map_err(|error| match error.kind() {
             ErrorKind::UnexpectedEof => self.fault("cut short: copy the file again"),

@@ -311,7 +311,7 @@ impl Change<'_> {
 mod tests {
     use super::*;
 
-    /// What a server says after so many seconds, of which each brought the same.
+    /// What a server says after `seconds` seconds, of which each brought the same.
     pub(super) fn at(seconds: u32) -> Sample {
         let n = f64::from(seconds);
         Sample::parse(&format!(

@@ -19,7 +19,7 @@ pub(crate) struct Browser {
     sent: u64,
     /// Of the page, once there is one.
     session: Option<String>,
-    /// What the page's console was told as errors, exceptions that nobody caught included.
+    /// What the page's console was told as errors, uncaught exceptions included.
     complaints: Vec<String>,
 }
 

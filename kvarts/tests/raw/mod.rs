@@ -103,7 +103,7 @@ impl Raw {
         Self::with_window(to, 65_535)
     }
 
-    /// One whose streams take so many bytes before it makes room for more, which it never does.
+    /// One whose streams take `window` bytes before it makes room for more, which it never does.
     pub(crate) fn with_window(to: &str, window: u32) -> Self {
         let mut raw = Self(TcpStream::connect(to).unwrap());
         raw.0.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();

@@ -34,7 +34,7 @@ pub(super) struct Doubted {
 
 /// An answer whose bytes are coming.
 pub(super) struct Arrival {
-    /// None: nobody waits any more, and its bytes are passed over.
+    /// None: no reader waits any more, and its bytes are passed over.
     pub(super) wanted: Option<Wanted>,
     pub(super) outline: Outline,
     stretch: Stretch,
@@ -272,8 +272,8 @@ fn layer_came(wanted: &mut Wanted, layer: u32, origins: Option<&Vec<OriginId>>) 
     wanted.sink.send(ReadEvent::Layer { layer, blocks });
 }
 
-/// Ends a piece before its bytes have come: at its deadline, with another reason, or, where nobody waits, without a word. When
-/// this returns, its memory is left alone.
+/// Ends a piece before its bytes have come: at its deadline, with another reason, or, where no reader waits, without a word.
+/// When this returns, its memory is left alone.
 pub(super) fn end_early(wanted: Wanted, reason: Option<&Reason>, counters: &Counters) {
     let Some(reason) = reason else { return };
     let end = match reason {

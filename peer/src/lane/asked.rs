@@ -23,7 +23,7 @@ use super::wire::Broken;
 pub(super) struct Namespaces(BTreeMap<u32, NamespaceId>);
 
 impl Namespaces {
-    /// One more. Whoever knows an identity may name its namespace; nothing of it is made or kept by the store.
+    /// One more. A peer that knows an identity may name its namespace; nothing of it is made or kept by the store.
     pub(super) fn open(&mut self, body: Bytes) -> Result<(), Broken> {
         let proto::LaneOpen { namespace, identity } = message(body)?;
         let identity = Identity::decode(&identity).map_err(|_| Broken::Protocol("no identity"))?;

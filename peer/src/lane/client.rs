@@ -47,7 +47,7 @@ pub struct ClientCounts {
     pub failures: u64,
     /// Bytes of blocks that came to their places.
     pub bytes: u64,
-    /// Bytes of blocks that came when nobody waited for them any more.
+    /// Bytes of blocks that came when no reader waited for them any more.
     pub unwanted: u64,
     /// Chunks whose digest was another.
     pub damaged: u64,
@@ -73,7 +73,7 @@ pub(super) struct Outline {
     pub(super) blocks: u32,
 }
 
-/// A piece that somebody waits for. Its memory is this side's until it is dropped.
+/// A piece that a reader waits for. Its memory is this side's until it is dropped.
 pub(super) struct Wanted {
     pub(super) request: ReadRequest,
     pub(super) origins: Arc<Origins>,
@@ -92,7 +92,7 @@ pub(super) struct Open {
     pub(super) bytes: u64,
     /// The peer was asked. The others wait until less is under way.
     pub(super) is_told: bool,
-    /// None: nobody waits any more.
+    /// None: no reader waits any more.
     pub(super) wanted: Option<Wanted>,
 }
 
@@ -125,7 +125,7 @@ pub(super) struct State {
     numbers: u32,
     pub(super) open: BTreeMap<u64, Open>,
     next: u64,
-    /// Pieces that the peer was not asked for yet, in order; those among them that nobody waits for any more have gone from
+    /// Pieces that the peer was not asked for yet, in order; those among them that no reader waits for any more have gone from
     /// `open`.
     waiting: VecDeque<u64>,
     /// Bytes that the peer was asked for and that have not come.
@@ -172,7 +172,7 @@ impl State {
         opens.iter().for_each(|frame| self.say(frame));
     }
 
-    /// So many bytes are not under way any more: the peer is asked for what waits.
+    /// `bytes` bytes are not under way any more: the peer is asked for what waits.
     pub(super) fn came(&mut self, bytes: u64, now: Nanos) {
         self.under_way = self.under_way.saturating_sub(bytes);
         self.ask_on(now);
@@ -267,13 +267,13 @@ impl LaneClient {
         let (bell, counters, state) = (Bell::new()?, Counters::default(), Mutex::default());
         let shared = Arc::new(Shared { address, peer, member, bell, counters, state });
         let (courier, host) = (Courier::new(Arc::clone(&shared)), Arc::clone(&shared.member.host));
-        // Nobody waits for its end.
+        // No thread waits for its end.
         drop(host.thread("kvarts-lane", Box::new(move || courier.run()))?);
         Ok(Arc::new(Self(shared)))
     }
 
-    /// Lets blocks of this namespace be read, also in later connections. Whoever has not all of an identity, the tenant's salt
-    /// included, cannot.
+    /// Lets blocks of this namespace be read, also in later connections. A caller that has not all of an identity, the tenant's
+    /// salt included, cannot.
     pub fn open(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Reason> {
         if identity.spec_fingerprint != geometry.fingerprint() {
             return Err(Reason::SpecMismatch);
@@ -301,7 +301,7 @@ impl LaneClient {
         state.known.insert(id, known);
         state.numbers += 1;
         match &state.wire {
-            // A connection opens so many and no more: the next one begins with those that are known then.
+            // A connection opens `NAMESPACES_MAX` and no more: the next one begins with those that are known then.
             Some(wire) if state.numbers as usize > NAMESPACES_MAX => wire.close(),
             Some(_) => state.say(&told),
             None => return Ok(id),

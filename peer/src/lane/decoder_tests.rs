@@ -209,8 +209,8 @@ proptest! {
         }
     }
 
-    /// The answer says what it wants, and any bytes follow: what is announced is what its digests say, and memory that is nobody's
-    /// is not written to.
+    /// The answer says what it wants, and any bytes follow: what is announced is what its digests say, and memory for which no
+    /// reader waits is not written to.
     #[test]
     fn whatever_an_answer_says_what_is_announced_came_and_matches_its_digests(
         answer in answers(), bytes in prop::collection::vec(any::<u8>(), 0..2500), steps in steps(),
@@ -389,7 +389,7 @@ fn fitting(
     answer
 }
 
-/// Somebody who waits for three blocks.
+/// A reader that waits for three blocks.
 fn wanted(shape: &Arc<BlockShape>, order: Order) -> (Wanted, ReadStream, ReadRequest) {
     let (sink, stream) = read_channel();
     let (group, coordinate) = (Group(0), Coordinate::Replicated);

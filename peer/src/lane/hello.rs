@@ -21,7 +21,7 @@ use super::secured::Secured;
 use super::wire::{Broken, Wire, moved};
 use crate::credentials::Credentials;
 
-/// What all nodes of a cluster know and nobody else.
+/// What all nodes of a cluster know, and only they.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(pub [u8; 32]);
 

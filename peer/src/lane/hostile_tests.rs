@@ -202,7 +202,7 @@ fn a_peer_owes_no_more_bytes_than_it_may_however_many_pieces_wait() {
     }
     let most = super::limits::UNDER_WAY_BYTES / shape.block_bytes();
     assert_eq!(asked.len() as u64, most, "pieces of {} bytes", shape.block_bytes());
-    // One that nobody wants any more before it was asked for is never asked for; each answer makes room for the next.
+    // A piece that its reader drops before it was asked for is never asked for; each answer makes room for the next.
     drop(streams.pop());
     for answered in 0.. {
         let Some(number) = asked.get(answered).copied() else { break };
@@ -356,7 +356,7 @@ fn a_caller_that_breaks_the_protocol_is_cut_and_nothing_of_it_stays() {
 fn words_of_another_connection_prove_nothing() {
     let made = Made::new(300);
     let server = serve(made, ServeLimits::default());
-    // Somebody between both hears the first words of one connection, and says them again in another.
+    // An attacker between both hears the first words of one connection, and says them again in another.
     let listener = tests::listener();
     let between = listener.local_addr().unwrap();
     let real = server.address();
@@ -409,7 +409,7 @@ fn words_that_were_changed_on_the_way_are_refused_by_both() {
     }
 }
 
-/// Reads that nobody answers, of a client whose clock is turned by hand.
+/// Reads that get no answer, of a client whose clock is turned by hand.
 fn unanswered(address: SocketAddr) -> (Arc<LaneClient>, Arc<ManualClock>, Vec<ReadStream>) {
     let clock = ManualClock::new(0);
     let member = Member { clock: clock.clone(), ..member(StoreId([1; 16])) };

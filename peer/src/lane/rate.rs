@@ -23,7 +23,7 @@ impl Rate {
         Self { most: AtomicU64::new(most.map_or(0, |most| most.max(1))), next: Mutex::default() }
     }
 
-    /// From now on it is so many.
+    /// From now on `most` bytes a second may go; none: as many as there are.
     pub(super) fn set(&self, most: Option<u64>) {
         self.most.store(most.map_or(0, |most| most.max(1)), Ordering::Relaxed);
     }

@@ -1,7 +1,7 @@
 //! One connection as its server answers it: pieces are read side by side, as many as there is memory for, and each goes out
 //! as soon as all of it is there.
 //!
-//! The memory of a piece is the arena's again when nobody uses it any more, the disk included, whatever became of the
+//! The memory of a piece is the arena's again when nothing uses it any more, the disk included, whatever became of the
 //! connection. Connections that wait for memory get it in the order of asking, one piece each at a time: none takes what
 //! another waits for.
 

@@ -190,7 +190,7 @@ impl LaneServer {
         self.serving.arena.region()
     }
 
-    /// From now on so many bytes a second are served.
+    /// From now on at most `bytes_per_second` are served.
     pub fn limit(&self, bytes_per_second: Option<u64>) {
         self.serving.rate.set(bytes_per_second);
     }
@@ -220,7 +220,7 @@ impl LaneServer {
         self.serving.lock().stopping = true;
         if let Some((listener, accepting)) = self.accepting.take() {
             changed.ring();
-            // Whoever waits for a connection is woken: on Linux this ends the waiting.
+            // The thread that waits for a connection is woken: on Linux this ends the waiting.
             let _ = rustix::net::shutdown(&*listener, rustix::net::Shutdown::Both);
             // It ends as soon as it looks.
             accepting();

@@ -379,7 +379,7 @@ impl Made {
         identity(&self.geometry, b"salt")
     }
 
-    /// How many of the reads that were held nobody waits for; they end.
+    /// Ends the held reads for which no reader waits any more; gives how many there were.
     pub(super) fn end_given_up(&self) -> usize {
         let mut held = self.held.lock().unwrap();
         let before = held.len();

@@ -36,7 +36,7 @@ pub trait Wire: Send + Sync + fmt::Debug {
     fn send(&self, bytes: &[u8], more: bool) -> Result<usize, Errno>;
     /// Sends some bytes from their places.
     fn send_from(&self, from: &mut Stretch) -> Result<usize, Errno>;
-    /// Ends the stream in both directions: whoever sleeps at it wakes.
+    /// Ends the stream in both directions: a thread that sleeps at it wakes.
     fn close(&self);
 }
 

@@ -127,7 +127,7 @@ mod tests {
 
     use super::*;
 
-    /// What was written, each time; a write takes so many bytes at most, and every second time nothing.
+    /// What was written, each time; a write takes at most `most` bytes, and every second time nothing.
     #[derive(Default)]
     struct Recorder {
         writes: Vec<Vec<u8>>,

@@ -28,7 +28,7 @@ use super::{ClusterNode, MESSAGE_BYTES_MAX, VERSION, incoming};
 /// sends everything anyhow.
 const AGAIN_WAITING: usize = 4;
 
-/// Connections of other nodes, and of whoever else comes: more wait until one ends.
+/// Connections of other nodes, and of any other process that connects: more wait until one ends.
 const CONNECTIONS_MAX: usize = 2 * kvarts_cluster::members::MEMBERS_MAX;
 
 /// Partitions that are looked at, each time, for entries of nodes that left: all of them within about a minute.
@@ -59,7 +59,7 @@ pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     }
 }
 
-/// Removes the entries of nodes that left before long, whether anybody touches them or not.
+/// Removes before long the entries of nodes that left, whether or not a call touches them.
 pub(super) async fn tidy(node: Arc<ClusterNode>) {
     loop {
         for partition in Partition::all() {

@@ -1,4 +1,4 @@
-//! Connections of other nodes: so many at a time.
+//! Connections of other nodes: a limited number at a time.
 
 use std::io;
 use std::pin::Pin;
@@ -50,7 +50,7 @@ pub(super) fn limited(
             let (to, credentials) = (to.clone(), credentials.clone());
             tokio::spawn(async move {
                 match tokio::time::timeout(GREETING, stream::accept(stream, credentials.as_deref())).await {
-                    // Where nobody takes it any more the server has ended.
+                    // Where the channel is closed, the server has ended.
                     Ok(Ok(stream)) => {
                         let stream = Gathered::new(stream);
                         drop(to.send(Ok(Placed { stream, _place: place })).await);
@@ -63,7 +63,7 @@ pub(super) fn limited(
     };
     let mut tasks = JoinSet::new();
     tasks.spawn(accepting);
-    // Where nobody takes what comes any more, accepting ends, and with it the listener.
+    // When the server drops this stream, accepting ends, and with it the listener.
     let come =
         futures_util::stream::unfold((ReceiverStream::new(come), tasks), |(mut come, tasks)| async move {
             let one = come.next().await?;

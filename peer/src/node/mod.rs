@@ -269,7 +269,7 @@ impl ClusterNode {
         }
     }
 
-    /// From now on other nodes get so many bytes a second from this one.
+    /// From now on other nodes get at most `bytes_per_second` from this one.
     pub fn limit_serving(&self, bytes_per_second: Option<u64>) {
         let server = self.lane_server.lock().unwrap_or_else(PoisonError::into_inner);
         server.iter().for_each(|server| server.limit(bytes_per_second));
@@ -426,7 +426,7 @@ async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
     if let Err(why) = &registered {
         tracing::info!(%why, "the memory for reads of other nodes is used unregistered");
     }
-    // Nobody else sets it.
+    // It is set only here.
     let _ = node.lane_registered.set(registered.is_ok());
 }
 

@@ -87,7 +87,7 @@ pub struct Footing {
     pub entropy: Arc<dyn Entropy>,
     /// The ways to other nodes.
     pub network: Arc<dyn Network>,
-    /// Bytes of which a read's pieces have at least so many: a simulation reads less, in as many pieces.
+    /// The least bytes of a piece of a read: a simulation reads less, in as many pieces.
     pub least_piece: u64,
 }
 

@@ -1,7 +1,7 @@
 //! Chains that this node owns: its copies of their blocks are evicted last.
 //!
 //! A chain is named by the block at which it begins, and its other blocks are met as they are used: in a match, a read or a put, what
-//! stands behind that block is of the chain, and so is what hangs on a block of it. Nobody is asked for any of this.
+//! stands behind that block is of the chain, and so is what hangs on a block of it. No node is asked for any of this.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -23,7 +23,7 @@ const SHARED_BYTES: u64 = 16 << 20;
 /// How long the directory may take before a read begins.
 const LOCATE_TIMEOUT: Duration = Duration::from_millis(25);
 
-/// Nodes that are asked for a block of which nobody can say who has it.
+/// Nodes that are asked for a block whose holder is away: which nodes have it is not known then.
 const ASKED_BLINDLY: usize = 8;
 
 /// Models whose blocks other nodes may be asked for: the one that was used longest ago makes room for another.

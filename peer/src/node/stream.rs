@@ -43,7 +43,7 @@ fn told(error: io::Error) -> io::Error {
     }
 }
 
-/// Calls the node `peer`. Without its certificate nothing is said to whoever answers there.
+/// Calls the node `peer`. A server that answers there without the certificate of `peer` is told nothing.
 pub(super) async fn connect(
     address: &str,
     peer: NodeId,
@@ -59,7 +59,7 @@ pub(super) async fn connect(
     Ok(Both::Secured(Box::new(stream.into())))
 }
 
-/// Was called by whoever is at the other end of `stream`.
+/// Takes the connection of the caller at the other end of `stream`.
 pub(super) async fn accept(stream: TcpStream, credentials: Option<&Credentials>) -> io::Result<Both> {
     let _ = stream.set_nodelay(true);
     let Some(credentials) = credentials else { return Ok(Both::Plain(stream)) };

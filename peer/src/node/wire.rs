@@ -144,7 +144,7 @@ impl CopyList {
     }
 }
 
-/// The copies of so many blocks. `nodes` are those that the list names.
+/// The copies of `blocks` blocks. `nodes` are those that the list names.
 pub(super) fn copies(list: &[u8], nodes: &[NodeId], blocks: usize) -> Result<Vec<Vec<NodeId>>, Malformed> {
     const WRONG: Malformed = Malformed("a list of copies that is none");
     let (mut left, mut found) = (list, Vec::with_capacity(blocks.min(TAGS_MAX)));

@@ -9,7 +9,7 @@ use std::task::{Wake, Waker};
 pub(super) enum News {
     /// Something came for this request.
     Came(u64),
-    /// Nobody has the memory of this request any more.
+    /// The memory of this request has been let go of.
     Released(u64),
     /// A path was taken away.
     Changed,

@@ -128,7 +128,7 @@ impl Whole<'_> {
         found
     }
 
-    /// Layers that go together: as many as so many blocks of them are no more than a piece.
+    /// Layers that go together: as many as are no more than a piece with `blocks` blocks.
     fn bands(&self, blocks: u64) -> Vec<Range<u32>> {
         let mut found: Vec<(Range<u32>, u64)> = Vec::new();
         for layer in self.layers.clone() {

@@ -288,7 +288,7 @@ impl Reading {
         Poll::Pending
     }
 
-    /// Whether nobody wants a piece any more.
+    /// Whether the read does not need a piece any more.
     pub(super) fn is_unwanted(&self, tile: &Tile) -> bool {
         match self.progress.order() {
             Order::Layers => tile.blocks.start >= self.progress.good(),
@@ -296,7 +296,7 @@ impl Reading {
         }
     }
 
-    /// A piece is in its places, or nobody wants it any more.
+    /// A piece is in its places, or the read does not need it any more.
     pub(super) fn settle(&mut self, piece: usize) {
         self.dealer.withdraw(piece);
         if let Some(part) = self.parts.get(piece) {
@@ -520,7 +520,7 @@ impl Reading {
         }
     }
 
-    /// The bytes that a request brought are in their places, or are brought there now: nobody else can write to them.
+    /// The bytes that a request brought are in their places, or are brought there now: no other request can write to them.
     fn put_in_place(&mut self, number: u64) {
         let Some(Ask { piece, scratch, digests, .. }) = self.asks.remove(&number) else { return };
         let Some(part) = self.parts.get_mut(piece) else { return };
@@ -542,7 +542,7 @@ impl Reading {
         }
     }
 
-    /// Nobody has the memory of a request any more.
+    /// The memory of a request has been let go of.
     fn released(&mut self, number: u64, now: Nanos) {
         let Some(ask) = self.asks.get_mut(&number) else { return };
         ask.is_released = true;
@@ -568,7 +568,7 @@ impl Reading {
         }
     }
 
-    /// Nobody wants what a request brings. Its places are free once the path lets go of them.
+    /// The read does not need what a request brings. Its places are free once the path lets go of them.
     pub(super) fn stop(&mut self, number: u64, now: Nanos) {
         let Some(ask) = self.asks.get_mut(&number).filter(|ask| ask.is_counted()) else { return };
         let request = Request { piece: ask.piece, path: ask.path, bytes: ask.bytes };

@@ -77,7 +77,7 @@ impl Got {
 }
 
 impl Reading {
-    /// A request ended without all of its piece, and nobody has its memory any more.
+    /// A request ended without all of its piece, and its memory has been let go of.
     pub(super) fn failed(&mut self, number: u64, now: Nanos) {
         let Some(ask) = self.asks.get_mut(&number) else { return };
         let State::Failed(end) = std::mem::replace(&mut ask.state, State::Stopped) else { return };
@@ -185,7 +185,7 @@ impl Reading {
         found
     }
 
-    /// Cuts a piece that nobody is asked for so that all blocks of each part are where its paths lead, without what is `good`.
+    /// Cuts a piece that no path is asked for so that all blocks of each part are where its paths lead, without what is `good`.
     fn cut_again(&mut self, piece: usize, good: &[bool]) {
         let Some(tile) = self.parts.get(piece).map(|part| part.tile.clone()) else { return };
         let found = self.cut(&tile, good);
@@ -196,7 +196,7 @@ impl Reading {
         }
     }
 
-    /// These stand for a piece that nobody is asked for.
+    /// These stand for a piece that no path is asked for.
     pub(super) fn replace(&mut self, piece: usize, with: impl IntoIterator<Item = (Tile, PathSet)>) {
         // A path may still have the places of all of it.
         let places_of = self.parts.get(piece).and_then(|part| part.places_of);

@@ -3,7 +3,7 @@
 //! A read is cut into pieces (`cut`). A path that has room takes the next piece that it leads to, and one that comes late is
 //! asked for again from another path (`kvarts_cluster::dealer`). The pieces of a read share what they have met of each block
 //! ([`Origins`]): a path that has another production of a block says that the block is not there, and is not asked for it
-//! again. What is announced is in its places and is written to by nobody any more: see `request`.
+//! again. What is announced is in its places, and nothing writes to it any more: see `request`.
 //!
 //! A read is one future (`drive`), which holds no lock while it waits and takes time, timers and a place to run from
 //! outside ([`Runner`]).

@@ -32,7 +32,7 @@ pub struct Brought {
     pub missing: u64,
     /// Pieces that failed, or were not what they should be.
     pub failed: u64,
-    /// Requests that were cancelled, because another path was faster or nobody wanted them any more.
+    /// Requests that were cancelled, because another path was faster or the read did not need them any more.
     pub cancelled: u64,
     /// Pieces that it was asked for while another path was asked for them as well.
     pub twice: u64,
@@ -119,7 +119,7 @@ impl NodePaths {
         Self::with(own, bytes, PIECE_BYTES_LEAST)
     }
 
-    /// The same, whose reads are cut into pieces of at least so many bytes.
+    /// The same, whose reads are cut into pieces of at least `bytes` bytes.
     pub fn with_pieces(own: Arc<dyn Path>, bytes: u64) -> Arc<Self> {
         Self::with(own, SCRATCH_BYTES, bytes)
     }
@@ -319,7 +319,7 @@ pub(super) enum Ended {
         /// The path failed.
         is_fault: bool,
     },
-    /// Nobody wants it any more.
+    /// The read does not need it any more.
     Cancelled,
 }
 

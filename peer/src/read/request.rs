@@ -1,7 +1,7 @@
 //! A request for a piece: what a path was asked for, and the memory that it has until it lets go of it.
 //!
 //! The places of a piece are given to one request at a time. A request for what another one has the places of reads into
-//! scratch memory, and what it brings is copied into the places once nobody else can write there.
+//! scratch memory, and what it brings is copied into the places once no other request can write there.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -25,7 +25,7 @@ pub(super) enum State {
     Failed(ReadEnd),
     /// All of it came, into scratch memory; another one has the places.
     Parked,
-    /// Nobody wants it any more; the path may still have the memory.
+    /// The read does not need it any more; the path may still have the memory.
     Stopped,
 }
 
@@ -59,7 +59,7 @@ impl Ask {
     }
 }
 
-/// Goes with the memory of a request: rings when nobody has it any more.
+/// Goes with the memory of a request: rings when the last one who has it is gone.
 #[derive(Debug)]
 pub(super) struct Keeper {
     pub(super) bell: Arc<Bell>,

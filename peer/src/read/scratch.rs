@@ -11,7 +11,7 @@ use kvarts_store::io::{Arena, BufMut, Region};
 pub(super) struct Pool(Option<Arena>);
 
 impl Pool {
-    /// Of so many bytes; of none where there is no memory.
+    /// Of `bytes` bytes; of none where there is no memory.
     pub(super) fn new(bytes: u64) -> Arc<Self> {
         let len = usize::try_from(bytes).ok().filter(|len| *len > 0);
         Arc::new(Self(len.and_then(|len| Region::anonymous(len).ok()).map(Arena::new)))
@@ -37,12 +37,12 @@ impl Scratch {
         Self { node: Arc::clone(node), left: Arc::new(AtomicU64::new(bytes)) }
     }
 
-    /// Whether so many bytes are left.
+    /// Whether `bytes` bytes are left.
     pub(super) fn has(&self, bytes: u64) -> bool {
         self.left.load(Ordering::Acquire) >= bytes && self.node.left() >= bytes
     }
 
-    /// So many bytes, and what counts them until it is dropped.
+    /// `bytes` bytes, and what counts them until it is dropped.
     pub(super) fn take(&self, bytes: u64) -> Option<(BufMut, Grant)> {
         let less = |left: u64| left.checked_sub(bytes);
         self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).ok()?;
