@@ -115,8 +115,8 @@ impl Call {
         self.state.clock().now().plus(left)
     }
 
-    /// What the call turned out to be for, for the metrics.
-    pub(crate) fn is_for(&self, class: Class) {
+    /// Sets the class that metrics count the call in; the first one stays.
+    pub(crate) fn set_class(&self, class: Class) {
         let name = match class {
             Class::Small => "small",
             Class::Foreground => "foreground",
@@ -124,12 +124,11 @@ impl Call {
             Class::Prefetch => "prefetch",
             Class::Background => "background",
         };
-        // Said once.
         let _ = self.class.set(name);
     }
 
-    /// It reads these blocks.
-    pub(crate) fn reads(&self, model: &Arc<Model>, first: BlockKey, blocks: usize) {
+    /// Notes that the call reads these blocks by layers.
+    pub(crate) fn note_layered_read(&self, model: &Arc<Model>, first: BlockKey, blocks: usize) {
         self.layers.read_begins(self.state.clock().unix_millis(), model, first, blocks);
     }
 

@@ -46,7 +46,7 @@ pub(crate) struct Upload {
 
 impl Upload {
     pub(crate) fn check(call: &Call, header: proto::PutHeader) -> Outcome<Self> {
-        call.is_for(Class::Put);
+        call.set_class(Class::Put);
         let keys = convert::keys(&header.keys)?;
         if keys.is_empty() {
             return Err(Reason::Empty.into());

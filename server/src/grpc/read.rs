@@ -85,9 +85,9 @@ impl Download {
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
             Err(_) => return Err(Fault::malformed(format!("class: {} is none", wire.class))),
         };
-        call.is_for(class);
+        call.set_class(class);
         if let (Order::Layers, Some(first)) = (order, keys.first()) {
-            call.reads(&model, *first, keys.len());
+            call.note_layered_read(&model, *first, keys.len());
         }
         let (verify, deadline) = (Verify::Always, Some(call.engine_deadline()));
         let request =
@@ -104,9 +104,18 @@ type Reading = TiledRead<NodeTiles, WithTile>;
 struct WithTile {
     /// The bandwidth that was taken for it.
     paid: Paid,
-    /// Of one that is to be kept when it has come: where it begins, its memory without what this read has to do with it,
-    /// and where its blocks lie.
-    keep: Option<(TileStart, SharedBuf, TileRuns)>,
+    /// Set if the tile is kept in memory once it has come.
+    keep: Option<CacheCandidate>,
+}
+
+/// A tile that is kept for later reads when it has come whole.
+#[derive(Debug)]
+struct CacheCandidate {
+    start: TileStart,
+    /// The tile's memory without the charge and the mark of unsent bytes that belong to this read.
+    memory: SharedBuf,
+    /// Where its blocks lie.
+    runs: TileRuns,
 }
 
 /// The next tile of a read, and its bytes if they are kept.
@@ -320,7 +329,10 @@ impl Sending {
                 return Ok((source.begin(tile, placed)?, WithTile { paid, keep: None }));
             }
             let (stream, runs) = source.begin_known(tile, placed)?;
-            Ok((stream, WithTile { paid, keep: runs.map(|runs| (start, piece, runs)) }))
+            Ok((
+                stream,
+                WithTile { paid, keep: runs.map(|runs| CacheCandidate { start, memory: piece, runs }) },
+            ))
         })
     }
 
@@ -333,7 +345,7 @@ impl Sending {
     /// Keeps the tile that has just ended, if all of it came and it was read before.
     fn keep(&self, read: &mut Reading) {
         let Some(whole) = read.take_whole() else { return };
-        let Some((start, piece, runs)) = &whole.with.keep else { return };
+        let Some(CacheCandidate { start, memory: piece, runs }) = &whole.with.keep else { return };
         let (tile, order, shape) = (&whole.tile, self.download.request.order, &self.download.shape);
         let placed = Placed::tile(order, shape, tile, piece.clone()).ok();
         let placed = placed.zip(whole.placed.digests()).map(|(placed, all)| placed.with_digests(all.clone()));

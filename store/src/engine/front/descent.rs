@@ -23,7 +23,7 @@ use crate::engine::read::listing::parent_of;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::fair_turn::FairTurn;
-use crate::engine::tasks::notify::{Section, before};
+use crate::engine::tasks::notify::{Section, with_deadline};
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::delete::{self, Answer};
@@ -161,7 +161,7 @@ pub(crate) async fn delete_prefix(
         Ok::<_, Reason>((namespace, search.keys))
     });
     let deadline = request.deadline.map(|at| rt.sleep_until(at));
-    match before(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {
+    match with_deadline(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(found) => {
             for (shard, part) in delete::begin_found(shared, router.shards(), found, request.deadline, reply)
             {

@@ -25,7 +25,7 @@ use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::health::Vigil;
 use crate::engine::tasks::fair_turn::FairTurn;
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::directory;
 use crate::engine::write::delete::{self, DeletePart};
@@ -45,7 +45,7 @@ struct Executor {
     busy: Rc<Cell<usize>>,
     /// Whose search for descendants runs.
     searching: Rc<FairTurn<TenantSalt>>,
-    /// No house is kept any more.
+    /// Background tasks end.
     stopping: Rc<Cell<bool>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
@@ -145,7 +145,7 @@ impl Executor {
                 Message::KeepCompact(merging) => self.keep_compact(merging),
                 Message::Shrink => self.shrink(),
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
-                Message::Name => self.name_evicted(),
+                Message::TellQuotaEvictions => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
                 }
@@ -193,7 +193,7 @@ impl Executor {
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
             reports.push(recover::recover(&adopted.log).await?);
-            self.checkpoint_periodically(&adopted);
+            self.upkeep_periodically(&adopted);
             self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
         }
@@ -240,9 +240,9 @@ impl Executor {
         );
     }
 
-    /// What a shard does by the clock: checkpoints where something was written, and sweeping up leases that
-    /// ended.
-    fn checkpoint_periodically(&self, shard: &Rc<Shard>) {
+    /// Periodic upkeep of a shard, every `checkpoint_every`: leases that ended are swept up, the clock of recency goes on, and
+    /// a checkpoint is written if records were added.
+    fn upkeep_periodically(&self, shard: &Rc<Shard>) {
         let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
         let keeping = async move {
@@ -443,7 +443,7 @@ impl Executor {
             }
             checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
         };
-        let finished = before(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
+        let finished = with_deadline(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
         finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
     }
 }

@@ -68,7 +68,7 @@ pub(crate) enum Message {
     /// Give segments of a shard that hold nothing back, for another one.
     GiveSpare { shard: u32, bytes: u64, reply: Reply<bool> },
     /// Tell of what quotas took out.
-    Name,
+    TellQuotaEvictions,
     /// Say how many bytes the file systems of the directories have free.
     FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
@@ -177,7 +177,7 @@ impl TellEvicted for Router {
     fn tell_evicted(&self, shared: &Shared) {
         if !shared.unnamed.is_empty() {
             for sender in &self.executors {
-                let _ = sender.try_send(Message::Name);
+                let _ = sender.try_send(Message::TellQuotaEvictions);
             }
         }
     }

@@ -27,7 +27,7 @@ use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::grace::Arrival;
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
 use crate::error::Reason;
@@ -175,7 +175,7 @@ pub(crate) async fn prove(
     drop(arrival);
     let proven = match opened {
         Ok(opened) => {
-            let proving = before(pin!(job.prove(reads, &opened)), deadline).await;
+            let proving = with_deadline(pin!(job.prove(reads, &opened)), deadline).await;
             proving.unwrap_or(Err(Reason::DeadlinePassed.into())).map(|runs| (runs, opened))
         }
         Err(why) => Err(why),

@@ -30,7 +30,7 @@ use super::wanted::Wanted;
 use crate::api::Verify;
 use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
-use crate::engine::tasks::notify::{Section, before};
+use crate::engine::tasks::notify::{Section, with_deadline};
 use crate::engine::volume::segment::{Hold, Segment};
 use crate::error::{Reason, broken_invariant};
 use crate::index::Lookup;
@@ -153,7 +153,7 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
         }
         match reads.flights.join(&job, record.index, wanted, generation) {
             Some(Role::Follow(flight)) => {
-                job.underway.is_shared();
+                job.underway.exclude_from_measurement();
                 followed.push((record, flight));
             }
             Some(Role::Lead(flight)) => {
@@ -173,7 +173,7 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
         }
         ending
     };
-    let follow = async { before(pin!(follow_all(&job, followed)), deadline).await.flatten() };
+    let follow = async { with_deadline(pin!(follow_all(&job, followed)), deadline).await.flatten() };
     let (stopped, missed) = both(lead, follow).await;
     run.end();
     if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {

@@ -66,8 +66,8 @@ impl Underway {
         self.shared.disk_path.outstanding.fetch_sub(step, Ordering::Relaxed);
     }
 
-    /// Some of it comes from another read's load.
-    pub(crate) fn is_shared(&self) {
+    /// Leaves the read out of the measurement: some of its bytes come from another read's load.
+    pub(crate) fn exclude_from_measurement(&self) {
         self.counts.store(false, Ordering::Relaxed);
     }
 

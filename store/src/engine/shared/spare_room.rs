@@ -12,7 +12,7 @@ use std::time::Duration;
 use kvarts_layout::planted;
 
 use super::Shared;
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::rt::mailbox::Ticket;
 use crate::rt::{LocalTask, Nanos};
 use crate::sync::OnceLock;
@@ -81,7 +81,7 @@ impl Shared {
         let answer = other.zip(others).and_then(|((other, _), others)| others.give_spare(other, shortage));
         let Some(answer) = answer else { return false };
         let within = if planted!("spare-room-waits") { Duration::from_secs(3600) } else { ANSWER_WITHIN };
-        match before(pin!(answer), Some(timer(now.plus(within)))).await {
+        match with_deadline(pin!(answer), Some(timer(now.plus(within)))).await {
             Some(given) => given.unwrap_or(false),
             None => {
                 self.spare_room.leave_alone_until(self.clock.now().plus(ASKED_AGAIN_AFTER));

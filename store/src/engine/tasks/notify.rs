@@ -135,7 +135,7 @@ impl Section {
 }
 
 /// What `work` gives, or `None` if the deadline comes first. A deadline that is lent serves for more work afterwards.
-pub(crate) async fn before<T>(
+pub(crate) async fn with_deadline<T>(
     mut work: Pin<&mut impl Future<Output = T>>,
     mut deadline: Option<impl Future<Output = ()> + Unpin>,
 ) -> Option<T> {

@@ -277,10 +277,10 @@ impl Segment {
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));
     }
 
-    /// What a segment was sealed without and still has: all between its records and its footer, where that is at least
-    /// `bytes_min`. Pages never written are holes to the file system, given back or not: only the books
-    /// tell them apart.
-    pub(crate) fn rest(&self, bytes_min: u64, segment_bytes: u64) -> Option<(u64, u64)> {
+    /// Offset and length of the unused gap between the records of a sealed segment and its footer, if it is at least `bytes_min`
+    /// long and was not punched yet. Pages never written are holes to the file system, given back or not: only the
+    /// books tell them apart.
+    pub(crate) fn punchable_gap(&self, bytes_min: u64, segment_bytes: u64) -> Option<(u64, u64)> {
         let (at, len) = self.gap.get()?;
         let there = self.book.accounted().saturating_add(len / 2) > segment_bytes;
         (there && len >= bytes_min && !self.gap_tried.get()).then_some((at, len))

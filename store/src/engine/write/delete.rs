@@ -30,7 +30,7 @@ use super::log::Log;
 use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
 use crate::error::{Error, Reason};
@@ -284,8 +284,8 @@ impl DeleteJob {
         }
     }
 
-    /// One shard's epoch is durable.
-    fn epoch_is_durable(&self) {
+    /// Notes that one shard's epoch is durable.
+    fn note_durable_epoch(&self) {
         let mut state = self.lock();
         state.epochs_left = state.epochs_left.saturating_sub(1);
         let waiting = if state.epochs_left == 0 { std::mem::take(&mut state.waiting) } else { Vec::new() };
@@ -294,7 +294,7 @@ impl DeleteJob {
     }
 
     /// Completes when the epochs of all shards are durable, or with why one of them may never be.
-    async fn epochs_are_durable(&self) -> Result<(), Reason> {
+    async fn wait_for_durable_epochs(&self) -> Result<(), Reason> {
         poll_fn(|context| {
             let mut state = self.lock();
             match &state.refused {
@@ -383,7 +383,7 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
     let job = Arc::clone(&part.job);
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
     let mut writing = pin!(write_down(log, &job));
-    match before(writing.as_mut(), deadline).await {
+    match with_deadline(writing.as_mut(), deadline).await {
         Some(result) => part.answer(&result),
         None => {
             job.lock().late = true;
@@ -425,13 +425,13 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
         write_one(log, job, body).await?;
     }
     if whole {
-        job.epoch_is_durable();
+        job.note_durable_epoch();
         // One shard does it for all.
         if log.volume.shard == 0 {
             let blocks = forget(&log.volume.shared, &job.namespace).await;
             job.lock().blocks = blocks;
         }
-        job.epochs_are_durable().await?;
+        job.wait_for_durable_epochs().await?;
         write_one(log, job, job.mark(Mark::Ended, log.volume.sequence.get())).await?;
     }
     Ok(())

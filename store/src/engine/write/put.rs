@@ -29,7 +29,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::segment::record_range;
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Reservation, Ticket as Claim};
@@ -459,7 +459,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
                     None => Ok(()),
                 }
             });
-            let settled = before(settling.as_mut(), deadline).await;
+            let settled = with_deadline(settling.as_mut(), deadline).await;
             let outcome = match &settled {
                 Some(Ok(())) => BlockOutcome::AlreadyThere,
                 Some(Err(reason)) => BlockOutcome::Refused(reason.clone()),
@@ -473,7 +473,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
         }
         PutWork::Write { run, digests, share } => {
             let paid = match job.stopped().filter(|_| share.is_owed()) {
-                None => before(pin!(share.paid(&log.volume.shared)), deadline.as_mut()).await,
+                None => with_deadline(pin!(share.paid(&log.volume.shared)), deadline.as_mut()).await,
                 stopped => stopped.map(Err),
             };
             if let Some(router) = tell {
@@ -487,7 +487,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: PutPart, mut deadline: Option<Local
                 }
             };
             let mut writing = pin!(write::write(log, &job, &run, &digests));
-            let ended = before(writing.as_mut(), deadline).await;
+            let ended = with_deadline(writing.as_mut(), deadline).await;
             let late = ended.is_none();
             let mut deleted = Vec::new();
             let outcome = match ended {

@@ -13,7 +13,7 @@ use super::{HeaderState, OUTSIDE, QueuedExtent, RegionState, ShardRead, SliceRea
 use crate::api::Order;
 use crate::engine::read::job::MemoryGuard;
 use crate::engine::read::prove;
-use crate::engine::tasks::notify::before;
+use crate::engine::tasks::notify::with_deadline;
 use crate::error::broken_invariant;
 use crate::io::{BufMut, SharedBuf};
 
@@ -226,7 +226,7 @@ impl ShardRead<'_> {
             }
             None => {
                 let deadline = self.job.request.deadline.map(|at| self.reads.volume.driver.sleep_until(at));
-                let taken = before(pin!(self.reads.volume.arena.take(bytes)), deadline).await;
+                let taken = with_deadline(pin!(self.reads.volume.arena.take(bytes)), deadline).await;
                 self.is_late = taken.is_none();
                 taken.flatten()
             }

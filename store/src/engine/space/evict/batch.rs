@@ -30,9 +30,9 @@ const AT_ONCE: usize = 64;
 const SEGMENTS_MAX: u64 = 4;
 /// A segment is worth a flush when at least one part in this many of it is dead.
 const DEAD_PARTS: u64 = 16;
-/// What a segment is sealed without is given back when it is so large a part of it: it costs the segment its file, which
-/// is not recycled then.
-const REST_PARTS: u64 = 4;
+/// The unused gap between the last record and the footer is punched if it is at least one part in this many of the segment: a
+/// punched file is not recycled.
+const GAP_PARTS: u64 = 4;
 /// Bytes that are given back in one go.
 const PUNCH_BYTES: u64 = 1 << 20;
 /// Steps for which a block stays that has lost the blocks before it: they may be on their way.
@@ -92,7 +92,8 @@ impl Space {
             self.volume.segments.borrow().values().filter(|segment| is_punchable(&self.volume, segment))
         {
             let unused = segment.book.space().dead.saturating_sub(segment.unpunchable_bytes.get());
-            let rest = segment.rest(segment_bytes / REST_PARTS, segment_bytes).map_or(0, |(_, len)| len);
+            let rest =
+                segment.punchable_gap(segment_bytes / GAP_PARTS, segment_bytes).map_or(0, |(_, len)| len);
             let bytes = unused + if kvarts_layout::planted!("rest-is-no-room") { 0 } else { rest };
             if bytes >= segment_bytes / DEAD_PARTS {
                 had += bytes;
@@ -413,7 +414,7 @@ impl Space {
             }
         }
         let mut ranges = without(&ranges, &segment.holes.borrow());
-        ranges.extend(segment.rest(1, self.volume.shared.segment_bytes));
+        ranges.extend(segment.punchable_gap(1, self.volume.shared.segment_bytes));
         ranges
     }
 
@@ -449,7 +450,7 @@ impl Space {
         if self.no_holes.get() {
             return;
         }
-        if let Some(rest) = segment.rest(segment_bytes / REST_PARTS, segment_bytes) {
+        if let Some(rest) = segment.punchable_gap(segment_bytes / GAP_PARTS, segment_bytes) {
             let footer = Footer { records: records.to_vec() };
             self.punch(vec![Punched { segment: Rc::clone(segment), footer, ranges: vec![rest] }]).await;
             // Nothing of its records was given back: recovery has not even taken them in.

@@ -435,10 +435,10 @@ impl Choice<'_> {
         going
     }
 
-    /// If enough segments are emptied as a whole, what ranks no higher than all that was in them stays elsewhere until
-    /// the next time. A segment is more than what lives in it, so emptying one as a rule leaves a little to be had of
-    /// the next: a hole there would be the end of that one's file, whose blocks the file system takes back, finds again
-    /// for another one, and writes for the first time. Gives the segments in which something stays for this.
+    /// If the picked blocks empty enough whole segments, picked blocks of equal or lower rank in other segments stay until the
+    /// next time. Emptying a segment frees more than its live bytes, so as a rule only a small remainder is wanted from
+    /// another segment. A hole punched there would make that segment's file unfit for recycling: the file system would
+    /// have to allocate and write its space anew. Gives the segments in which blocks stay for this reason.
     async fn spare_others(&mut self, picked: &[(Order, Picked)], section: &mut Section<'_>) -> BTreeSet<u32> {
         let (mut least, mut spared) = (BTreeMap::new(), BTreeSet::new());
         for (order, block) in picked {

@@ -32,7 +32,7 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use self::image::Image;
 use super::write::{Piece, publish};
-use super::{PutJob, before, check, record_blocks, reserve, shard_of};
+use super::{PutJob, check, record_blocks, reserve, shard_of, with_deadline};
 use crate::api::by_layers::Progress;
 use crate::api::{BlockOutcome, Durability, LayeredPut, PutRequest, StepGate};
 use crate::engine::shared::Shared;
@@ -199,7 +199,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     let promises = std::mem::take(&mut part.promises);
     {
         let mut writing = pin!(write(log, &part, &segment, &places));
-        let ended = before(writing.as_mut(), deadline).await;
+        let ended = with_deadline(writing.as_mut(), deadline).await;
         let late = ended.is_none();
         let blocks = part.job.request.keys.len() as u32;
         let outcomes: Vec<_> = match ended.unwrap_or(Err(Reason::DeadlinePassed)) {
@@ -241,7 +241,7 @@ async fn pay(volume: &Volume, mut part: LayersPart, deadline: Option<&mut LocalT
         }
         Ok(promises)
     });
-    let paid = before(paying, deadline).await;
+    let paid = with_deadline(paying, deadline).await;
     if let Some(router) = tell {
         router.tell_evicted(&volume.shared);
     }
@@ -265,7 +265,7 @@ async fn find(
     deadline: Option<&mut LocalTask>,
 ) -> Option<(LayersPart, Rc<Segment>, Vec<Place>)> {
     let mut taking = pin!(take_segment(log));
-    let segment = match before(taking.as_mut(), deadline).await {
+    let segment = match with_deadline(taking.as_mut(), deadline).await {
         Some(Ok(segment)) => segment,
         Some(Err(reason)) => {
             part.refuse(reason);
