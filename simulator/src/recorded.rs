@@ -1,6 +1,8 @@
 //! Recordings of a real engine's scheduler (`scripts/sim-record`), and the same requests in the simulator: whether it decides
 //! the same, step by step, and how far off its times are.
 
+#![allow(clippy::indexing_slicing, reason = "tables of four by four")]
+
 use std::io::{BufRead, Read};
 
 use serde::Deserialize;
@@ -106,7 +108,10 @@ impl Recording {
         let limits = limits.ok_or(TraceError { line: 1, what: "empty".into() })?;
         let steps = decided.len() as u64;
         if asked.is_empty() || decided.is_empty() || asked.iter().any(|one| one.step >= steps) {
-            return Err(TraceError { line: 0, what: "it has no requests, no steps, or requests after its steps".into() });
+            return Err(TraceError {
+                line: 0,
+                what: "it has no requests, no steps, or requests after its steps".into(),
+            });
         }
         Ok(Self { limits, asked, decided })
     }
@@ -120,20 +125,18 @@ impl Recording {
              device = \"recorded\"\ndevices = 1\n[hbm]\ngb = {gb}\n[engine]\nbatch_max = {batch_max}\n\
              chunk_tokens = {chunk_tokens}\n"
         );
-        let mut cluster: Cluster =
-            Cluster::unchecked(&text).map_err(RunError::Spec)?;
+        let mut cluster: Cluster = Cluster::unchecked(&text).map_err(RunError::Spec)?;
         cluster.measured = Some(measured);
         cluster.facts().map_err(RunError::Spec)?;
         Ok(cluster)
     }
 
     fn run(&self, cluster: &Cluster, at: impl Fn(&Asked) -> f64) -> Result<Counted, RunError> {
-        // Without a prefix cache every block is a different one.
-        let mut fresh = 0..u64::MAX;
+        // Without a prefix cache no block has a name.
         let requests = self.asked.iter().map(|one| {
             let blocks = match self.limits.prefix_caching {
                 true => one.hash_ids.clone(),
-                false => fresh.by_ref().take(one.hash_ids.len()).collect(),
+                false => Vec::new(),
             };
             let (input_tokens, output_tokens) = (one.input_length, one.output_length);
             Ok(Request { at_ms: at(one), input_tokens, output_tokens, blocks })
@@ -146,7 +149,14 @@ impl Recording {
     /// What the simulator decides for the same requests before the same steps.
     pub fn replay(&self) -> Result<Vec<Batch>, RunError> {
         // Steps of one millisecond: who came before step n is there in the middle of the one before it.
-        let one = Measured { block_bytes: 1 << 20, layers: 1, step_ms: 1.0, token_us: 0.0, sequence_us: 0.0, pair_ns: 0.0 };
+        let one = Measured {
+            block_bytes: 1 << 20,
+            layers: 1,
+            step_ms: 1.0,
+            token_us: 0.0,
+            sequence_us: 0.0,
+            pair_ns: 0.0,
+        };
         let at = |one: &Asked| if one.step == 0 { 0.0 } else { one.step as f64 - 0.5 };
         Ok(self.run(&self.cluster(one)?, at)?.schedule.unwrap_or_default())
     }
@@ -174,13 +184,22 @@ impl Recording {
 
     /// A step's time as a sum (see [`Measured`]), by least squares over the recorded steps; no part of it is negative.
     pub fn calibrate(&self) -> Measured {
-        let zero = Measured { block_bytes: 1 << 20, layers: 1, step_ms: 0.0, token_us: 0.0, sequence_us: 0.0, pair_ns: 0.0 };
+        let zero = Measured {
+            block_bytes: 1 << 20,
+            layers: 1,
+            step_ms: 0.0,
+            token_us: 0.0,
+            sequence_us: 0.0,
+            pair_ns: 0.0,
+        };
         let rows: Vec<([f64; 4], f64)> = self.steps(&EngineTimes::Measured(zero));
         // Whatever would be negative is left out, and the rest is fitted again.
         let mut used = [true; 4];
         let found = loop {
             let found = least_squares(&rows, used);
-            let worst = (1..4).filter(|at| used[*at] && found[*at] < 0.0).min_by(|a, b| found[*a].total_cmp(&found[*b]));
+            let worst = (1..4)
+                .filter(|at| used[*at] && found[*at] < 0.0)
+                .min_by(|a, b| found[*a].total_cmp(&found[*b]));
             match worst {
                 Some(at) => used[at] = false,
                 None => break found,
@@ -216,7 +235,8 @@ impl Recording {
 
     /// How the simulator says this recording by an engine's times from another one.
     pub fn told_by(&self, measured: Measured) -> Result<Told, RunError> {
-        let counted = self.run(&self.cluster(measured)?, |one| one.at_ms)?;
+        // A request that came before a step is in it.
+        let counted = self.run(&self.cluster(measured)?, |one| (one.at_ms - 1e-3).max(0.0))?;
         let mean = |sum: f64| sum / self.asked.len() as f64;
         let ttft = mean(self.asked.iter().map(|one| one.first_token_ms - one.at_ms).sum());
         let end: f64 = self.decided.iter().map(|step| step.ms).sum();
@@ -266,7 +286,9 @@ fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
         }
     }
     for at in 0..4 {
-        let Some(best) = (at..4).max_by(|a, b| sums[*a][at].abs().total_cmp(&sums[*b][at].abs())) else { break };
+        let Some(best) = (at..4).max_by(|a, b| sums[*a][at].abs().total_cmp(&sums[*b][at].abs())) else {
+            break;
+        };
         sums.swap(at, best);
         let pivot = sums[at];
         if pivot[at].abs() < 1e-30 {

@@ -34,7 +34,8 @@ impl<W: Work> Simulation<'_, W> {
         let node = &mut self.nodes[usize::from(at)];
         let mut chunks = std::mem::take(&mut node.chunks);
         chunks.clear();
-        let mut budget = u64::from(self.cluster.engine.chunk_tokens).saturating_sub(node.decoding.len() as u64);
+        let mut budget =
+            u64::from(self.cluster.engine.chunk_tokens).saturating_sub(node.decoding.len() as u64);
         self.go_on(at, &mut budget, &mut chunks, &mut stopped);
         if stopped.is_empty() {
             self.admit(at, &mut budget, &mut chunks);
@@ -85,7 +86,9 @@ impl<W: Work> Simulation<'_, W> {
     fn grow(&mut self, at: u16, stopped: &mut Vec<u64>) {
         let node = &mut self.nodes[usize::from(at)];
         let (next, mut due) = (node.steps + 1, Vec::new());
-        while let Some(Reverse((step, rank, open))) = node.growing.peek().copied().filter(|one| one.0.0 <= next) {
+        while let Some(Reverse((step, rank, open))) =
+            node.growing.peek().copied().filter(|one| one.0.0 <= next)
+        {
             node.growing.pop();
             // Who was stopped or has ended stands there under a rank that nobody has any more.
             if node.running.get(&rank) == Some(&open) {
@@ -155,8 +158,11 @@ impl<W: Work> Simulation<'_, W> {
         let block_tokens = u64::from(self.cluster.block_tokens);
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
-        let Some(end) = running.ends_at.filter(|_| node.running.get(&running.rank) == Some(&open)) else { return };
-        let there = running.arrival.input_tokens + running.arrival.output_tokens - end.saturating_sub(node.steps) - 1;
+        let Some(end) = running.ends_at.filter(|_| node.running.get(&running.rank) == Some(&open)) else {
+            return;
+        };
+        let there =
+            running.arrival.input_tokens + running.arrival.output_tokens - end.saturating_sub(node.steps) - 1;
         let filled = ((there / block_tokens) as usize).min(running.arrival.blocks.len());
         while running.pinned < filled && running.taken > 0 {
             let Some(block) = running.arrival.blocks.get(running.pinned) else { break };
@@ -261,7 +267,8 @@ impl<W: Work> Simulation<'_, W> {
         let block_tokens = u64::from(self.cluster.block_tokens);
         let full = self.full_blocks(running.target() - 1) as usize;
         let hbm = &self.nodes[usize::from(at)].hbm;
-        let near = running.arrival.blocks.iter().take(full).take_while(|block| hbm.has(**block)).count() as u64;
+        let near =
+            running.arrival.blocks.iter().take(full).take_while(|block| hbm.has(**block)).count() as u64;
         let near = near * block_tokens;
         if running.stopped > 0 || running.planned_tokens <= running.near_tokens {
             return near;
@@ -290,7 +297,8 @@ impl<W: Work> Simulation<'_, W> {
         // Others have computed some of it since it came, or what it found has left.
         self.counted.computed_tokens = self.counted.computed_tokens + was - there;
         let hits = &mut self.counted.hits;
-        let (more, less) = (there.saturating_sub(was) / block_tokens, was.saturating_sub(there) / block_tokens);
+        let (more, less) =
+            (there.saturating_sub(was) / block_tokens, was.saturating_sub(there) / block_tokens);
         let (more, less) = (more.min(hits.miss), less.min(hits.hbm));
         (hits.hbm, hits.miss) = (hits.hbm + more - less, hits.miss + less - more);
     }

@@ -29,7 +29,7 @@ pub use figures::{Batch, Counted, Histogram, Hits, Slice};
 pub use page::page;
 pub use run::{RunError, Simulation};
 pub use spec::{
-    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Measured, Memory, NODES_MAX, Nodes, Policy, Prefetch, Price,
-    RouterKind, SpecError, Way,
+    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Measured, Memory, NODES_MAX, Nodes, Policy, Prefetch,
+    Price, RouterKind, SpecError, Way,
 };
 pub use times::{EngineTimes, Step};

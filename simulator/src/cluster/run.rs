@@ -528,7 +528,8 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// Begins to decode, as soon as there is room.
     fn decode(&mut self, at: u16, open: Open) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
-        let (input, output, made) = (running.arrival.input_tokens, running.arrival.output_tokens, running.made);
+        let (input, output, made) =
+            (running.arrival.input_tokens, running.arrival.output_tokens, running.made);
         if running.node != at {
             let needed = (input + output).div_ceil(u64::from(self.cluster.block_tokens));
             let node = &mut self.nodes[usize::from(at)];

@@ -59,7 +59,12 @@ impl EngineTimes {
         match self {
             Self::Sheet(sheet) => sheet.step_ms(&step.sheet),
             Self::Measured(measured) => {
-                let each = [measured.step_ms, measured.token_us / 1e3, measured.sequence_us / 1e3, measured.pair_ns / 1e6];
+                let each = [
+                    measured.step_ms,
+                    measured.token_us / 1e3,
+                    measured.sequence_us / 1e3,
+                    measured.pair_ns / 1e6,
+                ];
                 each.iter().zip(step.terms()).map(|(each, count)| each * count).sum::<f64>()
             }
         }
