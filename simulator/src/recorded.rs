@@ -279,10 +279,9 @@ fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
     }
     for at in 0..4 {
         if !used[at] {
-            for other in 0..4 {
-                (sums[at][other], sums[other][at]) = (0.0, 0.0);
-            }
-            (sums[at][at], sums[at][4]) = (1.0, 0.0);
+            sums.iter_mut().for_each(|row| row[at] = 0.0);
+            sums[at] = [0.0; 5];
+            sums[at][at] = 1.0;
         }
     }
     for at in 0..4 {

@@ -2,20 +2,19 @@
 //! requests before the same steps give the same batches, in the same order, with the same requests stopped.
 use kvarts_simulator::recorded::Recording;
 
-fn recording(name: &str) -> Recording {
-    let place = format!("{}/tests/recorded/{name}.jsonl", env!("CARGO_MANIFEST_DIR"));
-    Recording::read(std::fs::read(place).unwrap().as_slice()).unwrap()
-}
+const CHUNKS: &str = include_str!("recorded/chunks.jsonl");
+const SHORTAGE: &str = include_str!("recorded/shortage.jsonl");
+const CACHED: &str = include_str!("recorded/cached.jsonl");
 
-fn same(name: &str) -> Recording {
-    let recording = recording(name);
-    assert_eq!(recording.difference().unwrap(), None, "{name}");
+fn same(text: &str) -> Recording {
+    let recording = Recording::read(text.as_bytes()).unwrap();
+    assert_eq!(recording.difference().unwrap(), None);
     recording
 }
 
 #[test]
 fn prompts_longer_than_a_step_are_computed_in_the_same_chunks() {
-    let recording = same("chunks");
+    let recording = same(CHUNKS);
     let chunked = recording.decided.iter().flat_map(|step| &step.batch).filter(|(_, tokens)| *tokens > 1);
     assert!(chunked.count() > recording.asked.len());
 }
@@ -23,7 +22,7 @@ fn prompts_longer_than_a_step_are_computed_in_the_same_chunks() {
 #[test]
 fn times_are_told_from_another_recording_s_steps() {
     // The recorded batches, with times that a sum gives: it is found again, and whole runs follow from it.
-    let mut recording = recording("chunks");
+    let mut recording = Recording::read(CHUNKS.as_bytes()).unwrap();
     let mut at = vec![0u64; recording.asked.len()];
     let (mut now, mut starts) = (0.0, Vec::new());
     for step in &mut recording.decided {
@@ -56,7 +55,7 @@ fn times_are_told_from_another_recording_s_steps() {
 
 #[test]
 fn what_is_no_recording_is_told_with_its_line() {
-    let text = include_str!("recorded/chunks.jsonl");
+    let text = CHUNKS;
     let fault = |text: &str| Recording::read(text.as_bytes()).unwrap_err().to_string();
     assert_eq!(fault(""), "line 1: empty");
     assert!(fault(text.lines().next().unwrap()).starts_with("it has no requests"));
@@ -67,13 +66,13 @@ fn what_is_no_recording_is_told_with_its_line() {
 
 #[test]
 fn where_memory_is_short_the_same_requests_are_stopped_and_come_back() {
-    let recording = same("shortage");
+    let recording = same(SHORTAGE);
     assert!(recording.decided.iter().any(|step| !step.preempted.is_empty()));
 }
 
 #[test]
 fn a_prefix_cache_from_which_blocks_leave_gives_the_same_hits() {
-    let recording = same("cached");
+    let recording = same(CACHED);
     let computed: u64 = recording.decided.iter().flat_map(|step| &step.batch).map(|(_, tokens)| tokens).sum();
     let all: u64 = recording.asked.iter().map(|one| one.input_length + one.output_length - 1).sum();
     assert!(computed < all, "{computed} of {all}");
