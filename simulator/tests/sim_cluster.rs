@@ -167,6 +167,13 @@ fn what_is_no_cluster_is_told_with_its_place() {
     assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: NaN is not possible"));
     assert!(told("h100", "h1000").starts_with("device: no device is called `h1000`; there are a100"));
     assert!(told("llama-3.1-8b", "lama").starts_with("model: no model is called `lama`"));
+    let measured = |step: &str| {
+        let table = format!("{FILE}[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = {step}\n");
+        Cluster::parse(&table.replace("llama-3.1-8b", "my own"))
+    };
+    assert!(measured("2.5").is_ok());
+    let error = measured("-1.0").unwrap_err().to_string();
+    assert!(error.starts_with("measured.step_ms: -1 is not possible"), "{error}");
     assert!(told("[disk]", "[disk").starts_with("line 13: "), "{}", told("[disk]", "[disk"));
 }
 

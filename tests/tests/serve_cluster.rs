@@ -200,7 +200,7 @@ fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
     until_known(&b.0, &desks[1], &keys[..4], 1);
     assert_eq!(desks[1].outcomes(desks[1].request(COLUMN(), &keys, 2)), vec![BlockOutcome::Stored; 8]);
     until_known(&a.0, &desks[0], &keys[..4], 2);
-    // The copies go, and what nobody else had stays.
+    // The copies go, and blocks without another holder stay.
     until_known(&a.0, &desks[0], &keys, 1);
     desks[1].expect(COLUMN(), &keys[..4], 1);
     desks[1].expect(COLUMN(), &keys[4..], 2);

@@ -166,14 +166,14 @@ impl ColdTier {
         !self.tier.access().is_paused()
     }
 
-    /// How long bringing so many bytes takes, by what was brought lately.
+    /// How long a restore of this many bytes takes, by the restores of the last while.
     pub fn takes(&self, bytes: u64) -> Option<Duration> {
         let rate = self.rate.load(Ordering::Relaxed);
         let least = self.tier.range_time().unwrap_or_default();
         (rate > 0).then(|| Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
     }
 
-    /// So many bytes were brought in this time.
+    /// Notes that a restore of this many bytes took this time.
     fn took(&self, bytes: u64, time: Duration) {
         if bytes == 0 || time.is_zero() {
             return;

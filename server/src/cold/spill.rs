@@ -166,7 +166,7 @@ impl ColdTier {
     }
 
     /// What is worth it of what goes next, by namespace; of a namespace nothing if it is too little for a pack and one was made
-    /// lately: a manifest has room for so many.
+    /// lately: a manifest has room for a limited number of packs.
     async fn worth_it(&self) -> BTreeMap<NamespaceId, Option<OfOne>> {
         let mut all: BTreeMap<NamespaceId, Option<(Of, u64, Parts)>> = BTreeMap::new();
         for shard in 0..self.store.shards() {

@@ -140,7 +140,7 @@ pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })
 }
 
-/// Has the configuration read again by whoever started the server.
+/// Has the program that started the server read its configuration again.
 pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "reload asked for");
     match call.state.reloads.ask().await {

@@ -64,7 +64,7 @@ fn begin(
     }
 }
 
-/// Hands on what a read tells, until all is told or nobody listens.
+/// Passes the events of a read on, until the last one or until the reader has left.
 async fn forward(inner: &ReadStream, sink: &ReadSink) {
     loop {
         let event = std::future::poll_fn(|context| {

@@ -115,6 +115,21 @@ pub struct Slice {
     pub blocks: u64,
 }
 
+/// One step of a node's engine.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Batch {
+    /// The node.
+    pub node: u16,
+    /// When it began, and how long it took.
+    pub at_ms: f64,
+    /// See above.
+    pub ms: f64,
+    /// Requests by their place in the order of arrival, each with its tokens, in the order in which they were let in.
+    pub tokens: Vec<(u64, u64)>,
+    /// Requests that were stopped for want of memory before it.
+    pub stopped: Vec<u64>,
+}
+
 /// What was counted.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
@@ -164,6 +179,10 @@ pub struct Counted {
     pub events: u64,
     /// The greatest number of requests that waited and ran at once.
     pub open_max: u64,
+    /// How often a request was stopped for want of device memory, to begin anew.
+    pub preemptions: u64,
+    /// Every step, if the run was told to note them.
+    pub schedule: Option<Vec<Batch>>,
     /// By time.
     pub slices: Vec<Slice>,
     /// What a slice is long.
@@ -250,6 +269,7 @@ impl Counted {
         add("cost_per_hour", json!(round(cost)));
         let million = self.output_tokens as f64 / 1e6;
         add("cost_per_million_output_tokens", json!(round(cost * hours / million.max(1e-9))));
+        add("preemptions", json!(self.preemptions));
         add("events", json!(self.events));
         add("open_requests_max", json!(self.open_max));
         map

@@ -13,6 +13,7 @@
     reason = "places in these tables are given out by them: a wrong one is a bug of the simulation"
 )]
 
+mod batch;
 mod figures;
 mod node;
 mod page;
@@ -21,12 +22,14 @@ mod run;
 pub mod search;
 mod spec;
 mod tiers;
+mod times;
 pub mod work;
 
-pub use figures::{Counted, Histogram, Hits, Slice};
+pub use figures::{Batch, Counted, Histogram, Hits, Slice};
 pub use page::page;
 pub use run::{RunError, Simulation};
 pub use spec::{
-    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Memory, NODES_MAX, Nodes, Policy, Prefetch, Price,
-    RouterKind, SpecError, Way,
+    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Measured, Memory, NODES_MAX, Nodes, Policy, Prefetch,
+    Price, RouterKind, SpecError, Way,
 };
+pub use times::{EngineTimes, Step};

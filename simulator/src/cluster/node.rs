@@ -38,6 +38,11 @@ pub(super) struct Node {
     pub(super) prefilling: VecDeque<Open>,
     /// Sequences that decode, by the step in which they end.
     pub(super) decoding: BinaryHeap<Reverse<(u64, Open)>>,
+    /// Prefills and sequences that may be stopped, in the order in which they were let in; and how many ever were.
+    pub(super) running: BTreeMap<u64, Open>,
+    pub(super) let_in: u64,
+    /// When which of them needs another block: step, place in that order, request.
+    pub(super) growing: BinaryHeap<Reverse<(u64, u64, Open)>>,
     pub(super) context: u64,
     pub(super) steps: u64,
     /// What is prefilled in the step that runs.
@@ -71,6 +76,9 @@ impl Node {
             waiting: VecDeque::new(),
             prefilling: VecDeque::new(),
             decoding: BinaryHeap::new(),
+            running: BTreeMap::new(),
+            let_in: 0,
+            growing: BinaryHeap::new(),
             context: 0,
             steps: 0,
             chunks: Vec::new(),

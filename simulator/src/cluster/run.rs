@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
-use kvarts_planner::cost::{Decode, Prefill, Step};
+use kvarts_planner::cost::{Decode, Prefill};
 use kvarts_planner::plan::{Does, Links, Part, Plan, Question, Run, Source, Sources};
 
 use super::figures::Counted;
@@ -24,14 +24,12 @@ use super::tiers::Cache;
 use super::work::{Arrival, Work};
 use crate::trace::TraceError;
 
-/// Requests of a queue that are looked at for one whose time has come.
-const LOOKED_AT: usize = 64;
 /// Writes that are further behind are left out: a cache need not keep everything.
 const BEHIND_MS: f64 = 5000.0;
 
 /// What happens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum What {
+pub(super) enum What {
     /// The next request that waits for nobody.
     Next,
     /// A session goes on, with the request in this place.
@@ -46,23 +44,40 @@ enum What {
 
 /// A request that is open.
 #[derive(Debug)]
-struct Running {
-    arrival: Arrival,
-    node: u16,
+pub(super) struct Running {
+    pub(super) arrival: Arrival,
+    /// Its place in the order of arrival.
+    pub(super) number: u64,
+    pub(super) node: u16,
     decoder: u16,
     /// Tokens whose state is there or computed.
-    at_token: u64,
+    pub(super) at_token: u64,
     /// Tokens that were there at the beginning, whatever is loaded.
-    near_tokens: u64,
+    pub(super) near_tokens: u64,
     /// Tokens that the plan loads up to.
-    planned_tokens: u64,
-    asked_at: f64,
-    loaded_at: f64,
-    starts_at: f64,
+    pub(super) planned_tokens: u64,
+    pub(super) asked_at: f64,
+    pub(super) loaded_at: f64,
+    pub(super) starts_at: f64,
     first_token_at: f64,
-    /// Blocks of the prompt that are pinned, and room without names.
-    pinned: usize,
-    taken: u64,
+    /// Tokens of the answer that are there when its prefill ends or, while it decodes, were there then.
+    pub(super) made: u64,
+    /// While it decodes: the step in which it ends.
+    pub(super) ends_at: Option<u64>,
+    /// Its place in the order in which the node let requests in.
+    pub(super) rank: u64,
+    /// How often it was stopped for want of memory.
+    pub(super) stopped: u32,
+    /// Leading blocks that are pinned, and room without names.
+    pub(super) pinned: usize,
+    pub(super) taken: u64,
+}
+
+impl Running {
+    /// Tokens that are to be computed before it decodes: the prompt, and what it had answered when it was stopped.
+    pub(super) fn target(&self) -> u64 {
+        self.arrival.input_tokens + self.made
+    }
 }
 
 /// A simulation under way.
@@ -80,12 +95,13 @@ pub struct Simulation<'a, W> {
     pub(super) now: f64,
     turns: Vec<Option<Arrival>>,
     turns_free: Vec<u32>,
-    open: Vec<Option<Running>>,
+    pub(super) open: Vec<Option<Running>>,
     open_free: Vec<Open>,
     began: BTreeMap<u32, f64>,
     router: Router,
     layer_bytes: Vec<u64>,
-    counted: Counted,
+    pub(super) counted: Counted,
+    arrived: u64,
 }
 
 /// Why a run ended early.
@@ -149,7 +165,14 @@ impl<'a, W: Work> Simulation<'a, W> {
             router,
             layer_bytes,
             counted: Counted::default(),
+            arrived: 0,
         })
+    }
+
+    /// Notes every step ([`Counted::schedule`]): memory grows with the run.
+    pub fn recording(mut self) -> Self {
+        self.counted.schedule = Some(Vec::new());
+        self
     }
 
     /// Runs to the end; `tell` is told of time and requests now and then.
@@ -163,10 +186,9 @@ impl<'a, W: Work> Simulation<'a, W> {
             }
             match what {
                 What::Next => {
-                    if let Some(arrival) = self.upcoming.take() {
-                        self.arrive(arrival);
-                    }
+                    let arrival = self.upcoming.take();
                     self.fetch_next()?;
+                    arrival.into_iter().for_each(|arrival| self.arrive(arrival));
                 }
                 What::Turn(place) => {
                     let arrival = self.turns.get_mut(place as usize).and_then(Option::take);
@@ -200,7 +222,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         (seen.len() as u64, all)
     }
 
-    fn at(&mut self, at: f64, what: What) {
+    pub(super) fn at(&mut self, at: f64, what: What) {
         self.sequence += 1;
         self.events.push(Reverse((at.max(self.now).to_bits(), self.sequence, what)));
     }
@@ -213,7 +235,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         Ok(())
     }
 
-    fn full_blocks(&self, tokens: u64) -> u64 {
+    pub(super) fn full_blocks(&self, tokens: u64) -> u64 {
         tokens / u64::from(self.cluster.block_tokens)
     }
 
@@ -272,6 +294,7 @@ impl<'a, W: Work> Simulation<'a, W> {
     }
 
     fn arrive(&mut self, arrival: Arrival) {
+        self.arrived += 1;
         let needed =
             (arrival.input_tokens + arrival.output_tokens).div_ceil(u64::from(self.cluster.block_tokens));
         if let Some((session, _)) = arrival.session {
@@ -294,6 +317,11 @@ impl<'a, W: Work> Simulation<'a, W> {
         let open = self.begin(arrival, (node, decoder, via), &found);
         self.nodes[usize::from(node)].waiting.push_back(open);
         self.counted.open_max = self.counted.open_max.max((self.open.len() - self.open_free.len()) as u64);
+        if self.upcoming.as_ref().is_some_and(|next| next.at_ms <= self.now) {
+            // Those who come at the same time may be in the same step.
+            let now = self.now;
+            return self.at(now, What::Wake(node));
+        }
         self.kick(node);
     }
 
@@ -346,6 +374,11 @@ impl<'a, W: Work> Simulation<'a, W> {
         let planned = blocks as u64 * block_tokens;
         self.nodes[usize::from(at)].tokens_due += arrival.input_tokens - planned;
         let running = Running {
+            number: self.arrived - 1,
+            made: 0,
+            ends_at: None,
+            rank: 0,
+            stopped: 0,
             near_tokens: near.min(blocks as u64) * block_tokens,
             arrival,
             node: at,
@@ -430,7 +463,7 @@ impl<'a, W: Work> Simulation<'a, W> {
     }
 
     /// What has left a tier of a node is not there any more, unless another tier has it.
-    fn forget(&mut self, at: u16, gone: &[u64]) {
+    pub(super) fn forget(&mut self, at: u16, gone: &[u64]) {
         for block in gone {
             if !self.nodes[usize::from(at)].holds(*block) {
                 self.directory.remove(*block, at);
@@ -438,148 +471,23 @@ impl<'a, W: Work> Simulation<'a, W> {
         }
     }
 
-    /// Begins a step, if there is something to do and none runs.
-    fn kick(&mut self, at: u16) {
-        if self.nodes[usize::from(at)].busy {
-            return;
-        }
-        self.admit(at);
-        let node = &mut self.nodes[usize::from(at)];
-        let mut budget = u64::from(self.cluster.engine.chunk_tokens);
-        let (mut chunks, mut step) = (std::mem::take(&mut node.chunks), Step::default());
-        chunks.clear();
-        for open in &node.prefilling {
-            if budget == 0 {
-                break;
-            }
-            let Some(running) = self.open.get(*open as usize).and_then(Option::as_ref) else { continue };
-            let chunk = (running.arrival.input_tokens - running.at_token).min(budget);
-            budget -= chunk;
-            self.facts.times.prefill(&mut step, running.at_token, chunk);
-            chunks.push((*open, chunk));
-        }
-        let batch = node.decoding.len() as u64;
-        node.chunks = chunks;
-        self.facts.times.decode(&mut step, batch, node.context);
-        let ms = self.facts.times.step_ms(&step);
-        if batch > 0 {
-            self.counted.interference_ms += ms - self.facts.times.decode_ms(batch, node.context);
-            self.counted.decoding_ms += ms;
-        }
-        if node.chunks.is_empty() && batch == 0 {
-            return self.wake_later(at);
-        }
-        node.busy = true;
-        let end = self.now + ms;
-        self.at(end, What::Step(at));
-    }
-
-    fn wake_later(&mut self, at: u16) {
-        let starts = self.nodes[usize::from(at)].waiting.iter().take(LOOKED_AT);
-        let starts =
-            starts.filter_map(|open| self.open.get(*open as usize)?.as_ref()).map(|one| one.starts_at);
-        let first = starts.filter(|start| *start > self.now).fold(f64::INFINITY, f64::min);
-        if first < self.nodes[usize::from(at)].wakes_at {
-            self.nodes[usize::from(at)].wakes_at = first;
-            self.at(first, What::Wake(at));
-        }
-    }
-
-    /// Lets in who waits, as long as there is room for its state.
-    fn admit(&mut self, at: u16) {
-        let mut looked = 0;
-        while looked < LOOKED_AT {
-            let node = &self.nodes[usize::from(at)];
-            let full = (node.prefilling.len() + node.decoding.len()) as u64
-                >= u64::from(self.cluster.engine.batch_max);
-            let Some(open) = node.waiting.get(looked).copied().filter(|_| !full) else { return };
-            let Some(running) = self.open.get(open as usize).and_then(Option::as_ref) else { return };
-            if running.starts_at > self.now {
-                looked += 1;
-                continue;
-            }
-            let tokens = running.arrival.input_tokens
-                + if node.role == Role::Mixed { running.arrival.output_tokens } else { 0 };
-            let needed = tokens.div_ceil(u64::from(self.cluster.block_tokens));
-            if !node.hbm.fits(needed) {
-                // First come, first served: nobody passes who waits for room.
-                return;
-            }
-            self.nodes[usize::from(at)].waiting.remove(looked);
-            self.let_in(at, open, needed);
-        }
-    }
-
-    fn let_in(&mut self, at: u16, open: Open, needed: u64) {
-        let now = self.now;
-        let full = self
-            .open
-            .get(open as usize)
-            .and_then(Option::as_ref)
-            .map_or(0, |one| self.full_blocks(one.arrival.input_tokens));
-        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
-        if running.loaded_at > now
-            && matches!(self.cluster.engine.prefetch, Prefetch::BestEffort | Prefetch::Timeout)
-        {
-            // What has not come by now is computed.
-            let part = (now - running.asked_at) / (running.loaded_at - running.asked_at).max(1e-9);
-            let far = running.planned_tokens - running.near_tokens;
-            let block = u64::from(self.cluster.block_tokens);
-            running.at_token = running.near_tokens + (far as f64 * part) as u64 / block * block;
-            let late = running.planned_tokens - running.at_token;
-            self.counted.computed_tokens += late;
-            self.nodes[usize::from(at)].tokens_due += late;
-        }
-        running.pinned = running.arrival.blocks.len().min(full as usize);
-        running.taken = needed - running.pinned as u64;
-        let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
-        for block in running.arrival.blocks.iter().take(running.pinned) {
-            node.hbm.put(*block, true, |block| gone.push(block));
-        }
-        node.hbm.take(running.taken, |block| gone.push(block));
-        node.prefilling.push_back(open);
-        self.forget(at, &gone);
-    }
-
-    fn step_ended(&mut self, at: u16) {
-        let node = &mut self.nodes[usize::from(at)];
-        node.busy = false;
-        node.steps += 1;
-        let batch = node.decoding.len() as u64;
-        node.context += batch;
-        let mut ended = Vec::new();
-        while node.decoding.peek().is_some_and(|Reverse((step, _))| *step <= node.steps) {
-            ended.extend(node.decoding.pop().map(|Reverse((_, open))| open));
-        }
-        let chunks = std::mem::take(&mut node.chunks);
-        for (open, chunk) in &chunks {
-            self.nodes[usize::from(at)].tokens_due -= chunk;
-            let Some(running) = self.open.get_mut(*open as usize).and_then(Option::as_mut) else { continue };
-            running.at_token += chunk;
-            if running.at_token >= running.arrival.input_tokens {
-                self.nodes[usize::from(at)].prefilling.retain(|other| other != open);
-                self.prefilled(at, *open);
-            }
-        }
-        self.nodes[usize::from(at)].chunks = chunks;
-        ended.into_iter().for_each(|open| self.finish(at, open));
-        self.kick(at);
-    }
-
-    /// The first token is there.
-    fn prefilled(&mut self, at: u16, open: Open) {
+    /// The first token is there, or another one of a request that had been stopped.
+    pub(super) fn prefilled(&mut self, at: u16, open: Open) {
         let now = self.now;
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
-        running.first_token_at = now;
-        let ttft = now - running.arrival.at_ms;
-        self.counted.ttft.add(ttft);
+        running.made += 1;
         let (decoder, tokens) = (running.decoder, running.arrival.input_tokens);
-        let blocks: Vec<u64> = running.arrival.blocks.iter().take(running.pinned).copied().collect();
-        if let Some(slice) = self.counted.slice(now) {
-            slice.ended += 1;
-            slice.ttft_ms += ttft;
+        if running.stopped == 0 || running.made == 1 {
+            running.first_token_at = now;
+            let ttft = now - running.arrival.at_ms;
+            self.counted.ttft.add(ttft);
+            let blocks: Vec<u64> = running.arrival.blocks.iter().take(running.pinned).copied().collect();
+            if let Some(slice) = self.counted.slice(now) {
+                slice.ended += 1;
+                slice.ttft_ms += ttft;
+            }
+            self.write(at, &blocks);
         }
-        self.write(at, &blocks);
         if decoder == at {
             return self.decode(at, open);
         }
@@ -620,7 +528,8 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// Begins to decode, as soon as there is room.
     fn decode(&mut self, at: u16, open: Open) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
-        let (input, output) = (running.arrival.input_tokens, running.arrival.output_tokens);
+        let (input, output, made) =
+            (running.arrival.input_tokens, running.arrival.output_tokens, running.made);
         if running.node != at {
             let needed = (input + output).div_ceil(u64::from(self.cluster.block_tokens));
             let node = &mut self.nodes[usize::from(at)];
@@ -635,37 +544,45 @@ impl<'a, W: Work> Simulation<'a, W> {
             node.hbm.take(needed, |block| gone.push(block));
             self.forget(at, &gone);
         }
-        if output <= 1 {
-            return self.finish_without_decoding(at, open);
-        }
         let node = &mut self.nodes[usize::from(at)];
+        if made >= output {
+            node.context += input + output - 1;
+            return self.finish(at, open);
+        }
         // The step that runs does not know of it yet.
         let first = node.steps + u64::from(node.busy);
-        node.decoding.push(Reverse((first + output - 1, open)));
-        node.context += input;
-    }
-
-    fn finish_without_decoding(&mut self, at: u16, open: Open) {
-        if let Some(running) = self.open.get(open as usize).and_then(Option::as_ref) {
-            self.nodes[usize::from(at)].context += running.arrival.input_tokens;
+        let ends_at = first + output - made;
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        running.ends_at = Some(ends_at);
+        node.decoding.push(Reverse((ends_at, open)));
+        node.context += input + made - 1;
+        if node.running.get(&running.rank) == Some(&open) {
+            // The step in which it needs another block.
+            let block = u64::from(self.cluster.block_tokens);
+            let grows = first + 1 + (block - (input + made - 1) % block) % block;
+            if grows <= ends_at {
+                node.growing.push(Reverse((grows, running.rank, open)));
+            }
         }
-        self.finish(at, open);
     }
 
-    /// Its room is given back; its blocks stay as long as nobody needs it.
-    fn let_go(&mut self, at: u16, open: Open) {
+    /// Its room is given back, the end of its blocks first; they stay as long as nobody needs it.
+    pub(super) fn let_go(&mut self, at: u16, open: Open) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
-        for block in running.arrival.blocks.iter().take(running.pinned) {
-            node.hbm.unpin(*block, |block| gone.push(block));
+        if node.running.get(&running.rank) == Some(&open) {
+            node.running.remove(&running.rank);
         }
         node.hbm.give(running.taken);
+        for block in running.arrival.blocks.iter().take(running.pinned).rev() {
+            node.hbm.unpin(*block, |block| gone.push(block));
+        }
         (running.pinned, running.taken) = (0, 0);
         self.forget(at, &gone);
     }
 
-    fn finish(&mut self, at: u16, open: Open) {
-        let prompt = self.open.get(open as usize).and_then(Option::as_ref).map_or(0, |one| one.pinned);
+    pub(super) fn finish(&mut self, at: u16, open: Open) {
+        self.name_filled(at, open);
         self.let_go(at, open);
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::take) else { return };
         self.open_free.push(open);
@@ -680,13 +597,16 @@ impl<'a, W: Work> Simulation<'a, W> {
         if decoded > 0 {
             self.counted.tpot.add((now - running.first_token_at) / decoded as f64);
         }
-        // What the answer filled, where it is known by name.
-        let filled = self.full_blocks(arrival.input_tokens + arrival.output_tokens) as usize;
-        let from = if prompt > 0 { prompt } else { self.full_blocks(arrival.input_tokens) as usize };
+        // What the answer filled, where it is known by name. The state of its last token is never computed.
+        let filled = self.full_blocks(arrival.input_tokens + decoded) as usize;
+        let from = self.full_blocks(arrival.input_tokens) as usize;
         if let Some(blocks) = arrival.blocks.get(from..filled.min(arrival.blocks.len()).max(from)) {
             let mut gone = Vec::new();
             for block in blocks {
-                self.nodes[usize::from(at)].hbm.put(*block, false, |block| gone.push(block));
+                let hbm = &mut self.nodes[usize::from(at)].hbm;
+                if !hbm.has(*block) {
+                    hbm.put(*block, false, |block| gone.push(block));
+                }
             }
             self.write(at, blocks);
             self.forget(at, &gone);

@@ -7,6 +7,8 @@ use kvarts_planner::cost::{self, Compute, Device, Roofline};
 use kvarts_store::engine::EvictionPolicy;
 use serde::{Deserialize, Serialize};
 
+use super::times::EngineTimes;
+
 /// A cluster file is no longer.
 pub const FILE_BYTES_MAX: usize = 1 << 20;
 /// The most nodes.
@@ -44,6 +46,29 @@ pub struct Cluster {
     /// What it costs.
     #[serde(default)]
     pub price: Price,
+    /// Times of an engine's own, in place of a shipped model's and a device's: `model` and `device` are then names only.
+    pub measured: Option<Measured>,
+}
+
+/// An engine whose steps were measured: a step takes the sum of these.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measured {
+    /// Bytes of a block of all layers.
+    pub block_bytes: u64,
+    /// Layers.
+    pub layers: u32,
+    /// Every step.
+    pub step_ms: f64,
+    /// Each token that is computed.
+    #[serde(default)]
+    pub token_us: f64,
+    /// Each sequence that is in it.
+    #[serde(default)]
+    pub sequence_us: f64,
+    /// Each pair of a token that is computed and one before it.
+    #[serde(default)]
+    pub pair_ns: f64,
 }
 
 /// How many nodes of which kind.
@@ -286,7 +311,7 @@ pub struct Facts {
     /// Layers.
     pub layers: u32,
     /// How long an engine takes.
-    pub times: Roofline,
+    pub times: EngineTimes,
 }
 
 impl Cluster {
@@ -295,13 +320,17 @@ impl Cluster {
         if text.len() > FILE_BYTES_MAX {
             return Err(SpecError(format!("longer than {FILE_BYTES_MAX} bytes")));
         }
-        let cluster: Self = toml::from_str(text).map_err(|error| {
+        let cluster = Self::unchecked(text)?;
+        cluster.check()?;
+        Ok(cluster)
+    }
+
+    pub(crate) fn unchecked(text: &str) -> Result<Self, SpecError> {
+        toml::from_str(text).map_err(|error| {
             let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
             let line = before.matches('\n').count() + 1;
             SpecError(format!("line {line}: {}", error.message().replace('\n', " ")))
-        })?;
-        cluster.check()?;
-        Ok(cluster)
+        })
     }
 
     /// Nodes of all kinds.
@@ -375,6 +404,9 @@ impl Cluster {
 
     /// The model's geometry and the device's times.
     pub fn facts(&self) -> Result<Facts, SpecError> {
+        if let Some(measured) = self.measured {
+            return Self::measured_facts(measured);
+        }
         let unknown = |what: &str, name: &str, known: Vec<&str>| {
             SpecError(format!("{what}: no {what} is called `{name}`; there are {}", known.join(", ")))
         };
@@ -403,7 +435,18 @@ impl Cluster {
                 self.hbm.gb, self.nodes.devices, self.nodes.device
             )));
         }
-        Ok(Facts { block_bytes, layers, times })
+        Ok(Facts { block_bytes, layers, times: EngineTimes::Sheet(times) })
+    }
+
+    fn measured_facts(measured: Measured) -> Result<Facts, SpecError> {
+        let Measured { block_bytes, layers, step_ms, token_us, sequence_us, pair_ns } = measured;
+        positive("measured.block_bytes", block_bytes as f64, 1.0, 1e12)?;
+        positive("measured.layers", f64::from(layers), 1.0, 1e4)?;
+        positive("measured.step_ms", step_ms, 1e-6, 1e6)?;
+        for (name, value) in [("token_us", token_us), ("sequence_us", sequence_us), ("pair_ns", pair_ns)] {
+            positive(&format!("measured.{name}"), value, 0.0, 1e9)?;
+        }
+        Ok(Facts { block_bytes, layers, times: EngineTimes::Measured(measured) })
     }
 }
 

@@ -9,14 +9,16 @@ const NONE: u32 = u32::MAX;
 /// One place in a list.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
-    block: u64,
+    /// Its name, if it has one.
+    block: Option<u64>,
     before: u32,
     after: u32,
     /// Who needs it; it is in the list while nobody does.
     refs: u32,
 }
 
-/// Blocks in memory: of those that nobody uses, the one used longest ago leaves first.
+/// Blocks in memory, as engines keep them: room that was never used is taken first, then what has been free the longest,
+/// whether it has a name (and may be a hit until then) or none.
 #[derive(Debug)]
 pub(super) struct Cache {
     capacity: u64,
@@ -25,6 +27,8 @@ pub(super) struct Cache {
     free: Vec<u32>,
     first: u32,
     last: u32,
+    /// Places in the list: with a name or without.
+    listed: u64,
     /// Room that is taken by what has no name here.
     taken: u64,
     pinned: u64,
@@ -33,14 +37,19 @@ pub(super) struct Cache {
 impl Cache {
     pub(super) fn new(capacity: u64) -> Self {
         let (places, slots, free) = (IdMap::default(), Vec::new(), Vec::new());
-        Self { capacity, places, slots, free, first: NONE, last: NONE, taken: 0, pinned: 0 }
+        Self { capacity, places, slots, free, first: NONE, last: NONE, listed: 0, taken: 0, pinned: 0 }
     }
 
     pub(super) fn has(&self, block: u64) -> bool {
         self.places.contains_key(&block)
     }
 
-    /// All of them, in no order.
+    /// Whether somebody needs it.
+    pub(super) fn is_pinned(&self, block: u64) -> bool {
+        self.places.get(&block).is_some_and(|at| self.slots[*at as usize].refs > 0)
+    }
+
+    /// All that have names, in no order.
     pub(super) fn blocks(&self) -> impl Iterator<Item = u64> {
         self.places.keys().copied()
     }
@@ -68,6 +77,7 @@ impl Cache {
             NONE => self.last = before,
             _ => self.slots[after as usize].before = before,
         }
+        self.listed -= 1;
     }
 
     fn link(&mut self, at: u32) {
@@ -79,6 +89,23 @@ impl Cache {
             _ => self.slots[last as usize].after = at,
         }
         self.last = at;
+        self.listed += 1;
+    }
+
+    fn add(&mut self, block: Option<u64>) -> u32 {
+        let slot = Slot { block, before: NONE, after: NONE, refs: 0 };
+        let at = match self.free.pop() {
+            Some(at) => {
+                self.slots[at as usize] = slot;
+                at
+            }
+            None => {
+                self.slots.push(slot);
+                self.slots.len() as u32 - 1
+            }
+        };
+        self.link(at);
+        at
     }
 
     /// The block is used now.
@@ -97,19 +124,8 @@ impl Cache {
                 if !self.make_room(1, &mut gone) && !pin {
                     return;
                 }
-                let slot = Slot { block, before: NONE, after: NONE, refs: 0 };
-                let at = match self.free.pop() {
-                    Some(at) => {
-                        self.slots[at as usize] = slot;
-                        at
-                    }
-                    None => {
-                        self.slots.push(slot);
-                        self.slots.len() as u32 - 1
-                    }
-                };
+                let at = self.add(Some(block));
                 self.places.insert(block, at);
-                self.link(at);
                 at
             }
         };
@@ -138,25 +154,43 @@ impl Cache {
 
     /// Room without names is taken.
     pub(super) fn take(&mut self, blocks: u64, gone: impl FnMut(u64)) {
+        self.make_room(blocks, gone);
         self.taken += blocks;
-        self.make_room(0, gone);
     }
 
+    /// It is given back, and taken again when all that has been free for longer is.
     pub(super) fn give(&mut self, blocks: u64) {
         self.taken -= blocks;
+        for _ in 0..blocks {
+            if self.pinned + self.taken + self.listed < self.capacity {
+                self.add(None);
+            }
+        }
+    }
+
+    /// Room that was taken has a name from now on, and is pinned; if the name is there already, its room is given back.
+    pub(super) fn name_taken(&mut self, block: u64, gone: impl FnMut(u64)) {
+        self.taken -= 1;
+        let there = self.has(block);
+        self.put(block, true, gone);
+        if there {
+            self.taken += 1;
+            self.give(1);
+        }
     }
 
     fn make_room(&mut self, more: u64, mut gone: impl FnMut(u64)) -> bool {
-        while self.len() + self.taken + more > self.capacity {
+        while self.pinned + self.taken + self.listed + more > self.capacity {
             let at = self.first;
             if at == NONE {
                 return false;
             }
             self.unlink(at);
-            let block = self.slots[at as usize].block;
-            self.places.remove(&block);
             self.free.push(at);
-            gone(block);
+            if let Some(block) = self.slots[at as usize].block {
+                self.places.remove(&block);
+                gone(block);
+            }
         }
         true
     }

@@ -1,4 +1,4 @@
-//! Blocks that go last: those of chains of which whoever embeds the store says so, for a time.
+//! Blocks that go last: those of chains that the program above the store has favoured for a time.
 //!
 //! They are no lease's: where nothing else is left they go as any other. How many there may be is bounded; beyond that none more
 //! is favoured until the time of some is over. Kept in memory alone.

@@ -71,7 +71,7 @@ impl Store {
     }
 
     /// For this long the blocks of a chain go last, these among them: they are evicted when nothing else is left that may be. Blocks
-    /// that come later count as well. Nothing of it is kept on disk. Gives how many of these are: there may be so many.
+    /// that come later count as well. Nothing of it is kept on disk. Gives how many of these blocks were taken in: their number is bounded.
     pub fn favour(
         &self,
         chain: u64,

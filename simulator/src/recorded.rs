@@ -1,0 +1,302 @@
+//! Recordings of a real engine's scheduler (`scripts/sim-record`), and the same requests in the simulator: whether it decides
+//! the same, step by step, and how far off its times are.
+
+#![allow(clippy::indexing_slicing, reason = "tables of four by four")]
+
+use std::io::{BufRead, Read};
+
+use serde::Deserialize;
+
+use crate::cluster::work::TraceWork;
+use crate::cluster::{Batch, Cluster, Counted, EngineTimes, Measured, RunError, Simulation, Step};
+use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, Request, TraceError};
+
+/// A recording has no more lines.
+pub const LINES_MAX: u64 = 1 << 20;
+
+/// An engine's limits, as a recording's first line has them.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+pub struct Limits {
+    /// Its name and version.
+    pub engine: String,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Blocks of memory.
+    pub blocks: u64,
+    /// Sequences at once.
+    pub batch_max: u32,
+    /// Tokens of a step.
+    pub chunk_tokens: u32,
+    /// Whether prompts find what others computed.
+    pub prefix_caching: bool,
+    /// The machine's load when it was recorded.
+    #[serde(default)]
+    pub load: f64,
+}
+
+/// A request, as it was recorded.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Asked {
+    /// The step before which it came.
+    pub step: u64,
+    /// When.
+    pub at_ms: f64,
+    /// Tokens of the prompt.
+    pub input_length: u64,
+    /// Tokens of the answer.
+    pub output_length: u64,
+    /// Its full blocks, the answer's too.
+    pub hash_ids: Vec<u64>,
+    /// When its first token was there.
+    pub first_token_ms: f64,
+}
+
+/// A step, as it was recorded.
+#[derive(Clone, PartialEq, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Decided {
+    /// How long it took: the median of several runs.
+    pub ms: f64,
+    /// Requests, each with its tokens, in the order in which they were chosen.
+    pub batch: Vec<(u64, u64)>,
+    /// Requests that were stopped for want of memory.
+    pub preempted: Vec<u64>,
+}
+
+/// A whole recording.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Recording {
+    /// Its first line.
+    pub limits: Limits,
+    /// Requests in the order of arrival.
+    pub asked: Vec<Asked>,
+    /// Steps.
+    pub decided: Vec<Decided>,
+}
+
+impl Recording {
+    /// Reads one; a fault names its line.
+    pub fn read(mut from: impl BufRead) -> Result<Self, TraceError> {
+        let (mut line, mut bytes) = (0, Vec::new());
+        let (mut limits, mut asked, mut decided) = (None, Vec::<Asked>::new(), Vec::new());
+        loop {
+            bytes.clear();
+            line += 1;
+            let fault = |what: String| TraceError { line, what };
+            let read = from.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut bytes);
+            if read.map_err(|error| fault(error.to_string()))? == 0 {
+                break;
+            }
+            if line > LINES_MAX {
+                return Err(fault(format!("more than {LINES_MAX} lines")));
+            }
+            let wrong = |error: serde_json::Error| fault(error.to_string());
+            if limits.is_none() {
+                limits = Some(serde_json::from_slice::<Limits>(&bytes).map_err(wrong)?);
+            } else if bytes.starts_with(b"{\"step\"") {
+                let one: Asked = serde_json::from_slice(&bytes).map_err(wrong)?;
+                let before = asked.last().map_or(0, |last| last.step);
+                if one.step < before || one.hash_ids.len() > BLOCKS_MAX || !decided.is_empty() {
+                    return Err(fault("requests come first, in the order of their steps".into()));
+                }
+                asked.push(one);
+            } else {
+                decided.push(serde_json::from_slice(&bytes).map_err(wrong)?);
+            }
+        }
+        let limits = limits.ok_or(TraceError { line: 1, what: "empty".into() })?;
+        let steps = decided.len() as u64;
+        if asked.is_empty() || decided.is_empty() || asked.iter().any(|one| one.step >= steps) {
+            return Err(TraceError {
+                line: 0,
+                what: "it has no requests, no steps, or requests after its steps".into(),
+            });
+        }
+        Ok(Self { limits, asked, decided })
+    }
+
+    /// An engine with these limits, whose steps take these times.
+    pub fn cluster(&self, measured: Measured) -> Result<Cluster, RunError> {
+        let Limits { block_tokens, blocks, batch_max, chunk_tokens, .. } = self.limits;
+        let gb = (blocks as f64 + 0.5) * measured.block_bytes as f64 / 1e9;
+        let text = format!(
+            "model = \"recorded\"\nblock_tokens = {block_tokens}\nrouter = \"round_robin\"\n[nodes]\nmixed = 1\n\
+             device = \"recorded\"\ndevices = 1\n[hbm]\ngb = {gb}\n[engine]\nbatch_max = {batch_max}\n\
+             chunk_tokens = {chunk_tokens}\n"
+        );
+        let mut cluster: Cluster = Cluster::unchecked(&text).map_err(RunError::Spec)?;
+        cluster.measured = Some(measured);
+        cluster.facts().map_err(RunError::Spec)?;
+        Ok(cluster)
+    }
+
+    fn run(&self, cluster: &Cluster, at: impl Fn(&Asked) -> f64) -> Result<Counted, RunError> {
+        // Without a prefix cache no block has a name.
+        let requests = self.asked.iter().map(|one| {
+            let blocks = match self.limits.prefix_caching {
+                true => one.hash_ids.clone(),
+                false => Vec::new(),
+            };
+            let (input_tokens, output_tokens) = (one.input_length, one.output_length);
+            Ok(Request { at_ms: at(one), input_tokens, output_tokens, blocks })
+        });
+        let requests: Vec<Result<Request, TraceError>> = requests.collect();
+        let work = TraceWork::new(requests.into_iter(), 1.0);
+        Simulation::new(cluster, work, 1)?.recording().run(|_, _| ())
+    }
+
+    /// What the simulator decides for the same requests before the same steps.
+    pub fn replay(&self) -> Result<Vec<Batch>, RunError> {
+        // Steps of one millisecond: who came before step n is there in the middle of the one before it.
+        let one = Measured {
+            block_bytes: 1 << 20,
+            layers: 1,
+            step_ms: 1.0,
+            token_us: 0.0,
+            sequence_us: 0.0,
+            pair_ns: 0.0,
+        };
+        let at = |one: &Asked| if one.step == 0 { 0.0 } else { one.step as f64 - 0.5 };
+        Ok(self.run(&self.cluster(one)?, at)?.schedule.unwrap_or_default())
+    }
+
+    /// The first step that the simulator decides otherwise, in words; `None` if all are the same.
+    pub fn difference(&self) -> Result<Option<String>, RunError> {
+        let said = self.replay()?;
+        for (at, recorded) in self.decided.iter().enumerate() {
+            let batch = said.get(at).cloned().unwrap_or_default();
+            let mut stopped = batch.stopped.clone();
+            stopped.sort_unstable();
+            if batch.tokens != recorded.batch || stopped != recorded.preempted {
+                return Ok(Some(format!(
+                    "step {at} of {}: recorded {:?}, stopped {:?}; the simulator {:?}, stopped {stopped:?}",
+                    self.decided.len(),
+                    recorded.batch,
+                    recorded.preempted,
+                    batch.tokens
+                )));
+            }
+        }
+        let more = said.len() > self.decided.len();
+        Ok(more.then(|| format!("the simulator goes on after step {}", self.decided.len())))
+    }
+
+    /// A step's time as a sum (see [`Measured`]), by least squares over the recorded steps; no part of it is negative.
+    pub fn calibrate(&self) -> Measured {
+        let zero = Measured {
+            block_bytes: 1 << 20,
+            layers: 1,
+            step_ms: 0.0,
+            token_us: 0.0,
+            sequence_us: 0.0,
+            pair_ns: 0.0,
+        };
+        let rows: Vec<([f64; 4], f64)> = self.steps(&EngineTimes::Measured(zero));
+        // Whatever would be negative is left out, and the rest is fitted again.
+        let mut used = [true; 4];
+        let found = loop {
+            let found = least_squares(&rows, used);
+            let worst = (1..4)
+                .filter(|at| used[*at] && found[*at] < 0.0)
+                .min_by(|a, b| found[*a].total_cmp(&found[*b]));
+            match worst {
+                Some(at) => used[at] = false,
+                None => break found,
+            }
+        };
+        Measured {
+            step_ms: found[0].max(1e-6),
+            token_us: found[1] * 1e3,
+            sequence_us: found[2] * 1e3,
+            pair_ns: found[3] * 1e6,
+            ..zero
+        }
+    }
+
+    /// What each recorded step did, and its time.
+    fn steps(&self, times: &EngineTimes) -> Vec<([f64; 4], f64)> {
+        let mut at: Vec<u64> = vec![0; self.asked.len()];
+        let mut rows = Vec::new();
+        for step in &self.decided {
+            let mut sum = Step::default();
+            for number in &step.preempted {
+                at.get_mut(*number as usize).into_iter().for_each(|at| *at = 0);
+            }
+            for (number, tokens) in &step.batch {
+                let Some(from) = at.get_mut(*number as usize) else { continue };
+                times.prefill(&mut sum, *from, *tokens);
+                *from += tokens;
+            }
+            rows.push((sum.terms(), step.ms));
+        }
+        rows
+    }
+
+    /// How the simulator says this recording by an engine's times from another one.
+    pub fn told_by(&self, measured: Measured) -> Result<Told, RunError> {
+        // A request that came before a step is in it.
+        let counted = self.run(&self.cluster(measured)?, |one| (one.at_ms - 1e-3).max(0.0))?;
+        let mean = |sum: f64| sum / self.asked.len() as f64;
+        let ttft = mean(self.asked.iter().map(|one| one.first_token_ms - one.at_ms).sum());
+        let end: f64 = self.decided.iter().map(|step| step.ms).sum();
+        let output: u64 = self.asked.iter().map(|one| one.output_length).sum();
+        let per_s = |ms: f64| output as f64 / ms.max(1e-9) * 1e3;
+        Ok(Told {
+            ttft_ms: [ttft, counted.ttft.mean()],
+            output_tokens_per_s: [per_s(end), per_s(counted.end_ms)],
+        })
+    }
+}
+
+/// What was measured, and what the simulator says.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Told {
+    /// Mean time to the first token.
+    pub ttft_ms: [f64; 2],
+    /// Tokens of answers a second.
+    pub output_tokens_per_s: [f64; 2],
+}
+
+impl Told {
+    /// The errors, as parts of what was measured.
+    pub fn errors(&self) -> [f64; 2] {
+        [self.ttft_ms, self.output_tokens_per_s].map(|[measured, said]| (said / measured - 1.0).abs())
+    }
+}
+
+/// The coefficients that are used, by the normal equations.
+fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
+    let mut sums = [[0.0f64; 5]; 4];
+    for (terms, ms) in rows {
+        // Relative errors count: a step twice as long may be twice as far off.
+        let weight = 1.0 / (ms * ms).max(1e-9);
+        for (row, one) in sums.iter_mut().zip(terms) {
+            for (sum, other) in row.iter_mut().zip(terms.iter().chain([ms])) {
+                *sum += weight * one * other;
+            }
+        }
+    }
+    for at in 0..4 {
+        if !used[at] {
+            sums.iter_mut().for_each(|row| row[at] = 0.0);
+            sums[at] = [0.0; 5];
+            sums[at][at] = 1.0;
+        }
+    }
+    for at in 0..4 {
+        let Some(best) = (at..4).max_by(|a, b| sums[*a][at].abs().total_cmp(&sums[*b][at].abs())) else {
+            break;
+        };
+        sums.swap(at, best);
+        let pivot = sums[at];
+        if pivot[at].abs() < 1e-30 {
+            continue;
+        }
+        for (_, row) in sums.iter_mut().enumerate().filter(|(other, _)| *other != at) {
+            let part = row[at] / pivot[at];
+            row.iter_mut().zip(pivot).for_each(|(cell, pivot)| *cell -= part * pivot);
+        }
+    }
+    std::array::from_fn(|at| if sums[at][at].abs() < 1e-30 { 0.0 } else { sums[at][4] / sums[at][at] })
+}
