@@ -33,11 +33,17 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(scratch: Scratch, more: &[&str]) -> Self {
+        Self::start_with(scratch, more, &[])
+    }
+
+    /// The same with this environment besides.
+    pub(crate) fn start_with(scratch: Scratch, more: &[&str], environment: &[(&str, String)]) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
             .args(["serve", "--listen-grpc", "127.0.0.1:0", "--listen-metrics", "127.0.0.1:0"])
             .args(if more.contains(&"--budget") { &[][..] } else { &["--budget", "64M", "--segment", "4M"] })
             .args(more)
+            .envs(environment.iter().map(|(name, value)| (*name, value.as_str())))
             .stdout(Stdio::piped())
             .stderr(std::fs::File::create(scratch.0.join("log")).unwrap())
             .spawn()
@@ -64,7 +70,17 @@ impl Server {
 
     /// Exit code, standard output and standard error of a command, beside the server.
     pub(crate) fn kvarts(&self, arguments: &[&str]) -> (i32, String, String) {
+        self.kvarts_with(arguments, &[])
+    }
+
+    /// The same with this environment besides.
+    pub(crate) fn kvarts_with(
+        &self,
+        arguments: &[&str],
+        environment: &[(&str, String)],
+    ) -> (i32, String, String) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        command.envs(environment.iter().map(|(name, value)| (*name, value.as_str())));
         let output =
             command.current_dir(&self.scratch.0).args(arguments).stdin(Stdio::null()).output().unwrap();
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
