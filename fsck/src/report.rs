@@ -98,6 +98,9 @@ pub struct Report {
     pub problem_count: u64,
     /// Damage.
     pub problems: Vec<Item>,
+    /// Whether the report follows on what a repair would do: the text advises the repair itself.
+    #[serde(skip)]
+    pub after_dry_run: bool,
 }
 
 /// Gibibyte, as a number to divide by.
@@ -129,6 +132,7 @@ impl Report {
             notes: items(&findings.notes),
             problem_count: findings.problem_count,
             problems: items(&findings.problems),
+            after_dry_run: false,
         }
     }
 
@@ -229,6 +233,9 @@ impl Report {
         }
         if !remedies.contains(&Remedy::Repair) {
             return writeln!(out, "Next: that, and then this check again; a repair is of no use here.");
+        }
+        if self.after_dry_run {
+            return writeln!(out, "Next: `kvarts fsck --repair DIR` does what stands above.");
         }
         writeln!(
             out,
