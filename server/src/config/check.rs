@@ -365,7 +365,7 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         && budget < segment.saturating_mul(4)
     {
         let least = human::bytes(segment.saturating_mul(4));
-        let what = format!("room for four segments at least: --budget \"{least}\" is enough");
+        let what = format!("room for four segments at least: --budget \"{least}\" or more");
         return Err(Complaint::new("store.budget", &what));
     }
     Ok(())
