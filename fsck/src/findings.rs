@@ -84,7 +84,7 @@ labels! {
         "the checkpoint knows a segment in use whose file is gone";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
-        "there is no file for a number below that of the last segment";
+        "there is no file for a number below that of the last segment: a crash, an upgrade, an eviction or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
         "the file of a segment in use is shorter than a segment";

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::check::{Accounting, Checked, Level};
-use crate::findings::{Finding, Uncounted};
+use crate::findings::{self, Finding, Label, Uncounted};
 use crate::remedy::{Remedy, advice, remedy};
 
 /// One thing that was found, as `--json` has it.
@@ -98,6 +98,9 @@ pub struct Report {
     pub problem_count: u64,
     /// Damage.
     pub problems: Vec<Item>,
+    /// Whether the report follows on what a repair would do: the text advises the repair itself.
+    #[serde(skip)]
+    pub after_dry_run: bool,
 }
 
 /// Gibibyte, as a number to divide by.
@@ -129,6 +132,7 @@ impl Report {
             notes: items(&findings.notes),
             problem_count: findings.problem_count,
             problems: items(&findings.problems),
+            after_dry_run: false,
         }
     }
 
@@ -183,8 +187,22 @@ impl Report {
 
     fn write_verdict(&self, out: &mut String) -> std::fmt::Result {
         if self.clean {
-            writeln!(out, "clean")?;
-            return if self.notes.is_empty() {
+            let times = |label: Label| self.labels.get(label.name).copied().unwrap_or(0);
+            let unjudged = times(findings::LIVE_TAIL_SKIPPED) + times(findings::LIVE_CHANGED);
+            let is_quick = self.level == Level::Quick.name();
+            match (unjudged, is_quick) {
+                (0, false) => writeln!(out, "clean")?,
+                (0, true) => writeln!(out, "clean, but payloads were not read: without --quick they are")?,
+                (segments, _) => {
+                    let payloads =
+                        if is_quick { "; payloads were not read: without --quick they are" } else { "" };
+                    writeln!(
+                        out,
+                        "clean as far as it was checked: {segments} segments in use were not{payloads}"
+                    )?;
+                }
+            }
+            return if self.notes.is_empty() || unjudged > 0 {
                 Ok(())
             } else {
                 writeln!(out, "the notes are what a crash or a newer program legally leaves: nothing to do")
@@ -215,6 +233,9 @@ impl Report {
         }
         if !remedies.contains(&Remedy::Repair) {
             return writeln!(out, "Next: that, and then this check again; a repair is of no use here.");
+        }
+        if self.after_dry_run {
+            return writeln!(out, "Next: `kvarts fsck --repair DIR` does what stands above.");
         }
         writeln!(
             out,
@@ -259,7 +280,7 @@ fn describe(item: &Item) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::findings::{self, Label, Place};
+    use crate::findings::Place;
 
     fn text(labels: &[Label]) -> String {
         let mut checked = Checked::default();
@@ -280,6 +301,12 @@ mod tests {
             let both = text(&[label, findings::CHECKPOINT_DAMAGED]);
             assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
         }
+        let live = text(&[findings::LIVE_TAIL_SKIPPED, findings::PADDING_TORN]);
+        assert!(live.contains("clean as far as it was checked: 1 segments in use were not\n"), "{live}");
+        assert!(!live.contains("nothing to do"), "what was not judged is not sound: {live}");
+        let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();
+        assert!(quick.ends_with("clean, but payloads were not read: without --quick they are\n"), "{quick}");
+        assert!(text(&[]).ends_with("\nclean\n"), "{}", text(&[]));
         assert!(!text(&[findings::PADDING_TORN]).contains("--repair"), "a note is nothing to repair");
     }
 }

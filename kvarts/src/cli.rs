@@ -254,9 +254,19 @@ fn usage_fault(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let message = text.split("\nUsage:").next().unwrap_or(&text);
     let message = message.split("\nFor more information").next().unwrap_or(message);
-    let words: Vec<&str> = message.split_whitespace().collect();
-    let message = words.join(" ");
-    message.strip_prefix("error: ").unwrap_or(&message).to_owned()
+    let mut said = String::new();
+    for line in message.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        said += if said.is_empty() {
+            ""
+        } else if line.starts_with("tip:") {
+            "; "
+        } else {
+            " "
+        };
+        said += &words.join(" ");
+    }
+    said.strip_prefix("error: ").unwrap_or(&said).to_owned()
 }
 
 #[cfg(test)]
@@ -277,7 +287,7 @@ mod tests {
         let unknown = fault(&["kvarts", "modle"]);
         assert_eq!(
             unknown,
-            "unrecognized subcommand 'modle' tip: some similar subcommands exist: 'delete', 'model'"
+            "unrecognized subcommand 'modle'; tip: some similar subcommands exist: 'delete', 'model'"
         );
         let missing = fault(&["kvarts", "model", "show"]);
         assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");

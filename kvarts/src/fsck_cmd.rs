@@ -160,8 +160,9 @@ fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let options = arguments.options();
     let disks: Vec<Arc<dyn Disk>> = sites.iter().map(|site| Arc::clone(&site.disk)).collect();
     let actions = repair::repair(&sites, &options, &Tally::default())?.actions;
-    let report =
+    let mut report =
         RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options, false)? };
+    report.report.after_dry_run = report.dry_run && !report.actions.is_empty();
     drop(locks);
     let written = write_repair(&report, arguments.json, out);
     verdict(report.report.clean, written)

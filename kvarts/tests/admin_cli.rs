@@ -30,6 +30,10 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
         (0, &(96 << 20).into(), &(64 << 20).into())
     );
     assert!(server.metrics().contains("kvarts_disk_budget_bytes 100663296"));
+    // More than any disk has, as at a start.
+    let (code, _, error) = server.kvarts(&["budget", "1000T"]);
+    assert!(code == 2 && error.contains("the budget of 1000 TiB is more than the disk can hold"), "{error}");
+    assert!(error.contains("lower the budget to"), "{error}");
     // Less than what is allocated: blocks would go, so it is asked.
     let allocated = shown["allocated_bytes"].as_u64().unwrap();
     let less = format!("{}", allocated - 4096);

@@ -284,6 +284,26 @@ fn mistakes_are_told_on_one_line() {
 }
 
 #[test]
+fn a_store_whose_server_does_not_run_is_not_taken_for_another_server() {
+    let mut ground = Ground::new("stopped", "");
+    assert_eq!(ground.kvarts(&["ls"]).0, 0);
+    ground.server.kill().unwrap();
+    ground.server.wait().unwrap();
+    let refused = |ground: &Ground| {
+        let (code, out, err) = ground.kvarts(&["ls"]);
+        assert_eq!((code, out.as_str()), (2, ""), "{err}");
+        assert!(err.contains("the store here (./kvarts-data) has no server running"), "{err}");
+        assert!(err.contains("`kvarts serve`") && err.contains("--server"), "{err}");
+    };
+    // The socket of a killed server is left behind; one that was stopped takes its own away.
+    refused(&ground);
+    let _ = std::fs::remove_file(ground.path.join("kvarts-data").join("kvarts.sock"));
+    refused(&ground);
+    let named = ground.kvarts(&["ls", "--server", "127.0.0.1:1"]);
+    assert!(named.0 == 2 && named.2.contains("127.0.0.1:1"), "{named:?}");
+}
+
+#[test]
 fn a_latched_store_is_shown_and_takes_writes_again_when_it_is_told_to() {
     let ground = Ground::new("resume", "");
     let (code, out, _) = ground.kvarts(&["resume"]);

@@ -92,6 +92,7 @@ fn top_shows_a_running_server_once_for_people_and_for_programs() {
     let scratch = Scratch::new("top");
     let server = Server::start(&scratch);
     let text = told(&kvarts(&["top", "--once", "--interval", "1", "--metrics", &server.1]));
+    assert_eq!(text.lines().next(), Some(format!("http://{}/metrics", server.1).as_str()));
     for part in
         [concat!("kvarts ", env!("CARGO_PKG_VERSION"), "  well"), "none looked up", "free of 64 MiB", "CALLS"]
     {

@@ -127,6 +127,7 @@ fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
     std::fs::write(&path, &bytes).unwrap();
     let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
     assert!(code == 1 && out.contains("A repair would do this:") && out.contains("slot 0"), "{code} {out}");
+    assert!(out.contains("`kvarts fsck --repair DIR`") && !out.contains("--dry-run"), "{out}");
     assert_eq!(std::fs::read(&path).unwrap(), bytes, "a dry run writes nothing");
     assert!(!store.0.join("lock").exists(), "nor does it make a lock");
     let (code, out, _) = fsck(&store.0, &["--repair", "--json"]);

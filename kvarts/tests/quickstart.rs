@@ -83,6 +83,8 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     let said: Vec<String> = client.iter().map(|line| terminal.run(line)).collect();
     assert!(said.iter().any(|one| one == "equal\n"), "{said:?}");
     assert!(said.iter().any(|one| one.starts_with("4 of 4 blocks (64 tokens)")), "{said:?}");
+    let listed = "llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 8 MiB, used ";
+    assert!(PAGE.contains(listed) && said.iter().any(|one| one.starts_with(listed)), "{said:?}");
 
     // The typo that the page tells of: nothing is found, the field is named, and nothing was registered.
     terminal.run("sed 's/\"demo\"/\"demi\"/' ID.toml > TYPO.toml");

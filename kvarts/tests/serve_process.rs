@@ -312,6 +312,35 @@ fn flip_in_payload(store: &Path, byte: u8) {
 }
 
 #[test]
+fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
+    let scratch = Scratch::new("taken");
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = other.local_addr().unwrap().to_string();
+    let serve = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        command.current_dir(&scratch.0).args([
+            "serve",
+            "--listen-metrics",
+            "none",
+            "--segment",
+            "1M",
+            "--memory",
+            "64M",
+        ]);
+        let output = command.args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        text(&output.stderr)
+    };
+    let taken = serve(&["--budget", "64M", "--listen-grpc", &address]);
+    assert!(
+        taken.contains(&address) && taken.contains("another program has it; name another port"),
+        "{taken}"
+    );
+    let small = serve(&["--budget", "1M", "--listen-grpc", "127.0.0.1:0"]);
+    assert!(small.contains("room for four segments") && small.contains("--budget \"4 MiB\""), "{small}");
+}
+
+#[test]
 fn two_servers_do_not_share_a_directory() {
     let scratch = Scratch::new("two");
     let _first = Server::start(command(&scratch.0));

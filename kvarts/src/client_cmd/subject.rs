@@ -11,6 +11,7 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, ModelSpec, NamespaceId, Requirements,
 };
 use kvarts_store::api::KvStore;
+use kvarts_store::error::Reason;
 
 use super::keys_of;
 use crate::{files, model_cmd};
@@ -26,7 +27,8 @@ const SECRET_BYTES_MAX: usize = 1 << 20;
 /// Which server.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServerArgs {
-    /// The server: a socket's path, HOST:PORT, or http(s)://HOST:PORT [default: $KVARTS_SERVER, or the one here]
+    /// The server: a socket's path, HOST:PORT, or http(s)://HOST:PORT [default: $KVARTS_SERVER,
+    /// or the one of ./kvarts-data; where there is no such store, 127.0.0.1:7440]
     #[arg(long, value_name = "ADDR|SOCKET")]
     pub(crate) server: Option<String>,
     /// A file that holds the token [default: $KVARTS_TOKEN_FILE]
@@ -56,17 +58,29 @@ fn endpoint(text: &str) -> String {
     }
 }
 
+/// A store in this directory whose server does not run.
+fn not_running(store: &Path) -> Failure {
+    Failure::User(format!(
+        "the store here ({}) has no server running: start it with `kvarts serve`, or name another with --server",
+        store.display()
+    ))
+}
+
 impl ServerArgs {
-    fn endpoint(&self) -> Result<String, Failure> {
+    /// The endpoint, and the directory of the store here where that decides it.
+    fn endpoint(&self) -> Result<(String, Option<PathBuf>), Failure> {
         if let Some(server) = self.server.clone().or_else(|| std::env::var("KVARTS_SERVER").ok()) {
-            return Ok(endpoint(&server));
+            return Ok((endpoint(&server), None));
         }
         let config = Config::standard().map_err(Failure::user)?;
+        let store = config.directories.into_iter().find(|store| store.join("superblock").exists());
         let socket = config.socket.filter(|socket| socket.exists());
-        Ok(match socket {
-            Some(socket) => format!("unix:{}", socket.display()),
-            None => format!("http://127.0.0.1:{GRPC_PORT}"),
-        })
+        match (socket, store) {
+            (Some(socket), store) => Ok((format!("unix:{}", socket.display()), store)),
+            // Another server is not what a command in this directory means.
+            (None, Some(store)) => Err(not_running(&store)),
+            (None, None) => Ok((format!("http://127.0.0.1:{GRPC_PORT}"), None)),
+        }
     }
 
     /// Connects.
@@ -76,14 +90,21 @@ impl ServerArgs {
         let read = |path: &PathBuf, what| files::read_text(path, SECRET_BYTES_MAX, what);
         let token = file.as_ref().map(|path| read(path, "a token")).transpose()?;
         let authority = self.authority.as_ref().map(|path| read(path, "a certificate")).transpose()?;
+        let (endpoint, store) = self.endpoint()?;
         let options = ConnectOptions {
             token: token.map(|token| token.trim().to_owned()),
             authority: authority.map(String::into_bytes),
             via,
             server_uid: self.server_uid.or_else(|| std::env::var("KVARTS_SERVER_UID").ok()?.parse().ok()),
-            ..ConnectOptions::to(self.endpoint()?)
+            ..ConnectOptions::to(endpoint)
         };
-        Client::connect(&options).map_err(Failure::user)
+        Client::connect(&options).map_err(|error| match (&error.0, &store) {
+            (Reason::Away(_), Some(store)) => not_running(store),
+            (Reason::Away(what), None) => Failure::User(format!(
+                "no server answers at {what}: is one running? `kvarts serve` starts one; --server names another"
+            )),
+            _ => Failure::user(error),
+        })
     }
 }
 

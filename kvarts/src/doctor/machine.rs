@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use kvarts_store::io::{Features, IoChoice, open_io};
+use kvarts_store::io::{Features, IoChoice, OpenError, open_io};
 use rustix::process::{Resource, getrlimit};
 
 use super::Finding;
@@ -78,6 +78,11 @@ fn rings(directories: &[PathBuf]) -> Finding {
                 Finding::good("io_uring", format!("yes; without {}", off.join("; ")))
             }
         }
+        Err(OpenError::Environment(why)) => Finding::better(
+            "io_uring",
+            "not tried",
+            format!("{why}: look again with a directory that can be opened"),
+        ),
         Err(why) => Finding::better("io_uring", "no", why.to_string()),
     }
 }

@@ -116,7 +116,9 @@ fn sentence(findings: &[Finding]) -> String {
     let count = |verdict| findings.iter().filter(|finding| finding.verdict == verdict).count();
     match (count(Verdict::Bad), count(Verdict::Better)) {
         (0, 0) => "This machine is ready for a server.".to_owned(),
-        (0, better) => format!("A server runs here; {better} of {} checks advise a change.", findings.len()),
+        (0, better) => {
+            format!("This machine can run a server; {better} of {} checks advise a change.", findings.len())
+        }
         (bad, _) => {
             format!("{bad} of {} checks must be put right before a server runs here safely.", findings.len())
         }

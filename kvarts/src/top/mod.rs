@@ -48,6 +48,7 @@ pub(crate) fn run(arguments: &TopArgs, out: &mut dyn Write) -> Result<(), Failur
             serde_json::to_writer_pretty(&mut *out, &seen).map_err(std::io::Error::from)?;
             return Ok(writeln!(out)?);
         }
+        writeln!(out, "http://{}/metrics", arguments.metrics)?;
         for line in view::lines(&seen, usize::MAX, usize::MAX) {
             writeln!(out, "{line}")?;
         }

@@ -22,6 +22,7 @@ use super::{
     ClusterConfig, Config, EtcdFiles, GRPC_PORT, LogFormat, METRICS_PORT, MembersFrom, NodeTlsFiles,
     OPEN_METRICS_WORDS, OPEN_WORDS, Setting, TlsFiles,
 };
+use crate::human;
 use crate::state::auth::Gate;
 
 /// What is wrong with a configuration, and where.
@@ -363,7 +364,9 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     if let Some((budget, segment)) = config.budget.zip(config.segment_bytes)
         && budget < segment.saturating_mul(4)
     {
-        return Err(Complaint::new("store.budget", "room for four segments at least"));
+        let least = human::bytes(segment.saturating_mul(4));
+        let what = format!("room for four segments at least: --budget \"{least}\" or more");
+        return Err(Complaint::new("store.budget", &what));
     }
     Ok(())
 }

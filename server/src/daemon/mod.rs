@@ -324,7 +324,9 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
     let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if budget < least {
         let (budget, least) = (human::bytes(budget), human::bytes(least));
-        return Err(format!("store.budget: {budget} is too little: room for four segments is {least}"));
+        return Err(format!(
+            "store.budget: {budget} is too little: room for four segments is {least}, which --budget \"{least}\" gives"
+        ));
     }
     let shards =
         config.shards.unwrap_or_else(|| sizes::shards(budget, config.directories.len(), segment_bytes));
@@ -433,7 +435,15 @@ fn listen(
         socket.bind(address)?;
         socket.listen(BACKLOG)
     });
-    let listener = listening.map_err(|error| format!("{name}: {address}: {error}"))?;
+    let listener = listening.map_err(|error| {
+        let taken = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                ": another program has it; name another port, or :0 for a free one"
+            }
+            _ => "",
+        };
+        format!("{name}: {address}: {error}{taken}")
+    })?;
     let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
     Ok((Some(listener), Some(bound)))
 }

@@ -132,9 +132,12 @@ pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
 }
 
 /// Changes the budget. A lower one is kept from now on by whatever would grow, and reached when segments have been
-/// given back: the answer says how much is allocated now.
-pub(super) fn set_budget(call: &Call, wire: &proto::SetBudgetRequest) -> Outcome<proto::SetBudgetReply> {
-    call.state.engine.set_budget(wire.budget_bytes)?;
+/// given back: the answer says how much is allocated now. One that the disks cannot keep is refused, as at a start.
+pub(super) async fn set_budget(
+    call: &Call,
+    wire: &proto::SetBudgetRequest,
+) -> Outcome<proto::SetBudgetReply> {
+    call.state.engine.set_budget_within_disks(wire.budget_bytes).await?;
     let stats = call.state.engine.stats();
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })

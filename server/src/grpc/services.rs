@@ -193,7 +193,7 @@ impl Admin for Services {
     }
 
     async fn set_budget(&self, request: Request<proto::SetBudgetRequest>) -> Answer<proto::SetBudgetReply> {
-        answer(request, |call, wire| async move { admin::set_budget(&call, &wire) }).await
+        answer(request, |call, wire| async move { admin::set_budget(&call, &wire).await }).await
     }
 
     async fn reload(&self, request: Request<proto::ReloadRequest>) -> Answer<proto::ReloadReply> {

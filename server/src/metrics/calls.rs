@@ -93,7 +93,7 @@ fn usage(out: &mut String, counted: &Counted) {
     };
     let help = "Blocks that match and exists were asked for, by what was found: here, pending (being put), absent. The hit \
                 ratio is the rate of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", \
-                tenants beyond 256 tenant=\"other\".";
+                tenants beyond 256 tenant=\"other\". Look-ups of a model that was never registered are not counted.";
     family("kvarts_lookup_blocks_total", help, &|usage| {
         let found = usage.lookups;
         let all = [("here", found.here), ("pending", found.pending), ("absent", found.absent)];
@@ -102,8 +102,8 @@ fn usage(out: &mut String, counted: &Counted) {
     let help =
         "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
     family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
-    let help = "Blocks that reads were asked for and did not deliver, by reason. REASON_NOT_HERE is eviction between lookup \
-                and read: take a lease with the match. What lookups did not find is in kvarts_lookup_blocks_total.";
+    let help = "Blocks that reads were asked for and did not deliver, by reason. REASON_NOT_HERE: never stored, or evicted \
+                before the read (take a lease with the match). What lookups did not find is in kvarts_lookup_blocks_total.";
     family("kvarts_blocks_missed_total", help, &|usage| {
         usage.missed.iter().map(|(reason, count)| (format!(",reason=\"{reason}\""), *count)).collect()
     });

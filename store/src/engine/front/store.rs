@@ -126,6 +126,8 @@ pub struct Store(Arc<Inner>);
 
 struct Inner {
     shared: Arc<Shared>,
+    /// Directories of the launcher's I/O.
+    directories: u16,
     router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
@@ -208,10 +210,11 @@ impl Store {
         let closed = AtomicBool::new(false);
         let router = Arc::new(Router { executors, owners });
         shared.set_others(&router);
-        let store = Self(Arc::new(Inner { shared, router, reports, closed }));
+        let directories = options.directories;
+        let store = Self(Arc::new(Inner { shared, directories, router, reports, closed }));
         store.finish_deletes().await;
         if !options.budget_beyond_disk {
-            store.check_disk(options.directories).await?;
+            store.check_disk(options.directories, options.budget_bytes).await?;
         }
         store.shrink()?;
         store.keep_compact(options)?;

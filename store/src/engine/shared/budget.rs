@@ -109,6 +109,15 @@ impl Budget {
     }
 }
 
+/// Bytes in the largest binary unit of which there are ten, without what is left over.
+pub(crate) fn whole_units(bytes: u64) -> String {
+    const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    match UNITS.iter().find(|&&(shift, _)| (bytes >> shift) >= 10) {
+        Some((shift, unit)) => format!("{} {unit}", bytes >> *shift),
+        None => format!("{bytes} B"),
+    }
+}
+
 impl Shared {
     /// Counts the store's directories and their superblocks; refused if the budget is too small for the store.
     pub(crate) fn begin_budget(&self, superblocks: u64) -> Result<(), Reason> {
@@ -187,8 +196,9 @@ impl Shared {
     pub(crate) fn set_budget(&self, bytes: u64) -> Result<(), Reason> {
         let floor = self.budget_floor();
         if bytes < floor {
+            let (budget, enough) = (whole_units(bytes), floor.div_ceil(1 << 20));
             return Err(Reason::Config(format!(
-                "a budget of {bytes} bytes is too small for this store's shards and segments: {floor} at least"
+                "a budget of {budget} is too small for this store's shards and segments: {enough} MiB at least"
             )));
         }
         self.budget.set_limit(bytes);

@@ -10,6 +10,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, Identity, NamespaceId};
 use super::{Store, lost, send};
 use crate::engine::front::descent;
 use crate::engine::front::router::Message;
+use crate::engine::shared::budget::whole_units;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
@@ -58,6 +59,14 @@ impl Store {
     /// instead. There may be more already, which stay.
     pub fn set_files_cap(&self, files: u64) {
         self.0.shared.set_files_cap(files);
+    }
+
+    /// The same, and refuses a larger budget that the disks cannot keep, as opening does.
+    pub async fn set_budget_within_disks(&self, bytes: u64) -> Result<(), Error> {
+        if bytes > self.0.shared.space_report().budget {
+            self.check_disk(self.0.directories, bytes).await?;
+        }
+        self.set_budget(bytes)
     }
 
     /// Lets every executor give segments back until the budget is kept.
@@ -236,7 +245,7 @@ impl Store {
     }
 
     /// Refuses a budget that the disks cannot keep: more than they have free and the store has already.
-    pub(super) async fn check_disk(&self, directories: u16) -> Result<(), Error> {
+    pub(super) async fn check_disk(&self, directories: u16, budget: u64) -> Result<(), Error> {
         let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
         let (reply, answer) = ticket();
         send(first, Message::FreeSpace { directories, reply })?;
@@ -244,11 +253,12 @@ impl Store {
         let report = self.0.shared.space_report();
         // Directories are counted by a bound: what they have not taken is not there to be had.
         let allocated = report.total.allocated.saturating_sub(report.directories);
-        let (budget, most) = (report.budget, free.saturating_add(allocated));
+        let most = free.saturating_add(allocated);
         if budget > most {
+            let [budget, free, allocated, most] = [budget, free, allocated, most].map(whole_units);
             return Err(Error(Reason::Config(format!(
-                "the budget of {budget} bytes is more than the disk can hold: {free} bytes are free and the store \
-                 has {allocated}; lower the budget to {most} at most, or allow a budget beyond the disk"
+                "the budget of {budget} is more than the disk can hold: {free} are free and the store has {allocated}; \
+                 lower the budget to {most} at most"
             ))));
         }
         Ok(())
