@@ -567,12 +567,17 @@ fn no_table_in_memory_grows_with_use() {
 #[test]
 fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between_segments() {
     for seed in 0..seeds(6) {
-        let floor = {
+        let opens = |budget: u64| {
             let world = SimWorld::new(seed, &WorldConfig::default());
-            let refused = SimStage::open(&world, &options(SEGMENT)).map(drop).unwrap_err().to_string();
-            let words: Vec<u64> = refused.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-            *words.last().unwrap()
+            SimStage::open(&world, &options(budget)).is_ok()
         };
+        // In pages of 4 KiB.
+        let (mut refused, mut floor) = (SEGMENT, 8 * SEGMENT);
+        assert!(!opens(refused) && opens(floor));
+        while floor - refused > 4096 {
+            let middle = (refused + floor) / 2 / 4096 * 4096;
+            if opens(middle) { floor = middle } else { refused = middle }
+        }
         let (world, stage) = open(seed, floor + SEGMENT);
         let desk = Desk::new(&stage, "least");
         let mut stored = 0;
