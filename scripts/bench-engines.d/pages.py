@@ -3,6 +3,7 @@
 import mmap
 import random
 import struct
+import tempfile
 
 #: Bytes of a page.
 PAGE = 1 << 20
@@ -29,6 +30,14 @@ def private_memory(pages):
     memory = mmap.mmap(-1, pages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def engines_file(pages):
+    """Memory as vLLM's offloading has it: a file in `/dev/shm`, shared by its processes, in pages of the usual size. The file goes
+    when it is closed."""
+    file = tempfile.TemporaryFile(dir="/dev/shm")
+    file.truncate(pages * PAGE)
+    return file, mmap.mmap(file.fileno(), pages * PAGE)
 
 
 class Slots:

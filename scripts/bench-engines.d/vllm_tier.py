@@ -42,7 +42,7 @@ class Tier(Contestant):
     """`tier`: what the engine's configuration says of it."""
 
     def __init__(self, place, count, settings):
-        memory = pages.private_memory(count)
+        self._file, memory = pages.engines_file(count)
         self.slots = pages.Slots(memory)
         rows = numpy.frombuffer(memory, dtype=numpy.int8).reshape(count, pages.PAGE)
         tier = {name: place if value == "PLACE" else value for name, value in settings["tier"].items()}
