@@ -1,4 +1,4 @@
-"""What is stored: page `n` has bytes that no other page has, and lies in memory that all contestants have alike."""
+"""What is stored: page `n` has bytes that no other page has, and lies in memory that all contestants of a seam have alike."""
 
 import mmap
 import random
