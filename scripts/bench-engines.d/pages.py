@@ -7,6 +7,8 @@ import tempfile
 
 #: Bytes of a page.
 PAGE = 1 << 20
+#: `MADV_POPULATE_WRITE`, which Python does not name yet.
+_POPULATE_WRITE = 23
 _STEP = 64 << 10
 _BASE = random.Random(18).randbytes(2 * PAGE)
 
@@ -33,11 +35,13 @@ def private_memory(pages):
 
 
 def engines_file(pages):
-    """Memory as vLLM's offloading has it: a file in `/dev/shm`, shared by its processes, in pages of the usual size. The file goes
-    when it is closed."""
+    """Memory as vLLM's offloading has it: a file in `/dev/shm`, shared by its processes, in pages of the usual size, all of them
+    made at once. The file goes when it is closed."""
     file = tempfile.TemporaryFile(dir="/dev/shm")
     file.truncate(pages * PAGE)
-    return file, mmap.mmap(file.fileno(), pages * PAGE)
+    memory = mmap.mmap(file.fileno(), pages * PAGE)
+    memory.madvise(_POPULATE_WRITE)
+    return file, memory
 
 
 class Slots:

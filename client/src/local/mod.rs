@@ -8,6 +8,7 @@
 
 mod copied;
 mod held;
+mod large_pages;
 mod link;
 mod looks;
 mod outbox;
@@ -225,8 +226,11 @@ impl Inner {
         link.share(number, (mode, verifies), bytes, Some(&file))?;
         // Windows belong to one connection: what a broken one may still write is never used again.
         let kept = if mode == Mode::Copied { Weak::new() } else { Arc::downgrade(&region) };
-        let known = Known { number, mode, verifies, bytes, file, region: kept };
+        let known = Known { number, mode, verifies, bytes, file: Arc::clone(&file), region: kept };
         self.memories().insert(region.id(), known);
+        if mode == Mode::Adopted {
+            large_pages::begin(&region, &file);
+        }
         Ok(region)
     }
 

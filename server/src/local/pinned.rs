@@ -15,14 +15,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_store::engine::Store;
+use kvarts_store::io::aligned::LARGE_PAGE;
 use kvarts_store::io::{Region, shared};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::Locals;
 
-/// What is shorter has no room for a large page.
-const LARGE_PAGE: usize = 2 << 20;
 /// How long a client that wants memory waits for its pages at most.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an executor that takes no messages is left alone.

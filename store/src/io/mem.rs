@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -70,9 +71,15 @@ impl Region {
     /// stay, and users of the region notice only the speed: a device is told of long stretches instead of single pages. The
     /// call takes a processor for up to some milliseconds for each MiB.
     pub fn collapse(&self) -> bool {
+        self.collapse_part(0..self.len)
+    }
+
+    /// As [`Region::collapse`], of the bytes of this range, which begins with a page.
+    pub fn collapse_part(&self, range: Range<usize>) -> bool {
+        assert!(range.start <= range.end && range.end <= self.len, "bytes of the region");
         // SAFETY: the range is mapped for as long as the region lives (contract of `adopt`), and this advice changes
         // which pages hold the bytes, not the bytes.
-        unsafe { libc::madvise(self.base.cast(), self.len, libc::MADV_COLLAPSE) == 0 }
+        unsafe { libc::madvise(self.base.add(range.start).cast(), range.len(), libc::MADV_COLLAPSE) == 0 }
     }
 
     /// Has the kernel make every page that is not there, or says why it cannot: later touches find them.

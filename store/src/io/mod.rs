@@ -10,6 +10,7 @@
 //! - the memory of an operation is held (through its [`SharedBuf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
+pub mod aligned;
 pub mod arena;
 pub mod buf;
 #[cfg(any(test, feature = "testing"))]

@@ -20,10 +20,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 
+use super::aligned::Mapping;
 use super::mem::{PAGE, Region};
 
 /// What `fstatfs` says of a file in memory. Those of huge pages are another kind: they can run out of pages, which
@@ -83,7 +83,7 @@ fn seals(file: BorrowedFd<'_>) -> Result<SealFlags, &'static str> {
 pub fn map(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> io::Result<Arc<Region>> {
     let file = file.as_fd();
     let (map, len) = mapped(file, bytes, length(file))?;
-    let base = map.as_mut_ptr();
+    let base = map.base();
     // SAFETY: the map owns `len` bytes at `base`, readable and writable, until it is dropped with the keeper, and
     // moving it does not move them. The file is at least as long and sealed against shrinking (both looked at above,
     // the seal cannot be taken off), so every page of the range has memory behind it at any time.
@@ -95,13 +95,13 @@ pub fn map(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> i
 pub fn map_own(file: impl AsFd, bytes: u64, keeper: Box<dyn Any + Send + Sync>) -> io::Result<Arc<Region>> {
     let file = file.as_fd();
     let (map, len) = mapped(file, bytes, length_now(file))?;
-    let base = map.as_mut_ptr();
+    let base = map.base();
     // SAFETY: as in `map`; a page that its owner took away kills the process and is no access to other memory.
     Ok(unsafe { Region::adopt_shared(base, len, Box::new((map, keeper))) })
 }
 
 /// The mapping of the first `bytes` of a file in memory that has `all`, and its length.
-fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> io::Result<(MmapRaw, usize)> {
+fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> io::Result<(Mapping, usize)> {
     let refused = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what.to_owned());
     let all = all.map_err(refused)?;
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE as u64);
@@ -109,7 +109,7 @@ fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> i
         return Err(refused("what is mapped is whole pages of the file, at least one"));
     }
     let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
-    Ok((MmapOptions::new().len(len).map_raw(&file)?, len))
+    Ok((Mapping::new(file, len)?, len))
 }
 
 /// Gives back memory that takes long to give back, so that no executor waits for it.
@@ -138,7 +138,7 @@ pub fn map_foreign(
     reaper: &Reaper,
 ) -> io::Result<Arc<Region>> {
     let (map, len) = mapped(file.as_fd(), bytes, length_now(&file))?;
-    let base = map.as_mut_ptr();
+    let base = map.base();
     let foreign = Arc::new(Foreign { file, open: RwLock::new(true), failed: AtomicBool::new(false) });
     let what: Box<dyn Any + Send + Sync> = Box::new((map, Arc::clone(&foreign), keeper));
     let keeper = Box::new(Mapped { what: Some(what), reaper: Arc::clone(reaper) });
@@ -237,9 +237,12 @@ impl Foreign {
     }
 }
 
-/// Whether each of the first `bytes` bytes of a file in memory has its page.
+/// Whether each of the first `bytes` bytes of a file in memory has its page. The place at which its other users read on stays
+/// as it is: it belongs to what was opened, so the file is opened once more.
 pub fn is_populated(file: impl AsFd, bytes: u64) -> bool {
-    rustix::fs::seek(file, SeekFrom::Hole(0)).is_ok_and(|hole| hole >= bytes)
+    let name = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
+    let own = rustix::fs::open(name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+    own.and_then(|own| rustix::fs::seek(own, SeekFrom::Hole(0))).is_ok_and(|hole| hole >= bytes)
 }
 
 /// Takes the pages of `range`, whole ones, out of a file in memory, and cuts off processes that still write to them: the
@@ -437,7 +440,9 @@ mod tests {
         let file = sealed(8 << 20).unwrap();
         let region = map(&file, 8 << 20, Box::new(())).unwrap();
         region.populate().unwrap();
+        rustix::fs::seek(&file, SeekFrom::Start(5)).unwrap();
         assert!(is_populated(&file, 8 << 20));
+        assert_eq!(rustix::fs::tell(&file), Ok(5), "another user of the file reads on elsewhere");
         let all = SharedBuf::new(&region, 0, 8 << 20).unwrap();
         all.fill(7);
         assert!(replace(&file, 4096..12288).unwrap());
@@ -496,6 +501,19 @@ mod tests {
         // As it is without that.
         first.end(9, 4096);
         assert!(all.to_vec()[..4096] == [9; 4096]);
+    }
+
+    /// Kernels that have large pages make them of a file's wherever it is mapped: as often as it is mapped, because an address
+    /// can be right by chance.
+    #[test]
+    fn files_can_be_put_into_large_pages_wherever_they_are_mapped() {
+        let has_large = std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists();
+        let file = sealed(4 << 20).unwrap();
+        let kept: Vec<_> = (0..8).map(|_| map(&file, 4 << 20, Box::new(())).unwrap()).collect();
+        for region in &kept {
+            region.populate().unwrap();
+            assert_eq!(region.collapse(), has_large);
+        }
     }
 
     #[test]
