@@ -1,6 +1,5 @@
 """What the connectors share: a connection for which no engine waits, and the name of a model's bytes."""
 
-import ctypes
 import hashlib
 import json
 import logging
@@ -20,49 +19,6 @@ def token_of(file):
         return None
     with open(file, encoding="utf-8") as text:
         return text.read(1 << 16).strip()
-
-
-def file_of(buffer):
-    """The file in memory that a writable buffer is mapped from: its descriptor, to be closed by the caller, and the offset in it
-    at which the buffer begins. `None` for memory of another kind, or where the file cannot be opened."""
-    byte = ctypes.c_char.from_buffer(buffer)
-    begin = ctypes.addressof(byte)
-    del byte
-    end = begin + memoryview(buffer).nbytes
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            place, access, offset, device, inode, *path = line.split(maxsplit=5)
-            first, last = (int(part, 16) for part in place.split("-"))
-            if first <= begin < last:
-                break
-        else:
-            return None
-    if end > last or access[1] != "w" or access[3] != "s" or not path or (begin - first) % 4096:
-        return None
-    named = tuple(int(part, 16) for part in device.split(":")), int(inode)
-    # A file without a name is still there if its maker has it open.
-    for path in [path[0].strip(), *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]:
-        try:
-            found = os.stat(path)
-            if named == ((os.major(found.st_dev), os.minor(found.st_dev)), found.st_ino):
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC), int(offset, 16) + begin - first
-        except OSError:
-            continue
-    return None
-
-
-def adopt(client, buffer):
-    """Makes an engine's memory known: for the server's disks to write into where it is a file in memory, else to be copied."""
-    found = file_of(buffer)
-    if found is not None:
-        fd, offset = found
-        try:
-            return client.adopt(buffer, fd=fd, offset=offset)
-        except kvarts.Error as error:
-            logger.info("kvarts: memory of the engine's is copied: %s", error)
-        finally:
-            os.close(fd)
-    return client.adopt(buffer)
 
 
 class Link:

@@ -10,6 +10,9 @@ What holds:
 - No call waits. Each batch is answered within `timeout` seconds (half a second later at most), also if the server has stopped;
   while it is away, look-ups and loads are misses and stores are dropped. It comes back by itself.
 
+LMCache's memory is written to by the server's disks where it is a file in memory (`lmcache server --shm-name NAME`); else loads and
+stores are copied.
+
 An object is one page, and pages of one handle have one size, so there is one handle for each size. A look-up does not say the
 size: which ones a model has is written down in pages of their own (`_Sizes`), which are read once.
 """
@@ -24,6 +27,7 @@ import time
 import kvarts
 
 from .link import Link, logger, token_of
+from .shared import Pools
 
 #: Sizes of objects that one group of a model may have.
 _SIZES = 16
@@ -124,6 +128,7 @@ class Kvarts:
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), pause)
         self._lock = threading.Lock()
         self._futures = itertools.count(1)
+        self._pools = Pools()
         self._handles = {}  # (model, size of objects) -> pages
         self._sizes = {}  # (model, group) -> _Sizes
         self._parts = {}  # (handle, batch) -> (task, positions)
@@ -167,6 +172,7 @@ class Kvarts:
                 return
             self._closed = True
         self._link.close()  # closes the handles, too: when it returns, nothing touches LMCache's memory
+        self._pools.close()
         self._poll.close()
         os.close(self._own)
 
@@ -197,6 +203,10 @@ class Kvarts:
             for size in sizes:
                 places.setdefault((model, group, size), []).append(at)
         parts = [(self._handle(*place, client, task.kind == "put"), positions) for place, positions in places.items()]
+        if client is not None:
+            self._pools.prepare(client, task.buffers)
+        elif not self._pools.is_ready(task.buffers):
+            raise _Unready
         with self._lock:
             task.open = 1
             for pages, positions in parts:

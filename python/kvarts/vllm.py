@@ -34,7 +34,8 @@ from vllm.version import __version__ as vllm_version
 
 import kvarts
 
-from .link import Link, adopt, logger, revision_of, token_of
+from .link import Link, logger, revision_of, token_of
+from .shared import adopt
 
 #: What the connector takes from its configuration and hands to the tier.
 _FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity")

@@ -194,7 +194,7 @@ class Batches(Served):
         import mmap
         import os
 
-        from kvarts.link import adopt, file_of
+        from kvarts.shared import adopt, file_of
 
         client = self.connect()
         pages = self.pages(client)
@@ -226,7 +226,7 @@ class Batches(Served):
     def test_memory_of_an_engine_that_is_no_file_is_copied(self):
         import mmap
 
-        from kvarts.link import adopt, file_of
+        from kvarts.shared import adopt, file_of
 
         client = self.connect()
         for memory in (bytearray(2 * PAGE), memoryview(mmap.mmap(-1, 2 * PAGE))):

@@ -1,5 +1,7 @@
 """What LMCache calls: batches of objects, one descriptor, an answer for each key; also after restarts, and without a server."""
 
+import ctypes
+import mmap
 import os
 import queue
 import select
@@ -79,6 +81,54 @@ class Lmcache(Served):
         self.assertEqual(adapter.delete(keys)[2], [True] * 6 + [False] * 2)
         self.assertEqual(adapter.exists(keys), [False] * 8)
         self.assertEqual(adapter.poll.poll(0), [])
+
+    def test_disks_write_into_a_pool_for_as_long_as_it_is_mapped_where_it_was(self):
+        adapter, keys, size = self.adapter(), names(4), 8192
+        pools = adapter.plugin._pools
+        if pools._maps is None:
+            self.skipTest("this kernel does not say what is mapped (PROCMAP_QUERY, Linux 6.11)")
+        self.assertTrue(adapter.set(keys, size)[0])
+        fd = os.memfd_create("pool")
+        os.ftruncate(fd, 4 * size)
+        pool = mmap.mmap(fd, 4 * size)
+        os.close(fd)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pool))
+        # As LMCache gives them: nothing that is told of them keeps the pool mapped.
+        views = [memoryview((ctypes.c_ubyte * size).from_address(address + n * size)) for n in range(4)]
+
+        def get():
+            for view in views:
+                view.cast("B")[:] = bytes(size)
+            self.assertTrue(adapter.answer(adapter.plugin.submit_batch_get(keys, views))[0])
+            return [bytes(view) for view in views]
+
+        expected = [bytes(one) for one in objects(keys, size)]
+        self.assertEqual(get(), expected)
+        self.assertEqual(pool[:size], expected[0])
+        self.assertEqual([memory.mode for memory in pools._known.values()], ["adopted"])
+        # The same addresses are other memory now; the file is still there.
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+        self.assertEqual(libc.mmap(address, 4 * size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0), address)
+        self.assertEqual(get(), expected, "bytes went to where the pool had been")
+        self.assertEqual(pools._known, {})
+        other = mmap.mmap(-1, 4 * size)
+        views = [memoryview(other)[n * size : (n + 1) * size] for n in range(4)]
+        self.assertEqual(get(), expected)
+
+    def test_a_pool_that_the_server_cannot_write_to_is_copied(self):
+        adapter, keys, size = self.adapter(), names(2), 4096
+        self.assertTrue(adapter.set(keys, size)[0])
+        with tempfile.TemporaryFile(dir=".") as file:
+            file.truncate(2 * size)
+            pool = mmap.mmap(file.fileno(), 2 * size)
+        for _ in range(2):
+            pool[:] = bytes(2 * size)
+            views = [memoryview(pool)[n * size : (n + 1) * size] for n in range(2)]
+            self.assertTrue(adapter.answer(adapter.plugin.submit_batch_get(keys, views))[0])
+            self.assertEqual(pool[:], b"".join(objects(keys, size)))
+        self.assertEqual(adapter.plugin._pools._known, {})
 
     def test_many_batches_under_way_are_answered_each(self):
         adapter = self.adapter()

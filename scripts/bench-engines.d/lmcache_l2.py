@@ -21,7 +21,8 @@ class Adapter(Contestant):
     """`adapter`: the JSON of `--l2-adapter`. `file`: bytes of a file that is made before, because the adapter wants a device."""
 
     def __init__(self, place, count, settings):
-        memory = pages.private_memory(count)
+        # As `lmcache server --shm-name` has it, and pins it.
+        self._file, memory = pages.engines_file(count)
         self.slots = pages.Slots(memory)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._objects = [self._object(whole[slot * pages.PAGE : (slot + 1) * pages.PAGE]) for slot in range(count)]

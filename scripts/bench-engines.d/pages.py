@@ -35,7 +35,7 @@ def private_memory(pages):
 
 
 def engines_file(pages):
-    """Memory as vLLM's offloading has it: a file in `/dev/shm`, shared by its processes, in pages of the usual size, all of them
+    """Memory as vLLM's offloading and LMCache's pool have it: a file in `/dev/shm`, shared by its processes, in pages of the usual size, all of them
     made at once. The file goes when it is closed."""
     file = tempfile.TemporaryFile(dir="/dev/shm")
     file.truncate(pages * PAGE)

@@ -23,6 +23,8 @@ class CacheServer:
         command = ["nice", os.path.join(os.path.dirname(python), "lmcache"), "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--http-host", "127.0.0.1", "--http-port", str(page), "--disable-metrics", "--chunk-size", str(BLOCK)]
         command += ["--l1-size-gb", "1", "--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven"]
+        # Its memory is a file then, which Kvarts' disks write into.
+        command += ["--no-l1-use-lazy", "--shm-name", f"kvarts-check-{self.port}"]
         command += ["--l2-adapter", json.dumps(adapter)]
         quiet = dict(environment(), LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1")
         with open(os.path.join(PLACE, "lmcache-server.log"), "wb") as log:
@@ -118,6 +120,7 @@ class Lmcache:
                     found, _, _ = engine.generate(PROMPTS["prompts"])
                     expect(found == right, f"other tokens than without a cache, {turn} engine")
                     tokens = engine.cached("external_unspecified")
+                    adopted = server.metric(r'kvarts_clients\{mode="adopted"\}')
                     if turn == "first":
                         self.wait_until_stored(server, full // BLOCK)
                     engine.end()
@@ -126,7 +129,8 @@ class Lmcache:
         finally:
             server.stop()
         expect(tokens == full, f"{tokens:.0f} of {full} prompt tokens came from LMCache")
-        return f"a second engine and a second cache server: {tokens:.0f} of {full} prompt tokens, the same output"
+        expect(adopted > 0, "LMCache's memory is not adopted")
+        return f"a second engine and a second cache server: {tokens:.0f} of {full} prompt tokens, the same output; memory adopted"
 
     def wait_until_stored(self, server, blocks):
         deadline = time.monotonic() + PATIENCE
