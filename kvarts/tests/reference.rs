@@ -12,7 +12,7 @@ use kvarts_fsck::remedy::{Remedy, remedy};
 use kvarts_layout::format::recovery::{RECORD_ROWS, Row, SEGMENT_ROWS, Severity};
 use serde_json::Value;
 
-use documented::{Compared, documented};
+use documented::{Compared, Tables, documented};
 use served::{Scratch, Server};
 
 fn root() -> PathBuf {
@@ -79,6 +79,12 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
     compared.take(&documented, "drain", &json(&["drain", "--yes"]));
     let mut server = server;
     assert!(server.ends().success());
+    take_offline(&server, &documented, &mut compared);
+    compared.expect_all(documented);
+}
+
+/// What is read of the files of a store whose server has ended.
+fn take_offline(server: &Server, documented: &Tables, compared: &mut Compared) {
     let json = |arguments: &[&str]| -> Value {
         let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());
         assert!(code < 2, "{arguments:?}: {out}{error}");
@@ -91,14 +97,13 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("import", vec!["import", "file", "--into", "kvarts-data"]),
         ("compact DIR", vec!["compact", "kvarts-data"]),
     ] {
-        compared.take(&documented, command, &json(&arguments));
+        compared.take(documented, command, &json(&arguments));
     }
     // A repair tells what it did beside all that a check tells.
     let mut of_repair = documented["fsck"].clone();
     of_repair.extend(documented["fsck --repair"].clone());
     let of_repair = [("fsck --repair".to_owned(), of_repair)].into();
     compared.take(&of_repair, "fsck --repair", &json(&["fsck", "kvarts-data", "--repair"]));
-    compared.expect_all(documented);
 }
 
 #[test]

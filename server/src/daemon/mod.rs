@@ -24,6 +24,7 @@ use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
+use rustix::fs::Gid;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -75,14 +76,7 @@ impl Daemon {
     pub async fn start(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile)?;
-        // Before a store is made: one that cannot be served is not to be left behind.
-        let ports = Ports::take(config)?;
-        let group = config.socket_group.as_deref().map(socket::group).transpose()?;
-        // Of a socket in the store's own directory opening the store says more: whose store it is.
-        let is_inside = |path: &Path| config.directories.iter().any(|directory| path.starts_with(directory));
-        if let Some(path) = config.socket.as_deref().filter(|path| !is_inside(path)) {
-            socket::refuse_taken(path).await?;
-        }
+        let (ports, group) = places(config).await?;
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let begun = std::time::Instant::now();
@@ -127,8 +121,8 @@ impl Daemon {
             None => None,
         };
         let cold = cold(config, &store, &mut notes).await?;
-        let (limits, directories) = (uncounted(config), config.directories.clone());
-        let decided = Decided { notes, files, limits, directories, cluster, cold };
+        let directories = config.directories.clone();
+        let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -262,6 +256,19 @@ impl Daemon {
         }
         self.fault.clone().map_or(Ok(()), Err)
     }
+}
+
+/// Where the server will serve, before a store is made: one that cannot be served is not to be left behind. The ports, and
+/// the group of the socket.
+async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
+    let ports = Ports::take(config)?;
+    let group = config.socket_group.as_deref().map(socket::group).transpose()?;
+    // Of a socket in the store's own directory opening the store says more: whose store it is.
+    let is_inside = |path: &Path| config.directories.iter().any(|directory| path.starts_with(directory));
+    if let Some(path) = config.socket.as_deref().filter(|path| !is_inside(path)) {
+        socket::refuse_taken(path).await?;
+    }
+    Ok((ports, group))
 }
 
 /// Tells what the server does at the metrics address, and remembers it for the status page.

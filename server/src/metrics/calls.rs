@@ -97,7 +97,10 @@ fn usage(out: &mut String, counted: &Counted) {
                 of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 \
                 tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
-        usage.lookups.named().map(|(what, count)| (format!(",found=\"{what}\""), count)).to_vec()
+        // Look-ups without a model have a name of their own: of models there are none.
+        let told =
+            usage.lookups.named().into_iter().filter(|(what, count)| *count > 0 || *what != "unregistered");
+        told.map(|(what, count)| (format!(",found=\"{what}\""), count)).collect()
     });
     let help =
         "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
