@@ -3,6 +3,8 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use kvarts_store::error::Reason;
 
@@ -18,8 +20,14 @@ pub(super) fn deepest(error: &dyn StdError) -> String {
 /// What the system said about reaching `server`. A name that is not known may be that of a server which is being started.
 pub(super) fn of_io(server: impl fmt::Display, error: &io::Error) -> Reason {
     use io::ErrorKind as Kind;
+    let server = server.to_string();
     let what = format!("{server}: {error}");
     match error.kind() {
+        // What the kernel refuses; this crate's own refusals say what to do themselves.
+        Kind::PermissionDenied if error.raw_os_error().is_some() && !server.contains("://") => {
+            let path = server.strip_prefix("unix:").unwrap_or(&server);
+            Reason::Denied(format!("{what}: {}", how_to_get_in(Path::new(path))))
+        }
         Kind::PermissionDenied => Reason::Denied(what),
         Kind::InvalidInput
         | Kind::InvalidData
@@ -27,6 +35,38 @@ pub(super) fn of_io(server: impl fmt::Display, error: &io::Error) -> Reason {
         | Kind::NotADirectory
         | Kind::Unsupported => Reason::Config(what),
         _ => Reason::Away(what),
+    }
+}
+
+/// What lets this process connect to a socket that it may not write to.
+#[allow(clippy::disallowed_methods, reason = "a socket's owner is asked for after the kernel refused it")]
+fn how_to_get_in(socket: &Path) -> String {
+    let Ok(found) = std::fs::symlink_metadata(socket) else {
+        return "a directory above it does not let this user in: allow that (chmod +x), or have the server make its socket \
+                elsewhere (--listen-socket PATH)"
+            .to_owned();
+    };
+    let (uid, gid, mode) = (found.uid(), found.gid(), found.mode() & 0o777);
+    let (user, group) = (named("/etc/passwd", uid), named("/etc/group", gid));
+    let join = match mode & 0o020 {
+        0 => "start the server with --socket-group GROUP (listen.socket_group) and be a member of that group"
+            .to_owned(),
+        _ => format!("be a member of group {group}"),
+    };
+    format!("the socket belongs to user {user}, mode {mode:04o}: be that user, or {join}")
+}
+
+/// A user or group by its name and number, as far as the file of them knows it.
+#[allow(clippy::disallowed_methods, reason = "as above")]
+fn named(file: &str, number: u32) -> String {
+    let known = std::fs::read_to_string(file).unwrap_or_default();
+    let mut fields = known.lines().map(|line| line.split(':'));
+    let is_it = |fields: &std::str::Split<'_, char>| {
+        fields.clone().nth(2).is_some_and(|field| field.parse() == Ok(number))
+    };
+    match fields.find(is_it).and_then(|mut fields| fields.next()) {
+        Some(name) => format!("{name} ({number})"),
+        None => number.to_string(),
     }
 }
 
@@ -49,6 +89,28 @@ mod tests {
     use kvarts_store::error::Kind;
 
     #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test makes the socket that it may not use")]
+    fn a_socket_of_another_user_is_told_with_its_owner_and_what_lets_in() {
+        use std::os::unix::fs::PermissionsExt;
+        let path = std::env::temp_dir().join(format!("kvarts-away-{}.sock", std::process::id()));
+        let socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let refused = |mode| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            of_io(format!("unix:{}", path.display()), &rustix::io::Errno::ACCESS.into()).to_string()
+        };
+        let own = rustix::process::geteuid().as_raw();
+        let alone = refused(0o600);
+        let parts = ["Permission denied", "mode 0600", "--socket-group GROUP", &format!("{own}")];
+        assert!(parts.iter().all(|part| alone.contains(part)), "{alone}");
+        let grouped = refused(0o660);
+        assert!(grouped.contains("mode 0660") && grouped.contains("be a member of group "), "{grouped}");
+        drop(socket);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(named("/etc/passwd", 0), "root (0)");
+        assert_eq!(named("/absent", 7), "7");
+    }
+
+    #[test]
     fn a_server_may_come_a_right_may_not_and_an_address_that_is_none_never() {
         let kind = |errno: rustix::io::Errno| of_io("there", &errno.into()).kind();
         use rustix::io::Errno;
@@ -56,6 +118,8 @@ mod tests {
             assert_eq!(kind(errno), Kind::Retry, "{errno}");
         }
         assert_eq!((kind(Errno::ACCESS), kind(Errno::NOTDIR)), (Kind::Refused, Kind::Invalid));
+        let refused = of_io("unix:/proc/self/absent", &Errno::ACCESS.into()).to_string();
+        assert!(refused.contains("a directory above it does not let this user in"), "{refused}");
         let away = of_io("unix:/run/s", &Errno::NOENT.into()).to_string();
         assert!(away.starts_with("no server answers at unix:/run/s: "), "{away}");
     }

@@ -41,7 +41,7 @@ use kvarts_store::rt::{Clock, Nanos};
 use grpc_path::GrpcPath;
 use kvarts_planner::cost::Times;
 use kvarts_planner::route::{self, Route};
-use kvarts_wire::{convert, plans, proto};
+use kvarts_wire::{convert, limits, plans, proto};
 use local::LocalPath;
 use remote::Remote;
 pub use remote::endpoint;
@@ -150,6 +150,18 @@ pub struct Client {
     path: Arc<dyn Path>,
 }
 
+/// Blocks that are held against eviction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Pinned {
+    /// What ends it sooner; none where nothing is held.
+    pub lease: Option<LeaseId>,
+    /// Blocks that are held.
+    pub held: u32,
+    /// How long they are, which may be shorter than was asked for; none where nothing is held, and from servers that do not
+    /// say.
+    pub hold: Option<Duration>,
+}
+
 impl Client {
     /// Connects to a server by the best path there is.
     pub fn connect(options: &ConnectOptions) -> Result<Self, Error> {
@@ -221,15 +233,15 @@ impl Client {
         self.read(ReadRequest { order: kvarts_store::api::Order::Layers, ..request })
     }
 
-    /// Holds blocks against eviction; the lease, and how many are held. Over the local path a lease ends with the
-    /// connection at the latest, over gRPC it may outlive it.
+    /// Holds blocks against eviction, a day at most. Over the local path a lease ends with the connection at the latest, over
+    /// gRPC it may outlive it.
     pub fn pin(
         &self,
         namespace: NamespaceId,
         (group, coordinate): (Group, Coordinate),
         keys: &[BlockKey],
         hold: Duration,
-    ) -> Result<(Option<LeaseId>, u32), Error> {
+    ) -> Result<Pinned, Error> {
         if self.path.name() == GRPC {
             let wire = proto::PinRequest {
                 namespace: namespace.as_bytes().to_vec().into(),
@@ -241,13 +253,15 @@ impl Client {
                 let (mut store, request) = (self.remote.store(), self.remote.request(wire.clone(), None));
                 async move { store.pin(request).await }
             })?;
-            return Ok((remote::lease(reply.lease), reply.held));
+            let hold = (reply.hold_ms > 0).then(|| Duration::from_millis(reply.hold_ms));
+            return Ok(Pinned { lease: remote::lease(reply.lease), held: reply.held, hold });
         }
         let terms = LeaseTerms { hold, tenant: 0, cap_bytes: u64::MAX };
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
         let reply = self.path.contains(&request)?;
         let held = reply.presence.iter().filter(|presence| **presence == Presence::Here).count() as u32;
-        Ok((reply.lease, held))
+        let hold = reply.lease.map(|_| hold.min(limits::LEASE_MAX));
+        Ok(Pinned { lease: reply.lease, held, hold })
     }
 
     /// What is pinned or leased, and for how long: of the caller's tenant, or of all for whom may administer.
@@ -292,10 +306,27 @@ impl Client {
         self.remote.ask_endless(async move { admin.scrub(request).await })
     }
 
+    /// Has the server move live blocks together and merge small records. Answers when that is done.
+    pub fn compact(&self) -> Result<proto::CompactReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(proto::CompactRequest {});
+        self.remote.ask_endless(async move { admin.compact(request).await })
+    }
+
     /// Changes the server's budget; answers with what it is now and how much is allocated.
     pub fn set_budget(&self, budget_bytes: u64) -> Result<proto::SetBudgetReply, Error> {
         let mut admin = self.remote.admin();
-        let request = self.remote.request(proto::SetBudgetRequest { budget_bytes }, None);
+        let wire = proto::SetBudgetRequest { budget_bytes, budget_percent: 0 };
+        let request = self.remote.request(wire, None);
+        self.remote.ask(async move { admin.set_budget(request).await })
+    }
+
+    /// Changes the server's budget to a part of its disks, in hundredths of their size. A server that does not know parts
+    /// refuses.
+    pub fn set_budget_part(&self, budget_percent: u32) -> Result<proto::SetBudgetReply, Error> {
+        let mut admin = self.remote.admin();
+        let wire = proto::SetBudgetRequest { budget_bytes: 0, budget_percent };
+        let request = self.remote.request(wire, None);
         self.remote.ask(async move { admin.set_budget(request).await })
     }
 

@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use kvarts_layout::UsablePrefix;
 use kvarts_layout::prefix::Coverage;
-use kvarts_store::api::{ContainsReply, ContainsRequest, LeaseTerms, MatchReply, MatchRequest, Presence};
+use kvarts_store::api::{
+    ContainsReply, ContainsRequest, LeaseTerms, MatchReply, MatchRequest, Missing, Presence,
+};
 use kvarts_store::error::Reason;
 
 use super::remote::lease;
@@ -34,6 +36,15 @@ pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
     }
 }
 
+/// Why blocks cannot be used.
+fn missing(wire: Option<&proto::Missing>) -> Missing {
+    let Some(&proto::Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off }) = wire
+    else {
+        return Missing::default();
+    };
+    Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off }
+}
+
 /// What was found of a prefix.
 pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     let coverage = |one: &proto::match_reply::Coverage| {
@@ -47,7 +58,8 @@ pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
         cheapest: convert::boundary(found.cheapest.clone()),
     };
     let plan = found.plan.as_ref().map(plans::planned).transpose()?.map(Box::new);
-    Ok(MatchReply { usable, pending: found.pending, lease: lease(found.lease), plan })
+    let missing = missing(found.missing.as_ref());
+    Ok(MatchReply { usable, pending: found.pending, missing, lease: lease(found.lease), plan })
 }
 
 /// What single blocks are looked up with.
@@ -75,5 +87,5 @@ pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsR
     if presence.len() != keys {
         return Err(Reason::Bug("an answer for another number of keys"));
     }
-    Ok(ContainsReply { presence, lease: lease(reply.lease) })
+    Ok(ContainsReply { presence, missing: missing(reply.missing.as_ref()), lease: lease(reply.lease) })
 }

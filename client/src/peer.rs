@@ -12,8 +12,9 @@ pub(super) fn check(socket: impl AsFd, server_uid: Option<u32>) -> io::Result<()
         return Ok(());
     }
     let what = format!(
-        "a process of user {} answers there, which gets no token: say that it is the server's user if it is",
-        uid.as_raw()
+        "a process of user {uid} answers there, which gets no token: if that is the server's user, say so \
+         (--server-uid {uid}, KVARTS_SERVER_UID={uid}, or `server_uid` of a connection)",
+        uid = uid.as_raw()
     );
     Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
 }

@@ -27,6 +27,14 @@ macro_rules! labels {
     };
 }
 
+/// How much a label should worry the operator. One that is not known is a problem.
+pub fn severity(label: &str) -> Severity {
+    let rows = RECORD_ROWS.iter().map(|one| &one.row).chain(SEGMENT_ROWS.iter().map(|one| &one.row));
+    let of_rows = rows.map(|row| (row.label, row.severity));
+    let mut all = of_rows.chain(LABELS.iter().map(|label| (label.name, label.severity)));
+    all.find(|(name, _)| *name == label).map_or(Severity::Problem, |(_, severity)| severity)
+}
+
 labels! {
     /// A slot of the superblock.
     SUPERBLOCK_SLOT_DAMAGED = "superblock-slot-damaged", Problem,

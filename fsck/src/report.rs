@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
+use kvarts_layout::format::recovery::Severity;
 use serde::Serialize;
 
 use crate::check::{Accounting, Checked, Level};
@@ -134,6 +135,12 @@ impl Report {
             problems: items(&findings.problems),
             after_dry_run: false,
         }
+    }
+
+    /// What was met, by label, with how often and whether it is a problem; without what is normal.
+    pub fn counts(&self) -> impl Iterator<Item = (&'static str, u64, Severity)> {
+        let all = self.labels.iter().map(|(label, times)| (*label, *times, findings::severity(label)));
+        all.filter(|(_, _, severity)| *severity != Severity::Normal)
     }
 
     /// Notes how fast a part of the same files was read in the same run without looking at it. Of nothing, no ratio.

@@ -27,8 +27,8 @@ use crate::{
 /// What the end of the help says.
 const LAST_WORDS: &str = "\
 First steps: `kvarts demo` shows what this is for, `kvarts doctor DIR` whether this machine can run it, `kvarts serve` \
-runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to do by `budget`, `checkpoint`, `drain`, \
-`reload`, `resume` and `scrub`.
+runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to do by `budget`, `checkpoint`, `compact`, \
+`drain`, `reload`, `resume` and `scrub`.
 
 ";
 
@@ -61,7 +61,7 @@ enum Command {
     Cluster(client_cmd::ClusterArgs),
     /// Keep blocks in object storage: push, list, check, collect, restore
     Cold(cold_cmd::ColdArgs),
-    /// Write what is live in a store together, offline, in place or as a new store
+    /// Write what is live in a store together: by a running server, or offline, in place or as a new store
     Compact(compact_cmd::CompactArgs),
     /// Write the completions of a shell to standard output
     Completions(CompletionsArgs),

@@ -10,7 +10,9 @@
 mod admin;
 mod cluster;
 mod cold;
+mod compact;
 mod get;
+mod missing;
 mod pins;
 mod planned;
 mod put;
@@ -19,13 +21,15 @@ mod strangers;
 pub(crate) mod subject;
 mod sure;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::time::Duration;
 
 use clap::Args;
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_store::api::{
-    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Order, Placed, ReadEnd, ReadRequest, Target, Verify,
+    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Missing, Order, Placed, ReadEnd, ReadRequest,
+    Target, Verify,
 };
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::Class;
@@ -34,6 +38,7 @@ use serde_json::json;
 
 pub(crate) use admin::{BudgetArgs, DrainArgs, budget, checkpoint, drain, reload, scrub};
 pub(crate) use cluster::{ClusterArgs, cluster};
+pub(crate) use compact::compact;
 pub(crate) use get::{GetArgs, get};
 use kvarts_client::{Client, Via};
 use kvarts_server::human::{bytes, grouped};
@@ -141,6 +146,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     if times.is_none()
         && let Standing::Unknown(meant) = strangers::standing(&client, &subject.identity)?
     {
+        count_stranger(&client, &subject);
         return nothing_of_it(&subject, meant.as_deref(), arguments.server.json, out);
     }
     let subject = subject.registered(&client)?;
@@ -159,6 +165,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         let mut report = json!({
             "namespace": subject.namespace.to_string(), "asked_blocks": subject.keys.len(),
             "longest": boundary(longest), "cheapest": boundary(cheapest), "pending": found.pending,
+            "missing": missing::report(&found.missing),
         });
         if let (Some(planned), Some(report)) = (&found.plan, report.as_object_mut()) {
             report.insert("plan".to_owned(), planned::report(planned));
@@ -179,6 +186,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     if longest.recompute_tokens > 0 {
         writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
     }
+    missing::show(&found.missing, out)?;
     if let Some(cold) = &cold {
         cold::show(cold, out)?;
     }
@@ -189,6 +197,21 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         }
         None => Ok(()),
     }
+}
+
+/// Asks for a prefix of an identity that nothing is stored of: the server then counts the miss, and registers nothing.
+fn count_stranger(client: &Client, subject: &Subject) {
+    let Ok(namespace) = subject.identity.namespace_id() else { return };
+    let request = MatchRequest {
+        namespace,
+        keys: &subject.keys,
+        requirements: &subject.requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+        plan: None,
+    };
+    // It is known what it answers: no such model.
+    let _ = client.match_in_cold(&request);
 }
 
 /// The answer of a match whose identity nothing is stored of.
@@ -203,6 +226,7 @@ fn nothing_of_it(
         let none = json!({"blocks": 0, "tokens": 0, "recompute_tokens": 0});
         let report = json!({
             "namespace": null, "asked_blocks": asked, "longest": none, "cheapest": none, "pending": 0, "why": meant,
+            "missing": missing::report(&Missing { never_stored: asked as u64, ..Missing::default() }),
         });
         return print(out, &report);
     }
@@ -227,7 +251,11 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
     for model in &reply.models {
         let identity = model.identity.clone().unwrap_or_default();
         let stored = match reply.of_store {
-            true => format!(": {}, {}", bytes(model.live_bytes), used(model.last_used_ms)),
+            true => {
+                let blocks =
+                    model.live_blocks.map_or(String::new(), |blocks| format!("{} blocks, ", grouped(blocks)));
+                format!(": {blocks}{}, {}", bytes(model.live_bytes), used(model.last_used_ms))
+            }
             false => String::new(),
         };
         writeln!(
@@ -257,7 +285,7 @@ fn listed(model: &proto::list_models_reply::Model, of_store: bool) -> serde_json
         "window": identity.window, "quantisation": [identity.quantisation_recipe, identity.quantisation_scales],
         "arrangement": [identity.arrangement_engine, identity.arrangement_layout, identity.arrangement_version],
         "extras": identity.extras, "registered": model.registered,
-        "live_bytes": of_store.then_some(model.live_bytes),
+        "live_bytes": of_store.then_some(model.live_bytes), "live_blocks": model.live_blocks,
         "last_used_ms": (model.last_used_ms > 0).then_some(model.last_used_ms),
     })
 }
@@ -333,9 +361,10 @@ pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Fa
     let client = arguments.server.connect(Via::Grpc)?;
     let mut events = client.watch(None).map_err(Failure::user)?;
     if !arguments.server.json {
-        writeln!(out, "TIME UTC  EVENT        REASON     MODEL     KEY")?;
+        writeln!(out, "TIME UTC  EVENT        REASON     MODEL                 KEY")?;
         out.flush()?;
     }
+    let mut names = BTreeMap::new();
     let mut left = arguments.count.unwrap_or(u64::MAX);
     while left > 0 {
         let Some(event) = block_on(events.message()).map_err(Failure::user)? else { break };
@@ -345,16 +374,31 @@ pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Fa
             writeln!(out, "{line}")?;
         } else {
             let word = |name: &str| line.get(name).and_then(serde_json::Value::as_str).unwrap_or_default();
-            let namespace = word("namespace").get(..8).unwrap_or_default();
+            let model = name_of(&client, &mut names, word("namespace"));
             let of_day = Duration::from_millis(event.unix_ms % (24 * 3600 * 1000)).as_secs();
             let (hour, minute, second) = (of_day / 3600, of_day / 60 % 60, of_day % 60);
             let (what, key) = (word("event"), word("key").get(..16).unwrap_or("all of it"));
             let time = format!("{hour:02}:{minute:02}:{second:02}");
-            writeln!(out, "{time}  {what:<11}  {:<9}  {namespace:<8}  {key}", word("reason"))?;
+            writeln!(out, "{time}  {what:<11}  {:<9}  {model:<20.20}  {key}", word("reason"))?;
         }
         out.flush()?;
     }
     Ok(())
+}
+
+/// The name of the model of a namespace; the beginning of the namespace where the server knows none.
+fn name_of<'a>(client: &Client, names: &'a mut BTreeMap<String, String>, namespace: &str) -> &'a str {
+    if !names.contains_key(namespace) {
+        // Events go on whatever this says.
+        let models = client.models().map(|reply| reply.models).unwrap_or_default();
+        let named = |model: &proto::list_models_reply::Model| {
+            let name = model.identity.as_ref().map(|identity| identity.model.escape_debug().to_string());
+            Some((namespace_of(model), name?))
+        };
+        names.extend(models.iter().filter_map(named));
+    }
+    let begin = || namespace.get(..8).unwrap_or_default().to_owned();
+    names.entry(namespace.to_owned()).or_insert_with(begin)
 }
 
 /// An event in the words of recorded events (docs/EVENTS.md): what does not apply is left out.

@@ -1,4 +1,5 @@
-//! `kvarts compact`: writes what is live in a store together, offline, in place or as a new store.
+//! `kvarts compact`: writes what is live in a store together, offline, in place or as a new store; or has a running server do
+//! that (`client_cmd::compact`).
 //!
 //! Exit codes: 0 done, 1 it stopped at damage that it met on the way, 2 it could not be done; nothing is lost either way.
 //! The report goes to standard output, progress to standard error and only if that is a terminal.
@@ -20,6 +21,7 @@ use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_layout::StoreId;
 
+use crate::client_cmd::{self, ServerArgs};
 use crate::fsck_cmd::{open, show_progress};
 use kvarts_server::human;
 use kvarts_terminal::Failure;
@@ -39,42 +41,41 @@ enum LayoutName {
 /// The arguments of `compact`.
 #[derive(Args, Debug)]
 pub(crate) struct CompactArgs {
-    /// Every directory of the store
-    #[arg(required = true, value_name = "DIR")]
+    /// Every directory of a store whose server is stopped; without one a running server is asked
+    #[arg(value_name = "DIR")]
     directories: Vec<PathBuf>,
     /// Write a new store there instead, and leave this one as it is; once for each of its directories
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", requires = "directories")]
     to: Vec<PathBuf>,
     /// Shards of the new store [default: as many as this one has]
     #[arg(long, requires = "to", value_parser = clap::value_parser!(u32).range(1..=4096))]
     shards: Option<u32>,
     /// Write a segment anew if less of it is live, in percent
-    #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(1..=100))]
+    #[arg(long, default_value_t = 90, requires = "directories", value_parser = clap::value_parser!(u8).range(1..=100))]
     utilisation: u8,
     /// How payloads are arranged
-    #[arg(long, value_enum, default_value_t = LayoutName::Keep)]
+    #[arg(long, value_enum, requires = "directories", default_value_t = LayoutName::Keep)]
     layout: LayoutName,
     /// Leave small records that follow each other as they are
-    #[arg(long)]
+    #[arg(long, requires = "directories")]
     no_merge: bool,
     /// Compress records that were not used for a while, where that pays
-    #[arg(long)]
+    #[arg(long, requires = "directories")]
     zstd: bool,
     /// With --zstd: for how many seconds
     #[arg(long, default_value_t = 86_400, requires = "zstd")]
     cold_after: u64,
     /// MiB that may be written in each directory before old segments go [default: most of what is free]
-    #[arg(long, conflicts_with = "to")]
+    #[arg(long, conflicts_with = "to", requires = "directories")]
     room_mib: Option<u64>,
     /// Only say what would be done: reads what that takes and changes nothing
-    #[arg(long)]
+    #[arg(long, requires = "directories")]
     dry_run: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
     /// Threads that read metadata [default: two for each core]
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, requires = "directories", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    #[command(flatten)]
+    server: ServerArgs,
 }
 
 impl CompactArgs {
@@ -99,6 +100,14 @@ impl CompactArgs {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    if arguments.directories.is_empty() {
+        return client_cmd::compact(&arguments.server, out);
+    }
+    if arguments.server.server.is_some() {
+        return Err(Failure::user(
+            "a directory or a server: with DIR files are rewritten, without it a running server does it",
+        ));
+    }
     let begin = Instant::now();
     let options = arguments.options();
     let disks = open_store(&arguments.directories)?;
@@ -123,14 +132,14 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     let mut report = match done {
         Ok(report) => report,
         Err(Refusal::Damaged(what)) => {
-            damaged(&what, arguments.json, out)?;
+            damaged(&what, arguments.server.json, out)?;
             return Err(Failure::Problems);
         }
         Err(refusal) => return Err(Failure::user(refusal)),
     };
     report.seconds = begin.elapsed().as_secs_f64();
     report.gib_per_s = report.bytes_written as f64 / report.seconds.max(1e-9) / f64::from(1 << 30);
-    if arguments.json {
+    if arguments.server.json {
         serde_json::to_writer_pretty(&mut *out, &report).map_err(std::io::Error::from)?;
         return Ok(writeln!(out)?);
     }
@@ -157,7 +166,11 @@ fn open_store(directories: &[PathBuf]) -> Result<Vec<Arc<dyn Disk>>, Failure> {
 }
 
 fn in_use(directory: &Path) -> Failure {
-    Failure::User(format!("{} is in use by another process: stop it", directory.display()))
+    Failure::User(format!(
+        "{} is in use by another process: stop it; or, if that is a server, have it compact: `kvarts compact` without a \
+         directory",
+        directory.display()
+    ))
 }
 
 /// The store that the directories hold, or where it is damaged.

@@ -184,7 +184,21 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
     }
     let then = if report.dry_run { "As it is now:" } else { "Checked again:" };
     writeln!(out, "{then}")?;
-    Ok(out.write_all(report.report.text().as_bytes())?)
+    out.write_all(report.report.text().as_bytes())?;
+    write_counts(&report.report, out)
+}
+
+/// How often each label was met, a line each: what is left after a repair.
+fn write_counts(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
+    let mut counts = report.counts().peekable();
+    if counts.peek().is_none() {
+        return Ok(writeln!(out, "By label: nothing is left.")?);
+    }
+    writeln!(out, "By label:")?;
+    for (label, times, severity) in counts {
+        writeln!(out, "  {:>8}  {}  {label}", human::grouped(times), severity.label())?;
+    }
+    Ok(())
 }
 
 /// Looks under readers' locks before anything is made: taking the only lock leaves a file.
@@ -271,12 +285,25 @@ pub(crate) fn show_progress(
     far: &dyn Fn() -> (u64, u64),
     done: &std::sync::mpsc::Receiver<()>,
 ) {
+    let line = |seconds: f64| {
+        let (bytes, planned) = far();
+        progress(bytes, planned, seconds)
+    };
+    show_lines(begin, TICK, &line, done);
+}
+
+/// Shows a line, made anew each time from the seconds since it began, until something is done.
+pub(crate) fn show_lines(
+    begin: Instant,
+    every: Duration,
+    line: &dyn Fn(f64) -> String,
+    done: &std::sync::mpsc::Receiver<()>,
+) {
     let mut err = std::io::stderr();
     let shown = err.is_terminal();
-    while let Err(RecvTimeoutError::Timeout) = done.recv_timeout(TICK) {
+    while let Err(RecvTimeoutError::Timeout) = done.recv_timeout(every) {
         if shown {
-            let (bytes, planned) = far();
-            let line = progress(bytes, planned, begin.elapsed().as_secs_f64());
+            let line = line(begin.elapsed().as_secs_f64());
             // A terminal that is gone misses nothing.
             let _ = write!(err, "\r\x1b[K{line}").and_then(|()| err.flush());
         }

@@ -42,6 +42,25 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     let (_, shown) = json(server.kvarts(&["budget", "--json"]));
     assert_eq!(shown["budget_bytes"], 96 << 20, "nothing was done");
 
+    // A part of the disk, whose size the server knows: it may be less, so it is asked.
+    let (code, _, error) = server.kvarts(&["budget", "1%"]);
+    assert!(code == 2 && error.contains("1% of the server's disks") && error.contains("--yes"), "{error}");
+    let (code, part) = json(server.kvarts(&["budget", "1%", "--yes", "--json"]));
+    let disk = rustix::fs::statvfs(server.path("kvarts-data").as_path()).unwrap();
+    assert_eq!((code, &part["budget_bytes"]), (0, &(disk.f_blocks * disk.f_frsize / 100).into()), "{part}");
+    for wrong in ["0%", "101%", "x%"] {
+        let (code, _, error) = server.kvarts(&["budget", wrong, "--yes"]);
+        assert!(code == 2 && error.contains("write 1% to 100%"), "{error}");
+    }
+    // What the configuration says is told at a reload: it is not taken before the next start.
+    let (_, out, _) = server.kvarts(&["reload"]);
+    assert!(
+        out.contains("store.budget is 64 MiB in the configuration and")
+            && out.contains("kvarts budget \"64 MiB\""),
+        "{out}"
+    );
+    assert_eq!(server.kvarts(&["budget", "96M", "--yes"]).0, 0);
+
     // A server without a configuration file reads its environment and flags again, which changes nothing.
     let (code, reloaded) = json(server.kvarts(&["reload", "--json"]));
     assert_eq!((code, &reloaded["reloaded"]), (0, &true.into()));
@@ -71,6 +90,122 @@ fn what_is_pinned_is_listed_until_it_ends() {
     assert!(text.starts_with("PIN ") && text.contains(&name) && text.contains("1 h 5"), "{text}");
     assert_eq!(server.kvarts(&["pin", "--release", &name]).0, 0);
     assert_eq!(server.kvarts(&["pin", "--list"]).1, "nothing is held\n");
+    // More than a server grants is told, in the answer and by the exit code.
+    let (code, out, _) = server.client(&["pin", "--hold", "48h"], &TOKENS);
+    assert_eq!(code, 1, "{out}");
+    assert!(out.starts_with("10 of 10 blocks are held for 24 h 0 min;"), "{out}");
+    assert!(out.contains("48 h 0 min were asked for: a server holds blocks for a day at most"), "{out}");
+    let (code, pin) = json(server.client(&["pin", "--hold", "2d", "--json"], &TOKENS));
+    assert_eq!((code, &pin["hold_ms"], &pin["held_blocks"]), (1, &86_400_000.into(), &10.into()));
+    let (code, pin) = json(server.client(&["pin", "--hold", "24h", "--json"], &TOKENS));
+    assert_eq!((code, &pin["hold_ms"]), (0, &86_400_000.into()));
+}
+
+#[test]
+fn a_server_compacts_when_it_is_told_to_and_a_directory_is_not_taken_for_it() {
+    let server = Server::start(
+        Scratch::new("compact"),
+        &["--index-memory", "64M", "--budget", "64M", "--segment", "1M"],
+    );
+    server.store_pages();
+    // Forty prompts, of which thirty-nine go again: their segments are mostly dead.
+    let keys = |prompt: u32| format!("{}", prompt * 1000);
+    for prompt in 1..40 {
+        let tokens = (0..160).map(|token| format!("{} ", prompt * 1000 + token)).collect::<String>();
+        std::fs::write(server.path(&keys(prompt)), tokens).unwrap();
+        let put = ["--tokens", &keys(prompt)].map(str::to_owned);
+        assert_eq!(server.client(&["put", "blocks"], &put.each_ref().map(String::as_str)).0, 0);
+    }
+    for prompt in 2..40 {
+        let delete = ["--tokens", &keys(prompt)].map(str::to_owned);
+        assert_eq!(server.client(&["delete"], &delete.each_ref().map(String::as_str)).0, 0);
+    }
+    let (code, report) = json(server.kvarts(&["compact", "--json"]));
+    let done =
+        ["segments_emptied", "blocks_moved", "bytes_written"].map(|name| report[name].as_u64().unwrap());
+    assert!(code == 0 && done.iter().all(|count| *count > 0), "{report}");
+    assert_eq!(report["blocks_damaged"], 0);
+    let (code, out, _) = server.client(&["match"], &TOKENS);
+    assert!(code == 0 && out.starts_with("10 of 10 blocks"), "{out}");
+    let (code, out, _) = server.kvarts(&["compact"]);
+    assert!(
+        code == 0 && (out == "there was nothing to compact\n" || out.contains(" segments emptied, ")),
+        "{out}"
+    );
+    let (code, _, error) = server.kvarts(&["compact", "kvarts-data"]);
+    assert!(
+        code == 2
+            && error.contains("in use by another process")
+            && error.contains("`kvarts compact` without a"),
+        "{error}"
+    );
+    let (code, _, error) = server.kvarts(&["compact", "kvarts-data", "--server", "127.0.0.1:1"]);
+    assert!(code == 2 && error.contains("a directory or a server"), "{error}");
+    assert_eq!(server.kvarts(&["compact", "--dry-run"]).0, 2, "of a running server there is no dry run");
+}
+
+#[test]
+fn a_miss_says_whether_blocks_were_evicted_deleted_or_never_stored_and_metrics_count_it() {
+    let server =
+        Server::start(Scratch::new("why"), &["--index-memory", "64M", "--budget", "64M", "--segment", "4M"]);
+    server.store_pages();
+    let (_, out, _) = server.client(&["match"], &["--tokens", "more"]);
+    assert_eq!(
+        out,
+        "10 of 20 blocks (160 tokens) can be restored\n  10 never stored, as far as this server remembers\n"
+    );
+    let (_, listed) = json(server.kvarts(&["ls", "--json"]));
+    assert_eq!(
+        (&listed["models"][0]["live_blocks"], &listed["models"][0]["model"]),
+        (&10.into(), &"pages".into())
+    );
+    assert!(server.kvarts(&["ls"]).1.contains(": 10 blocks, "), "{}", server.kvarts(&["ls"]).1);
+    // An identity of which nothing is stored is not registered by a match, and counted all the same.
+    let typo = std::fs::read_to_string(server.path("ID.toml"))
+        .unwrap()
+        .replace("revision = \"1\"", "revision = \"2\"");
+    std::fs::write(server.path("TYPO.toml"), typo).unwrap();
+    let asked = ["match", "--identity", "TYPO.toml", "--page-bytes", "4096", "--tokens", "more"];
+    let (code, out, _) = server.kvarts(&asked);
+    assert!(code == 0 && out.contains("nothing is stored of this identity"), "{out}");
+    let named = "pages 1, of which ";
+    assert!(
+        out.contains(named) && out.contains("differs in: revision is \"1\" there and \"2\" here"),
+        "{out}"
+    );
+    let long_hexadecimal = |word: &str| word.len() >= 16 && word.chars().all(|one| one.is_ascii_hexdigit());
+    assert!(!out.split_whitespace().any(long_hexadecimal), "a model is called by its name: {out}");
+    // The last block is deleted.
+    let last = (0..160).map(|token| format!("{token} ")).collect::<String>();
+    std::fs::write(server.path("all"), last).unwrap();
+    let keys = kvarts_layout::key::text_keys(&(0..160).collect::<Vec<u32>>(), 16);
+    std::fs::write(server.path("last"), format!("{}\n", keys[9])).unwrap();
+    assert_eq!(server.client(&["delete"], &["--keys", "last"]).0, 0);
+    let (_, report) = json(server.client(&["match", "--json"], &["--tokens", "more"]));
+    let missing = &report["missing"];
+    assert_eq!((&missing["deleted"], &missing["never_stored"]), (&1.into(), &10.into()), "{report}");
+    // Other prompts until the first ones had to go.
+    std::fs::write(server.path("large"), vec![5; 1000 * 4096]).unwrap();
+    for prompt in 1..30 {
+        let tokens = (0..16_000).map(|token| format!("{} ", prompt * 100_000 + token)).collect::<String>();
+        std::fs::write(server.path("prompt"), tokens).unwrap();
+        let (code, out, error) = server.client(&["put", "large"], &["--tokens", "prompt"]);
+        assert_eq!(code, 0, "{out}{error}");
+    }
+    let (_, report) = json(server.client(&["match", "--json"], &["--tokens", "all"]));
+    let missing = &report["missing"];
+    assert!(missing["evicted"].as_u64().unwrap() > 0, "{report}");
+    let (_, out, _) = server.client(&["match"], &["--tokens", "all"]);
+    assert!(out.contains(" evicted: other blocks needed the room\n"), "{out}");
+    let metrics = server.metrics();
+    let count = |labels: &str| {
+        let name = format!("kvarts_lookup_blocks_total{{tenant=\"default\",{labels}}} ");
+        let line = metrics.lines().find_map(|line| line.strip_prefix(&name));
+        line.unwrap_or_else(|| panic!("{name} is not in {metrics}")).parse::<u64>().unwrap()
+    };
+    assert_eq!(count("model=\"unregistered\",found=\"unregistered\""), 20);
+    assert_eq!(count("model=\"pages\",found=\"never_stored\""), 20);
+    assert_eq!(count("model=\"pages\",found=\"evicted\""), 2 * missing["evicted"].as_u64().unwrap());
 }
 
 /// Two tenants: what each may see and do.

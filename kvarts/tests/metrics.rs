@@ -140,7 +140,7 @@ fn metrics_keep_the_conventions_of_prometheus() {
     }
     for line in [
         "kvarts_lookup_blocks_total{tenant=\"default\",model=\"pages\",found=\"here\"} 20",
-        "kvarts_lookup_blocks_total{tenant=\"default\",model=\"pages\",found=\"absent\"} 10",
+        "kvarts_lookup_blocks_total{tenant=\"default\",model=\"pages\",found=\"never_stored\"} 10",
         "kvarts_blocks_delivered_total{tenant=\"default\",model=\"pages\"} 10",
     ] {
         assert!(text.lines().any(|told| told == line), "{line} is not in\n{text}");

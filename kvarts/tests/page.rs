@@ -309,7 +309,7 @@ fn the_page_reckons_as_top_does() {
         format!(
             "kvarts_time_seconds {n}\nkvarts_read_only{{reason=\"a \\\"disk\\\"\\\\\\nis gone\"}} 1\n\
              kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"here\"}} {}\n\
-             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"absent\"}} {n}\n\
+             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"never_stored\"}} {n}\n\
              kvarts_blocks_missed_total{{tenant=\"a\",model=\"m\",reason=\"REASON_DIGEST\"}} {}\n\
              kvarts_call_seconds_bucket{{{call},le=\"0.001\"}} {}\n\
              kvarts_call_seconds_bucket{{{call},le=\"0.01\"}} {all}\n\
@@ -331,7 +331,7 @@ fn the_page_reckons_as_top_does() {
     let seen = figures(Some(10), 14);
     assert_eq!(seen["seconds"], 4);
     assert_eq!(seen["hits"], json!({"asked": 40, "found": 36, "rate": 0.9}));
-    assert_eq!(seen["misses"], json!([["REASON_DIGEST", 16], ["absent", 4]]));
+    assert_eq!(seen["misses"], json!([["REASON_DIGEST", 16], ["never_stored", 4]]));
     assert_eq!(seen["readOnly"], "a \"disk\"\\\nis gone");
     let call = &seen["calls"][0];
     assert_eq!(

@@ -83,7 +83,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     let said: Vec<String> = client.iter().map(|line| terminal.run(line)).collect();
     assert!(said.iter().any(|one| one == "equal\n"), "{said:?}");
     assert!(said.iter().any(|one| one.starts_with("4 of 4 blocks (64 tokens)")), "{said:?}");
-    let listed = "llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 8 MiB, used ";
+    let listed = "llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8 MiB, used ";
     assert!(PAGE.contains(listed) && said.iter().any(|one| one.starts_with(listed)), "{said:?}");
 
     // The typo that the page tells of: nothing is found, the field is named, and nothing was registered.
@@ -103,7 +103,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     terminal.serve(server[0]);
     let models = terminal.run("kvarts ls");
     assert!(
-        models.contains("llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 8 MiB, not used since"),
+        models.contains("llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8 MiB, not used since"),
         "{models}"
     );
     let told = terminal.run(&format!("kvarts match {asked}"));

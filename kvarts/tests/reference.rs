@@ -1,6 +1,7 @@
 //! Pages that say what the program says: JSON outputs field by field, labels of the checker, lines of the log, alerts.
 #![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
+mod documented;
 mod served;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,6 +11,8 @@ use kvarts_fsck::findings::LABELS;
 use kvarts_fsck::remedy::{Remedy, remedy};
 use kvarts_layout::format::recovery::{RECORD_ROWS, Row, SEGMENT_ROWS, Severity};
 use serde_json::Value;
+
+use documented::{Compared, Tables, documented};
 use served::{Scratch, Server};
 
 fn root() -> PathBuf {
@@ -20,105 +23,9 @@ fn page(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap()
 }
 
-/// What stands in backticks.
-fn quoted(cell: &str) -> Vec<&str> {
-    cell.split('`').skip(1).step_by(2).collect()
-}
-
-/// Of each command in the page's tables: its fields, and whether they are always there.
-fn documented() -> BTreeMap<String, BTreeMap<String, bool>> {
-    let text = page("docs/reference/json.md");
-    let mut all = BTreeMap::<String, BTreeMap<String, bool>>::new();
-    let mut command = None;
-    for line in text.split("\n## Others").next().unwrap().lines() {
-        if let Some(name) = line.strip_prefix("### ") {
-            command = Some(name.trim_matches('`').to_owned());
-        } else if let (Some(command), Some(row)) = (&command, line.strip_prefix("| `")) {
-            let (fields, meaning) = row.split_once(" | ").unwrap();
-            for field in quoted(&format!("`{fields}")) {
-                let fields = all.entry(command.clone()).or_default();
-                assert!(
-                    fields.insert(field.to_owned(), !meaning.starts_with("only ")).is_none(),
-                    "{command}: {field} twice"
-                );
-            }
-        }
-    }
-    all
-}
-
-/// The names of all fields of a value, as the page writes them.
-fn fields(value: &Value, before: &str, all: &mut BTreeSet<String>) {
-    match value {
-        Value::Object(object) => {
-            for (name, value) in object {
-                let here = if before.is_empty() { name.clone() } else { format!("{before}.{name}") };
-                all.insert(here.clone());
-                fields(value, &here, all);
-            }
-        }
-        Value::Array(list) => {
-            for value in list {
-                let here = format!("{before}[]");
-                all.insert(here.clone());
-                fields(value, &here, all);
-            }
-        }
-        _ => {}
-    }
-}
-
-/// Whether one field of the page is this one of the output, or stands for it: a list or an object is told by its parts, or as a
-/// whole, in words.
-fn stands_for(page: &str, output: &str) -> bool {
-    let within = |outer: &str, inner: &str| {
-        inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.') || rest.starts_with('['))
-    };
-    let whole = page.strip_suffix(".*").unwrap_or(page);
-    page == output || within(page, output) || within(output, page) || whole == output || within(whole, output)
-}
-
-#[derive(Default)]
-struct Compared(Vec<String>, BTreeSet<String>);
-
-impl Compared {
-    fn take(&mut self, documented: &BTreeMap<String, BTreeMap<String, bool>>, command: &str, output: &Value) {
-        self.1.insert(command.to_owned());
-        let Some(page) = documented.get(command) else {
-            return self.0.push(format!("{command}: not on the page"));
-        };
-        let mut told = BTreeSet::new();
-        fields(output, "", &mut told);
-        for field in &told {
-            if !page.keys().any(|known| stands_for(known, field)) {
-                self.0.push(format!("{command}: {field} is not on the page"));
-            }
-        }
-        for (known, _) in page.iter().filter(|(_, is_always)| **is_always) {
-            let name = known.strip_suffix(".*").unwrap_or(known);
-            // Elements of an empty list, and parts of what is null, cannot be seen.
-            let seen = told.iter().any(|field| field == name)
-                || told.iter().any(|field| is_empty_above(field, name, output));
-            if !seen {
-                self.0.push(format!("{command}: {known} is on the page and not in {output}"));
-            }
-        }
-    }
-}
-
-/// Whether the field is a list without elements above this name.
-fn is_empty_above(field: &str, name: &str, output: &Value) -> bool {
-    name.strip_prefix(field).is_some_and(|rest| rest.starts_with("[]"))
-        && !field.contains("[]")
-        && field
-            .split('.')
-            .try_fold(output, |value, part| value.get(part))
-            .is_some_and(|value| value.as_array().is_some_and(Vec::is_empty))
-}
-
 #[test]
 fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_output() {
-    let documented = documented();
+    let [documented, _] = documented();
     let mut compared = Compared::default();
     let server = Server::start(Scratch::new("json"), &["--index-memory", "64M"]);
     server.store_pages();
@@ -144,6 +51,7 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("stat", vec!["stat"]),
         ("scrub", vec!["scrub"]),
         ("checkpoint", vec!["checkpoint"]),
+        ("compact", vec!["compact"]),
         ("budget", vec!["budget"]),
         ("reload", vec!["reload"]),
         ("resume", vec!["resume"]),
@@ -171,6 +79,12 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
     compared.take(&documented, "drain", &json(&["drain", "--yes"]));
     let mut server = server;
     assert!(server.ends().success());
+    take_offline(&server, &documented, &mut compared);
+    compared.expect_all(documented);
+}
+
+/// What is read of the files of a store whose server has ended.
+fn take_offline(server: &Server, documented: &Tables, compared: &mut Compared) {
     let json = |arguments: &[&str]| -> Value {
         let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());
         assert!(code < 2, "{arguments:?}: {out}{error}");
@@ -181,13 +95,59 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("inspect", vec!["inspect", "kvarts-data"]),
         ("export", vec!["export", "kvarts-data", "--all", "--to", "file"]),
         ("import", vec!["import", "file", "--into", "kvarts-data"]),
-        ("compact", vec!["compact", "kvarts-data"]),
+        ("compact DIR", vec!["compact", "kvarts-data"]),
     ] {
-        compared.take(&documented, command, &json(&arguments));
+        compared.take(documented, command, &json(&arguments));
     }
-    assert!(compared.0.is_empty(), "{:#?}", compared.0);
-    let tables: BTreeSet<String> = documented.into_keys().collect();
-    assert_eq!(compared.1, tables, "a table that nothing was compared with");
+    // A repair tells what it did beside all that a check tells.
+    let mut of_repair = documented["fsck"].clone();
+    of_repair.extend(documented["fsck --repair"].clone());
+    let of_repair = [("fsck --repair".to_owned(), of_repair)].into();
+    compared.take(&of_repair, "fsck --repair", &json(&["fsck", "kvarts-data", "--repair"]));
+}
+
+#[test]
+fn the_same_of_nodes_buckets_and_measurements() {
+    let [_, documented] = documented();
+    let mut compared = Compared::default();
+    let server = Server::start(Scratch::new("json-apart"), &["--index-memory", "64M"]);
+    server.store_pages();
+    let stat = server.kvarts(&["stat", "--json"]).1;
+    let store: Value = serde_json::from_str(&stat).unwrap();
+    assert_eq!(server.kvarts(&["drain", "--yes"]).0, 0);
+    let mut server = server;
+    assert!(server.ends().success());
+    let scratch = Scratch::new("json-buckets");
+    let bucket = format!("file://{}", scratch.0.join("bucket").display());
+    let json = |arguments: &[&str]| -> Value {
+        let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());
+        assert!(code < 2, "{arguments:?}: {out}{error}");
+        serde_json::from_str(&out).unwrap_or_else(|error| panic!("{arguments:?}: {error}: {out}"))
+    };
+    let cold = |arguments: &[&str]| json(&[&["cold"], arguments, &["--bucket", &bucket]].concat());
+    compared.take(&documented, "cold push", &cold(&["push", "kvarts-data", "--all"]));
+    let listed = cold(&["ls"]);
+    compared.take(&documented, "cold ls", &listed);
+    let namespace = listed["namespaces"][0]["namespace"].as_str().unwrap().to_owned();
+    compared.take(&documented, "cold stat", &cold(&["stat", "--namespace", &namespace]));
+    compared.take(&documented, "cold fsck", &cold(&["fsck"]));
+    compared.take(&documented, "cold gc", &cold(&["gc", "--dry-run"]));
+    let restored = cold(&["restore", "--all", "--into", "new", "--create", "--segment-mib", "1"]);
+    compared.take(&documented, "cold restore", &restored);
+    compared.take(&documented, "gpu probe", &json(&["gpu", "probe", "--device", "emulated", "--mib", "1"]));
+    let few = ["--blocks", "4096", "--keys", "64", "--lookups", "4", "--pairs", "3", "--dir", "."];
+    compared.take(&documented, "bench", &json(&[&["bench", "match"][..], &few].concat()));
+    // A node that is alone in its cluster.
+    let node = store["store"].as_str().unwrap();
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let members = format!("epoch = 1\n[[node]]\nid = \"{node}\"\naddress = \"127.230.{high}.{low}:7440\"\n");
+    let file = scratch.0.join("members.toml");
+    std::fs::write(&file, members).unwrap();
+    server.start_again(&["--index-memory", "64M", "--cluster", file.to_str().unwrap()]);
+    let (code, out, error) = server.kvarts(&["cluster", "status", "--json"]);
+    assert_eq!(code, 0, "{out}{error}");
+    compared.take(&documented, "cluster status", &serde_json::from_str(&out).unwrap());
+    compared.expect_all(documented);
 }
 
 fn do_about(label: &str, severity: Severity) -> &'static str {

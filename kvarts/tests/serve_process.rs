@@ -318,25 +318,35 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
     let address = other.local_addr().unwrap().to_string();
     let serve = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
-        command.current_dir(&scratch.0).args([
-            "serve",
-            "--listen-metrics",
-            "none",
-            "--segment",
-            "1M",
-            "--memory",
-            "64M",
-        ]);
+        command.current_dir(&scratch.0).args(["serve", "--segment", "1M", "--memory", "64M"]);
         let output = command.args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{output:?}");
+        let left = std::fs::read_dir(&scratch.0).unwrap().count();
+        assert_eq!(left, 0, "{arguments:?}: a start that cannot serve makes no store");
         text(&output.stderr)
     };
-    let taken = serve(&["--budget", "64M", "--listen-grpc", &address]);
-    assert!(
-        taken.contains(&address) && taken.contains("another program has it; name another port"),
-        "{taken}"
-    );
-    let small = serve(&["--budget", "1M", "--listen-grpc", "127.0.0.1:0"]);
+    let free = "127.0.0.1:0";
+    for (name, at) in [
+        ("listen.grpc", ["--listen-grpc", &address, "--listen-metrics", "none"]),
+        ("listen.metrics", ["--listen-grpc", free, "--listen-metrics", &address]),
+    ] {
+        let taken = serve(&[&["--budget", "64M"][..], &at].concat());
+        let advice = format!("another program has port {}", other.local_addr().unwrap().port());
+        assert!(
+            taken.contains(&format!("{name}: {address}"))
+                && taken.contains(&advice)
+                && taken.contains(":0 for a free one"),
+            "{taken}"
+        );
+    }
+    let elsewhere = std::env::temp_dir().join(format!("kvarts-taken-{}.sock", std::process::id()));
+    let answering = std::os::unix::net::UnixListener::bind(&elsewhere).unwrap();
+    let socket = ["--listen-socket", elsewhere.to_str().unwrap(), "--listen-metrics", "none"];
+    let taken = serve(&[&["--budget", "64M", "--listen-grpc", free][..], &socket].concat());
+    assert!(taken.contains("another server answers there: stop it"), "{taken}");
+    drop(answering);
+    std::fs::remove_file(&elsewhere).unwrap();
+    let small = serve(&["--budget", "1M", "--listen-grpc", free, "--listen-metrics", "none"]);
     assert!(small.contains("room for four segments") && small.contains("--budget \"4 MiB\""), "{small}");
 }
 

@@ -16,11 +16,13 @@ use std::fmt;
 mod difference;
 mod file;
 mod form;
+mod slips;
 #[cfg(test)]
 mod tests;
 
 pub use difference::{Difference, Nearest, nearest};
 pub use form::IdentityForm;
+pub use slips::Doubt;
 
 /// What every canonical encoding begins with: a name and a version, padded with zero bytes.
 pub const IDENTITY_DOMAIN: [u8; 16] = *b"kvarts.ident.v1\0";

@@ -18,9 +18,9 @@ use kvarts_layout::{
 };
 use kvarts_store::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
-    MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Order, PIN_BYTES, Parent, Placed,
-    Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence, SnapshotCursor,
-    SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
+    MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Missing, Order, PIN_BYTES, Parent,
+    Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence,
+    SnapshotCursor, SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::error::{Error, Reason, ShapeCause};
 use kvarts_store::events::{Cause, EventKind, EventLog, Subject};
@@ -208,7 +208,8 @@ impl Model {
                 |group, coordinate| Ok(state.shape(request.namespace, group, coordinate)?.layers().to_vec());
             plan::plan(request, &terms, layers, here, shape)
         });
-        Ok(MatchReply { usable, pending: 0, lease, plan: plan.transpose()?.map(Box::new) })
+        let missing = Missing::default();
+        Ok(MatchReply { usable, pending: 0, missing, lease, plan: plan.transpose()?.map(Box::new) })
     }
 
     fn try_contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {
@@ -228,7 +229,7 @@ impl Model {
             Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
             _ => None,
         };
-        Ok(ContainsReply { presence, lease })
+        Ok(ContainsReply { presence, missing: Missing::default(), lease })
     }
 
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {

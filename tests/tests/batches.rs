@@ -11,9 +11,9 @@ use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId,
-    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent,
-    ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription, TtlReply,
-    TtlRequest, read_channel,
+    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Missing, Placed, Presence, PutReply, PutRequest, ReadEnd,
+    ReadEvent, ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
+    TtlReply, TtlRequest, read_channel,
 };
 use kvarts_store::batch::{
     BatchId, BatchKind, Block, CANCELLED, Completion, EventFds, Lane, Memory, Pages, PagesOptions, Terms,
@@ -114,7 +114,8 @@ impl KvStore for Scripted {
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
         let presence = self.presence.lock().unwrap().clone();
         assert_eq!(presence.len(), request.keys.len());
-        Ok(ContainsReply { presence, lease: request.lease.map(|terms| LeaseId(terms.hold.as_secs())) })
+        let lease = request.lease.map(|terms| LeaseId(terms.hold.as_secs()));
+        Ok(ContainsReply { presence, missing: Missing::default(), lease })
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvarts_client::Client;
+use kvarts_client::{Client, Pinned};
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_store::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
@@ -635,7 +635,7 @@ fn leases_end_with_the_connection_that_took_them() {
     let request =
         ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: Some(terms) };
     let lease = client.contains(&request).unwrap().lease.expect("all are here");
-    let (pinned, held) =
+    let Pinned { lease: pinned, held, .. } =
         client.pin(desk.namespace, (group, coordinate), &keys, Duration::from_secs(60)).unwrap();
     assert_eq!((pinned.is_some(), held), (true, 8));
     let held = |daemon: &kvarts_server::daemon::Daemon| {

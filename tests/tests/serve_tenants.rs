@@ -5,7 +5,7 @@ mod served;
 
 use std::time::Duration;
 
-use kvarts_client::Client;
+use kvarts_client::{Client, Pinned};
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, NamespaceId, Requirements};
 use kvarts_server::state::auth::TokenHash;
@@ -176,7 +176,8 @@ fn a_lease_is_its_tenants_and_counts_against_its_cap() {
     let lease = find(&red, of_red, &keys[..1], hold).unwrap().lease.unwrap();
     assert!(!blue.unlock(lease) && !red.unlock(LeaseId(lease.0 ^ 1)) && !red.unlock(LeaseId(1)));
     assert!(red.unlock(lease) && !red.unlock(lease));
-    let (pinned, held) = red.pin(of_red, COLUMN, &keys[..1], Duration::from_secs(60)).unwrap();
+    let Pinned { lease: pinned, held, .. } =
+        red.pin(of_red, COLUMN, &keys[..1], Duration::from_secs(60)).unwrap();
     assert_eq!(held, 1);
     assert!(red.unlock(pinned.unwrap()));
 }

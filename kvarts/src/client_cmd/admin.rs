@@ -9,6 +9,7 @@ use serde_json::json;
 use super::stat::AdminArgs;
 use super::sure::Sure;
 use super::{ServerArgs, print};
+use crate::sizes::Budget;
 use kvarts_client::Via;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
@@ -16,9 +17,10 @@ use kvarts_terminal::Failure;
 /// The arguments of `budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BudgetArgs {
-    /// The most the store may have on disk from now on, such as 5G or "3.5 TiB"; without it the budget is shown
-    #[arg(value_name = "SIZE", value_parser = crate::sizes::bytes)]
-    size: Option<u64>,
+    /// The most the store may have on disk from now on, such as 5G, "3.5 TiB", or 90% of the server's disks; without it
+    /// the budget is shown
+    #[arg(value_name = "SIZE|PERCENT", value_parser = crate::sizes::budget)]
+    size: Option<Budget>,
     #[command(flatten)]
     sure: Sure,
     #[command(flatten)]
@@ -81,7 +83,15 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
     let before = stats.budget_bytes;
     let (now, allocated) = match arguments.size {
         None => (before, stats.allocated_bytes),
-        Some(size) => {
+        Some(Budget::Part(part)) => {
+            let used = bytes(stats.allocated_bytes);
+            arguments.sure.ask(&format!(
+                "{used} are allocated: blocks are evicted if {part}% of the server's disks is less than that"
+            ))?;
+            let reply = client.set_budget_part(part).map_err(Failure::user)?;
+            (reply.budget_bytes, reply.allocated_bytes)
+        }
+        Some(Budget::Bytes(size)) => {
             if size < stats.allocated_bytes {
                 let (size, used) = (bytes(size), bytes(stats.allocated_bytes));
                 arguments

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::subject::{self, Subject};
 use super::{KeyArgs, ModelArgs, ServerArgs, print};
-use kvarts_client::Via;
+use kvarts_client::{Pinned, Via};
 use kvarts_server::human::grouped;
 use kvarts_terminal::{Align, Failure, Table};
 use kvarts_wire::proto::list_pins_reply::Pin;
@@ -63,18 +63,29 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
     }
     let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
     let column = (subject.group, subject.coordinate);
-    let held = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
-    let (lease, held) = held.map_err(Failure::user)?;
+    let pinned = client.pin(subject.namespace, column, &subject.keys, arguments.hold);
+    let Pinned { lease, held, hold } = pinned.map_err(Failure::user)?;
     let pin = lease.map(|lease| lease.0);
+    let is_cut = hold.is_some_and(|hold| hold < arguments.hold);
+    let hold_ms = hold.map(|hold| u64::try_from(hold.as_millis()).unwrap_or(u64::MAX));
     if arguments.server.json {
-        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": subject.keys.len()}))?;
+        let all = subject.keys.len();
+        print(out, &json!({"pin": pin, "held_blocks": held, "asked_blocks": all, "hold_ms": hold_ms}))?;
     } else if let Some(pin) = pin {
         let all = subject.keys.len();
-        writeln!(out, "{held} of {all} blocks are held; `kvarts pin --release {pin}` ends it sooner")?;
+        let long = hold_ms.map_or_else(String::new, |hold| format!(" for {}", span(hold)));
+        writeln!(out, "{held} of {all} blocks are held{long}; `kvarts pin --release {pin}` ends it sooner")?;
+        if is_cut {
+            let asked = span(u64::try_from(arguments.hold.as_millis()).unwrap_or(u64::MAX));
+            writeln!(
+                out,
+                "  {asked} were asked for: a server holds blocks for a day at most, pin them again before that"
+            )?;
+        }
     } else {
         writeln!(out, "none of the blocks is there: nothing is held")?;
     }
-    if held as usize == subject.keys.len() { Ok(()) } else { Err(Failure::Problems) }
+    if held as usize == subject.keys.len() && !is_cut { Ok(()) } else { Err(Failure::Problems) }
 }
 
 fn namespace(pin: &Pin) -> String {

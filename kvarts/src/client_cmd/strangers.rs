@@ -1,8 +1,8 @@
 //! Identities that a server has nothing of: which of those that it has blocks of was meant.
 
 use kvarts_client::Client;
-use kvarts_layout::identity::{TenantSalt, nearest};
-use kvarts_layout::{Fingerprint, Identity, NamespaceId};
+use kvarts_layout::identity::{Difference, TenantSalt, nearest};
+use kvarts_layout::{Fingerprint, Identity};
 use kvarts_server::human::bytes;
 use kvarts_terminal::Failure;
 use kvarts_wire::{convert, proto};
@@ -43,13 +43,24 @@ pub(super) fn standing(client: &Client, identity: &Identity) -> Result<Standing,
 fn hint(identity: &Identity, known: &[Listed]) -> Option<String> {
     let stored: Vec<_> = known.iter().filter(|(_, model)| model.live_bytes > 0).collect();
     let near = nearest(identity, stored.iter().map(|(one, _)| one))?;
-    let (_, model) = stored.get(near.at)?;
-    let id = <[u8; 32]>::try_from(&model.namespace[..]).map(|id| NamespaceId(id).to_string());
+    let (there, model) = stored.get(near.at)?;
+    let (name, size) = (there.model.escape_debug(), bytes(model.live_bytes));
+    let fields: Vec<String> = near.differences.iter().map(in_words).collect();
     Some(format!(
-        "namespace {} with {} differs from this identity: {near}",
-        id.unwrap_or_default(),
-        bytes(model.live_bytes)
+        "{name} {}, of which {size} are stored, differs in: {}",
+        there.revision.escape_debug(),
+        fields.join(", ")
     ))
+}
+
+/// A difference without hashes: what a fingerprint says is that the model's state has another shape.
+fn in_words(difference: &Difference) -> String {
+    match difference.field.as_str() {
+        "spec_fingerprint" => {
+            "the shape of its state (another --model or --page-bytes than it was stored with)".to_owned()
+        }
+        _ => difference.to_string(),
+    }
 }
 
 /// Why nothing of an identity was found, where that is a typo; nothing else may fail because of it.

@@ -1,5 +1,6 @@
 //! What client commands are about: which server, which model, which blocks.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -266,7 +267,12 @@ fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Ident
         false => IdentityForm::from_toml(&text),
     };
     let fault = |error| Failure::User(format!("{}: {error}", file.display()));
-    let mut identity = read.map_err(fault)?.of(geometry).map_err(fault)?;
+    let read = read.map_err(fault)?;
+    if let Some(doubt) = read.doubt() {
+        // A remark beside the answer: where it cannot be written, the answer still can.
+        let _ = writeln!(std::io::stderr(), "kvarts: {}, {doubt}", file.display());
+    }
+    let mut identity = read.of(geometry).map_err(fault)?;
     let (said, found) = (identity.spec_fingerprint, geometry.fingerprint());
     if said != found {
         let (file, given) = (file.display(), model.model.as_ref().map(|name| name.display().to_string()));

@@ -117,14 +117,26 @@ fn chosen(setting: &str) -> &str {
 
 fn huge_pages(private: &str, shared: &str) -> Finding {
     let found = format!("private memory: {}; shared memory: {}", chosen(private), chosen(shared));
-    match chosen(private) {
-        "always" | "madvise" => Finding::good("huge pages", found),
-        _ => Finding::better(
-            "huge pages",
-            found,
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: memory in large pages halves the work of each read",
+    let is_private_good = matches!(chosen(private), "always" | "madvise");
+    // Recent kernels make no large pages of shared memory where this says never, also where a program asks for them.
+    let is_shared_good = matches!(chosen(shared), "always" | "within_size" | "advise" | "force");
+    let change = match (is_private_good, is_shared_good) {
+        (true, true) => return Finding::good("huge pages", found),
+        (false, true) => "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled".to_owned(),
+        (true, false) => "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled".to_owned(),
+        (false, false) => {
+            "in /sys/kernel/mm/transparent_hugepage: echo madvise > enabled; echo advise > shmem_enabled"
+                .to_owned()
+        }
+    };
+    Finding::better(
+        "huge pages",
+        found,
+        format!(
+            "{change}. Reads over the network land in private memory, those of clients on this host in shared memory; in large \
+             pages each takes half the work"
         ),
-    }
+    )
 }
 
 /// From `/proc/meminfo`, and from the limit of the control group, if it has one.
@@ -198,8 +210,28 @@ mod tests {
 
     #[test]
     fn settings_of_large_pages_are_read_from_their_brackets() {
-        assert_eq!(huge_pages("always [madvise] never", "[never]").verdict, Good);
-        assert_eq!(huge_pages("always madvise [never]", "").verdict, Better);
+        let shared_off = "always within_size advise [never] deny force";
+        let shared_on = "always within_size [advise] never deny force";
+        assert_eq!(huge_pages("always [madvise] never", shared_on).verdict, Good);
+        for (private, shared, names) in [
+            (
+                "always [madvise] never",
+                shared_off,
+                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            ),
+            ("always [madvise] never", "", "shmem_enabled"),
+            (
+                "always madvise [never]",
+                shared_on,
+                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            ),
+            ("always madvise [never]", shared_off, "echo madvise > enabled; echo advise > shmem_enabled"),
+        ] {
+            let found = huge_pages(private, shared);
+            let advice = found.advice.unwrap();
+            assert!(found.verdict == Better && advice.contains(names), "{private} {shared}: {advice}");
+            assert_eq!(advice.contains("shmem_enabled"), shared != shared_on, "{advice}");
+        }
         assert_eq!(chosen(""), "absent");
     }
 

@@ -190,8 +190,11 @@ impl Change<'_> {
             let count = self.growth("kvarts_blocks_missed_total", |series| series.label("reason") == reason);
             (reason, count)
         };
-        let not_found = ["pending", "absent"]
-            .map(|found| (found.to_owned(), self.growth(LOOKUPS, |series| series.label("found") == found)));
+        let found = self.now.labels(LOOKUPS, "found").into_iter().filter(|found| found != "here");
+        let not_found = found.map(|found| {
+            let count = self.growth(LOOKUPS, |series| series.label("found") == found);
+            (found, count)
+        });
         let all = reasons.into_iter().map(of).chain(not_found);
         let mut misses: Vec<_> = all.filter(|(_, count)| *count > 0.0).collect();
         misses.sort_by(|one, other| other.1.total_cmp(&one.1));
@@ -317,7 +320,7 @@ mod tests {
         Sample::parse(&format!(
             "kvarts_build_info{{version=\"1.2.3\"}} 1\nkvarts_time_seconds {n}\n\
              kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"here\"}} {}\n\
-             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"absent\"}} {}\n\
+             kvarts_lookup_blocks_total{{tenant=\"a\",model=\"m\",found=\"evicted\"}} {}\n\
              kvarts_blocks_delivered_total{{tenant=\"a\",model=\"m\"}} {n}\n\
              kvarts_blocks_missed_total{{tenant=\"a\",model=\"m\",reason=\"damaged\"}} 4\n\
              kvarts_call_seconds_count{{path=\"grpc\",method=\"get\",class=\"foreground\"}} {}\n\
@@ -346,7 +349,7 @@ mod tests {
         let figures = figures(Some(&at(10)), &at(14));
         assert_eq!((figures.seconds, figures.version.as_str()), (4.0, "1.2.3"));
         assert_eq!(figures.hits.rate, Some(0.9));
-        assert_eq!(figures.hits.misses, [("absent".to_owned(), 4.0)]);
+        assert_eq!(figures.hits.misses, [("evicted".to_owned(), 4.0)]);
         let [path] = figures.paths.as_slice() else { panic!("{figures:?}") };
         assert_eq!((path.calls_per_second, path.bytes_out_per_second), (100.0, 1048576.0));
         assert_eq!((path.p50_seconds, path.p99_seconds), (Some(0.001), Some(f64::INFINITY)));

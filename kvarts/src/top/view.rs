@@ -175,7 +175,7 @@ mod tests {
                 rate: Some(0.9),
                 delivered: 9.0,
                 missed: 1.0,
-                misses: vec![("absent".to_owned(), 1.0)],
+                misses: vec![("evicted".to_owned(), 1.0)],
             },
             paths: (0..40).map(path).collect(),
             tenants: (0..40).map(|n| Tenant { name: format!("tenant{n}"), ..Default::default() }).collect(),

@@ -38,6 +38,19 @@ impl Server {
 
     /// The same with this environment besides.
     pub(crate) fn start_with(scratch: Scratch, more: &[&str], environment: &[(&str, String)]) -> Self {
+        let (child, metrics) = Self::spawn(&scratch, more, environment);
+        Self { child, metrics, scratch }
+    }
+
+    /// Ends the server and starts it again with these arguments.
+    pub(crate) fn start_again(&mut self, more: &[&str]) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        self.child.wait().unwrap();
+        (self.child, self.metrics) = Self::spawn(&self.scratch, more, &[]);
+    }
+
+    fn spawn(scratch: &Scratch, more: &[&str], environment: &[(&str, String)]) -> (Child, String) {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
             .current_dir(&scratch.0)
             .args(["serve", "--listen-grpc", "127.0.0.1:0", "--listen-metrics", "127.0.0.1:0"])
@@ -52,7 +65,7 @@ impl Server {
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let metrics = line.split_whitespace().find_map(|word| word.strip_prefix("metrics="));
         let metrics = metrics.unwrap_or_else(|| panic!("{line:?}")).to_owned();
-        Self { child, metrics, scratch }
+        (child, metrics)
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

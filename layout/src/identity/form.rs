@@ -2,6 +2,7 @@
 //! fingerprint may follow from the model, and all that is missing is told at once, with its lines.
 
 use super::file;
+use super::slips::{self, Doubt};
 use super::{
     Arrangement, Identity, IdentityError, Lacking, MAX_IDENTITY_FILE_BYTES, NONE, Quantisation, TenantSalt,
     check_length,
@@ -90,6 +91,8 @@ struct Form<S> {
 pub struct IdentityForm {
     identity: Identity,
     has_fingerprint: bool,
+    /// The line of the number format, 0 where it is not known.
+    dtype_line: usize,
 }
 
 impl IdentityForm {
@@ -122,6 +125,13 @@ impl IdentityForm {
         Ok(self.identity)
     }
 
+    /// A value that is probably a slip of the pen. It counts as it stands.
+    pub fn doubt(&self) -> Option<Doubt> {
+        let said = &self.identity.kv_dtype;
+        let meant = slips::dtype(said)?;
+        Some(Doubt { line: self.dtype_line, said: said.clone(), meant })
+    }
+
     fn alone(self) -> Result<Identity, IdentityError> {
         if !self.has_fingerprint {
             let fields = vec![Lacking { field: "spec_fingerprint", line: None }];
@@ -135,6 +145,7 @@ impl IdentityForm {
 impl<S: Placed> Form<S> {
     fn read(self, file: &str) -> Result<IdentityForm, IdentityError> {
         let mut lacking = Vec::new();
+        let dtype_line = self.kv_dtype.as_ref().map_or(0, |one| one.line(file));
         let mut text = |field, found: Option<S>, may_be_none: bool| {
             let is_named = |one: &S| !one.text().is_empty() && (may_be_none || one.text() != NONE);
             match found {
@@ -174,7 +185,9 @@ impl<S: Placed> Form<S> {
             lacking.push(Lacking { field: "block_tokens", line: None });
         }
         match lacking.is_empty() {
-            true => Ok(IdentityForm { identity, has_fingerprint: self.spec_fingerprint.is_some() }),
+            true => {
+                Ok(IdentityForm { identity, has_fingerprint: self.spec_fingerprint.is_some(), dtype_line })
+            }
             false => Err(IdentityError::Incomplete { fields: lacking }),
         }
     }
@@ -193,5 +206,6 @@ impl Identity {
 }
 
 fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
+    slips::field(&line).unwrap_or(line)
 }

@@ -12,6 +12,7 @@ use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, NodeOptions, Secret};
 use kvarts_store::engine::Store;
 
+use super::ports::Port;
 use crate::config::{ClusterConfig, EtcdFiles, MembersFrom, NodeTlsFiles};
 
 /// The least that a secret has.
@@ -154,7 +155,7 @@ async fn first(
 
 /// Begins to serve the other nodes.
 pub(super) async fn start(
-    config: &ClusterConfig,
+    (config, port): (&ClusterConfig, Option<Port>),
     directory: &Path,
     store: &Store,
     notes: &mut Vec<String>,
@@ -170,12 +171,11 @@ pub(super) async fn start(
                 .to_owned(),
         );
     }
-    let address = match config.listen {
-        Some(address) => address,
-        None => resolve(&own)?,
+    let port = match port {
+        Some(port) => port,
+        None => Port::take(resolve(&own)?, "cluster.listen")?,
     };
-    let (listener, _) = super::listen(Some(address), "cluster.listen")?;
-    let listener = listener.ok_or("cluster.listen: there is no address")?;
+    let (listener, _) = port.listen()?;
     let (members, registered) = first(config, own, notes).await?;
     let start = count_start(directory)?;
     let options = NodeOptions {

@@ -11,7 +11,8 @@ mod cluster;
 mod devices;
 pub mod notify;
 mod opened;
-mod sizes;
+mod ports;
+pub(crate) mod sizes;
 mod socket;
 
 use std::net::SocketAddr;
@@ -23,7 +24,8 @@ use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
-use tokio::net::{TcpListener, TcpSocket};
+use rustix::fs::Gid;
+use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -39,18 +41,15 @@ use kvarts_wire::limits;
 use kvarts_wire::local::limits::{MEMORY_FILES_MAX, SESSIONS_MAX, UNKNOWN_MAX};
 
 pub use opened::Opened;
+use ports::Ports;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
-/// Connections that the kernel keeps until they are accepted: all that come at once when a network is back.
-const BACKLOG: u32 = 4096;
 /// Descriptors that are neither for connections, segment files nor memories of local clients: sockets of local clients, known
 /// and not yet known, rings, and what else there is.
 const DESCRIPTORS_KEPT: u64 = (SESSIONS_MAX + UNKNOWN_MAX) as u64 + 256;
 /// Segments that any store has room for.
 const SEGMENTS_MIN: u64 = 4;
-/// The part of the room on the disk that a store takes by default, in hundredths.
-const FREE_SHARE: u64 = 80;
 
 /// A server that runs.
 #[derive(Debug)]
@@ -77,6 +76,7 @@ impl Daemon {
     pub async fn start(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile)?;
+        let (ports, group) = places(config).await?;
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let begun = std::time::Instant::now();
@@ -98,9 +98,8 @@ impl Daemon {
         for tenant in config.gate.tenants() {
             home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }
-        let (tcp, grpc) = listen(config.grpc, "listen.grpc")?;
-        let (metrics_listener, metrics) = listen(config.metrics, "listen.metrics")?;
-        let group = config.socket_group.as_deref().map(socket::group).transpose()?;
+        let (tcp, grpc) = ports::listen(ports.grpc)?;
+        let (metrics_listener, metrics) = ports::listen(ports.metrics)?;
         let unix = match config.socket.as_deref() {
             Some(path) => Some(socket::listen(path, group).await?),
             None => None,
@@ -118,11 +117,12 @@ impl Daemon {
         let store = home.store().clone();
         let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
         let cluster = match &config.cluster {
-            Some(config) => Some(cluster::start(config, first, &store, &mut notes).await?),
+            Some(config) => Some(cluster::start((config, ports.nodes), first, &store, &mut notes).await?),
             None => None,
         };
         let cold = cold(config, &store, &mut notes).await?;
-        let decided = Decided { notes, files, limits: uncounted(config), cluster, cold };
+        let directories = config.directories.clone();
+        let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -170,6 +170,14 @@ impl Daemon {
             let _ = renew.send(tls).await;
         }
         let mut notes = changed.notes;
+        let budget = self.home.store().stats().budget_bytes;
+        if let Some(asked) = config.budget.filter(|asked| *asked != budget) {
+            let (asked, budget) = (human::bytes(asked), human::bytes(budget));
+            notes.push(format!(
+                "store.budget is {asked} in the configuration and {budget} here: the next start takes it, \
+                 `kvarts budget \"{asked}\"` does now"
+            ));
+        }
         if let (Some(config), Some(node)) = (&config.cluster, &self.state.decided.cluster) {
             notes.push(cluster::reload(config, node)?);
         }
@@ -248,6 +256,19 @@ impl Daemon {
         }
         self.fault.clone().map_or(Ok(()), Err)
     }
+}
+
+/// Where the server will serve, before a store is made: one that cannot be served is not to be left behind. The ports, and
+/// the group of the socket.
+async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
+    let ports = Ports::take(config)?;
+    let group = config.socket_group.as_deref().map(socket::group).transpose()?;
+    // Of a socket in the store's own directory opening the store says more: whose store it is.
+    let is_inside = |path: &Path| config.directories.iter().any(|directory| path.starts_with(directory));
+    if let Some(path) = config.socket.as_deref().filter(|path| !is_inside(path)) {
+        socket::refuse_taken(path).await?;
+    }
+    Ok((ports, group))
 }
 
 /// Tells what the server does at the metrics address, and remembers it for the status page.
@@ -370,22 +391,11 @@ fn fitting_budget(
     is_made: bool,
     notes: &mut Vec<String>,
 ) -> Result<u64, String> {
-    let mut total = 0u64;
     for directory in &config.directories {
         let fault = |error: &dyn std::fmt::Display| format!("{}: {error}", directory.display());
         kvarts_store::home::make(directory).map_err(|error| fault(&error))?;
-        let space = rustix::fs::statvfs(directory).map_err(|error| fault(&error))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
-        let here = bytes_below(directory);
-        let share = match config.budget_part {
-            // No more than there is: other programs may have a part of the disk.
-            Some(part) => (space.f_blocks.saturating_mul(space.f_frsize) / 100)
-                .saturating_mul(part.into())
-                .min(free.saturating_add(here)),
-            None => (free / 100 * FREE_SHARE).saturating_add(here),
-        };
-        total = total.saturating_add(share);
     }
+    let total = sizes::budget(&config.directories, config.budget_part)?;
     let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if total < least {
         let (free, least) = (human::bytes(total), human::bytes(least));
@@ -394,24 +404,10 @@ fn fitting_budget(
     }
     let of = match config.budget_part {
         Some(part) => format!("{part}% of the disk"),
-        None => format!("{FREE_SHARE}% of the free disk, plus what the store has already"),
+        None => format!("{}% of the free disk, plus what the store has already", sizes::FREE_SHARE),
     };
     notes.push(format!("budget: {} ({of})", human::bytes(total)));
     Ok(total)
-}
-
-/// Bytes of the files below a directory. What cannot be read counts as nothing.
-fn bytes_below(directory: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
-    let size = |entry: std::fs::DirEntry| match entry.file_type() {
-        Ok(kind) if kind.is_dir() => bytes_below(&entry.path()),
-        Ok(kind) if kind.is_file() => {
-            use std::os::unix::fs::MetadataExt;
-            entry.metadata().map_or(0, |data| data.blocks().saturating_mul(512))
-        }
-        _ => 0,
-    };
-    entries.flatten().map(size).fold(0, u64::saturating_add)
 }
 
 /// Who the server is, read and checked. Says in one line what is wrong.
@@ -422,30 +418,6 @@ pub fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
         key: read(&files.key)?,
         client_authority: files.client_authority.as_ref().map(read).transpose()?,
     })
-}
-
-fn listen(
-    address: Option<SocketAddr>,
-    name: &str,
-) -> Result<(Option<TcpListener>, Option<SocketAddr>), String> {
-    let Some(address) = address else { return Ok((None, None)) };
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
-    let listening = socket.and_then(|socket| {
-        socket.set_reuseaddr(true)?;
-        socket.bind(address)?;
-        socket.listen(BACKLOG)
-    });
-    let listener = listening.map_err(|error| {
-        let taken = match error.kind() {
-            std::io::ErrorKind::AddrInUse => {
-                ": another program has it; name another port, or :0 for a free one"
-            }
-            _ => "",
-        };
-        format!("{name}: {address}: {error}{taken}")
-    })?;
-    let bound = listener.local_addr().map_err(|error| format!("{name}: {error}"))?;
-    Ok((Some(listener), Some(bound)))
 }
 
 #[cfg(test)]

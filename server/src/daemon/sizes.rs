@@ -1,7 +1,7 @@
 //! What a server decides by the size of its disk and of its machine, where nothing was set: shards, and the memory of the
 //! index.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 
@@ -49,6 +49,44 @@ fn read(path: impl AsRef<Path>) -> Option<String> {
 fn total(text: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// The part of the room on the disk that a store takes by default, in hundredths.
+pub(super) const FREE_SHARE: u64 = 80;
+
+/// A budget that the disks of these directories have room for: this part of them in hundredths, or most of what is free; what
+/// the store has there already counts as free.
+pub(crate) fn budget(directories: &[PathBuf], part: Option<u32>) -> Result<u64, String> {
+    let mut total = 0u64;
+    for directory in directories {
+        let space = rustix::fs::statvfs(directory);
+        let space = space.map_err(|error| format!("{}: {error}", directory.display()))?;
+        let free = space.f_bavail.saturating_mul(space.f_frsize);
+        let here = bytes_below(directory);
+        let share = match part {
+            // No more than there is: other programs may have a part of the disk.
+            Some(part) => (space.f_blocks.saturating_mul(space.f_frsize) / 100)
+                .saturating_mul(part.into())
+                .min(free.saturating_add(here)),
+            None => (free / 100 * FREE_SHARE).saturating_add(here),
+        };
+        total = total.saturating_add(share);
+    }
+    Ok(total)
+}
+
+/// Bytes of the files below a directory. What cannot be read counts as nothing.
+fn bytes_below(directory: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
+    let size = |entry: std::fs::DirEntry| match entry.file_type() {
+        Ok(kind) if kind.is_dir() => bytes_below(&entry.path()),
+        Ok(kind) if kind.is_file() => {
+            use std::os::unix::fs::MetadataExt;
+            entry.metadata().map_or(0, |data| data.blocks().saturating_mul(512))
+        }
+        _ => 0,
+    };
+    entries.flatten().map(size).fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]

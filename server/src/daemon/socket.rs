@@ -36,13 +36,22 @@ fn number(known: &str, name: &str) -> Option<u32> {
     fields.nth(1)?.parse().ok()
 }
 
+/// Refuses a path at which another server answers.
+pub(super) async fn refuse_taken(path: &Path) -> Result<(), String> {
+    if path.symlink_metadata().is_ok() && UnixStream::connect(path).await.is_ok() {
+        return Err(format!(
+            "listen.socket: {}: another server answers there: stop it, or name another path with --listen-socket",
+            path.display()
+        ));
+    }
+    Ok(())
+}
+
 /// Listens at a path: for this user, and a group if there is one. A socket without a listener was left by an earlier server, and is replaced.
 pub(super) async fn listen(path: &Path, group: Option<Gid>) -> Result<UnixListener, String> {
     let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
+    refuse_taken(path).await?;
     if path.symlink_metadata().is_ok() {
-        if UnixStream::connect(path).await.is_ok() {
-            return Err(format!("listen.socket: {}: another server answers there", path.display()));
-        }
         remove(path).map_err(fault)?;
     }
     // With its rights from the first moment on; whatever else is made meanwhile has fewer, not more.

@@ -6,8 +6,9 @@ use kvarts_store::engine::Stats;
 use kvarts_store::error::Reason;
 
 use super::call::Call;
-use super::fault::Outcome;
+use super::fault::{Fault, Outcome};
 use crate::cold::ColdTier;
+use crate::daemon::sizes;
 use crate::state::ServerState;
 use kvarts_wire::proto;
 
@@ -128,7 +129,15 @@ pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
         ("bytes read", report.bytes_read),
         ("bytes written", report.bytes_written),
     ];
-    Ok(proto::CompactReply { facts: facts.iter().map(|(name, value)| format!("{name}: {value}")).collect() })
+    Ok(proto::CompactReply {
+        facts: facts.iter().map(|(name, value)| format!("{name}: {value}")).collect(),
+        segments_emptied: report.segments_emptied,
+        records_merged: report.records_merged,
+        blocks_moved: report.blocks_moved,
+        blocks_damaged: report.blocks_damaged,
+        bytes_read: report.bytes_read,
+        bytes_written: report.bytes_written,
+    })
 }
 
 /// Changes the budget. A lower one is kept from now on by whatever would grow, and reached when segments have been
@@ -137,7 +146,19 @@ pub(super) async fn set_budget(
     call: &Call,
     wire: &proto::SetBudgetRequest,
 ) -> Outcome<proto::SetBudgetReply> {
-    call.state.engine.set_budget_within_disks(wire.budget_bytes).await?;
+    let bytes = match (wire.budget_bytes, wire.budget_percent) {
+        (bytes, 0) => bytes,
+        (0, part @ 1..=100) => {
+            let directories = call.state.decided.directories.clone();
+            // Looks at every file of the store.
+            let budget = tokio::task::spawn_blocking(move || sizes::budget(&directories, Some(part))).await;
+            let budget = budget.map_err(|_| Fault::busy("the server is closing"))?;
+            budget.map_err(|why| Reason::Config(format!("store.budget: {why}")))?
+        }
+        (0, _) => return Err(Fault::malformed("budget_percent: 1 to 100")),
+        _ => return Err(Fault::malformed("budget: in bytes or as a part of the disks, not both")),
+    };
+    call.state.engine.set_budget_within_disks(bytes).await?;
     let stats = call.state.engine.stats();
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })

@@ -8,7 +8,7 @@ use kvarts_layout::BlockKey;
 use kvarts_peer::node::Column;
 use kvarts_store::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
-    Presence, Target, TtlRequest,
+    Missing, Presence, Target, TtlRequest,
 };
 use kvarts_store::error::Reason;
 
@@ -45,17 +45,37 @@ fn named(
     call.state.leases.add(terms.tenant, call.state.secret_number(), held)
 }
 
+/// The model whose blocks are looked up. Where there is none of that name, that is what became of them.
+fn model(call: &Call, namespace: &[u8], blocks: usize) -> Outcome<Arc<Model>> {
+    let found = call.state.models.get(&call.caller, convert::namespace(namespace)?);
+    match &found {
+        Ok(model) => model.used(call.state.clock().unix_millis()),
+        Err(_) => call.state.metrics.looked_up_unregistered(&call.caller.tenant.name, blocks as u64),
+    }
+    Ok(found?)
+}
+
 /// Counts what a lookup found.
 fn looked_up(call: &Call, model: &Model, found: Lookup) {
     call.state.metrics.looked_up(&call.caller.tenant.name, &model.identity.model, found);
 }
 
+/// How many blocks are missing.
+fn in_all(missing: &Missing) -> u64 {
+    let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
+    evicted + expired + deleted + out_of_service + never_stored + cut_off
+}
+
+fn wire_missing(missing: &Missing) -> proto::Missing {
+    let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
+    proto::Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off }
+}
+
 /// Finds the usable prefix.
 pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
     let keys = convert::keys(&wire.keys)?;
-    let namespace = convert::namespace(&wire.namespace)?;
-    let model = call.state.models.get(&call.caller, namespace)?;
-    model.used(call.state.clock().unix_millis());
+    let model = model(call, &wire.namespace, keys.len())?;
+    let namespace = model.namespace;
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
     let entries = keys.len().saturating_mul(columns);
@@ -85,9 +105,9 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     }
     let found = call.state.store().match_prefix(&request)?;
     let here = u64::from(found.usable.longest.blocks).min(keys.len() as u64);
-    let short = keys.len() as u64 - here;
-    let pending = u64::from(found.pending).min(short);
-    looked_up(call, &model, Lookup { here, pending, absent: short - pending });
+    let missing = found.missing;
+    let pending = (keys.len() as u64 - here).saturating_sub(in_all(&missing));
+    looked_up(call, &model, Lookup { here, pending, missing, unregistered: 0 });
     let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
         column: Some(convert::wire_column(one.group, one.coordinate)),
         blocks: one.blocks,
@@ -101,6 +121,7 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
         plan: found.plan.as_deref().map(plans::wire_planned),
         in_cluster: None,
         in_cold: cold::in_cold(call, &request, found.usable.longest.blocks)?,
+        missing: Some(wire_missing(&found.missing)),
     })
 }
 
@@ -122,16 +143,15 @@ pub(super) fn route(call: &Call, wire: &proto::RouteRequest) -> Outcome<proto::R
 pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
     use proto::exists_reply::Presence as Wire;
     let keys = convert::keys(&wire.keys)?;
-    let namespace = convert::namespace(&wire.namespace)?;
-    let model = call.state.models.get(&call.caller, namespace)?;
-    model.used(call.state.clock().unix_millis());
+    let model = model(call, &wire.namespace, keys.len())?;
+    let namespace = model.namespace;
     let (group, coordinate) = convert::column(wire.column.as_ref())?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease };
     let found = call.state.store().contains(&request)?;
     let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
     let (here, pending) = (count(Presence::Here), count(Presence::Pending));
-    looked_up(call, &model, Lookup { here, pending, absent: count(Presence::Absent) });
+    looked_up(call, &model, Lookup { here, pending, missing: found.missing, unregistered: 0 });
     let presence = |one: &Presence| match one {
         Presence::Here => Wire::Here.into(),
         Presence::Pending => Wire::Pending.into(),
@@ -140,6 +160,7 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     Ok(proto::ExistsReply {
         presence: found.presence.iter().map(presence).collect(),
         lease: named(call, (found.lease, lease), (&model, here)),
+        missing: Some(wire_missing(&found.missing)),
     })
 }
 
@@ -155,12 +176,17 @@ pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
         return Err(Fault::malformed("hold_ms: say for how long"));
     }
     let (namespace, column, keys) = (wire.namespace, wire.column, wire.keys);
-    let asked =
-        proto::ExistsRequest { namespace, column, keys, lease_ms: wire.hold_ms, lease_cap_bytes: None };
+    let hold_ms = convert::hold(wire.hold_ms).map_or(0, millis);
+    let asked = proto::ExistsRequest { namespace, column, keys, lease_ms: hold_ms, lease_cap_bytes: None };
     let found = exists(call, asked)?;
     let here = i32::from(proto::exists_reply::Presence::Here);
     let held = found.presence.iter().filter(|one| **one == here).count() as u32;
-    Ok(proto::PinReply { lease: found.lease, held })
+    Ok(proto::PinReply { lease: found.lease, held, hold_ms: if found.lease == 0 { 0 } else { hold_ms } })
+}
+
+/// Whole milliseconds.
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Pins in an answer.
@@ -198,7 +224,7 @@ pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::R
     let ends = call.state.clock().now().plus(hold);
     let lease = call.state.leases.renew(call.caller.tenant.number, wire.lease, ends);
     call.state.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
-    Ok(proto::RenewReply {})
+    Ok(proto::RenewReply { hold_ms: millis(hold) })
 }
 
 /// Changes how long blocks may live.

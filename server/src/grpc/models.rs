@@ -171,6 +171,7 @@ fn known(model: &Model) -> proto::list_models_reply::Model {
         registered: true,
         live_bytes: 0,
         last_used_ms: model.last_used(),
+        live_blocks: None,
     }
 }
 
@@ -209,6 +210,7 @@ fn of_store(one: &KnownNamespace, last_used: Option<u64>) -> proto::list_models_
         registered: last_used.is_some(),
         live_bytes: one.live_bytes,
         last_used_ms: last_used.unwrap_or(0),
+        live_blocks: Some(one.live_blocks),
     }
 }
 

@@ -73,7 +73,9 @@ impl Download {
             return Err(Reason::Duplicate(**key).into());
         }
         let namespace = convert::namespace(&wire.namespace)?;
-        let model = call.state.models.get(&call.caller, namespace)?;
+        let model = call.state.models.get(&call.caller, namespace).inspect_err(|_| {
+            call.state.metrics.read_unregistered(&call.caller.tenant.name, keys.len() as u64);
+        })?;
         model.used(call.state.clock().unix_millis());
         let (group, coordinate) = convert::column(wire.column.as_ref())?;
         let shape = call.state.engine.shape(namespace, group, coordinate)?;

@@ -91,13 +91,16 @@ fn usage(out: &mut String, counted: &Counted) {
             }
         }
     };
-    let help = "Blocks that match and exists were asked for, by what was found: here, pending (being put), absent. The hit \
-                ratio is the rate of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", \
-                tenants beyond 256 tenant=\"other\". Look-ups of a model that was never registered are not counted.";
+    let help = "Blocks that match and exists were asked for, by what was found: here, pending (being put), or why not: evicted, \
+                expired, deleted, out_of_service (damaged), never_stored (as far as this server remembers), cut_off (here, \
+                behind a block that is not), unregistered (no model of that name since the start). The hit ratio is the rate \
+                of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 \
+                tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
-        let found = usage.lookups;
-        let all = [("here", found.here), ("pending", found.pending), ("absent", found.absent)];
-        all.map(|(what, count)| (format!(",found=\"{what}\""), count)).to_vec()
+        // Look-ups without a model have a name of their own: of models there are none.
+        let told =
+            usage.lookups.named().into_iter().filter(|(what, count)| *count > 0 || *what != "unregistered");
+        told.map(|(what, count)| (format!(",found=\"{what}\""), count)).collect()
     });
     let help =
         "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
@@ -113,20 +116,26 @@ fn usage(out: &mut String, counted: &Counted) {
 mod tests {
     use std::time::Duration;
 
+    use kvarts_store::api::Missing;
+
     use super::super::{Ended, Lookup, Metrics};
     use super::*;
 
     #[test]
     fn a_hit_ratio_by_tenant_and_model_can_be_made() {
         let metrics = Metrics::default();
-        metrics.looked_up("red \"team\"", "m", Lookup { here: 3, pending: 1, absent: 4 });
-        metrics.looked_up("red \"team\"", "m", Lookup { here: 2, pending: 0, absent: 0 });
+        let missing = Missing { evicted: 4, never_stored: 6, ..Missing::default() };
+        metrics.looked_up("red \"team\"", "m", Lookup { here: 3, pending: 1, missing, unregistered: 0 });
+        metrics.looked_up("red \"team\"", "m", Lookup { here: 2, ..Lookup::default() });
+        metrics.looked_up_unregistered("red \"team\"", 9);
         metrics.read_ended("blue", "n", 7, [("REASON_DIGEST", 2)].into());
         let mut out = String::new();
         calls(&mut out, &metrics.lock());
         for line in [
             "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"here\"} 5",
-            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"absent\"} 4",
+            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"evicted\"} 4",
+            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"m\",found=\"never_stored\"} 6",
+            "kvarts_lookup_blocks_total{tenant=\"red \\\"team\\\"\",model=\"unregistered\",found=\"unregistered\"} 9",
             "kvarts_blocks_delivered_total{tenant=\"blue\",model=\"n\"} 7",
             "kvarts_blocks_missed_total{tenant=\"blue\",model=\"n\",reason=\"REASON_DIGEST\"} 2",
         ] {

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use histogram::Histogram;
 pub use usage::Lookup;
-use usage::{Names, Usages};
+use usage::{Names, UNREGISTERED, Usages};
 
 /// By what calls are told apart.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -99,7 +99,7 @@ impl Metrics {
         let mut sample = history::Sample::default();
         for (_, _, usage) in counted.usages.each() {
             sample.found += usage.lookups.here;
-            sample.asked += usage.lookups.here + usage.lookups.pending + usage.lookups.absent;
+            sample.asked += usage.lookups.asked();
         }
         for calls in counted.calls.values() {
             sample.bytes_in += calls.bytes_in;
@@ -137,11 +137,13 @@ impl Metrics {
 
     /// A lookup found this of what it was asked for.
     pub fn looked_up(&self, tenant: &str, model: &str, found: Lookup) {
-        let mut counted = self.lock();
-        let all = &mut counted.usages.of(tenant, model).lookups;
-        all.here += found.here;
-        all.pending += found.pending;
-        all.absent += found.absent;
+        self.lock().usages.of(tenant, model).lookups.add(&found);
+    }
+
+    /// A lookup asked for blocks of a model that was never registered, or not since the start.
+    pub fn looked_up_unregistered(&self, tenant: &str, blocks: u64) {
+        let found = Lookup { unregistered: blocks, ..Lookup::default() };
+        self.looked_up(tenant, UNREGISTERED, found);
     }
 
     /// Counts a read that ended: blocks delivered, and those that were not, by reason.
@@ -152,6 +154,11 @@ impl Metrics {
         for (reason, blocks) in missed {
             *usage.missed.entry(reason).or_default() += blocks;
         }
+    }
+
+    /// A read asked for blocks of a model that was never registered, or not since the start.
+    pub fn read_unregistered(&self, tenant: &str, blocks: u64) {
+        self.read_ended(tenant, UNREGISTERED, 0, [("REASON_UNKNOWN_NAMESPACE", blocks)].into());
     }
 
     /// A client came (1) or went (-1), in this mode.

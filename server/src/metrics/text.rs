@@ -106,8 +106,17 @@ pub(super) async fn render(state: &ServerState) -> String {
 
 fn engine(out: &mut String, state: &ServerState) {
     // What the store tells and is not told here does not compile.
-    let Stats { store: _, counts, index, index_bytes_max, allocated_bytes, budget_bytes, tombstones, space } =
-        state.engine.stats();
+    let Stats {
+        store: _,
+        counts,
+        index,
+        index_bytes_max,
+        departures_bytes,
+        allocated_bytes,
+        budget_bytes,
+        tombstones,
+        space,
+    } = state.engine.stats();
     for ((name, value), help) in counts.named().into_iter().zip(Counts::helps()) {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", help, value);
@@ -141,6 +150,8 @@ fn engine(out: &mut String, state: &ServerState) {
         let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
+    let help = "Memory of why blocks went that are not here, in bytes: 1 MiB at most. Misses are told by it.";
+    one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
         "kvarts_tombstones",

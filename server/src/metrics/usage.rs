@@ -5,17 +5,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvarts_store::api::Missing;
+
 /// Tenants that are told apart.
 pub(super) const TENANTS_MAX: usize = 256;
 /// Models of a tenant that are told apart.
 pub(super) const MODELS_MAX: usize = 32;
 /// The name of all others together.
 pub(super) const REST: &str = "other";
+/// The name of the model where none was registered by the name that was asked for.
+pub(super) const UNREGISTERED: &str = "unregistered";
 
 /// What became of the blocks that one tenant asked for of one model.
 #[derive(Debug, Default)]
 pub(super) struct Usage {
-    /// What lookups found: here, about to be, not here.
+    /// What lookups found: here, about to be, not here, and why not.
     pub(super) lookups: Lookup,
     /// Blocks that reads delivered.
     pub(super) delivered: u64,
@@ -30,8 +34,47 @@ pub struct Lookup {
     pub here: u64,
     /// Being put now.
     pub pending: u64,
-    /// Neither.
-    pub absent: u64,
+    /// Neither, and why.
+    pub missing: Missing,
+    /// Asked for under a name that no model was registered by.
+    pub unregistered: u64,
+}
+
+impl Lookup {
+    /// All of them with the name of what was found, as metrics tell it.
+    pub(super) fn named(&self) -> [(&'static str, u64); 9] {
+        let Self { here, pending, missing, unregistered } = *self;
+        let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = missing;
+        [
+            ("here", here),
+            ("pending", pending),
+            ("evicted", evicted),
+            ("expired", expired),
+            ("deleted", deleted),
+            ("out_of_service", out_of_service),
+            ("never_stored", never_stored),
+            ("cut_off", cut_off),
+            ("unregistered", unregistered),
+        ]
+    }
+
+    /// Blocks that were asked for.
+    pub(super) fn asked(&self) -> u64 {
+        self.named().iter().map(|(_, count)| count).sum()
+    }
+
+    /// What another lookup found is added.
+    pub(super) fn add(&mut self, other: &Self) {
+        self.here += other.here;
+        self.pending += other.pending;
+        self.missing.evicted += other.missing.evicted;
+        self.missing.expired += other.missing.expired;
+        self.missing.deleted += other.missing.deleted;
+        self.missing.out_of_service += other.missing.out_of_service;
+        self.missing.never_stored += other.missing.never_stored;
+        self.missing.cut_off += other.missing.cut_off;
+        self.unregistered += other.unregistered;
+    }
 }
 
 /// Of all tenants.

@@ -24,6 +24,7 @@ mod tile_cache;
 mod times;
 mod trouble;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -127,6 +128,8 @@ pub struct Decided {
     pub files: kvarts_gpudirect::cufile::Decision,
     /// Limits without a count of their use.
     pub limits: Vec<SetLimit>,
+    /// Where the store is.
+    pub directories: Vec<PathBuf>,
     /// The cluster that this node belongs to, if any.
     pub cluster: Option<Arc<ClusterNode>>,
     /// The bucket behind this server, if any.

@@ -81,6 +81,24 @@ impl LeaseTerms {
     pub const UNLIMITED: Duration = Duration::MAX;
 }
 
+/// Why blocks that were asked for cannot be used: counts of blocks. A store remembers a bounded number of departures, since it
+/// was opened: what it forgot, or never knew, counts as never stored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Missing {
+    /// Stored, and evicted: other blocks needed their room, or their quota.
+    pub evicted: u64,
+    /// Stored, and their time to live is over.
+    pub expired: u64,
+    /// Stored, and deleted by key or prefix.
+    pub deleted: u64,
+    /// Damaged, or of an executor that has died.
+    pub out_of_service: u64,
+    /// Never stored, as far as the store remembers.
+    pub never_stored: u64,
+    /// Of a match: they are here, behind a block that is not.
+    pub cut_off: u64,
+}
+
 /// What a match found.
 #[derive(Clone, PartialEq, Debug)]
 pub struct MatchReply {
@@ -88,6 +106,8 @@ pub struct MatchReply {
     pub usable: UsablePrefix,
     /// Blocks behind the usable prefix whose put is in flight: ask again soon.
     pub pending: u32,
+    /// Why the others behind the usable prefix cannot be used.
+    pub missing: Missing,
     /// The lease on the usable prefix, if one was asked for and there is anything to hold.
     pub lease: Option<LeaseId>,
     /// The plan, if one was asked for and the store knows what its reads take. A lease holds all of the usable prefix,

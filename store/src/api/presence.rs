@@ -2,7 +2,7 @@
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
-use super::lookup::{LeaseId, LeaseTerms};
+use super::lookup::{LeaseId, LeaseTerms, Missing};
 
 /// Blocks of one group and coordinate, in any order; a key may stand more than once.
 #[derive(Clone, Debug)]
@@ -35,6 +35,8 @@ pub enum Presence {
 pub struct ContainsReply {
     /// One answer for each key.
     pub presence: Vec<Presence>,
+    /// Why those that are `Absent` are.
+    pub missing: Missing,
     /// The lease on all blocks that are `Here`, if one was asked for and there is any.
     pub lease: Option<LeaseId>,
 }

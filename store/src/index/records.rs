@@ -21,7 +21,7 @@ use std::sync::Arc;
 use kvarts_layout::format::PAGE_BYTES;
 
 use super::{read, write};
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, Live};
 use crate::memory_ids::RecordId;
 use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use crate::sync::{PLAIN, Race, RwLock, planted};
@@ -352,7 +352,8 @@ impl Records {
     /// Tells the ledger that the record had `before` live blocks until now.
     fn recount(&self, info: &RecordInfo, before: u16) {
         let place = (u32::from(info.shard), info.segment);
-        self.ledger.moved(place, info.class, info.share(before), info.share(info.live));
+        let live = |blocks: u16| Live { bytes: info.share(blocks), blocks: blocks.into() };
+        self.ledger.moved(place, info.class, live(before), live(info.live));
     }
 
     fn shard(&self, id: RecordId) -> (&RwLock<Shard>, u32) {

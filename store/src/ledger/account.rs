@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use kvarts_layout::NamespaceId;
 
-use super::{MakingRoom, lock};
+use super::{Live, MakingRoom, lock};
 use crate::memory_ids::{BlockFingerprint, RecordId};
 use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::sync::{Mutex, OnceLock, Race, planted};
@@ -18,6 +18,7 @@ use crate::sync::{Mutex, OnceLock, Race, planted};
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     live: u64,
+    blocks: u64,
     promised: u64,
     limit: Option<u64>,
 }
@@ -27,8 +28,9 @@ impl Figures {
         self.live.saturating_add(self.promised)
     }
 
-    fn moved(&mut self, before: u64, after: u64) {
-        self.live = (self.live + after).saturating_sub(before);
+    fn moved(&mut self, before: Live, after: Live) {
+        self.live = (self.live + after.bytes).saturating_sub(before.bytes);
+        self.blocks = (self.blocks + after.blocks).saturating_sub(before.blocks);
     }
 
     fn promise(&mut self, bytes: u64) -> Result<(), OverQuota> {
@@ -69,6 +71,8 @@ pub struct NamespaceSpace {
     pub namespace: NamespaceId,
     /// Live bytes.
     pub live: u64,
+    /// Live blocks.
+    pub blocks: u64,
     /// Bytes promised to puts under way.
     pub promised: u64,
     /// The most that the two may be together.
@@ -102,7 +106,7 @@ impl Pool {
 
     /// What it has and may have.
     pub fn space(&self) -> PoolSpace {
-        let Figures { live, promised, limit } = *lock(&self.figures);
+        let Figures { live, promised, limit, blocks: _ } = *lock(&self.figures);
         PoolSpace { live, promised, limit }
     }
 
@@ -204,8 +208,8 @@ impl Account {
 
     /// What it has and may have.
     pub fn space(&self) -> NamespaceSpace {
-        let Figures { live, promised, limit } = *lock(&self.figures);
-        NamespaceSpace { namespace: self.namespace, live, promised, limit }
+        let Figures { live, blocks, promised, limit } = *lock(&self.figures);
+        NamespaceSpace { namespace: self.namespace, live, blocks, promised, limit }
     }
 
     /// From now on it counts in this pool, too, with all that it has. It is in one pool for ever.
@@ -214,6 +218,7 @@ impl Account {
         if self.pool.set(Arc::clone(pool)).is_ok() {
             let mut pool = lock(&pool.figures);
             pool.live = pool.live.saturating_add(figures.live);
+            pool.blocks = pool.blocks.saturating_add(figures.blocks);
             pool.promised = pool.promised.saturating_add(figures.promised);
         }
     }
@@ -223,7 +228,7 @@ impl Account {
         self.pool.get()
     }
 
-    pub(super) fn moved(&self, before: u64, after: u64) {
+    pub(super) fn moved(&self, before: Live, after: Live) {
         let mut figures = lock(&self.figures);
         let mut changed = *figures;
         changed.moved(before, after);
@@ -231,7 +236,7 @@ impl Account {
             drop(figures);
             figures = lock(&self.figures);
         }
-        figures.live = changed.live;
+        (figures.live, figures.blocks) = (changed.live, changed.blocks);
         if let Some(pool) = self.pool.get() {
             lock(&pool.figures).moved(before, after);
         }
@@ -281,6 +286,10 @@ impl Drop for Promise {
 mod tests {
     use super::*;
 
+    fn live(bytes: u64, blocks: u64) -> Live {
+        Live { bytes, blocks }
+    }
+
     #[test]
     fn promises_count_until_they_are_dropped() {
         let account = Arc::new(Account::new(NamespaceId([1; 32]), 1, &Arc::default()));
@@ -288,7 +297,7 @@ mod tests {
         assert!(unlimited.is_ok());
         drop(unlimited);
         account.set_limit(Some(100));
-        account.moved(0, 60);
+        account.moved(live(0, 0), live(60, 1));
         let first = account.promise(40).unwrap();
         assert_eq!(account.promise(1).err(), Some(OverQuota { limit: 100, wanted: 101 }));
         assert_eq!((account.excess(0), account.excess(5)), (0, 5));
@@ -303,20 +312,22 @@ mod tests {
         let pool = Arc::new(Pool::default());
         let account = |number| Arc::new(Account::new(NamespaceId([number; 32]), 1, &Arc::default()));
         let (first, second, stranger) = (account(1), account(2), account(3));
-        first.moved(0, 30);
+        first.moved(live(0, 0), live(30, 3));
         let before = first.promise(5).unwrap();
         for one in [&first, &second, &first] {
             one.join(&pool);
         }
         pool.set_limit(Some(100));
-        second.moved(0, 20);
+        second.moved(live(0, 0), live(20, 2));
         let after = second.promise(45).unwrap();
         assert_eq!(pool.space(), PoolSpace { live: 50, promised: 50, limit: Some(100) });
         assert_eq!(first.promise(1).err(), Some(OverQuota { limit: 100, wanted: 101 }));
         assert_eq!(first.space().promised, 5, "what the pool refused is given back");
         assert!(stranger.promise(1000).is_ok());
         drop((before, after));
-        second.moved(20, 0);
+        assert_eq!((first.space().blocks, second.space().blocks), (3, 2));
+        second.moved(live(20, 2), live(0, 0));
+        assert_eq!(second.space().blocks, 0);
         assert_eq!((pool.space().live, pool.space().promised, pool.excess(80)), (30, 0, 10));
     }
 }

@@ -43,6 +43,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What is live of a record.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Live {
+    /// Bytes on disk: its share of the record's.
+    pub(crate) bytes: u64,
+    /// Blocks.
+    pub(crate) blocks: u64,
+}
+
 #[derive(Debug, Default)]
 struct Tables {
     /// By shard and number.
@@ -158,14 +167,14 @@ impl Ledger {
         }
     }
 
-    /// A record's live bytes have changed from `before` to `after`.
-    pub(crate) fn moved(&self, (shard, segment): (u32, u32), class: u32, before: u64, after: u64) {
+    /// What is live of a record has changed from `before` to `after`.
+    pub(crate) fn moved(&self, (shard, segment): (u32, u32), class: u32, before: Live, after: Live) {
         if before == after {
             return;
         }
         let tables = self.read();
         if let Some(book) = tables.books.get(&(shard, segment)) {
-            book.moved(before, after);
+            book.moved(before.bytes, after.bytes);
         }
         if let Some(account) = tables.classes.get(&class) {
             account.moved(before, after);
@@ -214,14 +223,15 @@ mod tests {
         book.begin(4096);
         book.append(12_288, 8192);
         ledger.assign(5, HERE);
-        ledger.moved((3, 7), 5, 0, 8192);
-        ledger.moved((3, 7), 5, 8192, 5000);
+        let live = |bytes, blocks| Live { bytes, blocks };
+        ledger.moved((3, 7), 5, live(0, 0), live(8192, 8));
+        ledger.moved((3, 7), 5, live(8192, 8), live(5000, 5));
         // Neither of these is known: a class without an account, a segment without a book.
-        ledger.moved((3, 8), 4, 0, 100);
+        ledger.moved((3, 8), 4, live(0, 0), live(100, 1));
         let space = ledger.segments()[0].space;
         assert_eq!((space.live, space.dead, space.overhead), (5000, 3192, 4096 + 4096));
         assert_eq!(space.sum(), 1 << 20);
-        assert_eq!(ledger.namespaces()[0].live, 5000);
+        assert_eq!((ledger.namespaces()[0].live, ledger.namespaces()[0].blocks), (5000, 5));
         ledger.close(3, 7);
         assert_eq!(ledger.segments(), []);
     }

@@ -62,7 +62,7 @@ export function figures(before, now) {
   };
   const misses = [
     ...values(now, "kvarts_blocks_missed_total", "reason").map((reason) => [reason, growth("kvarts_blocks_missed_total", named({ reason }))]),
-    ...["pending", "absent"].map((found) => [found, growth(LOOKUPS, named({ found }))]),
+    ...values(now, LOOKUPS, "found").filter((found) => found !== "here").map((found) => [found, growth(LOOKUPS, named({ found }))]),
   ].filter(([, count]) => count > 0).sort((one, other) => other[1] - one[1]);
 
   const quantile = (part, kind) => {

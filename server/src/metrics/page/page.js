@@ -112,7 +112,7 @@ function show(seen, ever) {
   say(find("period"), seen.seconds > 0 ? `In the last ${Math.max(1, Math.round(seen.seconds))} s` : "Since the server's start");
   const misses = seen.misses.slice(0, 4).map(([reason, blocks]) => `${count(blocks)} ${reason}`).join(", ");
   tiles([
-    ["Hit ratio of lookups", percent(hits.rate), `${count(hits.found)} of ${count(hits.asked)} blocks found`],
+    ["Hit ratio of lookups", hits.asked > 0 ? percent(hits.rate) : "no lookups", `${count(hits.found)} of ${count(hits.asked)} blocks found`],
     ["Blocks of reads", `${count(seen.delivered)} delivered`, misses ? `missed: ${misses}` : "none missed"],
     ["Disk", `${size(disk.live)} live`, `${size(disk.dead)} dead, ${size(disk.free)} free of ${size(disk.budget)}; ${count(disk.blocks)} blocks`],
     ["Devices", `${size(disk.read)}/s read`, `${size(disk.written)}/s written; ${count(disk.running)} operations under way, ${count(disk.waiting)} waiting`],

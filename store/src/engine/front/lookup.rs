@@ -73,7 +73,9 @@ pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Resul
                 return Err(reason);
             }
         };
-        return Ok(MatchReply { usable, pending, lease, plan });
+        let behind = usable.longest.blocks as usize..request.keys.len();
+        let missing = shared.missing(behind, columns.iter().map(|one| (&one.prints[..], &one.found[..])));
+        return Ok(MatchReply { usable, pending, missing, lease, plan });
     }
     Err(Reason::Busy("blocks were evicted while they were leased"))
 }

@@ -6,6 +6,7 @@
 use crate::driver::Driver;
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
+use crate::engine::shared::recently_gone::BYTES_MAX as RECENTLY_GONE_BYTES;
 
 /// One table, of all shards together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,6 +54,8 @@ pub(crate) fn of_all(shared: &Shared) -> Vec<Table> {
         table("records", index.records),
         table("leases", shared.index.leases()),
         table("bytes of events", shared.events.bytes()),
+        // Of fixed size from the first departure on.
+        table("bytes of reasons of departures", RECENTLY_GONE_BYTES),
         table("record classes", classes),
         table("layouts of record classes", layouts),
         table("segments noted for their times", shared.due.len()),

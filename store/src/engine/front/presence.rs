@@ -36,5 +36,8 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
         Lookup::Pending => Presence::Pending,
         Lookup::Absent | Lookup::Quarantined => Presence::Absent,
     };
-    Ok(ContainsReply { presence: found.iter().map(presence).collect(), lease })
+    let mut missing = shared.missing(0..prints.len(), std::iter::once((&prints[..], &found[..])));
+    // Each block is for itself here.
+    missing.cut_off = 0;
+    Ok(ContainsReply { presence: found.iter().map(presence).collect(), missing, lease })
 }

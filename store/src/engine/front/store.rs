@@ -109,6 +109,8 @@ pub struct Stats {
     pub index: IndexMemory,
     /// Memory that it may take.
     pub index_bytes_max: Option<u64>,
+    /// Memory of why blocks went that are not here: bounded.
+    pub departures_bytes: u64,
     /// Bytes allocated on disk.
     pub allocated_bytes: u64,
     /// Bytes that it may allocate.
@@ -258,6 +260,7 @@ impl Store {
             counts: shared.counters.counts(),
             index: shared.index.memory(),
             index_bytes_max: shared.index_room.limit(),
+            departures_bytes: shared.gone.bytes() as u64,
             allocated_bytes,
             budget_bytes,
             tombstones: shared.buried.load(Ordering::Relaxed),

@@ -119,7 +119,7 @@ impl Shared {
 
     /// Blocks of a shard without an executor are not here.
     pub(crate) fn hide_dead(&self, found: &mut [Lookup]) {
-        if !self.health.any_dead.load(Ordering::Acquire) {
+        if !self.any_dead() {
             return;
         }
         let records = self.index.records();
@@ -132,9 +132,14 @@ impl Shared {
         }
     }
 
+    /// Whether any executor has died.
+    pub(crate) fn any_dead(&self) -> bool {
+        self.health.any_dead.load(Ordering::Acquire)
+    }
+
     /// Whether no executor answers for a shard.
     pub(crate) fn is_dead(&self, shard: u32) -> bool {
-        self.health.any_dead.load(Ordering::Acquire)
+        self.any_dead()
             && self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard)
     }
 }

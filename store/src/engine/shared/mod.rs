@@ -13,6 +13,7 @@ pub(crate) mod policy;
 pub(crate) mod quota;
 pub(crate) mod quota_events;
 pub(crate) mod recency;
+pub(crate) mod recently_gone;
 pub(crate) mod record_class;
 pub(crate) mod spare_room;
 pub(crate) mod visibility;
@@ -43,6 +44,7 @@ use names::Names;
 use policy::{EvictionPolicy, Policy};
 use quota_events::QuotaEvents;
 use recency::RecencyClock;
+use recently_gone::RecentlyGone;
 use record_class::RecordClasses;
 use spare_room::SpareRoom;
 
@@ -145,6 +147,8 @@ pub(crate) struct Shared {
     pub(crate) events: Arc<EventLog>,
     /// Blocks that a quota took out and whose events are still to come.
     pub(crate) unnamed: QuotaEvents,
+    /// Why blocks went that are not here.
+    pub(crate) gone: RecentlyGone,
     /// The way to what other shards do not use.
     spare_room: SpareRoom,
     /// What reads take.
@@ -215,6 +219,7 @@ impl Shared {
             entropy,
             counters: Counters::default(),
             unnamed: QuotaEvents::default(),
+            gone: RecentlyGone::default(),
             spare_room: SpareRoom::default(),
             disk_path: DiskPath::default(),
             arrivals: ReaderEpochs::default(),

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
 use super::Shared;
+use super::recently_gone::Gone;
 use super::record_class::RecordClass;
 use crate::index::{BlockFingerprint, Eviction, Location, RecordInfo};
 use crate::sync::{Mutex, MutexGuard};
@@ -84,6 +85,7 @@ impl Shared {
         let Eviction::Evicted { left } = self.index.try_evict(print, at, self.clock.now()) else {
             return false;
         };
+        self.gone.note(print, Gone::Evicted);
         let known = record.and_then(|info| Some((info, self.classes.get(info.class)?)));
         if !known.is_some_and(|(info, class)| self.unnamed.add(info, class, (at.block, print))) {
             change.lose();

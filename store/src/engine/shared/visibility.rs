@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
 
 use super::names::Namespace;
+use super::recently_gone::Gone;
 use super::record_class::RecordClass;
 use super::{EXPIRY_STEP_MS, Shared};
 use crate::events::{Cause, EventKind, Subject};
@@ -115,10 +116,15 @@ impl Shared {
         let mut change = self.events.change();
         let evicted = self.index.try_evict(print, at, self.clock.now());
         if let Eviction::Evicted { left } = evicted {
-            let (kind, cause, counter) = match why {
-                Departure::Expired => (EventKind::Expired, Cause::Ttl, &self.counters.blocks_expired),
-                Departure::Evicted => (EventKind::Evicted, Cause::Room, &self.counters.blocks_evicted),
+            let (kind, cause, counter, gone) = match why {
+                Departure::Expired => {
+                    (EventKind::Expired, Cause::Ttl, &self.counters.blocks_expired, Gone::Expired)
+                }
+                Departure::Evicted => {
+                    (EventKind::Evicted, Cause::Room, &self.counters.blocks_evicted, Gone::Evicted)
+                }
             };
+            self.gone.note(print, gone);
             // What is left of a deleted namespace has its event already, and its name may be another block's by now.
             if self.names.is_current(&block.class.namespace) {
                 change.tell(self.wall_ms(), kind, cause, block.subject());
@@ -133,6 +139,7 @@ impl Shared {
     pub(crate) fn quarantine(&self, print: BlockFingerprint, at: Location, block: BlockOf<'_>) -> bool {
         let mut change = self.events.change();
         let Some(left) = self.index.quarantine(print, at) else { return false };
+        self.gone.note(print, Gone::OutOfService);
         if self.names.is_current(&block.class.namespace) {
             change.tell(self.wall_ms(), EventKind::Quarantined, Cause::Damage, block.subject());
         }
@@ -171,6 +178,9 @@ impl Shared {
             let Deleted::Live { location, left } = was else { return false };
             if kvarts_layout::planted!("event-lost") {
                 return true;
+            }
+            if let Some(print) = prints.get(place) {
+                self.gone.note(*print, Gone::Deleted);
             }
             change.tell(at_ms, EventKind::Deleted, cause, Subject::Block(name_of(place)));
             self.free_if_empty(location.record, left);

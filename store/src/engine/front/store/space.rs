@@ -32,6 +32,8 @@ pub struct KnownNamespace {
     pub layers: usize,
     /// Bytes of its blocks on disk, headers and padding included.
     pub live_bytes: u64,
+    /// Its blocks, those of each group and coordinate counted.
+    pub live_blocks: u64,
 }
 
 impl Store {
@@ -179,17 +181,20 @@ impl Store {
     pub fn namespaces(&self, salt: &TenantSalt, most: usize) -> Vec<KnownNamespace> {
         let shared = &self.0.shared;
         let spaces = shared.index.records().ledger().namespaces();
-        let live: BTreeMap<NamespaceId, u64> = spaces.iter().map(|one| (one.namespace, one.live)).collect();
-        let bytes = |namespace: &Arc<Namespace>| live.get(&namespace.id).copied().unwrap_or(0);
+        let live: BTreeMap<NamespaceId, (u64, u64)> =
+            spaces.iter().map(|one| (one.namespace, (one.live, one.blocks))).collect();
+        let live = |namespace: &Arc<Namespace>| live.get(&namespace.id).copied().unwrap_or_default();
         let mut all = shared.names.with_salt(salt);
-        all.sort_by_key(|namespace| std::cmp::Reverse(bytes(namespace)));
+        all.sort_by_key(|namespace| std::cmp::Reverse(live(namespace)));
         all.truncate(most);
         let known = |namespace: &Arc<Namespace>| {
+            let (live_bytes, live_blocks) = live(namespace);
             Some(KnownNamespace {
                 namespace: namespace.id,
                 identity: Identity::decode(&namespace.canonical).ok()?,
                 layers: namespace.spec.geometry.layers().len(),
-                live_bytes: bytes(namespace),
+                live_bytes,
+                live_blocks,
             })
         };
         all.iter().filter_map(known).collect()

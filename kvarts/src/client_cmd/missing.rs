@@ -1,0 +1,58 @@
+//! Why blocks of a match cannot be restored, in words and for programs.
+
+use std::io::Write;
+
+use kvarts_server::human::grouped;
+use kvarts_store::api::Missing;
+use kvarts_terminal::Failure;
+use serde_json::{Value, json};
+
+/// For a program.
+pub(super) fn report(missing: &Missing) -> Value {
+    let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
+    json!({
+        "evicted": evicted, "expired": expired, "deleted": deleted, "out_of_service": out_of_service,
+        "never_stored": never_stored, "cut_off": cut_off,
+    })
+}
+
+/// For a person: a line for each reason.
+pub(super) fn show(missing: &Missing, out: &mut dyn Write) -> Result<(), Failure> {
+    let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
+    for (blocks, why) in [
+        (evicted, "evicted: other blocks needed the room"),
+        (expired, "expired: their time to live is over"),
+        (deleted, "deleted"),
+        (out_of_service, "damaged on disk, or of a part of the store that failed: see the server's log"),
+        (never_stored, "never stored, as far as this server remembers"),
+        (cut_off, "stored, but a block before them is missing"),
+    ] {
+        if blocks > 0 {
+            writeln!(out, "  {} {why}", grouped(blocks))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_is_told_once_and_only_if_there_is_one() {
+        let mut out = Vec::new();
+        show(&Missing::default(), &mut out).unwrap();
+        assert!(out.is_empty());
+        let missing = Missing { evicted: 1234, never_stored: 2, ..Missing::default() };
+        show(&missing, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert_eq!(
+            text.lines().collect::<Vec<_>>(),
+            [
+                "  1,234 evicted: other blocks needed the room",
+                "  2 never stored, as far as this server remembers"
+            ]
+        );
+        assert_eq!(report(&missing)["evicted"], 1234);
+    }
+}
