@@ -118,14 +118,14 @@ fn chosen(setting: &str) -> &str {
 fn huge_pages(private: &str, shared: &str) -> Finding {
     let found = format!("private memory: {}; shared memory: {}", chosen(private), chosen(shared));
     let is_private_good = matches!(chosen(private), "always" | "madvise");
-    // Recent kernels make no large pages of shared memory where this says never, also where a program asks for them.
-    let is_shared_good = matches!(chosen(shared), "always" | "within_size" | "advise" | "force");
+    // Shared memory is put into large pages on request (`MADV_COLLAPSE`), which a kernel refuses only where this says deny.
+    let is_shared_good = !matches!(chosen(shared), "absent" | "deny");
     let change = match (is_private_good, is_shared_good) {
         (true, true) => return Finding::good("huge pages", found),
         (false, true) => "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled".to_owned(),
-        (true, false) => "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled".to_owned(),
+        (true, false) => "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled".to_owned(),
         (false, false) => {
-            "in /sys/kernel/mm/transparent_hugepage: echo madvise > enabled; echo advise > shmem_enabled"
+            "in /sys/kernel/mm/transparent_hugepage: echo madvise > enabled; echo never > shmem_enabled"
                 .to_owned()
         }
     };
@@ -210,14 +210,14 @@ mod tests {
 
     #[test]
     fn settings_of_large_pages_are_read_from_their_brackets() {
-        let shared_off = "always within_size advise [never] deny force";
-        let shared_on = "always within_size [advise] never deny force";
+        let shared_off = "always within_size advise never [deny] force";
+        let shared_on = "always within_size advise [never] deny force";
         assert_eq!(huge_pages("always [madvise] never", shared_on).verdict, Good);
         for (private, shared, names) in [
             (
                 "always [madvise] never",
                 shared_off,
-                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+                "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             ),
             ("always [madvise] never", "", "shmem_enabled"),
             (
@@ -225,7 +225,7 @@ mod tests {
                 shared_on,
                 "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
             ),
-            ("always madvise [never]", shared_off, "echo madvise > enabled; echo advise > shmem_enabled"),
+            ("always madvise [never]", shared_off, "echo madvise > enabled; echo never > shmem_enabled"),
         ] {
             let found = huge_pages(private, shared);
             let advice = found.advice.unwrap();
