@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_peer::read::NodePaths;
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
@@ -121,7 +122,8 @@ impl Daemon {
             Some(config) => Some(cluster::start(config, first, &store, &mut notes).await?),
             None => None,
         };
-        let cold = cold(config, &store, &mut notes).await?;
+        let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));
+        let cold = cold(config, &store, paths, &mut notes).await?;
         let decided = Decided { notes, files, limits: uncounted(config), cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
@@ -270,12 +272,13 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
 async fn cold(
     config: &Config,
     store: &Store,
+    paths: Option<Arc<NodePaths>>,
     notes: &mut Vec<String>,
 ) -> Result<Option<Arc<ColdTier>>, String> {
     let Some(config) = &config.cold else { return Ok(None) };
     let mut seed = [0; 8];
     OsEntropy::new().fill(&mut seed);
-    Ok(Some(ColdTier::start(config, store, u64::from_le_bytes(seed), notes).await?))
+    Ok(Some(ColdTier::start(config, store, paths, u64::from_le_bytes(seed), notes).await?))
 }
 
 /// How many connections there may be, and files of local clients' memories: as many as were asked for, if the process has
