@@ -116,11 +116,12 @@ pub async fn restore_and_tell(
     let mut ordered: Vec<(usize, Found)> = Vec::new();
     for (ordinal, (found, presence)) in found.into_iter().zip(presence).enumerate() {
         match (found, presence) {
-            (Some(_), Presence::Here | Presence::Pending) => {
+            (Some(_), Presence::Here) => {
                 restored.already_there += 1;
                 tell(News::InStore(ordinal));
             }
-            (Some(found), Presence::Absent) => ordered.push((ordinal, found)),
+            // A put of another client may end without it, and who waits for it here does not wait for that.
+            (Some(found), Presence::Absent | Presence::Pending) => ordered.push((ordinal, found)),
             (None, _) => {}
         }
     }

@@ -122,7 +122,7 @@ pub fn plan(wanted: &[(usize, Found)], layers: Option<&Range<u32>>, options: &Fe
 
 /// Bytes of the first stretch of layers: a shorter one would be a request for little.
 const FIRST_BAND: u64 = 1 << 20;
-/// Each further stretch is so many times as long.
+/// Each further stretch is as long as the one before, times this.
 const BAND_GROWTH: u64 = 4;
 
 /// The stretches of layers in which a block is read whose layers are wanted one after the other. The first is short, so that it

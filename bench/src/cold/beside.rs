@@ -46,7 +46,7 @@ impl<'a> Reader<'a> {
         Ok(Self { stage, series, blocks, into: setup::memory(block_bytes as usize)? })
     }
 
-    /// The 99th percentile of so many reads of one block each, in seconds.
+    /// The 99th percentile of this number of reads of one block each, in seconds.
     fn p99(&self, reads: u32, state: &mut u64) -> Result<f64, Failure> {
         let mut seconds = Vec::new();
         let subject = &self.stage.subject;

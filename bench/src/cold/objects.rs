@@ -117,7 +117,7 @@ impl Objects {
         Ok(())
     }
 
-    /// Waits until so many bytes may go out.
+    /// Waits until this number of bytes may go out.
     fn wait_for(&self, bytes: usize) {
         let Some(rate) = self.manners.rate else { return };
         let now = Instant::now();

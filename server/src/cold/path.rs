@@ -101,7 +101,6 @@ impl ColdTier {
             }
             at = next;
         }
-        layers.for_each(|_| progress.layer_done());
         progress.end(None)
     }
 

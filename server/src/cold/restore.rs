@@ -60,13 +60,18 @@ impl Wish<'_> {
         (self.namespace, self.group.0, self.coordinate.to_u64(), *key)
     }
 
-    /// Which of the blocks are not here.
-    fn absent(&self, store: &dyn KvStore) -> Vec<BlockKey> {
+    /// Which of the blocks cannot be read here now, and whether a put of them is under way.
+    fn missing(&self, store: &dyn KvStore) -> Vec<(BlockKey, bool)> {
         let Self { namespace, group, coordinate, keys, .. } = *self;
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
         let Ok(found) = store.contains(&request) else { return Vec::new() };
-        let absent = keys.iter().zip(&found.presence).filter(|(_, one)| **one == Presence::Absent);
-        absent.map(|(key, _)| *key).collect()
+        let missing = keys.iter().zip(&found.presence).filter(|(_, one)| **one != Presence::Here);
+        missing.map(|(key, one)| (*key, *one == Presence::Pending)).collect()
+    }
+
+    /// Which of the blocks are not here, and no put brings them.
+    fn absent(&self, store: &dyn KvStore) -> Vec<BlockKey> {
+        self.missing(store).into_iter().filter(|(_, is_pending)| !is_pending).map(|(key, _)| key).collect()
     }
 }
 
@@ -186,10 +191,10 @@ impl ColdTier {
         if wish.block_bytes > BLOCK_MOST {
             return false;
         }
-        let absent = wish.absent(&self.store);
-        match (absent.is_empty(), self.known(wish.namespace)) {
+        let missing = wish.missing(&self.store);
+        match (missing.is_empty(), self.known(wish.namespace)) {
             (true, _) => false,
-            (false, Some(known)) => absent.iter().any(|key| known.may_have(key)),
+            (false, Some(known)) => missing.iter().any(|(key, _)| known.may_have(key)),
             (false, None) => !self.tier.access().is_paused(),
         }
     }
@@ -205,19 +210,19 @@ impl ColdTier {
         if wish.block_bytes > BLOCK_MOST || left.is_zero() {
             return None;
         }
-        let mut absent = wish.absent(&self.store);
-        if absent.is_empty() {
+        let mut missing = wish.missing(&self.store);
+        if missing.is_empty() {
             return None;
         }
         let known = self.known_within(wish.namespace, left.min(MANIFEST_TIMEOUT)).await?;
-        absent.retain(|key| known.may_have(key));
-        if absent.is_empty() {
+        missing.retain(|(key, _)| known.may_have(key));
+        if missing.is_empty() {
             return None;
         }
-        let others = elsewhere(&absent).await;
-        let mut others = others.into_iter();
-        absent.retain(|_| others.next() != Some(true));
-        let coming = self.take_off(&wish, &absent);
+        let keys: Vec<BlockKey> = missing.iter().map(|(key, _)| *key).collect();
+        let mut others = elsewhere(&keys).await.into_iter();
+        missing.retain(|_| others.next() != Some(true));
+        let coming = self.take_off(&wish, &missing);
         if coming.is_empty() {
             return None;
         }
@@ -233,18 +238,20 @@ impl ColdTier {
         state.flights.get(id).cloned()
     }
 
-    /// Has what is not on its way begin; gives the blocks that are.
-    fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[BlockKey]) -> BTreeSet<BlockKey> {
+    /// Has what is not on its way begin; gives the blocks that are. What a put brings here is on its way only if that is a restore's
+    /// put.
+    fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[(BlockKey, bool)]) -> BTreeSet<BlockKey> {
         let now = self.tier.access().time().now();
         let mut state = self.flights.state();
         if state.closed.contains_key(&wish.namespace) {
             return BTreeSet::new();
         }
         let (mut coming, mut own, mut refused) = (BTreeSet::new(), Vec::new(), 0);
-        for key in keys {
+        for (key, is_pending) in keys {
             let name = wish.name(key);
             match state.under_way.get(&name) {
                 Some(_) => drop(coming.insert(*key)),
+                None if *is_pending => {}
                 None if state.failed.get(&name).is_some_and(|until| now < *until) => {}
                 None if state.under_way.len() + own.len() >= BLOCKS_MOST => refused += 1,
                 None => own.push(*key),
