@@ -143,8 +143,13 @@ struct World {
 }
 
 impl World {
-    /// Blocks of layers of this many bytes.
+    /// Blocks of layers of this length.
     fn new(name: &str, layer_bytes: u64, blocks: u64) -> Self {
+        Self::with_segments(name, layer_bytes, blocks, 16 << 20)
+    }
+
+    /// The same, over a store of such segments.
+    fn with_segments(name: &str, layer_bytes: u64, blocks: u64, segment_bytes: u64) -> Self {
         let model = Model::new(layer_bytes);
         let runtime = Runtime::new().unwrap();
         let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
@@ -160,7 +165,7 @@ impl World {
             assert_eq!(pusher.finish().await.unwrap().blocks, blocks);
         });
         let scratch = Scratch::new(name);
-        let store = Options { budget_bytes: 1 << 30, segment_bytes: 16 << 20, ..Options::default() };
+        let store = Options { budget_bytes: 1 << 30, segment_bytes, ..Options::default() };
         let directories = vec![scratch.path().to_owned()];
         let home = Home::open(&HomeOptions { directories, store, ..HomeOptions::default() }).unwrap();
         home.store().register(&model.identity, &model.geometry).unwrap();
@@ -405,6 +410,19 @@ fn no_fault_of_a_range_makes_a_wrong_byte() {
             let (again, _) = world.read(&[0, 1, 2, 3, 4, 5], order);
             assert!(again.len() < 6 && world.faulty.asked(Op::Range) == asked, "{kind:?}");
         }
+    }
+}
+
+#[test]
+fn what_the_store_does_not_take_is_given_to_the_read_that_waits_for_it() {
+    for order in [Order::Layers, Order::Blocks] {
+        // No block fits into a segment.
+        let world = World::with_segments("cold-path-refused", 512 << 10, 6, 1 << 20);
+        assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6, "{order:?}");
+        world.until("the restore has ended", || world.cold.counted().under_way == 0);
+        assert_eq!((world.here(), world.count("lost_blocks")), (0, 6));
+        let given = world.count("given_bytes");
+        assert_eq!(given, 6 * world.shape.block_bytes());
     }
 }
 

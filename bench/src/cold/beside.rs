@@ -178,6 +178,6 @@ pub(super) fn restore(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         forget(stage, &keys)?;
         Ok(restored * stage.subject.shape.block_bytes())
     };
-    tell(report, "restore", phases(&reader, arguments, &work)?);
+    tell(report, "restoring", phases(&reader, arguments, &work)?);
     stage.clean(BELOW)
 }

@@ -55,12 +55,16 @@ impl Stage {
     pub(super) fn new(arguments: &ColdArgs, directory: &Path, budget: u64) -> Result<(Self, Home), Failure> {
         let runtime = Runtime::new().map_err(Failure::user)?;
         let spec = setup::model(&arguments.model)?;
-        // What is spilled lies in segments that are full.
-        let segment_bytes = (arguments.mib << 17).next_power_of_two().clamp(1 << 20, 64 << 20);
+        let geometry = spec.geometry();
+        let group = geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
+        let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
+        let shape = geometry.shape(group, coordinate, arguments.block_tokens).map_err(Failure::user)?;
+        // What is spilled lies in segments that are full, and each has several blocks.
+        let wanted = (arguments.mib << 17).clamp(1 << 20, 64 << 20);
+        let segment_bytes = wanted.max(4 * shape.block_bytes()).next_power_of_two();
         let options = Options { budget_bytes: budget, segment_bytes, ..Options::default() };
         let home = setup::open(&arguments.common, &directory.join("store"), options)?;
         let subject = Subject::new(home.store(), &spec, Some(arguments.block_tokens))?;
-        let geometry = spec.geometry();
         let identity = setup::identity(spec.name(), arguments.block_tokens, geometry);
         let exported = Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry.clone()) });
         let (objects, builder, bucket, prefix) = match arguments.bucket.as_deref() {

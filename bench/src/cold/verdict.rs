@@ -24,7 +24,7 @@ const MUSTS: [Must; 7] = [
         None,
         Some(1.2),
     ),
-    ("restore_p99_ratio", "the same beside restores", None, None),
+    ("restoring_p99_ratio", "the same beside restores", None, None),
 ];
 
 /// Says of every figure that was measured what it is, and whether it is what it must be.

@@ -28,6 +28,8 @@ const FLIGHT_BYTES: u64 = 64 << 20;
 const BLOCKS_MOST: usize = 1 << 16;
 /// How long a task may take.
 const FLIGHT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long what came is held for the reads that wait for it if the store did not take it.
+const HELD_FOR: Duration = Duration::from_secs(1);
 /// How long a first manifest of a namespace may take before a read goes on without.
 const MANIFEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a block that could not be brought is not asked for again.
@@ -308,6 +310,10 @@ impl ColdTier {
             };
             let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, tell).await?;
             self.took(restored.stored.saturating_mul(block_bytes), begun.elapsed());
+            if restored.refused > 0 {
+                // Reads may not have come to take it yet, and will not find it in the store.
+                tokio::time::sleep(HELD_FOR).await;
+            }
             Ok::<_, ColdError>(restored)
         };
         let restored = match tokio::time::timeout(FLIGHT_TIMEOUT, flown).await {
