@@ -16,6 +16,7 @@
 mod bare;
 mod bare_server;
 mod churn;
+mod cold;
 mod crossover;
 pub mod devices;
 mod dual;
@@ -82,6 +83,8 @@ enum BenchCommand {
     Serve(serve::ServeArgs),
     /// Read from two other nodes at once, beside each of them alone
     Dual(dual::DualArgs),
+    /// Restore from an object storage, beside bare requests for the same bytes, and look what own reads feel of it
+    Cold(cold::ColdArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
     /// Measure the way to the disks with one workload and compare what it says with what another one takes
@@ -106,6 +109,7 @@ pub fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
         BenchCommand::Fsck(arguments) => fsck::run(arguments, out),
         BenchCommand::Serve(arguments) => serve::run(arguments, out),
         BenchCommand::Dual(arguments) => dual::run(arguments, out),
+        BenchCommand::Cold(arguments) => cold::run(arguments, out),
         BenchCommand::Crossover(arguments) => crossover::run(arguments, out),
         BenchCommand::Times(arguments) => times::run(arguments, out),
         BenchCommand::Gpu(arguments) => gpu::run(arguments, out),

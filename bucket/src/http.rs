@@ -2,13 +2,14 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use http::Uri;
+use http::{HeaderMap, Uri};
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector as Tcp};
@@ -58,10 +59,26 @@ impl Seen {
     }
 }
 
+/// When a bucket gave its last answer, by its own clock.
+#[derive(Clone, Debug, Default)]
+struct LastAnswer(Arc<AtomicU64>);
+
+impl LastAnswer {
+    fn note(&self, headers: &HeaderMap) {
+        let date = headers.get(http::header::DATE).and_then(|value| value.to_str().ok());
+        let date = date.and_then(|date| httpdate::parse_http_date(date).ok());
+        let since = date.and_then(|date| date.duration_since(UNIX_EPOCH).ok());
+        if let Some(ms) = since.and_then(|since| u64::try_from(since.as_millis()).ok()) {
+            self.0.store(ms, Ordering::Relaxed);
+        }
+    }
+}
+
 /// Makes clients.
 #[derive(Clone, Debug)]
 pub struct Connector {
     tls: Arc<ClientConfig>,
+    last: LastAnswer,
 }
 
 impl Connector {
@@ -83,7 +100,12 @@ impl Connector {
         let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
         let config = config.map_err(|error| BadAddress(error.to_string()))?;
         let tls = Arc::new(config.with_root_certificates(roots).with_no_client_auth());
-        Ok(Self { tls })
+        Ok(Self { tls, last: LastAnswer::default() })
+    }
+
+    /// When a client that it made was given its last answer, in milliseconds since 1970 by the clock of who answered.
+    pub fn answered_ms(&self) -> Option<u64> {
+        Some(self.last.0.load(Ordering::Relaxed)).filter(|ms| *ms > 0)
     }
 }
 
@@ -98,13 +120,14 @@ impl HttpConnector for Connector {
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_timer(hyper_util::rt::TokioTimer::new())
             .build(dial);
-        Ok(HttpClient::new(Hyper { client }))
+        Ok(HttpClient::new(Hyper { client, last: self.last.clone() }))
     }
 }
 
 #[derive(Debug)]
 struct Hyper {
     client: Client<Dial, HttpRequestBody>,
+    last: LastAnswer,
 }
 
 #[async_trait]
@@ -115,6 +138,7 @@ impl HttpService for Hyper {
             let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Request };
             HttpError::new(kind, error)
         })?;
+        self.last.note(answer.headers());
         if let Some(seen) = seen {
             let retry_after = answer.headers().get(http::header::RETRY_AFTER);
             let seconds = retry_after.and_then(|value| value.to_str().ok()?.trim().parse().ok());

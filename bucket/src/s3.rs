@@ -21,6 +21,7 @@ use crate::http::{Connector, Seen};
 pub struct S3Bucket {
     store: AmazonS3,
     prefix: String,
+    connector: Connector,
 }
 
 impl S3Bucket {
@@ -36,15 +37,16 @@ impl S3Bucket {
     pub fn new(builder: AmazonS3Builder, bucket: &str, prefix: &str) -> Result<Self, BadAddress> {
         // Attempts are counted and spaced by the tier, which has a budget of them.
         let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };
+        let connector = Connector::new()?;
         let store = builder
             .with_bucket_name(bucket)
             .with_conditional_put(S3ConditionalPut::ETagMatch)
             .with_retry(once)
-            .with_http_connector(Connector::new()?)
+            .with_http_connector(connector.clone())
             .build();
         let prefix = prefix.trim_matches('/');
         let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
-        Ok(Self { store: store.map_err(|error| BadAddress(error.to_string()))?, prefix })
+        Ok(Self { store: store.map_err(|error| BadAddress(error.to_string()))?, prefix, connector })
     }
 
     fn path(&self, name: &str) -> Path {
@@ -67,14 +69,13 @@ impl S3Bucket {
             return Err(Fault::Length);
         }
         let tag = tag(&found.meta);
+        // No more than `most`: a buffer that grows would be copied again and again, and be up to twice as long.
+        let length = usize::try_from(found.range.end.saturating_sub(found.range.start)).unwrap_or(0);
+        let mut bytes = Vec::with_capacity(length);
         let mut pieces = found.into_stream();
-        let mut bytes = Vec::new();
         while let Some(piece) = pieces.try_next().await.map_err(failed)? {
             if (bytes.len() + piece.len()) as u64 > most {
                 return Err(Fault::Length);
-            }
-            if bytes.is_empty() {
-                bytes.reserve(piece.len());
             }
             bytes.extend_from_slice(&piece);
         }
@@ -186,5 +187,9 @@ impl Bucket for S3Bucket {
             found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
             Ok(found)
         })
+    }
+
+    fn answered_ms(&self) -> Option<u64> {
+        self.connector.answered_ms()
     }
 }

@@ -131,6 +131,11 @@ impl Access {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// As [`Bucket::answered_ms`].
+    pub fn answered_ms(&self) -> Option<u64> {
+        self.bucket.answered_ms()
+    }
+
     /// Whether the bucket is left alone now.
     pub fn is_paused(&self) -> bool {
         self.time.now() < self.lock().paused_until

@@ -116,4 +116,9 @@ pub trait Bucket: Send + Sync {
         after: Option<&'a str>,
         most: usize,
     ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>>;
+
+    /// When it gave its last answer, in milliseconds since 1970 by its own clock; nothing where it does not say.
+    fn answered_ms(&self) -> Option<u64> {
+        None
+    }
 }

@@ -185,7 +185,11 @@ pub async fn check(
             },
         };
         if bytes == entry.pack_bytes() {
-            check_pack(tier, (namespace, *pack, bytes), how, &mut checked).await?;
+            let is_there = check_pack(tier, (namespace, *pack, bytes), how, &mut checked).await?;
+            // A listing may show what has been deleted since, by garbage collection or otherwise.
+            if !is_there && tier.read_manifest(namespace).await?.manifest.packs.contains_key(pack) {
+                gone.push(*pack);
+            }
         } else {
             checked.find(Finding::PackLength(*pack, bytes, entry.pack_bytes()), false);
         }
@@ -201,13 +205,14 @@ struct How {
     repairs: bool,
 }
 
-/// Checks the index of a pack that has the right length, and its bytes where that is asked for or an index is to be made of them.
+/// Checks the index of a pack that has the right length, and its bytes where that is asked for or an index is to be made of them. False
+/// if the pack is not there when it is read.
 async fn check_pack(
     tier: &Tier,
     (namespace, pack, bytes): (NamespaceId, PackId, u64),
     How { level, repairs }: How,
     checked: &mut Checked,
-) -> Result<(), ColdError> {
+) -> Result<bool, ColdError> {
     let index = match tier.read_index(namespace, pack).await {
         Ok(_) => None,
         Err(ColdError::Bucket(_, Fault::Missing)) => Some(Finding::MissingIndex(pack)),
@@ -217,6 +222,9 @@ async fn check_pack(
     };
     let reads = level == Level::Full || repairs && index.is_some();
     let whole = if reads { read_pack(tier, &names::pack(namespace, pack), pack, bytes).await? } else { None };
+    if reads && whole.is_none() {
+        return Ok(false);
+    }
     if let Some(finding) = index {
         let sound = whole.as_ref().and_then(|whole| whole.as_ref().ok()).filter(|_| repairs);
         if let Some(index) = sound {
@@ -228,10 +236,10 @@ async fn check_pack(
     if let Some(Err(why)) = whole {
         checked.find(Finding::DamagedPack(pack, why), false);
     }
-    Ok(())
+    Ok(true)
 }
 
-/// Verifies a pack; its index, made anew. `None` if garbage collection was faster.
+/// Verifies a pack; its index, made anew. `None` if it is not there.
 async fn read_pack(
     tier: &Tier,
     name: &str,

@@ -4,7 +4,11 @@
 //! condemned, in one change of the manifest; its objects are deleted when the grace is over. A reader with an older manifest has a
 //! miss then, and nothing else. Any number of collectors may run beside pushes and each other: to condemn is a compare-and-set, to
 //! delete twice is to delete once, and a name that was condemned is not used again.
+//!
+//! Clocks: a collector whose clock is not the bucket's changes nothing. What is too old is so by the clock of who pushed it and by the
+//! bucket's, so that a pusher whose clock is slow loses nothing.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvarts_layout::NamespaceId;
@@ -17,6 +21,9 @@ use crate::tier::Tier;
 
 /// The shortest grace: far above the time after which a push gives a name up, and above what clocks may differ by.
 pub const GRACE_LEAST: Duration = Duration::from_secs(3600);
+
+/// How far the clock here and the bucket's may be apart: far below the grace.
+pub const CLOCKS_APART: Duration = Duration::from_secs(900);
 
 /// What is kept.
 #[derive(Clone, Debug)]
@@ -66,6 +73,10 @@ pub async fn collect(
     // The listing first: what is named by then is no orphan, and what is put after it is not listed.
     let [packs, indexes] = lying(tier, namespace).await?;
     let now_ms = tier.access().time().wall_ms();
+    let apart_ms = tier.access().answered_ms().map_or(0, |theirs| theirs.abs_diff(now_ms));
+    if apart_ms > millis(CLOCKS_APART) {
+        return Err(ColdError::Clocks(apart_ms));
+    }
     let old_ms = now_ms.saturating_sub(grace_ms);
     let lost: Vec<PackId> = packs
         .iter()
@@ -73,16 +84,22 @@ pub async fn collect(
         .filter(|(_, listed)| listed.modified_ms <= old_ms)
         .map(|(pack, _)| *pack)
         .collect();
+    let aged_ms = retention.age.map(|age| now_ms.saturating_sub(millis(age)));
+    let aged = |pack: &PackId| {
+        let listed = packs.get(pack).map(|listed| listed.modified_ms);
+        aged_ms.is_some_and(|aged_ms| listed.is_some_and(|modified_ms| modified_ms <= aged_ms))
+    };
+    let lists = Lists { lost: &lost, aged: packs.keys().filter(|pack| aged(pack)).copied().collect() };
     let mut collected = Collected::default();
     let manifest = if retention.dry_run {
         let mut manifest = tier.read_manifest(namespace).await?.manifest.clone();
-        condemn(&mut manifest, &lost, retention, now_ms, &mut collected);
+        condemn(&mut manifest, &lists, retention, now_ms, &mut collected);
         manifest
     } else {
         tier.change(namespace, |manifest| {
             // Another writer was faster: from the beginning.
             collected = Collected::default();
-            Ok(condemn(manifest, &lost, retention, now_ms, &mut collected).then_some(()))
+            Ok(condemn(manifest, &lists, retention, now_ms, &mut collected).then_some(()))
         })
         .await?;
         tier.read_manifest(namespace).await?.manifest.clone()
@@ -115,10 +132,18 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// What the bucket's listing says of packs.
+struct Lists<'a> {
+    /// Those that no manifest named for so long that no push can be under way.
+    lost: &'a [PackId],
+    /// Those that are too old by the bucket's clock.
+    aged: BTreeSet<PackId>,
+}
+
 /// Moves what is to go to the condemned. Whether anything was.
 fn condemn(
     manifest: &mut Manifest,
-    lost: &[PackId],
+    Lists { lost, aged: old }: &Lists<'_>,
     retention: &Retention,
     now_ms: u64,
     collected: &mut Collected,
@@ -134,7 +159,7 @@ fn condemn(
     for is_over_budget in [false, true] {
         for (added_ms, pack, entry) in &packs {
             let is_expired = entry.expires_ms != 0 && entry.expires_ms <= now_ms;
-            let is_aged = aged.is_some_and(|aged| *added_ms <= aged);
+            let is_aged = aged.is_some_and(|aged| *added_ms <= aged) && old.contains(pack);
             let goes = match is_over_budget {
                 false => is_expired || is_aged,
                 true => !(is_expired || is_aged) && retention.stored_bytes.is_some_and(|most| stored > most),
@@ -158,7 +183,7 @@ fn condemn(
         manifest.condemned.insert(*pack, now_ms);
     }
     let mut changed = !going.is_empty();
-    for pack in lost {
+    for pack in *lost {
         let is_known = manifest.packs.contains_key(pack) || manifest.condemned.contains_key(pack);
         if !is_known && room(manifest) > 0 {
             manifest.condemned.insert(*pack, now_ms);

@@ -22,6 +22,8 @@ pub enum ColdError {
     Full(NamespaceId),
     /// Other writers changed the manifest each time.
     Contended(NamespaceId),
+    /// The clock here and the bucket's are this many milliseconds apart: what is old cannot be told.
+    Clocks(u64),
     /// The pack's name waits for its deletion: the pack needs another one.
     Condemned,
     /// Some of its blocks were deleted while the pack was on its way: it is not named.
@@ -42,6 +44,13 @@ impl fmt::Display for ColdError {
             }
             Self::Contended(namespace) => {
                 write!(f, "namespace {namespace}: other writers changed its manifest each time: try again")
+            }
+            Self::Clocks(apart_ms) => {
+                let seconds = apart_ms / 1000;
+                write!(
+                    f,
+                    "the clock here and the bucket's are {seconds} s apart: set the clock; nothing was changed"
+                )
             }
             Self::Store(why) => write!(f, "the store: {why}"),
             Self::Withdrawn => f.write_str("blocks of the pack were deleted meanwhile"),

@@ -1,5 +1,8 @@
 //! Blocks from the tier into a store, by its ordinary put: budget, durability and the first put of a key are the engine's.
+//!
+//! What comes is told before it is stored: a read that waits for it does not wait for the disk.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,12 +18,13 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::mailbox::Ticket;
 
 use crate::error::ColdError;
+use crate::format::PackIndex;
 use crate::push::part;
-use crate::restore::{Arrived, FetchOptions, Fetched, arriving, plan};
+use crate::restore::{Arrived, FetchOptions, Fetched, Lost, Part, arriving, plan_all};
 use crate::tier::{Found, Tier};
 
 /// The most bytes of one put of more than one block.
-const PUT_BYTES: u64 = 32 << 20;
+const PUT_BYTES: u64 = 16 << 20;
 
 /// Which blocks are wanted.
 #[derive(Clone, Debug)]
@@ -56,6 +60,17 @@ pub struct Restored {
     pub why: Option<String>,
 }
 
+/// Something about a block, by its place among the keys.
+#[derive(Clone, Copy, Debug)]
+pub enum News<'a> {
+    /// The tier does not have it.
+    NotThere(usize),
+    /// The store has it already.
+    InStore(usize),
+    /// Some of its layers came and are what was put, or will not come.
+    Came(&'a Arrived),
+}
+
 impl Restored {
     fn tell(&mut self, why: impl std::fmt::Debug) {
         self.why.get_or_insert_with(|| format!("{why:?}"));
@@ -69,9 +84,23 @@ pub async fn restore_into(
     wanted: &Wanted,
     options: &FetchOptions,
 ) -> Result<Restored, ColdError> {
+    restore_and_tell(tier, store, wanted, options, |_| ()).await
+}
+
+/// The same; what becomes of each block is told at once.
+pub async fn restore_and_tell(
+    tier: &Tier,
+    store: &dyn KvStore,
+    wanted: &Wanted,
+    options: &FetchOptions,
+    mut tell: impl FnMut(News<'_>) + Send,
+) -> Result<Restored, ColdError> {
     let mut restored = Restored::default();
     let found = tier.locate(wanted.namespace, (wanted.group, wanted.coordinate), &wanted.keys).await?;
-    restored.missing = found.iter().filter(|found| found.is_none()).count() as u64;
+    for (ordinal, _) in found.iter().enumerate().filter(|(_, found)| found.is_none()) {
+        restored.missing += 1;
+        tell(News::NotThere(ordinal));
+    }
     let Some(first) = found.iter().flatten().next() else { return Ok(restored) };
     let known = first.index.namespace();
     let refused = |error: Error| ColdError::Store(error.to_string());
@@ -87,18 +116,24 @@ pub async fn restore_into(
     let mut ordered: Vec<(usize, Found)> = Vec::new();
     for (ordinal, (found, presence)) in found.into_iter().zip(presence).enumerate() {
         match (found, presence) {
-            (Some(_), Presence::Here | Presence::Pending) => restored.already_there += 1,
-            (Some(found), Presence::Absent) => ordered.push((ordinal, found)),
+            (Some(_), Presence::Here) => {
+                restored.already_there += 1;
+                tell(News::InStore(ordinal));
+            }
+            // A put of another client may end without it, and who waits for it here does not wait for that.
+            (Some(found), Presence::Absent | Presence::Pending) => ordered.push((ordinal, found)),
             (None, _) => {}
         }
     }
-    let fetches = plan(&ordered, None, options);
+    let fetches = plan_all(&ordered, options);
     restored.fetched = Fetched::planned(&fetches);
     let mut arriving = std::pin::pin!(arriving(tier, fetches, options));
-    let mut putting = Putting { store, durability: wanted.durability, batch: Vec::new(), put: None };
+    let (durability, batch, gathered) = (wanted.durability, Vec::new(), Gathered::default());
+    let mut putting = Putting { tier, store, durability, gathered, batch, put: None };
     while let Some(parts) = arriving.next().await {
         for arrived in parts {
             restored.fetched.count(&arrived);
+            tell(News::Came(&arrived));
             putting.take(arrived, now(tier), &mut restored).await;
         }
     }
@@ -111,34 +146,112 @@ fn now(tier: &Tier) -> u64 {
     tier.access().time().wall_ms()
 }
 
+/// A block of which everything came: its layers in order, in one piece or several.
+#[derive(Debug)]
+struct Whole {
+    index: std::sync::Arc<PackIndex>,
+    run: u32,
+    block: u32,
+    bytes: Vec<Bytes>,
+}
+
+impl Whole {
+    fn len(&self) -> u64 {
+        self.bytes.iter().map(|bytes| bytes.len() as u64).sum()
+    }
+
+    /// Whether pieces that were proven by their digests are together what was put.
+    fn is_what_was_put(&self) -> bool {
+        let indexed = self.index.run(self.run);
+        let Some(block) = indexed.and_then(|indexed| indexed.block(self.block)) else { return false };
+        let mut hasher = blake3::Hasher::new();
+        for bytes in &self.bytes {
+            hasher.update(bytes);
+        }
+        hasher.finalize().as_bytes() == &block.content.0
+    }
+}
+
+/// Blocks of which some layers have come.
+#[derive(Debug, Default)]
+struct Gathered {
+    parts: BTreeMap<usize, Vec<(Part, Bytes)>>,
+    lost: BTreeSet<usize>,
+}
+
+/// What a part made of its block.
+enum Became {
+    Incomplete,
+    Whole(Whole),
+    /// It is lost; false if that is known already.
+    Lost(bool),
+}
+
+impl Gathered {
+    fn take(&mut self, tier: &Tier, arrived: Arrived) -> Became {
+        let Arrived { part, index, bytes } = arrived;
+        let (ordinal, run, block) = (part.ordinal, part.run, part.block);
+        let Ok(bytes) = bytes else {
+            self.parts.remove(&ordinal);
+            return Became::Lost(self.lost.insert(ordinal));
+        };
+        if self.lost.contains(&ordinal) {
+            return Became::Lost(false);
+        }
+        let layers = index.run(run).map_or(0, |indexed| indexed.shape.layers().len() as u32);
+        if part.layers == (0..layers) {
+            // It was proven as a whole.
+            return Became::Whole(Whole { index, run, block, bytes: vec![bytes] });
+        }
+        let parts = self.parts.entry(ordinal).or_default();
+        parts.push((part, bytes));
+        if parts.iter().map(|(part, _)| part.layers.len() as u32).sum::<u32>() < layers {
+            return Became::Incomplete;
+        }
+        let mut parts = self.parts.remove(&ordinal).unwrap_or_default();
+        parts.sort_unstable_by_key(|(part, _)| part.layers.start);
+        let bytes = parts.into_iter().map(|(_, bytes)| bytes).collect();
+        let whole = Whole { index, run, block, bytes };
+        if whole.is_what_was_put() {
+            return Became::Whole(whole);
+        }
+        tier.strike(whole.index.id());
+        Became::Lost(self.lost.insert(ordinal))
+    }
+}
+
 /// Puts runs of neighbouring blocks; one is under way while the next is gathered.
 struct Putting<'a> {
+    tier: &'a Tier,
     store: &'a dyn KvStore,
     durability: Durability,
-    batch: Vec<(Arrived, Bytes)>,
+    gathered: Gathered,
+    batch: Vec<Whole>,
     put: Option<(Ticket<Result<PutReply, Error>>, u64)>,
 }
 
 impl Putting<'_> {
     async fn take(&mut self, arrived: Arrived, now_ms: u64, restored: &mut Restored) {
-        let bytes = match &arrived.bytes {
-            Ok(bytes) => bytes.clone(),
-            Err(lost) => {
+        let why = arrived.bytes.as_ref().err().cloned();
+        let whole = match self.gathered.take(self.tier, arrived) {
+            Became::Incomplete | Became::Lost(false) => return,
+            Became::Lost(true) => {
                 restored.lost += 1;
-                restored.tell(lost);
+                restored.tell(why.unwrap_or(Lost::Damaged));
                 return;
             }
+            Became::Whole(whole) => whole,
         };
-        let waiting: u64 = self.batch.iter().map(|(_, bytes)| bytes.len() as u64).sum();
-        let follows = self.batch.last().is_none_or(|(last, _)| {
-            last.index.id() == arrived.index.id()
-                && last.part.run == arrived.part.run
-                && last.part.block.checked_add(1) == Some(arrived.part.block)
+        let waiting: u64 = self.batch.iter().map(Whole::len).sum();
+        let follows = self.batch.last().is_none_or(|last| {
+            last.index.id() == whole.index.id()
+                && last.run == whole.run
+                && last.block.checked_add(1) == Some(whole.block)
         });
-        if !follows || waiting.saturating_add(bytes.len() as u64) > PUT_BYTES {
+        if !follows || waiting.saturating_add(whole.len()) > PUT_BYTES {
             self.flush(now_ms, restored).await;
         }
-        self.batch.push((arrived, bytes));
+        self.batch.push(whole);
     }
 
     /// Begins the put of what was gathered.
@@ -190,15 +303,15 @@ impl Putting<'_> {
 }
 
 /// The put of neighbouring blocks of one run.
-fn request(batch: &[(Arrived, Bytes)], durability: Durability, now_ms: u64) -> Option<PutRequest> {
-    let (first, _) = batch.first()?;
-    let indexed = first.index.run(first.part.run)?;
-    let from = first.part.block as usize;
+fn request(batch: &[Whole], durability: Durability, now_ms: u64) -> Option<PutRequest> {
+    let first = batch.first()?;
+    let indexed = first.index.run(first.run)?;
+    let from = first.block as usize;
     let run: Run = part(&indexed.run, from, from.checked_add(batch.len())?)?;
     let whole = usize::try_from(run.payload_bytes()?).ok()?;
     let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole))?;
     let mut at = 0;
-    for (_, bytes) in batch {
+    for bytes in batch.iter().flat_map(|block| &block.bytes) {
         // Every block is whole and verified, so together they are as long as the run.
         memory.copy_in(at, bytes);
         at += bytes.len();

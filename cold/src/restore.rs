@@ -32,6 +32,8 @@ pub struct FetchOptions {
     pub late: u32,
     /// But never sooner than this.
     pub late_least: Duration,
+    /// Large blocks are read some layers at a time: the first layers of all blocks come before the last ones of any.
+    pub by_layers: bool,
 }
 
 impl Default for FetchOptions {
@@ -43,6 +45,7 @@ impl Default for FetchOptions {
             over_read: 125,
             late: 3,
             late_least: Duration::from_millis(200),
+            by_layers: false,
         }
     }
 }
@@ -115,6 +118,43 @@ pub fn plan(wanted: &[(usize, Found)], layers: Option<&Range<u32>>, options: &Fe
         }
     }
     fetches
+}
+
+/// Bytes of the first stretch of layers: a shorter one would be a request for little.
+const FIRST_BAND: u64 = 1 << 20;
+/// Each further stretch is as long as the one before, times this.
+const BAND_GROWTH: u64 = 4;
+
+/// The stretches of layers in which a block is read whose layers are wanted one after the other. The first is short, so that it
+/// comes soon; there are few, because each is a request.
+pub fn bands(shape: &BlockShape) -> Vec<Range<u32>> {
+    let (mut found, mut most, mut bytes): (Vec<Range<u32>>, u64, u64) = (Vec::new(), FIRST_BAND, 0);
+    let mut left = shape.block_bytes();
+    let mut begin = 0;
+    for (layer, shape) in (0u32..).zip(shape.layers()) {
+        bytes = bytes.saturating_add(shape.bytes());
+        // What is left after this one is not worth a request of its own unless it is as long.
+        if bytes >= most && left.saturating_sub(bytes) >= bytes {
+            found.push(begin..layer + 1);
+            left = left.saturating_sub(bytes);
+            (begin, bytes, most) = (layer + 1, 0, bytes.saturating_mul(BAND_GROWTH));
+        }
+    }
+    let end = shape.layers().len() as u32;
+    if begin < end {
+        found.push(begin..end);
+    }
+    found
+}
+
+/// Which ranges are read for all layers of these blocks, in the order in which they are wanted.
+pub fn plan_all(wanted: &[(usize, Found)], options: &FetchOptions) -> Vec<Fetch> {
+    let shape = wanted.first().and_then(|(_, found)| found.run()).map(|run| &run.shape);
+    let bands = shape.filter(|_| options.by_layers).map(bands).unwrap_or_default();
+    match bands.len() {
+        0 | 1 => plan(wanted, None, options),
+        _ => bands.iter().flat_map(|band| plan(wanted, Some(band), options)).collect(),
+    }
 }
 
 fn joins(last: &Fetch, found: &Found, range: &Range<u64>, options: &FetchOptions) -> bool {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::StreamExt;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use crate::access::Access;
@@ -140,6 +141,8 @@ pub struct Tier {
 
 /// A pack that failed so often is not asked again before the next start.
 const STRIKES: u8 = 3;
+/// Indexes that a look-up reads at once.
+const INDEXES_AT_ONCE: usize = 8;
 /// Packs whose failures are remembered.
 const STRUCK_MAX: usize = 4096;
 
@@ -333,7 +336,8 @@ impl Tier {
     ) -> Result<Vec<Option<Found>>, ColdError> {
         let known = self.manifest(namespace).await?;
         let now_ms = self.access.time().wall_ms();
-        let (mut found, mut read, mut failed) = (Vec::with_capacity(keys.len()), 0, BTreeSet::new());
+        let (mut read, mut failed) = self.read_ahead(namespace, &known, keys).await;
+        let mut found = Vec::with_capacity(keys.len());
         let mut last: Option<Arc<PackIndex>> = None;
         for key in keys {
             let in_last = last.as_ref().and_then(|index| live(index, key, (group, coordinate), now_ms));
@@ -369,6 +373,34 @@ impl Tier {
             found.push(here);
         }
         Ok(found)
+    }
+
+    /// Reads the indexes that a look-up is about to need, several at once: the first of those that may have a key, for each key of which
+    /// none is remembered. Gives how many were read, and which of them could not be.
+    async fn read_ahead(
+        &self,
+        namespace: NamespaceId,
+        known: &Known,
+        keys: &[BlockKey],
+    ) -> (usize, BTreeSet<PackId>) {
+        let mut ahead: BTreeSet<PackId> = BTreeSet::new();
+        for key in keys {
+            if ahead.len() >= self.options.indexes_a_lookup {
+                break;
+            }
+            let mut packs = known.packs_with(key).filter(|pack| !self.is_struck(*pack)).peekable();
+            let first = packs.peek().copied();
+            let is_known = |pack: PackId| ahead.contains(&pack) || self.lock().indexes.contains_key(&pack);
+            if let Some(first) = first.filter(|_| !packs.any(is_known)) {
+                ahead.insert(first);
+            }
+        }
+        let count = ahead.len();
+        let reads =
+            ahead.into_iter().map(|pack| async move { (pack, self.index(namespace, pack).await.is_err()) });
+        let read: Vec<(PackId, bool)> =
+            futures_util::stream::iter(reads).buffer_unordered(INDEXES_AT_ONCE).collect().await;
+        (count, read.into_iter().filter(|(_, failed)| *failed).map(|(pack, _)| pack).collect())
     }
 
     /// Changes a manifest by compare-and-set, as often as it takes within the bound. `change` says what to make of the

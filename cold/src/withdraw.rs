@@ -1,4 +1,5 @@
-//! What was deleted is taken out of the tier: packs that have it are condemned, as garbage collection condemns them.
+//! What was deleted, or is to live less long, is taken out of the tier: packs that have it are condemned, as garbage collection condemns
+//! them.
 //!
 //! A pack never changes, so its other blocks go with it: that costs hits. When this has succeeded, no manifest names a pack with
 //! a deleted block that was named before, and a pusher that was told first ([`crate::Pusher::guarded`]) names none afterwards: it has
@@ -7,7 +8,7 @@
 use std::collections::BTreeSet;
 
 use kvarts_layout::format::body::Parent;
-use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use crate::error::ColdError;
 use crate::format::{Manifest, PackId, PackIndex};
@@ -23,6 +24,8 @@ pub enum Deleted {
     Prefix(BlockKey),
     /// Everything.
     Namespace,
+    /// Nothing was, and the blocks under these keys now expire at this time, in milliseconds since 1970: copies that live longer go.
+    Later(Vec<BlockKey>, (Group, Coordinate), u64),
 }
 
 /// How often it is begun again because another writer added packs meanwhile.
@@ -81,15 +84,15 @@ async fn with_some(tier: &Tier, known: &Known, deleted: &Deleted) -> BTreeSet<Pa
         Deleted::Namespace => all(),
         Deleted::Keys(keys) => {
             let wanted: BTreeSet<BlockKey> = keys.iter().copied().collect();
-            let near: BTreeSet<PackId> = wanted.iter().flat_map(|key| known.packs_with(key)).collect();
-            let mut going = BTreeSet::new();
-            for pack in near {
-                let index = tier.index(namespace, pack).await;
-                if index.map_or(true, |index| index.keys().any(|key| wanted.contains(&key))) {
-                    going.insert(pack);
-                }
-            }
-            going
+            those_near(tier, known, keys, |index| index.keys().any(|key| wanted.contains(&key))).await
+        }
+        Deleted::Later(keys, (group, coordinate), expires_ms) => {
+            let outlives = |index: &PackIndex, key: &BlockKey| {
+                let place = index.find(key, *group, *coordinate);
+                let run = place.and_then(|place| index.run(place.run));
+                run.is_some_and(|run| run.run.expires_ms == 0 || run.run.expires_ms > *expires_ms)
+            };
+            those_near(tier, known, keys, |index| keys.iter().any(|key| outlives(index, key))).await
         }
         Deleted::Prefix(_) if known.manifest.packs.len() > FOLLOWED => all(),
         Deleted::Prefix(root) => {
@@ -106,6 +109,24 @@ async fn with_some(tier: &Tier, known: &Known, deleted: &Deleted) -> BTreeSet<Pa
             indexes.iter().filter(has_some).map(|index| index.id()).collect()
         }
     }
+}
+
+/// Of the packs that may have some of these keys those whose index says so.
+async fn those_near(
+    tier: &Tier,
+    known: &Known,
+    keys: &[BlockKey],
+    goes: impl Fn(&PackIndex) -> bool,
+) -> BTreeSet<PackId> {
+    let near: BTreeSet<PackId> = keys.iter().flat_map(|key| known.packs_with(key)).collect();
+    let mut going = BTreeSet::new();
+    for pack in near {
+        let index = tier.index(known.manifest.namespace, pack).await;
+        if index.map_or(true, |index| goes(&index)) {
+            going.insert(pack);
+        }
+    }
+    going
 }
 
 /// The block of this key and all that descends from it, or may.

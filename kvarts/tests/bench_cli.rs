@@ -2,6 +2,9 @@
 //! asked for was done, and no figure is missing. How fast anything was is not looked at.
 #![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
+#[path = "../../bucket/tests/s3/mod.rs"]
+mod s3;
+
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -30,9 +33,14 @@ impl Drop for Scratch {
 
 /// Runs one, and gives the object that it prints.
 fn bench(name: &str, arguments: &[&str]) -> Value {
+    bench_in(name, arguments, &[])
+}
+
+fn bench_in(name: &str, arguments: &[&str], environment: &[(&str, String)]) -> Value {
     let scratch = Scratch::new(name);
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
     command.args(["bench", name, "--json", "--dir"]).arg(&scratch.0).args(arguments);
+    command.envs(environment.iter().map(|(name, value)| (*name, value.as_str())));
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let (code, out, err) = (output.status.code(), text(output.stdout), text(output.stderr));
@@ -248,6 +256,33 @@ fn serve() {
     has(&json, &["small_reader_bare_p99_ratio", "local_ratio", "local_overhead_ratio"]);
     let counts = ["mib", "grpc_pairs", "local_pairs"].map(|name| number(&json, name));
     assert_eq!(counts, [8.0, 3.0, 2.0]);
+}
+
+/// Against the storage of the benchmark's own, and against a real S3 server where there is one.
+#[test]
+fn cold() {
+    let sizes = ["--mib", "8", "--block-tokens", "1", "--reads", "20", "--pairs", "3", "--latency-ms", "2"];
+    let sane_run = |json: &Value| {
+        has(json, &["restore_ratio", "read_ratio", "fetch_ratio", "control", "quotable", "first_layer_ms"]);
+        has(json, &["restore_cpu_ratio", "bare_cpu_s_per_gib", "spill_p99_ratio", "restoring_p99_ratio"]);
+        assert_eq!((number(json, "mib"), number(json, "pairs")), (8.0, 3.0));
+        assert!((1.0..=1.125).contains(&number(json, "over_read")), "{json:#}");
+        assert!(number(json, "read_by_asked") >= 1.0, "{json:#}");
+        assert!(number(json, "requests_per_gib") > number(json, "bare_requests_per_gib"), "{json:#}");
+        assert!(number(json, "sweeps") >= 3.0 && number(json, "spill_mib_s") > 0.0, "{json:#}");
+        let verdicts = json["verdicts"].as_array().unwrap();
+        assert!(verdicts.iter().all(|one| !one["what"].as_str().unwrap().is_empty()));
+        assert_eq!(verdicts.len(), 7, "{json:#}");
+    };
+    let json = bench("cold", &sizes);
+    assert_eq!((&json["bucket"], number(&json, "latency_ms")), (&"loopback".into(), 2.0));
+    sane_run(&json);
+    let Some(server) = s3::Server::start() else { return };
+    let bucket = format!("s3://{}/below", s3::BUCKET);
+    let arguments = [&sizes[..], &["--bucket", &bucket, "--only", "restore,spill,beside"]].concat();
+    let json = bench_in("cold", &arguments, &server.environment());
+    assert_eq!((&json["bucket"], json.get("latency_ms")), (&"real".into(), None));
+    sane_run(&json);
 }
 
 #[test]

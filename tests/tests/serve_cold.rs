@@ -69,6 +69,13 @@ fn know(served: &Served, desk: &Desk<'_>) {
     });
 }
 
+/// Waits until what was brought is stored: a read ends before.
+fn settle(served: &Served) {
+    served.until("what was brought is stored", |daemon| {
+        daemon.state().decided.cold.as_ref().unwrap().counted().under_way == 0
+    });
+}
+
 fn here(client: &Client, desk: &Desk<'_>, keys: &[BlockKey]) -> usize {
     let (group, coordinate) = pages();
     let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys, lease: None };
@@ -112,11 +119,13 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     assert!(asked < 20, "{asked} requests for 200 matches: only manifests are read, by time");
     assert_eq!(here(&second.client, &desk, &runs[0]), 0);
     desk.expect(pages(), &runs[0], 1);
+    settle(&second.served);
     assert_eq!(here(&second.client, &desk, &runs[0]), RUN as usize, "they were promoted");
     let local = Beside(second.served.local(None));
     let beside = Desk::new(&local, "shared");
     beside.expect(pages(), &runs[1], 1);
-    // Two readers at once have one restore.
+    // Readers at once have one restore.
+    settle(&second.served);
     let before = count(&second.served, "restored_blocks");
     let clients: Vec<Client> = (0..4).map(|_| second.served.client(None)).collect();
     let wanted = &runs[2];
@@ -128,6 +137,7 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
             });
         }
     });
+    settle(&second.served);
     assert_eq!(count(&second.served, "restored_blocks") - before, RUN);
     let (_, cold) = second.client.match_in_cold(&MatchRequest { keys: &runs[3], ..request }).unwrap();
     assert!(cold.unwrap().restore_ms.is_some(), "it was measured");
@@ -196,6 +206,7 @@ fn a_damaged_and_then_a_deleted_bucket_cost_hits_and_no_byte() {
     }
     let (_, end) = desk.read(&desk.read_request(pages(), &runs[0]));
     assert_eq!((end.usable_blocks, end.failures.len()), (0, RUN as usize), "misses");
+    settle(&second.served);
     assert_eq!(count(&second.served, "lost_blocks"), RUN);
     // The node that has it reads on, and so it does without any bucket.
     let own = Desk::new(&first, "damaged");

@@ -54,6 +54,8 @@ pub enum Kind {
     Changed,
     /// A listing without its last objects.
     Stale,
+    /// A listing as it was before [`Faulty::remember_listings`].
+    Old,
     /// Credentials that ran out.
     Denied,
 }
@@ -77,6 +79,8 @@ struct State {
     plan: Plan,
     random: u64,
     asked: BTreeMap<Op, u64>,
+    /// Every object, as listings were to be remembered.
+    listed: Vec<Listed>,
 }
 
 /// A bucket with faults before another one.
@@ -95,7 +99,8 @@ impl std::fmt::Debug for Faulty {
 impl Faulty {
     /// A bucket without faults so far.
     pub fn new(inner: Arc<dyn Bucket>, time: Arc<dyn Time>, seed: u64) -> Arc<Self> {
-        let state = State { plan: Plan::default(), random: seed | 1, asked: BTreeMap::new() };
+        let state =
+            State { plan: Plan::default(), random: seed | 1, asked: BTreeMap::new(), listed: Vec::new() };
         Arc::new(Self { inner, time, state: Mutex::new(state) })
     }
 
@@ -117,6 +122,12 @@ impl Faulty {
     /// The next `well` requests go well, and every later one goes wrong.
     pub fn fail_from(&self, well: u64, kind: Kind) {
         self.plan(Plan { after: Some((well, kind)), ..Plan::default() });
+    }
+
+    /// Listings that are [`Kind::Old`] are from now on what they are now.
+    pub async fn remember_listings(&self) {
+        let listed = self.inner.list("", None, usize::MAX).await.unwrap();
+        self.state.lock().unwrap().listed = listed;
     }
 
     /// How often something was asked for.
@@ -252,6 +263,13 @@ impl Bucket for Faulty {
     ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
         Box::pin(async move {
             let kind = self.before(Op::List).await?;
+            if kind == Some(Kind::Old) {
+                let listed = self.state.lock().unwrap().listed.clone();
+                let is_of = |one: &Listed| {
+                    one.name.starts_with(prefix) && after.is_none_or(|after| one.name.as_str() > after)
+                };
+                return Ok(listed.into_iter().filter(is_of).take(most).collect());
+            }
             let mut listed = lost(kind, self.inner.list(prefix, after, most).await?)?;
             if kind == Some(Kind::Stale) {
                 let kept = self.draw(listed.len() as u64 + 1) as usize;
@@ -259,5 +277,9 @@ impl Bucket for Faulty {
             }
             Ok(listed)
         })
+    }
+
+    fn answered_ms(&self) -> Option<u64> {
+        self.inner.answered_ms()
     }
 }

@@ -152,4 +152,8 @@ impl Bucket for MemoryBucket {
             Ok(listed.take(most).collect())
         })
     }
+
+    fn answered_ms(&self) -> Option<u64> {
+        Some(self.time.wall_ms())
+    }
 }

@@ -6,4 +6,4 @@ mod virtual_time;
 
 pub use faulty::{Faulty, Kind, Op, Plan};
 pub use memory::MemoryBucket;
-pub use virtual_time::VirtualTime;
+pub use virtual_time::{Skewed, VirtualTime};

@@ -120,3 +120,21 @@ impl Time for VirtualTime {
         Box::pin(Sleep { time: self.clone(), until: self.now() + long, timer: None })
     }
 }
+
+/// Virtual time with a wall clock that is ahead by this many milliseconds, or behind.
+#[derive(Clone, Debug)]
+pub struct Skewed(pub VirtualTime, pub i64);
+
+impl Time for Skewed {
+    fn now(&self) -> Duration {
+        self.0.now()
+    }
+
+    fn wall_ms(&self) -> u64 {
+        self.0.wall_ms().saturating_add_signed(self.1)
+    }
+
+    fn sleep(&self, long: Duration) -> BoxFuture<'static, ()> {
+        self.0.sleep(long)
+    }
+}

@@ -12,7 +12,7 @@ use crate::error::ColdError;
 use crate::format::samples;
 use crate::push::{PushOptions, Pushed, Pusher};
 use crate::restore::{FetchOptions, Fetched, Lost, fetch, plan};
-use crate::testing::{Faulty, MemoryBucket, VirtualTime};
+use crate::testing::{Faulty, MemoryBucket, Skewed, VirtualTime};
 use crate::tier::{Tier, TierOptions};
 use crate::time::Time;
 
@@ -36,22 +36,38 @@ impl World {
     }
 
     pub(crate) fn seeded(seed: u64) -> Self {
+        Self::skewed(seed, 0)
+    }
+
+    /// The bucket's clock is ahead by this many milliseconds, or behind.
+    pub(crate) fn skewed(seed: u64, ahead_ms: i64) -> Self {
         let time = VirtualTime::default();
         let clock: Arc<dyn Time> = Arc::new(time.clone());
-        let memory = MemoryBucket::new(Arc::clone(&clock));
-        let faulty = Faulty::new(Arc::clone(&memory) as Arc<dyn Bucket>, clock, seed);
-        let tier = tier(&time, &faulty, limits(), seed);
+        let memory = MemoryBucket::new(Arc::new(Skewed(time.clone(), ahead_ms)));
+        let faulty = Faulty::new(Arc::clone(&memory) as Arc<dyn Bucket>, Arc::clone(&clock), seed);
+        let tier = tier(Arc::clone(&clock), &faulty, limits(), seed);
         Self { time, memory, faulty, tier, seed }
     }
 
     pub(crate) fn limited(mut self, limits: Limits) -> Self {
-        self.tier = tier(&self.time, &self.faulty, limits, self.seed);
+        self.tier = tier(Arc::new(self.time.clone()), &self.faulty, limits, self.seed);
         self
     }
 
     /// Another node with the same bucket, which remembers nothing.
     pub(crate) fn other(&self) -> Tier {
-        tier(&self.time, &self.faulty, limits(), self.seed + 77)
+        tier(Arc::new(self.time.clone()), &self.faulty, limits(), self.seed + 77)
+    }
+
+    /// The same, which may not ask for more than this.
+    pub(crate) fn other_with_limits(&self, limits: Limits) -> Tier {
+        tier(Arc::new(self.time.clone()), &self.faulty, limits, self.seed + 79)
+    }
+
+    /// The same with a clock that is ahead by this many milliseconds, or behind.
+    pub(crate) fn other_with_clock(&self, ahead_ms: i64) -> Tier {
+        let clock = Arc::new(Skewed(self.time.clone(), ahead_ms));
+        tier(clock, &self.faulty, limits(), self.seed + 78)
     }
 
     pub(crate) fn push(&self, blocks: &[(u8, u32, u32)]) -> Result<Pushed, ColdError> {
@@ -75,9 +91,9 @@ impl World {
     }
 }
 
-fn tier(time: &VirtualTime, faulty: &Arc<Faulty>, limits: Limits, seed: u64) -> Tier {
+fn tier(time: Arc<dyn Time>, faulty: &Arc<Faulty>, limits: Limits, seed: u64) -> Tier {
     let bucket = Arc::clone(faulty) as Arc<dyn Bucket>;
-    Tier::new(Access::new(bucket, Arc::new(time.clone()), limits, seed), TierOptions::default())
+    Tier::new(Access::new(bucket, time, limits, seed), TierOptions::default())
 }
 
 /// Packs of five blocks.

@@ -189,6 +189,33 @@ fn budgets_of_a_day_end_a_push_and_come_back_the_next_day() {
 }
 
 #[test]
+fn budgets_of_a_day_end_reads_and_come_back_the_next_day() {
+    let world = World::new();
+    world.push(&[(1, 0, 12)]).unwrap();
+    for limits in [
+        // A manifest, three indexes and one range.
+        Limits { requests_a_day: 5, ..limits() },
+        Limits { read_bytes_a_day: 6000, ..limits() },
+    ] {
+        let reader = world.other_with_limits(limits.clone());
+        let first = world.good(&reader, 1, 12);
+        assert!((1..12).contains(&first), "{first} blocks with {limits:?}");
+        let asked = world.faulty.asked_in_all();
+        for _ in 0..20 {
+            let (_, fetched) = world.read(&reader, 1, 12);
+            assert!(fetched.lost > 0, "misses");
+        }
+        let spent = reader.access().today();
+        assert!(spent.requests <= limits.requests_a_day && spent.read_bytes <= limits.read_bytes_a_day);
+        if limits.requests_a_day == 5 {
+            assert_eq!(world.faulty.asked_in_all(), asked, "nothing is asked any more");
+        }
+        world.time.pass(Duration::from_secs(86_400));
+        assert!(world.good(&reader, 1, 12) >= first, "another day");
+    }
+}
+
+#[test]
 fn a_busy_bucket_is_asked_again_when_it_says_and_not_for_ever() {
     let world = World::new();
     world.faulty.next(Op::Get, &[Some(Kind::Busy(Some(Duration::from_secs(7))))]);

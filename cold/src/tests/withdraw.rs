@@ -9,6 +9,7 @@ use crate::error::ColdError;
 use crate::format::samples;
 use crate::push::Pusher;
 use crate::testing::{Kind, Op};
+use crate::time::Time;
 use crate::withdraw::{Deleted, withdraw};
 
 fn delete(world: &World, deleted: &Deleted) -> Result<u64, ColdError> {
@@ -33,6 +34,28 @@ fn the_packs_of_deleted_blocks_go_and_others_stay() {
     assert_eq!(left(&world), (0, 0));
     // The store's delete may be asked again.
     assert_eq!(delete(&world, &Deleted::Namespace), Ok(0));
+}
+
+#[test]
+fn copies_that_would_outlive_their_blocks_go_and_others_stay() {
+    let world = World::new();
+    let now = world.time.wall_ms();
+    for (prefix, expires_ms) in [(1, 0), (2, now + 10_000), (3, now + 50_000)] {
+        let (mut run, payload) = samples::run("r1", prefix, 0, 5);
+        run.expires_ms = expires_ms;
+        let mut pusher = Pusher::new(&world.tier, options());
+        world.time.run(pusher.add(&samples::namespace("r1"), &run, &payload)).unwrap();
+        world.time.run(pusher.finish()).unwrap();
+    }
+    let later = |prefixes: &[u8]| {
+        let keys = prefixes.iter().flat_map(|prefix| keys(*prefix, 2)).collect();
+        delete(&world, &Deleted::Later(keys, COLUMN, now + 20_000))
+    };
+    assert_eq!(later(&[2, 9]), Ok(0), "it goes sooner by itself");
+    assert_eq!(later(&[1, 2]), Ok(1));
+    assert_eq!(later(&[3]), Ok(1));
+    let good: Vec<usize> = (1..4).map(|prefix| world.good(&world.other(), prefix, 5)).collect();
+    assert_eq!(good, [0, 5, 0]);
 }
 
 #[test]

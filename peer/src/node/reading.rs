@@ -16,7 +16,7 @@ use kvarts_store::error::Error;
 
 use super::{ClusterNode, Column};
 use crate::lane::LaneClient;
-use crate::read::{Copies, MultiRead, MultiTiles, OWN, begin};
+use crate::read::{Copies, MultiRead, MultiTiles, NodePaths, OWN, begin};
 
 /// From this size on a read takes what other nodes have besides what is here.
 const SHARED_BYTES: u64 = 16 << 20;
@@ -147,16 +147,24 @@ impl ClusterNode {
         }
     }
 
-    /// Where the tiles of a read come from, if other nodes have some of its blocks: nothing where this node has all of them and
-    /// the read is small; then no other node is asked.
-    pub async fn tiles(&self, request: &TiledRequest, shape: &Arc<BlockShape>) -> Option<MultiTiles> {
+    /// The paths of this node's reads.
+    pub fn paths(&self) -> &Arc<NodePaths> {
+        &self.paths
+    }
+
+    /// Where the blocks of a read are, if other nodes have some of them: nothing where this node has all of them and the read
+    /// is small; then no other node is asked.
+    pub async fn copies_of(&self, request: &TiledRequest, shape: &BlockShape) -> Option<Arc<Copies>> {
         let TiledRequest { namespace, group, coordinate, ref keys, .. } = *request;
         let column = Column { namespace, group, coordinate, keys };
         let own = self.needs_others(&column, shape.layers_bytes(&request.layers))?;
-        let copies = self.copies(&column, &own).await?;
-        let origins = Origins::any(keys.len());
-        let shape = Arc::clone(shape);
-        Some(MultiTiles::new(request.clone(), shape, (origins, copies), &self.paths, &self.footing.runner))
+        self.copies(&column, &own).await
+    }
+
+    /// Where the tiles of a read come from whose blocks are there.
+    pub fn tiles_of(&self, request: TiledRequest, shape: Arc<BlockShape>, copies: Arc<Copies>) -> MultiTiles {
+        let origins = Origins::any(request.keys.len());
+        MultiTiles::new(request, shape, (origins, copies), &self.paths, &self.footing.runner)
     }
 
     /// Reads as [`KvStore::read`](kvarts_store::api::KvStore::read) does, and takes what other nodes have.

@@ -58,7 +58,7 @@ impl Copies {
     }
 
     /// These paths lead to a block as well.
-    fn also(&self, block: u32, more: PathSet) {
+    pub fn also(&self, block: u32, more: PathSet) {
         if let Some(paths) = self.lock().get_mut(block as usize) {
             *paths = paths.or(more);
         }

@@ -34,10 +34,12 @@ counts! {
     refused_blocks;
     /// Restores that a read began.
     restores;
-    /// Reads that waited for blocks from the bucket.
+    /// Reads of which some blocks came from the bucket.
     waited_reads;
-    /// Reads whose deadline came before the blocks from the bucket.
-    late_reads;
+    /// Bytes that reads took of what came from the bucket before it was stored.
+    given_bytes;
+    /// Pieces of reads whose deadline passed before they came from the bucket.
+    late_pieces;
     /// Manifests that could not be read when it was time.
     manifest_failures;
     /// Blocks that were copied into the bucket before their eviction.

@@ -1,8 +1,8 @@
 //! The cold tier behind this server: what a bucket has of blocks that are not here, and blocks that go there before they are evicted.
 //!
 //! - A look-up asks memory alone: manifests of the namespaces in use are read by time (`manifests`).
-//! - A read of blocks that are not here, and are there, has them brought into the store first, within its deadline
-//!   (`restore`). What cannot be brought is a miss, as without the tier.
+//! - A read of blocks that are not here, and are there, has them brought into the store (`restore`) and takes them as they come
+//!   (`path`, `landed`): the bucket is one of its paths (`ways`). What cannot be brought is a miss, as without the tier.
 //! - Blocks near their eviction are copied into the bucket by a sweep beside everything else (`spill`). Eviction waits for nothing.
 //! - What is deleted is taken out of the tier before the delete is acknowledged (`delete`): it does not come back.
 //!
@@ -10,9 +10,12 @@
 
 mod counts;
 mod delete;
+mod landed;
 mod manifests;
+mod path;
 mod restore;
 mod spill;
+mod ways;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,16 +23,20 @@ use std::time::Duration;
 
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::{Access, Bucket, Fault, Limits, Tier, TierOptions};
+use kvarts_peer::read::NodePaths;
 use kvarts_store::engine::Store;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 pub use counts::{Counted, Counts};
+pub use delete::Deleting;
 pub use restore::Wish;
 
 use manifests::Manifests;
+use path::BucketPath;
 use restore::Flights;
 use spill::Spilling;
+use ways::Ways;
 
 /// Memory that one restore takes: ranges under way, and puts.
 const RESTORE_MEMORY: u64 = 128 << 20;
@@ -75,6 +82,7 @@ pub struct ColdTier {
     manifests: Manifests,
     flights: Flights,
     spilling: Spilling,
+    ways: Ways,
     /// Bytes a second that restores brought lately; 0: none did.
     rate: AtomicU64,
     runtime: Handle,
@@ -82,16 +90,17 @@ pub struct ColdTier {
 }
 
 impl ColdTier {
-    /// Opens the bucket and begins to use it. Gives one line that says what is wrong with its address; a bucket that does not answer, or
+    /// Opens the bucket and begins to use it, as one of these paths of the node's reads if it has any already. Gives one line that says what is wrong with its address; a bucket that does not answer, or
     /// refuses, is a note: the server does without.
     pub async fn start(
         config: &ColdConfig,
         store: &Store,
+        paths: Option<Arc<NodePaths>>,
         seed: u64,
         notes: &mut Vec<String>,
     ) -> Result<Arc<Self>, String> {
         let bucket = kvarts_bucket::open(&config.bucket).map_err(|why| format!("cold.bucket: {why}"))?;
-        let cold = Self::over(bucket, config, store, seed);
+        let cold = Self::over(bucket, config, store, paths, seed)?;
         notes.push(match cold.probe().await {
             Ok(()) => format!("the cold tier is {}", config.bucket),
             Err(why) => {
@@ -102,7 +111,13 @@ impl ColdTier {
     }
 
     /// The tier over a bucket. Must be called on a runtime.
-    pub fn over(bucket: Arc<dyn Bucket>, config: &ColdConfig, store: &Store, seed: u64) -> Arc<Self> {
+    pub fn over(
+        bucket: Arc<dyn Bucket>,
+        config: &ColdConfig,
+        store: &Store,
+        paths: Option<Arc<NodePaths>>,
+        seed: u64,
+    ) -> Result<Arc<Self>, String> {
         let limits = Limits {
             requests_a_day: config.requests,
             written_bytes_a_day: config.written,
@@ -114,7 +129,9 @@ impl ColdTier {
         let refresh = config.refresh.saturating_mul(10);
         let options = TierOptions { refresh, stale: STALE.max(refresh), ..TierOptions::default() };
         let turns = usize::try_from(config.memory / RESTORE_MEMORY).unwrap_or(1).clamp(1, 64);
+        let path = Arc::<BucketPath>::default();
         let cold = Arc::new(Self {
+            ways: Ways::new(paths, store, &path)?,
             tier: Tier::new(access, options),
             config: config.clone(),
             store: store.clone(),
@@ -126,13 +143,14 @@ impl ColdTier {
             runtime: Handle::current(),
             tasks: Mutex::default(),
         });
+        path.leads_to(&cold);
         let keeping = tokio::spawn(Arc::clone(&cold).keep_manifests());
         cold.tasks().push(keeping);
         if config.spill {
             let spilling = tokio::spawn(Arc::clone(&cold).keep_spilling());
             cold.tasks().push(spilling);
         }
-        cold
+        Ok(cold)
     }
 
     fn tasks(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {

@@ -1,32 +1,35 @@
-//! Blocks that a read wants and that are not here are brought from the bucket into the store before the read begins.
+//! Blocks that a read wants and that are not here are brought from the bucket into the store, and given to the read as they come.
 //!
-//! Each block is brought once, however many reads want it; what failed is not asked for again for a while. A read waits within
-//! its deadline, and then reads what is here: bytes of the bucket reach it through the store alone, by its ordinary put and its
-//! verified read.
+//! Each block is brought once, however many reads want it; what failed is not asked for again for a while. What comes is proven by its
+//! digests before anything is done with it; then it lies in memory (`landed`), where pieces of reads take it from (`path`), until its
+//! flight has had it stored by an ordinary put.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_cold::ColdError;
-use kvarts_cold::promote::{Restored, Wanted, restore_into};
+use kvarts_cold::promote::{News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence};
+use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 
 use super::counts::add;
+use super::landed::Landed;
 use super::{ColdTier, RESTORE_MEMORY};
 
 /// A block of more bytes is not brought: it takes too much memory.
 const BLOCK_MOST: u64 = 64 << 20;
-/// Bytes of blocks that one task brings: a read that needs the first of them does not wait for the last of another.
+/// Bytes of blocks that one task brings, and keeps in memory until it ends.
 const FLIGHT_BYTES: u64 = 64 << 20;
 /// Blocks that may be under way, waiting ones included.
 const BLOCKS_MOST: usize = 1 << 16;
 /// How long a task may take.
 const FLIGHT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long what came is held for the reads that wait for it if the store did not take it.
+const HELD_FOR: Duration = Duration::from_secs(1);
 /// How long a first manifest of a namespace may take before a read goes on without.
 const MANIFEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a block that could not be brought is not asked for again.
@@ -47,6 +50,8 @@ pub struct Wish<'a> {
     pub keys: &'a [BlockKey],
     /// Bytes of each.
     pub block_bytes: u64,
+    /// Whether their first layers are wanted before the last ones of any.
+    pub by_layers: bool,
 }
 
 /// A block by its whole name.
@@ -57,21 +62,28 @@ impl Wish<'_> {
         (self.namespace, self.group.0, self.coordinate.to_u64(), *key)
     }
 
-    /// Which of the blocks are not here.
-    fn absent(&self, store: &dyn KvStore) -> Vec<BlockKey> {
+    /// Which of the blocks cannot be read here now, and whether a put of them is under way.
+    fn missing(&self, store: &dyn KvStore) -> Vec<(BlockKey, bool)> {
         let Self { namespace, group, coordinate, keys, .. } = *self;
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
         let Ok(found) = store.contains(&request) else { return Vec::new() };
-        let absent = keys.iter().zip(&found.presence).filter(|(_, one)| **one == Presence::Absent);
-        absent.map(|(key, _)| *key).collect()
+        let missing = keys.iter().zip(&found.presence).filter(|(_, one)| **one != Presence::Here);
+        missing.map(|(key, one)| (*key, *one == Presence::Pending)).collect()
+    }
+
+    /// Which of the blocks are not here, and no put brings them.
+    fn absent(&self, store: &dyn KvStore) -> Vec<BlockKey> {
+        self.missing(store).into_iter().filter(|(_, is_pending)| !is_pending).map(|(key, _)| key).collect()
     }
 }
 
 /// Blocks on their way.
 #[derive(Clone, Debug)]
-struct Flight {
-    /// Closed when they have come, or will not.
-    over: watch::Receiver<()>,
+pub(super) struct Flight {
+    /// News of some of them. Closed when nothing more comes.
+    pub(super) over: watch::Receiver<()>,
+    /// What has come.
+    pub(super) landed: Arc<Landed>,
     task: Option<AbortHandle>,
 }
 
@@ -161,7 +173,8 @@ struct Landing {
     cold: Arc<ColdTier>,
     id: u64,
     names: Vec<Name>,
-    _over: watch::Sender<()>,
+    news: watch::Sender<()>,
+    landed: Arc<Landed>,
 }
 
 impl Drop for Landing {
@@ -180,65 +193,67 @@ impl ColdTier {
         if wish.block_bytes > BLOCK_MOST {
             return false;
         }
-        let absent = wish.absent(&self.store);
-        match (absent.is_empty(), self.known(wish.namespace)) {
+        let missing = wish.missing(&self.store);
+        match (missing.is_empty(), self.known(wish.namespace)) {
             (true, _) => false,
-            (false, Some(known)) => absent.iter().any(|key| known.may_have(key)),
+            (false, Some(known)) => missing.iter().any(|(key, _)| known.may_have(key)),
             (false, None) => !self.tier.access().is_paused(),
         }
     }
 
-    /// Brings what is not here and may be in the bucket into the store, and waits for it until the deadline. `elsewhere` says of which
-    /// absent blocks there is no need.
+    /// Begins to bring what is not here and may be in the bucket; says which of the blocks come from there, if any does. `elsewhere` says
+    /// of which absent blocks there is no need.
     pub async fn bring(
         self: &Arc<Self>,
         wish: Wish<'_>,
         left: Duration,
         elsewhere: impl AsyncFnOnce(&[BlockKey]) -> Vec<bool>,
-    ) {
+    ) -> Option<Vec<bool>> {
         if wish.block_bytes > BLOCK_MOST || left.is_zero() {
-            return;
+            return None;
         }
-        let begun = tokio::time::Instant::now();
-        let mut absent = wish.absent(&self.store);
-        if absent.is_empty() {
-            return;
+        let mut missing = wish.missing(&self.store);
+        if missing.is_empty() {
+            return None;
         }
-        let Some(known) = self.known_within(wish.namespace, left.min(MANIFEST_TIMEOUT)).await else { return };
-        absent.retain(|key| known.may_have(key));
-        if absent.is_empty() {
-            return;
+        let known = self.known_within(wish.namespace, left.min(MANIFEST_TIMEOUT)).await?;
+        missing.retain(|(key, _)| known.may_have(key));
+        if missing.is_empty() {
+            return None;
         }
-        let others = elsewhere(&absent).await;
-        let mut others = others.into_iter();
-        absent.retain(|_| others.next() != Some(true));
-        let flights = self.take_off(&wish, &absent);
-        if flights.is_empty() {
-            return;
+        let keys: Vec<BlockKey> = missing.iter().map(|(key, _)| *key).collect();
+        let mut others = elsewhere(&keys).await.into_iter();
+        missing.retain(|_| others.next() != Some(true));
+        let coming = self.take_off(&wish, &missing);
+        if coming.is_empty() {
+            return None;
         }
         add(&self.counts.waited_reads, 1);
-        let wait = async {
-            for mut flight in flights {
-                while flight.over.changed().await.is_ok() {}
-            }
-        };
-        if tokio::time::timeout(left.saturating_sub(begun.elapsed()), wait).await.is_err() {
-            add(&self.counts.late_reads, 1);
-        }
+        Some(wish.keys.iter().map(|key| coming.contains(key)).collect())
     }
 
-    /// The flights that bring these blocks; those that are not on their way begin theirs.
-    fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[BlockKey]) -> Vec<Flight> {
+    /// What brings a block of a request now.
+    pub(super) fn flight_of(&self, request: &ReadRequest, key: &BlockKey) -> Option<Flight> {
+        let ReadRequest { namespace, group, coordinate, .. } = *request;
+        let state = self.flights.state();
+        let id = state.under_way.get(&(namespace, group.0, coordinate.to_u64(), *key))?;
+        state.flights.get(id).cloned()
+    }
+
+    /// Has what is not on its way begin; gives the blocks that are. What a put brings here is on its way only if that is a restore's
+    /// put.
+    fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[(BlockKey, bool)]) -> BTreeSet<BlockKey> {
         let now = self.tier.access().time().now();
         let mut state = self.flights.state();
         if state.closed.contains_key(&wish.namespace) {
-            return Vec::new();
+            return BTreeSet::new();
         }
-        let (mut with, mut own, mut refused) = (BTreeSet::new(), Vec::new(), 0);
-        for key in keys {
+        let (mut coming, mut own, mut refused) = (BTreeSet::new(), Vec::new(), 0);
+        for (key, is_pending) in keys {
             let name = wish.name(key);
             match state.under_way.get(&name) {
-                Some(flight) => drop(with.insert(*flight)),
+                Some(_) => drop(coming.insert(*key)),
+                None if *is_pending => {}
                 None if state.failed.get(&name).is_some_and(|until| now < *until) => {}
                 None if state.under_way.len() + own.len() >= BLOCKS_MOST => refused += 1,
                 None => own.push(*key),
@@ -250,12 +265,12 @@ impl ColdTier {
         for keys in own.chunks(at_once) {
             let id = state.next;
             state.next += 1;
-            with.insert(id);
+            coming.extend(keys);
             let names: Vec<Name> = keys.iter().map(|key| wish.name(key)).collect();
             state.under_way.extend(names.iter().map(|name| (*name, id)));
-            let (sender, over) = watch::channel(());
-            state.flights.insert(id, Flight { over, task: None });
-            let landing = Landing { cold: Arc::clone(self), id, names, _over: sender };
+            let ((news, over), landed) = (watch::channel(()), Arc::<Landed>::default());
+            state.flights.insert(id, Flight { over, landed: Arc::clone(&landed), task: None });
+            let landing = Landing { cold: Arc::clone(self), id, names, news, landed };
             let wanted = Wanted {
                 namespace: wish.namespace,
                 group: wish.group,
@@ -265,31 +280,40 @@ impl ColdTier {
             };
             beginning.push((wanted, landing));
         }
-        let flights = with.iter().filter_map(|id| state.flights.get(id).cloned()).collect();
         // A runtime that ends drops a task at once, and its landing takes the lock.
         drop(state);
         for (wanted, landing) in beginning {
             let id = landing.id;
-            let task = self.runtime.spawn(Arc::clone(self).fly(wanted, wish.block_bytes, landing));
+            let how = (wish.block_bytes, wish.by_layers);
+            let task = self.runtime.spawn(Arc::clone(self).fly(wanted, how, landing));
             if let Some(flight) = self.flights.state().flights.get_mut(&id) {
                 flight.task = Some(task.abort_handle());
             }
         }
-        flights
+        coming
     }
 
     /// Brings some blocks.
-    async fn fly(self: Arc<Self>, wanted: Wanted, block_bytes: u64, landing: Landing) {
+    async fn fly(self: Arc<Self>, wanted: Wanted, (block_bytes, by_layers): (u64, bool), landing: Landing) {
         add(&self.counts.restores, 1);
         let flown = async {
             let _turn = self.flights.turns.acquire().await;
             let standard = FetchOptions::default();
             let each = standard.range_bytes.max(block_bytes);
             let parallel = usize::try_from(RESTORE_MEMORY / 2 / each.max(1)).unwrap_or(1);
-            let options = FetchOptions { parallel: parallel.clamp(1, standard.parallel), ..standard };
+            let parallel = parallel.clamp(1, standard.parallel);
+            let options = FetchOptions { parallel, by_layers, ..standard };
             let begun = tokio::time::Instant::now();
-            let restored = restore_into(&self.tier, &self.store, &wanted, &options).await?;
+            let tell = |news: News<'_>| {
+                landing.landed.take(&wanted.keys, news);
+                landing.news.send_replace(());
+            };
+            let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, tell).await?;
             self.took(restored.stored.saturating_mul(block_bytes), begun.elapsed());
+            if restored.refused > 0 {
+                // Reads may not have come to take it yet, and will not find it in the store.
+                tokio::time::sleep(HELD_FOR).await;
+            }
             Ok::<_, ColdError>(restored)
         };
         let restored = match tokio::time::timeout(FLIGHT_TIMEOUT, flown).await {
@@ -304,7 +328,7 @@ impl ColdTier {
         add(&self.counts.restored_bytes, restored.stored.saturating_mul(block_bytes));
         add(&self.counts.over_read_bytes, restored.fetched.over_read_bytes);
         let Wanted { namespace, group, coordinate, ref keys, .. } = wanted;
-        let wish = Wish { namespace, group, coordinate, keys, block_bytes };
+        let wish = Wish { namespace, group, coordinate, keys, block_bytes, by_layers };
         let lost = wish.absent(&self.store);
         add(&self.counts.lost_blocks, lost.len() as u64);
         let now = self.tier.access().time().now();

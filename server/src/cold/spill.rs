@@ -131,7 +131,7 @@ impl ColdTier {
             self.spilling.pushed(namespace, self.tier.access().time().now());
             for (part, shape) in parts {
                 let wanted = part.keys.len() as u64;
-                let read = self.read(&part, &shape).await;
+                let read = self.read_leaving(&part, &shape).await;
                 let got = read.iter().map(|(run, _)| run.blocks.len() as u64).sum::<u64>();
                 add(&self.counts.let_go_blocks, wanted.saturating_sub(got));
                 for (run, payload) in read {
@@ -236,7 +236,7 @@ impl ColdTier {
     }
 
     /// Reads blocks as they were put; those that are gone meanwhile are left out.
-    async fn read(&self, one: &Leaving, shape: &BlockShape) -> Vec<(Run, Bytes)> {
+    async fn read_leaving(&self, one: &Leaving, shape: &BlockShape) -> Vec<(Run, Bytes)> {
         let count = one.keys.len() as u32;
         let Ok(bytes) = usize::try_from(shape.block_bytes().saturating_mul(u64::from(count))) else {
             return Vec::new();

@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_peer::read::NodePaths;
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
@@ -120,7 +121,8 @@ impl Daemon {
             Some(config) => Some(cluster::start((config, ports.nodes), first, &store, &mut notes).await?),
             None => None,
         };
-        let cold = cold(config, &store, &mut notes).await?;
+        let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));
+        let cold = cold(config, &store, paths, &mut notes).await?;
         let directories = config.directories.clone();
         let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
@@ -291,12 +293,13 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
 async fn cold(
     config: &Config,
     store: &Store,
+    paths: Option<Arc<NodePaths>>,
     notes: &mut Vec<String>,
 ) -> Result<Option<Arc<ColdTier>>, String> {
     let Some(config) = &config.cold else { return Ok(None) };
     let mut seed = [0; 8];
     OsEntropy::new().fill(&mut seed);
-    Ok(Some(ColdTier::start(config, store, u64::from_le_bytes(seed), notes).await?))
+    Ok(Some(ColdTier::start(config, store, paths, u64::from_le_bytes(seed), notes).await?))
 }
 
 /// How many connections there may be, and files of local clients' memories: as many as were asked for, if the process has

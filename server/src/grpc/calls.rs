@@ -239,6 +239,20 @@ pub(crate) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto:
     Ok(proto::SetTtlReply { changed: changed.changed })
 }
 
+/// Has the cold tier keep none of these blocks for longer than they may live from now on; what is wrong with the call is told by the
+/// call itself. What it gives is held until the store knows it too.
+pub(crate) async fn shorten_in_cold<'a>(
+    call: &'a Call,
+    wire: &proto::SetTtlRequest,
+) -> Option<crate::cold::Deleting<'a>> {
+    let (cold, ttl) = (call.state.decided.cold.as_ref()?, wire.expires_after_ms?);
+    let (keys, namespace) = (convert::keys(&wire.keys).ok()?, convert::namespace(&wire.namespace).ok()?);
+    call.state.models.get(&call.caller, namespace).ok()?;
+    let column = convert::column(wire.column.as_ref()).ok()?;
+    let left = call.deadline.saturating_duration_since(Instant::now());
+    Some(cold.shorten(namespace, column, &keys, Duration::from_millis(ttl), left / 2).await)
+}
+
 /// Changes how long blocks may live whose put does not say.
 pub(crate) fn set_default_ttl(
     call: &Call,

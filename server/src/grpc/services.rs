@@ -106,8 +106,13 @@ impl Store for Services {
     }
 
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
-        answer(request, |call, wire| {
-            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::set_ttl(call, wire))
+        answer(request, |call, wire| async move {
+            let held = Arc::clone(&call);
+            let cold = calls::shorten_in_cold(&held, &wire).await;
+            let keys = heavy::of_keys(&wire.keys);
+            let reply = heavily(call, keys, move |call| calls::set_ttl(call, wire)).await?;
+            cold.map_or(Ok(()), |cold| cold.told())?;
+            Ok(reply)
         })
         .await
     }

@@ -4,48 +4,55 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Origins, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel};
+use kvarts_store::api::{Order, Origins, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel};
 use kvarts_store::error::Error;
 
 use crate::cold::Wish;
 use crate::state::ServerState;
 
-/// Begins a read. Where the cold tier may have what is not here, the read begins when that has been brought: what can be refused of it is
-/// then told by its end.
+/// Begins a read. Where the cold tier may have what is not here it is asked first; what can be refused of the read is then told
+/// by its end.
 pub(super) fn read(
     state: &Arc<ServerState>,
     request: ReadRequest,
     shape: &BlockShape,
     origins: Option<&Arc<Origins>>,
 ) -> Result<ReadStream, Error> {
-    let wish = wish(&request, shape);
-    if !state.decided.cold.as_ref().is_some_and(|cold| cold.may_bring(&wish)) {
+    let Some(cold) = state.decided.cold.clone().filter(|cold| cold.may_bring(&wish(&request, shape))) else {
         return begin(state, request, shape, origins);
-    }
-    let ((sink, stream), state, shape) = (read_channel(), Arc::clone(state), shape.clone());
-    let (origins, cold) = (origins.cloned(), state.decided.cold.clone());
+    };
+    let ((sink, stream), state, shape) = (read_channel(), Arc::clone(state), Arc::new(shape.clone()));
+    let (origins, reader) = (origins.cloned(), Arc::clone(&cold));
     let reading = async move {
-        let deadline = request.deadline;
-        state.bring(self::wish(&request, &shape), deadline).await;
+        let coming = state.bring(wish(&request, &shape), request.deadline).await;
+        let inner = match coming {
+            None => begin(&state, request, &shape, origins.as_ref()),
+            Some(coming) => {
+                let known = match &state.decided.cluster {
+                    Some(node) => node.copies_of(&request.clone().tiled(&shape).0, &shape).await,
+                    None => None,
+                };
+                let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
+                cold.read(request, &shape, origins, known, &coming)
+            }
+        };
         if sink.is_cancelled() {
             return;
         }
-        match begin(&state, request, &shape, origins.as_ref()) {
+        match inner {
             Ok(inner) => forward(&inner, &sink).await,
             // The stream ends with nothing.
             Err(error) => tracing::debug!(%error, "a read that waited for the cold tier was refused"),
         }
     };
-    match cold {
-        Some(cold) => cold.spawn(reading),
-        None => drop(reading),
-    }
+    reader.spawn(reading);
     Ok(stream)
 }
 
 fn wish<'a>(request: &'a ReadRequest, shape: &BlockShape) -> Wish<'a> {
-    let ReadRequest { namespace, group, coordinate, ref keys, .. } = *request;
-    Wish { namespace, group, coordinate, keys, block_bytes: shape.block_bytes() }
+    let ReadRequest { namespace, group, coordinate, ref keys, order, .. } = *request;
+    let (block_bytes, by_layers) = (shape.block_bytes(), order == Order::Layers);
+    Wish { namespace, group, coordinate, keys, block_bytes, by_layers }
 }
 
 fn begin(

@@ -7,7 +7,7 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_peer::node::Column;
 use kvarts_peer::read::MultiTiles;
-use kvarts_store::api::{Placed, ReadStream, TileSource, TiledRead, TiledRequest};
+use kvarts_store::api::{Order, Placed, ReadStream, TileSource, TiledRead, TiledRequest};
 use kvarts_store::engine::{StoreTiles, TileIdentity, TileRuns};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::Nanos;
@@ -15,7 +15,7 @@ use kvarts_store::rt::Nanos;
 use super::ServerState;
 use crate::cold::Wish;
 
-/// The longest that a read waits for the cold tier.
+/// The longest that a read waits to hear what the cold tier has.
 const BRING_MOST: Duration = Duration::from_secs(60);
 /// How long other nodes may take to say what they have.
 const LOCATE_TIMEOUT: Duration = Duration::from_millis(50);
@@ -30,38 +30,45 @@ pub enum NodeTiles {
 }
 
 impl ServerState {
-    /// A read tile by tile: from this node's disks where it has everything, else from every node that has some of it.
+    /// A read tile by tile: from this node's disks where it has everything, else from every node that has some of it and from the
+    /// cold tier.
     pub async fn read_tiles<M>(
         &self,
         request: TiledRequest,
         shape: Arc<BlockShape>,
     ) -> Result<TiledRead<NodeTiles, M>, Error> {
-        let wish = self.wish(&request, &shape);
-        self.bring(wish, request.deadline).await;
+        let coming = self.bring(wish(&request, &shape), request.deadline).await;
         let (order, layers, blocks) = (request.order, request.layers.clone(), request.keys.len() as u32);
-        let of_nodes = match &self.decided.cluster {
-            Some(node) => node.tiles(&request, &shape).await,
+        let elsewhere = match &self.decided.cluster {
+            Some(node) => node.copies_of(&request, &shape).await.map(|copies| (node, copies)),
             None => None,
         };
-        let source = match of_nodes {
-            Some(tiles) => NodeTiles::Nodes(tiles),
-            None => NodeTiles::Own(self.engine.tiles_of(request, None)?),
+        let tiles_shape = Arc::clone(&shape);
+        let source = match (&self.decided.cold, coming, elsewhere) {
+            (Some(cold), Some(coming), elsewhere) => {
+                let known = elsewhere.map(|(_, copies)| copies);
+                NodeTiles::Nodes(cold.tiles(request, tiles_shape, known, &coming))
+            }
+            (_, _, Some((node, copies))) => NodeTiles::Nodes(node.tiles_of(request, tiles_shape, copies)),
+            _ => NodeTiles::Own(self.engine.tiles_of(request, None)?),
         };
         Ok(TiledRead::new(source, shape, order, layers, blocks))
     }
 }
 
-impl ServerState {
-    fn wish<'a>(&self, request: &'a TiledRequest, shape: &BlockShape) -> Wish<'a> {
-        let TiledRequest { namespace, group, coordinate, ref keys, .. } = *request;
-        Wish { namespace, group, coordinate, keys, block_bytes: shape.block_bytes() }
-    }
+/// What a read may want of the cold tier.
+fn wish<'a>(request: &'a TiledRequest, shape: &BlockShape) -> Wish<'a> {
+    let TiledRequest { namespace, group, coordinate, ref keys, order, .. } = *request;
+    let (block_bytes, by_layers) = (shape.block_bytes(), order == Order::Layers);
+    Wish { namespace, group, coordinate, keys, block_bytes, by_layers }
+}
 
-    /// Has what is neither here nor on other nodes brought from the cold tier, if there is one and time is left.
-    pub async fn bring(&self, wish: Wish<'_>, deadline: Option<Nanos>) {
-        let Some(cold) = &self.decided.cold else { return };
-        // Some of it is the read's own.
-        let left = deadline.map_or(BRING_MOST, |deadline| deadline.since(self.clock().now()) * 3 / 4);
+impl ServerState {
+    /// Has what is neither here nor on other nodes brought from the cold tier, if there is one and time is left; says which
+    /// blocks come from there.
+    pub async fn bring(&self, wish: Wish<'_>, deadline: Option<Nanos>) -> Option<Vec<bool>> {
+        let cold = self.decided.cold.as_ref()?;
+        let left = deadline.map_or(BRING_MOST, |deadline| deadline.since(self.clock().now()));
         let elsewhere = async |keys: &[BlockKey]| match &self.decided.cluster {
             Some(node) => {
                 let Wish { namespace, group, coordinate, .. } = wish;
@@ -70,7 +77,7 @@ impl ServerState {
             }
             None => Vec::new(),
         };
-        cold.bring(wish, left.min(BRING_MOST), elsewhere).await;
+        cold.bring(wish, left.min(BRING_MOST), elsewhere).await
     }
 }
 

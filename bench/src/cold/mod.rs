@@ -1,0 +1,107 @@
+//! `bench cold`: restores from an object storage beside bare ranged requests for the same bytes, and what own reads feel of a
+//! spill and of restores.
+//!
+//! The storage is one of the benchmark's own on loopback, with a latency and a rate (`objects`), or a real one that is named. Blocks
+//! and their packs are in `stage`, the turns of restores in `restores`, own reads beside other work in `beside`. What the figures
+//! must be is in `verdict`.
+
+mod beside;
+mod objects;
+mod restores;
+mod stage;
+mod verdict;
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use kvarts_terminal::Failure;
+
+use crate::report::Report;
+use crate::setup::{self, Common, Scratch};
+use objects::Manners;
+use stage::Stage;
+
+/// The arguments of `bench cold`.
+#[derive(Args, Debug)]
+pub(super) struct ColdArgs {
+    #[command(flatten)]
+    common: Common,
+    /// A real bucket, s3://BUCKET/PREFIX with the environment's credentials, instead of the benchmark's own
+    #[arg(long, value_name = "URL")]
+    bucket: Option<String>,
+    /// A shipped model
+    #[arg(long, default_value = "llama-3.1-8b")]
+    model: String,
+    /// Tokens of a block
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    block_tokens: u32,
+    /// MiB that are restored
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(4..=1 << 14))]
+    mib: u64,
+    /// Milliseconds from a request to its answer
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=10_000))]
+    latency_ms: u64,
+    /// MiB a second that the bucket gives, all requests together; 0 is no limit
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    rate_mib: u64,
+    /// Own reads of each phase
+    #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
+    reads: u32,
+    /// What is measured
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Part::value_variants().iter().copied())]
+    only: Vec<Part>,
+}
+
+/// What is measured.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+enum Part {
+    /// Restores beside bare requests
+    Restore,
+    /// Own reads while blocks are spilled
+    Spill,
+    /// Own reads while blocks are restored
+    Beside,
+}
+
+impl ColdArgs {
+    fn manners(&self) -> Manners {
+        Manners {
+            latency: Duration::from_millis(self.latency_ms),
+            rate: (self.rate_mib > 0).then_some(self.rate_mib << 20),
+        }
+    }
+}
+
+/// Runs the benchmark.
+pub(super) fn run(arguments: &ColdArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let common = &arguments.common;
+    // Each restore writes all of it once.
+    let written = (arguments.mib << 20) * (2 * u64::from(common.pairs) + 6);
+    let scratch = Scratch::new(common, written + (2 << 30))?;
+    let mut report = Report::new("cold");
+    let (stage, home) = Stage::new(arguments, scratch.path(), written + (1 << 30))?;
+    setup::describe(&mut report, common, &home)?;
+    report.fact("model", stage.subject.name.clone());
+    report.fact("block_bytes", stage.subject.shape.block_bytes());
+    report.fact("mib", arguments.mib);
+    report.fact("bucket", if arguments.bucket.is_some() { "real" } else { "loopback" });
+    if arguments.bucket.is_none() {
+        report.fact("latency_ms", arguments.latency_ms);
+        report.fact("rate_mib", arguments.rate_mib);
+    }
+    let is_wanted = |part| arguments.only.contains(&part);
+    if is_wanted(Part::Restore) {
+        restores::measure(&stage, arguments, &mut report)?;
+    }
+    if is_wanted(Part::Spill) {
+        beside::spill(&stage, arguments, &mut report)?;
+    }
+    if is_wanted(Part::Beside) {
+        beside::restore(&stage, arguments, &mut report)?;
+    }
+    verdict::judge(&mut report);
+    stage.close();
+    home.close().map_err(Failure::user)?;
+    report.write(common.json, out)
+}

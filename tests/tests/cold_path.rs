@@ -1,0 +1,456 @@
+//! The bucket as a path of reads: what a reader gets before everything has come, what is asked of the bucket and how much at once, and
+//! that no fault of the bucket makes a wrong byte.
+#![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
+
+mod cold_blocks;
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use cold_blocks::{GROUP, Model, WHOLE, content, key};
+use kvarts_bucket::time::TokioTime;
+use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan};
+use kvarts_cold::time::BoxFuture;
+use kvarts_cold::{
+    Access, Bucket, Condition, Facts, Fault, Limits, Listed, PushOptions, Pusher, Tag, Tier, TierOptions,
+};
+use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
+use kvarts_server::cold::{ColdConfig, ColdTier, Wish};
+use kvarts_store::api::{
+    ContainsRequest, KvStore, Order, Origins, Placed, Presence, ReadEnd, ReadEvent, ReadRequest, ReadStream,
+    Target,
+};
+use kvarts_store::engine::{Options, Store};
+use kvarts_store::home::{Home, HomeOptions};
+use kvarts_store::io::{BufMut, SharedBuf};
+use kvarts_tests::stage::Scratch;
+use tokio::runtime::Runtime;
+use tokio::sync::Notify;
+
+/// How long anything may take that is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A bucket that keeps ranges waiting, and counts those that are under way.
+struct Gated {
+    inner: Arc<dyn Bucket>,
+    state: Mutex<Gate>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct Gate {
+    /// Ranges that may pass yet; none: all.
+    passes: Option<u64>,
+    now: u64,
+    most: u64,
+    bytes: u64,
+}
+
+impl Gated {
+    fn new(inner: Arc<dyn Bucket>) -> Arc<Self> {
+        Arc::new(Self { inner, state: Mutex::default(), changed: Notify::new() })
+    }
+
+    fn let_pass(&self, passes: Option<u64>) {
+        self.state.lock().unwrap().passes = passes;
+        self.changed.notify_waiters();
+    }
+
+    fn has_turn(&self) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let Some(passes) = &mut state.passes else { return true };
+        let has_turn = *passes > 0;
+        *passes = passes.saturating_sub(1);
+        has_turn
+    }
+}
+
+/// One range that is under way.
+struct UnderWay<'a>(&'a Gated);
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().unwrap().now -= 1;
+    }
+}
+
+impl Bucket for Gated {
+    fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
+        self.inner.get(name, most)
+    }
+
+    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+        Box::pin(async move {
+            {
+                let mut state = self.state.lock().unwrap();
+                state.now += 1;
+                state.most = state.most.max(state.now);
+                state.bytes += range.end - range.start;
+            }
+            let _under_way = UnderWay(self);
+            loop {
+                let changed = self.changed.notified();
+                if self.has_turn() {
+                    break;
+                }
+                changed.await;
+            }
+            self.inner.get_range(name, range).await
+        })
+    }
+
+    fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
+        self.inner.head(name)
+    }
+
+    fn put<'a>(
+        &'a self,
+        name: &'a str,
+        body: Vec<Bytes>,
+        condition: Condition,
+    ) -> BoxFuture<'a, Result<Tag, Fault>> {
+        self.inner.put(name, body, condition)
+    }
+
+    fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
+        self.inner.delete(name)
+    }
+
+    fn list<'a>(
+        &'a self,
+        prefix: &'a str,
+        after: Option<&'a str>,
+        most: usize,
+    ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
+        self.inner.list(prefix, after, most)
+    }
+}
+
+/// An empty store, and a bucket that has blocks of four layers.
+struct World {
+    runtime: Runtime,
+    home: Option<Home>,
+    _scratch: Scratch,
+    faulty: Arc<Faulty>,
+    gate: Arc<Gated>,
+    cold: Arc<ColdTier>,
+    namespace: NamespaceId,
+    shape: Arc<BlockShape>,
+    keys: Vec<BlockKey>,
+}
+
+impl World {
+    /// Blocks of layers of this length.
+    fn new(name: &str, layer_bytes: u64, blocks: u64) -> Self {
+        Self::with_segments(name, layer_bytes, blocks, 16 << 20)
+    }
+
+    /// The same, over a store of such segments.
+    fn with_segments(name: &str, layer_bytes: u64, blocks: u64, segment_bytes: u64) -> Self {
+        let model = Model::new(layer_bytes);
+        let runtime = Runtime::new().unwrap();
+        let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
+        let memory = MemoryBucket::new(Arc::clone(&clock));
+        let faulty = Faulty::new(memory as Arc<dyn Bucket>, Arc::clone(&clock), 7);
+        let gate = Gated::new(Arc::clone(&faulty) as Arc<dyn Bucket>);
+        let (run, payload) = model.run(0..blocks);
+        let bucket = Arc::clone(&gate) as Arc<dyn Bucket>;
+        let tier = Tier::new(Access::new(bucket, clock, Limits::default(), 1), TierOptions::default());
+        runtime.block_on(async {
+            let mut pusher = Pusher::new(&tier, PushOptions::default());
+            pusher.add(&model.exported(), &run, &payload).await.unwrap();
+            assert_eq!(pusher.finish().await.unwrap().blocks, blocks);
+        });
+        let scratch = Scratch::new(name);
+        let store = Options { budget_bytes: 1 << 30, segment_bytes, ..Options::default() };
+        let directories = vec![scratch.path().to_owned()];
+        let home = Home::open(&HomeOptions { directories, store, ..HomeOptions::default() }).unwrap();
+        home.store().register(&model.identity, &model.geometry).unwrap();
+        let config = ColdConfig {
+            bucket: String::new(),
+            requests: u64::MAX,
+            written: u64::MAX,
+            read: u64::MAX,
+            refresh: Duration::from_secs(60),
+            // One restore at a time.
+            memory: 128 << 20,
+            spill: false,
+            uses: 0,
+            age: Duration::ZERO,
+            token_bytes: None,
+            rate: 1 << 30,
+        };
+        let bucket = Arc::clone(&gate) as Arc<dyn Bucket>;
+        let cold =
+            runtime.block_on(async { ColdTier::over(bucket, &config, home.store(), None, 1) }).unwrap();
+        let keys = (0..blocks).map(key).collect();
+        let Model { namespace, shape, .. } = model;
+        Self { runtime, home: Some(home), _scratch: scratch, faulty, gate, cold, namespace, shape, keys }
+    }
+
+    fn store(&self) -> &Store {
+        self.home.as_ref().unwrap().store()
+    }
+
+    fn begin(&self, keys: &[BlockKey], order: Order) -> (ReadStream, SharedBuf) {
+        let memory = BufMut::zeroed(self.shape.block_bytes() as usize * keys.len()).unwrap().share();
+        let into = Placed::blocks(&self.shape, memory.clone(), keys.len() as u32).unwrap();
+        let request = ReadRequest::new(self.namespace, GROUP, WHOLE, keys.to_vec(), into);
+        let request = ReadRequest { order, ..request };
+        let wish = Wish {
+            namespace: self.namespace,
+            group: GROUP,
+            coordinate: WHOLE,
+            keys,
+            block_bytes: self.shape.block_bytes(),
+            by_layers: order == Order::Layers,
+        };
+        let stream = self.runtime.block_on(async {
+            let coming = self.cold.bring(wish, PATIENCE, async |_: &[BlockKey]| Vec::new()).await;
+            let coming = coming.unwrap_or_else(|| vec![false; keys.len()]);
+            self.cold.read(request, &self.shape, Origins::any(keys.len()), None, &coming).unwrap()
+        });
+        (stream, memory)
+    }
+
+    /// Reads; every block that came is what was put.
+    fn read(&self, blocks: &[u64], order: Order) -> (BTreeSet<u64>, ReadEnd) {
+        let keys: Vec<BlockKey> = blocks.iter().map(|block| key(*block)).collect();
+        let (stream, memory) = self.begin(&keys, order);
+        let end = stream.wait_end().unwrap();
+        let bytes = memory.to_vec();
+        let mut good = BTreeSet::new();
+        let each = self.shape.block_bytes() as usize;
+        for (at, block) in (0u32..).zip(blocks) {
+            let has_failed = end.failures.iter().any(|(failed, _)| *failed == at);
+            let came = match order {
+                Order::Layers => at < end.usable_blocks,
+                Order::Blocks => !has_failed,
+            };
+            if came {
+                let own = &bytes[at as usize * each..(at as usize + 1) * each];
+                assert!(own == content(*block, each as u64), "a wrong byte of block {block}");
+                good.insert(*block);
+            }
+        }
+        (good, end)
+    }
+
+    fn count(&self, name: &str) -> u64 {
+        let counted = self.cold.counted();
+        counted.counts.iter().find(|(known, ..)| *known == name).unwrap().2
+    }
+
+    fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !done() {
+            assert!(begun.elapsed() < PATIENCE, "{what}: {:?}", self.cold.counted());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn here(&self) -> usize {
+        let request = ContainsRequest {
+            namespace: self.namespace,
+            group: GROUP,
+            coordinate: WHOLE,
+            keys: &self.keys,
+            lease: None,
+        };
+        let presence = self.store().contains(&request).unwrap().presence;
+        presence.iter().filter(|one| **one == Presence::Here).count()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.gate.let_pass(None);
+        self.runtime.block_on(self.cold.stop());
+        self.home.take().unwrap().close().unwrap();
+    }
+}
+
+/// The next event of a read that others may keep waiting.
+fn next(world: &World, stream: &ReadStream) -> ReadEvent {
+    let mut event = None;
+    world.until("an event", || {
+        event = stream.try_next();
+        event.is_some()
+    });
+    event.unwrap()
+}
+
+#[test]
+fn a_reader_has_the_first_layers_while_the_last_ones_are_not_sent_yet() {
+    let world = World::new("cold-path-layers", 512 << 10, 6);
+    // Two layers of each block are one range; the other two are another one.
+    world.gate.let_pass(Some(6));
+    let (stream, memory) = world.begin(&world.keys, Order::Layers);
+    for layer in 0..2 {
+        assert_eq!(next(&world, &stream), ReadEvent::Layer { layer, blocks: 6 });
+    }
+    let each = world.shape.block_bytes() as usize;
+    let bytes = memory.to_vec();
+    for (block, own) in (0u64..).zip(bytes.chunks(each)) {
+        assert!(own[..each / 2] == content(block, each as u64)[..each / 2], "block {block}");
+    }
+    assert!(stream.try_next().is_none() && world.here() == 0, "nothing else has come");
+    world.gate.let_pass(None);
+    for layer in 2..4 {
+        assert_eq!(next(&world, &stream), ReadEvent::Layer { layer, blocks: 6 });
+    }
+    let ReadEvent::End(end) = next(&world, &stream) else { panic!("more than the end") };
+    assert_eq!((end.usable_blocks, end.failures.len()), (6, 0));
+    let expected: Vec<u8> = (0..6).flat_map(|block| content(block, each as u64)).collect();
+    assert!(memory.to_vec() == expected);
+    world.until("all blocks are stored", || world.here() == 6);
+    assert_eq!((world.count("restored_blocks"), world.count("over_read_bytes")), (6, 0));
+    assert!(world.count("given_bytes") > 0);
+    // From here on the bucket is not needed.
+    world.faulty.all(Some(Kind::Outage));
+    assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], Order::Layers).0.len(), 6);
+}
+
+#[test]
+fn a_reader_of_blocks_has_the_first_ones_before_the_last_are_sent() {
+    let world = World::new("cold-path-blocks", 1 << 20, 8);
+    world.gate.let_pass(Some(2));
+    let (stream, _memory) = world.begin(&world.keys, Order::Blocks);
+    // Ranges of 8 MiB: two blocks each.
+    for block in 0..4 {
+        assert_eq!(next(&world, &stream), ReadEvent::Block(block));
+    }
+    assert!(stream.try_next().is_none());
+    world.gate.let_pass(None);
+    for block in 4..8 {
+        assert_eq!(next(&world, &stream), ReadEvent::Block(block));
+    }
+}
+
+#[test]
+fn no_more_ranges_are_under_way_than_the_memory_of_restores_allows() {
+    let world = World::new("cold-path-bound", 512 << 10, 40);
+    world.gate.let_pass(Some(0));
+    let (stream, _memory) = world.begin(&world.keys, Order::Layers);
+    let now = || world.gate.state.lock().unwrap().now;
+    // Eight, and one in ten of them a second time.
+    world.until("ranges are under way", || now() >= 8 && world.cold.counted().total.hedges >= 1);
+    std::thread::sleep(Duration::from_millis(100));
+    let most = 8 + world.cold.counted().total.hedges;
+    assert!(now() <= most && most <= 10, "{} ranges, {most} may be", now());
+    assert_eq!(world.cold.counted().under_way, 40, "what waits is known");
+    world.gate.let_pass(None);
+    assert_eq!(stream.wait_end().unwrap().usable_blocks, 40);
+    let hedges = world.cold.counted().total.hedges;
+    assert!(world.gate.state.lock().unwrap().most <= 8 + hedges);
+    assert_eq!(world.count("refused_blocks"), 0);
+}
+
+#[test]
+fn what_is_read_beside_what_is_wanted_is_counted_and_at_most_an_eighth() {
+    let world = World::new("cold-path-over-read", 16 << 10, 45);
+    // A hole behind every eight blocks: it is read with them, and is an eighth of them.
+    let wanted: Vec<u64> = (0..45).filter(|block| block % 9 != 8).collect();
+    let (good, _) = world.read(&wanted, Order::Blocks);
+    assert_eq!(good.len(), 40);
+    let each = world.shape.block_bytes();
+    world.until("the restore has ended", || world.cold.counted().under_way == 0);
+    assert_eq!(world.count("over_read_bytes"), 4 * each);
+    assert_eq!(world.gate.state.lock().unwrap().bytes, 44 * each);
+    // Every other block: nothing is read beside them.
+    let world = World::new("cold-path-no-over-read", 16 << 10, 40);
+    let wanted: Vec<u64> = (0..40).step_by(2).collect();
+    assert_eq!(world.read(&wanted, Order::Blocks).0.len(), 20);
+    world.until("the restore has ended", || world.cold.counted().under_way == 0);
+    assert_eq!((world.count("over_read_bytes"), world.gate.state.lock().unwrap().bytes), (0, 20 * each));
+}
+
+#[test]
+fn a_read_does_not_wait_for_a_range_that_does_not_come() {
+    for order in [Order::Layers, Order::Blocks] {
+        let world = World::new("cold-path-hedged", 512 << 10, 6);
+        // The first one is never answered.
+        world.faulty.next(Op::Range, &[Some(Kind::Silent)]);
+        assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6);
+        assert_eq!(world.cold.counted().total.hedges, 1, "{order:?}");
+        assert_eq!(world.count("lost_blocks"), 0);
+    }
+}
+
+#[test]
+fn no_fault_of_a_range_makes_a_wrong_byte() {
+    let passing = [
+        Kind::Outage,
+        Kind::Lost,
+        Kind::Busy(None),
+        Kind::Slow(Duration::from_millis(300)),
+        Kind::Truncated,
+        Kind::Longer,
+        Kind::Altered,
+    ];
+    for order in [Order::Layers, Order::Blocks] {
+        for kind in passing {
+            let world = World::new("cold-path-once", 512 << 10, 6);
+            // The bucket answers at once, so that a range that is asked for again is the next one.
+            world.faulty.next(Op::Range, &[None, Some(kind), None, Some(kind)]);
+            assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6, "{kind:?} once");
+        }
+        for kind in [Kind::Altered, Kind::Truncated, Kind::Missing, Kind::Denied] {
+            let world = World::new("cold-path-for-ever", 512 << 10, 6);
+            let kinds = [vec![None], vec![Some(kind); 100]].concat();
+            world.faulty.next(Op::Range, &kinds);
+            let (good, end) = world.read(&[0, 1, 2, 3, 4, 5], order);
+            assert!(good.len() < 6 && !end.failures.is_empty(), "{kind:?} for ever: {good:?}");
+            // What failed is not asked for again at once, and what came well is served.
+            world.faulty.plan(Plan::default());
+            let asked = world.faulty.asked(Op::Range);
+            let (again, _) = world.read(&[0, 1, 2, 3, 4, 5], order);
+            assert!(again.len() < 6 && world.faulty.asked(Op::Range) == asked, "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn what_the_store_does_not_take_is_given_to_the_read_that_waits_for_it() {
+    for order in [Order::Layers, Order::Blocks] {
+        // No block fits into a segment.
+        let world = World::with_segments("cold-path-refused", 512 << 10, 6, 1 << 20);
+        assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6, "{order:?}");
+        world.until("the restore has ended", || world.cold.counted().under_way == 0);
+        assert_eq!((world.here(), world.count("lost_blocks")), (0, 6));
+        let given = world.count("given_bytes");
+        assert_eq!(given, 6 * world.shape.block_bytes());
+    }
+}
+
+#[test]
+fn what_is_deleted_while_it_is_on_its_way_ends_a_read_and_stays_away() {
+    let world = World::new("cold-path-deleted", 512 << 10, 6);
+    world.gate.let_pass(Some(2));
+    let (stream, _memory) = world.begin(&world.keys, Order::Layers);
+    world.until("some of it has come", || world.gate.state.lock().unwrap().passes == Some(0));
+    world.runtime.block_on(async {
+        let deleting = world.cold.delete(world.namespace, &Target::Namespace, PATIENCE).await;
+        drop(deleting);
+    });
+    world.gate.let_pass(None);
+    let end = stream.wait_end().unwrap();
+    assert!(end.usable_blocks < 6 && !end.failures.is_empty(), "{end:?}");
+    assert_eq!((world.here(), world.cold.counted().under_way), (0, 0));
+    assert!(world.read(&[0, 1, 2, 3, 4, 5], Order::Blocks).0.is_empty());
+}
+
+#[test]
+fn a_read_that_is_left_or_late_leaves_the_restore_to_others() {
+    let world = World::new("cold-path-left", 512 << 10, 6);
+    world.gate.let_pass(Some(0));
+    drop(world.begin(&world.keys, Order::Layers));
+    let (stream, _memory) = world.begin(&world.keys, Order::Blocks);
+    world.gate.let_pass(None);
+    assert_eq!(stream.wait_end().unwrap().usable_blocks, 6);
+    world.until("all blocks are stored", || world.here() == 6);
+    assert_eq!(world.count("restores"), 1, "both had one restore");
+}
