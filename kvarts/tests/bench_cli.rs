@@ -261,7 +261,20 @@ fn serve() {
 /// Against the storage of the benchmark's own, and against a real S3 server where there is one.
 #[test]
 fn cold() {
-    let sizes = ["--mib", "8", "--block-tokens", "1", "--reads", "20", "--pairs", "3", "--latency-ms", "2"];
+    let sizes = [
+        "--mib",
+        "8",
+        "--block-tokens",
+        "1",
+        "--reads",
+        "20",
+        "--pairs",
+        "3",
+        "--latency-ms",
+        "2",
+        "--spill-mib",
+        "512",
+    ];
     let sane_run = |json: &Value| {
         has(json, &["restore_ratio", "read_ratio", "fetch_ratio", "control", "quotable", "first_layer_ms"]);
         has(json, &["restore_cpu_ratio", "bare_cpu_s_per_gib", "spill_p99_ratio", "restoring_p99_ratio"]);

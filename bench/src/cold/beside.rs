@@ -113,8 +113,8 @@ fn tell(report: &mut Report, name: &str, ([ratio, quiet, loud], rate): ([Summary
     report.number(&format!("{name}_mib_s"), rate / MIB);
 }
 
-/// A tier of a server that spills as fast as it can.
-pub(super) fn config() -> ColdConfig {
+/// A tier of a server that may spill this number of bytes a second.
+pub(super) fn config(rate: u64) -> ColdConfig {
     ColdConfig {
         bucket: String::new(),
         requests: u64::MAX,
@@ -127,7 +127,7 @@ pub(super) fn config() -> ColdConfig {
         uses: 0,
         age: Duration::ZERO,
         token_bytes: None,
-        rate: u64::MAX,
+        rate,
     }
 }
 
@@ -139,12 +139,14 @@ pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) ->
     let keys: Vec<BlockKey> = (0..blocks).map(|block| key(SPILLED, block)).collect();
     stage.subject.fill(stage.store(), &keys, 4, None)?;
     let sweeps = AtomicU64::new(0);
+    let rate = if arguments.spill_mib == 0 { u64::MAX } else { arguments.spill_mib << 20 };
+    report.fact("spill_rate_mib", arguments.spill_mib);
     let work = || {
         let number = sweeps.fetch_add(1, Ordering::Relaxed);
         let below = format!("spill-{number}");
         let bucket = stage.bucket(&below)?;
         let spilled = stage.runtime.block_on(async {
-            let cold = ColdTier::over(bucket, &config(), stage.store(), None, number);
+            let cold = ColdTier::over(bucket, &config(rate), stage.store(), None, number);
             let cold: Arc<ColdTier> = cold.map_err(Failure::User)?;
             let swept = cold.sweep().await.map_err(Failure::user);
             let counted = cold.counted();

@@ -45,6 +45,9 @@ pub(super) struct ColdArgs {
     /// MiB a second that the bucket gives, all requests together; 0 is no limit
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     rate_mib: u64,
+    /// MiB a second that a spill may copy, as `cold.rate`; 0 is no limit
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
+    spill_mib: u64,
     /// Own reads of each phase
     #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
     reads: u32,

@@ -20,7 +20,7 @@ const MUSTS: [Must; 7] = [
     ("restore_cpu_ratio", "processor time of a restore by that of the bare requests", None, None),
     (
         "spill_p99_ratio",
-        "99th percentile of own reads beside a spill at full rate by the same without",
+        "99th percentile of own reads beside a spill at the whole rate that it may have (--spill-mib) by the same without",
         None,
         Some(1.2),
     ),
