@@ -49,6 +49,7 @@ pub struct Stage {
     pub namespace: NamespaceId,
     pub shape: BlockShape,
     directory: TempDir,
+    budget: u64,
 }
 
 pub const GROUP: Group = Group(0);
@@ -69,19 +70,25 @@ pub fn model() -> (Identity, Geometry) {
 
 impl Stage {
     pub fn new(name: &str) -> Self {
+        Self::with_budget(name, 256 << 20)
+    }
+
+    /// A store that may allocate this much.
+    pub fn with_budget(name: &str, budget: u64) -> Self {
         let directory = TempDir::new(name);
         let mut stage = Self {
             home: None,
             namespace: NamespaceId([0; 32]),
             shape: BlockShape::opaque(1).unwrap(),
             directory,
+            budget,
         };
         stage.open();
         stage
     }
 
     pub fn open(&mut self) {
-        let store = Options { budget_bytes: 256 << 20, segment_bytes: 4 << 20, ..Options::default() };
+        let store = Options { budget_bytes: self.budget, segment_bytes: 4 << 20, ..Options::default() };
         let home = Home::open(&HomeOptions {
             directories: vec![self.directory.0.clone()],
             store,
