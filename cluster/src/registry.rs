@@ -147,7 +147,8 @@ impl View {
             self.registered.get(&member.id).filter(|now| *now != member && !planted!("moved-not-followed"))
         };
         let is_free = |list: &[Member], one: &Member| {
-            planted!("address-twice") || list.iter().all(|other| other.id == one.id || other.address != one.address)
+            planted!("address-twice")
+                || list.iter().all(|other| other.id == one.id || other.address != one.address)
         };
         for place in 0..list.len() {
             if let Some(now) = list.get(place).and_then(moved).filter(|now| is_free(&list, now))

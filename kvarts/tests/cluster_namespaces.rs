@@ -178,8 +178,17 @@ impl<'a> Node<'a> {
         let identity = Identity::new("pages", "1", "bf16", arrangement, &geometry, 16);
         std::fs::write(self.directory.join("identity"), serde_json::to_string(&identity).unwrap()).unwrap();
         let page = PAGE.to_string();
-        ["--identity", "identity", "--page-bytes", &page, "--tokens", "tokens", "--server", "http://127.0.0.1:7300"]
-            .map(str::to_owned)
+        [
+            "--identity",
+            "identity",
+            "--page-bytes",
+            &page,
+            "--tokens",
+            "tokens",
+            "--server",
+            "http://127.0.0.1:7300",
+        ]
+        .map(str::to_owned)
     }
 
     fn put(&self, number: u8) {

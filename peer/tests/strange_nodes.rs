@@ -355,7 +355,9 @@ async fn what_a_member_offers_is_bounded_and_of_a_model_that_was_shown() {
     let namespace = a.namespace.as_bytes().to_vec();
     let keys: Vec<BlockKey> = (0..8).map(key).collect();
     let named: Vec<u8> = keys.iter().flat_map(|key| key.0).collect();
-    let taken = async |client: &mut NodesClient<Channel>, offer| client.offer(offer).await.unwrap().into_inner().taken;
+    let taken = async |client: &mut NodesClient<Channel>, offer| {
+        client.offer(offer).await.unwrap().into_inner().taken
+    };
     assert_eq!(taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await, 0, "never shown");
     let (identity, geometry) = common::model();
     nodes[0].know(&identity, &geometry, a.namespace);
@@ -369,7 +371,11 @@ async fn what_a_member_offers_is_bounded_and_of_a_model_that_was_shown() {
         let refused = client.offer(offer(keys, of, chain)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     }
-    assert_eq!(taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await, 5, "but what is here");
+    assert_eq!(
+        taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await,
+        5,
+        "but what is here"
+    );
     // No node has any of it: what there may be of such offers is bounded.
     let mut sum = 0;
     for _ in 0..200 {

@@ -216,11 +216,16 @@ fn with_single_the_owner_of_a_chain_stores_and_what_others_take_for_it_comes_to_
         std::thread::sleep(Duration::from_millis(100));
     }
     // Both put the chain at once: each call over another way.
-    let put = |desk: &Desk<'_>, keys: &[BlockKey], producer| desk.outcomes(desk.request(COLUMN(), keys, producer));
+    let put =
+        |desk: &Desk<'_>, keys: &[BlockKey], producer| desk.outcomes(desk.request(COLUMN(), keys, producer));
     assert_eq!(put(&desks[1], &keys[..8], 2), vec![BlockOutcome::Stored; 8], "for a time");
     assert_eq!(put(&desks[0], &keys[..4], 1).len(), 4);
     until_known(&a.0, &desks[0], &keys[..4], 2);
-    assert_eq!(put(&desks[2], &keys[8..], 2), vec![BlockOutcome::Stored; 4], "it is not known of which chain");
+    assert_eq!(
+        put(&desks[2], &keys[8..], 2),
+        vec![BlockOutcome::Stored; 4],
+        "it is not known of which chain"
+    );
     // Of the chain one copy is left, the owner's.
     until_known(&b.0, &desks[1], &keys[..8], 1);
     let on_owner = |keys: &[BlockKey]| copy(&a.0, &desks[0], keys).here;

@@ -4,6 +4,7 @@
 //! The other one says which of them it is going to read, and reads them as any copy, in the lowest class. Everything is bounded:
 //! what does not fit into a queue, or is asked for when there is no room, is not offered or not taken, and counted.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -120,7 +121,11 @@ impl Offers {
     }
 }
 
-fn request((namespace, group, coordinate): ColumnName, keys: &[BlockKey], chain: Option<Tag>) -> proto::OfferRequest {
+fn request(
+    (namespace, group, coordinate): ColumnName,
+    keys: &[BlockKey],
+    chain: Option<Tag>,
+) -> proto::OfferRequest {
     proto::OfferRequest {
         namespace: namespace.as_bytes().to_vec().into(),
         column: Some(convert::wire_column(group, coordinate)),
@@ -205,9 +210,11 @@ impl ClusterNode {
         let namespace = <[u8; 32]>::try_from(&offer.namespace[..]).map(NamespaceId);
         let namespace = namespace.map_err(|_| Status::invalid_argument("namespace: 32 bytes"))?;
         let column = convert::column(offer.column.as_ref());
-        let (group, coordinate) = column.map_err(|fault| Status::invalid_argument(fault.detail.message.clone()))?;
+        let (group, coordinate) =
+            column.map_err(|fault| Status::invalid_argument(fault.detail.message.clone()))?;
         let chain = if offer.chain.is_empty() { None } else { Some(wire::tag(&offer.chain)?) };
-        let is_known = self.lanes().knows(namespace) && self.store.shape(namespace, group, coordinate).is_ok();
+        let is_known =
+            self.lanes().knows(namespace) && self.store.shape(namespace, group, coordinate).is_ok();
         let own = chain.filter(|chain| self.owned.lease(chain, self.now()).is_some());
         if !is_known || own.is_none() && self.is_nearly_full() {
             return Ok(0);
@@ -224,12 +231,23 @@ impl ClusterNode {
 
     /// Offers blocks of own chains that are about to be evicted, of which no other node has a copy.
     async fn offer_last_copies(&self) {
-        let mut left = SWEEP_BLOCKS;
+        let mut columns: BTreeMap<ColumnName, Vec<BlockKey>> = BTreeMap::new();
         for shard in 0..self.store.shards() {
             // A shard that cannot say is asked again the next time.
             let Ok(Ok(leaving)) = self.store.leaving(shard, USES).await else { continue };
-            for one in leaving {
-                left -= self.offer_last(&one, left).await;
+            // What has a time to live is a copy, or goes anyhow.
+            for one in leaving.into_iter().filter(|one| one.expires_ms == 0) {
+                let Leaving { namespace, group, coordinate, keys, .. } = one;
+                let favoured = self.store.favoured(namespace, (group, coordinate), &keys);
+                let own =
+                    keys.into_iter().zip(favoured.unwrap_or_default()).filter(|(_, favoured)| *favoured);
+                columns.entry((namespace, group, coordinate)).or_default().extend(own.map(|(key, _)| key));
+            }
+        }
+        let mut left = SWEEP_BLOCKS;
+        for ((namespace, group, coordinate), keys) in columns {
+            for keys in keys.chunks(BLOCKS_MAX) {
+                left -= self.offer_last(&Column { namespace, group, coordinate, keys }, left).await;
                 if left == 0 {
                     return;
                 }
@@ -237,26 +255,20 @@ impl ClusterNode {
         }
     }
 
-    /// The same of one run; gives how many were offered.
-    async fn offer_last(&self, one: &Leaving, most: usize) -> usize {
-        let Leaving { namespace, group, coordinate, ref keys, .. } = *one;
-        // What has a time to live is a copy, or goes anyhow.
-        let favoured = self.store.favoured(namespace, (group, coordinate), keys).unwrap_or_default();
-        if one.expires_ms > 0 || !favoured.contains(&true) {
-            return 0;
-        }
-        let own = keys.iter().zip(favoured).filter(|(_, favoured)| *favoured).take(most);
-        let own: Vec<BlockKey> = own.map(|(key, _)| *key).collect();
-        let column = Column { namespace, group, coordinate, keys: &own };
-        let tags: Vec<Tag> = own.iter().map(|key| column.tag(key)).collect();
+    /// The same of some of them; gives how many were offered, at most `most`.
+    async fn offer_last(&self, column: &Column<'_>, most: usize) -> usize {
+        let tags: Vec<Tag> = column.keys.iter().map(|key| column.tag(key)).collect();
         let Asked { located, .. } = self.ask_holders(&tags, false, LOCATE_TIMEOUT).await;
-        let is_last = |place: usize| {
-            let nodes = located.copies.get(place);
-            let is_elsewhere = nodes.is_some_and(|nodes| nodes.iter().any(|node| *node != self.me));
-            !is_elsewhere && located.unasked.binary_search(&place).is_err()
-        };
-        let last: Vec<BlockKey> =
-            own.iter().enumerate().filter(|(place, _)| is_last(*place)).map(|(_, key)| *key).collect();
+        let mut is_last: Vec<bool> =
+            located.copies.iter().map(|nodes| nodes.iter().all(|node| *node == self.me)).collect();
+        for place in &located.unasked {
+            // It may be anywhere.
+            if let Some(is_last) = is_last.get_mut(*place) {
+                *is_last = false;
+            }
+        }
+        let last = column.keys.iter().zip(is_last).filter(|(_, is_last)| *is_last).take(most);
+        let last: Vec<BlockKey> = last.map(|(key, _)| *key).collect();
         let Some(first) = last.first() else { return 0 };
         self.offers.last.fetch_add(last.len() as u64, Ordering::Relaxed);
         let links = self.links();

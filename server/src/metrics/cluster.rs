@@ -89,7 +89,8 @@ fn directory(out: &mut String, status: &Status) {
     let help = "Blocks of puts that another node had: kept for a time, not written, stored by the owner of their chain; and those of which that was not known in time.";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
-    let what = [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
+    let what =
+        [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
     let help = "Blocks that were offered to the owner of their chain, or as the last copy before its eviction; of those what was taken; and what was copied here of others' offers, and could not be.";
     labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);

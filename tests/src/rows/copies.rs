@@ -87,6 +87,12 @@ impl Putting {
         }
     }
 
+    /// Decides and stores nothing.
+    async fn decide(self) {
+        let placing = self.node.place(self.column(), self.parent).await.unwrap_or_default();
+        self.look(&placing);
+    }
+
     async fn run(self) -> Vec<Fate> {
         self.node.note_use(&self.column(), self.parent);
         let mut placing = self.node.place(self.column(), self.parent).await.unwrap_or_default();
@@ -119,7 +125,9 @@ impl Putting {
     async fn store_blocks(&self, keys: &[BlockKey], expires_after: Option<Duration>) -> Vec<BlockOutcome> {
         let (group, coordinate) = pages();
         let refused = vec![BlockOutcome::HeldElsewhere; keys.len()];
-        let Ok(from) = fixture::place(&self.shape, keys.len() as u32, Style::Blocks, 0) else { return refused };
+        let Ok(from) = fixture::place(&self.shape, keys.len() as u32, Style::Blocks, 0) else {
+            return refused;
+        };
         for (at, key) in (0..).zip(keys) {
             let content = fixture::content(key, group, coordinate, self.producer, &self.shape);
             fixture::write_block(&from, at, &content);
@@ -229,7 +237,13 @@ impl Scene {
     }
 
     /// A node asks about a chain; gives the answer to `told`.
-    fn chain(&mut self, place: usize, chain: u64, how: impl FnOnce(Option<Token>) -> Ask + Send + 'static, told: &Told<What>) {
+    fn chain(
+        &mut self,
+        place: usize,
+        chain: u64,
+        how: impl FnOnce(Option<Token>) -> Ask + Send + 'static,
+        told: &Told<What>,
+    ) {
         let Some(node) = self.town.node(place).cloned() else { return };
         let (clock, book, told) = (Arc::clone(&self.town.clock), self.book.clone(), told.clone());
         let (key, namespace) = (self.keys[(chain * LENGTH) as usize], self.namespace);
@@ -422,7 +436,7 @@ pub(super) fn row() -> Row {
         id: "R39",
         what: "which nodes come to have a block: puts by lease and directory, hot copies, favoured blocks",
         counts: "courses",
-        targets: [24, 4_000, 80_000],
+        targets: [40, 4_000, 80_000],
         run: |ask, target| -> Tally { until(ask, target, one) },
     }
 }

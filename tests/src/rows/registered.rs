@@ -273,12 +273,12 @@ impl Scene {
                 return self.wrong(format!("{changed} members change at once in epoch {epoch}"));
             }
         }
-        let lately = |node: &&Node| {
-            written.get(node.me.id).is_some() && node.registered + BEHIND + 2 >= self.now
-        };
+        let lately =
+            |node: &&Node| written.get(node.me.id).is_some() && node.registered + BEHIND + 2 >= self.now;
         let there = self.nodes.iter().filter(lately).count();
         if there * 2 <= written.list().len() && epoch > 1 {
-            return self.wrong(format!("epoch {epoch}: {there} of {} members are there", written.list().len()));
+            return self
+                .wrong(format!("epoch {epoch}: {there} of {} members are there", written.list().len()));
         }
         self.epochs.insert(epoch, written.clone());
         Ok(())
@@ -315,8 +315,12 @@ impl Scene {
         let has_majority = |epoch: u64, members: &Members| {
             members.list().iter().filter(|one| is_of(one, epoch)).count() * 2 > members.list().len()
         };
-        let whole: Vec<u64> =
-            self.epochs.iter().filter(|(epoch, of)| has_majority(**epoch, of)).map(|(epoch, _)| *epoch).collect();
+        let whole: Vec<u64> = self
+            .epochs
+            .iter()
+            .filter(|(epoch, of)| has_majority(**epoch, of))
+            .map(|(epoch, _)| *epoch)
+            .collect();
         if whole.len() > 1 {
             return self.wrong(format!("epochs {whole:?} have each a majority"));
         }
@@ -344,7 +348,8 @@ impl Scene {
             10 if !self.nodes[at].runs => {
                 // It moves, now and then to where another one is.
                 let home = self.rng.below(3);
-                let of = if self.rng.below(4) == 0 { self.rng.below(self.nodes.len() as u64) } else { at as u64 };
+                let of =
+                    if self.rng.below(4) == 0 { self.rng.below(self.nodes.len() as u64) } else { at as u64 };
                 self.nodes[at].me.address = address(of as u8, home);
                 self.nodes[at].runs = true;
             }

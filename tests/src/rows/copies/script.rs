@@ -34,9 +34,7 @@ impl Scene {
             self.chain(place, CHAIN, move |_| ask, &told);
             self.quiet()?;
             match told.take() {
-                Some(What::New | What::Unreachable) | None
-                    if self.town.clock.now().since(begun) < SILENT =>
-                {
+                Some(What::New | What::Unreachable) | None if self.town.clock.now().since(begun) < SILENT => {
                     self.town.pass(Duration::from_secs(1))?;
                 }
                 what => return what.ok_or_else(|| format!("node {place} gets no answer to {ask:?}")),
@@ -162,6 +160,10 @@ impl Scene {
         let fates = [Fate::Copied(HOLD)];
         self.puts("a put of who was the owner", owner, (&all[8..9], Some(all[7])), &fates)?;
         self.puts("a put of who is now", other, (&all[8..10], Some(all[7])), &[Fate::Stored; 2])?;
+        self.puts("a put of who is now", other, (&all[..3], None), &[Fate::Stored; 3])?;
+        if self.favoured(other, &all[..3]).contains(&false) {
+            return Err("blocks of an own chain are not favoured".to_owned());
+        }
         // What was decided by a lease is decided again when that is over.
         let Some(node) = self.town.node(other).cloned() else { return Err("no node there".to_owned()) };
         let putting = self.putting(other, &all[10..11], Some(all[9])).ok_or("no node there")?;
@@ -178,7 +180,7 @@ impl Scene {
             return Err("a put goes by a lease that was given up".to_owned());
         }
         self.quiet()?;
-        match self.favoured(other, &all[8..10]).contains(&true) {
+        match self.favoured(other, &all[..3]).contains(&true) {
             true => Err("blocks are favoured whose chain was given up".to_owned()),
             false => Ok(()),
         }
@@ -187,25 +189,28 @@ impl Scene {
     fn answers_that_pass_each_other(&mut self, owner: usize, other: usize) -> Result<(), String> {
         let all = self.scripted(0, SCRIPT);
         for _ in 0..4 {
+            self.heal()?;
             self.owns(owner, Duration::from_secs(20))?;
+            // What is said to the owner takes its time, each word another one.
+            for way in self.town.ways().into_iter().filter(|(_, to)| *to == owner) {
+                self.town.net.change(way, |link| link.delay.1 = Duration::from_millis(60));
+            }
             self.chain(owner, CHAIN, |_| Ask::RenewMs(20_000), &Told::default());
-            self.town.pass(Duration::from_micros(20))?;
+            self.town.pass(Duration::from_millis(1))?;
             self.chain(owner, CHAIN, |_| Ask::Release(true), &Told::default());
-            for _ in 0..8 {
-                let told = Told::default();
-                self.chain(other, CHAIN, |_| Ask::ClaimMs(3000), &told);
-                let pause = self.rng.below(900);
-                self.town.pass(Duration::from_micros(pause))?;
-                if let Some(putting) = self.putting(owner, &all[11..12], None) {
-                    self.spawn(owner, async move { drop(putting.run().await) });
+            self.town.pass(Duration::from_millis(1))?;
+            self.chain(other, CHAIN, |_| Ask::ClaimMs(3000), &Told::default());
+            for _ in 0..30 {
+                if let Some(putting) = self.putting(owner, &all[11..12], Some(all[0])) {
+                    self.spawn(owner, putting.decide());
                 }
-                self.town.pass(Duration::from_micros(300))?;
+                self.town.pass(Duration::from_millis(3))?;
                 self.look()?;
             }
             self.quiet()?;
             self.asks(other, Ask::Release(true))?;
         }
-        Ok(())
+        self.heal()
     }
 
     fn an_owner_that_dies(&mut self, owner: usize, other: usize) -> Result<(), String> {
