@@ -266,7 +266,7 @@ async fn puts_of_a_chain_go_by_its_lease_and_what_the_owner_lacks_comes_to_it() 
     nodes[1].offer_to_owners(column(&b, &keys[..8]), &placing, |place| (4..8).contains(&place));
     until("the owner has what it lacked", || here(&a, &keys[..8]) == 8).await;
     assert_eq!((nodes[1].status().offers.forwarded, nodes[1].status().offers.taken), (4, 4));
-    assert_eq!(nodes[0].status().offers.copied, 4);
+    until("it counts them", || nodes[0].status().offers.copied == 4).await;
     // What hangs on a block that was put behind it is of the chain.
     assert_eq!(fates(&nodes[1], &b, &keys[8..10], Some(keys[7])).await.unwrap(), [copied; 2]);
     assert_eq!(fates(&nodes[1], &b, &keys[10..12], None).await, None, "it is not known of which chain");
@@ -305,8 +305,12 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
         }
         unreachable!("it is full some time")
     };
+    let passing: Vec<BlockKey> = (9000..9016).map(key).collect();
+    a.put_for(&passing, Some(Duration::from_secs(3600)));
     let keys = fill(&a, 0);
     fill(&c, 5000);
+    let small: Vec<BlockKey> = (7000..7010).map(key).collect();
+    b.put(&small);
     let nodes = start(&[&a, &b, &c], |options| options).await;
     let (used, unused): (Vec<BlockKey>, Vec<BlockKey>) = {
         let (used, unused): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(n, _)| n % 16 == 0);
@@ -314,13 +318,20 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
         (keys(used), keys(unused))
     };
     assert_eq!(read(&nodes[0], &a, &used).await.failures, []);
+    assert_eq!(read(&nodes[0], &a, &passing).await.failures, []);
+    assert_eq!(read(&nodes[1], &b, &small).await.failures, []);
     let others = |keys: &[BlockKey]| here(&b, keys) + here(&c, keys);
     let offers = || nodes[0].status().offers;
     // Of a chain that is no node's nothing is offered.
     tokio::time::sleep(Duration::from_secs(6)).await;
     assert_eq!((offers().last, others(&keys)), (0, 0));
+    // One that has room owns a chain as well.
+    claim(&nodes[1], &b, small[0], 60_000).await;
+    nodes[1].note_use(&column(&b, &small), None);
     claim(&nodes[0], &a, keys[0], 60_000).await;
-    nodes[0].note_use(&column(&a, &keys), None);
+    let (of_chain, of_none) = keys.split_at(keys.len() / 2);
+    nodes[0].note_use(&column(&a, of_chain), None);
+    nodes[0].note_use(&column(&a, &passing), Some(keys[0]));
     until("last copies are offered", || offers().last > 0).await;
     until("they are taken and read", || {
         let copied: u64 = nodes[1..].iter().map(|node| node.status().offers.copied).sum();
@@ -332,6 +343,12 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     let (before, taken) = (offers().last, offers().taken);
     assert!(before <= used.len() as u64 && taken == before, "{:?}", offers());
     assert_eq!((others(&unused), here(&a, &keys)), (0, keys.len()), "what was not used is not worth it");
+    assert_eq!(others(of_none), 0, "nor is what is of no own chain");
+    assert_eq!(
+        (others(&passing), nodes[1].status().offers.last),
+        (0, 0),
+        "nor what goes anyhow, or has room"
+    );
     assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
     // What another node has is the last copy no more.
     tokio::time::sleep(Duration::from_secs(7)).await;

@@ -13,7 +13,7 @@ use common::{GROUP, Stage, key, options};
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::partition::{Holders, Partition, Tag};
 use kvarts_layout::{BlockKey, Coordinate, StoreId};
-use kvarts_peer::node::{ClusterNode, NodeOptions, VERSION, lease_of};
+use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy, VERSION, lease_of};
 use kvarts_store::api::{Origins, Placed, ReadEnd, ReadRequest};
 use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_wire::proto;
@@ -23,6 +23,7 @@ use proto::chain_reply::What;
 use proto::chain_request::Ask;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
+use tokio_stream::Pending;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Server};
@@ -422,7 +423,7 @@ struct Holder {
 #[tonic::async_trait]
 impl Nodes for Holder {
     type FeedStream = ReceiverStream<Result<proto::FeedReply, Status>>;
-    type LocateStream = ReceiverStream<Result<proto::LocateReply, Status>>;
+    type LocateStream = Pending<Result<proto::LocateReply, Status>>;
 
     async fn join(&self, _: Request<proto::JoinRequest>) -> Result<Response<proto::JoinReply>, Status> {
         let node = STRANGER.0.to_vec().into();
@@ -451,7 +452,7 @@ impl Nodes for Holder {
         &self,
         _: Request<Streaming<proto::LocateRequest>>,
     ) -> Result<Response<Self::LocateStream>, Status> {
-        Err(Status::unimplemented("it holds and says nothing"))
+        Ok(Response::new(tokio_stream::pending()))
     }
 
     async fn chain(&self, _: Request<proto::ChainRequest>) -> Result<Response<proto::ChainReply>, Status> {
@@ -461,6 +462,30 @@ impl Nodes for Holder {
     async fn offer(&self, _: Request<proto::OfferRequest>) -> Result<Response<proto::OfferReply>, Status> {
         Err(Status::unimplemented("it holds and says nothing"))
     }
+}
+
+#[tokio::test]
+async fn a_put_does_not_wait_for_a_holder_that_takes_questions_and_answers_none() {
+    let a = Stage::new("unanswered-a");
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = listener.local_addr().unwrap();
+    let ((_take, takes), (_ask, asks)) = (watch::channel(true), mpsc::channel(4));
+    let holder = Holder { takes, asks: Mutex::new(Some(asks)), heard: Arc::default() };
+    let serving = Server::builder().add_service(NodesServer::new(holder));
+    tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+    let put = PutPolicy::Single(Duration::from_secs(60));
+    let (nodes, _) = nodes_beside(&[&a], at, |options| NodeOptions { put, ..options }).await;
+    let is_reached = || nodes[0].status().nodes.iter().all(|node| node.is_reachable);
+    until("the holder to be reached", is_reached).await;
+    let keys: Vec<BlockKey> = (0..100).map(key).collect();
+    let column =
+        Column { namespace: a.namespace, group: GROUP, coordinate: Coordinate::default(), keys: &keys };
+    for turn in 1..4 {
+        let placed = tokio::time::timeout(Duration::from_secs(4), nodes[0].place(column, None)).await;
+        assert_eq!(placed, Ok(None), "what is not known in time is stored");
+        assert!(nodes[0].status().puts.unasked >= 20 * turn);
+    }
+    nodes[0].stop();
 }
 
 /// What was taken from the queue for a holder had to wait for room on its way there, and was dropped when the holder asked for

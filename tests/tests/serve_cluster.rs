@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
-use kvarts_store::api::{BlockOutcome, Order, ReadRequest};
+use kvarts_store::api::{BlockOutcome, Order, PutRequest, ReadRequest};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
@@ -215,10 +215,16 @@ fn with_single_the_owner_of_a_chain_stores_and_what_others_take_for_it_comes_to_
         assert!(start.elapsed() < Duration::from_secs(100), "nobody owns the chain");
         std::thread::sleep(Duration::from_millis(100));
     }
-    // Both put the chain at once: each call over another way.
+    // What the owner puts goes last from then on.
     let put =
         |desk: &Desk<'_>, keys: &[BlockKey], producer| desk.outcomes(desk.request(COLUMN(), keys, producer));
-    assert_eq!(put(&desks[1], &keys[..8], 2), vec![BlockOutcome::Stored; 8], "for a time");
+    assert_eq!(put(&desks[0], &keys[..2], 1), vec![BlockOutcome::Stored; 2]);
+    let engine = cluster.nodes[0].daemon().state().engine.clone();
+    assert_eq!(engine.favoured(request.namespace, COLUMN(), &keys[..3]).unwrap(), [true, true, false]);
+    until_known(&b.0, &desks[1], &keys[..2], 1);
+    let (held, stored) = (BlockOutcome::HeldElsewhere, BlockOutcome::Stored);
+    let expected = [vec![held; 2], vec![stored; 6]].concat();
+    assert_eq!(put(&desks[1], &keys[..8], 2), expected, "for a time");
     assert_eq!(put(&desks[0], &keys[..4], 1).len(), 4);
     until_known(&a.0, &desks[0], &keys[..4], 2);
     assert_eq!(
@@ -248,6 +254,22 @@ fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
     until_known(&a.0, &desks[0], &keys, 1);
     desks[1].expect(COLUMN(), &keys[..4], 1);
     desks[1].expect(COLUMN(), &keys[4..], 2);
+}
+
+#[test]
+fn with_keep_a_put_that_lives_shorter_than_copies_do_goes_by_its_own_time() {
+    let cluster = Cluster::start_as("cluster-keep-short", 2, "put = 'keep'\n", ("", None));
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let desks = [Desk::new(&a, "short"), Desk::new(&b, "short")];
+    let keys = desks[0].keys(0..4);
+    desks[0].store(COLUMN(), &keys, 1, Layout::FullBlock);
+    until_known(&b.0, &desks[1], &keys, 1);
+    let request =
+        PutRequest { expires_after: Some(Duration::from_secs(2)), ..desks[1].request(COLUMN(), &keys, 2) };
+    assert_eq!(desks[1].outcomes(request), vec![BlockOutcome::Stored; 4]);
+    until_known(&a.0, &desks[0], &keys, 2);
+    // Copies live for ten minutes.
+    until_known(&a.0, &desks[0], &keys, 1);
 }
 
 /// Has a node copy these blocks of others.

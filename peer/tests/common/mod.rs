@@ -111,6 +111,11 @@ impl Stage {
 
     /// Puts blocks whose bytes follow from their keys.
     pub fn put(&self, keys: &[BlockKey]) {
+        self.put_for(keys, None);
+    }
+
+    /// The same, for so long at most.
+    pub fn put_for(&self, keys: &[BlockKey], expires_after: Option<std::time::Duration>) {
         let bytes = self.shape.block_bytes() as usize;
         let mut memory = BufMut::zeroed(bytes * keys.len()).unwrap();
         for (place, key) in keys.iter().enumerate() {
@@ -118,7 +123,10 @@ impl Stage {
             memory.copy_in(place * bytes, &block);
         }
         let from = Placed::blocks(&self.shape, memory, keys.len() as u32).unwrap();
-        let put = PutRequest::new(self.namespace, GROUP, Coordinate::default(), keys.to_vec(), from);
+        let put = PutRequest {
+            expires_after,
+            ..PutRequest::new(self.namespace, GROUP, Coordinate::default(), keys.to_vec(), from)
+        };
         let reply = block_on(self.store().put(put)).unwrap().unwrap();
         assert!(
             reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored),
