@@ -267,6 +267,9 @@ async fn puts_of_a_chain_go_by_its_lease_and_what_the_owner_lacks_comes_to_it() 
     until("the owner has what it lacked", || here(&a, &keys[..8]) == 8).await;
     assert_eq!((nodes[1].status().offers.forwarded, nodes[1].status().offers.taken), (4, 4));
     until("it counts them", || nodes[0].status().offers.copied == 4).await;
+    let at = (GROUP, Coordinate::default());
+    let favoured = || a.store().favoured(a.namespace, at, &keys[..8]).unwrap();
+    until("they are of its chain", || favoured()[4..] == [true; 4]).await;
     // What hangs on a block that was put behind it is of the chain.
     assert_eq!(fates(&nodes[1], &b, &keys[8..10], Some(keys[7])).await.unwrap(), [copied; 2]);
     assert_eq!(fates(&nodes[1], &b, &keys[10..12], None).await, None, "it is not known of which chain");
