@@ -187,7 +187,7 @@ impl ClusterNode {
     }
 
     /// Whether what was decided for a put still holds: the leases by which this node stores blocks are in force. If not, it has to
-    /// be decided again for what was not stored yet.
+    /// be decided again for the blocks that are not stored yet.
     pub fn stands(&self, placing: &Placing) -> bool {
         let now = self.now();
         planted!("lease-not-looked-at-again")

@@ -141,7 +141,7 @@ pub(super) struct CopyList {
 }
 
 impl CopyList {
-    /// An empty one, with memory for so many blocks without a copy.
+    /// An empty one, with memory for this number of blocks without a copy.
     pub(super) fn with_room(blocks: usize) -> Self {
         Self { nodes: Vec::new(), copies: Vec::with_capacity(blocks) }
     }
