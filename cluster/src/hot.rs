@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, planted};
 
 /// Blocks whose reads are counted: when there are more, those that are hardly read make room.
 pub const COUNTED_MAX: usize = 1 << 16;
@@ -106,6 +106,7 @@ impl Hot {
             let limit = match warmth.copied_until {
                 Some(until) if now < until => continue,
                 Some(_) => most / 2.0,
+                None if planted!("hot-at-once") => 0.0,
                 None => most,
             };
             warmth.copied_until = (warmth.level >= limit).then_some(now + hold);

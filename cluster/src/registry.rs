@@ -10,6 +10,8 @@
 
 use std::collections::BTreeMap;
 
+use kvarts_layout::planted;
+
 use crate::members::{FILE_BYTES_MAX, MEMBERS_MAX, Member, Members, NodeId};
 
 /// Keys that a cluster may have.
@@ -86,11 +88,22 @@ impl View {
         self.taken.get(&node).copied()
     }
 
+    /// The epoch that `me` has to say it is of, if what is held says another one. `known` are the members that it is of.
+    pub fn to_say(&self, me: NodeId, known: Option<&Members>) -> Option<u64> {
+        known.map(Members::epoch).filter(|of| self.taken(me) != Some(*of))
+    }
+
+    /// The members that `me` is to take over: it is one of them, and they are of a later epoch than those that it was given last.
+    pub fn to_take(&self, me: NodeId, last: Option<u64>) -> Option<&Members> {
+        let is_new = |members: &&Members| last.is_none_or(|last| last < members.epoch());
+        self.members().filter(is_new).filter(|members| members.get(me).is_some())
+    }
+
     /// The change of the members that `me` is to propose, if one is due and it is its turn. `known` are those that it is of.
     pub fn due(&self, me: NodeId, known: Option<&Members>) -> Option<Members> {
         let written = self.members.as_ref().map_or(0, Members::epoch);
         let newest = self.taken.values().copied().fold(known.map_or(0, Members::epoch), u64::max);
-        if written < newest {
+        if written < newest && !planted!("epochs-start-over") {
             // What was written was lost. Who knows the last members says them again.
             let known = known.filter(|known| known.epoch() == newest)?;
             return self.of(newest, known.list().to_vec());
@@ -103,13 +116,15 @@ impl View {
             return self.of(0, vec![self.registered.get(&me)?.clone()]);
         };
         let is_of = |member: &&Member| self.taken.get(&member.id).is_some_and(|of| *of >= members.epoch());
-        if members.list().iter().filter(is_of).count() * 2 <= members.list().len() {
+        let of_it = members.list().iter().filter(is_of).count();
+        if of_it * 2 <= members.list().len() && !planted!("epoch-without-majority") {
             return None;
         }
         let list = self.next(members)?;
         // Members of whom a majority is not there could decide nothing, not even who comes next.
         let there = list.iter().filter(|member| self.registered.contains_key(&member.id)).count();
-        if there * 2 > list.len() { self.of(members.epoch(), list) } else { None }
+        let may = there * 2 > list.len() || planted!("members-of-the-gone");
+        if may { self.of(members.epoch(), list) } else { None }
     }
 
     fn of(&self, before: u64, list: Vec<Member>) -> Option<Members> {
@@ -120,13 +135,20 @@ impl View {
     fn next(&self, members: &Members) -> Option<Vec<Member>> {
         let mut list = members.list().to_vec();
         let gone = list.iter().position(|member| !self.registered.contains_key(&member.id));
-        if let Some(gone) = gone {
+        if let Some(gone) = gone.filter(|_| !planted!("lapsed-stay")) {
+            if planted!("two-changes-at-once") {
+                list.retain(|member| self.registered.contains_key(&member.id));
+                return (!list.is_empty()).then_some(list);
+            }
             list.remove(gone);
             return (!list.is_empty()).then_some(list);
         }
-        let moved = |member: &Member| self.registered.get(&member.id).filter(|now| *now != member);
+        let moved = |member: &Member| {
+            self.registered.get(&member.id).filter(|now| *now != member && !planted!("moved-not-followed"))
+        };
         let is_free = |list: &[Member], one: &Member| {
-            list.iter().all(|other| other.id == one.id || other.address != one.address)
+            planted!("address-twice")
+                || list.iter().all(|other| other.id == one.id || other.address != one.address)
         };
         for place in 0..list.len() {
             if let Some(now) = list.get(place).and_then(moved).filter(|now| is_free(&list, now))

@@ -11,7 +11,7 @@ use common::{GROUP, Stage, key};
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::NodeId;
 use kvarts_layout::{BlockKey, Coordinate};
-use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy};
+use kvarts_peer::node::{ClusterNode, Column, Fate, NodeOptions, OfferCounts, PutPolicy};
 use kvarts_store::api::{ContainsRequest, KvStore, Origins, Placed, Presence, ReadEnd, ReadRequest};
 use kvarts_wire::proto;
 use proto::chain_reply::What;
@@ -20,6 +20,19 @@ use tokio::net::TcpListener;
 
 fn column<'a>(stage: &Stage, keys: &'a [BlockKey]) -> Column<'a> {
     Column { namespace: stage.namespace, group: GROUP, coordinate: Coordinate::default(), keys }
+}
+
+/// How long copies of puts live.
+const HOLD: Duration = Duration::from_secs(5);
+
+/// What a put of these blocks does with them.
+async fn fates(
+    node: &ClusterNode,
+    stage: &Stage,
+    keys: &[BlockKey],
+    parent: Option<BlockKey>,
+) -> Option<Vec<Fate>> {
+    node.place(column(stage, keys), parent).await.map(|placing| placing.fates().to_vec())
 }
 
 /// Nodes of one cluster with options of their own.
@@ -118,24 +131,22 @@ async fn what_is_read_often_from_another_node_is_copied_for_a_time_and_lost_when
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_put_knows_what_another_node_has_that_can_be_reached_and_waits_a_moment_at_most() {
     let [a, b] = ["placing-a", "placing-b"].map(Stage::new);
-    let nodes = start(&[&a, &b], |options| NodeOptions { put: PutPolicy::Single, ..options }).await;
+    let nodes = start(&[&a, &b], |options| NodeOptions { put: PutPolicy::Single(HOLD), ..options }).await;
     let keys: Vec<BlockKey> = (0..40).map(key).collect();
     a.put(&keys[..20]);
     b.put(&keys[10..15]);
     until_located(&nodes[1], &b, &keys[..20], a.id()).await;
-    let held = nodes[1].held_elsewhere(column(&b, &keys)).await.unwrap();
-    let expected: Vec<bool> = (0..40).map(|n| n < 20 && !(10..15).contains(&n)).collect();
-    assert_eq!(held, expected, "what is here is stored here, and so is what is nowhere");
+    let found = fates(&nodes[1], &b, &keys, None).await.unwrap();
+    let fate = |n| if n < 20 && !(10..15).contains(&n) { Fate::Held } else { Fate::Stored };
+    let expected: Vec<Fate> = (0..40).map(fate).collect();
+    assert_eq!(found, expected, "what is here is stored here, and so is what is nowhere");
     assert_eq!(nodes[1].status().puts.held, 15);
-    assert_eq!(nodes[1].held_elsewhere(column(&b, &keys[20..])).await, None);
+    assert_eq!(fates(&nodes[1], &b, &keys[20..], None).await, None);
     nodes[0].stop();
     until("the other node is away", || nodes[1].status().nodes.iter().any(|node| !node.is_reachable)).await;
     let begun = Instant::now();
-    assert_eq!(
-        nodes[1].held_elsewhere(column(&b, &keys)).await,
-        None,
-        "what is said to be on a node that is gone"
-    );
+    let found = fates(&nodes[1], &b, &keys, None).await;
+    assert_eq!(found, None, "what is said to be on a node that is gone");
     assert!(begun.elapsed() < Duration::from_secs(1));
     nodes[1].stop();
 }
@@ -148,11 +159,11 @@ async fn a_put_whose_holder_says_nothing_goes_on_and_is_counted() {
         [TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap()];
     let members = common::members(1, &[&a, &b], &listeners);
     let [own, _silent] = listeners;
-    let options = NodeOptions { put: PutPolicy::Single, ..common::options(&members) };
+    let options = NodeOptions { put: PutPolicy::Single(HOLD), ..common::options(&members) };
     let node = ClusterNode::start(a.store().clone(), own, options).unwrap();
     let keys: Vec<BlockKey> = (0..100).map(key).collect();
     let begun = Instant::now();
-    assert_eq!(node.held_elsewhere(column(&a, &keys)).await, None);
+    assert_eq!(fates(&node, &a, &keys, None).await, None);
     assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
     let unasked = node.status().puts.unasked;
     assert!((20..80).contains(&unasked), "{unasked}");
@@ -216,5 +227,134 @@ async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
     assert_eq!(favoured(&a), up_to(10));
     ask(&nodes[0], &a, keys[3], Ask::Release(true), token).await;
     assert_eq!((favoured(&a), nodes[0].status().owned), (vec![false; 12], 0));
+    nodes.iter().for_each(|node| node.stop());
+}
+
+async fn claim(node: &ClusterNode, stage: &Stage, first: BlockKey, hold_ms: u64) -> (u64, u64) {
+    let begun = Instant::now();
+    loop {
+        let reply = ask(node, stage, first, Ask::ClaimMs(hold_ms), (0, 0)).await;
+        if let (What::Granted, Some(lease)) = (reply.what(), &reply.lease) {
+            return (lease.token_epoch, lease.token_number);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "{reply:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn puts_of_a_chain_go_by_its_lease_and_what_the_owner_lacks_comes_to_it() {
+    let [a, b] = ["lease-a", "lease-b"].map(Stage::new);
+    let nodes = start(&[&a, &b], |options| NodeOptions { put: PutPolicy::Single(HOLD), ..options }).await;
+    let keys: Vec<BlockKey> = (0..12).map(key).collect();
+    let token = claim(&nodes[0], &a, keys[0], 60_000).await;
+    // The owner's puts go by the lease, whatever others have.
+    b.put(&keys[2..3]);
+    until_located(&nodes[0], &a, &keys[2..3], b.id()).await;
+    let own = nodes[0].place(column(&a, &keys[..4]), None).await.unwrap();
+    assert_eq!((own.fates(), own.own().len()), (&[Fate::Stored; 4][..], 1));
+    assert_eq!(nodes[0].status().puts.owned, 1);
+    a.put(&keys[..4]);
+    until_located(&nodes[1], &b, &keys[..4], a.id()).await;
+    // Another node writes nothing that is there, and the rest for a time.
+    let placing = nodes[1].place(column(&b, &keys[..8]), None).await.unwrap();
+    let copied = Fate::Copied(HOLD);
+    let (held, stored) = (Fate::Held, Fate::Stored);
+    assert_eq!(placing.fates(), [held, held, stored, held, copied, copied, copied, copied]);
+    assert!(placing.own().is_empty() && nodes[1].stands(&placing));
+    b.put(&keys[4..8]);
+    nodes[1].offer_to_owners(column(&b, &keys[..8]), &placing, |place| (4..8).contains(&place));
+    until("the owner has what it lacked", || here(&a, &keys[..8]) == 8).await;
+    assert_eq!((nodes[1].status().offers.forwarded, nodes[1].status().offers.taken), (4, 4));
+    until("it counts them", || nodes[0].status().offers.copied == 4).await;
+    let at = (GROUP, Coordinate::default());
+    let favoured = || a.store().favoured(a.namespace, at, &keys[..8]).unwrap();
+    until("they are of its chain", || favoured()[4..] == [true; 4]).await;
+    // What hangs on a block that was put behind it is of the chain.
+    assert_eq!(fates(&nodes[1], &b, &keys[8..10], Some(keys[7])).await.unwrap(), [copied; 2]);
+    assert_eq!(fates(&nodes[1], &b, &keys[10..12], None).await, None, "it is not known of which chain");
+    // The lease ends: what was decided by it is to be decided again, and another node's counts.
+    assert!(nodes[0].stands(&own));
+    ask(&nodes[0], &a, keys[0], Ask::Release(true), token).await;
+    assert!(!nodes[0].stands(&own));
+    claim(&nodes[1], &b, keys[0], 60_000).await;
+    assert_eq!(
+        fates(&nodes[0], &a, &keys[8..9], Some(keys[7])).await.unwrap(),
+        [copied],
+        "it came from there"
+    );
+    assert_eq!(fates(&nodes[0], &a, &keys[9..10], Some(keys[11])).await, None, "behind what is of no chain");
+    assert_eq!(fates(&nodes[1], &b, &keys[8..9], Some(keys[7])).await.unwrap(), [stored]);
+    // The owner is gone: its lease keeps no other node from storing.
+    nodes[1].stop();
+    until("the owner is away", || nodes[0].status().nodes.iter().any(|node| !node.is_reachable)).await;
+    assert_eq!(fates(&nodes[0], &a, &keys[8..9], Some(keys[0])).await, None);
+    nodes[0].stop();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted() {
+    let a = Stage::with_budget("last-a", 32 << 20);
+    let b = Stage::new("last-b");
+    // This one is full itself.
+    let c = Stage::with_budget("last-c", 32 << 20);
+    let fill = |stage: &Stage, from: u32| {
+        for first in (from..).step_by(64) {
+            let stats = stage.store().stats();
+            if stats.allocated_bytes * 100 >= stats.budget_bytes * 82 {
+                return (from..first).map(key).filter(|key| here(stage, &[*key]) == 1).collect::<Vec<_>>();
+            }
+            stage.put(&(first..first + 64).map(key).collect::<Vec<_>>());
+        }
+        unreachable!("it is full some time")
+    };
+    let passing: Vec<BlockKey> = (9000..9016).map(key).collect();
+    a.put_for(&passing, Some(Duration::from_secs(3600)));
+    let keys = fill(&a, 0);
+    fill(&c, 5000);
+    let small: Vec<BlockKey> = (7000..7010).map(key).collect();
+    b.put(&small);
+    let nodes = start(&[&a, &b, &c], |options| options).await;
+    let (used, unused): (Vec<BlockKey>, Vec<BlockKey>) = {
+        let (used, unused): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(n, _)| n % 16 == 0);
+        let keys = |of: Vec<(usize, &BlockKey)>| of.into_iter().map(|(_, key)| *key).collect();
+        (keys(used), keys(unused))
+    };
+    assert_eq!(read(&nodes[0], &a, &used).await.failures, []);
+    assert_eq!(read(&nodes[0], &a, &passing).await.failures, []);
+    assert_eq!(read(&nodes[1], &b, &small).await.failures, []);
+    let others = |keys: &[BlockKey]| here(&b, keys) + here(&c, keys);
+    let offers = || nodes[0].status().offers;
+    // Of a chain that is no node's nothing is offered.
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert_eq!((offers().last, others(&keys)), (0, 0));
+    // One that has room owns a chain as well.
+    claim(&nodes[1], &b, small[0], 60_000).await;
+    nodes[1].note_use(&column(&b, &small), None);
+    claim(&nodes[0], &a, keys[0], 60_000).await;
+    let (of_chain, of_none) = keys.split_at(keys.len() / 2);
+    nodes[0].note_use(&column(&a, of_chain), None);
+    nodes[0].note_use(&column(&a, &passing), Some(keys[0]));
+    until("last copies are offered", || offers().last > 0).await;
+    until("they are taken and read", || {
+        let copied: u64 = nodes[1..].iter().map(|node| node.status().offers.copied).sum();
+        let OfferCounts { last, taken, .. } = offers();
+        let copied_here = others(&used) as u64;
+        taken == last && copied == taken && copied_here == copied
+    })
+    .await;
+    let (before, taken) = (offers().last, offers().taken);
+    assert!(before <= used.len() as u64 && taken == before, "{:?}", offers());
+    assert_eq!((others(&unused), here(&a, &keys)), (0, keys.len()), "what was not used is not worth it");
+    assert_eq!(others(of_none), 0, "nor is what is of no own chain");
+    assert_eq!(
+        (others(&passing), nodes[1].status().offers.last),
+        (0, 0),
+        "nor what goes anyhow, or has room"
+    );
+    assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
+    // What another node has is the last copy no more.
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    assert_eq!((offers().last, offers().taken), (before, taken));
     nodes.iter().for_each(|node| node.stop());
 }

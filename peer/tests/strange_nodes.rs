@@ -13,7 +13,7 @@ use common::{GROUP, Stage, key, options};
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::partition::{Holders, Partition, Tag};
 use kvarts_layout::{BlockKey, Coordinate, StoreId};
-use kvarts_peer::node::{ClusterNode, NodeOptions, VERSION, lease_of};
+use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy, VERSION, lease_of};
 use kvarts_store::api::{Origins, Placed, ReadEnd, ReadRequest};
 use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_wire::proto;
@@ -23,6 +23,7 @@ use proto::chain_reply::What;
 use proto::chain_request::Ask;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
+use tokio_stream::Pending;
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Server};
@@ -81,6 +82,19 @@ async fn calls(members: &Members, to: NodeId) -> NodesClient<Channel> {
     let address = &members.get(to).unwrap().address;
     let channel = Channel::from_shared(format!("http://{address}")).unwrap();
     NodesClient::new(channel.connect().await.unwrap())
+}
+
+/// One look-up, over a call of its own.
+async fn look_up(
+    client: &mut NodesClient<Channel>,
+    to: NodeId,
+    tags: bytes::Bytes,
+) -> Result<proto::LocateReply, Status> {
+    let asked = proto::LocateRequest { tags, ..proto::LocateRequest::default() };
+    let (say, said) = mpsc::channel(1);
+    say.send(asked).await.unwrap();
+    let mut answers = client.locate(shows(ReceiverStream::new(said), to)).await?.into_inner();
+    answers.message().await?.ok_or_else(|| Status::unavailable("no answer"))
 }
 
 /// An address at which no server ever answers.
@@ -286,8 +300,7 @@ async fn calls_without_end_hold_up_nobody_else_and_leave_nothing() {
             floods.push(tokio::spawn(async move {
                 let mut answered = 0;
                 while !*stopped.borrow() {
-                    let asked = proto::LocateRequest { tags: tags.clone() };
-                    answered += u32::from(client.locate(shows(asked, to)).await.is_ok());
+                    answered += u32::from(look_up(&mut client, to, tags.clone()).await.is_ok());
                 }
                 answered
             }));
@@ -306,6 +319,76 @@ async fn calls_without_end_hold_up_nobody_else_and_leave_nothing() {
 }
 
 #[tokio::test]
+async fn questions_that_are_none_end_their_call_and_no_other() {
+    let a = Stage::new("questions-a");
+    let (_nobody, stranger) = nowhere().await;
+    let (nodes, members) = nodes_beside(&[&a], stranger, |options| options).await;
+    let to = nodes[0].id();
+    let mut client = calls(&members, to).await;
+    let (say, said) = mpsc::channel(4);
+    let mut good = client.locate(shows(ReceiverStream::new(said), to)).await.unwrap().into_inner();
+    for wrong in [vec![1; 15], vec![1; 17], vec![1; (65_536 + 1) * 16]] {
+        let refused = look_up(&mut client, to, wrong.into()).await.unwrap_err();
+        assert!(matches!(refused.code(), Code::InvalidArgument | Code::OutOfRange), "{refused}");
+    }
+    // Answers come in the order of questions, each with the number of its own.
+    for number in [7, 3, 3] {
+        say.send(proto::LocateRequest { tags: vec![2; 32].into(), number, owners: true }).await.unwrap();
+        let answer = good.message().await.unwrap().unwrap();
+        assert_eq!((answer.number, &answer.copies[..], answer.owners.len()), (number, &[0, 0][..], 0));
+    }
+    nodes[0].stop();
+    assert!(!matches!(good.message().await, Ok(Some(_))), "it ends with the node");
+}
+
+#[tokio::test]
+async fn what_a_member_offers_is_bounded_and_of_a_model_that_was_shown() {
+    let a = Stage::new("offers-a");
+    let (_nobody, stranger) = nowhere().await;
+    let (nodes, members) = nodes_beside(&[&a], stranger, |options| options).await;
+    let to = nodes[0].id();
+    let mut client = calls(&members, to).await;
+    let offer = |keys: Vec<u8>, namespace: Vec<u8>, chain: Vec<u8>| {
+        let (namespace, keys, chain) = (namespace.into(), keys.into(), chain.into());
+        let column = Some(kvarts_wire::convert::wire_column(GROUP, Coordinate::default()));
+        shows(proto::OfferRequest { namespace, column, keys, chain }, to)
+    };
+    let namespace = a.namespace.as_bytes().to_vec();
+    let keys: Vec<BlockKey> = (0..8).map(key).collect();
+    let named: Vec<u8> = keys.iter().flat_map(|key| key.0).collect();
+    let taken = async |client: &mut NodesClient<Channel>, offer| {
+        client.offer(offer).await.unwrap().into_inner().taken
+    };
+    assert_eq!(taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await, 0, "never shown");
+    let (identity, geometry) = common::model();
+    nodes[0].know(&identity, &geometry, a.namespace);
+    a.put(&keys[..3]);
+    for (keys, of, chain) in [
+        (vec![1; 31], namespace.clone(), vec![]),
+        (vec![1; 32 * 4097], namespace.clone(), vec![]),
+        (named.clone(), vec![1; 31], vec![]),
+        (named.clone(), namespace.clone(), vec![1; 15]),
+    ] {
+        let refused = client.offer(offer(keys, of, chain)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+    }
+    assert_eq!(
+        taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await,
+        5,
+        "but what is here"
+    );
+    // No node has any of it: what there may be of such offers is bounded.
+    let mut sum = 0;
+    for _ in 0..200 {
+        sum += taken(&mut client, offer(named.clone(), namespace.clone(), vec![])).await;
+    }
+    assert!((5..=5 * 80).contains(&sum), "{sum}");
+    until("an offer to be given up", || nodes[0].status().offers.failed > 0).await;
+    assert_eq!(nodes[0].status().offers.copied, 0);
+    nodes[0].stop();
+}
+
+#[tokio::test]
 async fn who_is_no_member_is_refused_before_what_it_sends_is_taken() {
     let a = Stage::new("nobody-a");
     let (_nobody, stranger) = nowhere().await;
@@ -317,14 +400,17 @@ async fn who_is_no_member_is_refused_before_what_it_sends_is_taken() {
     let refused = client.feed(Request::new(ReceiverStream::new(said))).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unauthenticated);
     // The proof for another node, and that of another secret.
-    for wrong in [shows(proto::LocateRequest::default(), STRANGER), {
-        let mut request = shows(proto::LocateRequest::default(), to);
+    for wrong in [shows(proto::ChainRequest::default(), STRANGER), {
+        let mut request = shows(proto::ChainRequest::default(), to);
         request.metadata_mut().insert("kvarts-proof", MetadataValue::from_static("00"));
         request
     }] {
-        assert_eq!(client.locate(wrong).await.unwrap_err().code(), Code::Unauthenticated);
+        assert_eq!(client.chain(wrong).await.unwrap_err().code(), Code::Unauthenticated);
     }
-    assert!(client.locate(shows(proto::LocateRequest::default(), to)).await.is_ok());
+    let (_say, said) = mpsc::channel::<proto::LocateRequest>(1);
+    let refused = client.locate(Request::new(ReceiverStream::new(said))).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Unauthenticated);
+    assert!(look_up(&mut client, to, bytes::Bytes::new()).await.is_ok());
 }
 
 /// A holder of the directory that takes nothing until it is told to, and asks what it is told to ask.
@@ -337,6 +423,7 @@ struct Holder {
 #[tonic::async_trait]
 impl Nodes for Holder {
     type FeedStream = ReceiverStream<Result<proto::FeedReply, Status>>;
+    type LocateStream = Pending<Result<proto::LocateReply, Status>>;
 
     async fn join(&self, _: Request<proto::JoinRequest>) -> Result<Response<proto::JoinReply>, Status> {
         let node = STRANGER.0.to_vec().into();
@@ -361,13 +448,44 @@ impl Nodes for Holder {
         Ok(Response::new(ReceiverStream::new(asks)))
     }
 
-    async fn locate(&self, _: Request<proto::LocateRequest>) -> Result<Response<proto::LocateReply>, Status> {
-        Err(Status::unimplemented("it holds and says nothing"))
+    async fn locate(
+        &self,
+        _: Request<Streaming<proto::LocateRequest>>,
+    ) -> Result<Response<Self::LocateStream>, Status> {
+        Ok(Response::new(tokio_stream::pending()))
     }
 
     async fn chain(&self, _: Request<proto::ChainRequest>) -> Result<Response<proto::ChainReply>, Status> {
         Err(Status::unimplemented("it holds and says nothing"))
     }
+
+    async fn offer(&self, _: Request<proto::OfferRequest>) -> Result<Response<proto::OfferReply>, Status> {
+        Err(Status::unimplemented("it holds and says nothing"))
+    }
+}
+
+#[tokio::test]
+async fn a_put_does_not_wait_for_a_holder_that_takes_questions_and_answers_none() {
+    let a = Stage::new("unanswered-a");
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = listener.local_addr().unwrap();
+    let ((_take, takes), (_ask, asks)) = (watch::channel(true), mpsc::channel(4));
+    let holder = Holder { takes, asks: Mutex::new(Some(asks)), heard: Arc::default() };
+    let serving = Server::builder().add_service(NodesServer::new(holder));
+    tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+    let put = PutPolicy::Single(Duration::from_secs(60));
+    let (nodes, _) = nodes_beside(&[&a], at, |options| NodeOptions { put, ..options }).await;
+    let is_reached = || nodes[0].status().nodes.iter().all(|node| node.is_reachable);
+    until("the holder to be reached", is_reached).await;
+    let keys: Vec<BlockKey> = (0..100).map(key).collect();
+    let column =
+        Column { namespace: a.namespace, group: GROUP, coordinate: Coordinate::default(), keys: &keys };
+    for turn in 1..4 {
+        let placed = tokio::time::timeout(Duration::from_secs(4), nodes[0].place(column, None)).await;
+        assert_eq!(placed, Ok(None), "what is not known in time is stored");
+        assert!(nodes[0].status().puts.unasked >= 20 * turn);
+    }
+    nodes[0].stop();
 }
 
 /// What was taken from the queue for a holder had to wait for room on its way there, and was dropped when the holder asked for

@@ -94,6 +94,16 @@ fn nodes_in_trouble_give_no_wrong_byte_and_agree_again_when_it_is_over() {
 }
 
 #[test]
+fn members_that_register_themselves_are_those_that_run_and_never_two_majorities() {
+    run("R38", 150);
+}
+
+#[test]
+fn blocks_come_to_nodes_by_the_rules_and_leases() {
+    run("R39", 3);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }

@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
-use kvarts_store::api::{BlockOutcome, Order, ReadRequest};
+use kvarts_store::api::{BlockOutcome, Order, PutRequest, ReadRequest};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Scratch;
 use kvarts_wire::{convert, proto};
+use proto::chain_reply::What;
+use proto::chain_request::Ask;
 use served::{Beside, NOT_AMONG_NODES, Served};
 
 /// Clusters of this process so far.
@@ -191,6 +193,60 @@ fn with_single_a_put_of_what_another_node_has_is_acknowledged_and_not_written() 
 }
 
 #[test]
+fn with_single_the_owner_of_a_chain_stores_and_what_others_take_for_it_comes_to_it() {
+    let file = "put = 'single'\ncopy_hold = 3\n";
+    let cluster = Cluster::start_as("cluster-owner", 2, file, ("", None));
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let local = Beside(cluster.nodes[1].local(None));
+    let desks = [&a, &b, &local].map(|stage| Desk::new(stage, "owner"));
+    let keys = desks[0].keys(0..12);
+    let request = desks[0].read_request(COLUMN(), &keys);
+    let chain = |ask, token: (u64, u64)| proto::ChainRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        key: convert::key_bytes(&keys[..1]),
+        ask: Some(ask),
+        token_epoch: token.0,
+        token_number: token.1,
+        ..proto::ChainRequest::default()
+    };
+    let start = Instant::now();
+    while cluster.client(0).chain(chain(Ask::ClaimMs(60_000), (0, 0))).unwrap().what() != What::Granted {
+        assert!(start.elapsed() < Duration::from_secs(100), "nobody owns the chain");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    // What the owner puts goes last from then on.
+    let put =
+        |desk: &Desk<'_>, keys: &[BlockKey], producer| desk.outcomes(desk.request(COLUMN(), keys, producer));
+    assert_eq!(put(&desks[0], &keys[..2], 1), vec![BlockOutcome::Stored; 2]);
+    let engine = cluster.nodes[0].daemon().state().engine.clone();
+    assert_eq!(engine.favoured(request.namespace, COLUMN(), &keys[..3]).unwrap(), [true, true, false]);
+    until_known(&b.0, &desks[1], &keys[..2], 1);
+    let (held, stored) = (BlockOutcome::HeldElsewhere, BlockOutcome::Stored);
+    let expected = [vec![held; 2], vec![stored; 6]].concat();
+    assert_eq!(put(&desks[1], &keys[..8], 2), expected, "for a time");
+    assert_eq!(put(&desks[0], &keys[..4], 1).len(), 4);
+    // What came to the owner goes last there as well.
+    let own = || engine.favoured(request.namespace, COLUMN(), &keys[..8]).unwrap();
+    let start = Instant::now();
+    while own() != [true; 8] {
+        assert!(start.elapsed() < Duration::from_secs(30), "the owner lacks blocks: {:?}", own());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(
+        put(&desks[2], &keys[8..], 2),
+        vec![BlockOutcome::Stored; 4],
+        "it is not known of which chain"
+    );
+    // Of the chain one copy is left, the owner's.
+    until_known(&b.0, &desks[1], &keys[..8], 1);
+    let on_owner = |keys: &[BlockKey]| copy(&a.0, &desks[0], keys).here;
+    assert_eq!((on_owner(&keys[..8]), cluster.client(0).cluster_status().unwrap().epoch), (8, 1));
+    assert_eq!(put(&desks[2], &keys[..8], 3), vec![BlockOutcome::HeldElsewhere; 8]);
+    desks[1].expect(COLUMN(), &keys[4..8], 2);
+}
+
+#[test]
 fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
     let cluster = Cluster::start_as("cluster-keep", 2, "put = 'keep'\ncopy_hold = 2\n", ("", None));
     let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
@@ -204,6 +260,22 @@ fn with_keep_a_put_of_what_another_node_has_is_stored_for_a_time() {
     until_known(&a.0, &desks[0], &keys, 1);
     desks[1].expect(COLUMN(), &keys[..4], 1);
     desks[1].expect(COLUMN(), &keys[4..], 2);
+}
+
+#[test]
+fn with_keep_a_put_that_lives_shorter_than_copies_do_goes_by_its_own_time() {
+    let cluster = Cluster::start_as("cluster-keep-short", 2, "put = 'keep'\n", ("", None));
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let desks = [Desk::new(&a, "short"), Desk::new(&b, "short")];
+    let keys = desks[0].keys(0..4);
+    desks[0].store(COLUMN(), &keys, 1, Layout::FullBlock);
+    until_known(&b.0, &desks[1], &keys, 1);
+    let request =
+        PutRequest { expires_after: Some(Duration::from_secs(2)), ..desks[1].request(COLUMN(), &keys, 2) };
+    assert_eq!(desks[1].outcomes(request), vec![BlockOutcome::Stored; 4]);
+    until_known(&a.0, &desks[0], &keys, 2);
+    // Copies live for ten minutes.
+    until_known(&a.0, &desks[0], &keys, 1);
 }
 
 /// Has a node copy these blocks of others.

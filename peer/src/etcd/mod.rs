@@ -126,14 +126,10 @@ impl Shared {
     /// Takes in what was written.
     fn see(&self, view: &View) {
         let Some(members) = view.members() else { return };
-        let is_new = |last: &Option<Members>| last.as_ref().is_none_or(|last| last.epoch() < members.epoch());
         let is_member = members.get(self.me.id).is_some();
         self.members.send_if_modified(|last| {
-            let takes = is_member && is_new(last);
-            if takes {
-                *last = Some(members.clone());
-            }
-            takes
+            let new = view.to_take(self.me.id, last.as_ref().map(Members::epoch));
+            new.map(|new| *last = Some(new.clone())).is_some()
         });
         self.set_trouble(match is_member {
             true => String::new(),
@@ -147,7 +143,7 @@ impl Shared {
     /// Does what is due: says which epoch this node is of, and proposes the next one.
     async fn act(&self, etcd: &Etcd, view: &mut View) -> Result<(), String> {
         let (me, known) = (self.me.id, self.known());
-        if let Some(epoch) = known.as_ref().map(Members::epoch).filter(|of| view.taken(me) != Some(*of)) {
+        if let Some(epoch) = view.to_say(me, known.as_ref()) {
             etcd.put(&self.key(&taken_key(me)), &epoch.to_string(), 0).await?;
             view.set(&taken_key(me), Some(epoch.to_string().as_bytes()), 0);
         }

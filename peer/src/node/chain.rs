@@ -22,7 +22,7 @@ use super::{ClusterNode, wire};
 /// How often a holder has itself confirmed.
 const CONFIRM_EVERY: Duration = Duration::from_secs(1);
 /// Between nodes a question about a chain takes at most this long.
-const TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl ClusterNode {
     /// Asks, as `asked.node`, about the chain of this name: here or at the node that holds its partition.
@@ -40,12 +40,20 @@ impl ClusterNode {
         }
     }
 
+    /// Who owns the chains that begin with these blocks, as far as this node decides it and may say so now: the place of each block
+    /// that begins one, and the owner.
+    pub(super) fn owners(&self, tags: impl Iterator<Item = Tag>) -> Vec<(usize, NodeId)> {
+        let (now, chains) = (self.now(), self.chains());
+        if chains.is_empty() {
+            return Vec::new();
+        }
+        let owned = |(place, tag)| chains.look(&tag, now).ok().map(|lease| (place, lease.owner));
+        tags.enumerate().filter_map(owned).collect()
+    }
+
     /// Decides about a chain of a partition that this node holds.
     pub(super) fn decide(&self, asked: &proto::ChainRequest) -> Result<proto::ChainReply, Status> {
-        let tag = match wire::tags(&asked.tag)?.as_slice() {
-            [tag] => *tag,
-            _ => return Err(Status::invalid_argument("tag: one of 16 bytes")),
-        };
+        let tag = wire::tag(&asked.tag)?;
         if self.directory().holder_of(&tag) != Some(self.me) {
             return Ok(proto::ChainReply { what: What::New.into(), ..proto::ChainReply::default() });
         }

@@ -5,9 +5,10 @@ use std::pin::Pin;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use futures_util::{Stream, StreamExt};
 use kvarts_cluster::directory::Lacks;
 use kvarts_cluster::members::NodeId;
-use kvarts_cluster::partition::Partition;
+use kvarts_cluster::partition::{Partition, Tag};
 use kvarts_wire::proto;
 use kvarts_wire::proto::nodes_server::{Nodes, NodesServer};
 use tokio::net::TcpListener;
@@ -20,6 +21,7 @@ use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::link::{NODE_HEADER, PROOF_HEADER};
+use super::locate::AT_ONCE;
 use super::stream::Shown;
 use super::wire::{self, CopyList};
 use super::{ClusterNode, MESSAGE_BYTES_MAX, VERSION, incoming};
@@ -145,10 +147,12 @@ fn caller<T>(request: &Request<T>) -> Result<NodeId, Status> {
 }
 
 type Replies = Pin<Box<ReceiverStream<Result<proto::FeedReply, Status>>>>;
+type Answers = Pin<Box<dyn Stream<Item = Result<proto::LocateReply, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Nodes for Holder {
     type FeedStream = Replies;
+    type LocateStream = Answers;
 
     async fn join(&self, request: Request<proto::JoinRequest>) -> Result<Response<proto::JoinReply>, Status> {
         let (asked, node) = (request.into_inner(), &self.0);
@@ -201,12 +205,14 @@ impl Nodes for Holder {
 
     async fn locate(
         &self,
-        request: Request<proto::LocateRequest>,
-    ) -> Result<Response<proto::LocateReply>, Status> {
-        let tags = wire::tags(&request.into_inner().tags)?;
-        let (nodes, copies) = self.0.known_copies(&tags).await.into_parts();
-        let nodes = nodes.iter().flat_map(|node| node.0).collect();
-        Ok(Response::new(proto::LocateReply { nodes, copies }))
+        request: Request<Streaming<proto::LocateRequest>>,
+    ) -> Result<Response<Self::LocateStream>, Status> {
+        let (node, stopped) = (Arc::clone(&self.0), self.0.stopped());
+        let answers = request.into_inner().then(move |asked| {
+            let node = Arc::clone(&node);
+            async move { node.known(&asked?).await }
+        });
+        Ok(Response::new(Box::pin(answers.take_until(stopped))))
     }
 
     async fn chain(
@@ -220,6 +226,13 @@ impl Nodes for Holder {
             return Err(Status::permission_denied("a node asks for itself alone"));
         }
         self.0.decide(&asked).map(Response::new)
+    }
+
+    async fn offer(
+        &self,
+        request: Request<proto::OfferRequest>,
+    ) -> Result<Response<proto::OfferReply>, Status> {
+        self.0.offered(&request.into_inner()).map(|taken| Response::new(proto::OfferReply { taken }))
     }
 }
 
@@ -235,16 +248,30 @@ impl ClusterNode {
         None
     }
 
-    /// Who has these blocks, as far as this node's part of the directory knows. After every few others have their turn.
-    async fn known_copies(&self, tags: &[kvarts_cluster::partition::Tag]) -> CopyList {
-        let mut list = CopyList::default();
-        for (at, some) in tags.chunks(super::locate::AT_ONCE).enumerate() {
-            if at > 0 {
+    /// Who has these blocks, and who owns the chains that begin with them, as far as this node's part of the directory knows. After
+    /// every few others have their turn.
+    async fn known(&self, asked: &proto::LocateRequest) -> Result<proto::LocateReply, Status> {
+        let tags = wire::tag_slice(&asked.tags)?;
+        let (mut list, mut owners) = (CopyList::with_room(tags.len()), Vec::new());
+        for (turn, some) in tags.chunks(AT_ONCE).enumerate() {
+            if turn > 0 {
                 tokio::task::yield_now().await;
             }
-            let directory = self.directory();
-            some.iter().for_each(|tag| list.push(directory.copies(tag)));
+            {
+                let directory = self.directory();
+                some.iter().for_each(|tag| list.push(directory.copies(&Tag(*tag))));
+            }
+            if asked.owners {
+                let some = some.iter().map(|tag| Tag(*tag));
+                for (at, owner) in self.owners(some) {
+                    let (place, node) = ((turn * AT_ONCE + at) as u32, list.place_of(owner));
+                    owners.extend_from_slice(&place.to_le_bytes());
+                    owners.extend_from_slice(&node.to_le_bytes());
+                }
+            }
         }
-        list
+        let (nodes, copies) = list.into_parts();
+        let nodes = nodes.iter().flat_map(|node| node.0).collect();
+        Ok(proto::LocateReply { nodes, copies, number: asked.number, owners: owners.into() })
     }
 }

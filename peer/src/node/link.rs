@@ -6,16 +6,21 @@ use std::time::Duration;
 use kvarts_cluster::members::{Member, NodeId};
 use kvarts_wire::proto;
 use kvarts_wire::proto::nodes_client::NodesClient;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::{Request, Status};
 
 use super::Secret;
 use super::network::{Calls, Footing};
+use super::questions::Questions;
 use crate::read::{Runner, in_time};
 
 /// How long a connection may take to be made.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Look-ups that wait to be sent.
+const WAITING: usize = 32;
 
 /// The header that names the node that calls.
 pub(super) const NODE_HEADER: &str = "kvarts-node";
@@ -29,6 +34,7 @@ pub(super) struct Link {
     client: NodesClient<Calls>,
     runner: Arc<dyn Runner>,
     headers: [MetadataValue<Ascii>; 2],
+    questions: Arc<Questions>,
     /// Wakes the task that sends it this node's changes.
     pub(super) news: Notify,
     state: Mutex<State>,
@@ -57,7 +63,8 @@ impl Link {
         let header = |text: String| text.parse().map_err(|_| "a header that is none".to_owned());
         let headers = [header(me.to_string())?, header(secret.proof(me, member.id))?];
         let (news, state) = (Notify::new(), Mutex::new(State::default()));
-        Ok(Arc::new(Self { member, client, runner, headers, news, state }))
+        let questions = Arc::default();
+        Ok(Arc::new(Self { member, client, runner, headers, questions, news, state }))
     }
 
     pub(super) fn id(&self) -> NodeId {
@@ -94,10 +101,40 @@ impl Link {
 
     pub(super) async fn locate(
         &self,
-        wire: proto::LocateRequest,
+        asked: proto::LocateRequest,
         timeout: Duration,
     ) -> Result<proto::LocateReply, Status> {
-        Ok(self.in_time(timeout, self.client.clone().locate(self.request(wire))).await?.into_inner())
+        let answer = self.questions.ask(asked, || self.look_ups());
+        let broken = || Status::unavailable("the connection is broken");
+        self.in_time(timeout, async { answer.await.ok_or_else(broken) }).await
+    }
+
+    /// Begins the call over which look-ups go; it ends with its connection, or when no question can come any more.
+    fn look_ups(&self) -> mpsc::Sender<proto::LocateRequest> {
+        let (to, questions) = mpsc::channel(WAITING);
+        let (mut client, request) = (self.client.clone(), self.request(ReceiverStream::new(questions)));
+        let (asked, of) = (Arc::downgrade(&self.questions), to.downgrade());
+        self.runner.spawn(Box::pin(async move {
+            if let Ok(reply) = client.locate(request).await {
+                let mut answers = reply.into_inner();
+                while let Ok(Some(answer)) = answers.message().await {
+                    let Some(asked) = asked.upgrade() else { return };
+                    asked.answer(answer);
+                }
+            }
+            if let Some((asked, of)) = asked.upgrade().zip(of.upgrade()) {
+                asked.end(&of);
+            }
+        }));
+        to
+    }
+
+    pub(super) async fn offer(
+        &self,
+        wire: proto::OfferRequest,
+        timeout: Duration,
+    ) -> Result<proto::OfferReply, Status> {
+        Ok(self.in_time(timeout, self.client.clone().offer(self.request(wire))).await?.into_inner())
     }
 
     pub(super) async fn chain(

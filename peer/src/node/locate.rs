@@ -34,8 +34,18 @@ impl Column<'_> {
 /// Blocks that are looked up before others have their turn.
 pub(super) const AT_ONCE: usize = 1024;
 
-/// Holders that did not answer, and the places of the blocks that they were asked for.
-pub(super) type Silent = Vec<(NodeId, Vec<usize>)>;
+/// What was asked, and of whom.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    pub(super) located: Located,
+    /// Holders that did not answer, and the places of the blocks that they were asked for.
+    pub(super) silent: Vec<(NodeId, Vec<usize>)>,
+    /// Where that was asked for: the places of blocks with which a chain begins that is owned now, and the owners.
+    pub(super) owners: Vec<(usize, NodeId)>,
+}
+
+/// What one holder knows of blocks: their copies, and who owns the chains that begin with them.
+type Known = (Vec<Vec<NodeId>>, Vec<(usize, NodeId)>);
 
 /// What is known of some blocks' copies.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -58,39 +68,38 @@ impl Located {
 impl ClusterNode {
     /// Which nodes are said to have these blocks. A holder that does not answer within `timeout` is one that knows of no copy.
     pub async fn locate(&self, tags: &[Tag], timeout: Duration) -> Located {
-        self.locate_by_holder(tags, timeout).await.0
+        self.ask_holders(tags, false, timeout).await.located
     }
 
-    /// The same; and the holders that did not answer in time, each with the places of its blocks.
-    pub(super) async fn locate_by_holder(&self, tags: &[Tag], timeout: Duration) -> (Located, Silent) {
+    /// The same; and which holders did not answer in time, and, if `owners` are wanted, who owns the chains that begin with these blocks.
+    pub(super) async fn ask_holders(&self, tags: &[Tag], owners: bool, timeout: Duration) -> Asked {
         let mut by_holder = self.directory().by_holder(tags);
         // Others have their question before this node looks at its own part.
         by_holder.sort_by_key(|(holder, _)| *holder == self.me);
         let asked = by_holder.into_iter().map(|(holder, places)| async move {
-            let mut of: Vec<Tag> = Vec::with_capacity(places.len());
-            of.extend(places.iter().filter_map(|place| tags.get(*place).copied()));
             let known = if holder == self.me {
-                Some(self.own_copies(&of))
+                Some(self.known_here(tags, &places, owners))
             } else {
-                self.ask(holder, &of, timeout).await
+                self.ask(holder, tags, &places, owners, timeout).await
             };
             (holder, places, known)
         });
-        let mut located = Located { copies: vec![Vec::new(); tags.len()], unasked: Vec::new() };
-        let mut silent = Vec::new();
+        let located = Located { copies: vec![Vec::new(); tags.len()], unasked: Vec::new() };
+        let mut all = Asked { located, ..Asked::default() };
         for (holder, places, known) in join_all(asked).await {
-            let Some(known) = known else {
-                located.unasked.extend(&places);
-                silent.push((holder, places));
+            let Some((copies, owners)) = known else {
+                all.located.unasked.extend(&places);
+                all.silent.push((holder, places));
                 continue;
             };
-            for (place, nodes) in places.into_iter().zip(known) {
-                if let Some(of) = located.copies.get_mut(place) {
+            all.owners.extend(owners.iter().filter_map(|(at, owner)| Some((*places.get(*at)?, *owner))));
+            for (place, nodes) in places.into_iter().zip(copies) {
+                if let Some(of) = all.located.copies.get_mut(place) {
                     *of = nodes;
                 }
             }
         }
-        (located, silent)
+        all
     }
 
     /// Of each block whether this node has it, or another one is said to; and of how many others that could not be asked. No
@@ -123,25 +132,39 @@ impl ClusterNode {
         }
     }
 
-    fn own_copies(&self, tags: &[Tag]) -> Vec<Vec<NodeId>> {
-        let mut found = Vec::with_capacity(tags.len());
-        for some in tags.chunks(AT_ONCE) {
+    /// What this node's own part of the directory knows of the blocks at these places.
+    fn known_here(&self, tags: &[Tag], places: &[usize], owners: bool) -> Known {
+        let some = || places.iter().filter_map(|place| tags.get(*place));
+        let mut copies = Vec::with_capacity(places.len());
+        for places in places.chunks(AT_ONCE) {
             let directory = self.directory();
-            found.extend(some.iter().map(|tag| directory.copies(tag).collect::<Vec<_>>()));
+            let some = places.iter().filter_map(|place| tags.get(*place));
+            copies.extend(some.map(|tag| directory.copies(tag).collect::<Vec<_>>()));
         }
-        found
+        let owners = if owners { self.owners(some().copied()) } else { Vec::new() };
+        (copies, owners)
     }
 
-    async fn ask(&self, holder: NodeId, tags: &[Tag], timeout: Duration) -> Option<Vec<Vec<NodeId>>> {
+    /// What another holder says of the blocks at these places.
+    async fn ask(
+        &self,
+        holder: NodeId,
+        tags: &[Tag],
+        places: &[usize],
+        owners: bool,
+        timeout: Duration,
+    ) -> Option<Known> {
         let link = self.link(holder).filter(|link| link.state().is_connected)?;
-        let mut found = Vec::with_capacity(tags.len());
-        for some in tags.chunks(wire::TAGS_MAX) {
-            let asked = proto::LocateRequest { tags: wire::tag_bytes(some.iter()) };
+        let (mut copies, mut owned) = (Vec::with_capacity(places.len()), Vec::new());
+        for (turn, some) in places.chunks(wire::TAGS_MAX).enumerate() {
+            let asked = proto::LocateRequest { tags: wire::tag_bytes(tags, some), number: 0, owners };
             let reply = link.locate(asked, timeout).await.ok()?;
             let nodes: Vec<NodeId> =
                 reply.nodes.as_chunks::<16>().0.iter().map(|id| kvarts_layout::StoreId(*id)).collect();
-            found.extend(wire::copies(&reply.copies, &nodes, some.len()).ok()?);
+            copies.extend(wire::copies(&reply.copies, &nodes, some.len()).ok()?);
+            let of_these = wire::owners(&reply.owners, &nodes, some.len()).ok()?;
+            owned.extend(of_these.into_iter().map(|(at, owner)| (turn * wire::TAGS_MAX + at, owner)));
         }
-        Some(found)
+        Some((copies, owned))
     }
 }

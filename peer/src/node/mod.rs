@@ -11,8 +11,10 @@ mod incoming;
 mod link;
 mod locate;
 mod network;
+mod offering;
 mod owned;
 mod placing;
+mod questions;
 mod reading;
 mod replicate;
 mod status;
@@ -42,7 +44,8 @@ use tokio::sync::{Semaphore, watch};
 pub use chain::lease_of;
 pub use locate::{Column, Located};
 pub use network::{Called, Calls, Footing, Network};
-pub use placing::{PutCounts, PutPolicy};
+pub use offering::OfferCounts;
+pub use placing::{Fate, Placing, PutCounts, PutPolicy};
 pub use replicate::Replicated;
 pub use status::{NodeStatus, Status};
 pub use warm::HotCounts;
@@ -55,13 +58,14 @@ use feeder::Feeder;
 use holder::Asking;
 use link::Link;
 use network::OfTheMachine;
+use offering::Offers;
 use owned::Owned;
 use placing::Puts;
 use reading::Lanes;
 use warm::Warm;
 
 /// The version of what nodes say to each other.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of one message between nodes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
 
@@ -147,6 +151,7 @@ pub struct ClusterNode {
     copying: Semaphore,
     warm: Option<Warm>,
     puts: Puts,
+    offers: Offers,
     owned: Owned,
     lane_member: lane::Member,
     lane_server: Mutex<Option<LaneServer>>,
@@ -208,6 +213,7 @@ impl ClusterNode {
             .map_err(|error| format!("connections that carry bytes: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
         let (warm, hot_blocks) = options.hot.map(Warm::new).unzip();
+        let (offers, queues) = Offers::new();
         let node = Arc::new(Self {
             paths: NodePaths::with_pieces(Arc::new(store.clone()), footing.least_piece),
             footing,
@@ -215,6 +221,7 @@ impl ClusterNode {
             copying: Semaphore::new(replicate::AT_ONCE),
             warm,
             puts: Puts::default(),
+            offers,
             owned: Owned::default(),
             lane_port: lane_server.address().port(),
             lane_registered: OnceLock::new(),
@@ -242,6 +249,7 @@ impl ClusterNode {
         node.spawn(feeder::read_store(Arc::clone(&node)));
         node.spawn(chain::confirm(Arc::clone(&node)));
         node.spawn(holder::tidy(Arc::clone(&node)));
+        offering::begin(&node, queues);
         if let Some(blocks) = hot_blocks {
             node.spawn(warm::copy(Arc::clone(&node), blocks));
         }

@@ -14,6 +14,7 @@ use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
 use kvarts_store::api::{Origins, ReadRequest, ReadStream, TiledRequest, read_channel};
 use kvarts_store::error::Error;
 
+use super::locate::Asked;
 use super::{ClusterNode, Column};
 use crate::lane::LaneClient;
 use crate::read::{Copies, MultiRead, MultiTiles, NodePaths, OWN, begin};
@@ -58,6 +59,11 @@ struct Model {
 impl Lanes {
     pub(super) fn models(&self) -> usize {
         self.models.len()
+    }
+
+    /// Whether the identity of a model was shown to this node.
+    pub(super) fn knows(&self, namespace: NamespaceId) -> bool {
+        self.models.contains_key(&namespace)
     }
 
     /// A model is used; false if it is not known.
@@ -219,7 +225,7 @@ impl ClusterNode {
     /// they are asked for here first.
     async fn copies(&self, column: &Column<'_>, own: &[bool]) -> Option<Arc<Copies>> {
         let tags: Vec<Tag> = column.keys.iter().map(|key| column.tag(key)).collect();
-        let (located, silent) = self.locate_by_holder(&tags, LOCATE_TIMEOUT).await;
+        let Asked { located, silent, .. } = self.ask_holders(&tags, false, LOCATE_TIMEOUT).await;
         // A holder that is only late is asked again by the next read.
         let is_away = |holder| self.link(holder).is_none_or(|link| !link.state().is_connected);
         let away = silent.iter().filter(|(holder, _)| is_away(*holder)).flat_map(|(_, places)| places);

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use kvarts_cluster::members::{Member, NodeId};
 use kvarts_cluster::paths::PathId;
 
-use super::{ClusterNode, HotCounts, PutCounts};
+use super::{ClusterNode, HotCounts, OfferCounts, PutCounts};
 use crate::lane::{LaneServer, ServeCounts};
 use crate::read::{OWN, PathStatus};
 
@@ -53,6 +53,8 @@ pub struct Status {
     pub hot: HotCounts,
     /// Blocks of puts that other nodes had.
     pub puts: PutCounts,
+    /// Blocks that were offered to other nodes, and by them.
+    pub offers: OfferCounts,
     /// What was served to other nodes.
     pub served: ServeCounts,
     /// Whether the memory for that is registered with the store, once it has answered.
@@ -115,6 +117,7 @@ impl ClusterNode {
             owned,
             hot: self.hot_counts(),
             puts: self.puts.counts(),
+            offers: self.offers.counts(),
             served,
             is_registered,
             models,

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvarts_cluster::hot::{ColumnName, Hot, Rule};
-use kvarts_layout::BlockKey;
+use kvarts_layout::{BlockKey, planted};
 use tokio::sync::mpsc;
 
 use super::{ClusterNode, Column};
@@ -58,7 +58,7 @@ impl Warm {
 }
 
 impl Column<'_> {
-    fn name(&self) -> ColumnName {
+    pub(super) fn name(&self) -> ColumnName {
         (self.namespace, self.group, self.coordinate)
     }
 }
@@ -104,9 +104,9 @@ pub(super) async fn copy(node: Arc<ClusterNode>, mut blocks: mpsc::Receiver<HotB
         let Some(warm) = &node.warm else { return };
         let (namespace, group, coordinate) = name;
         let column = Column { namespace, group, coordinate, keys: &keys };
-        let hold = warm.lock().hold();
+        let hold = Some(warm.lock().hold()).filter(|_| !planted!("hot-copies-stay"));
         let copied = match node.store.shape(namespace, group, coordinate) {
-            Ok(shape) => node.replicate(column, &shape, Some(hold)).await,
+            Ok(shape) => node.replicate(column, &shape, hold).await,
             Err(error) => Err(error),
         };
         match copied {

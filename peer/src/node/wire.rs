@@ -30,18 +30,39 @@ pub(super) fn node(bytes: &[u8]) -> Result<NodeId, Malformed> {
 }
 
 /// Names of blocks.
-pub(super) fn tags(bytes: &[u8]) -> Result<Vec<Tag>, Malformed> {
+pub(super) fn tag_slice(bytes: &[u8]) -> Result<&[[u8; 16]], Malformed> {
     match bytes.as_chunks::<16>() {
-        (tags, []) if tags.len() <= TAGS_MAX => Ok(tags.iter().map(|tag| Tag(*tag)).collect()),
+        (tags, []) if tags.len() <= TAGS_MAX => Ok(tags),
         _ => Err(Malformed("tags: at most 65,536 of 16 bytes each")),
     }
 }
 
-/// The same as bytes.
-pub(super) fn tag_bytes<'a>(tags: impl ExactSizeIterator<Item = &'a Tag>) -> Bytes {
-    let mut bytes = Vec::with_capacity(tags.len() * 16);
-    tags.for_each(|tag| bytes.extend_from_slice(&tag.0));
+/// The name of one.
+pub(super) fn tag(bytes: &[u8]) -> Result<Tag, Malformed> {
+    bytes.try_into().map(Tag).map_err(|_| Malformed("tag: one of 16 bytes"))
+}
+
+/// Some of these names, by their places, as bytes.
+pub(super) fn tag_bytes(tags: &[Tag], places: &[usize]) -> Bytes {
+    let mut bytes = Vec::with_capacity(places.len() * 16);
+    let some = places.iter().filter_map(|place| tags.get(*place));
+    some.for_each(|tag| bytes.extend_from_slice(&tag.0));
     bytes.into()
+}
+
+/// Who owns the chains that begin with some of `names` names: the place of each name, and the owner.
+pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<(usize, NodeId)>, Malformed> {
+    const WRONG: Malformed = Malformed("a list of owners that is none");
+    let (all, []) = list.as_chunks::<6>() else { return Err(WRONG) };
+    if all.len() > names {
+        return Err(WRONG);
+    }
+    let one = |[a, b, c, d, e, f]: &[u8; 6]| {
+        let place = u32::from_le_bytes([*a, *b, *c, *d]) as usize;
+        let owner = nodes.get(usize::from(u16::from_le_bytes([*e, *f]))).copied();
+        owner.filter(|_| place < names).map(|owner| (place, owner)).ok_or(WRONG)
+    };
+    all.iter().map(one).collect()
 }
 
 fn partitions(bytes: &[u8]) -> Result<BTreeSet<Partition>, Malformed> {
@@ -120,17 +141,28 @@ pub(super) struct CopyList {
 }
 
 impl CopyList {
+    /// An empty one, with memory for this number of blocks without a copy.
+    pub(super) fn with_room(blocks: usize) -> Self {
+        Self { nodes: Vec::new(), copies: Vec::with_capacity(blocks) }
+    }
+
+    /// The place of a node, which is named if it was not.
+    pub(super) fn place_of(&mut self, node: NodeId) -> u16 {
+        let place = self.nodes.iter().position(|known| *known == node).unwrap_or_else(|| {
+            self.nodes.push(node);
+            self.nodes.len() - 1
+        });
+        place as u16
+    }
+
     /// The copies of the next block.
     pub(super) fn push(&mut self, nodes: impl Iterator<Item = NodeId>) {
         let count_at = self.copies.len();
         self.copies.push(0);
         let mut count = 0u8;
         for node in nodes {
-            let place = self.nodes.iter().position(|known| *known == node).unwrap_or_else(|| {
-                self.nodes.push(node);
-                self.nodes.len() - 1
-            });
-            self.copies.extend_from_slice(&(place as u16).to_le_bytes());
+            let place = self.place_of(node);
+            self.copies.extend_from_slice(&place.to_le_bytes());
             count += 1;
         }
         if let Some(place) = self.copies.get_mut(count_at) {
@@ -198,7 +230,8 @@ mod tests {
         #[test]
         fn bytes_of_a_hostile_node_are_refused_or_bounded(bytes in prop::collection::vec(any::<u8>(), 0..200), blocks in 0usize..100) {
             let _ = copies(&bytes, &[id(1), id(2)], blocks);
-            let _ = tags(&bytes);
+            let _ = tag_slice(&bytes);
+            let _ = owners(&bytes, &[id(1), id(2)], blocks);
             let _ = node(&bytes);
             let wire = proto::FeedMessage { changes: bytes.clone().into(), begin: bytes.clone().into(), end: bytes.into() };
             let _ = feed_messages(&wire);

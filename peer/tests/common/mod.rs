@@ -49,6 +49,7 @@ pub struct Stage {
     pub namespace: NamespaceId,
     pub shape: BlockShape,
     directory: TempDir,
+    budget: u64,
 }
 
 pub const GROUP: Group = Group(0);
@@ -69,19 +70,25 @@ pub fn model() -> (Identity, Geometry) {
 
 impl Stage {
     pub fn new(name: &str) -> Self {
+        Self::with_budget(name, 256 << 20)
+    }
+
+    /// A store that may allocate this much.
+    pub fn with_budget(name: &str, budget: u64) -> Self {
         let directory = TempDir::new(name);
         let mut stage = Self {
             home: None,
             namespace: NamespaceId([0; 32]),
             shape: BlockShape::opaque(1).unwrap(),
             directory,
+            budget,
         };
         stage.open();
         stage
     }
 
     pub fn open(&mut self) {
-        let store = Options { budget_bytes: 256 << 20, segment_bytes: 4 << 20, ..Options::default() };
+        let store = Options { budget_bytes: self.budget, segment_bytes: 4 << 20, ..Options::default() };
         let home = Home::open(&HomeOptions {
             directories: vec![self.directory.0.clone()],
             store,
@@ -104,6 +111,11 @@ impl Stage {
 
     /// Puts blocks whose bytes follow from their keys.
     pub fn put(&self, keys: &[BlockKey]) {
+        self.put_for(keys, None);
+    }
+
+    /// The same, for so long at most.
+    pub fn put_for(&self, keys: &[BlockKey], expires_after: Option<std::time::Duration>) {
         let bytes = self.shape.block_bytes() as usize;
         let mut memory = BufMut::zeroed(bytes * keys.len()).unwrap();
         for (place, key) in keys.iter().enumerate() {
@@ -111,7 +123,10 @@ impl Stage {
             memory.copy_in(place * bytes, &block);
         }
         let from = Placed::blocks(&self.shape, memory, keys.len() as u32).unwrap();
-        let put = PutRequest::new(self.namespace, GROUP, Coordinate::default(), keys.to_vec(), from);
+        let put = PutRequest {
+            expires_after,
+            ..PutRequest::new(self.namespace, GROUP, Coordinate::default(), keys.to_vec(), from)
+        };
         let reply = block_on(self.store().put(put)).unwrap().unwrap();
         assert!(
             reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored),

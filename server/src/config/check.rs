@@ -245,7 +245,7 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
     let put = match &*decided.or("cluster.put", set.cluster_put.as_ref(), "store") {
         "store" => PutPolicy::Store,
         "keep" => PutPolicy::Keep(hold),
-        "single" => PutPolicy::Single,
+        "single" => PutPolicy::Single(hold),
         _ => return Err(Complaint::new("cluster.put", "store, keep or single")),
     };
     let reads_per_second =

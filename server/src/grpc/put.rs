@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId, OriginId};
-use kvarts_peer::node::{Column, PutPolicy};
+use kvarts_peer::node::{Column, Fate, Placing};
 use kvarts_store::api::{BlockOutcome, Digests, Durability, Parent, Placed, PutReply, PutRequest};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::io::{BufMut, SharedBuf};
@@ -40,8 +40,8 @@ pub(crate) struct Upload {
     durability: Durability,
     expires_after: Option<std::time::Duration>,
     origins: Option<Vec<OriginId>>,
-    /// Which blocks another node has, and what is done with those.
-    elsewhere: Option<(Vec<bool>, PutPolicy)>,
+    /// What is done with blocks that are not simply stored, as other nodes have them or own their chain.
+    placing: Option<Placing>,
 }
 
 impl Upload {
@@ -79,40 +79,53 @@ impl Upload {
             origins,
             keys,
             shape,
-            elsewhere: None,
+            placing: None,
         })
     }
 
-    /// Asks the directory what other nodes have, where puts depend on it. It waits a moment at most, and what is not known by
+    fn column(&self) -> Column<'_> {
+        let (namespace, group, coordinate) = (self.namespace, self.group, self.coordinate);
+        Column { namespace, group, coordinate, keys: &self.keys }
+    }
+
+    /// Asks what other nodes have and own, where puts depend on it. It waits a moment at most, and what is not known by
     /// then is stored.
     pub(crate) async fn place(&mut self, call: &Call) {
         let Some(node) = &call.state.decided.cluster else { return };
-        let (namespace, group, coordinate) = (self.namespace, self.group, self.coordinate);
-        let column = Column { namespace, group, coordinate, keys: &self.keys };
         let parent = match self.parent {
             Parent::Key(key) => Some(key),
             _ => None,
         };
-        node.note_use(&column, parent);
-        self.elsewhere = node.held_elsewhere(column).await.map(|held| (held, node.put_policy()));
+        node.note_use(&self.column(), parent);
+        self.placing = node.place(self.column(), parent).await;
     }
 
-    /// Whether another node has this block.
-    fn is_elsewhere(&self, block: usize) -> bool {
-        self.elsewhere.as_ref().is_some_and(|(held, _)| held.get(block) == Some(&true))
+    /// The same again where a lease has ended by which blocks were to be stored.
+    pub(crate) async fn place_again(&mut self, call: &Call) {
+        let Some(node) = &call.state.decided.cluster else { return };
+        if self.placing.as_ref().is_some_and(|placing| !node.stands(placing)) {
+            self.place(call).await;
+        }
     }
 
-    /// Whether a block is written.
-    fn is_written(&self, block: usize) -> bool {
-        let single = matches!(self.elsewhere, Some((_, PutPolicy::Single)));
-        !(single && self.is_elsewhere(block))
+    /// Offers what was stored of chains that other nodes own to those.
+    pub(crate) fn offer(&self, call: &Call, outcomes: &[BlockOutcome]) {
+        if let Some((node, placing)) = call.state.decided.cluster.as_ref().zip(self.placing.as_ref()) {
+            let is_stored = |place| outcomes.get(place) == Some(&BlockOutcome::Stored);
+            node.offer_to_owners(self.column(), placing, is_stored);
+        }
+    }
+
+    /// What is done with a block.
+    fn fate(&self, block: usize) -> Fate {
+        self.placing.as_ref().map(|placing| placing.fate(block)).unwrap_or_default()
     }
 
     /// The blocks `from .. to` in runs of one fate each.
     pub(crate) fn runs(&self, from: usize, to: usize) -> Vec<Range<usize>> {
         let (mut runs, mut begin) = (Vec::new(), from);
         for at in from..to {
-            let is_last = at + 1 == to || self.is_elsewhere(at) != self.is_elsewhere(at + 1);
+            let is_last = at + 1 == to || self.fate(at) != self.fate(at + 1);
             if is_last {
                 runs.push(begin..at + 1);
                 begin = at + 1;
@@ -141,9 +154,9 @@ impl Upload {
         let origins = self.origins.as_ref().and_then(|all| all.get(first..first + keys.len()));
         let blocks = u32::try_from(keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
         let mut expires_after = self.expires_after;
-        if let (true, Some((_, PutPolicy::Keep(hold)))) = (self.is_elsewhere(first), &self.elsewhere) {
+        if let Fate::Copied(hold) = self.fate(first) {
             let own = expires_after.or_else(|| call.state.engine.default_ttl(self.namespace));
-            expires_after = Some(own.map_or(*hold, |own| own.min(*hold)));
+            expires_after = Some(own.map_or(hold, |own| own.min(hold)));
         }
         Ok(PutRequest {
             namespace: self.namespace,
@@ -330,7 +343,7 @@ impl Pieces {
         call: &Call,
     ) -> Outcome<()> {
         let (blocks, keys) = (run.len(), upload.keys.get(run.clone()).unwrap_or_default());
-        let answer = if upload.is_written(run.start) {
+        let answer = if upload.fate(run.start) != Fate::Held {
             let mut request = upload.request(run.start, keys, pages, call)?;
             if let Some(digests) = digests {
                 request.from = request.from.with_digests(digests);
@@ -385,8 +398,9 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
     let mut pieces = Pieces::default();
     let each = upload.piece_blocks(call);
     let mut turn = None;
-    for (number, keys) in upload.keys.chunks(each).enumerate() {
-        let bytes = upload.shape.block_bytes().saturating_mul(keys.len() as u64);
+    for first in (0..upload.keys.len()).step_by(each) {
+        let count = each.min(upload.keys.len() - first);
+        let bytes = upload.shape.block_bytes().saturating_mul(count as u64);
         // A turn and memory are asked for when there is something to put into it, not for a client that only announces; and
         // what there is stays with the transport until then.
         if incoming.rest.is_empty() {
@@ -401,14 +415,16 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
         let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_TIMEOUT, incoming.fill(call, &mut pages)).await;
         filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
-        let (pages, first) = (pages.share(), number * each);
-        for run in upload.runs(first, first + keys.len()) {
+        upload.place_again(call).await;
+        let pages = pages.share();
+        for run in upload.runs(first, first + count) {
             let part = pages.slice((run.start - first) * block_bytes, run.len() * block_bytes);
             pieces.put(&upload, run, part.ok_or(Reason::OutOfBounds)?, None, call).await?;
         }
     }
     incoming.end().await?;
     pieces.take_until(0).await?;
+    upload.offer(call, &pieces.outcomes);
     call.state.trouble.put_ended(&pieces.outcomes, || call.state.engine.health());
     let mut reply = proto::PutReply { outcomes: convert::wire_outcomes(&pieces.outcomes), crc32: 0 };
     reply.crc32 = incoming.digest.put_reply(&reply);

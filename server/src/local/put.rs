@@ -60,8 +60,9 @@ impl Putting {
         let mut pieces = Pieces::default();
         let each = upload.piece_blocks(&call);
         let mut turn = None;
-        for (number, keys) in upload.keys.chunks(each).enumerate() {
-            let (first, bytes) = (number * each, upload.shape.block_bytes() * keys.len() as u64);
+        for first in (0..upload.keys.len()).step_by(each) {
+            let count = each.min(upload.keys.len() - first);
+            let bytes = upload.shape.block_bytes() * count as u64;
             let tenant = &call.caller.tenant;
             if !call.state.puts.go_on(tenant, bytes, &mut turn).await {
                 return Err(Fault::busy("as many puts are under way as fit into memory"));
@@ -69,13 +70,14 @@ impl Putting {
             let wait = tokio::time::timeout(limits::WAIT, call.state.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
             let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
-            let copied = copy(&upload, &from, first, keys.len(), &mut pages).await?;
+            let copied = copy(&upload, &from, first, count, &mut pages).await?;
+            upload.place_again(&call).await;
             let pages = pages.share();
             call.bytes_in.fetch_add(bytes, Ordering::Relaxed);
             let block_bytes = upload.shape.block_bytes() as usize;
             let same = |block: usize| digests.get(first + block) == copied.blocks.get(block);
             // What changed on the way is refused, block by block; the runs in between are stored.
-            let good: Vec<bool> = (0..keys.len()).map(same).collect();
+            let good: Vec<bool> = (0..count).map(same).collect();
             let mut at = 0;
             for run in good.chunk_by(|one, next| one == next) {
                 let from = first + at;
@@ -95,6 +97,7 @@ impl Putting {
             }
         }
         pieces.take_until(0).await?;
+        upload.offer(&call, &pieces.outcomes);
         call.state.trouble.put_ended(&pieces.outcomes, || call.state.engine.health());
         Ok(proto::PutReply { outcomes: wire_outcomes(&pieces.outcomes), crc32: 0 })
     }

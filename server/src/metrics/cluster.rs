@@ -3,7 +3,7 @@
 use std::fmt::{Display, Write};
 
 use kvarts_peer::lane::ServeCounts;
-use kvarts_peer::node::{HotCounts, PutCounts, Status};
+use kvarts_peer::node::{HotCounts, OfferCounts, PutCounts, Status};
 use kvarts_peer::read::{Brought, FAILURES, PathStatus};
 
 use super::text::{Value, head, one};
@@ -42,6 +42,7 @@ pub(super) fn nothing() -> Status {
         owned: 0,
         hot: HotCounts::default(),
         puts: PutCounts::default(),
+        offers: OfferCounts::default(),
         served: ServeCounts::default(),
         is_registered: None,
         models: 0,
@@ -83,10 +84,15 @@ fn directory(out: &mut String, status: &Status) {
     let how = [("copied", copied), ("failed", failed)];
     let help = "Blocks that were to be copied here by rule, as they are read often.";
     labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
-    let PutCounts { kept, held, unasked } = status.puts;
-    let how = [("kept", kept), ("held", held), ("unasked", unasked)];
-    let help = "Blocks of puts that another node had: kept for a time, not written; and those of which that was not known in time.";
+    let PutCounts { kept, held, owned, unasked } = status.puts;
+    let how = [("kept", kept), ("held", held), ("owned", owned), ("unasked", unasked)];
+    let help = "Blocks of puts that another node had: kept for a time, not written, stored by the owner of their chain; and those of which that was not known in time.";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
+    let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
+    let what =
+        [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
+    let help = "Blocks that were offered to the owner of their chain, or as the last copy before its eviction; of those what was taken; and what was copied here of others' offers, and could not be.";
+    labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
         others().map(move |node| (node.member.id.to_string(), value(node)))
@@ -223,7 +229,8 @@ mod tests {
             chains: 34,
             owned: 36,
             hot: HotCounts { counted: 37, now: 38, copied: 39, failed: 40 },
-            puts: PutCounts { kept: 41, held: 42, unasked: 43 },
+            puts: PutCounts { kept: 41, held: 42, owned: 44, unasked: 43 },
+            offers: OfferCounts { forwarded: 45, last: 46, taken: 47, copied: 48, failed: 49 },
             served: ServeCounts {
                 connections: 1,
                 let_in: 2,
@@ -251,6 +258,8 @@ mod tests {
             "kvarts_cluster_hot_blocks 38",
             "kvarts_cluster_hot_blocks_total{how=\"failed\"} 40",
             "kvarts_cluster_put_blocks_total{how=\"held\"} 42",
+            "kvarts_cluster_put_blocks_total{how=\"owned\"} 44",
+            "kvarts_cluster_offered_blocks_total{what=\"last\"} 46",
             "kvarts_cluster_served_bytes_total 5",
             "kvarts_cluster_path_bytes_per_second{path=\"own\"} 1000000",
             "kvarts_cluster_path_outstanding_bytes{path=\"02\"} 17",

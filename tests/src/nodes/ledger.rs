@@ -278,6 +278,19 @@ impl Book {
         }
     }
 
+    /// A node stores blocks as the owner of their chain: it is that one, and no other is.
+    pub fn stores_as_owner(&self, chain: u64, place: usize, now: Nanos) {
+        let mut notes = self.lock();
+        let all = || notes.chains.get(&chain).into_iter().flatten().filter(|held| held.until > now);
+        let is_own = all().any(|held| held.place == place);
+        let other = all().find(|held| held.place != place).copied();
+        if let Some(other) = other {
+            notes.violations.push(format!("chain {chain}: node {place} stores as owner, beside {other:?}"));
+        } else if !is_own {
+            notes.violations.push(format!("chain {chain}: node {place} stores as owner, and is none"));
+        }
+    }
+
     /// A node gives a chain up, or is gone.
     pub fn gives_up(&self, chain: Option<u64>, place: usize, now: Nanos) {
         let mut notes = self.lock();

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
@@ -239,6 +240,8 @@ pub struct Town {
     pub seats: Vec<Seat>,
     ends: Arc<Mutex<Vec<std::sync::Weak<End>>>>,
     options: Options,
+    /// What nodes that begin do with puts of what others have, and with what is read often.
+    pub rules: (PutPolicy, Option<Rule>),
     /// Bytes that the pieces of reads have at least.
     least_piece: u64,
     seed: Seed,
@@ -274,6 +277,7 @@ impl Town {
             seats: (0..count).map(seat).collect(),
             ends: Arc::default(),
             options: options.clone(),
+            rules: (PutPolicy::Store, None),
             least_piece: LEAST_PIECES[seed.child("pieces").rng().index(LEAST_PIECES.len())],
             seed,
             rng: seed.child("town").rng(),
@@ -339,8 +343,8 @@ impl Town {
             chains_max: 64,
             start: starts,
             serve: ServeLimits { memory: 16 << 20, connections: 64, ..ServeLimits::default() },
-            put: PutPolicy::Store,
-            hot: None,
+            put: self.rules.0,
+            hot: self.rules.1,
         };
         let witty = Witty {
             store: store.clone(),

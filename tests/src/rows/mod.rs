@@ -7,6 +7,7 @@ mod again;
 mod bits;
 mod buried;
 mod clocks;
+mod copies;
 mod costs;
 mod cuts;
 mod devices;
@@ -21,6 +22,7 @@ mod noise;
 pub mod planted;
 mod pool;
 mod real;
+mod registered;
 mod scene;
 mod schedules;
 pub mod scripts;
@@ -161,6 +163,7 @@ pub fn all() -> Vec<Row> {
     rows.extend([bits::row(), swaps::row(), leaving::row(), clocks::row(), noise::row(), goldens::row()]);
     rows.extend(again::rows());
     rows.push(devices::row());
-    rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), planted::row()]);
+    rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
+    rows.push(planted::row());
     rows
 }

@@ -189,6 +189,33 @@ pub const BUGS: &[Bug] = &[
     bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
     bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed"),
+    bug(
+        "epochs-start-over",
+        "R38",
+        "the members of a service that has lost everything begin with the first epoch again",
+    ),
+    bug("epoch-without-majority", "R38", "the members change before a majority is of their epoch"),
+    bug("members-of-the-gone", "R38", "members are left of whom a majority is not there"),
+    bug("lapsed-stay", "R38", "a node whose registration has run out stays a member"),
+    bug("two-changes-at-once", "R38", "all members that are gone are removed in one epoch"),
+    bug("moved-not-followed", "R38", "a member that has moved keeps its old address"),
+    bug("address-twice", "R38", "a node is proposed that has the address of another one"),
+    bug("held-by-the-gone", "R39", "a put is held by a node that cannot be reached"),
+    bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored for good"),
+    bug("lease-never-over", "R39", "a put goes by a lease whose time is over"),
+    bug("lease-not-looked-at-again", "R39", "a put goes on by a lease that was given up meanwhile"),
+    bug("released-after-the-answer", "R39", "a lease counts here until the answer to its release has come"),
+    bug(
+        "late-grant-counts",
+        "R39",
+        "the answer to an earlier question brings a lease back that was given up",
+    ),
+    bug("owners-put-held", "R39", "an owner does not store what another node has"),
+    bug("owner-not-offered", "R39", "what another node stored of a chain is not offered to its owner"),
+    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain go last as well"),
+    bug("favour-stays", "R39", "blocks of a chain that was given up still go last"),
+    bug("hot-at-once", "R39", "what is read once is copied"),
+    bug("hot-copies-stay", "R39", "copies of what is read often have no end"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
@@ -223,7 +250,8 @@ pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
     // A course of many nodes is no single state: as many as are run before each change must do.
-    let budget = Some(if row.id == "R33" { merge } else { merge.max(STATES) });
+    let is_of_nodes = ["R33", "R38", "R39"].contains(&row.id);
+    let budget = Some(if is_of_nodes { merge } else { merge.max(STATES) });
     planted::plant(Some(bug.name));
     let tier = super::Tier::Merge;
     let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });
