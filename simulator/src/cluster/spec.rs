@@ -348,28 +348,20 @@ impl Cluster {
             return Err(SpecError(format!("longer than {FILE_BYTES_MAX} bytes")));
         }
         let mut cluster = Self::unchecked(text)?;
-        for set in sets {
-            cluster = cluster.with(set).map_err(|what| SpecError(format!("`{set}`: {what}")))?;
+        if !sets.is_empty() {
+            cluster = cluster.with(sets)?;
         }
         cluster.check()?;
         Ok(cluster)
     }
 
-    fn with(&self, set: &str) -> Result<Self, String> {
-        let (name, value) = set.split_once('=').ok_or("write `table.name=value`")?;
-        // What is no number, no truth and not quoted is text.
-        let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
-            .ok()
-            .and_then(|mut table| table.remove("value"))
-            .unwrap_or_else(|| toml::Value::String(value.trim().to_owned()));
-        let mut all = toml::Table::try_from(self).map_err(|error| error.to_string())?;
-        let (mut table, mut left) = (&mut all, name.trim());
-        while let Some((outer, inner)) = left.split_once('.') {
-            let found = table.entry(outer).or_insert_with(|| toml::Value::Table(toml::Table::new()));
-            (table, left) = (found.as_table_mut().ok_or_else(|| format!("`{outer}` is no table"))?, inner);
+    fn with(&self, sets: &[String]) -> Result<Self, SpecError> {
+        let fault = |what: &str| SpecError(format!("`{}`: {}", sets.join("`, `"), what.replace('\n', " ")));
+        let mut all = toml::Table::try_from(self).map_err(|error| fault(&error.to_string()))?;
+        for set in sets {
+            put(&mut all, set).map_err(|what| SpecError(format!("`{set}`: {what}")))?;
         }
-        table.insert(left.to_owned(), value);
-        all.try_into().map_err(|error: toml::de::Error| error.message().replace('\n', " "))
+        all.try_into().map_err(|error: toml::de::Error| fault(error.message()))
     }
 
     pub(crate) fn unchecked(text: &str) -> Result<Self, SpecError> {
@@ -495,6 +487,23 @@ impl Cluster {
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Measured(measured) })
     }
+}
+
+/// Puts `table.name=value` into a table.
+fn put(all: &mut toml::Table, set: &str) -> Result<(), String> {
+    let (name, value) = set.split_once('=').ok_or("write `table.name=value`")?;
+    // What is no number, no truth and not quoted is text.
+    let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
+        .ok()
+        .and_then(|mut table| table.remove("value"))
+        .unwrap_or_else(|| toml::Value::String(value.trim().to_owned()));
+    let (mut table, mut left) = (all, name.trim());
+    while let Some((outer, inner)) = left.split_once('.') {
+        let found = table.entry(outer).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        (table, left) = (found.as_table_mut().ok_or_else(|| format!("`{outer}` is no table"))?, inner);
+    }
+    table.insert(left.to_owned(), value);
+    Ok(())
 }
 
 fn positive(name: &str, value: f64, least: f64, most: f64) -> Result<(), SpecError> {
