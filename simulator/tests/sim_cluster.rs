@@ -53,6 +53,10 @@ fn one_request_takes_its_prefill_and_its_tokens_and_the_next_one_finds_its_block
     let counted = run(&cluster, vec![request(0.0, &blocks, 1), request(60_000.0, &blocks, 11)]);
     let times = cluster.facts().unwrap().times;
     assert_eq!((counted.requests, counted.hits.hbm, counted.hits.miss), (2, 7, 9));
+    let without =
+        Cluster { engine: Engine { prefix_caching: false, ..Engine::default() }, ..cluster.clone() };
+    let without = run(&without, vec![request(0.0, &blocks, 1), request(60_000.0, &blocks, 11)]);
+    assert_eq!((without.hits.hbm, without.hits.dram, without.hits.miss), (0, 7, 9));
     // The last token is always computed, and with it its block.
     assert!((counted.ttft.percentile(1.0) / times.prefill_ms(0, 4096) - 1.0).abs() < 0.02);
     assert!((counted.ttft.percentile(0.5) / times.prefill_ms(3584, 512) - 1.0).abs() < 0.02);

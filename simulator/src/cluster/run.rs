@@ -249,11 +249,12 @@ impl<'a, W: Work> Simulation<'a, W> {
         let full = self.full_blocks(arrival.input_tokens.saturating_sub(1)) as usize;
         let (mut runs, mut ready_at) = (Vec::<Run>::new(), 0.0f64);
         for (block, place) in arrival.blocks.iter().take(full).zip(0u32..) {
-            let source = match node.loading.get(block).filter(|at| **at > self.now) {
+            // What is being loaded comes to the host's memory, if there is any for state, or to blocks of the first that asked.
+            let comes = node.loading.get(block).filter(|at| **at > self.now);
+            let source = match comes.filter(|_| node.dram.is_some() || node.hbm.has(*block)) {
                 Some(at) => {
                     ready_at = ready_at.max(*at);
-                    // It comes to the host's memory if there is any for state, and to the devices for the first that asked.
-                    match node.dram.is_none() || node.hbm.has(*block) {
+                    match node.hbm.has(*block) {
                         true => Source::Hbm,
                         false => Source::Dram,
                     }
@@ -623,6 +624,9 @@ impl<'a, W: Work> Simulation<'a, W> {
         node.hbm.give(running.taken);
         for block in running.arrival.blocks.iter().take(running.pinned).rev() {
             node.hbm.unpin(*block, |block| gone.push(block));
+            if !self.cluster.engine.prefix_caching && node.hbm.drop_unpinned(*block) {
+                gone.push(*block);
+            }
         }
         (running.pinned, running.taken) = (0, 0);
         self.forget(at, &gone);
@@ -651,7 +655,7 @@ impl<'a, W: Work> Simulation<'a, W> {
             let mut gone = Vec::new();
             for block in blocks {
                 let hbm = &mut self.nodes[usize::from(at)].hbm;
-                if !hbm.has(*block) {
+                if self.cluster.engine.prefix_caching && !hbm.has(*block) {
                     hbm.put(*block, false, |block| gone.push(block));
                 }
             }

@@ -225,6 +225,8 @@ pub struct Engine {
     pub timeout_ms: f64,
     /// Whether a plan says how much of what is found is loaded. Engines without plans load all of it.
     pub plans: bool,
+    /// Whether device memory keeps the blocks of requests that have ended, for others to find.
+    pub prefix_caching: bool,
 }
 
 impl Default for Engine {
@@ -235,6 +237,7 @@ impl Default for Engine {
             prefetch: Prefetch::Overlap,
             timeout_ms: 100.0,
             plans: true,
+            prefix_caching: true,
         }
     }
 }

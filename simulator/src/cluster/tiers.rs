@@ -152,6 +152,18 @@ impl Cache {
         }
     }
 
+    /// A block that no request needs is not kept any longer; whether it was there.
+    pub(super) fn drop_unpinned(&mut self, block: u64) -> bool {
+        let Some(at) = self.places.get(&block).copied().filter(|at| self.slots[*at as usize].refs == 0)
+        else {
+            return false;
+        };
+        self.unlink(at);
+        self.free.push(at);
+        self.places.remove(&block);
+        true
+    }
+
     /// Room without names is taken.
     pub(super) fn take(&mut self, blocks: u64, gone: impl FnMut(u64)) {
         self.make_room(blocks, gone);
