@@ -1,14 +1,14 @@
 //! Recordings of a real engine's scheduler (`scripts/sim-record`), and the same requests in the simulator: whether it decides
 //! the same, step by step, and how far off its times are.
 
-#![allow(clippy::indexing_slicing, reason = "tables of four by four")]
+#![allow(clippy::indexing_slicing, reason = "tables of six by six")]
 
 use std::io::{BufRead, Read};
 
 use serde::Deserialize;
 
 use crate::cluster::work::TraceWork;
-use crate::cluster::{Batch, Cluster, Counted, EngineTimes, Measured, RunError, Simulation, Step};
+use crate::cluster::{Batch, Cluster, Counted, EngineTimes, Measured, RunError, Simulation, SpecError, Step};
 use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, Request, TraceError};
 
 /// A recording has no more lines.
@@ -19,6 +19,9 @@ pub const LINES_MAX: u64 = 1 << 20;
 pub struct Limits {
     /// Its name and version.
     pub engine: String,
+    /// What the requests were like: a name of the recorder's.
+    #[serde(default)]
+    pub workload: String,
     /// Tokens of a block.
     pub block_tokens: u32,
     /// Blocks of memory.
@@ -29,6 +32,9 @@ pub struct Limits {
     pub chunk_tokens: u32,
     /// Whether prompts find what others computed.
     pub prefix_caching: bool,
+    /// Whether what has left memory is read from a store's disk, in the step that lets a request in.
+    #[serde(default)]
+    pub disk: bool,
     /// The machine's load when it was recorded.
     #[serde(default)]
     pub load: f64,
@@ -62,7 +68,39 @@ pub struct Decided {
     pub batch: Vec<(u64, u64)>,
     /// Requests that were stopped for want of memory.
     pub preempted: Vec<u64>,
+    /// Requests that were let in with state that was there already: each with its tokens, and how many of them were read from
+    /// disk.
+    #[serde(default)]
+    pub found: Vec<(u64, u64, u64)>,
 }
+
+/// An engine's times, from the steps of one recording.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Calibration {
+    /// What a step takes without its reads of the disk.
+    pub measured: Measured,
+    /// What they take, if the recording has any.
+    pub reads: Option<Reads>,
+    /// How far off the recording's own steps it is, on average: a part of each.
+    pub error: f64,
+}
+
+/// What a step's reads of the disk take.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Reads {
+    /// All of them, however much they read.
+    pub ms: f64,
+    /// Each token of a prompt that is read.
+    pub token_us: f64,
+}
+
+/// What a step's time is made of: itself, tokens, sequences, pairs, whether anything is read, tokens that are read.
+const TERMS: usize = 6;
+/// Bytes of a block: what is read is measured in tokens, so any number does.
+const BLOCK_BYTES: u64 = 1 << 20;
+/// The disk holds whatever is written: 1e9 bytes, and as many of them a second as a cluster's file may have at most.
+const DISK_GB: f64 = 1e8;
+const DISK_GB_PER_S_MAX: f64 = 1e4;
 
 /// A whole recording.
 #[derive(Clone, PartialEq, Debug)]
@@ -117,14 +155,31 @@ impl Recording {
     }
 
     /// An engine with these limits, whose steps take these times.
-    pub fn cluster(&self, measured: Measured) -> Result<Cluster, RunError> {
-        let Limits { block_tokens, blocks, batch_max, chunk_tokens, .. } = self.limits;
+    pub fn cluster(&self, times: &Calibration) -> Result<Cluster, RunError> {
+        let Limits { block_tokens, blocks, batch_max, chunk_tokens, disk, .. } = self.limits;
+        let measured = times.measured;
         let gb = (blocks as f64 + 0.5) * measured.block_bytes as f64 / 1e9;
-        let text = format!(
+        let mut text = format!(
             "model = \"recorded\"\nblock_tokens = {block_tokens}\nrouter = \"round_robin\"\n[nodes]\nmixed = 1\n\
              device = \"recorded\"\ndevices = 1\n[hbm]\ngb = {gb}\n[engine]\nbatch_max = {batch_max}\n\
              chunk_tokens = {chunk_tokens}\n"
         );
+        if disk {
+            let reads = times.reads.ok_or_else(|| {
+                RunError::Spec(SpecError(
+                    "its engine reads from disk, and the one that it is calibrated by does not: calibrate by a recording \
+                     with `disk`"
+                        .into(),
+                ))
+            })?;
+            let ms_a_block = reads.token_us / 1e3 * f64::from(block_tokens);
+            let rate = (measured.block_bytes as f64 / ms_a_block / 1e6).min(DISK_GB_PER_S_MAX);
+            text += &format!(
+                "prefetch = \"blocking\"\nplans = false\n[disk]\ngb = {DISK_GB}\ngb_per_s = {rate}\n\
+                 write_gb_per_s = {DISK_GB_PER_S_MAX}\nlatency_ms = {}\n",
+                reads.ms
+            );
+        }
         let mut cluster: Cluster = Cluster::unchecked(&text).map_err(RunError::Spec)?;
         cluster.measured = Some(measured);
         cluster.facts().map_err(RunError::Spec)?;
@@ -148,17 +203,11 @@ impl Recording {
 
     /// What the simulator decides for the same requests before the same steps.
     pub fn replay(&self) -> Result<Vec<Batch>, RunError> {
-        // Steps of one millisecond: who came before step n is there in the middle of the one before it.
-        let one = Measured {
-            block_bytes: 1 << 20,
-            layers: 1,
-            step_ms: 1.0,
-            token_us: 0.0,
-            sequence_us: 0.0,
-            pair_ns: 0.0,
-        };
+        // Steps of one millisecond: a request that came before step n is there in the middle of the one before it.
+        let one = Measured { step_ms: 1.0, ..ZERO };
         let at = |one: &Asked| if one.step == 0 { 0.0 } else { one.step as f64 - 0.5 };
-        Ok(self.run(&self.cluster(one)?, at)?.schedule.unwrap_or_default())
+        let times = Calibration { measured: one, reads: Some(Reads { ms: 0.0, token_us: 0.0 }), error: 0.0 };
+        Ok(self.run(&self.cluster(&times)?, at)?.schedule.unwrap_or_default())
     }
 
     /// The first step that the simulator decides otherwise, in words; `None` if all are the same.
@@ -183,21 +232,14 @@ impl Recording {
     }
 
     /// A step's time as a sum (see [`Measured`]), by least squares over the recorded steps; no part of it is negative.
-    pub fn calibrate(&self) -> Measured {
-        let zero = Measured {
-            block_bytes: 1 << 20,
-            layers: 1,
-            step_ms: 0.0,
-            token_us: 0.0,
-            sequence_us: 0.0,
-            pair_ns: 0.0,
-        };
-        let rows: Vec<([f64; 4], f64)> = self.steps(&EngineTimes::Measured(zero));
-        // Whatever would be negative is left out, and the rest is fitted again.
-        let mut used = [true; 4];
+    pub fn calibrate(&self) -> Calibration {
+        let rows = self.steps();
+        let reads = rows.iter().any(|(terms, _)| terms[4] > 0.0);
+        // A term that no step has is left out; so is one that would be negative, and the rest is fitted again.
+        let mut used: [bool; TERMS] = std::array::from_fn(|at| rows.iter().any(|(terms, _)| terms[at] > 0.0));
         let found = loop {
             let found = least_squares(&rows, used);
-            let worst = (1..4)
+            let worst = (1..TERMS)
                 .filter(|at| used[*at] && found[*at] < 0.0)
                 .min_by(|a, b| found[*a].total_cmp(&found[*b]));
             match worst {
@@ -205,49 +247,77 @@ impl Recording {
                 None => break found,
             }
         };
-        Measured {
-            step_ms: found[0].max(1e-6),
-            token_us: found[1] * 1e3,
-            sequence_us: found[2] * 1e3,
-            pair_ns: found[3] * 1e6,
-            ..zero
+        let found: [f64; TERMS] =
+            std::array::from_fn(|at| if at == 0 { found[0].max(1e-6) } else { found[at] });
+        let said =
+            |terms: &[f64; TERMS]| found.iter().zip(terms).map(|(each, count)| each * count).sum::<f64>();
+        let error = rows.iter().map(|(terms, ms)| (said(terms) / ms.max(1e-9) - 1.0).abs()).sum::<f64>();
+        Calibration {
+            measured: Measured {
+                step_ms: found[0],
+                token_us: found[1] * 1e3,
+                sequence_us: found[2] * 1e3,
+                pair_ns: found[3] * 1e6,
+                ..ZERO
+            },
+            reads: reads.then(|| Reads { ms: found[4], token_us: found[5] * 1e3 }),
+            error: error / rows.len() as f64,
         }
     }
 
     /// What each recorded step did, and its time.
-    fn steps(&self, times: &EngineTimes) -> Vec<([f64; 4], f64)> {
+    fn steps(&self) -> Vec<([f64; TERMS], f64)> {
+        let times = EngineTimes::Measured(ZERO);
         let mut at: Vec<u64> = vec![0; self.asked.len()];
         let mut rows = Vec::new();
         for step in &self.decided {
-            let mut sum = Step::default();
+            let (mut sum, mut read) = (Step::default(), 0);
             for number in &step.preempted {
                 at.get_mut(*number as usize).into_iter().for_each(|at| *at = 0);
+            }
+            for (number, there, from_disk) in &step.found {
+                at.get_mut(*number as usize).into_iter().for_each(|at| *at = *there);
+                read += from_disk;
             }
             for (number, tokens) in &step.batch {
                 let Some(from) = at.get_mut(*number as usize) else { continue };
                 times.prefill(&mut sum, *from, *tokens);
                 *from += tokens;
             }
-            rows.push((sum.terms(), step.ms));
+            let [step_itself, tokens, sequences, pairs] = sum.terms();
+            let reads = if read > 0 { 1.0 } else { 0.0 };
+            rows.push(([step_itself, tokens, sequences, pairs, reads, read as f64], step.ms));
         }
         rows
     }
 
     /// How the simulator says this recording by an engine's times from another one.
-    pub fn told_by(&self, measured: Measured) -> Result<Told, RunError> {
+    pub fn told_by(&self, times: &Calibration) -> Result<Told, RunError> {
         // A request that came before a step is in it.
-        let counted = self.run(&self.cluster(measured)?, |one| (one.at_ms - 1e-3).max(0.0))?;
+        let counted = self.run(&self.cluster(times)?, |one| (one.at_ms - 1e-3).max(0.0))?;
         let mean = |sum: f64| sum / self.asked.len() as f64;
         let ttft = mean(self.asked.iter().map(|one| one.first_token_ms - one.at_ms).sum());
         let end: f64 = self.decided.iter().map(|step| step.ms).sum();
         let output: u64 = self.asked.iter().map(|one| one.output_length).sum();
         let per_s = |ms: f64| output as f64 / ms.max(1e-9) * 1e3;
+        let from_disk: u64 = self.decided.iter().flat_map(|step| &step.found).map(|(.., read)| read).sum();
         Ok(Told {
             ttft_ms: [ttft, counted.ttft.mean()],
             output_tokens_per_s: [per_s(end), per_s(counted.end_ms)],
+            tokens_from_disk: [from_disk, counted.hits.disk * u64::from(self.limits.block_tokens)],
         })
     }
 }
+
+/// Steps that take no time.
+const ZERO: Measured = Measured {
+    block_bytes: BLOCK_BYTES,
+    layers: 1,
+    step_ms: 0.0,
+    token_us: 0.0,
+    sequence_us: 0.0,
+    pair_ns: 0.0,
+};
 
 /// What was measured, and what the simulator says.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -256,6 +326,8 @@ pub struct Told {
     pub ttft_ms: [f64; 2],
     /// Tokens of answers a second.
     pub output_tokens_per_s: [f64; 2],
+    /// Tokens of prompts that were read from disk.
+    pub tokens_from_disk: [u64; 2],
 }
 
 impl Told {
@@ -266,8 +338,8 @@ impl Told {
 }
 
 /// The coefficients that are used, by the normal equations.
-fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
-    let mut sums = [[0.0f64; 5]; 4];
+fn least_squares(rows: &[([f64; TERMS], f64)], used: [bool; TERMS]) -> [f64; TERMS] {
+    let mut sums = [[0.0f64; TERMS + 1]; TERMS];
     for (terms, ms) in rows {
         // Relative errors count: a step twice as long may be twice as far off.
         let weight = 1.0 / (ms * ms).max(1e-9);
@@ -277,20 +349,22 @@ fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
             }
         }
     }
-    for at in 0..4 {
+    for at in 0..TERMS {
         if !used[at] {
             sums.iter_mut().for_each(|row| row[at] = 0.0);
-            sums[at] = [0.0; 5];
+            sums[at] = [0.0; TERMS + 1];
             sums[at][at] = 1.0;
         }
     }
-    for at in 0..4 {
-        let Some(best) = (at..4).max_by(|a, b| sums[*a][at].abs().total_cmp(&sums[*b][at].abs())) else {
+    // What is left of a term that others say already is a rounding error.
+    let least: [f64; TERMS] = std::array::from_fn(|at| 1e-10 * sums[at][at]);
+    for at in 0..TERMS {
+        let Some(best) = (at..TERMS).max_by(|a, b| sums[*a][at].abs().total_cmp(&sums[*b][at].abs())) else {
             break;
         };
         sums.swap(at, best);
         let pivot = sums[at];
-        if pivot[at].abs() < 1e-30 {
+        if pivot[at].abs() <= least[at] {
             continue;
         }
         for (_, row) in sums.iter_mut().enumerate().filter(|(other, _)| *other != at) {
@@ -298,5 +372,7 @@ fn least_squares(rows: &[([f64; 4], f64)], used: [bool; 4]) -> [f64; 4] {
             row.iter_mut().zip(pivot).for_each(|(cell, pivot)| *cell -= part * pivot);
         }
     }
-    std::array::from_fn(|at| if sums[at][at].abs() < 1e-30 { 0.0 } else { sums[at][4] / sums[at][at] })
+    std::array::from_fn(
+        |at| if sums[at][at].abs() <= least[at] { 0.0 } else { sums[at][TERMS] / sums[at][at] },
+    )
 }

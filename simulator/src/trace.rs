@@ -1,6 +1,8 @@
 //! Requests of a trace, one JSON object a line, streamed: `{"timestamp": ms, "input_length": tokens, "output_length":
 //! tokens, "hash_ids": [..]}`, the ids of its blocks in order, equal where prefixes are (the Mooncake traces' format).
 //!
+//! A trace whose size of blocks is known ([`Trace::in_blocks_of`]) must name every full block of each prompt, or none.
+//!
 //! What the published variants of the format carry besides (`chat_id`, `parent_chat_id`, `type`, `turn`) is passed over;
 //! any other field is a fault, as are times that are negative or go back: each names its line.
 
@@ -71,13 +73,34 @@ pub struct Trace<R> {
     bytes: Vec<u8>,
     line: u64,
     last_ms: f64,
+    block_tokens: Option<u32>,
     ended: bool,
 }
 
 impl<R: BufRead> Trace<R> {
     /// A trace from its beginning.
     pub fn new(from: R) -> Self {
-        Self { from, bytes: Vec::new(), line: 0, last_ms: 0.0, ended: false }
+        Self { from, bytes: Vec::new(), line: 0, last_ms: 0.0, block_tokens: None, ended: false }
+    }
+
+    /// The tokens of its blocks are known: a request whose ids are too few for its prompt, or too many for all of its tokens,
+    /// is a fault.
+    pub fn in_blocks_of(mut self, tokens: u32) -> Self {
+        self.block_tokens = Some(tokens.max(1));
+        self
+    }
+
+    fn check_ids(&mut self, ids: u64, input_tokens: u64, output_tokens: u64) -> Result<(), TraceError> {
+        let Some(tokens) = self.block_tokens.map(u64::from).filter(|_| ids > 0) else { return Ok(()) };
+        let (least, most) =
+            (input_tokens / tokens, input_tokens.saturating_add(output_tokens).div_ceil(tokens));
+        if (least..=most).contains(&ids) {
+            return Ok(());
+        }
+        Err(self.fault(format!(
+            "hash_ids: {ids} blocks of {tokens} tokens for {input_tokens} of a prompt and {output_tokens} of an answer, which \
+             have {least} to {most}: a hole in the trace, or `block_tokens` is not the trace's"
+        )))
     }
 
     fn fault(&mut self, what: impl fmt::Display) -> TraceError {
@@ -126,6 +149,7 @@ impl<R: BufRead> Trace<R> {
         if parsed.hash_ids.len() > BLOCKS_MAX {
             return Err(self.fault(format!("more than {BLOCKS_MAX} blocks")));
         }
+        self.check_ids(parsed.hash_ids.len() as u64, parsed.input_length, parsed.output_length)?;
         self.last_ms = parsed.timestamp;
         Ok(Request {
             at_ms: parsed.timestamp,
@@ -181,5 +205,35 @@ mod tests {
         assert!(fault(r#"{"timestamp": 5}"#).starts_with("line 1: missing field `input_length`"));
         assert!(fault(&GOOD[..30]).starts_with("line 1: EOF while parsing"));
         assert!(fault(&GOOD.replace("[1, 2]", "[1, -2]")).starts_with("line 1: invalid value"));
+    }
+
+    #[test]
+    fn holes_in_a_request_s_blocks_are_told_on_one_line_with_their_place() {
+        let hole = fault(&format!("{GOOD}\n{}", GOOD.replace("[1, 2]", "[1, null, 2]")));
+        assert!(hole.starts_with("line 2: invalid type: null, expected u64 (column 7"), "{hole}");
+        // A prompt of three tokens and an answer of two, in blocks of two: one to three of them.
+        let ids = |ids: &str, tokens| {
+            let text = format!("{GOOD}\n{}", GOOD.replace("[1, 2]", ids));
+            let mut read: Vec<_> = Trace::new(text.as_bytes()).in_blocks_of(tokens).collect();
+            assert_eq!(read.len(), 2);
+            read.pop().unwrap().map(drop).map_err(|error| error.to_string())
+        };
+        for good in ["[]", "[1]", "[1, 2, 3]"] {
+            assert_eq!(ids(good, 2), Ok(()), "{good}");
+        }
+        let told = |ids: u32| {
+            Err(format!(
+                "line 2: hash_ids: {ids} blocks of 2 tokens for 3 of a prompt and 2 of an answer, which have 1 to 3: a hole in \
+                 the trace, or `block_tokens` is not the trace's"
+            ))
+        };
+        assert_eq!(ids("[1, 2, 3, 4]", 2), told(4));
+        let long = GOOD.replace("3,", "3000,");
+        let read: Vec<_> = Trace::new(long.as_bytes()).in_blocks_of(512).collect();
+        let error = read.first().unwrap().as_ref().unwrap_err().to_string();
+        assert!(
+            error.starts_with("line 1: hash_ids: 2 blocks of 512 tokens for 3000 of a prompt"),
+            "{error}"
+        );
     }
 }

@@ -53,6 +53,10 @@ fn one_request_takes_its_prefill_and_its_tokens_and_the_next_one_finds_its_block
     let counted = run(&cluster, vec![request(0.0, &blocks, 1), request(60_000.0, &blocks, 11)]);
     let times = cluster.facts().unwrap().times;
     assert_eq!((counted.requests, counted.hits.hbm, counted.hits.miss), (2, 7, 9));
+    let without =
+        Cluster { engine: Engine { prefix_caching: false, ..Engine::default() }, ..cluster.clone() };
+    let without = run(&without, vec![request(0.0, &blocks, 1), request(60_000.0, &blocks, 11)]);
+    assert_eq!((without.hits.hbm, without.hits.dram, without.hits.miss), (0, 7, 9));
     // The last token is always computed, and with it its block.
     assert!((counted.ttft.percentile(1.0) / times.prefill_ms(0, 4096) - 1.0).abs() < 0.02);
     assert!((counted.ttft.percentile(0.5) / times.prefill_ms(3584, 512) - 1.0).abs() < 0.02);
@@ -112,7 +116,15 @@ fn the_same_seed_gives_the_same_bytes_for_every_router_and_another_seed_gives_ot
 #[test]
 fn every_request_ends_under_every_prefetch_policy_and_with_prefill_and_decode_apart() {
     let of = Sessions { count: 50, per_second: 5.0, think_ms: 100.0, ..Sessions::named("coding").unwrap() };
-    for prefetch in [Prefetch::Overlap, Prefetch::WaitComplete, Prefetch::BestEffort, Prefetch::Timeout] {
+    let policies = [
+        Prefetch::Overlap,
+        Prefetch::WaitComplete,
+        Prefetch::BestEffort,
+        Prefetch::Timeout,
+        Prefetch::Blocking,
+        Prefetch::Layerwise,
+    ];
+    for prefetch in policies {
         for (mixed, prefill, decode) in [(3, 0, 0), (0, 2, 1), (1, 1, 1)] {
             let cluster = cluster(|cluster| {
                 cluster.engine.prefetch = prefetch;
@@ -129,6 +141,63 @@ fn every_request_ends_under_every_prefetch_policy_and_with_prefill_and_decode_ap
             assert!(counted.computed_tokens <= counted.input_tokens);
         }
     }
+}
+
+#[test]
+fn a_node_that_decodes_only_takes_room_for_answers_as_they_grow_and_stops_those_that_came_last() {
+    let apart = |gb: f64| {
+        cluster(|cluster| {
+            (cluster.nodes.mixed, cluster.nodes.prefill, cluster.nodes.decode) = (0, 1, 1);
+            cluster.hbm.gb = gb;
+        })
+    };
+    // Ten requests of one block and of answers of three more: forty blocks of 64 MiB if room were kept for whole answers.
+    let requests: Vec<_> = (0..10u64).map(|n| request(0.0, &[n], 1536)).collect();
+    let roomy = run(&apart(40.0), requests.clone());
+    assert_eq!((roomy.requests, roomy.preemptions), (10, 0));
+    // Room for 24: all of them begin at once, and some are stopped when their answers have grown.
+    let short = run(&apart(24.5 * 0.067_108_864), requests.clone());
+    assert_eq!(short.requests, 10);
+    assert!(short.preemptions > 0);
+    assert!(
+        short.ttft.percentile(1.0) < 1.1 * roomy.ttft.percentile(1.0),
+        "the first tokens come from the other node"
+    );
+    // Half of them fit whole: with room kept for whole answers the others would have waited for these to end.
+    assert!(short.end_ms < 1.9 * roomy.end_ms, "{} and {}", short.end_ms, roomy.end_ms);
+    // As many as the engine takes at once.
+    let narrow = Cluster { engine: Engine { batch_max: 5, ..Engine::default() }, ..apart(40.0) };
+    let narrow = run(&narrow, requests);
+    assert!(narrow.end_ms > 1.5 * roomy.end_ms, "{} and {}", narrow.end_ms, roomy.end_ms);
+}
+
+#[test]
+fn a_load_in_the_step_makes_the_step_wait_for_all_of_it_or_for_each_layer() {
+    use kvarts_planner::cost::Prefill;
+    let blocks: Vec<u64> = (0..64).collect();
+    let ttft = |prefetch| {
+        let cluster = cluster(|cluster| {
+            cluster.nodes.mixed = 1;
+            (cluster.hbm.gb, cluster.dram) = (6.0, None);
+            cluster.engine.prefetch = prefetch;
+            cluster.engine.plans = false;
+        });
+        // Others fill the memory in between, so that the last one is read from disk.
+        let other = |n: u64| (1000 * n..1000 * n + 64).collect::<Vec<_>>();
+        let mut requests = vec![request(0.0, &blocks, 1)];
+        requests.extend((1..4).map(|n| request(n as f64 * 60_000.0, &other(n), 1)));
+        requests.push(request(600_000.0, &blocks, 1));
+        let counted = run(&cluster, requests);
+        assert_eq!((counted.requests, counted.hits.disk), (5, 63), "{prefetch:?}");
+        counted.ttft.percentile(0.01)
+    };
+    let times = cluster(|_| ()).facts().unwrap().times;
+    let (load, compute) = (0.1 + 63.0 * 67.108_864 / 12.0, times.prefill_ms(63 * 512, 512));
+    let near =
+        |found: f64, expected: f64| assert!((found / expected - 1.0).abs() < 0.02, "{found} for {expected}");
+    near(ttft(Prefetch::Blocking), load + compute);
+    near(ttft(Prefetch::Layerwise), load + compute / 32.0);
+    near(ttft(Prefetch::WaitComplete), load + compute);
 }
 
 #[test]
@@ -175,6 +244,52 @@ fn what_is_no_cluster_is_told_with_its_place() {
     let error = measured("-1.0").unwrap_err().to_string();
     assert!(error.starts_with("measured.step_ms: -1 is not possible"), "{error}");
     assert!(told("[disk]", "[disk").starts_with("line 13: "), "{}", told("[disk]", "[disk"));
+}
+
+#[test]
+fn with_a_single_owner_there_is_one_copy_of_a_block_on_disk_and_the_others_read_it_from_there() {
+    let copies = |single| {
+        let cluster = cluster(|cluster| {
+            cluster.router = RouterKind::RoundRobin;
+            cluster.dram = None;
+            cluster.hbm.gb = 2.5;
+            cluster.disk.as_mut().unwrap().single_owner = single;
+        });
+        // Each prompt comes to one node and then to the other.
+        let requests = (0..40u64).map(|n| {
+            let first = n / 2 * 16;
+            request(n as f64 * 5000.0, &(first..first + 16).collect::<Vec<_>>(), 1)
+        });
+        let counted = run(&cluster, requests.collect());
+        assert_eq!(counted.hits.peer, 20 * 15, "single: {single}");
+        counted.disk_bytes_written / (64 << 20)
+    };
+    // The last block of a prompt is computed again by the second node: it is the only one that it may write.
+    assert_eq!((copies(false), copies(true)), (2 * 320, 320));
+}
+
+#[test]
+fn values_in_place_of_a_file_s_are_checked_as_the_file_is() {
+    let with = |sets: &[&str]| {
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        Cluster::parse_with(FILE, &sets).map_err(|error| error.to_string())
+    };
+    let cluster = with(&[
+        "disk.gb_per_s=24",
+        "engine.prefetch=layerwise",
+        "dual_path=true",
+        "cold.gb=5",
+        "cold.gb_per_s=0.5",
+    ]);
+    let cluster = cluster.unwrap();
+    assert_eq!((cluster.disk.unwrap().gb_per_s, cluster.disk.unwrap().gb), (24.0, 2000.0));
+    assert_eq!((cluster.engine.prefetch, cluster.dual_path), (Prefetch::Layerwise, true));
+    assert_eq!(cluster.cold, Some(Cold { gb: 5.0, gb_per_s: 0.5, latency_ms: 0.0 }));
+    assert_eq!(with(&[]).unwrap(), Cluster::parse(FILE).unwrap());
+    assert_eq!(with(&["hbm.gb"]).unwrap_err(), "`hbm.gb`: write `table.name=value`");
+    assert!(with(&["hbm.gbs=3"]).unwrap_err().starts_with("`hbm.gbs=3`: unknown field `gbs`"));
+    assert!(with(&["model.name=3"]).unwrap_err().ends_with("`model` is no table"));
+    assert!(with(&["nodes.devices=0"]).unwrap_err().starts_with("nodes.devices: 0"));
 }
 
 #[test]

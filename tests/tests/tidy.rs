@@ -25,8 +25,6 @@ const ROOMS: [&str; 19] = [
     "tests",
     "python",
 ];
-/// Rooms whose comments are not held to the rule yet that they name their subjects.
-const ROOMS_WITH_VAGUE_COMMENTS: [&str; 1] = ["simulator"];
 /// Words that stand where a comment should name who or what is meant, or how many.
 const VAGUE: [&[&str]; 7] = [
     &["whoever"],
@@ -195,9 +193,6 @@ fn nothing_is_left_half_done() {
 fn comments_name_their_subjects() {
     let mut complaints = Vec::new();
     for (name, text) in sources() {
-        if ROOMS_WITH_VAGUE_COMMENTS.iter().any(|room| name.starts_with(&format!("{room}/"))) {
-            continue;
-        }
         // Those of the comment so far: a phrase may go on in the next line.
         let mut words: Vec<String> = Vec::new();
         for (number, line) in text.lines().enumerate() {

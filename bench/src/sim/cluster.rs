@@ -35,6 +35,9 @@ pub(crate) struct RunArgs {
     /// The cluster: a TOML file
     #[arg(long, value_name = "FILE", required = true)]
     cluster: Option<PathBuf>,
+    /// A value in place of the file's, as `disk.gb_per_s=24`; may be given again
+    #[arg(long, value_name = "TABLE.NAME=VALUE")]
+    set: Vec<String>,
     /// Who decides where requests go, instead of the file's
     #[arg(long, value_parser = router)]
     router: Option<RouterKind>,
@@ -94,7 +97,7 @@ impl RunArgs {
             return Err(fault(path, format!("longer than {FILE_BYTES_MAX} bytes")));
         }
         let text = std::fs::read_to_string(path).map_err(|error| fault(path, error))?;
-        let cluster = Cluster::parse(&text).map_err(|error| fault(path, error))?;
+        let cluster = Cluster::parse_with(&text, &self.set).map_err(|error| fault(path, error))?;
         if !(self.scale.is_finite() && self.scale > 0.0) {
             return Err(Failure::User(format!("--scale {}: must be above 0", self.scale)));
         }
@@ -107,7 +110,8 @@ impl RunArgs {
         let counted = match (&self.trace, self.sessions) {
             (Some(path), _) => {
                 let file = File::open(path).map_err(|error| fault(path, error))?;
-                let trace = Trace::new(BufReader::with_capacity(1 << 20, file));
+                let trace =
+                    Trace::new(BufReader::with_capacity(1 << 20, file)).in_blocks_of(cluster.block_tokens);
                 let run = Simulation::new(cluster, TraceWork::new(trace, self.scale), self.seed);
                 let counted = run.and_then(|run| run.run(tell)).map_err(|error| fault(path, error))?;
                 if counted.requests + counted.refused == 0 {

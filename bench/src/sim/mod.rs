@@ -3,6 +3,7 @@
 
 mod cluster;
 pub(crate) mod disk;
+mod engine;
 
 use std::io::Write;
 
@@ -26,6 +27,8 @@ enum SimCommand {
     Disk(disk::DiskArgs),
     /// Find the configurations that keep a promise and that nothing beats in latency, throughput and cost
     Search(Box<cluster::SearchArgs>),
+    /// Recordings of a real engine: its times to the first token and its throughput, as they were and as they are simulated
+    Engine(engine::EngineArgs),
 }
 
 /// Runs one of the subcommands, or a cluster.
@@ -34,5 +37,6 @@ pub fn run(arguments: &SimArgs, out: &mut dyn Write) -> Result<(), Failure> {
         None => cluster::run(&arguments.run, out),
         Some(SimCommand::Disk(arguments)) => disk::run(arguments, out),
         Some(SimCommand::Search(arguments)) => cluster::search_for(arguments, out),
+        Some(SimCommand::Engine(arguments)) => engine::run(arguments, out),
     }
 }

@@ -4,8 +4,9 @@
 //! then those whose prefill is under way, then those who wait get what is left. A sequence holds the blocks of what it has
 //! computed and of what the step computes; one that needs a block where none is free stops the one that was let in last,
 //! which gives all of its blocks back, waits before all others and computes its state again, as far as its blocks have
-//! left memory by then. In a step that stops somebody nobody is let in. Who waits is let in when blocks for its whole
-//! prompt are free; who comes after it waits, too.
+//! left memory by then. A step that stops a sequence lets none in. The first of those that wait is let in when blocks for its
+//! whole prompt are free; those that came after it wait, too. Nodes that decode only keep the same rule, and begin with those
+//! that were stopped: what has come from other nodes waits behind them.
 //!
 //! Recordings of the engine itself hold this module to it (`tests/sim_engine.rs`).
 
@@ -34,11 +35,13 @@ impl<W: Work> Simulation<'_, W> {
         let node = &mut self.nodes[usize::from(at)];
         let mut chunks = std::mem::take(&mut node.chunks);
         chunks.clear();
+        node.loads_end = 0.0;
         let mut budget =
             u64::from(self.cluster.engine.chunk_tokens).saturating_sub(node.decoding.len() as u64);
         self.go_on(at, &mut budget, &mut chunks, &mut stopped);
         if stopped.is_empty() {
             self.admit(at, &mut budget, &mut chunks);
+            self.take_moved(at, &mut budget);
         }
         let mut step = Step::default();
         for (open, chunk) in &chunks {
@@ -52,7 +55,7 @@ impl<W: Work> Simulation<'_, W> {
             return self.wake_later(at);
         }
         self.facts.times.decode(&mut step, batch, context);
-        let ms = self.facts.times.step_ms(&step);
+        let ms = self.with_loads(at, self.facts.times.step_ms(&step));
         if batch > 0 {
             self.counted.interference_ms += ms - self.facts.times.decode_ms(batch, context);
             self.counted.decoding_ms += ms;
@@ -90,7 +93,7 @@ impl<W: Work> Simulation<'_, W> {
             node.growing.peek().copied().filter(|one| one.0.0 <= next)
         {
             node.growing.pop();
-            // Who was stopped or has ended stands there under a rank that nobody has any more.
+            // One that was stopped or has ended stands there under a rank that is not used again.
             if node.running.get(&rank) == Some(&open) {
                 due.push((rank, open, step));
             }
@@ -116,7 +119,7 @@ impl<W: Work> Simulation<'_, W> {
         }
     }
 
-    /// Stops those that were let in last until so many blocks are free; whether the one that needs them still runs.
+    /// Stops those that were let in last until `blocks` are free; whether the one that needs them still runs.
     fn make_room(&mut self, at: u16, open: Open, blocks: u64, stopped: &mut Vec<u64>) -> bool {
         while !self.nodes[usize::from(at)].hbm.fits(blocks) {
             let last = self.nodes[usize::from(at)].running.last_key_value().map(|(_, last)| *last);
@@ -240,12 +243,17 @@ impl<W: Work> Simulation<'_, W> {
                 looked += 1;
                 continue;
             }
-            let there = self.there_now(at, running);
+            let found = match self.cluster.engine.prefetch.is_in_step() {
+                true => self.look(at, running.via, &running.arrival),
+                false => None,
+            };
+            let loaded = found.as_ref().map_or(0, |found| found.plan.boundary_tokens);
+            let there = self.there_now(at, running).max(loaded);
             let hits = running.arrival.blocks.iter().take((there / block_tokens) as usize);
             let shared = hits.filter(|block| node.hbm.is_pinned(**block)).count() as u64;
             let target = running.target();
             if !node.hbm.fits(target.div_ceil(block_tokens) - shared) {
-                // First come, first served: nobody passes who waits for room.
+                // First come, first served: those behind it wait as well.
                 return;
             }
             let node = &mut self.nodes[usize::from(at)];
@@ -255,10 +263,60 @@ impl<W: Work> Simulation<'_, W> {
             node.running.insert(rank, open);
             node.prefilling.push_back(open);
             self.begin_prefill(at, open, rank, there);
+            if let Some(found) = found {
+                self.load_in_step(at, open, &found);
+            }
             let chunk = (target - there).min(*budget);
             self.hold(at, open, there + chunk);
             chunks.push((open, chunk));
             *budget -= chunk;
+        }
+    }
+
+    /// Lets in requests whose state has come from other nodes: they hold blocks for it and for the next token.
+    fn take_moved(&mut self, at: u16, budget: &mut u64) {
+        let block_tokens = u64::from(self.cluster.block_tokens);
+        while *budget > 0 {
+            let node = &self.nodes[usize::from(at)];
+            let Some(open) = node.moved.front().copied() else { return };
+            let Some(running) = self.running(open) else { return };
+            let there = running.target() - 1;
+            let named = running.arrival.blocks.iter().take((there / block_tokens) as usize);
+            let shared = named.filter(|block| node.hbm.is_pinned(**block)).count() as u64;
+            let full = node.running.len() as u64 >= u64::from(self.cluster.engine.batch_max);
+            let needed = running.target().div_ceil(block_tokens) - shared;
+            if full || !node.waiting.is_empty() || !node.hbm.fits(needed) {
+                return;
+            }
+            let node = &mut self.nodes[usize::from(at)];
+            node.moved.pop_front();
+            node.let_in += 1;
+            let rank = node.let_in;
+            node.running.insert(rank, open);
+            self.hold(at, open, there);
+            let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+            running.rank = rank;
+            if (running.pinned as u64 + running.taken) * block_tokens <= there {
+                running.taken += 1;
+                let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
+                node.hbm.take(1, |block| gone.push(block));
+                self.forget(at, &gone);
+            }
+            self.decode(at, open);
+            *budget -= 1;
+        }
+    }
+
+    /// How long a step takes with the loads that began with it.
+    fn with_loads(&self, at: u16, ms: f64) -> f64 {
+        let load = (self.nodes[usize::from(at)].loads_end - self.now).max(0.0);
+        match self.cluster.engine.prefetch {
+            // Layers come evenly: either the last one to come is computed last, or computing ends behind the first one.
+            Prefetch::Layerwise if load > 0.0 => {
+                let layers = f64::from(self.facts.layers.max(1));
+                (load + ms / layers).max(load / layers + ms)
+            }
+            _ => load + ms,
         }
     }
 
@@ -291,7 +349,7 @@ impl<W: Work> Simulation<'_, W> {
         running.rank = rank;
         let node = &mut self.nodes[usize::from(at)];
         node.tokens_due = node.tokens_due + was - there;
-        if running.stopped > 0 {
+        if running.stopped > 0 || self.cluster.engine.prefetch.is_in_step() {
             return;
         }
         // Others have computed some of it since it came, or what it found has left.

@@ -32,8 +32,12 @@ pub(super) struct Node {
     pub(super) cold: Line,
     /// When blocks that are being loaded are there: who wants them too waits and does not load them again.
     pub(super) loading: IdMap<f64>,
+    /// Bytes of the cold tier that requests will read by this node's way once they are let in.
+    pub(super) cold_due: u64,
     /// Not begun: first come, first served among those whose time has come.
     pub(super) waiting: VecDeque<Open>,
+    /// Their state has come from the nodes that prefilled them, and waits in the host's memory for room.
+    pub(super) moved: VecDeque<Open>,
     /// Prefills under way.
     pub(super) prefilling: VecDeque<Open>,
     /// Sequences that decode, by the step in which they end.
@@ -47,6 +51,8 @@ pub(super) struct Node {
     pub(super) steps: u64,
     /// What is prefilled in the step that runs.
     pub(super) chunks: Vec<(Open, u64)>,
+    /// When the loads of the step that runs have ended.
+    pub(super) loads_end: f64,
     pub(super) busy: bool,
     /// The earliest wake-up that was asked for.
     pub(super) wakes_at: f64,
@@ -73,7 +79,9 @@ impl Node {
             network: line(cluster.network.map(|way| (way.gb_per_s, way.latency_ms))),
             cold: line(cluster.cold.map(|cold| (cold.gb_per_s, cold.latency_ms))),
             loading: IdMap::default(),
+            cold_due: 0,
             waiting: VecDeque::new(),
+            moved: VecDeque::new(),
             prefilling: VecDeque::new(),
             decoding: BinaryHeap::new(),
             running: BTreeMap::new(),
@@ -82,6 +90,7 @@ impl Node {
             context: 0,
             steps: 0,
             chunks: Vec::new(),
+            loads_end: 0.0,
             busy: false,
             wakes_at: f64::INFINITY,
             tokens_due: 0,
@@ -90,7 +99,12 @@ impl Node {
 
     /// Requests that wait or run here.
     pub(super) fn load(&self) -> u64 {
-        (self.waiting.len() + self.prefilling.len() + self.decoding.len()) as u64
+        (self.waiting.len() + self.moved.len() + self.prefilling.len() + self.decoding.len()) as u64
+    }
+
+    /// How long a read of the cold tier by this node's way waits for those that were promised before.
+    pub(super) fn cold_queue_ms(&self, now: f64) -> f64 {
+        self.cold.queue_ms(now) + self.cold_due as f64 / self.cold.bytes_per_ms
     }
 
     /// Whether a block is in memory or on a disk here.

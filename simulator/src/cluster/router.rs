@@ -66,7 +66,7 @@ impl Router {
             Role::Prefill => self.decoder(of),
             Role::Mixed | Role::Decode => node,
         };
-        let cold = |at: u16| of.nodes[usize::from(at)].cold.queue_ms(of.now);
+        let cold = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
         let other = of.cluster.dual_path && cold(decoder) < cold(node);
         let via = match other {
             true => decoder,
@@ -78,7 +78,7 @@ impl Router {
 
     /// Among nodes that do both, any other's way to the cold tier may be used.
     fn shortest_way<W: Work>(&mut self, of: &Simulation<'_, W>, node: u16) -> u16 {
-        let queue = |at: u16| of.nodes[usize::from(at)].cold.queue_ms(of.now);
+        let queue = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
         let some = self.some();
         some.into_iter().fold(node, |best, at| if queue(at) < queue(best) { at } else { best })
     }
@@ -205,7 +205,7 @@ impl Router {
     fn dual_path<W: Work>(&mut self, of: &Simulation<'_, W>) -> u16 {
         let some = self.some();
         let overloaded = |at: &u16| of.queue_ms(*at) > COMPUTED_MS;
-        let reading = |at: &u16| of.nodes[usize::from(*at)].cold.queue_ms(of.now) > READ_MS;
+        let reading = |at: &u16| of.nodes[usize::from(*at)].cold_queue_ms(of.now) > READ_MS;
         let good: Vec<u16> = some.iter().copied().filter(|at| !overloaded(at) && !reading(at)).collect();
         let fair: Vec<u16> = some.iter().copied().filter(|at| !overloaded(at)).collect();
         match (good.is_empty(), fair.is_empty()) {

@@ -4,7 +4,7 @@
 //! one after the other, so each load makes the next one wait. It waits at its node until its layers will come no later
 //! than they are computed (or as the prefetch policy says), then runs in the node's steps: new tokens of prefills up to
 //! the chunk, one token of every sequence that decodes. Where prefill and decode are apart its state goes to the other
-//! node behind its prefill. What was computed is written to memory and disk, and stays until something else needs room.
+//! node behind its prefill, and waits there in the host's memory for room. What was computed is written to memory and disk, and stays until something else needs room.
 //!
 //! Memory is bounded by what tiers hold and by the requests that are open.
 
@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, BinaryHeap};
 
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
-use kvarts_planner::cost::{Decode, Prefill};
-use kvarts_planner::plan::{Does, Links, Part, Plan, Question, Run, Source, Sources};
+use kvarts_planner::cost::Prefill;
+use kvarts_planner::plan::{Does, Link, Links, Part, Plan, Question, Run, Source, Sources};
 
 use super::figures::Counted;
 use super::node::{Directory, Node, Open, Role};
@@ -30,7 +30,7 @@ const BEHIND_MS: f64 = 5000.0;
 /// What happens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum What {
-    /// The next request that waits for nobody.
+    /// The next request that waits for no answer.
     Next,
     /// A session goes on, with the request in this place.
     Turn(u32),
@@ -48,8 +48,10 @@ pub(super) struct Running {
     pub(super) arrival: Arrival,
     /// Its place in the order of arrival.
     pub(super) number: u64,
-    pub(super) node: u16,
     decoder: u16,
+    /// Whose way to the cold tier it uses, and how much it will read by it once it is let in.
+    pub(super) via: u16,
+    cold_due: u64,
     /// Tokens whose state is there or computed.
     pub(super) at_token: u64,
     /// Tokens that were there at the beginning, whatever is loaded.
@@ -125,6 +127,7 @@ impl std::fmt::Display for RunError {
 impl std::error::Error for RunError {}
 
 /// What a prompt finds at a node.
+#[derive(Debug)]
 pub(super) struct Found {
     pub(super) plan: Plan,
     runs: Vec<Run>,
@@ -203,7 +206,7 @@ impl<'a, W: Work> Simulation<'a, W> {
                     self.kick(node);
                 }
                 What::Moved(node, open) => {
-                    self.decode(node, open);
+                    self.nodes[usize::from(node)].moved.push_back(open);
                     self.kick(node);
                 }
             }
@@ -246,10 +249,15 @@ impl<'a, W: Work> Simulation<'a, W> {
         let full = self.full_blocks(arrival.input_tokens.saturating_sub(1)) as usize;
         let (mut runs, mut ready_at) = (Vec::<Run>::new(), 0.0f64);
         for (block, place) in arrival.blocks.iter().take(full).zip(0u32..) {
-            let source = match node.loading.get(block).filter(|at| **at > self.now) {
+            // What is being loaded comes to the host's memory, if there is any for state, or to blocks of the first that asked.
+            let comes = node.loading.get(block).filter(|at| **at > self.now);
+            let source = match comes.filter(|_| node.dram.is_some() || node.hbm.has(*block)) {
                 Some(at) => {
                     ready_at = ready_at.max(*at);
-                    Source::Dram
+                    match node.hbm.has(*block) {
+                        true => Source::Hbm,
+                        false => Source::Dram,
+                    }
                 }
                 None if node.hbm.has(*block) => Source::Hbm,
                 None if node.dram.as_ref().is_some_and(|dram| dram.has(*block)) => Source::Dram,
@@ -263,11 +271,18 @@ impl<'a, W: Work> Simulation<'a, W> {
                 _ => runs.push(Run { from: place, to: place + 1, sources: Sources::of(source) }),
             }
         }
-        let links = Links::NONE
-            .with(Source::Dram, node.to_dram.link(self.now))
-            .with(Source::Disk, node.reads.link(self.now))
-            .with(Source::Peer, node.network.link(self.now))
-            .with(Source::Cold, other.cold.link(self.now));
+        let ways = [
+            (Source::Dram, &node.to_dram),
+            (Source::Disk, &node.reads),
+            (Source::Peer, &node.network),
+            (Source::Cold, &other.cold),
+        ];
+        let links =
+            ways.into_iter().fold(Links::NONE, |links, (source, way)| match self.cluster.engine.plans {
+                true => links.with(source, way.link(self.now)),
+                // Of a load that takes no time every plan takes all that is there.
+                false => links.with(source, Link::gb_per_s(1e9, 0.0)),
+            });
         let (need, absence) = (Need::All, Absence::Required);
         let parts = [Part { group: Group(0), need, absence, layer_bytes: &self.layer_bytes, runs: &runs }];
         let block_tokens = self.cluster.block_tokens;
@@ -275,6 +290,14 @@ impl<'a, W: Work> Simulation<'a, W> {
             Question { block_tokens, prompt_tokens: arrival.input_tokens, parts: &parts, links: &links };
         let plan = question.plan(&self.facts.times).ok()?;
         Some(Found { plan, runs, ready_at })
+    }
+
+    fn is_on_a_peer_s_disk(&self, at: u16, block: u64) -> bool {
+        let on_disk = |holder: &u16| {
+            let disk = self.nodes[usize::from(*holder)].disk.as_ref();
+            *holder != at && disk.is_some_and(|disk| disk.has(block))
+        };
+        self.directory.of(block).iter().any(on_disk)
     }
 
     fn is_at_a_peer(&self, at: u16, block: u64) -> bool {
@@ -332,46 +355,39 @@ impl<'a, W: Work> Simulation<'a, W> {
         self.counted.to_owner += u64::from(leading.get(&node) == Some(most));
     }
 
-    /// Asks the ways for what the plan loads, and notes when the request may begin.
+    /// Notes when the request may begin. Unless its load waits for the step that lets it in, the ways are asked for it now.
     fn begin(&mut self, arrival: Arrival, (at, decoder, via): (u16, u16, u16), found: &Found) -> Open {
         let (plan, now) = (&found.plan, self.now);
-        let blocks = plan.boundary_blocks as usize;
-        let mut loaded_at = now;
-        let mut near = 0u64;
-        for action in &plan.actions {
-            let Does::Load(source) = action.does else {
-                near = near.max(u64::from(action.to));
-                continue;
-            };
-            let node = &mut self.nodes[usize::from(at)];
-            let end = match source {
-                Source::Disk => node.reads.ask(now, action.bytes),
-                Source::Peer => {
-                    self.counted.network_bytes += action.bytes;
-                    node.network.ask(now, action.bytes)
-                }
-                Source::Cold => {
-                    self.counted.cold_reads += 1;
-                    self.counted.by_other_path += u64::from(via != at);
-                    self.nodes[usize::from(via)].cold.ask(now, action.bytes)
-                }
-                Source::Dram | Source::Hbm => node.to_dram.ask(now, action.bytes),
-            };
-            loaded_at = loaded_at.max(end);
-        }
-        self.note_hits(&arrival, found);
-        self.keep_loaded(at, &arrival, found, loaded_at);
-        let loaded_at = loaded_at.max(found.ready_at);
-        let overlapped = now + plan.load_ms + plan.stall_ms;
         let engine = &self.cluster.engine;
+        let (mut loaded_at, mut cold_due) = (now, 0);
+        if engine.prefetch.is_in_step() {
+            cold_due = plan
+                .actions
+                .iter()
+                .filter(|one| one.does == Does::Load(Source::Cold))
+                .map(|one| one.bytes)
+                .sum();
+            self.nodes[usize::from(via)].cold_due += cold_due;
+        } else {
+            loaded_at = self.ask(at, via, plan);
+            self.note_hits(&arrival, found);
+            self.keep_loaded(at, &arrival, found, loaded_at);
+            loaded_at = loaded_at.max(found.ready_at);
+        }
+        let overlapped = match engine.plans {
+            true => now + plan.load_ms + plan.stall_ms,
+            false => loaded_at - plan.compute_ms,
+        };
         let starts_at = match engine.prefetch {
-            Prefetch::Overlap => overlapped.max(found.ready_at),
+            Prefetch::Overlap => overlapped.max(found.ready_at).max(now),
             Prefetch::WaitComplete => loaded_at,
-            Prefetch::BestEffort => now,
+            Prefetch::BestEffort | Prefetch::Blocking | Prefetch::Layerwise => now,
             Prefetch::Timeout => loaded_at.min(now + engine.timeout_ms),
         };
-        let block_tokens = u64::from(self.cluster.block_tokens);
-        let planned = blocks as u64 * block_tokens;
+        let (blocks, block_tokens) = (plan.boundary_blocks, u64::from(self.cluster.block_tokens));
+        let near = plan.actions.iter().filter(|one| !matches!(one.does, Does::Load(_))).map(|one| one.to);
+        let near = u64::from(near.max().unwrap_or(0).min(blocks)) * block_tokens;
+        let planned = u64::from(blocks) * block_tokens;
         self.nodes[usize::from(at)].tokens_due += arrival.input_tokens - planned;
         let running = Running {
             number: self.arrived - 1,
@@ -379,12 +395,13 @@ impl<'a, W: Work> Simulation<'a, W> {
             ends_at: None,
             rank: 0,
             stopped: 0,
-            near_tokens: near.min(blocks as u64) * block_tokens,
+            near_tokens: near,
             arrival,
-            node: at,
             decoder,
+            via,
+            cold_due,
             at_token: planned,
-            planned_tokens: planned,
+            planned_tokens: if engine.prefetch.is_in_step() { near } else { planned },
             asked_at: now,
             loaded_at,
             starts_at,
@@ -401,6 +418,49 @@ impl<'a, W: Work> Simulation<'a, W> {
                 self.open.push(Some(running));
                 self.open.len() as Open - 1
             }
+        }
+    }
+
+    /// Asks the ways for what a plan loads; when the last of it is there.
+    fn ask(&mut self, at: u16, via: u16, plan: &Plan) -> f64 {
+        let (now, mut loaded_at) = (self.now, self.now);
+        for action in &plan.actions {
+            let Does::Load(source) = action.does else { continue };
+            let node = &mut self.nodes[usize::from(at)];
+            let end = match source {
+                Source::Disk => node.reads.ask(now, action.bytes),
+                Source::Peer => {
+                    self.counted.network_bytes += action.bytes;
+                    node.network.ask(now, action.bytes)
+                }
+                Source::Cold => {
+                    self.counted.cold_reads += 1;
+                    self.counted.by_other_path += u64::from(via != at);
+                    self.nodes[usize::from(via)].cold.ask(now, action.bytes)
+                }
+                Source::Dram | Source::Hbm => node.to_dram.ask(now, action.bytes),
+            };
+            loaded_at = loaded_at.max(end);
+        }
+        loaded_at
+    }
+
+    /// A request was let in whose load begins with the step.
+    pub(super) fn load_in_step(&mut self, at: u16, open: Open, found: &Found) {
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        let (via, again) = (running.via, running.stopped > 0);
+        let due = std::mem::take(&mut running.cold_due);
+        let arrival = std::mem::take(&mut running.arrival);
+        self.nodes[usize::from(via)].cold_due -= due;
+        let loaded_at = self.ask(at, via, &found.plan);
+        if !again {
+            self.note_hits(&arrival, found);
+        }
+        self.keep_loaded(at, &arrival, found, loaded_at);
+        let node = &mut self.nodes[usize::from(at)];
+        node.loads_end = node.loads_end.max(loaded_at).max(found.ready_at);
+        if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
+            running.arrival = arrival;
         }
     }
 
@@ -495,7 +555,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         let bytes =
             (tokens as f64 / f64::from(self.cluster.block_tokens) * self.facts.block_bytes as f64) as u64;
         self.counted.network_bytes += bytes;
-        // Layers went as they were computed: the last one's share is left, and whoever else is on the way.
+        // Layers went as they were computed: the last one's share is left, and what others have on the way.
         let layers = u64::from(self.facts.layers.max(1));
         let line = &mut self.nodes[usize::from(decoder)].network;
         line.bytes += bytes - bytes / layers;
@@ -506,6 +566,11 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// Writes what was computed behind what is there already: to memory, to disk, to the cold tier.
     fn write(&mut self, at: u16, blocks: &[u64]) {
         let now = self.now;
+        let single = self.cluster.disk.is_some_and(|disk| disk.single_owner);
+        let owned: Vec<u64> = match single {
+            true => blocks.iter().copied().filter(|block| !self.is_on_a_peer_s_disk(at, *block)).collect(),
+            false => Vec::new(),
+        };
         let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
         for block in blocks {
             if let Some(dram) = &mut node.dram {
@@ -517,7 +582,7 @@ impl<'a, W: Work> Simulation<'a, W> {
             self.directory.add(*block, at);
         }
         if let Some(disk) = node.disk.as_mut().filter(|_| node.writes.queue_ms(now) < BEHIND_MS) {
-            let new = disk.put(blocks, |block| gone.push(block));
+            let new = disk.put(if single { &owned } else { blocks }, |block| gone.push(block));
             let bytes = new * self.facts.block_bytes;
             node.writes.ask(now, bytes);
             self.counted.disk_bytes_written += bytes;
@@ -525,25 +590,11 @@ impl<'a, W: Work> Simulation<'a, W> {
         self.forget(at, &gone);
     }
 
-    /// Begins to decode, as soon as there is room.
-    fn decode(&mut self, at: u16, open: Open) {
+    /// Begins to decode: all of its state is here.
+    pub(super) fn decode(&mut self, at: u16, open: Open) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let (input, output, made) =
             (running.arrival.input_tokens, running.arrival.output_tokens, running.made);
-        if running.node != at {
-            let needed = (input + output).div_ceil(u64::from(self.cluster.block_tokens));
-            let node = &mut self.nodes[usize::from(at)];
-            if !node.hbm.fits(needed) && !node.decoding.is_empty() {
-                // It stays in the host's memory until some sequence ends.
-                let again = self.now + 10.0 * self.facts.times.decode_ms(1, node.context);
-                return self.at(again, What::Moved(at, open));
-            }
-            running.node = at;
-            running.taken = needed;
-            let mut gone = Vec::new();
-            node.hbm.take(needed, |block| gone.push(block));
-            self.forget(at, &gone);
-        }
         let node = &mut self.nodes[usize::from(at)];
         if made >= output {
             node.context += input + output - 1;
@@ -552,21 +603,18 @@ impl<'a, W: Work> Simulation<'a, W> {
         // The step that runs does not know of it yet.
         let first = node.steps + u64::from(node.busy);
         let ends_at = first + output - made;
-        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         running.ends_at = Some(ends_at);
         node.decoding.push(Reverse((ends_at, open)));
         node.context += input + made - 1;
-        if node.running.get(&running.rank) == Some(&open) {
-            // The step in which it needs another block.
-            let block = u64::from(self.cluster.block_tokens);
-            let grows = first + 1 + (block - (input + made - 1) % block) % block;
-            if grows <= ends_at {
-                node.growing.push(Reverse((grows, running.rank, open)));
-            }
+        // The step in which what it holds is full, and it needs another block.
+        let held = (running.pinned as u64 + running.taken) * u64::from(self.cluster.block_tokens);
+        let grows = first + 1 + held.saturating_sub(input + made - 1);
+        if grows <= ends_at {
+            node.growing.push(Reverse((grows, running.rank, open)));
         }
     }
 
-    /// Its room is given back, the end of its blocks first; they stay as long as nobody needs it.
+    /// Its room is given back, the end of its blocks first; they stay until others need the room.
     pub(super) fn let_go(&mut self, at: u16, open: Open) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
@@ -576,6 +624,9 @@ impl<'a, W: Work> Simulation<'a, W> {
         node.hbm.give(running.taken);
         for block in running.arrival.blocks.iter().take(running.pinned).rev() {
             node.hbm.unpin(*block, |block| gone.push(block));
+            if !self.cluster.engine.prefix_caching && node.hbm.drop_unpinned(*block) {
+                gone.push(*block);
+            }
         }
         (running.pinned, running.taken) = (0, 0);
         self.forget(at, &gone);
@@ -604,7 +655,7 @@ impl<'a, W: Work> Simulation<'a, W> {
             let mut gone = Vec::new();
             for block in blocks {
                 let hbm = &mut self.nodes[usize::from(at)].hbm;
-                if !hbm.has(*block) {
+                if self.cluster.engine.prefix_caching && !hbm.has(*block) {
                     hbm.put(*block, false, |block| gone.push(block));
                 }
             }

@@ -127,6 +127,9 @@ pub struct Disk {
     /// Whole writes a day that the drives are made for.
     #[serde(default = "one")]
     pub dwpd: f64,
+    /// What another node's disk has is not written: there is one copy of a block, which peers read.
+    #[serde(default)]
+    pub single_owner: bool,
 }
 
 fn one() -> f64 {
@@ -195,6 +198,17 @@ pub enum Prefetch {
     BestEffort,
     /// When all is there or its time is over, with what is there.
     Timeout,
+    /// In the step that lets it in: nothing of that step is computed before all of it is there.
+    Blocking,
+    /// In the step that lets it in, layer by layer: the step computes each layer when it is there.
+    Layerwise,
+}
+
+impl Prefetch {
+    /// Whether loads begin with the step that lets their request in, and not when the request comes.
+    pub(super) fn is_in_step(self) -> bool {
+        matches!(self, Self::Blocking | Self::Layerwise)
+    }
 }
 
 /// What an engine does.
@@ -209,11 +223,22 @@ pub struct Engine {
     pub prefetch: Prefetch,
     /// The time of `timeout`.
     pub timeout_ms: f64,
+    /// Whether a plan says how much of what is found is loaded. Engines without plans load all of it.
+    pub plans: bool,
+    /// Whether device memory keeps the blocks of requests that have ended, for others to find.
+    pub prefix_caching: bool,
 }
 
 impl Default for Engine {
     fn default() -> Self {
-        Self { batch_max: 256, chunk_tokens: 8192, prefetch: Prefetch::Overlap, timeout_ms: 100.0 }
+        Self {
+            batch_max: 256,
+            chunk_tokens: 8192,
+            prefetch: Prefetch::Overlap,
+            timeout_ms: 100.0,
+            plans: true,
+            prefix_caching: true,
+        }
     }
 }
 
@@ -317,12 +342,29 @@ pub struct Facts {
 impl Cluster {
     /// Reads a file, and checks what is in it.
     pub fn parse(text: &str) -> Result<Self, SpecError> {
+        Self::parse_with(text, &[])
+    }
+
+    /// The same with some values in place of the file's: each `table.name=value`.
+    pub fn parse_with(text: &str, sets: &[String]) -> Result<Self, SpecError> {
         if text.len() > FILE_BYTES_MAX {
             return Err(SpecError(format!("longer than {FILE_BYTES_MAX} bytes")));
         }
-        let cluster = Self::unchecked(text)?;
+        let mut cluster = Self::unchecked(text)?;
+        if !sets.is_empty() {
+            cluster = cluster.with(sets)?;
+        }
         cluster.check()?;
         Ok(cluster)
+    }
+
+    fn with(&self, sets: &[String]) -> Result<Self, SpecError> {
+        let fault = |what: &str| SpecError(format!("`{}`: {}", sets.join("`, `"), what.replace('\n', " ")));
+        let mut all = toml::Table::try_from(self).map_err(|error| fault(&error.to_string()))?;
+        for set in sets {
+            put(&mut all, set).map_err(|what| SpecError(format!("`{set}`: {what}")))?;
+        }
+        all.try_into().map_err(|error: toml::de::Error| fault(error.message()))
     }
 
     pub(crate) fn unchecked(text: &str) -> Result<Self, SpecError> {
@@ -448,6 +490,23 @@ impl Cluster {
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Measured(measured) })
     }
+}
+
+/// Puts `table.name=value` into a table.
+fn put(all: &mut toml::Table, set: &str) -> Result<(), String> {
+    let (name, value) = set.split_once('=').ok_or("write `table.name=value`")?;
+    // What is no number, no truth and not quoted is text.
+    let value = toml::from_str::<toml::Table>(&format!("value = {value}"))
+        .ok()
+        .and_then(|mut table| table.remove("value"))
+        .unwrap_or_else(|| toml::Value::String(value.trim().to_owned()));
+    let (mut table, mut left) = (all, name.trim());
+    while let Some((outer, inner)) = left.split_once('.') {
+        let found = table.entry(outer).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        (table, left) = (found.as_table_mut().ok_or_else(|| format!("`{outer}` is no table"))?, inner);
+    }
+    table.insert(left.to_owned(), value);
+    Ok(())
 }
 
 fn positive(name: &str, value: f64, least: f64, most: f64) -> Result<(), SpecError> {

@@ -13,7 +13,7 @@ struct Slot {
     block: Option<u64>,
     before: u32,
     after: u32,
-    /// Who needs it; it is in the list while nobody does.
+    /// Requests that need it; it is in the list while there are none.
     refs: u32,
 }
 
@@ -44,7 +44,7 @@ impl Cache {
         self.places.contains_key(&block)
     }
 
-    /// Whether somebody needs it.
+    /// Whether a request needs it.
     pub(super) fn is_pinned(&self, block: u64) -> bool {
         self.places.get(&block).is_some_and(|at| self.slots[*at as usize].refs > 0)
     }
@@ -58,7 +58,7 @@ impl Cache {
         self.places.len() as u64
     }
 
-    /// Whether so many more blocks can be kept for somebody.
+    /// Whether `blocks` more blocks can be kept for requests.
     pub(super) fn fits(&self, blocks: u64) -> bool {
         self.pinned + self.taken + blocks <= self.capacity
     }
@@ -116,7 +116,7 @@ impl Cache {
         }
     }
 
-    /// Keeps a block, for somebody if `pin`; tells what leaves for it. Without room it is not kept.
+    /// Keeps a block, for a request if `pin`; tells what leaves for it. Without room it is not kept.
     pub(super) fn put(&mut self, block: u64, pin: bool, mut gone: impl FnMut(u64)) {
         let at = match self.places.get(&block).copied() {
             Some(at) => at,
@@ -140,7 +140,7 @@ impl Cache {
         }
     }
 
-    /// Nobody needs it any more for who pinned it.
+    /// One of the requests that pinned it does not need it any more.
     pub(super) fn unpin(&mut self, block: u64, gone: impl FnMut(u64)) {
         let Some(at) = self.places.get(&block).copied() else { return };
         let slot = &mut self.slots[at as usize];
@@ -150,6 +150,18 @@ impl Cache {
             self.link(at);
             self.make_room(0, gone);
         }
+    }
+
+    /// A block that no request needs is not kept any longer; whether it was there.
+    pub(super) fn drop_unpinned(&mut self, block: u64) -> bool {
+        let Some(at) = self.places.get(&block).copied().filter(|at| self.slots[*at as usize].refs == 0)
+        else {
+            return false;
+        };
+        self.unlink(at);
+        self.free.push(at);
+        self.places.remove(&block);
+        true
     }
 
     /// Room without names is taken.
@@ -265,7 +277,7 @@ impl Disk {
             kept.stamp = stamp;
             let kind = kept.kind();
             self.queues[kind].push_back((block, stamp));
-            // Places that nobody stands in any more take no more than those that somebody does.
+            // Places of blocks that have moved on take no more room than those of blocks that stand there.
             if self.queues[kind].len() > 2 * self.blocks.len() + 64 {
                 let blocks = &self.blocks;
                 self.queues[kind]

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::trace::{Request, TraceError};
 
 /// One request on its way in.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Default)]
 pub struct Arrival {
     /// When, in milliseconds.
     pub at_ms: f64,

@@ -16,7 +16,7 @@ pub struct LruHits {
 }
 
 impl LruHits {
-    /// An LRU of so many blocks.
+    /// An LRU of `capacity` blocks.
     pub fn new(capacity: u64) -> Self {
         Self { capacity, last: IdMap::default(), order: BTreeMap::new(), clock: 0, hits: 0 }
     }

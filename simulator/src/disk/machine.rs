@@ -1,7 +1,7 @@
 //! The engine on the caller's thread: executors that are stepped, a clock that is turned, randomness from a seed.
 //!
-//! Whoever waits for an answer steps the executors until it is there, and after it until nothing can go on. Time stands
-//! still meanwhile, unless nothing can happen before a timer does.
+//! A caller that waits for an answer steps the executors until it is there, and after it until none of them can go on. Time
+//! stands still meanwhile, unless nothing can happen before a timer does.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -76,7 +76,7 @@ impl Machine {
         opened.map(|(store, _)| store).map_err(|error| error.to_string())
     }
 
-    /// Moves time on to so many milliseconds after the beginning, timers and what they start on the way; never back.
+    /// Moves time on to `at_ms` milliseconds after the beginning, timers and what they start on the way; never back.
     pub fn advance_to(&self, at_ms: f64) {
         let at = Nanos((at_ms.max(0.0) * 1e6) as u64);
         self.settle();
