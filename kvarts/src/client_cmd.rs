@@ -160,6 +160,8 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     };
     let (found, cold) = client.match_in_cold(&request).map_err(Failure::user)?;
     let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
+    // An identity with a typo is known as soon as an engine has registered it.
+    let meant = || if longest.blocks == 0 { strangers::meant(&client, &subject.identity) } else { None };
     if arguments.server.json {
         let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
         let mut report = json!({
@@ -172,6 +174,9 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         }
         if let (Some(cold), Some(report)) = (&cold, report.as_object_mut()) {
             report.insert("cold".to_owned(), cold::report(cold));
+        }
+        if let (Some(meant), Some(report)) = (meant(), report.as_object_mut()) {
+            report.insert("why".to_owned(), meant.into());
         }
         return print(out, &report);
     }
@@ -187,6 +192,9 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
     }
     missing::show(&found.missing, out)?;
+    if let Some(meant) = meant() {
+        writeln!(out, "  {meant}")?;
+    }
     if let Some(cold) = &cold {
         cold::show(cold, out)?;
     }

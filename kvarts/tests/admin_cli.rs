@@ -175,6 +175,11 @@ fn a_miss_says_whether_blocks_were_evicted_deleted_or_never_stored_and_metrics_c
     );
     let long_hexadecimal = |word: &str| word.len() >= 16 && word.chars().all(|one| one.is_ascii_hexdigit());
     assert!(!out.split_whitespace().any(long_hexadecimal), "a model is called by its name: {out}");
+    // Also once an engine with that typo has registered it.
+    let get = ["get", "--identity", "TYPO.toml", "--page-bytes", "4096", "--tokens", "more", "--to", "none"];
+    assert_eq!(server.kvarts(&get).0, 1, "a miss");
+    let (code, out, _) = server.kvarts(&asked);
+    assert!(code == 0 && out.contains("never stored") && out.contains("differs in: revision is"), "{out}");
     // The last block is deleted.
     let last = (0..160).map(|token| format!("{token} ")).collect::<String>();
     std::fs::write(server.path("all"), last).unwrap();

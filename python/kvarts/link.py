@@ -42,8 +42,9 @@ class Link:
         return time.monotonic() < self._away_until
 
     def failed(self, error):
-        """Takes notice of an error. Only an error that says that the server does not answer counts as one of the server."""
-        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)) or error.reason in ("Cancelled", "Closed"):
+        """Takes notice of an error. Only an error that says that the server does not answer counts as one of the server; one of a block
+        that another process is storing right now (`InFlight`) is an answer."""
+        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)) or error.reason in ("Cancelled", "Closed", "InFlight"):
             return
         if not self._was_away:
             logger.warning("kvarts: the server is away, the engine goes on without it: %s", error)

@@ -237,6 +237,15 @@ class Links(unittest.TestCase):
         self.assertEqual(len(tries), 1)
 
 
+    def test_a_block_that_is_being_stored_does_not_make_the_server_away(self):
+        link = Link(lambda: self.fail("no client is wanted"), pause=3600)
+        self.addCleanup(link.close)
+        link.failed(kvarts.Retry("another put of this block has not finished: ask again", "InFlight"))
+        self.assertFalse(link.away)
+        link.failed(kvarts.Retry("no server answers", "Away"))
+        self.assertTrue(link.away)
+
+
 class Revisions(unittest.TestCase):
     def test_the_revision_of_a_directory_is_what_is_in_it(self):
         with tempfile.TemporaryDirectory() as place:

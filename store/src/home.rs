@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::str::FromStr;
@@ -86,6 +86,15 @@ impl std::fmt::Debug for Joined {
 }
 
 impl Home {
+    /// Its directories, for a task that notices when one is taken away.
+    pub fn places(&self) -> Places {
+        let known = self.locks.iter().filter_map(|Lock(file, directory)| {
+            let facts = file.metadata().ok()?;
+            Some((directory.clone(), facts.dev(), facts.ino()))
+        });
+        Places { store: self.store.clone(), known: known.collect() }
+    }
+
     /// Opens the store, or makes one where the directories are empty. One process at a time has a directory.
     pub fn open(options: &HomeOptions) -> Result<Self, Error> {
         if options.directories.is_empty() {
@@ -190,7 +199,32 @@ fn make_io(options: &HomeOptions) -> MakeIo {
 
 /// A directory that is this process's. It is let go when this is dropped, and by whatever ends the process.
 #[derive(Debug)]
-struct Lock(File);
+struct Lock(File, PathBuf);
+
+/// The directories of an open store, to be looked at now and then.
+#[derive(Clone, Debug)]
+pub struct Places {
+    store: Store,
+    /// Each directory, and device and number of the lock in it.
+    known: Vec<(PathBuf, u64, u64)>,
+}
+
+impl Places {
+    /// Makes the store read-only if one of its directories was removed, renamed, or is another one now, as where a file system was
+    /// mounted over it: what is written there reaches no restart. Gives that directory.
+    #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+    pub fn look(&self) -> Option<&Path> {
+        let is_gone =
+            |(directory, device, inode): &&(PathBuf, u64, u64)| match directory.join("lock").metadata() {
+                Ok(facts) => (facts.dev(), facts.ino()) != (*device, *inode),
+                // Others say nothing about where the directory is.
+                Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+            };
+        let (directory, ..) = self.known.iter().find(is_gone)?;
+        self.store.take_as_gone(directory);
+        Some(directory)
+    }
+}
 
 impl Drop for Lock {
     fn drop(&mut self) {
@@ -225,7 +259,7 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
         Err(error) => return Err(refuse(format!("cannot write in {shown}: {error}"))),
     };
     match FileExt::try_lock_exclusive(&file) {
-        Ok(()) => Ok(Lock(file)),
+        Ok(()) => Ok(Lock(file, directory.to_owned())),
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
             Err(Error(Reason::Locked(shown.to_string())))
         }
@@ -314,6 +348,40 @@ mod tests {
         lock(&directory).unwrap();
         drop(of_a_child);
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
+    fn a_store_whose_directory_was_taken_away_takes_no_more_puts() {
+        let scratch = std::env::temp_dir().join(format!("kvarts-taken-away-{}", std::process::id()));
+        let (first, second, other) = (scratch.join("first"), scratch.join("second"), scratch.join("other"));
+        let store = Options { shards_per_directory: 1, budget_bytes: 64 << 20, ..Options::default() };
+        let home = Home::open(&HomeOptions {
+            directories: vec![first, second.clone()],
+            io: IoChoice::Auto,
+            features: Features::default(),
+            runtime: RuntimeChoice::Auto,
+            cores: Vec::new(),
+            store,
+        });
+        let home = home.unwrap();
+        let places = home.places();
+        assert!(places.look().is_none() && home.store().health().latched.is_none());
+        std::fs::rename(&second, &other).unwrap();
+        assert_eq!(places.look(), Some(second.as_path()));
+        let latched = home.store().health().latched.unwrap();
+        assert!(latched.contains("second") && latched.contains("opened in"), "{latched}");
+        // Another directory in its place is not the one that was there.
+        std::fs::create_dir(&second).unwrap();
+        File::create(second.join("lock")).unwrap();
+        assert_eq!(places.look(), Some(second.as_path()));
+        std::fs::remove_dir_all(&second).unwrap();
+        std::fs::rename(&other, &second).unwrap();
+        assert_eq!(places.look(), None);
+        assert!(home.store().health().latched.is_some(), "it is for an operator to say that all is well");
+        block_on(home.store().resume()).unwrap();
+        home.close().unwrap();
+        std::fs::remove_dir_all(&scratch).unwrap();
     }
 
     #[test]

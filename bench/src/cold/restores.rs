@@ -28,7 +28,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Where the packs are.
 pub(super) const BELOW: &str = "restore";
-/// Ranges at once of a server whose memory for restores is the one that it has unless another is set: two restores of eight.
+/// Ranges at once of a server whose memory for restores is the one that it has unless another is set: four restores of four.
 const PARALLEL: usize = 16;
 /// How long a read may take.
 const PATIENCE: Duration = Duration::from_secs(120);

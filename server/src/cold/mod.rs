@@ -38,8 +38,6 @@ use restore::Flights;
 use spill::Spilling;
 use ways::Ways;
 
-/// Memory that one restore takes: ranges under way, and puts.
-const RESTORE_MEMORY: u64 = 128 << 20;
 /// How long the bucket may take to say at the start whether it is there.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Of a manifest that could not be read again: how old it may become.
@@ -128,7 +126,6 @@ impl ColdTier {
         // Manifests are read by `manifests`; a restore reads one itself only where that is far behind.
         let refresh = config.refresh.saturating_mul(10);
         let options = TierOptions { refresh, stale: STALE.max(refresh), ..TierOptions::default() };
-        let turns = usize::try_from(config.memory / RESTORE_MEMORY).unwrap_or(1).clamp(1, 64);
         let path = Arc::<BucketPath>::default();
         let cold = Arc::new(Self {
             ways: Ways::new(paths, store, &path)?,
@@ -137,7 +134,7 @@ impl ColdTier {
             store: store.clone(),
             counts: Counts::default(),
             manifests: Manifests::default(),
-            flights: Flights::new(turns),
+            flights: Flights::new(config.memory),
             spilling: Spilling::default(),
             rate: AtomicU64::new(0),
             runtime: Handle::current(),

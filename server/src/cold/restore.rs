@@ -16,14 +16,17 @@ use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequ
 use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 
+use super::ColdTier;
 use super::counts::add;
 use super::landed::Landed;
-use super::{ColdTier, RESTORE_MEMORY};
 
 /// A block of more bytes is not brought: it takes too much memory.
 const BLOCK_MOST: u64 = 64 << 20;
-/// Bytes of blocks that one task brings, and keeps in memory until it ends.
-const FLIGHT_BYTES: u64 = 64 << 20;
+/// Bytes of blocks that one task brings, and keeps in memory until it ends. Several at once: while one has its last blocks stored,
+/// others use the way to the bucket.
+const FLIGHT_BYTES: u64 = 32 << 20;
+/// What memory is handed out in.
+const UNIT: u64 = 16 << 20;
 /// Blocks that may be under way, waiting ones included.
 const BLOCKS_MOST: usize = 1 << 16;
 /// How long a task may take.
@@ -103,7 +106,9 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Flights {
     state: Mutex<State>,
-    turns: Semaphore,
+    /// Units of memory that no flight has.
+    memory: Semaphore,
+    units: u32,
 }
 
 /// A namespace of which nothing is brought while this lives.
@@ -123,8 +128,16 @@ impl Drop for Closed<'_> {
 }
 
 impl Flights {
-    pub(super) fn new(turns: usize) -> Self {
-        Self { state: Mutex::default(), turns: Semaphore::new(turns) }
+    /// Flights that take so much memory together: what came, and puts of it.
+    pub(super) fn new(memory: u64) -> Self {
+        let units = u32::try_from(memory / UNIT).unwrap_or(u32::MAX).clamp(1, 1 << 16);
+        Self { state: Mutex::default(), memory: Semaphore::new(units as usize), units }
+    }
+
+    /// Units of memory for a flight of so many bytes.
+    fn units_of(&self, bytes: u64) -> u32 {
+        let units = bytes.saturating_mul(2).div_ceil(UNIT);
+        u32::try_from(units).unwrap_or(u32::MAX).clamp(1, self.units)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -297,10 +310,11 @@ impl ColdTier {
     async fn fly(self: Arc<Self>, wanted: Wanted, (block_bytes, by_layers): (u64, bool), landing: Landing) {
         add(&self.counts.restores, 1);
         let flown = async {
-            let _turn = self.flights.turns.acquire().await;
+            let bytes = block_bytes.saturating_mul(wanted.keys.len() as u64);
+            let _memory = self.flights.memory.acquire_many(self.flights.units_of(bytes)).await;
             let standard = FetchOptions::default();
             let each = standard.range_bytes.max(block_bytes);
-            let parallel = usize::try_from(RESTORE_MEMORY / 2 / each.max(1)).unwrap_or(1);
+            let parallel = usize::try_from(FLIGHT_BYTES / each.max(1)).unwrap_or(1);
             let parallel = parallel.clamp(1, standard.parallel);
             let options = FetchOptions { parallel, by_layers, ..standard };
             let begun = tokio::time::Instant::now();

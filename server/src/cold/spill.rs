@@ -4,7 +4,8 @@
 //! The sweep is ahead of eviction rather than in it: eviction and puts never wait for it and know nothing of it. What is evicted before its
 //! turn comes, and what the bucket does not take, is let go and counted. One run is in memory at a time, beside packs that are not full.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,8 +34,10 @@ const SWEEP_BYTES: u64 = 256 << 20;
 const PACK_LEAST: u64 = 8 << 20;
 /// ...when nothing of it was for so long.
 const LITTLE_EVERY: Duration = Duration::from_secs(15 * 60);
-/// Bytes of blocks that are read at once.
+/// Bytes of blocks that are gathered at once.
 const RUN_BYTES: u64 = 16 << 20;
+/// Bytes of them that are asked of the disks at once: a read of a client's waits behind no more.
+const SLICE_BYTES: u64 = 1 << 20;
 /// A longer block stays out.
 const BLOCK_MOST: u64 = 64 << 20;
 /// How long a read of them may take.
@@ -246,35 +249,46 @@ impl ColdTier {
         let digests = Digests::new(shape, count);
         let into = into.with_digests(digests);
         let origins = Origins::any(one.keys.len());
-        let request = ReadRequest {
-            order: Order::Blocks,
-            class: Class::Background,
-            verify: Verify::Always,
-            deadline: Some(self.store.clock().now().plus(READ_TIMEOUT)),
-            ..ReadRequest::new(one.namespace, one.group, one.coordinate, one.keys.clone(), into.clone())
-        };
-        let Ok(stream) = self.store.read_part(request, &origins, 0) else { return Vec::new() };
-        let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
-        let Ok(end) = end else { return Vec::new() };
-        if end.held_bytes > 0 {
-            // A device may still write there.
-            return Vec::new();
+        let mut failed = BTreeSet::new();
+        for layers in slices(shape, count) {
+            let request = ReadRequest {
+                order: Order::Blocks,
+                class: Class::Background,
+                verify: Verify::Always,
+                deadline: Some(self.store.clock().now().plus(READ_TIMEOUT)),
+                layers: Some(layers),
+                ..ReadRequest::new(one.namespace, one.group, one.coordinate, one.keys.clone(), into.clone())
+            };
+            let Ok(stream) = self.store.read_part(request, &origins, 0) else { return Vec::new() };
+            let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
+            let Ok(end) = end else { return Vec::new() };
+            if end.held_bytes > 0 {
+                // A device may still write there.
+                return Vec::new();
+            }
+            failed.extend(end.failures.iter().map(|(failed, _)| *failed as usize));
         }
         let mut payload = vec![0; bytes];
         memory.copy_out(0, &mut payload);
         let payload = Bytes::from(payload);
         let met = origins.met();
         let each = bytes / one.keys.len().max(1);
+        // It takes a processor for milliseconds, which the runtime's threads have no time for.
+        let hashed = payload.clone();
+        let hash =
+            move || hashed.chunks(each.max(1)).map(|own| ContentId(*blake3::hash(own).as_bytes())).collect();
+        let Ok(contents) = tokio::task::spawn_blocking::<_, Vec<ContentId>>(hash).await else {
+            return Vec::new();
+        };
         let mut runs: Vec<(Run, usize, usize)> = Vec::new();
         for (place, key) in one.keys.iter().enumerate() {
-            let has_failed = end.failures.iter().any(|(failed, _)| *failed as usize == place);
+            let has_failed = failed.contains(&place);
             let Some(origin) = met.get(place).copied().flatten().filter(|_| !has_failed) else { continue };
-            let Some(own) = payload.get(place * each..(place + 1) * each) else { continue };
+            let Some(content) = contents.get(place).copied() else { continue };
             let digests: Option<Vec<u32>> = (0..shape.chunk_count())
                 .map(|chunk| into.digests().and_then(|digests| digests.get(chunk, place as u32)))
                 .collect();
             let Some(digests) = digests else { continue };
-            let content = ContentId(*blake3::hash(own).as_bytes());
             let block = ExportedBlock { key: *key, origin, content, digests };
             match runs.last_mut().filter(|(_, _, end)| *end == place) {
                 Some((run, _, end)) => {
@@ -300,6 +314,22 @@ impl ColdTier {
         }
         runs.into_iter().map(|(run, from, to)| (run, payload.slice(from * each..to * each))).collect()
     }
+}
+
+/// The layers of some blocks in ranges that are read one after the other.
+fn slices(shape: &BlockShape, blocks: u32) -> Vec<Range<u32>> {
+    let all = shape.layers().len() as u32;
+    let bytes = |from, to| shape.layers_bytes(&(from..to)).saturating_mul(u64::from(blocks));
+    let (mut slices, mut from) = (Vec::new(), 0);
+    while from < all {
+        let mut to = from + 1;
+        while to < all && bytes(from, to + 1) <= SLICE_BYTES {
+            to += 1;
+        }
+        slices.push(from..to);
+        from = to;
+    }
+    slices
 }
 
 /// One block of a run, as the beginning of a part.

@@ -11,6 +11,7 @@ mod cluster;
 mod devices;
 pub mod notify;
 mod opened;
+mod places;
 mod ports;
 pub(crate) mod sizes;
 mod socket;
@@ -67,6 +68,7 @@ pub struct Daemon {
     /// Those that tell what the server does, and that remember it.
     metrics_tasks: Vec<JoinHandle<()>>,
     scrub_task: Option<JoinHandle<()>>,
+    places_task: JoinHandle<()>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
     socket: Option<PathBuf>,
@@ -131,6 +133,7 @@ impl Daemon {
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
         let metrics_tasks = metrics_listener.map_or(Vec::new(), |listener| serve_metrics(listener, &state));
+        let places_task = tokio::spawn(places::keep(home.places()));
         let pace = config.scrub_pace;
         let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
         let scrub_task = config.scrub_every.map(scrub);
@@ -145,6 +148,7 @@ impl Daemon {
             fault: None,
             metrics_tasks,
             scrub_task,
+            places_task,
             grpc,
             metrics,
             socket,
@@ -208,8 +212,9 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { state, home, mut serving, metrics_tasks, scrub_task, socket, .. } = self;
+        let Self { state, home, mut serving, metrics_tasks, scrub_task, places_task, socket, .. } = self;
         state.start_drain();
+        places_task.abort();
         if let Some(task) = scrub_task {
             task.abort();
         }

@@ -3,6 +3,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::path::PathBuf;
 
 use kvarts_layout::arrange::RunLayoutError;
 use kvarts_layout::codec::CodecError;
@@ -138,6 +139,8 @@ pub enum LatchCause {
     Device(Box<IoError>),
     /// The executor of this number died.
     Executor(usize),
+    /// This directory of the store was removed, or another lies in its place: what is written reaches nothing that a restart finds.
+    TakenAway(PathBuf),
     /// A server's words.
     Remote(String),
 }
@@ -149,6 +152,13 @@ impl fmt::Display for LatchCause {
             Self::Executor(executor) => {
                 write!(f, "executor {executor} died, and what its shards hold cannot be reached")
             }
+            Self::TakenAway(directory) => {
+                write!(
+                    f,
+                    "{} is not the directory any more that the store was opened in",
+                    directory.display()
+                )
+            }
             Self::Remote(cause) => f.write_str(cause),
         }
     }
@@ -158,7 +168,7 @@ impl StdError for LatchCause {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Device(cause) => Some(&**cause),
-            Self::Executor(_) | Self::Remote(_) => None,
+            Self::Executor(_) | Self::TakenAway(_) | Self::Remote(_) => None,
         }
     }
 }

@@ -11,6 +11,7 @@ pub use reading::StoreTiles;
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -353,6 +354,11 @@ impl Store {
     /// How the store is.
     pub fn health(&self) -> Health {
         self.0.shared.health()
+    }
+
+    /// Makes the store read-only: this directory of it was taken away.
+    pub(crate) fn take_as_gone(&self, directory: &Path) {
+        self.0.shared.latch_taken_away(directory);
     }
 
     /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it

@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 use super::Shared;
@@ -54,6 +55,11 @@ impl Shared {
     /// Makes the store read-only: an error said that the directory takes no writes.
     pub(crate) fn latch(&self, error: &IoError) -> Reason {
         self.latch_for(LatchCause::Device(Box::new(error.clone())))
+    }
+
+    /// The same, because this directory of the store was taken away.
+    pub(crate) fn latch_taken_away(&self, directory: &Path) {
+        self.latch_for(LatchCause::TakenAway(directory.to_owned()));
     }
 
     fn latch_for(&self, why: LatchCause) -> Reason {

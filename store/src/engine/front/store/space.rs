@@ -10,7 +10,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group, Identity, NamespaceId};
 use super::{Store, lost, send};
 use crate::engine::front::descent;
 use crate::engine::front::router::Message;
-use crate::engine::shared::budget::whole_units;
+use crate::engine::shared::budget::{exact_units, whole_units};
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
@@ -260,7 +260,8 @@ impl Store {
         let allocated = report.total.allocated.saturating_sub(report.directories);
         let most = free.saturating_add(allocated);
         if budget > most {
-            let [budget, free, allocated, most] = [budget, free, allocated, most].map(whole_units);
+            let [budget, free, allocated] = [budget, free, allocated].map(exact_units);
+            let most = whole_units(most);
             return Err(Error(Reason::Config(format!(
                 "the budget of {budget} is more than the disk can hold: {free} are free and the store has {allocated}; \
                  lower the budget to {most} at most"
