@@ -194,7 +194,12 @@ fn whatever_the_bucket_answers_hits_are_lost_and_no_byte_is_wrong() {
     let (_, out, _) = well.client(&["match", "--json"], &["--tokens", "tokens"]);
     assert!(out.contains("\"cold\"") && out.contains("\"blocks\": 10"), "{out}");
     assert!(get(&well), "nothing is wrong yet");
-    assert!(well.metrics().lines().any(|line| line == "kvarts_cold_restored_blocks_total 10"));
+    // Blocks are given while they are being stored, and counted when they are.
+    let begun = Instant::now();
+    while !well.metrics().lines().any(|line| line == "kvarts_cold_restored_blocks_total 10") {
+        assert!(begun.elapsed() < Duration::from_secs(30), "ten blocks are not stored");
+        std::thread::sleep(Duration::from_millis(20));
+    }
     for (at, fault) in FAULTS.into_iter().enumerate() {
         for of in ["/manifests/", "/indexes/", "/packs/"] {
             proxy.set(Some((fault, of)));

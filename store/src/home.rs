@@ -355,7 +355,8 @@ mod tests {
     fn a_store_whose_directory_was_taken_away_takes_no_more_puts() {
         let scratch = std::env::temp_dir().join(format!("kvarts-taken-away-{}", std::process::id()));
         let (first, second, other) = (scratch.join("first"), scratch.join("second"), scratch.join("other"));
-        let store = Options { shards_per_directory: 1, budget_bytes: 64 << 20, ..Options::default() };
+        let (segment_bytes, budget_bytes) = (4 << 20, 128 << 20);
+        let store = Options { shards_per_directory: 1, segment_bytes, budget_bytes, ..Options::default() };
         let home = Home::open(&HomeOptions {
             directories: vec![first, second.clone()],
             io: IoChoice::Auto,

@@ -128,13 +128,13 @@ impl Drop for Closed<'_> {
 }
 
 impl Flights {
-    /// Flights that take so much memory together: what came, and puts of it.
+    /// Flights that take this memory together: what came, and puts of it.
     pub(super) fn new(memory: u64) -> Self {
         let units = u32::try_from(memory / UNIT).unwrap_or(u32::MAX).clamp(1, 1 << 16);
         Self { state: Mutex::default(), memory: Semaphore::new(units as usize), units }
     }
 
-    /// Units of memory for a flight of so many bytes.
+    /// Units of memory for a flight of these bytes.
     fn units_of(&self, bytes: u64) -> u32 {
         let units = bytes.saturating_mul(2).div_ceil(UNIT);
         u32::try_from(units).unwrap_or(u32::MAX).clamp(1, self.units)

@@ -133,12 +133,10 @@ impl Daemon {
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
         let metrics_tasks = metrics_listener.map_or(Vec::new(), |listener| serve_metrics(listener, &state));
-        let places_task = tokio::spawn(places::keep(home.places()));
-        let pace = config.scrub_pace;
-        let scrub = |every| tokio::spawn(scrub::keep(Arc::clone(&state), every, pace));
-        let scrub_task = config.scrub_every.map(scrub);
+        let scrub_task = start_scrub(config, &state);
         let socket = config.socket.clone();
         Ok(Self {
+            places_task: tokio::spawn(places::keep(home.places())),
             state,
             home,
             opened,
@@ -148,7 +146,6 @@ impl Daemon {
             fault: None,
             metrics_tasks,
             scrub_task,
-            places_task,
             grpc,
             metrics,
             socket,
@@ -276,6 +273,12 @@ async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
         socket::refuse_taken(path).await?;
     }
     Ok((ports, group))
+}
+
+/// Looks at all blocks again and again, if that is wanted.
+fn start_scrub(config: &Config, state: &Arc<ServerState>) -> Option<JoinHandle<()>> {
+    let pace = config.scrub_pace;
+    config.scrub_every.map(|every| tokio::spawn(scrub::keep(Arc::clone(state), every, pace)))
 }
 
 /// Tells what the server does at the metrics address, and remembers it for the status page.
