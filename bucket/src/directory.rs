@@ -15,7 +15,7 @@ use std::time::UNIX_EPOCH;
 
 use bytes::Bytes;
 use kvarts_cold::time::BoxFuture;
-use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Places, Tag};
 
 /// Files that are being written; a process that died may leave some.
 const PARTIAL: &str = ".partial-";
@@ -169,9 +169,19 @@ impl Bucket for Directory {
         Box::pin(blocking(move || own.read(&name, None, most)))
     }
 
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>> {
         let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || own.read(&name, Some(range), u64::MAX).map(|(bytes, _)| bytes)))
+        Box::pin(async move {
+            // The thread that reads goes on if this is dropped, so it has memory of its own.
+            let (bytes, _) = blocking(move || own.read(&name, Some(range), u64::MAX)).await?;
+            into.take(0, &bytes)?;
+            Ok(bytes.len() as u64)
+        })
     }
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {

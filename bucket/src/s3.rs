@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt};
+use futures_util::{Stream, StreamExt, TryStreamExt};
 use kvarts_cold::time::BoxFuture;
-use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Places, Tag};
 use object_store::aws::{AmazonS3, AmazonS3Builder, S3ConditionalPut};
 use object_store::path::Path;
 use object_store::{
@@ -57,32 +57,29 @@ impl S3Bucket {
         path.as_ref().strip_prefix(self.prefix.as_str()).map(str::to_owned)
     }
 
-    async fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<(Bytes, Tag), Fault> {
+    /// Asks for an object or a range of it; gives its pieces as they come, `most` bytes of them at most.
+    async fn read(
+        &self,
+        name: &str,
+        range: Option<Range<u64>>,
+        most: u64,
+    ) -> Result<(impl Stream<Item = Result<Bytes, Fault>> + Send + Unpin, u64, Tag), Fault> {
         let seen = Seen::default();
-        let mut options = GetOptions::default();
-        let exactly = range.as_ref().map(|range| range.end.saturating_sub(range.start));
-        options.range = range.map(GetRange::Bounded);
+        let mut options = GetOptions { range: range.map(GetRange::Bounded), ..GetOptions::default() };
         options.extensions.insert(seen.clone());
-        let failed = |error| fault(error, &seen);
-        let found = self.store.get_opts(&self.path(name), options).await.map_err(failed)?;
-        if found.range.end.saturating_sub(found.range.start) > most {
+        let found =
+            self.store.get_opts(&self.path(name), options).await.map_err(|error| fault(error, &seen))?;
+        let length = found.range.end.saturating_sub(found.range.start);
+        if length > most {
             return Err(Fault::Length);
         }
-        let tag = tag(&found.meta);
-        // No more than `most`: a buffer that grows would be copied again and again, and be up to twice as long.
-        let length = usize::try_from(found.range.end.saturating_sub(found.range.start)).unwrap_or(0);
-        let mut bytes = Vec::with_capacity(length);
-        let mut pieces = found.into_stream();
-        while let Some(piece) = pieces.try_next().await.map_err(failed)? {
-            if (bytes.len() + piece.len()) as u64 > most {
-                return Err(Fault::Length);
-            }
-            bytes.extend_from_slice(&piece);
-        }
-        if exactly.is_some_and(|exactly| exactly != bytes.len() as u64) {
-            return Err(Fault::Length);
-        }
-        Ok((bytes.into(), tag))
+        let (tag, mut left) = (tag(&found.meta), most);
+        let pieces = found.into_stream().map(move |piece| {
+            let piece = piece.map_err(|error| fault(error, &seen))?;
+            left = left.checked_sub(piece.len() as u64).ok_or(Fault::Length)?;
+            Ok(piece)
+        });
+        Ok((pieces, length, tag))
     }
 }
 
@@ -117,12 +114,33 @@ fn fault(error: Error, seen: &Seen) -> Fault {
 
 impl Bucket for S3Bucket {
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
-        Box::pin(self.read(name, None, most))
+        Box::pin(async move {
+            let (mut pieces, length, tag) = self.read(name, None, most).await?;
+            // A buffer that grows would be copied again and again, and be up to twice as long.
+            let mut bytes = Vec::with_capacity(usize::try_from(length).unwrap_or(0));
+            while let Some(piece) = pieces.try_next().await? {
+                bytes.extend_from_slice(&piece);
+            }
+            Ok((bytes.into(), tag))
+        })
     }
 
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>> {
         let most = range.end.saturating_sub(range.start);
-        Box::pin(async move { self.read(name, Some(range), most).await.map(|(bytes, _)| bytes) })
+        Box::pin(async move {
+            let (mut pieces, ..) = self.read(name, Some(range), most).await?;
+            let mut came = 0;
+            while let Some(piece) = pieces.try_next().await? {
+                into.take(came, &piece)?;
+                came += piece.len() as u64;
+            }
+            Ok(came)
+        })
     }
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {

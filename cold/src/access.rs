@@ -10,6 +10,7 @@ use futures_util::future::{Either, select};
 
 use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
 use crate::error::ColdError;
+use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 
 const DAY_MS: u64 = 86_400_000;
@@ -273,13 +274,13 @@ impl Access {
     }
 
     /// As [`Bucket::get_range`].
-    pub async fn get_range(&self, name: &str, range: Range<u64>) -> Result<Bytes, ColdError> {
+    pub async fn get_range(&self, name: &str, range: Range<u64>, into: &Places) -> Result<(), ColdError> {
         let wanted = range.end.saturating_sub(range.start);
-        let ask = || -> BoxFuture<'_, Result<Bytes, Fault>> {
-            let (name, range) = (name.to_owned(), range.clone());
+        let ask = || -> BoxFuture<'_, Result<(), Fault>> {
+            let (name, range, into) = (name.to_owned(), range.clone(), into.clone());
             Box::pin(async move {
-                let bytes = self.bucket.get_range(&name, range).await?;
-                if bytes.len() as u64 == wanted { Ok(bytes) } else { Err(Fault::Length) }
+                let came = self.bucket.get_range(&name, range, &into).await?;
+                if came == wanted { Ok(()) } else { Err(Fault::Length) }
             })
         };
         self.asked(name, (0, wanted), ask).await

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use crate::places::Places;
 use crate::time::BoxFuture;
 
 /// Which content of an object this is: equal tags, equal content.
@@ -92,8 +93,14 @@ pub trait Bucket: Send + Sync {
     /// An object of at most `most` bytes, and which content that is.
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>>;
 
-    /// Exactly these bytes of an object.
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>>;
+    /// Exactly these bytes of an object, to their places as they come, from front to back. Gives how many came. Nothing is written to
+    /// the places when this has ended or is dropped.
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>>;
 
     /// What is known of an object.
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>>;

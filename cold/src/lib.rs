@@ -10,7 +10,7 @@
 //!
 //! Which file answers what:
 //! - [`mod@format`]: the bytes in a bucket, pure;
-//! - [`bucket`], [`time`]: the seams; [`access`]: retries, budgets, the pause after an outage;
+//! - [`bucket`], [`time`]: the seams; [`places`]: memory that a range goes to; [`access`]: retries, budgets, the pause after an outage;
 //! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set;
 //! - [`check`]: what is wrong in a bucket; [`collect`]: what is not to be kept;
 //! - [`withdraw`]: what was deleted goes out of the tier;
@@ -27,6 +27,7 @@ pub mod check;
 pub mod collect;
 pub mod error;
 pub mod format;
+pub mod places;
 pub mod promote;
 pub mod push;
 pub mod restore;
@@ -40,6 +41,7 @@ pub mod withdraw;
 pub use access::{Access, Limits, Spent};
 pub use bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
 pub use error::ColdError;
+pub use places::Places;
 pub use push::{PushOptions, Pushed, Pusher};
 pub use tier::{Found, Tier, TierOptions};
 pub use time::Time;

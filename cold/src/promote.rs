@@ -1,12 +1,16 @@
 //! Blocks from the tier into a store, by its ordinary put: budget, durability and the first put of a key are the engine's.
 //!
-//! What comes is told before it is stored: a read that waits for it does not wait for the disk.
+//! Bytes come into memory where the put takes them from, and reads meanwhile: nothing copies them in between. What comes is told before
+//! it is stored: a read that waits for it does not wait for the disk. What is stored is proven by its content id besides.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
-use bytes::Bytes;
-use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use futures_util::{Stream, StreamExt};
 use kvarts_layout::export::Run;
 use kvarts_layout::format::body;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
@@ -14,17 +18,23 @@ use kvarts_store::api::{
     BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutReply, PutRequest,
 };
 use kvarts_store::error::Error;
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::mailbox::Ticket;
+use kvarts_store::io::{Arena, BufMut, Region, SharedBuf};
 
 use crate::error::ColdError;
 use crate::format::PackIndex;
 use crate::push::part;
 use crate::restore::{Arrived, FetchOptions, Fetched, Lost, Part, arriving, plan_all};
 use crate::tier::{Found, Tier};
+use crate::time::BoxFuture;
 
 /// The most bytes of one put of more than one block.
-const PUT_BYTES: u64 = 16 << 20;
+const PUT_BYTES: usize = 16 << 20;
+/// The most bytes of more than one block that lie in memory together, until the last of them is stored.
+const STRETCH_BYTES: u64 = 64 << 20;
+/// Memory of a restore that is given none: for the largest block that a pack can have. What is not used of it costs nothing.
+const OWN_MEMORY: usize = 1 << 30;
+/// Bytes whose content id is computed before other tasks of the thread have their turn.
+const SLICE_BYTES: usize = 1 << 20;
 
 /// Which blocks are wanted.
 #[derive(Clone, Debug)]
@@ -71,12 +81,6 @@ pub enum News<'a> {
     Came(&'a Arrived),
 }
 
-impl Restored {
-    fn tell(&mut self, why: impl std::fmt::Debug) {
-        self.why.get_or_insert_with(|| format!("{why:?}"));
-    }
-}
-
 /// Brings what the tier has of these blocks, and the store has not, into the store.
 pub async fn restore_into(
     tier: &Tier,
@@ -84,15 +88,29 @@ pub async fn restore_into(
     wanted: &Wanted,
     options: &FetchOptions,
 ) -> Result<Restored, ColdError> {
-    restore_and_tell(tier, store, wanted, options, |_| ()).await
+    let region = Region::anonymous(OWN_MEMORY).map_err(|error| ColdError::Store(error.to_string()))?;
+    restore_and_tell(tier, store, wanted, options, &Arena::new(region), |_| ()).await
 }
 
-/// The same; what becomes of each block is told at once.
+/// Where the memory of restores comes from.
+pub trait Memory: Sync {
+    /// Memory of this length as soon as there is some; none if there never is.
+    fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>>;
+}
+
+impl Memory for Arena {
+    fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>> {
+        Box::pin(async move { Self::take(self, bytes).await.map(BufMut::share) })
+    }
+}
+
+/// The same; what becomes of each block is told at once. What is told keeps some of the memory.
 pub async fn restore_and_tell(
     tier: &Tier,
     store: &dyn KvStore,
     wanted: &Wanted,
     options: &FetchOptions,
+    memory: &dyn Memory,
     mut tell: impl FnMut(News<'_>) + Send,
 ) -> Result<Restored, ColdError> {
     let mut restored = Restored::default();
@@ -125,197 +143,282 @@ pub async fn restore_and_tell(
             (None, _) => {}
         }
     }
-    let fetches = plan_all(&ordered, options);
-    restored.fetched = Fetched::planned(&fetches);
-    let mut arriving = std::pin::pin!(arriving(tier, fetches, options));
-    let (durability, batch, gathered) = (wanted.durability, Vec::new(), Gathered::default());
-    let mut putting = Putting { tier, store, durability, gathered, batch, put: None };
-    while let Some(parts) = arriving.next().await {
-        for arrived in parts {
-            restored.fetched.count(&arrived);
-            tell(News::Came(&arrived));
-            putting.take(arrived, now(tier), &mut restored).await;
+    let (durability, puts) = (wanted.durability, FuturesUnordered::new());
+    let mut putting =
+        Putting { tier, store, durability, gathered: Gathered::default(), batch: Vec::new(), puts };
+    for stretch in stretches(&ordered) {
+        let layout = Layout::of(stretch);
+        let Some(bytes) = memory.take(layout.bytes).await else {
+            return Err(ColdError::Store("a block is larger than the memory for what is brought".to_owned()));
+        };
+        let fetches = plan_all(stretch, options);
+        restored.fetched.plan(&fetches);
+        let place = |part: &Part| layout.place(part, &bytes);
+        let mut arriving = std::pin::pin!(arriving(tier, fetches, options, place));
+        loop {
+            let next = poll_fn(|context| match putting.puts.poll_next_unpin(context) {
+                Poll::Ready(Some(put)) => Poll::Ready(Some(Next::Put(put))),
+                _ => arriving.as_mut().poll_next(context).map(|parts| Some(Next::Parts(parts?))),
+            });
+            match next.await {
+                Some(Next::Put(put)) => restored.count(put),
+                Some(Next::Parts(parts)) => {
+                    for arrived in parts {
+                        restored.fetched.count(&arrived);
+                        tell(News::Came(&arrived));
+                        putting.take(arrived, &layout, &bytes, &mut restored).await;
+                    }
+                }
+                None => break,
+            }
         }
+        putting.flush(&mut restored);
     }
-    putting.flush(now(tier), &mut restored).await;
-    putting.settle(&mut restored).await;
+    while let Some(put) = putting.puts.next().await {
+        restored.count(put);
+    }
     Ok(restored)
 }
 
-fn now(tier: &Tier) -> u64 {
-    tier.access().time().wall_ms()
+/// What a restore waits for.
+enum Next {
+    Parts(Vec<Arrived>),
+    Put(PutOutcome),
 }
 
-/// A block of which everything came: its layers in order, in one piece or several.
+/// How a put of this number of blocks ended.
+type PutOutcome = (Result<PutReply, String>, u64);
+
+impl Restored {
+    fn tell(&mut self, why: impl std::fmt::Debug) {
+        self.why.get_or_insert_with(|| format!("{why:?}"));
+    }
+
+    fn count(&mut self, (outcome, count): PutOutcome) {
+        let outcomes = match outcome {
+            Ok(reply) => reply.outcomes,
+            Err(why) => {
+                self.why.get_or_insert(why);
+                Vec::new()
+            }
+        };
+        let unanswered = count.saturating_sub(outcomes.len() as u64);
+        self.refused += unanswered;
+        for outcome in outcomes {
+            match outcome {
+                BlockOutcome::Stored => self.stored += 1,
+                BlockOutcome::AlreadyThere | BlockOutcome::InFlight | BlockOutcome::HeldElsewhere => {
+                    self.already_there += 1;
+                }
+                BlockOutcome::Refused(reason) => {
+                    self.refused += 1;
+                    self.tell(reason);
+                }
+            }
+        }
+    }
+}
+
+fn block_bytes(found: &Found) -> u64 {
+    found.run().map_or(0, |run| run.shape.block_bytes())
+}
+
+/// Blocks in order, as many together as have memory together.
+fn stretches(blocks: &[(usize, Found)]) -> Vec<&[(usize, Found)]> {
+    let (mut found, mut from, mut bytes) = (Vec::new(), 0, 0u64);
+    for (at, (_, block)) in blocks.iter().enumerate() {
+        let own = block_bytes(block);
+        if at > from && bytes.saturating_add(own) > STRETCH_BYTES {
+            found.extend(blocks.get(from..at));
+            (from, bytes) = (at, 0);
+        }
+        bytes = bytes.saturating_add(own);
+    }
+    found.extend(blocks.get(from..).filter(|rest| !rest.is_empty()));
+    found
+}
+
+/// Where the blocks of a stretch lie in its memory: one behind the other, in their order.
+struct Layout {
+    /// By ordinal: where a block begins in memory, and in its pack.
+    at: BTreeMap<usize, (usize, u64)>,
+    bytes: usize,
+}
+
+impl Layout {
+    fn of(blocks: &[(usize, Found)]) -> Self {
+        let (mut at, mut bytes) = (BTreeMap::new(), 0);
+        for (ordinal, found) in blocks {
+            let Some(run) = found.run() else { continue };
+            at.insert(*ordinal, (bytes, run.block_at(found.place.block)));
+            bytes += block_bytes(found) as usize;
+        }
+        Self { at, bytes }
+    }
+
+    /// The memory of a part.
+    fn place(&self, part: &Part, memory: &SharedBuf) -> Option<SharedBuf> {
+        let (at, in_pack) = self.at.get(&part.ordinal)?;
+        let within = usize::try_from(part.range.start.checked_sub(*in_pack)?).ok()?;
+        memory.slice(at.checked_add(within)?, usize::try_from(part.range.end - part.range.start).ok()?)
+    }
+}
+
+/// A block of which everything came.
 #[derive(Debug)]
 struct Whole {
-    index: std::sync::Arc<PackIndex>,
+    index: Arc<PackIndex>,
     run: u32,
     block: u32,
-    bytes: Vec<Bytes>,
+    /// The memory of its stretch, and where it lies there.
+    memory: SharedBuf,
+    at: usize,
+    bytes: usize,
 }
 
 impl Whole {
-    fn len(&self) -> u64 {
-        self.bytes.iter().map(|bytes| bytes.len() as u64).sum()
-    }
-
-    /// Whether pieces that were proven by their digests are together what was put.
-    fn is_what_was_put(&self) -> bool {
+    /// Whether bytes that were proven by their digests are together what was put.
+    async fn is_what_was_put(&self) -> bool {
         let indexed = self.index.run(self.run);
         let Some(block) = indexed.and_then(|indexed| indexed.block(self.block)) else { return false };
         let mut hasher = blake3::Hasher::new();
-        for bytes in &self.bytes {
-            hasher.update(bytes);
+        for done in (0..self.bytes).step_by(SLICE_BYTES) {
+            let some = SLICE_BYTES.min(self.bytes - done);
+            self.memory.digest(self.at + done, some, |bytes| {
+                hasher.update(bytes);
+            });
+            give_way().await;
         }
         hasher.finalize().as_bytes() == &block.content.0
     }
 }
 
+/// Lets other tasks of the thread have their turn.
+async fn give_way() {
+    let mut has_given = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut has_given, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 /// Blocks of which some layers have come.
 #[derive(Debug, Default)]
 struct Gathered {
-    parts: BTreeMap<usize, Vec<(Part, Bytes)>>,
+    /// How many.
+    layers: BTreeMap<usize, u32>,
     lost: BTreeSet<usize>,
 }
 
-/// What a part made of its block.
-enum Became {
-    Incomplete,
-    Whole(Whole),
-    /// It is lost; false if that is known already.
-    Lost(bool),
-}
-
 impl Gathered {
-    fn take(&mut self, tier: &Tier, arrived: Arrived) -> Became {
-        let Arrived { part, index, bytes } = arrived;
-        let (ordinal, run, block) = (part.ordinal, part.run, part.block);
-        let Ok(bytes) = bytes else {
-            self.parts.remove(&ordinal);
-            return Became::Lost(self.lost.insert(ordinal));
-        };
-        if self.lost.contains(&ordinal) {
-            return Became::Lost(false);
+    /// Whether this part is the last one of its block.
+    fn is_whole(&mut self, part: &Part, of: u32) -> bool {
+        let layers = self.layers.entry(part.ordinal).or_default();
+        *layers += part.layers.len() as u32;
+        let is_whole = *layers >= of;
+        if is_whole {
+            self.layers.remove(&part.ordinal);
         }
-        let layers = index.run(run).map_or(0, |indexed| indexed.shape.layers().len() as u32);
-        if part.layers == (0..layers) {
-            // It was proven as a whole.
-            return Became::Whole(Whole { index, run, block, bytes: vec![bytes] });
-        }
-        let parts = self.parts.entry(ordinal).or_default();
-        parts.push((part, bytes));
-        if parts.iter().map(|(part, _)| part.layers.len() as u32).sum::<u32>() < layers {
-            return Became::Incomplete;
-        }
-        let mut parts = self.parts.remove(&ordinal).unwrap_or_default();
-        parts.sort_unstable_by_key(|(part, _)| part.layers.start);
-        let bytes = parts.into_iter().map(|(_, bytes)| bytes).collect();
-        let whole = Whole { index, run, block, bytes };
-        if whole.is_what_was_put() {
-            return Became::Whole(whole);
-        }
-        tier.strike(whole.index.id());
-        Became::Lost(self.lost.insert(ordinal))
+        is_whole
     }
 }
 
-/// Puts runs of neighbouring blocks; one is under way while the next is gathered.
+/// Puts runs of neighbouring blocks, while more of them come.
 struct Putting<'a> {
     tier: &'a Tier,
     store: &'a dyn KvStore,
     durability: Durability,
     gathered: Gathered,
     batch: Vec<Whole>,
-    put: Option<(Ticket<Result<PutReply, Error>>, u64)>,
+    puts: FuturesUnordered<BoxFuture<'static, PutOutcome>>,
 }
 
 impl Putting<'_> {
-    async fn take(&mut self, arrived: Arrived, now_ms: u64, restored: &mut Restored) {
-        let why = arrived.bytes.as_ref().err().cloned();
-        let whole = match self.gathered.take(self.tier, arrived) {
-            Became::Incomplete | Became::Lost(false) => return,
-            Became::Lost(true) => {
-                restored.lost += 1;
-                restored.tell(why.unwrap_or(Lost::Damaged));
-                return;
-            }
-            Became::Whole(whole) => whole,
+    async fn take(&mut self, arrived: Arrived, layout: &Layout, memory: &SharedBuf, restored: &mut Restored) {
+        let Arrived { part, index, bytes } = arrived;
+        if self.gathered.lost.contains(&part.ordinal) {
+            return;
+        }
+        let whole = match bytes {
+            Ok(_) => self.whole(&part, index, layout, memory),
+            Err(why) => return self.lose(&part, why, restored),
         };
-        let waiting: u64 = self.batch.iter().map(Whole::len).sum();
+        let Some(whole) = whole else { return };
+        if !whole.is_what_was_put().await {
+            self.tier.strike(whole.index.id());
+            return self.lose(&part, Lost::Damaged, restored);
+        }
+        let waiting: usize = self.batch.iter().map(|block| block.bytes).sum();
         let follows = self.batch.last().is_none_or(|last| {
             last.index.id() == whole.index.id()
                 && last.run == whole.run
                 && last.block.checked_add(1) == Some(whole.block)
+                && last.at + last.bytes == whole.at
         });
-        if !follows || waiting.saturating_add(whole.len()) > PUT_BYTES {
-            self.flush(now_ms, restored).await;
+        if !follows || waiting.saturating_add(whole.bytes) > PUT_BYTES {
+            self.flush(restored);
         }
         self.batch.push(whole);
     }
 
+    /// The block of a part, if everything of it came.
+    fn whole(
+        &mut self,
+        part: &Part,
+        index: Arc<PackIndex>,
+        layout: &Layout,
+        memory: &SharedBuf,
+    ) -> Option<Whole> {
+        let shape = &index.run(part.run)?.shape;
+        let (layers, bytes) = (shape.layers().len() as u32, shape.block_bytes() as usize);
+        let (at, _) = *layout.at.get(&part.ordinal)?;
+        let (run, block, memory) = (part.run, part.block, memory.clone());
+        self.gathered.is_whole(part, layers).then_some(Whole { index, run, block, memory, at, bytes })
+    }
+
+    fn lose(&mut self, part: &Part, why: Lost, restored: &mut Restored) {
+        self.gathered.lost.insert(part.ordinal);
+        restored.lost += 1;
+        restored.tell(why);
+    }
+
     /// Begins the put of what was gathered.
-    async fn flush(&mut self, now_ms: u64, restored: &mut Restored) {
-        self.settle(restored).await;
+    fn flush(&mut self, restored: &mut Restored) {
         let batch = std::mem::take(&mut self.batch);
         let count = batch.len() as u64;
         if count == 0 {
             return;
         }
-        match request(&batch, self.durability, now_ms) {
-            Some(request) => self.put = Some((self.store.put(request), count)),
+        match request(&batch, self.durability, self.tier.access().time().wall_ms()) {
+            Some(request) => {
+                let ticket = self.store.put(request);
+                self.puts.push(Box::pin(async move {
+                    let outcome = match ticket.await {
+                        Ok(outcome) => outcome.map_err(|error| format!("{error:?}")),
+                        Err(_) => Err("the store stopped".to_owned()),
+                    };
+                    (outcome, count)
+                }));
+            }
             None => {
                 restored.refused += count;
                 restored.tell("a run that cannot be placed in memory");
             }
         }
     }
-
-    /// Waits for the put that is under way.
-    async fn settle(&mut self, restored: &mut Restored) {
-        let Some((ticket, count)) = self.put.take() else { return };
-        let outcomes = match ticket.await {
-            Ok(Ok(reply)) => reply.outcomes,
-            Ok(Err(error)) => {
-                restored.tell(error);
-                Vec::new()
-            }
-            Err(_) => {
-                restored.tell("the store stopped");
-                Vec::new()
-            }
-        };
-        let unanswered = count.saturating_sub(outcomes.len() as u64);
-        restored.refused += unanswered;
-        for outcome in outcomes {
-            match outcome {
-                BlockOutcome::Stored => restored.stored += 1,
-                BlockOutcome::AlreadyThere | BlockOutcome::InFlight | BlockOutcome::HeldElsewhere => {
-                    restored.already_there += 1;
-                }
-                BlockOutcome::Refused(reason) => {
-                    restored.refused += 1;
-                    restored.tell(reason);
-                }
-            }
-        }
-    }
 }
 
-/// The put of neighbouring blocks of one run.
+/// The put of neighbouring blocks of one run, from the memory that they lie in.
 fn request(batch: &[Whole], durability: Durability, now_ms: u64) -> Option<PutRequest> {
-    let first = batch.first()?;
+    let (first, last) = (batch.first()?, batch.last()?);
     let indexed = first.index.run(first.run)?;
     let from = first.block as usize;
     let run: Run = part(&indexed.run, from, from.checked_add(batch.len())?)?;
-    let whole = usize::try_from(run.payload_bytes()?).ok()?;
-    let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole))?;
-    let mut at = 0;
-    for bytes in batch.iter().flat_map(|block| &block.bytes) {
-        // Every block is whole and verified, so together they are as long as the run.
-        memory.copy_in(at, bytes);
-        at += bytes.len();
-    }
+    let memory = first.memory.slice(first.at, (last.at + last.bytes).checked_sub(first.at)?)?;
     let placed = Placed::blocks(&indexed.shape, memory, batch.len() as u32).ok()?;
     let keys = run.blocks.iter().map(|block| block.key).collect();
     let mut request = PutRequest::new(run.namespace, run.group, run.coordinate, keys, placed);

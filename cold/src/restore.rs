@@ -1,20 +1,22 @@
-//! Packs into blocks: ranges that are near each other are read as one, several at a time, and every byte is verified before
-//! it is handed on.
+//! Packs into blocks: ranges that are near each other are read as one, several at a time, into the memory that the caller has for
+//! them; every byte is proven by the digest of its chunk before it is handed on.
 //!
 //! Packs hold whole blocks. Blocks come in the order in which they are asked for; where only some layers are wanted, only
-//! their part of each block is read, and proven by the digests of its chunks.
+//! their part of each block is read.
 
+use std::future::poll_fn;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bytes::Bytes;
 use futures_util::future::{Either, select};
 use futures_util::{Stream, StreamExt};
 use kvarts_layout::BlockShape;
+use kvarts_store::io::{BufMut, SharedBuf};
 
 use crate::error::ColdError;
-use crate::format::{IndexedRun, PackIndex, names};
+use crate::format::{PackIndex, names};
+use crate::places::Places;
 use crate::tier::{Found, Tier};
 
 /// How blocks are fetched.
@@ -28,7 +30,7 @@ pub struct FetchOptions {
     pub gap_bytes: u64,
     /// ...if what is read beside what is wanted stays below this part of it, in thousandths.
     pub over_read: u64,
-    /// A range that takes longer than this many times the usual is asked for once more.
+    /// A range of which nothing comes for longer than this many times what the first byte takes usually is asked for once more.
     pub late: u32,
     /// But never sooner than this.
     pub late_least: Duration,
@@ -175,6 +177,8 @@ pub enum Lost {
     Unread(ColdError),
     /// It was read twice, and was not what was put either time.
     Damaged,
+    /// There is no memory for it.
+    NoMemory,
 }
 
 /// Some layers of a block, or all, verified; or why not.
@@ -184,8 +188,8 @@ pub struct Arrived {
     pub part: Part,
     /// Its pack.
     pub index: Arc<PackIndex>,
-    /// Its bytes, in canonical order.
-    pub bytes: Result<Bytes, Lost>,
+    /// Its bytes, in canonical order: all of the memory that the caller gave for it.
+    pub bytes: Result<SharedBuf, Lost>,
 }
 
 /// What a restore cost.
@@ -204,30 +208,42 @@ pub struct Fetched {
 impl Fetched {
     /// What these ranges will cost, with nothing delivered yet.
     pub fn planned(fetches: &[Fetch]) -> Self {
-        let over_read_bytes = fetches.iter().map(Fetch::over_read).sum();
-        Self { ranges: fetches.len() as u64, over_read_bytes, ..Self::default() }
+        let mut planned = Self::default();
+        planned.plan(fetches);
+        planned
+    }
+
+    /// Adds what these ranges will cost.
+    pub fn plan(&mut self, fetches: &[Fetch]) {
+        self.ranges += fetches.len() as u64;
+        self.over_read_bytes += fetches.iter().map(Fetch::over_read).sum::<u64>();
     }
 
     /// Counts what arrived.
     pub fn count(&mut self, arrived: &Arrived) {
         match &arrived.bytes {
-            Ok(bytes) => self.bytes += bytes.len() as u64,
+            Ok(memory) => self.bytes += memory.len() as u64,
             Err(_) => self.lost += 1,
         }
     }
 }
 
-/// Reads ranges, several at a time, and hands on what each holds, in their order.
+/// Reads ranges, several at a time, and hands on what each holds, in their order. `place` gives memory of the length of a part.
 pub fn arriving<'a>(
     tier: &'a Tier,
     fetches: Vec<Fetch>,
     options: &'a FetchOptions,
+    place: impl Fn(&Part) -> Option<SharedBuf> + 'a,
 ) -> impl Stream<Item = Vec<Arrived>> + 'a {
-    let reads = fetches.into_iter().map(move |fetch| one(tier, fetch, options));
+    // Memory is asked for when the turn of a range has come.
+    let reads = fetches.into_iter().map(move |fetch| {
+        let places = fetch.parts.iter().map(&place).collect();
+        one(tier, fetch, places, options)
+    });
     futures_util::stream::iter(reads).buffered(options.parallel.max(1))
 }
 
-/// The same to the end, one part after the other.
+/// The same to the end, one part after the other, each in memory of its own.
 pub async fn fetch(
     tier: &Tier,
     fetches: Vec<Fetch>,
@@ -235,7 +251,11 @@ pub async fn fetch(
     mut each: impl FnMut(Arrived),
 ) -> Fetched {
     let mut fetched = Fetched::planned(&fetches);
-    let mut arriving = std::pin::pin!(arriving(tier, fetches, options));
+    let place = |part: &Part| {
+        let bytes = usize::try_from(part.range.end.checked_sub(part.range.start)?).ok()?;
+        BufMut::zeroed(bytes).ok()?.share().slice(0, bytes)
+    };
+    let mut arriving = std::pin::pin!(arriving(tier, fetches, options, place));
     while let Some(parts) = arriving.next().await {
         for arrived in parts {
             fetched.count(&arrived);
@@ -246,100 +266,126 @@ pub async fn fetch(
 }
 
 /// Reads one range and verifies its parts. What is not right is read once more by itself.
-async fn one(tier: &Tier, fetch: Fetch, options: &FetchOptions) -> Vec<Arrived> {
-    let read = ranged(tier, &fetch.index, fetch.range.clone(), options).await;
-    let mut arrived = Vec::with_capacity(fetch.parts.len());
-    for part in fetch.parts {
-        let bytes = match &read {
-            Ok(read) => match verified(&fetch.index, &part, cut(read, &fetch.range, &part.range)) {
-                Some(bytes) => Ok(bytes),
-                None => again(tier, &fetch.index, &part, options).await,
-            },
-            Err(error) => Err(Lost::Unread(error.clone())),
+async fn one(
+    tier: &Tier,
+    fetch: Fetch,
+    places: Vec<Option<SharedBuf>>,
+    options: &FetchOptions,
+) -> Vec<Arrived> {
+    let Fetch { index, range, parts } = fetch;
+    let before = |part: &Part| part.range.start.saturating_sub(range.start);
+    let known = parts.iter().zip(&places).filter_map(|(part, place)| Some((before(part), place.clone()?)));
+    let into = Places::new(range.end.saturating_sub(range.start), known.collect());
+    let turn = tier.turn().await;
+    let read = ranged(tier, &index, range, &into, options).await;
+    drop((turn, into));
+    let mut arrived = Vec::with_capacity(parts.len());
+    for (part, place) in parts.into_iter().zip(places) {
+        let bytes = match (place, &read) {
+            (None, _) => Err(Lost::NoMemory),
+            (_, Err(error)) => Err(Lost::Unread(error.clone())),
+            (Some(memory), Ok(())) if holds(&index, &part, &memory) => Ok(memory),
+            (Some(memory), Ok(())) => again(tier, &index, &part, &memory, options).await.map(|()| memory),
         };
-        arrived.push(Arrived { part, index: Arc::clone(&fetch.index), bytes });
+        arrived.push(Arrived { part, index: Arc::clone(&index), bytes });
     }
     arrived
 }
 
-async fn again(tier: &Tier, index: &PackIndex, part: &Part, options: &FetchOptions) -> Result<Bytes, Lost> {
+async fn again(
+    tier: &Tier,
+    index: &PackIndex,
+    part: &Part,
+    memory: &SharedBuf,
+    options: &FetchOptions,
+) -> Result<(), Lost> {
     if tier.is_struck(index.id()) {
         return Err(Lost::Damaged);
     }
-    let read = ranged(tier, index, part.range.clone(), options).await.map_err(Lost::Unread)?;
-    if let Some(bytes) = verified(index, part, Some(read)) {
-        return Ok(bytes);
+    let into = Places::whole(memory.clone());
+    ranged(tier, index, part.range.clone(), &into, options).await.map_err(Lost::Unread)?;
+    if holds(index, part, memory) {
+        return Ok(());
     }
     tier.strike(index.id());
     Err(Lost::Damaged)
 }
 
-fn cut(read: &Bytes, of: &Range<u64>, wanted: &Range<u64>) -> Option<Bytes> {
-    let from = usize::try_from(wanted.start.checked_sub(of.start)?).ok()?;
-    let to = usize::try_from(wanted.end.checked_sub(of.start)?).ok()?;
-    (from <= to && to <= read.len()).then(|| read.slice(from..to))
+/// Whether the bytes of a part are those that its digests are of.
+fn holds(index: &PackIndex, part: &Part, memory: &SharedBuf) -> bool {
+    chunks_hold(index, part, memory).unwrap_or(false)
 }
 
-/// The bytes of a part, if they are what was put.
-fn verified(index: &PackIndex, part: &Part, bytes: Option<Bytes>) -> Option<Bytes> {
-    let bytes = bytes?;
+fn chunks_hold(index: &PackIndex, part: &Part, memory: &SharedBuf) -> Option<bool> {
     let run = index.run(part.run)?;
-    let is_whole = part.layers == (0..run.shape.layers().len() as u32);
-    let holds = if is_whole {
-        run.run.verify(part.block as usize, &run.shape, &bytes).is_ok()
-    } else {
-        layers_hold(run, part, &bytes)?
-    };
-    holds.then_some(bytes)
-}
-
-fn layers_hold(run: &IndexedRun, part: &Part, bytes: &[u8]) -> Option<bool> {
     let digests = &run.block(part.block)?.digests;
     let layers = run.shape.layers();
     let before = layers.get(..part.layers.start as usize)?.iter().map(|layer| layer.chunks.len()).sum();
-    let mut rest = bytes;
     let wanted = layers.get(part.layers.start as usize..part.layers.end as usize)?;
     let chunks = wanted.iter().flat_map(|layer| &layer.chunks);
-    for (chunk, digest) in chunks.zip(digests.iter().skip(before)) {
-        let (own, behind) = rest.split_at_checked(usize::try_from(chunk.bytes).ok()?)?;
-        if crc32fast::hash(own) != *digest {
+    let (mut at, mut digests) = (0usize, digests.iter().skip(before));
+    for chunk in chunks {
+        let bytes = usize::try_from(chunk.bytes).ok()?;
+        let end = at.checked_add(bytes).filter(|end| *end <= memory.len())?;
+        if memory.crc32(at, bytes) != *digests.next()? {
             return Some(false);
         }
-        rest = behind;
+        at = end;
     }
-    Some(rest.is_empty())
+    Some(at == memory.len())
 }
 
-/// Reads a range; once it is late, asks for it a second time and takes whichever comes first.
+/// Reads a range; once nothing more of it comes, asks for it a second time and takes whichever is whole first.
 async fn ranged(
     tier: &Tier,
     index: &PackIndex,
     range: Range<u64>,
+    into: &Places,
     options: &FetchOptions,
-) -> Result<Bytes, ColdError> {
+) -> Result<(), ColdError> {
     let access = tier.access();
     let name = names::pack(index.namespace_id(), index.id());
-    let begun = access.time().now();
-    let first = Box::pin(access.get_range(&name, range.clone()));
-    let usual = tier.range_time().map_or(options.late_least, |usual| usual.saturating_mul(options.late));
-    let late = access.time().sleep(usual.max(options.late_least));
-    let outcome = match select(first, late).await {
-        Either::Left((outcome, _)) => outcome,
-        Either::Right(((), first)) if access.may_hedge() => {
-            let second = Box::pin(access.get_range(&name, range));
-            match select(first, second).await {
-                Either::Left((Ok(bytes), _)) | Either::Right((Ok(bytes), _)) => Ok(bytes),
-                Either::Left((Err(_), second)) => second.await,
-                Either::Right((Err(_), first)) => first.await,
-            }
+    let (begun, first_byte) = (access.time().now(), OnceLock::new());
+    let mut asked = Box::pin(access.get_range(&name, range.clone(), into));
+    let mut first = Box::pin(poll_fn(|context| {
+        let polled = asked.as_mut().poll(context);
+        if into.came() > 0 {
+            first_byte.get_or_init(|| access.time().now().saturating_sub(begun));
         }
-        Either::Right(((), first)) => first.await,
+        polled
+    }));
+    let mut came = 0;
+    let outcome = loop {
+        let usual = tier.first_byte_time().unwrap_or_default().saturating_mul(options.late);
+        let late = access.time().sleep(usual.max(options.late_least));
+        first = match select(first, late).await {
+            Either::Left((outcome, _)) => break outcome,
+            Either::Right(((), first)) => first,
+        };
+        // What comes slowly because the bucket's rate is shared by many requests would not come sooner by one more.
+        if into.came() > std::mem::replace(&mut came, into.came()) {
+            continue;
+        }
+        let other = if access.may_hedge() { Places::of_own(into.bytes()).ok() } else { None };
+        let Some((other, memory)) = other else { break first.await };
+        let second = Box::pin(access.get_range(&name, range, &other));
+        break match select(first, second).await {
+            Either::Left((Ok(()), _)) => Ok(()),
+            Either::Right((Ok(()), first)) => {
+                // It writes to the same places.
+                drop(first);
+                into.take_all(&memory);
+                Ok(())
+            }
+            Either::Left((Err(_), second)) => second.await.map(|()| into.take_all(&memory)),
+            Either::Right((Err(_), first)) => first.await,
+        };
     };
-    if outcome.is_ok() {
-        tier.measured(access.time().now().saturating_sub(begun).as_secs_f64());
-    } else if matches!(&outcome, Err(ColdError::Bucket(_, crate::bucket::Fault::Missing))) {
+    match (&outcome, first_byte.get()) {
+        (Ok(()), Some(time)) => tier.measured(time.as_secs_f64()),
         // Collected, or lost: its index is of no use.
-        tier.forget(index.id());
+        (Err(ColdError::Bucket(_, crate::bucket::Fault::Missing)), _) => tier.forget(index.id()),
+        _ => {}
     }
     outcome
 }

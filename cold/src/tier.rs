@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::access::Access;
 use crate::bucket::{Condition, Fault, Tag};
@@ -34,6 +35,9 @@ pub struct TierOptions {
     pub indexes_a_lookup: usize,
     /// How often a manifest is changed at most, while others change it too.
     pub swaps: u32,
+    /// Ranges of packs that are read at once, by all that restores together. More at once come later each: what is stored, and given to
+    /// reads, while the rest is on its way becomes less.
+    pub ranges_at_once: usize,
 }
 
 impl Default for TierOptions {
@@ -46,6 +50,7 @@ impl Default for TierOptions {
             index_memory: 64 << 20,
             indexes_a_lookup: 64,
             swaps: 32,
+            ranges_at_once: 16,
         }
     }
 }
@@ -127,8 +132,8 @@ struct Cache {
     uses: u64,
     /// Packs that gave bytes that were not theirs, and how often.
     struck: BTreeMap<PackId, u8>,
-    /// How long a range takes, decayed, in seconds.
-    range_seconds: Option<f64>,
+    /// How long the first byte of a range takes, decayed, in seconds.
+    first_byte_seconds: Option<f64>,
 }
 
 /// A bucket as a tier of blocks.
@@ -137,6 +142,8 @@ pub struct Tier {
     access: Access,
     options: TierOptions,
     cache: Mutex<Cache>,
+    /// Whose range is read: who asked first.
+    turns: Semaphore,
 }
 
 /// A pack that failed so often is not asked again before the next start.
@@ -149,12 +156,19 @@ const STRUCK_MAX: usize = 4096;
 impl Tier {
     /// A tier over a bucket.
     pub fn new(access: Access, options: TierOptions) -> Self {
-        Self { access, options, cache: Mutex::default() }
+        let turns = Semaphore::new(options.ranges_at_once.max(1));
+        Self { access, options, cache: Mutex::default(), turns }
     }
 
     /// The way to its bucket.
     pub fn access(&self) -> &Access {
         &self.access
+    }
+
+    /// A turn to read a range, until it is dropped.
+    pub(crate) async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        // Never closed.
+        self.turns.acquire().await.ok()
     }
 
     /// Its options.
@@ -314,16 +328,16 @@ impl Tier {
         self.lock().struck.get(&pack).is_some_and(|strikes| *strikes >= STRIKES)
     }
 
-    /// A range took this long.
+    /// The first byte of a range took this long.
     pub(crate) fn measured(&self, seconds: f64) {
         let mut cache = self.lock();
-        let before = cache.range_seconds.unwrap_or(seconds);
-        cache.range_seconds = Some(before * 0.9 + seconds * 0.1);
+        let before = cache.first_byte_seconds.unwrap_or(seconds);
+        cache.first_byte_seconds = Some(before * 0.9 + seconds * 0.1);
     }
 
-    /// How long a range takes, as far as any was read.
-    pub fn range_time(&self) -> Option<Duration> {
-        self.lock().range_seconds.map(Duration::from_secs_f64)
+    /// How long the first byte of a range takes, as far as any was read.
+    pub fn first_byte_time(&self) -> Option<Duration> {
+        self.lock().first_byte_seconds.map(Duration::from_secs_f64)
     }
 
     /// Where blocks are, as far as the tier has them and can say so. Only what fails at the manifest is an error; an index

@@ -11,6 +11,7 @@ pub mod model;
 pub mod nodes;
 pub mod rows;
 pub mod script;
+pub mod scripted;
 pub mod sim;
 pub mod stage;
 pub mod witness;

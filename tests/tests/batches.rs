@@ -4,27 +4,24 @@
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::api::{
-    BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId,
-    MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Missing, Placed, Presence, PutReply, PutRequest, ReadEnd,
-    ReadEvent, ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription,
-    TtlReply, TtlRequest, read_channel,
+    BlockOutcome, KvStore, LeaseId, MAX_REQUEST_BLOCKS, Placed, Presence, PutReply, ReadEnd, ReadEvent,
+    ReadRequest, ReadSink,
 };
 use kvarts_store::batch::{
     BatchId, BatchKind, Block, CANCELLED, Completion, EventFds, Lane, Memory, Pages, PagesOptions, Terms,
 };
 use kvarts_store::engine::Options;
 use kvarts_store::error::{Error, Kind, Reason};
-use kvarts_store::events::EventLog;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::Nanos;
-use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
+use kvarts_tests::scripted::Scripted;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const PAGE: usize = 4096;
@@ -79,84 +76,6 @@ fn drained(pages: &Pages) -> Vec<Completion> {
     let mut out = Vec::new();
     assert_eq!(pages.drain(&mut out), out.len());
     out
-}
-
-type Asked = (PutRequest, Reply<Result<PutReply, Error>>);
-
-/// A store whose answers the test gives.
-#[derive(Default)]
-struct Scripted {
-    puts: Mutex<Vec<Asked>>,
-    reads: Mutex<Vec<(ReadRequest, ReadSink)>>,
-    presence: Mutex<Vec<Presence>>,
-    unlocked: Mutex<Vec<LeaseId>>,
-    refuse: Mutex<Option<Reason>>,
-}
-
-impl KvStore for Scripted {
-    fn register(&self, _: &Identity, _: &Geometry) -> Result<NamespaceId, Error> {
-        Err(Error(Reason::SpecMismatch))
-    }
-
-    fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
-        let (reply, answer) = ticket();
-        match self.refuse.lock().unwrap().clone() {
-            Some(reason) => reply.send(Err(Error(reason))).unwrap(),
-            None => self.puts.lock().unwrap().push((request, reply)),
-        }
-        answer
-    }
-
-    fn match_prefix(&self, _: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        Err(Error(Reason::Empty))
-    }
-
-    fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
-        let presence = self.presence.lock().unwrap().clone();
-        assert_eq!(presence.len(), request.keys.len());
-        let lease = request.lease.map(|terms| LeaseId(terms.hold.as_secs()));
-        Ok(ContainsReply { presence, missing: Missing::default(), lease })
-    }
-
-    fn unlock(&self, lease: LeaseId) -> bool {
-        let mut unlocked = self.unlocked.lock().unwrap();
-        let fresh = !unlocked.contains(&lease);
-        unlocked.push(lease);
-        fresh
-    }
-
-    fn renew(&self, _: LeaseId, _: Duration) -> Result<(), Error> {
-        Err(Error(Reason::LeaseEnded))
-    }
-
-    fn delete(&self, _: DeleteRequest) -> Ticket<Result<DeleteReply, Error>> {
-        ticket().1
-    }
-
-    fn set_ttl(&self, _: &TtlRequest<'_>) -> Result<TtlReply, Error> {
-        Err(Error(Reason::Empty))
-    }
-
-    fn set_default_ttl(&self, _: NamespaceId, _: Option<Duration>) -> Result<(), Error> {
-        Err(Error(Reason::Empty))
-    }
-
-    fn subscribe(&self, from: Option<Sequence>) -> Subscription {
-        EventLog::new(0, 0).subscribe(from)
-    }
-
-    fn snapshot(&self, _: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
-        ticket().1
-    }
-
-    fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
-        if let Some(reason) = self.refuse.lock().unwrap().clone() {
-            return Err(Error(reason));
-        }
-        let (sink, stream) = read_channel();
-        self.reads.lock().unwrap().push((request, sink));
-        Ok(stream)
-    }
 }
 
 fn scripted(change: impl FnOnce(&mut PagesOptions)) -> (Arc<Scripted>, Pages) {

@@ -18,8 +18,8 @@ use kvarts_cold::check::{Checked, Level, check};
 use kvarts_cold::collect::{Collected, GRACE_LEAST, Retention, collect};
 use kvarts_cold::time::BoxFuture;
 use kvarts_cold::{
-    Access, Bucket, ColdError, Condition, Facts, Fault, Limits, Listed, PushOptions, Pusher, Tag, Tier,
-    TierOptions, Time,
+    Access, Bucket, ColdError, Condition, Facts, Fault, Limits, Listed, Places, PushOptions, Pusher, Tag,
+    Tier, TierOptions, Time,
 };
 use object_store::aws::AmazonS3Builder;
 use tokio::runtime::Runtime;
@@ -54,8 +54,13 @@ impl Bucket for Timeless {
         self.0.get(name, most)
     }
 
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
-        self.0.get_range(name, range)
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>> {
+        self.0.get_range(name, range, into)
     }
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {

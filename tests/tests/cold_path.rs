@@ -12,20 +12,24 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use cold_blocks::{GROUP, Model, WHOLE, content, key};
 use kvarts_bucket::time::TokioTime;
+use kvarts_cold::promote::{Wanted, restore_into};
+use kvarts_cold::restore::FetchOptions;
 use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan};
 use kvarts_cold::time::BoxFuture;
 use kvarts_cold::{
-    Access, Bucket, Condition, Facts, Fault, Limits, Listed, PushOptions, Pusher, Tag, Tier, TierOptions,
+    Access, Bucket, Condition, Facts, Fault, Limits, Listed, Places, PushOptions, Pusher, Tag, Tier,
+    TierOptions,
 };
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_server::cold::{ColdConfig, ColdTier, Wish};
 use kvarts_store::api::{
-    ContainsRequest, KvStore, Order, Origins, Placed, Presence, ReadEnd, ReadEvent, ReadRequest, ReadStream,
-    Target,
+    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Origins, Placed, Presence, PutReply, ReadEnd,
+    ReadEvent, ReadRequest, ReadStream, Target,
 };
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::io::{BufMut, SharedBuf};
+use kvarts_tests::scripted::Scripted;
 use kvarts_tests::stage::Scratch;
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
@@ -82,7 +86,12 @@ impl Bucket for Gated {
         self.inner.get(name, most)
     }
 
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>> {
         Box::pin(async move {
             {
                 let mut state = self.state.lock().unwrap();
@@ -98,7 +107,7 @@ impl Bucket for Gated {
                 }
                 changed.await;
             }
-            self.inner.get_range(name, range).await
+            self.inner.get_range(name, range, into).await
         })
     }
 
@@ -145,16 +154,16 @@ struct World {
 impl World {
     /// Blocks of layers of this length.
     fn new(name: &str, layer_bytes: u64, blocks: u64) -> Self {
-        Self::with_segments(name, layer_bytes, blocks, 16 << 20)
+        Self::with(name, layer_bytes, blocks, (16 << 20, 128 << 20))
     }
 
-    /// The same, over a store of such segments.
-    fn with_segments(name: &str, layer_bytes: u64, blocks: u64, segment_bytes: u64) -> Self {
+    /// The same, over a store of such segments, with so much memory for restores.
+    fn with(name: &str, layer_bytes: u64, blocks: u64, (segment_bytes, memory): (u64, u64)) -> Self {
         let model = Model::new(layer_bytes);
         let runtime = Runtime::new().unwrap();
         let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
-        let memory = MemoryBucket::new(Arc::clone(&clock));
-        let faulty = Faulty::new(memory as Arc<dyn Bucket>, Arc::clone(&clock), 7);
+        let objects = MemoryBucket::new(Arc::clone(&clock));
+        let faulty = Faulty::new(objects as Arc<dyn Bucket>, Arc::clone(&clock), 7);
         let gate = Gated::new(Arc::clone(&faulty) as Arc<dyn Bucket>);
         let (run, payload) = model.run(0..blocks);
         let bucket = Arc::clone(&gate) as Arc<dyn Bucket>;
@@ -175,8 +184,7 @@ impl World {
             written: u64::MAX,
             read: u64::MAX,
             refresh: Duration::from_secs(60),
-            // One restore at a time.
-            memory: 128 << 20,
+            memory,
             spill: false,
             uses: 0,
             age: Duration::ZERO,
@@ -331,22 +339,82 @@ fn a_reader_of_blocks_has_the_first_ones_before_the_last_are_sent() {
 }
 
 #[test]
-fn no_more_ranges_are_under_way_than_the_memory_of_restores_allows() {
-    let world = World::new("cold-path-bound", 512 << 10, 40);
-    world.gate.let_pass(Some(0));
-    let (stream, _memory) = world.begin(&world.keys, Order::Layers);
-    let now = || world.gate.state.lock().unwrap().now;
-    // Eight, and one in ten of them a second time.
-    world.until("ranges are under way", || now() >= 8 && world.cold.counted().total.hedges >= 1);
-    std::thread::sleep(Duration::from_millis(100));
-    let most = 8 + world.cold.counted().total.hedges;
-    assert!(now() <= most && most <= 10, "{} ranges, {most} may be", now());
-    assert_eq!(world.cold.counted().under_way, 40, "what waits is known");
-    world.gate.let_pass(None);
-    assert_eq!(stream.wait_end().unwrap().usable_blocks, 40);
-    let hedges = world.cold.counted().total.hedges;
-    assert!(world.gate.state.lock().unwrap().most <= 8 + hedges);
-    assert_eq!(world.count("refused_blocks"), 0);
+fn no_more_ranges_are_under_way_than_memory_and_turns_allow() {
+    // Restores of 32 MiB, of four ranges at once: memory for two, and for more than sixteen ranges, which is the bound of a tier.
+    for (memory, least) in [(64 << 20, 8), (256 << 20, 16)] {
+        let world = World::with("cold-path-bound", 512 << 10, 128, (16 << 20, memory));
+        world.gate.let_pass(Some(0));
+        let (stream, _memory) = world.begin(&world.keys, Order::Layers);
+        let now = || world.gate.state.lock().unwrap().now;
+        // And one request in ten a second time.
+        world.until("ranges are under way", || now() >= least && world.cold.counted().total.hedges >= 1);
+        std::thread::sleep(Duration::from_millis(100));
+        let hedges = world.cold.counted().total.hedges;
+        assert!(now() <= least + hedges && hedges <= 3, "{} ranges, {hedges} twice", now());
+        assert_eq!(world.cold.counted().under_way, 128, "what waits is known");
+        world.gate.let_pass(None);
+        assert_eq!(stream.wait_end().unwrap().usable_blocks, 128);
+        let hedges = world.cold.counted().total.hedges;
+        assert!(world.gate.state.lock().unwrap().most <= least + hedges);
+        assert_eq!(world.count("refused_blocks"), 0);
+    }
+}
+
+#[test]
+fn ranges_go_on_while_puts_wait() {
+    let (model, blocks) = (Model::new(256 << 10), 48);
+    let runtime = Runtime::new().unwrap();
+    let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
+    let faulty = Faulty::new(MemoryBucket::new(Arc::clone(&clock)) as _, Arc::clone(&clock), 7);
+    let access = Access::new(Arc::clone(&faulty) as _, clock, Limits::default(), 1);
+    let tier = Arc::new(Tier::new(access, TierOptions::default()));
+    let (run, payload) = model.run(0..blocks);
+    runtime.block_on(async {
+        let mut pusher = Pusher::new(&tier, PushOptions::default());
+        pusher.add(&model.exported(), &run, &payload).await.unwrap();
+        pusher.finish().await.unwrap();
+    });
+    let store = Arc::new(Scripted::default());
+    *store.namespace.lock().unwrap() = Some(model.namespace);
+    *store.presence.lock().unwrap() = vec![Presence::Absent; blocks as usize];
+    let wanted = Wanted {
+        namespace: model.namespace,
+        group: GROUP,
+        coordinate: WHOLE,
+        keys: (0..blocks).map(key).collect(),
+        durability: Durability::Relaxed,
+    };
+    let restoring = {
+        let (tier, store) = (Arc::clone(&tier), Arc::clone(&store));
+        runtime.spawn(async move {
+            restore_into(&tier, &*store, &wanted, &FetchOptions::default()).await.unwrap()
+        })
+    };
+    // No put has an answer, and everything comes: puts of 16 MiB, which hold what was put and nothing else.
+    let begun = Instant::now();
+    while store.puts.lock().unwrap().len() < 3 {
+        assert!(begun.elapsed() < PATIENCE, "{} puts", store.puts.lock().unwrap().len());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let mut found = Vec::new();
+    for (request, reply) in store.puts.lock().unwrap().drain(..) {
+        let each = model.shape.block_bytes() as usize;
+        for (at, one) in (0u32..).zip(&request.keys) {
+            let chunks = (0..model.shape.chunk_count()).map(|chunk| {
+                let place = request.from.chunk(chunk, at, each as u64 / 4).unwrap();
+                place.to_vec()
+            });
+            found.push((*one, chunks.flatten().collect::<Vec<u8>>()));
+        }
+        let outcomes = vec![BlockOutcome::Stored; request.keys.len()];
+        reply.send(Ok(PutReply { outcomes })).unwrap();
+    }
+    let restored = runtime.block_on(restoring).unwrap();
+    assert_eq!((restored.stored, restored.refused, restored.lost), (blocks, 0, 0));
+    assert_eq!(found.len() as u64, blocks);
+    for (block, (own, bytes)) in (0u64..).zip(found) {
+        assert!(own == key(block) && bytes == content(block, model.shape.block_bytes()), "block {block}");
+    }
 }
 
 #[test]
@@ -417,7 +485,7 @@ fn no_fault_of_a_range_makes_a_wrong_byte() {
 fn what_the_store_does_not_take_is_given_to_the_read_that_waits_for_it() {
     for order in [Order::Layers, Order::Blocks] {
         // No block fits into a segment.
-        let world = World::with_segments("cold-path-refused", 512 << 10, 6, 1 << 20);
+        let world = World::with("cold-path-refused", 512 << 10, 6, (1 << 20, 128 << 20));
         assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6, "{order:?}");
         world.until("the restore has ended", || world.cold.counted().under_way == 0);
         assert_eq!((world.here(), world.count("lost_blocks")), (0, 6));

@@ -28,7 +28,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
 /// Where the packs are.
 pub(super) const BELOW: &str = "restore";
-/// Ranges at once of a server whose memory for restores is the one that it has unless another is set: four restores of four.
+/// Ranges at once of a tier.
 const PARALLEL: usize = 16;
 /// How long a read may take.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -51,6 +51,8 @@ struct Told {
     read: Vec<f64>,
     requests: u64,
     read_bytes: u64,
+    /// Bytes that the read had from memory, not from the disk where they were stored meanwhile.
+    given_bytes: u64,
 }
 
 pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) -> Result<(), Failure> {
@@ -95,6 +97,7 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     report.number("requests_per_gib", told.requests as f64 / gib);
     report.number("bare_requests_per_gib", ground.ranges.len() as f64 / gib);
     report.number("read_by_asked", told.read_bytes as f64 / bytes as f64);
+    report.number("given_by_asked", told.given_bytes as f64 / bytes as f64);
     for name in ["bare", "restore", "fetch"] {
         let rate = rounds.figure(name, |one| bytes as f64 / MIB / one.seconds);
         report.median(&format!("{name}_mib_s"), rate);
@@ -193,6 +196,8 @@ impl Ground<'_> {
         told.read.push(read);
         let counted = cold.counted();
         (told.requests, told.read_bytes) = (counted.total.requests, counted.total.read_bytes);
+        let given = counted.counts.iter().find(|(name, ..)| *name == "given_bytes");
+        told.given_bytes = given.map_or(0, |(_, _, bytes)| *bytes);
         stage.runtime.block_on(cold.stop());
         forget(stage, &self.keys)?;
         Ok(sample)

@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 
 /// What is asked for.
@@ -40,6 +41,8 @@ pub enum Kind {
     Busy(Option<Duration>),
     /// The answer takes this long.
     Slow(Duration),
+    /// A range comes in eight pieces, with so long before each.
+    Trickle(Duration),
     /// No answer, ever.
     Silent,
     /// A shorter answer, as if it were whole.
@@ -220,11 +223,29 @@ impl Bucket for Faulty {
         })
     }
 
-    fn get_range<'a>(&'a self, name: &'a str, range: Range<u64>) -> BoxFuture<'a, Result<Bytes, Fault>> {
+    fn get_range<'a>(
+        &'a self,
+        name: &'a str,
+        range: Range<u64>,
+        into: &'a Places,
+    ) -> BoxFuture<'a, Result<u64, Fault>> {
         Box::pin(async move {
             let kind = self.before(Op::Range).await?;
-            let bytes = self.inner.get_range(name, range).await?;
-            self.spoilt(kind, bytes)
+            let (own, memory) = Places::of_own(range.end - range.start)?;
+            let came = self.inner.get_range(name, range, &own).await?;
+            let mut bytes = memory.to_vec();
+            bytes.truncate(came as usize);
+            let spoilt = self.spoilt(kind, bytes.into())?;
+            let Some(Kind::Trickle(long)) = kind else {
+                into.take(0, &spoilt)?;
+                return Ok(spoilt.len() as u64);
+            };
+            let each = spoilt.len().div_ceil(8).max(1);
+            for (at, piece) in (0u64..).step_by(each).zip(spoilt.chunks(each)) {
+                self.time.sleep(long).await;
+                into.take(at, piece)?;
+            }
+            Ok(spoilt.len() as u64)
         })
     }
 

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use crate::access::{Access, Limits};
@@ -75,7 +74,7 @@ impl World {
     }
 
     /// What the tier gives of blocks of a prefix.
-    pub(crate) fn read(&self, tier: &Tier, prefix: u8, to: u32) -> (Vec<Option<Bytes>>, Fetched) {
+    pub(crate) fn read(&self, tier: &Tier, prefix: u8, to: u32) -> (Vec<Option<Vec<u8>>>, Fetched) {
         self.time.run(read(tier, prefix, to)).unwrap()
     }
 
@@ -131,15 +130,16 @@ pub(crate) async fn read(
     tier: &Tier,
     prefix: u8,
     to: u32,
-) -> Result<(Vec<Option<Bytes>>, Fetched), ColdError> {
+) -> Result<(Vec<Option<Vec<u8>>>, Fetched), ColdError> {
     let found = tier.locate(samples::namespace_id("r1"), COLUMN, &keys(prefix, to)).await?;
     let wanted: Vec<_> =
         found.into_iter().enumerate().filter_map(|(ordinal, found)| Some((ordinal, found?))).collect();
     let options = small_ranges();
     let mut blocks = vec![None; to as usize];
     let fetched = fetch(tier, plan(&wanted, None, &options), &options, |arrived| match arrived.bytes {
-        Ok(bytes) => blocks[arrived.part.ordinal] = Some(bytes),
+        Ok(memory) => blocks[arrived.part.ordinal] = Some(memory.to_vec()),
         Err(Lost::Damaged | Lost::Unread(_)) => {}
+        Err(Lost::NoMemory) => panic!("no memory"),
     });
     let fetched = fetched.await;
     Ok((blocks, fetched))

@@ -32,7 +32,7 @@ fn of_some(world: &World, wanted: &[usize], layers: Option<Range<u32>>, options:
         let whole = samples::bytes_of(1, arrived.part.ordinal as u32);
         let part =
             layers.clone().map_or(0..192, |layers| layers.start as usize * 64..layers.end as usize * 64);
-        assert_eq!(arrived.bytes.unwrap(), whole[part]);
+        assert_eq!(arrived.bytes.unwrap().to_vec(), whole[part]);
         arrived_in.push(arrived.part.ordinal);
     });
     let fetched = world.time.run(fetched);
@@ -252,6 +252,43 @@ fn a_late_range_is_asked_for_once_more_and_the_first_answer_counts() {
     (0..40).for_each(|_| assert_eq!(world.good(&tier, 1, 5), 5));
     let spent = tier.access().spent();
     assert!(spent.hedges * 10 <= spent.requests + 10, "{spent:?}");
+}
+
+#[test]
+fn a_range_that_comes_slowly_is_not_late_and_one_that_stops_is() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let tier = world.other();
+    (0..12).for_each(|_| assert_eq!(world.good(&tier, 1, 5), 5));
+    // A second is when it would be late: each piece comes before, and all of them take seven times as long.
+    let asked = |world: &World| (world.faulty.asked(Op::Range), world.time.now());
+    let before = asked(&world);
+    world.faulty.next(Op::Range, &[Some(Kind::Trickle(Duration::from_millis(900)))]);
+    assert_eq!(world.good(&tier, 1, 5), 5);
+    let after = asked(&world);
+    assert_eq!((after.0 - before.0, tier.access().spent().hedges), (1, 0));
+    assert!(after.1 - before.1 >= Duration::from_millis(7200));
+    // A piece came, and then none for too long.
+    world.faulty.next(Op::Range, &[Some(Kind::Trickle(Duration::from_millis(4000)))]);
+    assert_eq!(world.good(&tier, 1, 5), 5);
+    assert_eq!((asked(&world).0 - after.0, tier.access().spent().hedges), (2, 1));
+    assert!(asked(&world).1 - after.1 < Duration::from_secs(4));
+    // What is usual is how long the first byte takes.
+    assert!(tier.first_byte_time().unwrap() < Duration::from_secs(1));
+}
+
+#[test]
+fn an_answer_that_came_second_and_is_whole_first_is_what_was_put() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let tier = world.other();
+    (0..12).for_each(|_| assert_eq!(world.good(&tier, 1, 5), 5));
+    // The first request has written half of other bytes, and would write the rest, when the second one is whole; and the other way round.
+    let (slow, altered) = (Kind::Trickle(Duration::from_millis(1500)), Kind::Altered);
+    for kinds in [[Some(slow), None], [Some(slow), Some(altered)], [Some(altered), Some(slow)]] {
+        world.faulty.next(Op::Range, &kinds);
+        assert_eq!(world.good(&tier, 1, 5), 5, "{kinds:?}");
+    }
 }
 
 #[test]

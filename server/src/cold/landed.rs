@@ -1,21 +1,21 @@
 //! What has come of the blocks of one flight, for the reads that wait for them while they are being stored.
 //!
-//! The bytes go when the flight ends: the store has them then, or they are lost. So they take no memory beside the flight's own.
+//! They lie in the memory that their put takes them from, and go when the flight ends: the store has them then, or they are lost.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bytes::Bytes;
 use kvarts_cold::format::PackIndex;
 use kvarts_cold::promote::News;
 use kvarts_layout::{BlockKey, OriginId};
+use kvarts_store::io::SharedBuf;
 
 /// Some layers of a block, or all.
 #[derive(Clone, Debug)]
 struct Piece {
     layers: Range<u32>,
-    bytes: Bytes,
+    memory: SharedBuf,
 }
 
 /// A block of which something came.
@@ -43,7 +43,7 @@ impl Came {
     }
 
     /// The chunks of some layers, by their number in the block.
-    pub(super) fn chunks(&self, layers: &Range<u32>) -> Option<Vec<(u32, Bytes)>> {
+    pub(super) fn chunks(&self, layers: &Range<u32>) -> Option<Vec<(u32, SharedBuf)>> {
         let shape = &self.index.run(self.run)?.shape;
         let (mut found, mut number) = (Vec::new(), 0);
         let mut at: Option<(u32, usize)> = None;
@@ -55,12 +55,11 @@ impl Came {
                 _ => 0,
             };
             for chunk in &of_layer.chunks {
-                let until = from.checked_add(usize::try_from(chunk.bytes).ok()?)?;
+                let bytes = usize::try_from(chunk.bytes).ok()?;
                 if layers.contains(&layer) {
-                    let bytes = &piece?.bytes;
-                    (until <= bytes.len()).then(|| found.push((number, bytes.slice(from..until))))?;
+                    found.push((number, piece?.memory.slice(from, bytes)?));
                 }
-                (from, number) = (until, number + 1);
+                (from, number) = (from.checked_add(bytes)?, number + 1);
             }
             at = piece.map(|piece| (piece.layers.start, from));
         }
@@ -108,8 +107,8 @@ impl Landed {
         let Some(key) = keys.get(ordinal) else { return };
         let mut all = self.lock();
         let piece = arrived.and_then(|arrived| {
-            let bytes = arrived.bytes.as_ref().ok()?.clone();
-            Some((arrived, Piece { layers: arrived.part.layers.clone(), bytes }))
+            let memory = arrived.bytes.as_ref().ok()?.clone();
+            Some((arrived, Piece { layers: arrived.part.layers.clone(), memory }))
         });
         match (piece, all.get_mut(key)) {
             (Some((_, piece)), Some(State::Came(came))) => came.pieces.push(piece),

@@ -84,6 +84,7 @@ impl ColdTier {
         let refresh = self.config.refresh;
         loop {
             let now = self.tier.access().time().now();
+            self.flights.rest(now);
             for namespace in self.manifests.due(now, refresh) {
                 if self.tier.read_manifest(namespace).await.is_err() {
                     add(&self.counts.manifest_failures, 1);

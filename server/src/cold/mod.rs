@@ -184,7 +184,7 @@ impl ColdTier {
     /// How long a restore of this many bytes takes, by the restores of the last while.
     pub fn takes(&self, bytes: u64) -> Option<Duration> {
         let rate = self.rate.load(Ordering::Relaxed);
-        let least = self.tier.range_time().unwrap_or_default();
+        let least = self.tier.first_byte_time().unwrap_or_default();
         (rate > 0).then(|| Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
     }
 

@@ -117,13 +117,18 @@ impl ColdTier {
                 Look::Coming => drop(over.changed().await),
             }
         }
-        Where::Store
+        match self.kept_of(request, key).map(|landed| landed.look(key, layers)) {
+            Some(Look::Here(came)) => Where::Here(came),
+            _ => Where::Store,
+        }
     }
 
     /// Where the blocks end that can be read from the store together with this one.
     fn end_of_stored(&self, request: &ReadRequest, at: u32) -> u32 {
         let behind = request.keys.iter().skip(at as usize + 1);
-        let stored = behind.take_while(|key| self.flight_of(request, key).is_none()).count();
+        let stored = behind
+            .take_while(|key| self.flight_of(request, key).is_none() && self.kept_of(request, key).is_none())
+            .count();
         at.saturating_add(1).saturating_add(stored as u32)
     }
 
@@ -144,7 +149,7 @@ impl ColdTier {
         let mut given = 0;
         for (chunk, bytes) in came.chunks(layers).ok_or(Reason::NotHere(key))? {
             let place = request.into.chunk(chunk, at, bytes.len() as u64).ok_or(Reason::OutOfBounds)?;
-            place.copy_in(0, &bytes);
+            place.copy_from(0, &bytes, 0, bytes.len());
             if let Some((digests, digest)) = request.into.digests().zip(came.digest(chunk)) {
                 digests.set(chunk, at, digest);
             }

@@ -2,18 +2,22 @@
 //!
 //! Each block is brought once, however many reads want it; what failed is not asked for again for a while. What comes is proven by its
 //! digests before anything is done with it; then it lies in memory (`landed`), where pieces of reads take it from (`path`), until its
-//! flight has had it stored by an ordinary put.
+//! flight has had it stored by an ordinary put, and some seconds longer if nothing else needs the memory: a read by layers wants the last
+//! layers of the first blocks long after these were stored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 use std::time::Duration;
 
 use kvarts_cold::ColdError;
-use kvarts_cold::promote::{News, Restored, Wanted, restore_and_tell};
+use kvarts_cold::promote::{Memory, News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
+use kvarts_cold::time::BoxFuture;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
-use tokio::sync::{Semaphore, watch};
+use kvarts_store::io::{Arena, BufMut, Region, SharedBuf};
+use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
 use super::ColdTier;
@@ -25,14 +29,14 @@ const BLOCK_MOST: u64 = 64 << 20;
 /// Bytes of blocks that one task brings, and keeps in memory until it ends. Several at once: while one has its last blocks stored,
 /// others use the way to the bucket.
 const FLIGHT_BYTES: u64 = 32 << 20;
-/// What memory is handed out in.
-const UNIT: u64 = 16 << 20;
 /// Blocks that may be under way, waiting ones included.
 const BLOCKS_MOST: usize = 1 << 16;
 /// How long a task may take.
 const FLIGHT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long what came is held for the reads that wait for it if the store did not take it.
 const HELD_FOR: Duration = Duration::from_secs(1);
+/// How long what was stored is held for reads that take it layer by layer.
+const KEPT_FOR: Duration = Duration::from_secs(5);
 /// How long a first manifest of a namespace may take before a read goes on without.
 const MANIFEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a block that could not be brought is not asked for again.
@@ -90,6 +94,14 @@ pub(super) struct Flight {
     task: Option<AbortHandle>,
 }
 
+/// What a flight brought that is over.
+#[derive(Debug)]
+struct Kept {
+    names: Vec<Name>,
+    landed: Arc<Landed>,
+    since: Duration,
+}
+
 #[derive(Debug, Default)]
 struct State {
     /// By block.
@@ -100,15 +112,47 @@ struct State {
     closed: BTreeMap<NamespaceId, u32>,
     /// Blocks that could not be brought, and until when they are not asked for.
     failed: BTreeMap<Name, Duration>,
+    /// Since when there are flights, and what they have brought.
+    busy: Option<(Duration, u64)>,
+    /// What flights have brought that are over, as long as there is memory.
+    kept: BTreeMap<u64, Kept>,
+    /// By block.
+    kept_of: BTreeMap<Name, u64>,
+}
+
+impl State {
+    fn keep(&mut self, id: u64, kept: Kept) {
+        self.kept_of.extend(kept.names.iter().map(|name| (*name, id)));
+        self.kept.insert(id, kept);
+    }
+
+    /// Lets go of what these flights brought.
+    fn let_go(&mut self, is_one: impl Fn(&Kept) -> bool) {
+        let gone: Vec<u64> = self.kept.iter().filter(|(_, kept)| is_one(kept)).map(|(id, _)| *id).collect();
+        gone.into_iter().for_each(|id| self.let_go_of(id));
+    }
+
+    fn let_go_of(&mut self, id: u64) {
+        let Some(kept) = self.kept.remove(&id) else { return };
+        for name in kept.names {
+            // A block may have been brought again since.
+            if self.kept_of.get(&name) == Some(&id) {
+                self.kept_of.remove(&name);
+            }
+        }
+    }
 }
 
 /// What is being brought.
 #[derive(Debug)]
 pub(super) struct Flights {
     state: Mutex<State>,
-    /// Units of memory that no flight has.
-    memory: Semaphore,
-    units: u32,
+    /// How much memory they may take together.
+    most: u64,
+    /// The memory, while there are flights, and for a while after: fresh memory costs as much as what is done with it.
+    memory: Mutex<Option<Arena>>,
+    /// There is something more that can be let go of.
+    keeps: Notify,
 }
 
 /// A namespace of which nothing is brought while this lives.
@@ -128,16 +172,46 @@ impl Drop for Closed<'_> {
 }
 
 impl Flights {
-    /// Flights that take this memory together: what came, and puts of it.
+    /// Flights that take this memory together.
     pub(super) fn new(memory: u64) -> Self {
-        let units = u32::try_from(memory / UNIT).unwrap_or(u32::MAX).clamp(1, 1 << 16);
-        Self { state: Mutex::default(), memory: Semaphore::new(units as usize), units }
+        Self { state: Mutex::default(), most: memory, memory: Mutex::default(), keeps: Notify::new() }
     }
 
-    /// Units of memory for a flight of these bytes.
-    fn units_of(&self, bytes: u64) -> u32 {
-        let units = bytes.saturating_mul(2).div_ceil(UNIT);
-        u32::try_from(units).unwrap_or(u32::MAX).clamp(1, self.units)
+    /// The memory of all flights.
+    fn arena(&self) -> Result<Arena, ColdError> {
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(arena) = &*memory {
+            return Ok(arena.clone());
+        }
+        let region = usize::try_from(self.most).map_err(|error| ColdError::Store(error.to_string()))?;
+        let region = Region::anonymous_huge(region);
+        let (region, _) = region.map_err(|error| ColdError::Store(format!("cold.memory: {error}")))?;
+        Ok(memory.insert(Arena::new(region)).clone())
+    }
+
+    /// Lets go of what was kept long enough, and of all memory if there is no flight.
+    pub(super) fn rest(&self, now: Duration) {
+        let mut state = self.state();
+        state.let_go(|kept| now.saturating_sub(kept.since) >= KEPT_FOR);
+        if state.flights.is_empty() && state.kept.is_empty() {
+            // A flight that begins now makes its own.
+            self.memory.lock().unwrap_or_else(PoisonError::into_inner).take();
+        }
+    }
+
+    /// Lets go of what the oldest flight brought that is over, if there is any.
+    fn let_go_of_oldest(&self) -> bool {
+        let mut state = self.state();
+        let oldest = state.kept.keys().next().copied();
+        oldest.into_iter().for_each(|id| state.let_go_of(id));
+        oldest.is_some()
+    }
+
+    /// What brought a block, if it is kept.
+    fn kept(&self, name: &Name) -> Option<Arc<Landed>> {
+        let state = self.state();
+        let id = state.kept_of.get(name)?;
+        state.kept.get(id).map(|kept| Arc::clone(&kept.landed))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -156,6 +230,7 @@ impl Flights {
         let flights: Vec<Flight> = {
             let mut state = self.state();
             *state.closed.entry(namespace).or_default() += 1;
+            state.let_go(|kept| kept.names.first().is_some_and(|name| name.0 == namespace));
             let of: BTreeSet<u64> =
                 state.under_way.iter().filter(|(name, _)| name.0 == namespace).map(|(_, id)| *id).collect();
             of.iter().filter_map(|id| state.flights.get(id).cloned()).collect()
@@ -168,6 +243,7 @@ impl Flights {
     pub(super) async fn abort_all(&self) {
         let flights = self.state().flights.values().cloned().collect();
         end_all(flights).await;
+        self.state().let_go(|_| true);
     }
 }
 
@@ -188,15 +264,52 @@ struct Landing {
     names: Vec<Name>,
     news: watch::Sender<()>,
     landed: Arc<Landed>,
+    /// Whether what came was stored.
+    is_stored: bool,
 }
 
 impl Drop for Landing {
     fn drop(&mut self) {
+        let since = self.cold.tier.access().time().now();
         let mut state = self.cold.flights.state();
         for name in &self.names {
             state.under_way.remove(name);
         }
         state.flights.remove(&self.id);
+        if state.flights.is_empty() {
+            state.busy = None;
+        }
+        if self.is_stored {
+            let (names, landed) = (std::mem::take(&mut self.names), Arc::clone(&self.landed));
+            state.keep(self.id, Kept { names, landed, since });
+            drop(state);
+            self.cold.flights.keeps.notify_waiters();
+        }
+    }
+}
+
+impl Memory for Flights {
+    fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>> {
+        Box::pin(async move {
+            let arena = self.arena().ok()?;
+            let mut taken = std::pin::pin!(arena.take(bytes));
+            loop {
+                let mut keeps = std::pin::pin!(self.keeps.notified());
+                // Before the look, so that nothing in between is missed.
+                keeps.as_mut().enable();
+                let fits = std::future::poll_fn(|context| Poll::Ready(taken.as_mut().poll(context)));
+                if let Poll::Ready(taken) = fits.await {
+                    return taken.map(BufMut::share);
+                }
+                if self.let_go_of_oldest() {
+                    continue;
+                }
+                tokio::select! {
+                    taken = &mut taken => return taken.map(BufMut::share),
+                    () = keeps => {}
+                }
+            }
+        })
     }
 }
 
@@ -253,6 +366,12 @@ impl ColdTier {
         state.flights.get(id).cloned()
     }
 
+    /// What a flight that is over brought of a block of a request, if it is still kept.
+    pub(super) fn kept_of(&self, request: &ReadRequest, key: &BlockKey) -> Option<Arc<Landed>> {
+        let ReadRequest { namespace, group, coordinate, .. } = *request;
+        self.flights.kept(&(namespace, group.0, coordinate.to_u64(), *key))
+    }
+
     /// Has what is not on its way begin; gives the blocks that are. What a put brings here is on its way only if that is a restore's
     /// put.
     fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[(BlockKey, bool)]) -> BTreeSet<BlockKey> {
@@ -276,6 +395,7 @@ impl ColdTier {
         let at_once = usize::try_from(FLIGHT_BYTES / wish.block_bytes.max(1)).unwrap_or(1).clamp(1, 4096);
         let mut beginning = Vec::new();
         for keys in own.chunks(at_once) {
+            state.busy.get_or_insert((now, 0));
             let id = state.next;
             state.next += 1;
             coming.extend(keys);
@@ -283,7 +403,7 @@ impl ColdTier {
             state.under_way.extend(names.iter().map(|name| (*name, id)));
             let ((news, over), landed) = (watch::channel(()), Arc::<Landed>::default());
             state.flights.insert(id, Flight { over, landed: Arc::clone(&landed), task: None });
-            let landing = Landing { cold: Arc::clone(self), id, names, news, landed };
+            let landing = Landing { cold: Arc::clone(self), id, names, news, landed, is_stored: false };
             let wanted = Wanted {
                 namespace: wish.namespace,
                 group: wish.group,
@@ -306,24 +426,39 @@ impl ColdTier {
         coming
     }
 
+    /// Notes that blocks of this many bytes were brought, for what restores take. Flights share the way to the bucket, so their rate is that
+    /// of all since there are any.
+    fn brought(&self, bytes: u64) {
+        let now = self.tier.access().time().now();
+        let mut state = self.flights.state();
+        let (since, all) = state.busy.get_or_insert((now, 0));
+        *all = all.saturating_add(bytes);
+        let (time, all) = (now.saturating_sub(*since), *all);
+        drop(state);
+        self.took(all, time);
+    }
+
     /// Brings some blocks.
-    async fn fly(self: Arc<Self>, wanted: Wanted, (block_bytes, by_layers): (u64, bool), landing: Landing) {
+    async fn fly(
+        self: Arc<Self>,
+        wanted: Wanted,
+        (block_bytes, by_layers): (u64, bool),
+        mut landing: Landing,
+    ) {
         add(&self.counts.restores, 1);
         let flown = async {
-            let bytes = block_bytes.saturating_mul(wanted.keys.len() as u64);
-            let _memory = self.flights.memory.acquire_many(self.flights.units_of(bytes)).await;
             let standard = FetchOptions::default();
             let each = standard.range_bytes.max(block_bytes);
             let parallel = usize::try_from(FLIGHT_BYTES / each.max(1)).unwrap_or(1);
             let parallel = parallel.clamp(1, standard.parallel);
             let options = FetchOptions { parallel, by_layers, ..standard };
-            let begun = tokio::time::Instant::now();
             let tell = |news: News<'_>| {
                 landing.landed.take(&wanted.keys, news);
                 landing.news.send_replace(());
             };
-            let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, tell).await?;
-            self.took(restored.stored.saturating_mul(block_bytes), begun.elapsed());
+            let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, &self.flights, tell);
+            let restored = restored.await?;
+            self.brought(restored.stored.saturating_mul(block_bytes));
             if restored.refused > 0 {
                 // Reads may not have come to take it yet, and will not find it in the store.
                 tokio::time::sleep(HELD_FOR).await;
@@ -355,6 +490,64 @@ impl ColdTier {
         let failed = lost.iter().take(room).map(|key| (wish.name(key), until));
         state.failed.extend(failed);
         drop(state);
+        landing.is_stored = restored.stored > 0 && restored.refused == 0;
         drop(landing);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::{Context, Waker};
+
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn name(block: u8) -> Name {
+        (NamespaceId([1; 32]), 0, 0, BlockKey([block; 32]))
+    }
+
+    fn keep(flights: &Flights, id: u64, blocks: &[u8], since: u64) {
+        let names = blocks.iter().map(|block| name(*block)).collect();
+        let kept = Kept { names, landed: Arc::default(), since: Duration::from_secs(since) };
+        flights.state().keep(id, kept);
+        flights.keeps.notify_waiters();
+    }
+
+    #[test]
+    fn what_was_stored_is_kept_until_its_memory_is_needed_or_some_seconds_have_passed() {
+        let flights = Flights::new(8 << 20);
+        let mut context = Context::from_waker(Waker::noop());
+        let mut take = |bytes| {
+            let Poll::Ready(memory) = flights.take(bytes).as_mut().poll(&mut context) else { return None };
+            memory
+        };
+        let (first, second) = (take(4 * MIB).unwrap(), take(4 * MIB).unwrap());
+        keep(&flights, 0, &[1, 2], 10);
+        keep(&flights, 1, &[3], 12);
+        assert!(flights.kept(&name(2)).is_some() && flights.kept(&name(4)).is_none());
+        // Nothing is free: everything that is kept goes, the oldest first, and who waits has what comes free.
+        let mut context = Context::from_waker(Waker::noop());
+        let mut third = flights.take(4 * MIB);
+        assert!(third.as_mut().poll(&mut context).is_pending());
+        assert!([1, 2, 3].iter().all(|block| flights.kept(&name(*block)).is_none()));
+        // What is kept while a flight waits goes too.
+        keep(&flights, 2, &[5], 13);
+        assert!(third.as_mut().poll(&mut context).is_pending());
+        assert!(flights.kept(&name(5)).is_none());
+        drop(first);
+        let Poll::Ready(Some(third)) = third.as_mut().poll(&mut context) else { panic!("no memory") };
+        // Where there is room nothing has to go; a block that was brought again is kept for its last flight.
+        drop((second, third));
+        keep(&flights, 3, &[6, 7], 14);
+        keep(&flights, 4, &[7], 15);
+        assert_eq!(take(8 * MIB).map(|memory| memory.len()), Some(8 * MIB));
+        assert!(flights.kept(&name(6)).is_some() && flights.kept(&name(7)).is_some());
+        flights.rest(Duration::from_secs(14) + KEPT_FOR);
+        assert!(flights.kept(&name(6)).is_none() && flights.kept(&name(7)).is_some());
+        assert!(flights.memory.lock().unwrap().is_some());
+        flights.rest(Duration::from_secs(15) + KEPT_FOR);
+        assert!(flights.kept(&name(7)).is_none() && flights.memory.lock().unwrap().is_none());
+        assert!(take(9 * MIB).is_none(), "more than there is");
     }
 }
