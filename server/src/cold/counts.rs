@@ -36,6 +36,8 @@ counts! {
     restores;
     /// Reads of which some blocks came from the bucket.
     waited_reads;
+    /// Blocks that another node was said to have and did not give, and that were asked of the bucket instead.
+    instead_of_nodes_blocks;
     /// Bytes that reads took of what came from the bucket before it was stored.
     given_bytes;
     /// Pieces of reads whose deadline passed before they came from the bucket.

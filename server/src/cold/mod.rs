@@ -14,6 +14,7 @@ mod landed;
 mod manifests;
 mod path;
 mod restore;
+mod spare;
 mod spill;
 mod ways;
 
@@ -31,6 +32,7 @@ use tokio::task::JoinHandle;
 pub use counts::{Counted, Counts};
 pub use delete::Deleting;
 pub use restore::Wish;
+pub use spare::Coming;
 
 use manifests::Manifests;
 use path::BucketPath;
