@@ -183,6 +183,14 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     assert!(code == 2 && err.contains("back is there already"), "{err}");
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
     assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
+    let missing = &report["missing"];
+    assert_eq!(
+        (&missing["deleted"], &missing["never_stored"]),
+        (&Value::from(2), &Value::from(0)),
+        "{report}"
+    );
+    let (code, out, _) = ground.of(&["get", "--force", "--to", "back"], &TOKENS);
+    assert!(code == 1 && out.ends_with("\n  2 deleted\n"), "{out}");
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     let (code, _, err) = ground.of(&["delete", "--all"], &[]);
     assert!(code == 2 && err.contains("give --yes"), "{err}");

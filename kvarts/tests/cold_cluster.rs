@@ -240,7 +240,7 @@ fn one_read_has_blocks_of_the_own_disk_of_a_peer_and_of_the_bucket() {
         assert_eq!(metric(&nodes[0], "kvarts_cold_restored_bytes_total"), so_far, "of the bucket");
         let at_nodes = At::new(&nodes[0], tenant, Via::Grpc);
         assert_eq!(from_others(&at_nodes), so_far, "of the peer");
-        for name in ["instead_of_nodes_blocks", "lost_blocks", "over_read_bytes"] {
+        for name in ["not_from_nodes_blocks", "lost_blocks", "over_read_bytes"] {
             assert_eq!(metric(&nodes[0], &format!("kvarts_cold_{name}_total")), 0, "{name}");
         }
     }
@@ -284,7 +284,7 @@ fn a_peer_that_is_killed_in_the_middle_of_a_read_costs_nothing_that_the_bucket_h
             }
         });
     }
-    assert!(dying.is_none() && metric(&nodes[0], "kvarts_cold_instead_of_nodes_blocks_total") > 0);
+    assert!(dying.is_none() && metric(&nodes[0], "kvarts_cold_not_from_nodes_blocks_total") > 0);
     assert_eq!(metric(&nodes[0], "kvarts_cold_lost_blocks_total"), 0);
     ats.iter().for_each(|at| at.expect(at.begin(Order::Layers), || {}));
 }

@@ -123,7 +123,7 @@ fn what_a_peer_gives_is_not_asked_of_the_bucket() {
         world.until("the restore has ended", || world.cold.counted().under_way == 0);
         let each = world.shape.block_bytes();
         assert_eq!((world.here(), world.count("restored_bytes")), (3, 3 * each));
-        assert_eq!(world.count("instead_of_nodes_blocks"), 0);
+        assert_eq!(world.count("not_from_nodes_blocks"), 0);
         assert_eq!((world.count("waited_reads"), world.count("over_read_bytes")), (1, 0));
     }
 }
@@ -135,7 +135,7 @@ fn what_a_peer_does_not_give_comes_from_the_bucket() {
             let world = world(peer, 6);
             let (good, end) = read(&world, &ALL, order);
             assert_eq!(good.len(), 6, "{peer:?} {order:?}: {end:?}");
-            assert_eq!(world.count("instead_of_nodes_blocks"), 3, "{peer:?} {order:?}");
+            assert_eq!(world.count("not_from_nodes_blocks"), 3, "{peer:?} {order:?}");
             world.until("the restores have ended", || world.cold.counted().under_way == 0);
             assert_eq!((world.here(), world.count("restored_blocks")), (6, 6), "each is brought once");
             assert_eq!((world.count("waited_reads"), world.count("lost_blocks")), (1, 0));
@@ -148,7 +148,7 @@ fn a_read_of_which_peers_have_everything_and_give_nothing_comes_from_the_bucket(
     let world = world(Peer::Away, 6);
     let (good, end) = read(&world, &[1, 2, 4], Order::Layers);
     assert_eq!(good.len(), 3, "{end:?}");
-    assert_eq!((world.count("instead_of_nodes_blocks"), world.count("waited_reads")), (3, 1));
+    assert_eq!((world.count("not_from_nodes_blocks"), world.count("waited_reads")), (3, 1));
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn a_production_whose_peer_broke_off_is_read_as_the_buckets_one() {
     // By blocks, so that nothing of the first one was announced when its next piece fails.
     let (good, end) = read(&world, &ALL, Order::Blocks);
     assert_eq!(good.len(), 6, "{end:?}");
-    assert_eq!(world.count("instead_of_nodes_blocks"), 3);
+    assert_eq!(world.count("not_from_nodes_blocks"), 3);
 }
 
 #[test]
@@ -175,5 +175,5 @@ fn what_neither_a_peer_nor_the_bucket_gives_is_a_miss_and_the_read_ends() {
     let world = world(Peer::Missing, 2);
     let (good, end) = read(&world, &[0, 1, 2], Order::Blocks);
     assert_eq!((good.len(), end.failures.len()), (2, 1), "{end:?}");
-    assert_eq!(world.count("instead_of_nodes_blocks"), 1);
+    assert_eq!(world.count("not_from_nodes_blocks"), 1);
 }

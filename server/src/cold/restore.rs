@@ -11,6 +11,7 @@ use std::time::Duration;
 use kvarts_cold::ColdError;
 use kvarts_cold::promote::{News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
+use kvarts_cold::tier::Known;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
 use tokio::sync::{Semaphore, watch};
@@ -213,6 +214,15 @@ impl ColdTier {
             (false, Some(known)) => missing.iter().any(|(key, _)| known.may_have(key)),
             (false, None) => !self.tier.access().is_paused(),
         }
+    }
+
+    /// Which of the blocks the bucket seems to have, without those that could not be brought lately, or never are. From memory alone.
+    pub(super) fn may_come(&self, wish: &Wish<'_>, known: &Known) -> Vec<bool> {
+        let now = self.tier.access().time().now();
+        let state = self.flights.state();
+        let has_failed = |key| state.failed.get(&wish.name(key)).is_some_and(|until: &Duration| now < *until);
+        let comes = |key| wish.block_bytes <= BLOCK_MOST && known.may_have(key) && !has_failed(key);
+        wish.keys.iter().map(comes).collect()
     }
 
     /// Begins to bring what is not here and may be in the bucket; says what the read takes of it, if it takes any. `elsewhere` says

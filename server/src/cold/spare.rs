@@ -78,7 +78,7 @@ impl LastResort for Spare {
         let wish = Wish { namespace, group, coordinate, keys: &keys, block_bytes, by_layers };
         let missing = wish.missing(&cold.store);
         let coming = cold.take_off(&wish, &missing);
-        add(&cold.counts.instead_of_nodes_blocks, coming.len() as u64);
+        add(&cold.counts.not_from_nodes_blocks, coming.len() as u64);
         if !coming.is_empty() && !self.is_counted.swap(true, Ordering::Relaxed) {
             add(&cold.counts.waited_reads, 1);
         }

@@ -15,9 +15,10 @@ use kvarts_cold::{
 };
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_peer::read::{Copies, NodePaths};
-use kvarts_server::cold::{ColdConfig, ColdTier, Coming, Wish};
+use kvarts_server::cold::{ColdConfig, ColdTier, Coming, Offer, Wish};
 use kvarts_store::api::{
-    ContainsRequest, KvStore, Order, Origins, Placed, Presence, ReadEnd, ReadRequest, ReadStream,
+    BlockOutcome, ContainsRequest, KvStore, Order, Origins, Placed, Presence, PutRequest, ReadEnd,
+    ReadRequest, ReadStream,
 };
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
@@ -131,7 +132,7 @@ impl Bucket for Gated {
 pub(crate) struct World {
     pub(crate) runtime: Runtime,
     home: Option<Home>,
-    _scratch: Scratch,
+    scratch: Scratch,
     pub(crate) faulty: Arc<Faulty>,
     pub(crate) gate: Arc<Gated>,
     pub(crate) cold: Arc<ColdTier>,
@@ -169,6 +170,7 @@ impl Default for Setting {
             age: Duration::ZERO,
             token_bytes: None,
             rate: 1 << 30,
+            offer: Offer::Never,
         };
         Self { layer_bytes: 512 << 10, blocks: 6, segment_bytes: 16 << 20, paths: None, config }
     }
@@ -208,7 +210,7 @@ impl World {
             runtime.block_on(async { ColdTier::over(bucket, &config, home.store(), paths, 1) }).unwrap();
         let keys = (0..blocks).map(key).collect();
         let Model { namespace, shape, .. } = model;
-        Self { runtime, home: Some(home), _scratch: scratch, faulty, gate, cold, namespace, shape, keys }
+        Self { runtime, home: Some(home), scratch, faulty, gate, cold, namespace, shape, keys }
     }
 
     pub(crate) fn store(&self) -> &Store {
@@ -286,6 +288,40 @@ impl World {
             }
         }
         (good, end)
+    }
+
+    /// Has another program push blocks into the bucket.
+    pub(crate) fn push(&self, blocks: std::ops::Range<u64>) {
+        let model = Model::new(self.shape.block_bytes() / 4);
+        let (run, payload) = model.run(blocks);
+        let bucket = Arc::clone(&self.gate) as Arc<dyn Bucket>;
+        let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), 2);
+        let tier = Tier::new(access, TierOptions::default());
+        self.runtime.block_on(async {
+            let mut pusher = Pusher::new(&tier, PushOptions::default());
+            pusher.add(&model.exported(), &run, &payload).await.unwrap();
+            pusher.finish().await.unwrap();
+        });
+    }
+
+    /// Puts blocks into the store, as a client does.
+    pub(crate) fn put(&self, blocks: std::ops::Range<u64>, expires_after: Option<Duration>) {
+        let (each, count) = (self.shape.block_bytes(), blocks.end - blocks.start);
+        let memory = BufMut::zeroed((each * count) as usize).unwrap().share();
+        for (at, block) in blocks.clone().enumerate() {
+            memory.copy_in(at * each as usize, &content(block, each));
+        }
+        let from = Placed::blocks(&self.shape, memory, count as u32).unwrap();
+        let keys = blocks.map(key).collect();
+        let request =
+            PutRequest { expires_after, ..PutRequest::new(self.namespace, GROUP, WHOLE, keys, from) };
+        let outcomes = self.runtime.block_on(self.store().put(request)).unwrap().unwrap().outcomes;
+        assert!(outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{outcomes:?}");
+    }
+
+    /// Where the store is.
+    pub(crate) fn directory(&self) -> &std::path::Path {
+        self.scratch.path()
     }
 
     pub(crate) fn count(&self, name: &str) -> u64 {
