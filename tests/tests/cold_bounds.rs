@@ -9,8 +9,10 @@ use cold_blocks::world::{PATIENCE, Setting, World};
 use cold_blocks::{GROUP, WHOLE, content, key};
 use kvarts_cold::testing::{Kind, Op, Plan};
 use kvarts_layout::BlockKey;
-use kvarts_server::cold::{ColdConfig, Wish};
-use kvarts_store::api::{DeleteOutcome, DeleteReply, Digests, Order, Origins, Placed, ReadRequest, Target};
+use kvarts_server::cold::{ColdConfig, Offer, Wish};
+use kvarts_store::api::{
+    DeleteOutcome, DeleteReply, Digests, Order, Origins, Placed, Presence, ReadRequest, Target,
+};
 use kvarts_store::error::Reason;
 use kvarts_store::io::BufMut;
 
@@ -106,7 +108,7 @@ fn nothing_of_a_namespace_is_brought_while_something_of_it_is_deleted() {
     let world = configured(|_| {});
     world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
     // The bucket cannot be told, so that its blocks stay named.
-    world.faulty.next(Op::Swap, &vec![Some(Kind::Denied); 100]);
+    world.faulty.next(Op::Swap, &[Some(Kind::Denied); 100]);
     let target = Target::Keys { column: None, keys: vec![key(0)] };
     let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
     assert!(deleting.told().is_err());
@@ -148,6 +150,51 @@ fn copies_that_would_outlive_a_shorter_time_are_taken_out() {
     shorten(&[key(2)]);
     assert_eq!(world.count("withdrawn_packs"), 1);
     assert!(world.read(&ALL, Order::Blocks).0.is_empty(), "the copies never expire");
+}
+
+#[test]
+fn no_more_blocks_are_under_way_than_may_wait() {
+    // Of four chunks of a word each.
+    let world = World::new("cold-bounds-many", 16, 70_000);
+    world.gate.let_pass(Some(0));
+    let waiting = world.keys.chunks(40_000).map(|keys| {
+        let coming = world.runtime.block_on(world.bring(keys, Order::Blocks, |_| false));
+        assert!(coming.is_some());
+        world.cold.counted().under_way
+    });
+    assert_eq!(waiting.collect::<Vec<_>>(), [40_000, 65_536]);
+    assert_eq!(world.count("refused_blocks"), 70_000 - 65_536);
+}
+
+/// Blocks that are offered to a look-up of all of them.
+fn offered(world: &World, left: Duration) -> u64 {
+    let presence = vec![Presence::Absent; world.keys.len()];
+    let offered = world.cold.offered(&wish(world, &world.keys), &presence, 16, left);
+    offered.unwrap_or_default().into_iter().filter(|one| *one).count() as u64
+}
+
+#[test]
+fn no_more_is_offered_than_comes_in_time_and_than_may_be_read_today() {
+    let offering = |read: u64| {
+        let mut setting = Setting { blocks: 24, ..Setting::default() };
+        (setting.config.offer, setting.config.read) = (Offer::InTime, read);
+        let world = World::with("cold-bounds-offer", setting);
+        world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
+        world
+    };
+    let world = offering(u64::MAX);
+    let each = world.shape.block_bytes();
+    assert_eq!(offered(&world, PATIENCE), 24, "it is not known how long it takes");
+    // Both blocks are one range, which takes so long at least.
+    world.faulty.next(Op::Range, &[Some(Kind::Slow(Duration::from_millis(400))); 8]);
+    assert_eq!(world.read(&[0, 1], Order::Blocks).0.len(), 2);
+    world.until("it was measured", || world.cold.takes(each).is_some());
+    let in_time = offered(&world, PATIENCE);
+    assert!(in_time * each <= 10 << 20, "{in_time} blocks in a second");
+    assert!(world.cold.takes(each).unwrap() > Duration::from_millis(100));
+    assert_eq!(offered(&world, Duration::from_millis(100)), 0);
+    let world = offering(5 * each);
+    assert_eq!(offered(&world, PATIENCE), 4, "a manifest was read");
 }
 
 #[test]
