@@ -24,7 +24,7 @@ pub enum Offer {
     Never,
     /// That they are there, if they can be brought in time.
     InTime,
-    /// The same, if they are brought sooner than engines compute them that make so many tokens a second.
+    /// The same, if they are brought sooner than engines compute them; the tokens a second that those make.
     SoonerThan(u32),
 }
 
@@ -80,7 +80,7 @@ impl ColdTier {
         offered.contains(&true).then_some(offered)
     }
 
-    /// Notes that so many blocks were offered.
+    /// Notes that this number of blocks was offered.
     pub fn has_offered(&self, blocks: usize) {
         add(&self.counts.offered_blocks, blocks as u64);
     }

@@ -67,15 +67,7 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
         age: seconds("cold.age", &age, 0, 30 * 86_400)?,
         token_bytes: set.cold_token_bytes.as_ref().map(|text| sized("cold.token_bytes", text)).transpose()?,
         rate: sized("cold.rate", &rate)?,
-        offer: match (offer.as_str(), offer.parse()) {
-            ("off", _) => Offer::Never,
-            ("on", _) => Offer::InTime,
-            (_, Ok(tokens @ 1..)) => Offer::SoonerThan(tokens),
-            _ => {
-                let what = "off, on, or the tokens a second that engines compute";
-                return Err(Complaint::new("cold.offer", what));
-            }
-        },
+        offer: offers(&offer)?,
     };
     if config.uses > 3 {
         return Err(Complaint::new("cold.uses", "0 to 3: more are not counted"));
@@ -87,4 +79,13 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
         return Err(Complaint::new("cold.rate", "more than nothing; cold.spill = \"off\" writes nothing"));
     }
     Ok(Some(config))
+}
+
+fn offers(text: &str) -> Result<Offer, Complaint> {
+    match (text, text.parse()) {
+        ("off", _) => Ok(Offer::Never),
+        ("on", _) => Ok(Offer::InTime),
+        (_, Ok(tokens @ 1..)) => Ok(Offer::SoonerThan(tokens)),
+        _ => Err(Complaint::new("cold.offer", "off, on, or the tokens a second that engines compute")),
+    }
 }
