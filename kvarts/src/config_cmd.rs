@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::serve_cmd::ServeArgs;
 use kvarts_server::config::Config;
-use kvarts_server::daemon::read_tls;
+use kvarts_server::daemon::{check_group, read_tls};
 use kvarts_server::state::auth::{Gate, TOKEN_PREFIX, TokenHash};
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
@@ -54,6 +54,9 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
             let config = check.serve.resolve()?;
             if let Some(files) = &config.tls {
                 read_tls(files).map_err(Failure::User)?;
+            }
+            if let Some(group) = &config.socket_group {
+                check_group(group).map_err(Failure::User)?;
             }
             let (settings, access) = (config.origins.len(), doors(&config));
             if check.json {

@@ -182,7 +182,7 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let (code, _, err) = ground.of(&["get", "--to", "back"], &TOKENS);
     assert!(code == 2 && err.contains("back is there already"), "{err}");
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
-    assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
+    says_why(&ground, code, &report);
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     let (code, _, err) = ground.of(&["delete", "--all"], &[]);
     assert!(code == 2 && err.contains("give --yes"), "{err}");
@@ -193,6 +193,19 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(0)));
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     assert!(!ground.path.join("back.partial").exists());
+}
+
+/// A `get` of which two blocks were deleted tells that.
+fn says_why(ground: &Ground, code: i32, report: &Value) {
+    assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(4)), "exit code 1: some are missing");
+    let missing = &report["missing"];
+    assert_eq!(
+        (&missing["deleted"], &missing["never_stored"]),
+        (&Value::from(2), &Value::from(0)),
+        "{report}"
+    );
+    let (code, out, _) = ground.of(&["get", "--force", "--to", "back"], &TOKENS);
+    assert!(code == 1 && out.ends_with("\n  2 deleted\n"), "{out}");
 }
 
 /// What the server has of the ten blocks.

@@ -407,6 +407,9 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
     let key = key.to_str().unwrap();
     let tls = kvarts(&["config", "check", "--tls-certificate", key, "--tls-key", key]);
     assert_eq!((tls.status.code(), text(&tls.stderr).contains("tls: ")), (Some(2), true), "{tls:?}");
+    let group = kvarts(&["config", "check", "--socket-group", "no-such-group"]);
+    let told = text(&group.stderr);
+    assert!(group.status.code() == Some(2) && told.contains("no group \"no-such-group\""), "{told}");
     let token = kvarts(&["config", "token", "--json"]);
     let token: serde_json::Value = serde_json::from_slice(&token.stdout).unwrap();
     assert_eq!(token["hash"].as_str().unwrap().len(), 64);

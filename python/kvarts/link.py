@@ -57,6 +57,15 @@ class Link:
             logger.warning("kvarts: the server is back")
         self._was_away = False
 
+    def learn(self, results, errors):
+        """Takes notice of the answer to a batch. A server that gave some of it is there, also where the rest came too late, as blocks
+        do that a bucket brings slowly."""
+        if not any(results):
+            for error in errors:
+                self.failed(error)
+        if any(results) or not errors:
+            self.answered()
+
     def do(self, work, failed):
         """Calls `work(client)` in the thread of this object, or `failed(error)` if that or connecting did not work."""
         self._work.put((work, failed))

@@ -230,13 +230,11 @@ class Kvarts:
 
     def _part_done(self, pages, done):
         task, positions = self._parts.pop((pages, done.id))
-        if any(done.results) or not done.errors:
-            self._link.answered()
+        self._link.learn(done.results, done.errors.values())
         for at, good in zip(positions, done.results):
             task.results[at] = task.results[at] or good
         for n, error in done.errors.items():
             task.errors[positions[n]] = error
-            self._link.failed(error)
         self._end_part(task)
 
     def _end_part(self, task):

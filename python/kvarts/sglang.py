@@ -265,10 +265,7 @@ class Kvarts(HiCacheStorage):
         return None
 
     def _learn(self, done):
-        for error in done.errors.values():
-            self._link.failed(error)
-        if any(done.results):
-            self._link.answered()
+        self._link.learn(done.results, done.errors.values())
 
     def _there(self, name, keys):
         """Which pages can be read now."""

@@ -313,12 +313,10 @@ class KvartsTier(SecondaryTierManager):
         if self._pages is None:
             return
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):
+            self._link.learn(done.results, done.errors.values())
             for error in done.errors.values():
-                self._link.failed(error)
                 if not isinstance(error, kvarts.Miss):
                     self._count(error.reason, 1)
-            if any(done.results) or not done.errors:
-                self._link.answered()
             if (keys := self._asked.pop(done.id, None)) is not None:
                 for key, here in zip(keys, done.results):
                     self._lookups.learn(key, here)

@@ -547,13 +547,13 @@ class Mover(_Side):
             self._failed.update(reading.load.blocks[reading.good :])
             if reading.good:
                 self.stats.add("loaded", reading.good)
-                self._link.answered()
             if reading.reading is not None:
                 # The end of the iteration says why blocks are not there.
                 for _ in reading.reading:
                     pass
-                for error in reading.reading.errors.values():
-                    self._link.failed(error)
+                errors = reading.reading.errors.values()
+                self._link.learn([True] * reading.good, errors)
+                for error in errors:
                     if not isinstance(error, kvarts.Miss):
                         self.stats.add("failed", 1, error.reason)
         self._readings = []
@@ -602,12 +602,11 @@ class Mover(_Side):
             return
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):
             self._puts.pop(done.id, None)
+            self._link.learn(done.results, done.errors.values())
             for error in done.errors.values():
-                self._link.failed(error)
                 self.stats.add("failed", 1, error.reason)
             if good := sum(done.results):
                 self.stats.add("stored", good)
-                self._link.answered()
 
     def close(self):
         deadline = time.monotonic() + self.plan.timeout

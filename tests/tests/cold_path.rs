@@ -4,282 +4,20 @@
 
 mod cold_blocks;
 
-use std::collections::BTreeSet;
-use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use cold_blocks::world::{PATIENCE, Setting, World};
 use cold_blocks::{GROUP, Model, WHOLE, content, key};
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::promote::{Wanted, restore_into};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan};
-use kvarts_cold::time::BoxFuture;
-use kvarts_cold::{
-    Access, Bucket, Condition, Facts, Fault, Limits, Listed, Places, PushOptions, Pusher, Tag, Tier,
-    TierOptions,
-};
-use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
-use kvarts_server::cold::{ColdConfig, ColdTier, Wish};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Origins, Placed, Presence, PutReply, ReadEnd,
-    ReadEvent, ReadRequest, ReadStream, Target,
-};
-use kvarts_store::engine::{Options, Store};
-use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{BufMut, SharedBuf};
+use kvarts_cold::{Access, Limits, PushOptions, Pusher, Tier, TierOptions};
+use kvarts_server::cold::ColdConfig;
+use kvarts_store::api::{BlockOutcome, Durability, Order, Presence, PutReply, ReadEvent, ReadStream, Target};
 use kvarts_tests::scripted::Scripted;
-use kvarts_tests::stage::Scratch;
 use tokio::runtime::Runtime;
-use tokio::sync::Notify;
-
-/// How long anything may take that is waited for.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A bucket that keeps ranges waiting, and counts those that are under way.
-struct Gated {
-    inner: Arc<dyn Bucket>,
-    state: Mutex<Gate>,
-    changed: Notify,
-}
-
-#[derive(Default)]
-struct Gate {
-    /// Ranges that may pass yet; none: all.
-    passes: Option<u64>,
-    now: u64,
-    most: u64,
-    bytes: u64,
-}
-
-impl Gated {
-    fn new(inner: Arc<dyn Bucket>) -> Arc<Self> {
-        Arc::new(Self { inner, state: Mutex::default(), changed: Notify::new() })
-    }
-
-    fn let_pass(&self, passes: Option<u64>) {
-        self.state.lock().unwrap().passes = passes;
-        self.changed.notify_waiters();
-    }
-
-    fn has_turn(&self) -> bool {
-        let mut state = self.state.lock().unwrap();
-        let Some(passes) = &mut state.passes else { return true };
-        let has_turn = *passes > 0;
-        *passes = passes.saturating_sub(1);
-        has_turn
-    }
-}
-
-/// One range that is under way.
-struct UnderWay<'a>(&'a Gated);
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        self.0.state.lock().unwrap().now -= 1;
-    }
-}
-
-impl Bucket for Gated {
-    fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
-        self.inner.get(name, most)
-    }
-
-    fn get_range<'a>(
-        &'a self,
-        name: &'a str,
-        range: Range<u64>,
-        into: &'a Places,
-    ) -> BoxFuture<'a, Result<u64, Fault>> {
-        Box::pin(async move {
-            {
-                let mut state = self.state.lock().unwrap();
-                state.now += 1;
-                state.most = state.most.max(state.now);
-                state.bytes += range.end - range.start;
-            }
-            let _under_way = UnderWay(self);
-            loop {
-                let changed = self.changed.notified();
-                if self.has_turn() {
-                    break;
-                }
-                changed.await;
-            }
-            self.inner.get_range(name, range, into).await
-        })
-    }
-
-    fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
-        self.inner.head(name)
-    }
-
-    fn put<'a>(
-        &'a self,
-        name: &'a str,
-        body: Vec<Bytes>,
-        condition: Condition,
-    ) -> BoxFuture<'a, Result<Tag, Fault>> {
-        self.inner.put(name, body, condition)
-    }
-
-    fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
-        self.inner.delete(name)
-    }
-
-    fn list<'a>(
-        &'a self,
-        prefix: &'a str,
-        after: Option<&'a str>,
-        most: usize,
-    ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
-        self.inner.list(prefix, after, most)
-    }
-}
-
-/// An empty store, and a bucket that has blocks of four layers.
-struct World {
-    runtime: Runtime,
-    home: Option<Home>,
-    _scratch: Scratch,
-    faulty: Arc<Faulty>,
-    gate: Arc<Gated>,
-    cold: Arc<ColdTier>,
-    namespace: NamespaceId,
-    shape: Arc<BlockShape>,
-    keys: Vec<BlockKey>,
-}
-
-impl World {
-    /// Blocks of layers of this length.
-    fn new(name: &str, layer_bytes: u64, blocks: u64) -> Self {
-        Self::with(name, layer_bytes, blocks, (16 << 20, 128 << 20))
-    }
-
-    /// The same, over a store of such segments, with so much memory for restores.
-    fn with(name: &str, layer_bytes: u64, blocks: u64, (segment_bytes, memory): (u64, u64)) -> Self {
-        let model = Model::new(layer_bytes);
-        let runtime = Runtime::new().unwrap();
-        let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
-        let objects = MemoryBucket::new(Arc::clone(&clock));
-        let faulty = Faulty::new(objects as Arc<dyn Bucket>, Arc::clone(&clock), 7);
-        let gate = Gated::new(Arc::clone(&faulty) as Arc<dyn Bucket>);
-        let (run, payload) = model.run(0..blocks);
-        let bucket = Arc::clone(&gate) as Arc<dyn Bucket>;
-        let tier = Tier::new(Access::new(bucket, clock, Limits::default(), 1), TierOptions::default());
-        runtime.block_on(async {
-            let mut pusher = Pusher::new(&tier, PushOptions::default());
-            pusher.add(&model.exported(), &run, &payload).await.unwrap();
-            assert_eq!(pusher.finish().await.unwrap().blocks, blocks);
-        });
-        let scratch = Scratch::new(name);
-        let store = Options { budget_bytes: 1 << 30, segment_bytes, ..Options::default() };
-        let directories = vec![scratch.path().to_owned()];
-        let home = Home::open(&HomeOptions { directories, store, ..HomeOptions::default() }).unwrap();
-        home.store().register(&model.identity, &model.geometry).unwrap();
-        let config = ColdConfig {
-            bucket: String::new(),
-            requests: u64::MAX,
-            written: u64::MAX,
-            read: u64::MAX,
-            refresh: Duration::from_secs(60),
-            memory,
-            spill: false,
-            uses: 0,
-            age: Duration::ZERO,
-            token_bytes: None,
-            rate: 1 << 30,
-        };
-        let bucket = Arc::clone(&gate) as Arc<dyn Bucket>;
-        let cold =
-            runtime.block_on(async { ColdTier::over(bucket, &config, home.store(), None, 1) }).unwrap();
-        let keys = (0..blocks).map(key).collect();
-        let Model { namespace, shape, .. } = model;
-        Self { runtime, home: Some(home), _scratch: scratch, faulty, gate, cold, namespace, shape, keys }
-    }
-
-    fn store(&self) -> &Store {
-        self.home.as_ref().unwrap().store()
-    }
-
-    fn begin(&self, keys: &[BlockKey], order: Order) -> (ReadStream, SharedBuf) {
-        let memory = BufMut::zeroed(self.shape.block_bytes() as usize * keys.len()).unwrap().share();
-        let into = Placed::blocks(&self.shape, memory.clone(), keys.len() as u32).unwrap();
-        let request = ReadRequest::new(self.namespace, GROUP, WHOLE, keys.to_vec(), into);
-        let request = ReadRequest { order, ..request };
-        let wish = Wish {
-            namespace: self.namespace,
-            group: GROUP,
-            coordinate: WHOLE,
-            keys,
-            block_bytes: self.shape.block_bytes(),
-            by_layers: order == Order::Layers,
-        };
-        let stream = self.runtime.block_on(async {
-            let coming = self.cold.bring(wish, PATIENCE, async |_: &[BlockKey]| Vec::new()).await;
-            let coming = coming.unwrap_or_else(|| vec![false; keys.len()]);
-            self.cold.read(request, &self.shape, Origins::any(keys.len()), None, &coming).unwrap()
-        });
-        (stream, memory)
-    }
-
-    /// Reads; every block that came is what was put.
-    fn read(&self, blocks: &[u64], order: Order) -> (BTreeSet<u64>, ReadEnd) {
-        let keys: Vec<BlockKey> = blocks.iter().map(|block| key(*block)).collect();
-        let (stream, memory) = self.begin(&keys, order);
-        let end = stream.wait_end().unwrap();
-        let bytes = memory.to_vec();
-        let mut good = BTreeSet::new();
-        let each = self.shape.block_bytes() as usize;
-        for (at, block) in (0u32..).zip(blocks) {
-            let has_failed = end.failures.iter().any(|(failed, _)| *failed == at);
-            let came = match order {
-                Order::Layers => at < end.usable_blocks,
-                Order::Blocks => !has_failed,
-            };
-            if came {
-                let own = &bytes[at as usize * each..(at as usize + 1) * each];
-                assert!(own == content(*block, each as u64), "a wrong byte of block {block}");
-                good.insert(*block);
-            }
-        }
-        (good, end)
-    }
-
-    fn count(&self, name: &str) -> u64 {
-        let counted = self.cold.counted();
-        counted.counts.iter().find(|(known, ..)| *known == name).unwrap().2
-    }
-
-    fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
-        let begun = Instant::now();
-        while !done() {
-            assert!(begun.elapsed() < PATIENCE, "{what}: {:?}", self.cold.counted());
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    fn here(&self) -> usize {
-        let request = ContainsRequest {
-            namespace: self.namespace,
-            group: GROUP,
-            coordinate: WHOLE,
-            keys: &self.keys,
-            lease: None,
-        };
-        let presence = self.store().contains(&request).unwrap().presence;
-        presence.iter().filter(|one| **one == Presence::Here).count()
-    }
-}
-
-impl Drop for World {
-    fn drop(&mut self) {
-        self.gate.let_pass(None);
-        self.runtime.block_on(self.cold.stop());
-        self.home.take().unwrap().close().unwrap();
-    }
-}
 
 /// The next event of a read that others may keep waiting.
 fn next(world: &World, stream: &ReadStream) -> ReadEvent {
@@ -342,7 +80,8 @@ fn a_reader_of_blocks_has_the_first_ones_before_the_last_are_sent() {
 fn no_more_ranges_are_under_way_than_memory_and_turns_allow() {
     // Restores of 32 MiB, of four ranges at once: memory for two, and for more than sixteen ranges, which is the bound of a tier.
     for (memory, least) in [(64 << 20, 8), (256 << 20, 16)] {
-        let world = World::with("cold-path-bound", 512 << 10, 128, (16 << 20, memory));
+        let config = ColdConfig { memory, ..Setting::default().config };
+        let world = World::with("cold-path-bound", Setting { blocks: 128, config, ..Setting::default() });
         world.gate.let_pass(Some(0));
         let (stream, _memory) = world.begin(&world.keys, Order::Layers);
         let now = || world.gate.state.lock().unwrap().now;
@@ -485,7 +224,8 @@ fn no_fault_of_a_range_makes_a_wrong_byte() {
 fn what_the_store_does_not_take_is_given_to_the_read_that_waits_for_it() {
     for order in [Order::Layers, Order::Blocks] {
         // No block fits into a segment.
-        let world = World::with("cold-path-refused", 512 << 10, 6, (1 << 20, 128 << 20));
+        let world =
+            World::with("cold-path-refused", Setting { segment_bytes: 1 << 20, ..Setting::default() });
         assert_eq!(world.read(&[0, 1, 2, 3, 4, 5], order).0.len(), 6, "{order:?}");
         world.until("the restore has ended", || world.cold.counted().under_way == 0);
         assert_eq!((world.here(), world.count("lost_blocks")), (0, 6));

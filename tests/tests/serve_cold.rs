@@ -8,14 +8,15 @@ mod served;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
-use kvarts_server::cold::ColdTier;
+use kvarts_server::cold::{ColdTier, Offer};
 use kvarts_server::config::{Config, Settings};
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Presence, Target,
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Presence, Target,
 };
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
@@ -26,15 +27,20 @@ use served::{Beside, ClientStage, Served};
 const RUN: u64 = 8;
 const RUNS: u64 = 96;
 
-fn configured(bucket: &Scratch) -> String {
+fn configured(bucket: &Scratch, more: &str) -> String {
     format!(
-        "[cold]\nbucket = 'file://{}'\nuses = 0\nage = 0\nrefresh = 1\nmemory = '128 MiB'\n",
+        "[cold]\nbucket = 'file://{}'\nuses = 0\nage = 0\nrefresh = 1\nmemory = '128 MiB'\n{more}",
         bucket.path().display()
     )
 }
 
 fn node(name: &str, bucket: &Scratch) -> ClientStage {
-    let served = Served::start(name, &configured(bucket));
+    node_with(name, bucket, "")
+}
+
+/// The same; `more` is what else is set of the tier.
+fn node_with(name: &str, bucket: &Scratch, more: &str) -> ClientStage {
+    let served = Served::start(name, &configured(bucket, more));
     ClientStage { client: served.client(None), served }
 }
 
@@ -149,6 +155,69 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
 }
 
 #[test]
+fn what_is_offered_is_counted_by_look_ups_that_make_no_plan_and_a_lease_is_not() {
+    let bucket = Scratch::new("cold-offered");
+    let first = node("cold-offer-first", &bucket);
+    let runs = spilled(&first, "offered");
+    drop(first);
+    let (group, coordinate) = pages();
+    let (need, absence) = (Need::All, Absence::Required);
+    let wanted = vec![Requirement { group, coordinates: vec![coordinate], need, absence }];
+    let requirements = Requirements::new(BLOCK_TOKENS, wanted).unwrap();
+    let terms = LeaseTerms { hold: Duration::from_secs(60), tenant: 0, cap_bytes: u64::MAX };
+    // How many of a run's blocks a match, a look-up and a look-up with a lease find, and how many the lease holds.
+    let found = |client: &Client, desk: &Desk<'_>, keys: &[BlockKey]| {
+        let namespace = desk.namespace;
+        let request = MatchRequest {
+            namespace,
+            keys,
+            requirements: &requirements,
+            recompute_tokens_max: u64::MAX,
+            lease: None,
+            plan: None,
+        };
+        let matched = client.match_prefix(&request).unwrap().usable.longest.blocks as usize;
+        let request = ContainsRequest { namespace, group, coordinate, keys, lease: Some(terms) };
+        let presence = client.contains(&request).unwrap().presence;
+        let held = presence.iter().filter(|one| **one == Presence::Here).count();
+        [matched, here(client, desk, keys), held]
+    };
+    let run = RUN as usize;
+    for (offer, before, after) in [
+        ("", [0; 3], [0; 3]),
+        ("offer = 'on'\n", [run, run, 0], [run, run, 0]),
+        ("offer = 1\n", [run, run, 0], [run, run, 0]),
+        // Nothing was brought: it is not known that it is slower. Then it is.
+        ("offer = 4000000000\n", [run, run, 0], [0; 3]),
+    ] {
+        let second = node_with("cold-offer-second", &bucket, offer);
+        let local = Beside(second.served.local(None));
+        let desk = Desk::new(&second, "offered");
+        know(&second.served, &desk);
+        for client in [&second.client, &local.0] {
+            assert_eq!(found(client, &desk, &runs[0]), before, "{offer}");
+            assert_eq!(found(client, &desk, &desk.keys(5000..5008)), [0; 3], "{offer}: of nothing");
+        }
+        let offered = count(&second.served, "offered_blocks");
+        assert_eq!(offered, if before[0] > 0 { 4 * RUN } else { 0 }, "{offer}");
+        desk.expect(pages(), &runs[1], 1);
+        settle(&second.served);
+        assert_eq!(found(&second.client, &desk, &runs[1]), [run; 3], "{offer}: what was brought is here");
+        assert_eq!(found(&second.client, &desk, &runs[0]), after, "{offer}");
+    }
+    // A bucket that is gone: what could not be brought is not offered again.
+    let second = node_with("cold-offer-gone", &bucket, "offer = 'on'\n");
+    let desk = Desk::new(&second, "offered");
+    know(&second.served, &desk);
+    std::fs::remove_dir_all(bucket.path()).unwrap();
+    assert_eq!(found(&second.client, &desk, &runs[0]), [run, run, 0]);
+    let (_, end) = desk.read(&desk.read_request(pages(), &runs[0]));
+    assert_eq!(end.usable_blocks, 0);
+    settle(&second.served);
+    assert_eq!(found(&second.client, &desk, &runs[0]), [0; 3]);
+}
+
+#[test]
 fn what_was_deleted_does_not_come_back_from_the_bucket() {
     let bucket = Scratch::new("cold-deleted");
     let mut stage = node("cold-delete", &bucket);
@@ -235,6 +304,14 @@ fn a_wrong_address_is_refused_at_the_start() {
     );
     assert!(refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: 0 to 3"));
     assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));
+    assert!(refused("[cold]\nbucket = 'file:///b'\noffer = 'yes'\n").contains("cold.offer: off, on, or"));
+    assert!(refused("[cold]\nbucket = 'file:///b'\noffer = 0\n").contains("cold.offer: off, on, or"));
+    let offer =
+        |text: &str| resolve(&format!("[cold]\nbucket = 'file:///b'\n{text}")).unwrap().cold.unwrap().offer;
+    assert_eq!(
+        [offer(""), offer("offer = 'on'"), offer("offer = 8000")],
+        [Offer::Never, Offer::InTime, Offer::SoonerThan(8000)]
+    );
     assert!(resolve("").unwrap().cold.is_none(), "off by default");
     let cold = resolve("[cold]\nbucket = 's3://blocks/kvarts'\nage = 0\n").unwrap().cold.unwrap();
     assert_eq!(

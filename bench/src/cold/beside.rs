@@ -128,6 +128,7 @@ pub(super) fn config(rate: u64) -> ColdConfig {
         age: Duration::ZERO,
         token_bytes: None,
         rate,
+        offer: kvarts_server::cold::Offer::Never,
     }
 }
 

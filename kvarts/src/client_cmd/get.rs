@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::json;
 
+use super::missing;
 use super::strangers;
 use super::subject::Subject;
 use super::{KeyArgs, ModelArgs, ServerArgs, memory, print, read};
@@ -100,9 +101,10 @@ pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failur
     if usable == 0 {
         why = strangers::meant(&client, &subject.identity).or(why);
     }
+    let absent = missing::of(&client, &subject, subject.keys.get(usable..).unwrap_or_default());
     let report = json!({
         "namespace": subject.namespace.to_string(), "blocks": all, "usable_blocks": usable,
-        "bytes": usable * each, "why": why, "path": client.path().name(),
+        "bytes": usable * each, "why": why, "missing": missing::report(&absent), "path": client.path().name(),
     });
     let said: &mut dyn Write = if standard { &mut std::io::stderr() } else { out };
     if arguments.server.json {
@@ -110,6 +112,7 @@ pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failur
     } else {
         let because = why.map(|why| format!(": {why}")).unwrap_or_default();
         writeln!(said, "{usable} of {all} blocks, {}{because}", bytes((usable * each) as u64))?;
+        missing::show(&absent, said)?;
     }
     if usable == all { Ok(()) } else { Err(Failure::Problems) }
 }

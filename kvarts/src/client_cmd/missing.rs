@@ -1,11 +1,33 @@
-//! Why blocks of a match cannot be restored, in words and for programs.
+//! Why blocks cannot be restored, in words and for programs.
 
 use std::io::Write;
 
+use kvarts_client::Client;
+use kvarts_layout::BlockKey;
 use kvarts_server::human::grouped;
-use kvarts_store::api::Missing;
+use kvarts_store::api::{ContainsRequest, KvStore, MAX_REQUEST_BLOCKS, Missing};
 use kvarts_terminal::Failure;
 use serde_json::{Value, json};
+
+use super::subject::Subject;
+
+/// Why blocks are not there, as far as the server can say. What it refuses to say is left out.
+pub(super) fn of(client: &Client, subject: &Subject, keys: &[BlockKey]) -> Missing {
+    let Subject { namespace, group, coordinate, .. } = *subject;
+    let mut all = Missing::default();
+    for keys in keys.chunks(MAX_REQUEST_BLOCKS) {
+        let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
+        let Ok(found) = client.contains(&request) else { break };
+        let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = found.missing;
+        all.evicted += evicted;
+        all.expired += expired;
+        all.deleted += deleted;
+        all.out_of_service += out_of_service;
+        all.never_stored += never_stored;
+        all.cut_off += cut_off;
+    }
+    all
+}
 
 /// For a program.
 pub(super) fn report(missing: &Missing) -> Value {

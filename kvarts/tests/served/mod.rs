@@ -27,7 +27,7 @@ impl Drop for Scratch {
 /// A server; ended with the value.
 pub(crate) struct Server {
     child: Child,
-    metrics: String,
+    places: String,
     scratch: Scratch,
 }
 
@@ -38,16 +38,21 @@ impl Server {
 
     /// The same with this environment besides.
     pub(crate) fn start_with(scratch: Scratch, more: &[&str], environment: &[(&str, String)]) -> Self {
-        let (child, metrics) = Self::spawn(&scratch, more, environment);
-        Self { child, metrics, scratch }
+        let (child, places) = Self::spawn(&scratch, more, environment);
+        Self { child, places, scratch }
     }
 
     /// Ends the server and starts it again with these arguments.
     pub(crate) fn start_again(&mut self, more: &[&str]) {
+        self.start_again_with(more, &[]);
+    }
+
+    /// The same with this environment besides.
+    pub(crate) fn start_again_with(&mut self, more: &[&str], environment: &[(&str, String)]) {
         // It may have ended already.
         let _ = self.child.kill();
         self.child.wait().unwrap();
-        (self.child, self.metrics) = Self::spawn(&self.scratch, more, &[]);
+        (self.child, self.places) = Self::spawn(&self.scratch, more, environment);
     }
 
     fn spawn(scratch: &Scratch, more: &[&str], environment: &[(&str, String)]) -> (Child, String) {
@@ -63,9 +68,14 @@ impl Server {
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let metrics = line.split_whitespace().find_map(|word| word.strip_prefix("metrics="));
-        let metrics = metrics.unwrap_or_else(|| panic!("{line:?}")).to_owned();
-        (child, metrics)
+        (child, line)
+    }
+
+    /// Where it listens, by the name of the place: `grpc`, `metrics`, `socket`.
+    pub(crate) fn place(&self, name: &str) -> &str {
+        let named = |word| str::strip_prefix(word, name)?.strip_prefix('=');
+        let place = self.places.split_whitespace().find_map(named);
+        place.unwrap_or_else(|| panic!("no {name} in {:?}", self.places))
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
@@ -73,11 +83,11 @@ impl Server {
     }
 
     pub(crate) fn metrics_address(&self) -> &str {
-        &self.metrics
+        self.place("metrics")
     }
 
     pub(crate) fn metrics(&self) -> String {
-        let answer = http(&self.metrics, "GET /metrics");
+        let answer = http(self.metrics_address(), "GET /metrics");
         answer.split_once("\r\n\r\n").unwrap().1.to_owned()
     }
 

@@ -63,7 +63,7 @@ pub fn similar(name: &str) -> Option<&'static str> {
 }
 
 /// How many characters must be added, removed or replaced to make one from the other.
-pub(crate) fn distance(a: &[char], b: &[char]) -> usize {
+pub fn distance(a: &[char], b: &[char]) -> usize {
     let mut row: Vec<usize> = (0..=b.len()).collect();
     for (above, from) in (1usize..).zip(a) {
         let mut diagonal = above.saturating_sub(1);

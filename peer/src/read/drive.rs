@@ -129,10 +129,14 @@ impl Reading {
         let (bell, now, layers) = (Arc::new(Bell::default()), runner.now(), what.request.layers.clone());
         let count = what.request.keys.len() as u32;
         let order = what.request.order;
-        let said = what.copies.some(what.first..what.first.saturating_add(count));
-        let wanted = said.iter().fold(PathSet::default(), |all, paths| all.or(*paths));
+        let blocks = what.first..what.first.saturating_add(count);
+        let said = what.copies.some(blocks.clone());
+        let wanted = said.iter().fold(what.copies.last_path(), |all, paths| all.or(*paths));
         let (joined, members) = nodes.join(wanted, &bell);
         let there = members.iter().fold(PathSet::default(), |all, (number, _)| all.with(*number));
+        let nowhere = blocks.clone().zip(&said).filter(|(_, paths)| paths.and(there).is_empty());
+        what.copies.resort(nowhere.map(|(block, _)| block));
+        let said = what.copies.some(blocks);
         let mut copies: Vec<PathSet> = said.into_iter().map(|paths| paths.and(there)).collect();
         let lost = Lost::of(&what, copies.clone());
         let mut progress = ReadProgress::new(order, count, layers.clone());

@@ -314,11 +314,27 @@ impl Reading {
         }
     }
 
+    /// Whether the last resort leads to some blocks of a tile, to which no path does.
+    fn resorts(&mut self, tile: &Tile) -> bool {
+        let (copies, first) = (&self.what.copies, self.what.first);
+        let found = copies.resort(tile.blocks.clone().map(|block| first.saturating_add(block)));
+        for block in &found {
+            let at = block.saturating_sub(first) as usize;
+            // Another production may be there than the one that was met.
+            self.lost.said.get_mut(at).into_iter().for_each(|said| *said = said.or(copies.last_path()));
+        }
+        !found.is_empty()
+    }
+
     /// What no path leads to has failed.
     pub(super) fn settle_lost(&mut self) {
         while let Some(piece) = self.dealer.take_lost() {
             let Some(tile) = self.parts.get(piece).map(|part| part.tile.clone()) else { continue };
             if self.copies_of(&tile).iter().any(|paths| !paths.is_empty()) {
+                self.cut_again(piece, &[]);
+                continue;
+            }
+            if self.resorts(&tile) {
                 self.cut_again(piece, &[]);
                 continue;
             }

@@ -12,6 +12,7 @@ mod bell;
 mod cut;
 mod drive;
 mod failing;
+mod last;
 mod nodes;
 mod request;
 mod runner;
@@ -19,7 +20,7 @@ mod scratch;
 mod tiles;
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
@@ -30,7 +31,10 @@ use kvarts_store::api::{
 use kvarts_store::error::Reason;
 use kvarts_store::rt::Nanos;
 
+use last::Last;
+
 pub(crate) use cut::PIECE_BYTES_LEAST;
+pub use last::LastResort;
 pub use nodes::{Brought, FAILURES, NodePaths, OWN, PathStatus};
 pub use runner::{OnTokio, Runner, Task};
 pub(crate) use runner::{in_time, sleep};
@@ -39,16 +43,19 @@ pub use tiles::MultiTiles;
 /// Which paths lead to each block, as far as it is known. Reads that together are one share it: what one of them did not find
 /// is not asked for again.
 #[derive(Debug)]
-pub struct Copies(Mutex<Vec<PathSet>>);
+pub struct Copies {
+    paths: Mutex<Vec<PathSet>>,
+    last: OnceLock<Last>,
+}
 
 impl Copies {
     /// Of each block the paths that are said to lead to it.
     pub fn of(paths: Vec<PathSet>) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(paths)))
+        Arc::new(Self { paths: Mutex::new(paths), last: OnceLock::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PathSet>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Those of some blocks.

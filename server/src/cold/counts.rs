@@ -36,6 +36,10 @@ counts! {
     restores;
     /// Reads of which some blocks came from the bucket.
     waited_reads;
+    /// Blocks of the bucket that look-ups without a plan were told are there.
+    offered_blocks;
+    /// Blocks that another node was said to have and did not give, and that were asked of the bucket instead.
+    not_from_nodes_blocks;
     /// Bytes that reads took of what came from the bucket before it was stored.
     given_bytes;
     /// Pieces of reads whose deadline passed before they came from the bucket.

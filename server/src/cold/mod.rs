@@ -12,8 +12,10 @@ mod counts;
 mod delete;
 mod landed;
 mod manifests;
+mod offer;
 mod path;
 mod restore;
+mod spare;
 mod spill;
 mod ways;
 
@@ -30,7 +32,9 @@ use tokio::task::JoinHandle;
 
 pub use counts::{Counted, Counts};
 pub use delete::Deleting;
+pub use offer::{OFFERED_MOST, Offer};
 pub use restore::Wish;
+pub use spare::Coming;
 
 use manifests::Manifests;
 use path::BucketPath;
@@ -68,6 +72,8 @@ pub struct ColdConfig {
     pub token_bytes: Option<u64>,
     /// Bytes a second that go into the bucket.
     pub rate: u64,
+    /// What look-ups without a plan are told of it.
+    pub offer: Offer,
 }
 
 /// A bucket behind a server.
@@ -181,11 +187,16 @@ impl ColdTier {
         !self.tier.access().is_paused()
     }
 
+    /// Bytes a second that the restores of the last while brought, if there were any.
+    fn brings(&self) -> Option<u64> {
+        Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
+    }
+
     /// How long a restore of this many bytes takes, by the restores of the last while.
     pub fn takes(&self, bytes: u64) -> Option<Duration> {
-        let rate = self.rate.load(Ordering::Relaxed);
+        let rate = self.brings()?;
         let least = self.tier.first_byte_time().unwrap_or_default();
-        (rate > 0).then(|| Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
+        Some(Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
     }
 
     /// Notes that a restore of this many bytes took this time.

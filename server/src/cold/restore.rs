@@ -13,6 +13,7 @@ use std::time::Duration;
 use kvarts_cold::ColdError;
 use kvarts_cold::promote::{Memory, News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
+use kvarts_cold::tier::Known;
 use kvarts_cold::time::BoxFuture;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
@@ -23,6 +24,7 @@ use tokio::task::AbortHandle;
 use super::ColdTier;
 use super::counts::add;
 use super::landed::Landed;
+use super::spare::{Coming, Spare};
 
 /// A block of more bytes is not brought: it takes too much memory.
 const BLOCK_MOST: u64 = 64 << 20;
@@ -70,7 +72,7 @@ impl Wish<'_> {
     }
 
     /// Which of the blocks cannot be read here now, and whether a put of them is under way.
-    fn missing(&self, store: &dyn KvStore) -> Vec<(BlockKey, bool)> {
+    pub(super) fn missing(&self, store: &dyn KvStore) -> Vec<(BlockKey, bool)> {
         let Self { namespace, group, coordinate, keys, .. } = *self;
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
         let Ok(found) = store.contains(&request) else { return Vec::new() };
@@ -327,14 +329,23 @@ impl ColdTier {
         }
     }
 
-    /// Begins to bring what is not here and may be in the bucket; says which of the blocks come from there, if any does. `elsewhere` says
-    /// of which absent blocks there is no need.
+    /// Which of the blocks the bucket seems to have, without those that could not be brought lately, or never are. From memory alone.
+    pub(super) fn may_come(&self, wish: &Wish<'_>, known: &Known) -> Vec<bool> {
+        let now = self.tier.access().time().now();
+        let state = self.flights.state();
+        let has_failed = |key| state.failed.get(&wish.name(key)).is_some_and(|until: &Duration| now < *until);
+        let comes = |key| wish.block_bytes <= BLOCK_MOST && known.may_have(key) && !has_failed(key);
+        wish.keys.iter().map(comes).collect()
+    }
+
+    /// Begins to bring what is not here and may be in the bucket; says what the read takes of it, if it takes any. `elsewhere` says
+    /// which absent blocks other nodes have: those are brought only if the read does not get them there.
     pub async fn bring(
         self: &Arc<Self>,
         wish: Wish<'_>,
         left: Duration,
         elsewhere: impl AsyncFnOnce(&[BlockKey]) -> Vec<bool>,
-    ) -> Option<Vec<bool>> {
+    ) -> Option<Coming> {
         if wish.block_bytes > BLOCK_MOST || left.is_zero() {
             return None;
         }
@@ -348,14 +359,16 @@ impl ColdTier {
             return None;
         }
         let keys: Vec<BlockKey> = missing.iter().map(|(key, _)| *key).collect();
-        let mut others = elsewhere(&keys).await.into_iter();
-        missing.retain(|_| others.next() != Some(true));
+        let others = elsewhere(&keys).await;
+        let others = keys.iter().zip(others).filter(|(_, is_there)| *is_there);
+        let others: BTreeSet<BlockKey> = others.map(|(key, _)| *key).collect();
+        missing.retain(|(key, _)| !others.contains(key));
         let coming = self.take_off(&wish, &missing);
-        if coming.is_empty() {
-            return None;
-        }
-        add(&self.counts.waited_reads, 1);
-        Some(wish.keys.iter().map(|key| coming.contains(key)).collect())
+        let comes = !coming.is_empty();
+        add(&self.counts.waited_reads, u64::from(comes));
+        let spare = Spare::of(self, &wish, |key| others.contains(key), comes);
+        let blocks = wish.keys.iter().map(|key| coming.contains(key)).collect();
+        (comes || spare.is_some()).then_some(Coming { blocks, spare })
     }
 
     /// What brings a block of a request now.
@@ -374,7 +387,11 @@ impl ColdTier {
 
     /// Has what is not on its way begin; gives the blocks that are. What a put brings here is on its way only if that is a restore's
     /// put.
-    fn take_off(self: &Arc<Self>, wish: &Wish<'_>, keys: &[(BlockKey, bool)]) -> BTreeSet<BlockKey> {
+    pub(super) fn take_off(
+        self: &Arc<Self>,
+        wish: &Wish<'_>,
+        keys: &[(BlockKey, bool)],
+    ) -> BTreeSet<BlockKey> {
         let now = self.tier.access().time().now();
         let mut state = self.flights.state();
         if state.closed.contains_key(&wish.namespace) {

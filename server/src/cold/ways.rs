@@ -13,6 +13,7 @@ use tokio::runtime::Handle;
 
 use super::ColdTier;
 use super::path::BucketPath;
+use super::spare::Coming;
 
 /// The name of the bucket's path.
 const NAME: &str = "cold tier";
@@ -39,15 +40,22 @@ impl Ways {
         Ok(Self { nodes, bucket, runner })
     }
 
-    /// Where the blocks are: as `known` says, or here; and those that come from the bucket, there.
-    fn copies(&self, known: Option<Arc<Copies>>, coming: &[bool]) -> Arc<Copies> {
-        let own = PathSet::default().with(OWN);
-        let here = |comes: &bool| if *comes { PathSet::default() } else { own };
-        let copies = known.unwrap_or_else(|| Copies::of(coming.iter().map(here).collect()));
-        let bucket = PathSet::default().with(self.bucket);
-        for (block, _) in (0u32..).zip(coming).filter(|(_, comes)| **comes) {
+    /// The path of the bucket.
+    pub(super) fn bucket(&self) -> PathId {
+        self.bucket
+    }
+
+    /// Where these blocks are: as `known` says, or here; and those that come from the bucket, there. What other nodes do not give is
+    /// there at last, if the bucket seems to have it.
+    fn copies(&self, blocks: usize, known: Option<Arc<Copies>>, coming: &Coming) -> Arc<Copies> {
+        let (own, bucket) = (PathSet::default().with(OWN), PathSet::default().with(self.bucket));
+        let comes = |block: usize| coming.blocks.get(block) == Some(&true);
+        let here = |block| if comes(block) { PathSet::default() } else { own };
+        let copies = known.unwrap_or_else(|| Copies::of((0..blocks).map(here).collect()));
+        for (block, _) in (0u32..).zip(0..blocks).filter(|(_, block)| comes(*block)) {
             copies.also(block, bucket);
         }
+        coming.spare.iter().for_each(|spare| copies.at_last(Arc::clone(spare) as _));
         copies
     }
 }
@@ -60,10 +68,11 @@ impl ColdTier {
         request: TiledRequest,
         shape: Arc<BlockShape>,
         known: Option<Arc<Copies>>,
-        coming: &[bool],
+        coming: &Coming,
     ) -> MultiTiles {
         let Ways { nodes, runner, .. } = &self.ways;
-        let (origins, copies) = (Origins::any(request.keys.len()), self.ways.copies(known, coming));
+        let blocks = request.keys.len();
+        let (origins, copies) = (Origins::any(blocks), self.ways.copies(blocks, known, coming));
         MultiTiles::new(request, shape, (origins, copies), nodes, runner)
     }
 
@@ -74,11 +83,12 @@ impl ColdTier {
         shape: &Arc<BlockShape>,
         origins: Arc<Origins>,
         known: Option<Arc<Copies>>,
-        coming: &[bool],
+        coming: &Coming,
     ) -> Result<ReadStream, Error> {
         let Ways { nodes, runner, .. } = &self.ways;
         let (request, into) = request.tiled(shape);
-        let (shape, copies) = (Arc::clone(shape), self.ways.copies(known, coming));
+        let copies = self.ways.copies(request.keys.len(), known, coming);
+        let shape = Arc::clone(shape);
         let what = MultiRead { request, into, shape, origins, copies, first: 0, is_alone: true };
         Ok(read(what, nodes, runner)?)
     }

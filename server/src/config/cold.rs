@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::check::{Complaint, Decided, number, sized};
 use super::form::Settings;
-use crate::cold::ColdConfig;
+use crate::cold::{ColdConfig, Offer};
 
 /// The least memory of restores: that of one.
 const MEMORY_LEAST: u64 = 128 << 20;
@@ -23,6 +23,7 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
             ("cold.age", &set.cold_age),
             ("cold.token_bytes", &set.cold_token_bytes),
             ("cold.rate", &set.cold_rate),
+            ("cold.offer", &set.cold_offer),
         ];
         return match others.into_iter().find(|(_, value)| value.is_some()) {
             Some((name, _)) => Err(Complaint::new(name, "there is no cold tier: set cold.bucket")),
@@ -42,6 +43,7 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
     let uses = decided.or("cold.uses", set.cold_uses.as_ref(), 1);
     let age = decided.or("cold.age", set.cold_age.as_ref(), 600);
     let rate = decided.or("cold.rate", set.cold_rate.as_ref(), "64 MiB");
+    let offer = decided.or("cold.offer", set.cold_offer.as_ref(), "off");
     let seconds = |name, text: &str, least: u32, most: u32| {
         let seconds = number::<u32>(name, text)?;
         if (least..=most).contains(&seconds) {
@@ -65,6 +67,7 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
         age: seconds("cold.age", &age, 0, 30 * 86_400)?,
         token_bytes: set.cold_token_bytes.as_ref().map(|text| sized("cold.token_bytes", text)).transpose()?,
         rate: sized("cold.rate", &rate)?,
+        offer: offers(&offer)?,
     };
     if config.uses > 3 {
         return Err(Complaint::new("cold.uses", "0 to 3: more are not counted"));
@@ -76,4 +79,13 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
         return Err(Complaint::new("cold.rate", "more than nothing; cold.spill = \"off\" writes nothing"));
     }
     Ok(Some(config))
+}
+
+fn offers(text: &str) -> Result<Offer, Complaint> {
+    match (text, text.parse()) {
+        ("off", _) => Ok(Offer::Never),
+        ("on", _) => Ok(Offer::InTime),
+        (_, Ok(tokens @ 1..)) => Ok(Offer::SoonerThan(tokens)),
+        _ => Err(Complaint::new("cold.offer", "off, on, or the tokens a second that engines compute")),
+    }
 }

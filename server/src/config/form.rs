@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use clap::Args;
+use kvarts_layout::spec::shipped::distance;
 use serde::Deserialize;
 
 use super::{Complaint, Setting};
@@ -116,6 +117,9 @@ macro_rules! settings {
                 })*
                 all
             }
+
+            /// Every setting, by its table and its name there.
+            const NAMES: &[(&str, &str)] = &[$(($table, $key)),*];
 
             fn set(&mut self, table: &str, key: &str, value: String) -> bool {
                 match (table, key) {
@@ -239,6 +243,8 @@ settings! {
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
     /// Bytes a second that go into the bucket at most
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
+    /// Whether look-ups of connectors count blocks that only the bucket has: off, on, or the tokens a second that engines compute (on where bringing them is sooner)
+    cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
     /// How files should reach the memory of devices: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
     /// Hours between two runs of the scrubber, or 0 for none
@@ -259,36 +265,74 @@ pub(super) struct Form {
     pub(super) tokens: Vec<TokenForm>,
 }
 
-/// Reads the file: every name in it must be known.
+/// Reads the file: every name in it must be known. What is wrong is told with its line, and with the name that is probably meant.
 pub(super) fn read(path: &Path, text: &str) -> Result<Form, Complaint> {
-    let shown = path.display().to_string();
-    let fault = |error: &dyn std::fmt::Display| {
-        let words: Vec<String> = error.to_string().split_whitespace().map(str::to_owned).collect();
-        Complaint::new(&shown, &words.join(" "))
+    let fault = |line: Option<usize>, what: &str| {
+        let line = line.map_or_else(String::new, |line| format!(":{line}"));
+        let words: Vec<&str> = what.split_whitespace().collect();
+        Complaint::new(&format!("{}{line}", path.display()), &words.join(" "))
     };
-    let tables: toml::Table = toml::from_str(text).map_err(|error| fault(&error.message()))?;
+    let tables: toml::Table = toml::from_str(text).map_err(|error: toml::de::Error| {
+        let before = error.span().and_then(|span| text.get(..span.start));
+        fault(before.map(|before| 1 + before.matches('\n').count()), error.message())
+    })?;
+    let of_list = |table: &'static str| {
+        move |error: toml::de::Error| {
+            let field = error.message().split('`').nth(1).unwrap_or_default();
+            fault(line_of(text, table, field), &format!("{table}: {}", error.message()))
+        }
+    };
     let (mut settings, mut tenants, mut tokens) = (Settings::default(), Vec::new(), Vec::new());
     for (name, value) in tables {
         match (name.as_str(), value) {
-            ("tenants", list) => {
-                tenants = list.try_into().map_err(|error: toml::de::Error| fault(&error.message()))?
-            }
-            ("tokens", list) => {
-                tokens = list.try_into().map_err(|error: toml::de::Error| fault(&error.message()))?
-            }
+            ("tenants", list) => tenants = list.try_into().map_err(of_list("tenants"))?,
+            ("tokens", list) => tokens = list.try_into().map_err(of_list("tokens"))?,
             (table, toml::Value::Table(entries)) => {
                 for (key, value) in entries {
+                    let line = || line_of(text, table, &key);
                     let value = scalar(&value)
-                        .ok_or_else(|| fault(&format!("{table}.{key} is no text or number")))?;
+                        .ok_or_else(|| fault(line(), &format!("{table}.{key} is no text or number")))?;
                     if !settings.set(table, &key, value) {
-                        return Err(fault(&format!("{table}.{key} is no setting")));
+                        let what = format!("{table}.{key} is no setting{}", meant(table, &key));
+                        return Err(fault(line(), &what));
                     }
                 }
             }
-            (other, _) => return Err(fault(&format!("{other} is no table of settings"))),
+            (other, _) => {
+                return Err(fault(line_of(text, "", other), &format!("{other} is no table of settings")));
+            }
         }
     }
     Ok(Form { settings, tenants, tokens })
+}
+
+/// The line of a name in a table of a file, if it stands at the beginning of one.
+fn line_of(text: &str, table: &str, name: &str) -> Option<usize> {
+    let mut of = "";
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if let Some(header) = line.strip_prefix('[') {
+            of = header.trim_start_matches('[').split(']').next().unwrap_or_default().trim();
+        } else if of == table
+            && let Some((found, _)) = line.split_once('=')
+            && found.trim().trim_matches(['"', '\'']) == name
+        {
+            return Some(number);
+        }
+    }
+    None
+}
+
+/// The setting that is most like a name that is none, as the end of a sentence.
+fn meant(table: &str, key: &str) -> String {
+    let plain = |table: &str, key: &str| format!("{table}.{key}").chars().take(64).collect::<Vec<char>>();
+    let wanted = plain(table, key);
+    let scored =
+        Settings::NAMES.iter().map(|(table, key)| (distance(&wanted, &plain(table, key)), table, key));
+    match scored.min_by_key(|(edits, ..)| *edits) {
+        Some((..=3, table, key)) => format!(": did you mean {table}.{key}?"),
+        _ => String::new(),
+    }
 }
 
 fn scalar(value: &toml::Value) -> Option<String> {

@@ -47,10 +47,18 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 
 #[test]
 fn what_is_no_setting_is_refused_by_name() {
-    assert!(complaint("[store]\nbugdet = '1 TiB'\n").contains("store.bugdet is no setting"));
-    assert!(complaint("[stroe]\nbudget = '1 TiB'\n").contains("stroe.budget is no setting"));
-    assert!(complaint("budget = 1\n").contains("budget is no table"));
-    assert!(complaint("[store\n").starts_with("configuration: kvarts.toml: "));
+    let meant = "kvarts.toml:3: store.bugdet is no setting: did you mean store.budget?";
+    assert!(complaint("# A file.\n[store]\nbugdet = '1 TiB'\n").contains(meant));
+    let meant = "kvarts.toml:4: stroe.budget is no setting: did you mean store.budget?";
+    assert!(complaint("[store]\nbudget = '1 TiB'\n[stroe]\n 'budget' = '1 TiB'\n").contains(meant));
+    assert!(complaint("[store]\nnonsense = 1\n").ends_with("kvarts.toml:2: store.nonsense is no setting"));
+    assert!(complaint("\nbudget = 1\n").contains("kvarts.toml:2: budget is no table"));
+    assert!(complaint("[log]\nlevel = 'info'\n[store\n").starts_with("configuration: kvarts.toml:3: "));
+    let told = complaint("[log]\nlevel = 'info'\n[[tenants]]\nname = 'a'\npinn = '1 GiB'\n");
+    assert!(told.contains("kvarts.toml:5: tenants: unknown field `pinn`"), "{told}");
+    assert!(
+        complaint("[store]\n\nbudget = { most = 1 }\n").contains("kvarts.toml:3: store.budget is no text")
+    );
     assert!(complaint("[store]\nexecutors = 0\n").contains("1 to 256"));
     assert!(complaint("[store]\nbudget = '5 XB'\n").contains("no size"));
     assert!(complaint("[limits]\nmemory = '1 MiB'\n").contains("64 MiB"));

@@ -262,6 +262,11 @@ impl Daemon {
     }
 }
 
+/// Refuses a group of the local socket that this machine does not have.
+pub fn check_group(name: &str) -> Result<(), String> {
+    socket::group(name).map(drop)
+}
+
 /// Where the server will serve, before a store is made: one that cannot be served is not to be left behind. The ports, and
 /// the group of the socket.
 async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {

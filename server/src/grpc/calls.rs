@@ -108,19 +108,21 @@ pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<pr
     let missing = found.missing;
     let pending = (keys.len() as u64 - here).saturating_sub(in_all(&missing));
     looked_up(call, &model, Lookup { here, pending, missing, unregistered: 0 });
+    let own = found.usable.longest.blocks;
+    let usable = cold::offered_prefix(call, &request, &model, own)?.unwrap_or(found.usable);
     let coverage = |one: &kvarts_layout::prefix::Coverage| proto::match_reply::Coverage {
         column: Some(convert::wire_column(one.group, one.coordinate)),
         blocks: one.blocks,
     };
     Ok(proto::MatchReply {
-        longest: Some(convert::wire_boundary(&found.usable.longest)),
-        cheapest: Some(convert::wire_boundary(&found.usable.cheapest)),
-        coverage: found.usable.coverage.iter().map(coverage).collect(),
+        longest: Some(convert::wire_boundary(&usable.longest)),
+        cheapest: Some(convert::wire_boundary(&usable.cheapest)),
+        coverage: usable.coverage.iter().map(coverage).collect(),
         pending: found.pending,
         lease: named(call, (found.lease, lease), (&model, here)),
         plan: found.plan.as_deref().map(plans::wire_planned),
         in_cluster: None,
-        in_cold: cold::in_cold(call, &request, found.usable.longest.blocks)?,
+        in_cold: cold::in_cold(call, &request, own)?,
         missing: Some(wire_missing(&found.missing)),
     })
 }
@@ -152,10 +154,16 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
     let count = |wanted| found.presence.iter().filter(|one| **one == wanted).count() as u64;
     let (here, pending) = (count(Presence::Here), count(Presence::Pending));
     looked_up(call, &model, Lookup { here, pending, missing: found.missing, unregistered: 0 });
-    let presence = |one: &Presence| match one {
-        Presence::Here => Wire::Here.into(),
-        Presence::Pending => Wire::Pending.into(),
-        Presence::Absent => Wire::Absent.into(),
+    // What is to be held must be here.
+    let offered = match lease {
+        None => cold::offered(call, &request, &model, &found.presence)?,
+        Some(_) => None,
+    };
+    let mut offered = offered.unwrap_or_default().into_iter();
+    let presence = |one: &Presence| match (one, offered.next() == Some(true)) {
+        (Presence::Here, _) | (Presence::Absent, true) => Wire::Here.into(),
+        (Presence::Pending, _) => Wire::Pending.into(),
+        (Presence::Absent, false) => Wire::Absent.into(),
     };
     Ok(proto::ExistsReply {
         presence: found.presence.iter().map(presence).collect(),

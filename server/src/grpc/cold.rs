@@ -1,12 +1,17 @@
-//! What a match says of the cold tier: which prefix could be restored with what the bucket has, and what that costs.
+//! What look-ups say of the cold tier: which prefix could be restored with what the bucket has, and what that costs; and what of it is offered to
+//! look-ups that make no plan.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvarts_layout::{Coordinate, Group};
+use kvarts_layout::prefix::UsablePrefix;
+use kvarts_layout::{BlockShape, Coordinate, Group};
 use kvarts_store::api::{ContainsRequest, MatchRequest, Presence};
 use kvarts_wire::proto;
 use tokio::time::Instant;
+
+use crate::cold::{OFFERED_MOST, Wish};
+use crate::state::Model;
 
 use super::call::Call;
 use super::convert;
@@ -89,4 +94,69 @@ pub(super) fn in_cold(
         bytes,
         restore_ms: cold.takes(bytes).map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX).max(1)),
     }))
+}
+
+/// Which blocks of a column a look-up without a lease counts as here although only the bucket has them.
+pub(super) fn offered(
+    call: &Call,
+    request: &ContainsRequest<'_>,
+    model: &Model,
+    presence: &[Presence],
+) -> Outcome<Option<Vec<bool>>> {
+    let Some(cold) = call.state.decided.cold.as_ref().filter(|cold| cold.offers()) else { return Ok(None) };
+    let shape = model.shape(request.group, request.coordinate)?;
+    let wish = wish(request, &shape);
+    let offered = cold.offered(&wish, presence, model.identity.block_tokens, left(call));
+    cold.has_offered(offered.iter().flatten().filter(|one| **one).count());
+    Ok(offered)
+}
+
+/// What a match without a plan finds together with the bucket's blocks that are offered to it, if that is more than `own`.
+pub(super) fn offered_prefix(
+    call: &Call,
+    request: &MatchRequest<'_>,
+    model: &Model,
+    own: u32,
+) -> Outcome<Option<UsablePrefix>> {
+    let Some(cold) = call.state.decided.cold.as_ref().filter(|cold| cold.offers()) else { return Ok(None) };
+    let MatchRequest { namespace, keys, requirements, recompute_tokens_max: most, .. } = *request;
+    if request.plan.is_some() || own as usize == keys.len() {
+        return Ok(None);
+    }
+    let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
+    // All of them are brought in the same time.
+    let left = left(call).min(OFFERED_MOST) / u32::try_from(columns.max(1)).unwrap_or(u32::MAX);
+    let mut present: BTreeMap<(Group, Coordinate), (Vec<bool>, Vec<bool>)> = BTreeMap::new();
+    for requirement in requirements.groups() {
+        for &coordinate in &requirement.coordinates {
+            let (group, lease) = (requirement.group, None);
+            let request = ContainsRequest { namespace, group, coordinate, keys, lease };
+            let presence = call.state.store().contains(&request)?.presence;
+            let shape = model.shape(group, coordinate)?;
+            let wish = wish(&request, &shape);
+            let offered = cold.offered(&wish, &presence, model.identity.block_tokens, left);
+            let here = presence.iter().map(|one| *one == Presence::Here).collect();
+            present.insert((group, coordinate), (here, offered.unwrap_or_default()));
+        }
+    }
+    let usable = requirements.usable_prefix(keys.len() as u32, most, |block, group, coordinate| {
+        let is = |all: &[bool]| all.get(block as usize) == Some(&true);
+        present.get(&(group, coordinate)).is_some_and(|(here, offered)| is(here) || is(offered))
+    });
+    let longest = usable.longest.blocks;
+    if longest <= own {
+        return Ok(None);
+    }
+    let counted = |offered: &[bool]| offered.iter().take(longest as usize).filter(|one| **one).count();
+    cold.has_offered(present.values().map(|(_, offered)| counted(offered)).sum());
+    Ok(Some(usable))
+}
+
+fn left(call: &Call) -> Duration {
+    call.deadline.saturating_duration_since(Instant::now())
+}
+
+fn wish<'a>(request: &ContainsRequest<'a>, shape: &BlockShape) -> Wish<'a> {
+    let ContainsRequest { namespace, group, coordinate, keys, .. } = *request;
+    Wish { namespace, group, coordinate, keys, block_bytes: shape.block_bytes(), by_layers: false }
 }

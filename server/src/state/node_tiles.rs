@@ -13,7 +13,7 @@ use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::Nanos;
 
 use super::ServerState;
-use crate::cold::Wish;
+use crate::cold::{Coming, Wish};
 
 /// The longest that a read waits to hear what the cold tier has.
 const BRING_MOST: Duration = Duration::from_secs(60);
@@ -64,9 +64,9 @@ fn wish<'a>(request: &'a TiledRequest, shape: &BlockShape) -> Wish<'a> {
 }
 
 impl ServerState {
-    /// Has what is neither here nor on other nodes brought from the cold tier, if there is one and time is left; says which
-    /// blocks come from there.
-    pub async fn bring(&self, wish: Wish<'_>, deadline: Option<Nanos>) -> Option<Vec<bool>> {
+    /// Has what is neither here nor on other nodes brought from the cold tier, if there is one and time is left; says what comes
+    /// from there.
+    pub async fn bring(&self, wish: Wish<'_>, deadline: Option<Nanos>) -> Option<Coming> {
         let cold = self.decided.cold.as_ref()?;
         let left = deadline.map_or(BRING_MOST, |deadline| deadline.since(self.clock().now()));
         let elsewhere = async |keys: &[BlockKey]| match &self.decided.cluster {

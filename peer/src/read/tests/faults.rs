@@ -1,5 +1,6 @@
 //! What goes wrong with paths, and what a reader sees of it: nothing but bytes of one production, or a reason.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
@@ -9,7 +10,7 @@ use kvarts_store::error::Reason;
 use proptest::prelude::*;
 
 use super::harness::*;
-use crate::read::OWN;
+use crate::read::{LastResort, OWN};
 
 const PEER: PathId = PathId(1);
 
@@ -160,6 +161,61 @@ fn a_read_whose_own_disk_fails_in_the_middle_comes_from_the_peer() {
         }
         let stage = stage(order, [Script { dies: Some(ms(20)), ..steady(300.0) }, steady(300.0)]);
         assert!(is_whole(&stage.run(stage.all())));
+    }
+}
+
+/// A path that is asked at last for what it has, and what it was asked for.
+#[derive(Debug, Default)]
+struct AtLast {
+    has: Vec<u32>,
+    asked: Mutex<Vec<u32>>,
+}
+
+impl LastResort for AtLast {
+    fn path(&self) -> PathId {
+        PathId(2)
+    }
+
+    fn leads_to(&self, blocks: &[u32]) -> Vec<bool> {
+        self.asked.lock().unwrap().extend(blocks);
+        blocks.iter().map(|block| self.has.contains(block)).collect()
+    }
+}
+
+#[test]
+fn a_path_of_last_resort_is_asked_for_what_no_other_one_gives_and_once() {
+    // The own disks have the first half, the peer is said to have the second one.
+    let said = |count: u32| (0..count).map(|block| set(if block < 8 { 1 } else { 2 })).collect::<Vec<_>>();
+    for order in ORDERS {
+        for peer in [
+            Script { dies: Some(ms(3)), ..steady(300.0) },
+            Script { fault: Box::new(|_| Fault::Damage(0)), ..steady(300.0) },
+            Script { has: Box::new(|_| None), ..steady(300.0) },
+        ] {
+            let mut stage = stage(order, [steady(300.0), peer, steady(100.0)]);
+            let last = Arc::new(AtLast { has: (0..16).collect(), ..AtLast::default() });
+            stage.last = Some(Arc::clone(&last) as _);
+            let went = stage.run(said(16));
+            assert!(is_whole(&went), "{order:?} {went:?}");
+            let mut asked = last.asked.lock().unwrap().clone();
+            let count = asked.len();
+            asked.sort_unstable();
+            asked.dedup();
+            assert!(asked.len() == count && asked.iter().all(|block| *block >= 8), "{asked:?}");
+            assert!(count > 0 && stage.fakes[2].told().0 > 0);
+        }
+        // Nothing fails: it is asked for nothing.
+        let mut stage = stage(order, [steady(300.0), steady(300.0), steady(100.0)]);
+        let last = Arc::new(AtLast { has: (0..16).collect(), ..AtLast::default() });
+        stage.last = Some(Arc::clone(&last) as _);
+        assert!(is_whole(&stage.run(said(16))));
+        assert!(last.asked.lock().unwrap().is_empty() && stage.fakes[2].told() == (0, 0));
+        // What is nowhere is asked for at the beginning, and what it does not have has failed.
+        let nowhere = |block| if block < 12 { set(0) } else { set(1) };
+        stage.last = Some(Arc::new(AtLast { has: (0..11).collect(), ..AtLast::default() }) as _);
+        let went = stage.run((0..16).map(nowhere).collect());
+        let failed: Vec<u32> = went.end.failures.iter().map(|(block, _)| *block).collect();
+        assert_eq!((failed, went.end.usable_blocks), (vec![11], 11), "{order:?}");
     }
 }
 

@@ -24,7 +24,7 @@ use kvarts_store::rt::Nanos;
 use crate::path::{Path, Piece};
 use crate::read::drive::Reading;
 use crate::read::runner::{Runner, Task};
-use crate::read::{Copies, MultiRead, NodePaths};
+use crate::read::{Copies, LastResort, MultiRead, NodePaths};
 
 pub(super) const MIB: u64 = 1 << 20;
 pub(super) const TICK: Duration = Duration::from_micros(50);
@@ -452,6 +452,8 @@ pub(super) struct Stage {
     pub(super) shape: Arc<BlockShape>,
     pub(super) fakes: Vec<Arc<Fake>>,
     pub(super) nodes: Arc<NodePaths>,
+    /// What is asked at last.
+    pub(super) last: Option<Arc<dyn LastResort>>,
     wanted: Wanted,
     into: Placed,
     checks: bool,
@@ -473,7 +475,7 @@ impl Stage {
         };
         let buffers = shape.layers().iter().map(|layer| buf(layer.bytes() * u64::from(wanted.blocks)));
         let into = Placed::layers(&shape, buffers.collect(), wanted.blocks).unwrap();
-        Self { world, shape, fakes, nodes, wanted, into, checks }
+        Self { world, shape, fakes, nodes, last: None, wanted, into, checks }
     }
 
     /// The same, where all reads together have so much scratch memory.
@@ -514,6 +516,7 @@ impl Stage {
         let (shape, copies) = (Arc::clone(&self.shape), Copies::of(copies));
         let (request, into) = request.tiled(&shape);
         let known = Arc::clone(&origins);
+        self.last.iter().for_each(|last| copies.at_last(Arc::clone(last)));
         let what = MultiRead { request, into, shape, origins: known, copies, first: 0, is_alone: true };
         let (sink, stream) = read_channel();
         what.check(self.world.now()).unwrap();

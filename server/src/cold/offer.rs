@@ -1,0 +1,87 @@
+//! Which look-ups count blocks that only the bucket has.
+//!
+//! A look-up with a plan of its own is told what the bucket has beside the rest (`in_cold`), and decides. Others, as connectors of engines
+//! make them, ask how much is there and then read it: what is offered to them is what a read can bring in time, and, where the configuration
+//! says how fast engines compute, sooner than they do. Nothing is asked of the bucket for an answer.
+
+use std::time::Duration;
+
+use kvarts_store::api::Presence;
+
+use super::ColdTier;
+use super::counts::add;
+use super::restore::Wish;
+
+/// The longest that bringing what is offered may take: half of the time that connectors give a look-up and the load after it, unless they
+/// are told otherwise.
+pub const OFFERED_MOST: Duration = Duration::from_secs(1);
+
+/// What look-ups without a plan are told of blocks that only the bucket has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Offer {
+    /// Nothing.
+    #[default]
+    Never,
+    /// That they are there, if they can be brought in time.
+    InTime,
+    /// The same, if they are brought sooner than engines compute them; the tokens a second that those make.
+    SoonerThan(u32),
+}
+
+impl ColdTier {
+    /// How many bytes of such blocks can be offered to a look-up that has `left` to live.
+    fn offered_bytes(&self, block_bytes: u64, block_tokens: u32, left: Duration) -> u64 {
+        let access = self.tier.access();
+        let (today, limits) = (access.today(), access.limits());
+        if access.is_paused() || today.requests >= limits.requests_a_day {
+            return 0;
+        }
+        let budget = limits.read_bytes_a_day.saturating_sub(today.read_bytes);
+        // As long as nothing was brought it is not known how long it takes, and never would be.
+        let Some(bytes_a_second) = self.brings() else { return budget };
+        let pays = match self.config.offer {
+            Offer::Never => false,
+            Offer::InTime => true,
+            Offer::SoonerThan(tokens) => {
+                let computed = u128::from(tokens) * u128::from(block_bytes);
+                u128::from(bytes_a_second) * u128::from(block_tokens.max(1)) > computed
+            }
+        };
+        let seconds = left.min(OFFERED_MOST).as_secs_f64();
+        let in_time = (bytes_a_second as f64 * seconds) as u64;
+        if pays { budget.min(in_time) } else { 0 }
+    }
+
+    /// Whether look-ups without a plan are told of blocks that only the bucket has.
+    pub fn offers(&self) -> bool {
+        self.config.offer != Offer::Never
+    }
+
+    /// Which of a wish's blocks are offered to a look-up that has `left` to live, the first ones first; `presence` says which are here.
+    pub fn offered(
+        &self,
+        wish: &Wish<'_>,
+        presence: &[Presence],
+        block_tokens: u32,
+        left: Duration,
+    ) -> Option<Vec<bool>> {
+        if !self.offers() {
+            return None;
+        }
+        let known = self.known(wish.namespace)?;
+        let may_come = self.may_come(wish, &known);
+        let mut left = self.offered_bytes(wish.block_bytes, block_tokens, left);
+        let mut offered = vec![false; presence.len()];
+        let absent = presence.iter().zip(may_come).zip(&mut offered);
+        for (_, offered) in absent.filter(|((one, comes), _)| **one == Presence::Absent && *comes) {
+            let Some(rest) = left.checked_sub(wish.block_bytes) else { break };
+            (left, *offered) = (rest, true);
+        }
+        offered.contains(&true).then_some(offered)
+    }
+
+    /// Notes that this number of blocks was offered.
+    pub fn has_offered(&self, blocks: usize) {
+        add(&self.counts.offered_blocks, blocks as u64);
+    }
+}

@@ -1,0 +1,145 @@
+//! What a sweep copies into the bucket, and what it leaves.
+#![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
+
+mod cold_blocks;
+
+use std::time::Duration;
+
+use cold_blocks::world::{PATIENCE, Setting, World};
+use cold_blocks::{content, key};
+use kvarts_cold::testing::{Kind, Op, Plan};
+use kvarts_server::cold::ColdConfig;
+use kvarts_store::api::{DeleteRequest, KvStore, Order, Target};
+
+/// Blocks of 256 KiB that are in the store and not in the bucket: enough for several full segments.
+const PUT: std::ops::Range<u64> = 100..132;
+
+/// A store of small segments with [`PUT`], which live so long.
+fn filled(config: impl Fn(&mut ColdConfig), ttl: Option<Duration>) -> World {
+    let mut setting =
+        Setting { layer_bytes: 64 << 10, blocks: 32, segment_bytes: 1 << 20, ..Setting::default() };
+    config(&mut setting.config);
+    let world = World::with("cold-spill", setting);
+    world.put(PUT, ttl);
+    world
+}
+
+/// How many blocks sweeps copied.
+fn swept(world: &World) -> u64 {
+    world.runtime.block_on(world.cold.sweep()).unwrap();
+    world.count("spilled_blocks")
+}
+
+fn is_named(world: &World, block: u64) -> bool {
+    world.cold.known(world.namespace).unwrap().may_have(&key(block))
+}
+
+#[test]
+fn blocks_go_into_the_bucket_if_they_are_old_used_and_dear_enough() {
+    let world = filled(|_| {}, None);
+    let all = swept(&world);
+    assert!(all >= 3, "{all}");
+    assert_eq!(PUT.filter(|block| is_named(&world, *block)).count() as u64, all);
+    let token_bytes = world.shape.block_bytes() / 16;
+    assert_eq!(swept(&filled(|config| config.age = Duration::from_secs(3600), None)), 0, "too young");
+    assert_eq!(swept(&filled(|config| config.token_bytes = Some(token_bytes), None)), all);
+    assert_eq!(swept(&filled(|config| config.token_bytes = Some(token_bytes - 1), None)), 0, "too cheap");
+    let world = filled(|config| config.uses = 1, None);
+    assert_eq!(swept(&world), 0, "not used");
+    let blocks: Vec<u64> = PUT.collect();
+    assert_eq!(world.read(&blocks, Order::Blocks).0.len(), blocks.len());
+    assert!(swept(&world) > 0, "used");
+    // Longer than it must have been there it must have to live.
+    let age = Duration::from_millis(900);
+    let world = filled(|config| config.age = age, Some(age + age / 2));
+    std::thread::sleep(age);
+    assert_eq!(swept(&world), 0, "expires soon");
+}
+
+#[test]
+fn what_the_bucket_has_is_not_copied_again() {
+    let setting = Setting { layer_bytes: 64 << 10, blocks: 32, segment_bytes: 1 << 20, ..Setting::default() };
+    let world = World::with("cold-spill-again", setting);
+    world.put(0..32, None);
+    let read = || world.store().stats().counts.blocks_read;
+    let before = (world.faulty.asked(Op::Put), read());
+    assert_eq!(swept(&world), 0);
+    assert_eq!((world.faulty.asked(Op::Put), read()), before, "nor is it read");
+}
+
+#[test]
+fn little_of_a_namespace_is_copied_once_in_a_while() {
+    let world = filled(|_| {}, None);
+    let first = swept(&world);
+    // What was copied is deleted, so that others are next.
+    let copied: Vec<u64> = PUT.filter(|block| is_named(&world, *block)).collect();
+    let keys = copied.iter().map(|block| key(*block)).collect();
+    let target = Target::Keys { column: None, keys };
+    let request = DeleteRequest { namespace: world.namespace, target, deadline: None };
+    world.runtime.block_on(world.store().delete(request)).unwrap().unwrap();
+    world.put(200..232, None);
+    let leaving = (0..world.store().shards())
+        .flat_map(|shard| world.runtime.block_on(world.store().leaving(shard, 0)).unwrap().unwrap());
+    let others = leaving.flat_map(|one| one.keys).filter(|next| !copied.iter().any(|one| key(*one) == *next));
+    assert!(others.count() > 0, "others are next");
+    assert_eq!(swept(&world), first, "less than a pack, again");
+}
+
+#[test]
+fn what_is_deleted_while_a_sweep_has_it_is_not_named() {
+    let world = filled(|_| {}, None);
+    let before = world.faulty.asked(Op::Put);
+    world.faulty.next(Op::Put, &[Some(Kind::Slow(Duration::from_millis(500)))]);
+    std::thread::scope(|scope| {
+        let sweep = scope.spawn(|| world.runtime.block_on(world.cold.sweep()));
+        world.until("a pack is on its way", || world.faulty.asked(Op::Put) > before);
+        let target = Target::Keys { column: None, keys: vec![key(PUT.start)] };
+        world.runtime.block_on(async {
+            let deleting = world.cold.delete(world.namespace, &target, PATIENCE).await;
+            deleting.told().unwrap();
+        });
+        // Whatever it says, it names nothing.
+        let _ = sweep.join().unwrap();
+    });
+    assert_eq!(world.count("spilled_blocks"), 0);
+    assert!(!PUT.into_iter().any(|block| is_named(&world, block)));
+}
+
+#[test]
+fn what_cannot_be_read_or_written_is_let_go_and_counted() {
+    let world = filled(|config| config.written = 64 << 10, None);
+    assert!(world.runtime.block_on(world.cold.sweep()).is_err());
+    assert_eq!(world.count("spilled_blocks"), 0);
+    assert!(world.cold.counted().today.written_bytes <= 64 << 10);
+    // A block that is damaged on disk.
+    let world = filled(|_| {}, None);
+    let all = {
+        let whole = filled(|_| {}, None);
+        swept(&whole)
+    };
+    flip(world.directory(), &content(PUT.start + 1, world.shape.block_bytes())[..64]);
+    assert_eq!(swept(&world), all - 1);
+    assert_eq!(world.count("let_go_blocks"), 1);
+    assert!(!is_named(&world, PUT.start + 1));
+    world.faulty.plan(Plan::default());
+}
+
+/// Flips a bit of the first file below a directory that has these bytes.
+fn flip(directory: &std::path::Path, needle: &[u8]) {
+    use std::os::unix::fs::FileExt;
+    let mut left = vec![directory.to_owned()];
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
+        let Ok(bytes) = std::fs::read(&path) else { continue };
+        if let Some(at) = bytes.windows(needle.len()).position(|window| window == needle) {
+            let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+            file.write_all_at(&[bytes[at] ^ 1], at as u64).unwrap();
+            file.sync_all().unwrap();
+            return;
+        }
+    }
+    panic!("the block is not on disk");
+}
