@@ -275,7 +275,7 @@ impl Recording {
         let any_read = rows.iter().any(|(terms, _)| terms[READS] > 0.0);
         Calibration {
             measured: Measured { step_ms, token_us, sequence_us, pair_ns, prefill_ms, ..ZERO },
-            reads: any_read.then(|| Reads { ms: reads, token_us: read_token * 1e3 }),
+            reads: any_read.then_some(Reads { ms: reads, token_us: read_token * 1e3 }),
             error: error / rows.len() as f64,
         }
     }
