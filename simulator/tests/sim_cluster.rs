@@ -4,26 +4,7 @@ use kvarts_simulator::cluster::work::{SessionWork, Sessions, TraceWork};
 use kvarts_simulator::cluster::*;
 use kvarts_simulator::trace::{Request, TraceError};
 
-const FILE: &str = r#"
-model = "llama-3.1-8b"
-block_tokens = 512
-[nodes]
-mixed = 2
-device = "h100"
-devices = 1
-[hbm]
-gb = 40.0
-[dram]
-gb = 200.0
-gb_per_s = 50.0
-[disk]
-gb = 2000.0
-gb_per_s = 12.0
-write_gb_per_s = 6.0
-latency_ms = 0.1
-[network]
-gb_per_s = 25.0
-"#;
+const FILE: &str = include_str!("cluster.toml");
 
 fn cluster(change: impl FnOnce(&mut Cluster)) -> Cluster {
     let mut cluster = Cluster::parse(FILE).unwrap();

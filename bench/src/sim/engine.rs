@@ -53,15 +53,16 @@ fn calibrated(path: &Path, of: &Recording) -> (Value, Calibration) {
         "token_us": measured.token_us,
         "sequence_us": measured.sequence_us,
         "pair_ns": measured.pair_ns,
+        "prefill_ms": measured.prefill_ms,
         "reads": reads,
         "error": times.error,
     });
     (shown, times)
 }
 
-/// Whether the order of an engine without a disk is the recorded one; with a disk, what is found depends on times.
+/// Whether the order is the recorded one; where requests came by a clock, it depends on times.
 fn same_order(of: &Recording) -> Result<Option<bool>, String> {
-    match of.limits.disk {
+    match of.limits.by_clock {
         true => Ok(None),
         false => {
             of.difference().map(|difference| Some(difference.is_none())).map_err(|error| error.to_string())

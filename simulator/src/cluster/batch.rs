@@ -30,6 +30,9 @@ impl<W: Work> Simulation<'_, W> {
         if self.nodes[usize::from(at)].busy {
             return;
         }
+        while let Some(arrival) = self.work.before_step(self.nodes[usize::from(at)].steps, self.now) {
+            self.take_in(arrival);
+        }
         let mut stopped = Vec::new();
         self.grow(at, &mut stopped);
         let node = &mut self.nodes[usize::from(at)];

@@ -90,7 +90,7 @@ pub struct Simulation<'a, W> {
     pub(super) nodes: Vec<Node>,
     pub(super) directory: Directory,
     cold: Option<Cache>,
-    work: W,
+    pub(super) work: W,
     upcoming: Option<Arrival>,
     events: BinaryHeap<Reverse<(u64, u64, What)>>,
     sequence: u64,
@@ -181,6 +181,10 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// Runs to the end; `tell` is told of time and requests now and then.
     pub fn run(mut self, mut tell: impl FnMut(f64, u64)) -> Result<Counted, RunError> {
         self.fetch_next()?;
+        if self.upcoming.is_none() {
+            // Requests that come by steps need a first one.
+            self.at(0.0, What::Wake(0));
+        }
         while let Some(Reverse((at, _, what))) = self.events.pop() {
             self.now = f64::from_bits(at);
             self.counted.events += 1;
@@ -317,6 +321,17 @@ impl<'a, W: Work> Simulation<'a, W> {
     }
 
     fn arrive(&mut self, arrival: Arrival) {
+        let Some(node) = self.take_in(arrival) else { return };
+        if self.upcoming.as_ref().is_some_and(|next| next.at_ms <= self.now) {
+            // Those who come at the same time may be in the same step.
+            let now = self.now;
+            return self.at(now, What::Wake(node));
+        }
+        self.kick(node);
+    }
+
+    /// A request waits at a node from now on: which one.
+    pub(super) fn take_in(&mut self, arrival: Arrival) -> Option<u16> {
         self.arrived += 1;
         let needed =
             (arrival.input_tokens + arrival.output_tokens).div_ceil(u64::from(self.cluster.block_tokens));
@@ -329,23 +344,18 @@ impl<'a, W: Work> Simulation<'a, W> {
             if let Some((session, _)) = arrival.session {
                 self.began.remove(&session);
             }
-            return;
+            return None;
         }
         let mut router = std::mem::take(&mut self.router);
         let chosen = router.choose(self, &arrival);
         self.router = router;
         let Chosen { node, decoder, via } = chosen;
-        let Some(found) = self.look(node, via, &arrival) else { return };
+        let found = self.look(node, via, &arrival)?;
         self.count_owner(node, &arrival);
         let open = self.begin(arrival, (node, decoder, via), &found);
         self.nodes[usize::from(node)].waiting.push_back(open);
         self.counted.open_max = self.counted.open_max.max((self.open.len() - self.open_free.len()) as u64);
-        if self.upcoming.as_ref().is_some_and(|next| next.at_ms <= self.now) {
-            // Those who come at the same time may be in the same step.
-            let now = self.now;
-            return self.at(now, What::Wake(node));
-        }
-        self.kick(node);
+        Some(node)
     }
 
     fn count_owner(&mut self, node: u16, arrival: &Arrival) {

@@ -69,6 +69,9 @@ pub struct Measured {
     /// Each pair of a token that is computed and one before it.
     #[serde(default)]
     pub pair_ns: f64,
+    /// A step that computes prompts, however many, besides: it goes through other kernels.
+    #[serde(default)]
+    pub prefill_ms: f64,
 }
 
 /// How many nodes of which kind.
@@ -481,11 +484,16 @@ impl Cluster {
     }
 
     fn measured_facts(measured: Measured) -> Result<Facts, SpecError> {
-        let Measured { block_bytes, layers, step_ms, token_us, sequence_us, pair_ns } = measured;
+        let Measured { block_bytes, layers, step_ms, token_us, sequence_us, pair_ns, prefill_ms } = measured;
         positive("measured.block_bytes", block_bytes as f64, 1.0, 1e12)?;
         positive("measured.layers", f64::from(layers), 1.0, 1e4)?;
         positive("measured.step_ms", step_ms, 1e-6, 1e6)?;
-        for (name, value) in [("token_us", token_us), ("sequence_us", sequence_us), ("pair_ns", pair_ns)] {
+        for (name, value) in [
+            ("token_us", token_us),
+            ("sequence_us", sequence_us),
+            ("pair_ns", pair_ns),
+            ("prefill_ms", prefill_ms),
+        ] {
             positive(&format!("measured.{name}"), value, 0.0, 1e9)?;
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Measured(measured) })

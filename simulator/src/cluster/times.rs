@@ -20,12 +20,14 @@ pub struct Step {
     tokens: f64,
     sequences: f64,
     pairs: f64,
+    prefills: bool,
 }
 
 impl Step {
-    /// What a measured step's time is made of: the step itself, tokens, sequences, and pairs of a token and one before it.
-    pub fn terms(&self) -> [f64; 4] {
-        [1.0, self.tokens, self.sequences, self.pairs]
+    /// What a measured step's time is made of: the step itself, tokens, sequences, pairs of a token and one before it, and whether
+    /// it computes prompts.
+    pub fn terms(&self) -> [f64; 5] {
+        [1.0, self.tokens, self.sequences, self.pairs, f64::from(u8::from(self.prefills))]
     }
 }
 
@@ -35,6 +37,7 @@ impl EngineTimes {
         match self {
             Self::Sheet(sheet) => sheet.prefill(&mut step.sheet, cached, new),
             Self::Measured(_) => {
+                step.prefills = true;
                 step.tokens += new as f64;
                 step.sequences += 1.0;
                 step.pairs += new as f64 * (cached as f64 + new as f64 / 2.0);
@@ -64,6 +67,7 @@ impl EngineTimes {
                     measured.token_us / 1e3,
                     measured.sequence_us / 1e3,
                     measured.pair_ns / 1e6,
+                    measured.prefill_ms,
                 ];
                 each.iter().zip(step.terms()).map(|(each, count)| each * count).sum::<f64>()
             }

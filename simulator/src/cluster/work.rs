@@ -29,6 +29,11 @@ pub trait Work {
 
     /// A session's request has ended; what it asks next.
     fn ended(&mut self, session: u32, now_ms: f64) -> Option<Arrival>;
+
+    /// The next request that comes before a step of an engine, by the step's number and whenever that is.
+    fn before_step(&mut self, _: u64, _now_ms: f64) -> Option<Arrival> {
+        None
+    }
 }
 
 /// A trace, whose times may be made denser or longer apart.
