@@ -134,7 +134,7 @@ impl KvStore for GrpcPath {
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
-        let message = messages::asking(request);
+        let message = messages::asking(request, self.0.of_cluster);
         let found = self.0.ask_again(|| {
             let (mut store, request) = (self.0.store(), self.0.request(message.clone(), None));
             async move { store.exists(request).await }
@@ -148,7 +148,8 @@ impl KvStore for GrpcPath {
         deadline: Option<Nanos>,
     ) -> Ticket<Result<ContainsReply, Error>> {
         let (reply, answer) = ticket();
-        let (message, keys, remote) = (messages::asking(request), request.keys.len(), Arc::clone(&self.0));
+        let (message, keys, remote) =
+            (messages::asking(request, self.0.of_cluster), request.keys.len(), Arc::clone(&self.0));
         let namespace = request.namespace;
         self.0.spawn(async move {
             let found = look_up(&remote, &message, (namespace, deadline)).await;

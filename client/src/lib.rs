@@ -115,6 +115,8 @@ pub struct ConnectOptions {
     pub server_uid: Option<u32>,
     /// Threads of the client that move bytes, 1 to [`THREADS_MAX`].
     pub threads: usize,
+    /// Look-ups of single blocks without a lease count what other nodes of the server's cluster are said to have as here: reads take it from there.
+    pub of_cluster: bool,
 }
 
 /// The most threads of a client.
@@ -133,6 +135,7 @@ impl ConnectOptions {
             via: Via::Best,
             server_uid: None,
             threads: 2,
+            of_cluster: false,
         }
     }
 }

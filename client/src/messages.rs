@@ -62,14 +62,15 @@ pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     Ok(MatchReply { usable, pending: found.pending, missing, lease: lease(found.lease), plan })
 }
 
-/// What single blocks are looked up with.
-pub(super) fn asking(request: &ContainsRequest<'_>) -> proto::ExistsRequest {
+/// What single blocks are looked up with; `of_cluster`: also with other nodes.
+pub(super) fn asking(request: &ContainsRequest<'_>, of_cluster: bool) -> proto::ExistsRequest {
     proto::ExistsRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
         column: Some(convert::wire_column(request.group, request.coordinate)),
         keys: convert::key_bytes(request.keys),
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
+        of_cluster,
     }
 }
 

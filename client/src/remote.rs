@@ -68,6 +68,8 @@ pub(super) struct Remote {
     token: Option<MetadataValue<Ascii>>,
     call_timeout: Duration,
     pub(super) clock: Arc<dyn Clock>,
+    /// Whether look-ups count what other nodes have.
+    pub(super) of_cluster: bool,
     known: RwLock<BTreeMap<NamespaceId, Arc<Known>>>,
 }
 
@@ -143,7 +145,8 @@ impl Remote {
         let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
         let known = RwLock::new(BTreeMap::new());
         let clock = SystemClock::new();
-        Ok(Self { runtime: Some(runtime), channel, token, call_timeout: options.call_timeout, clock, known })
+        let ConnectOptions { call_timeout, of_cluster, .. } = *options;
+        Ok(Self { runtime: Some(runtime), channel, token, call_timeout, clock, of_cluster, known })
     }
 
     pub(super) fn store(&self) -> StoreClient<Channel> {

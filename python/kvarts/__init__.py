@@ -78,6 +78,7 @@ def connect(
     server_name=None,
     server_uid=None,
     threads=2,
+    of_cluster=False,
 ):
     """A client of a server (`kvarts serve`), named by its socket's path, `HOST:PORT` or a URL; else `$KVARTS_SERVER`, else
     127.0.0.1:7440. A server on this host is reached through shared memory: name its socket."""
@@ -101,6 +102,7 @@ def connect(
             server_name=server_name,
             server_uid=server_uid,
             threads=threads,
+            of_cluster=of_cluster,
         )
     )
 

@@ -96,13 +96,15 @@ def connect(
     server_name: str | None = None,
     server_uid: int | None = None,
     threads: int = 2,
+    of_cluster: bool = False,
 ) -> Client:
     """A client of a server (`kvarts serve`).
 
     `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. A
     server on this host is reached through shared memory: name its socket. `token`: else the content of the file
     `$KVARTS_TOKEN_FILE`. `timeout` bounds connecting and every call that does not give its own. TLS: `authority`,
-    `certificate` and `private_key` are PEM. `threads`: those of this client that copy and digest, 1 to 1024.
+    `certificate` and `private_key` are PEM. `threads`: those of this client that copy and digest, 1 to 1024. `of_cluster`: look-ups
+    without a hold also find what other nodes of the server's cluster have; loads take it from there.
 
     It connects again by itself after the server was away. Raises `Retry` (reason `Away`) if it is away now."""
 

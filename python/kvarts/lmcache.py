@@ -125,7 +125,7 @@ class Kvarts:
             self._version = importlib.metadata.version("lmcache")
         except importlib.metadata.PackageNotFoundError:
             self._version = "0"
-        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), pause)
+        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), pause)
         self._lock = threading.Lock()
         self._futures = itertools.count(1)
         self._pools = Pools()

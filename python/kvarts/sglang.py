@@ -102,7 +102,7 @@ class Kvarts(HiCacheStorage):
         self._revision = revision_of(self._model, extra.get("revision"))
         server, token_file = extra.get("server"), extra.get("token_file")
         pause = float(extra.get("pause", 1.0))
-        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), pause)
+        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), pause)
         self._pools = {}
         self._opening = threading.Lock()
 

@@ -186,7 +186,7 @@ class KvartsTier(SecondaryTierManager):
         self._finished = []
         self._lookups = _Lookups()
         self._failures = {}  # reason -> blocks, since the last `get_stats`
-        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout), float(pause))
+        self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), float(pause))
         self._open()
         deadline = time.monotonic() + self._timeout
         while self._opening and time.monotonic() < deadline:

@@ -100,7 +100,7 @@ class Plan:
         )
 
     def link(self):
-        return Link(lambda: kvarts.connect(self._server, token_of(self._token_file), timeout=self.timeout), self._pause)
+        return Link(lambda: kvarts.connect(self._server, token_of(self._token_file), timeout=self.timeout, of_cluster=True), self._pause)
 
     def pages(self, client, rank=0):
         """The handle. What is asked of it takes half of the time that there is for a request: a look-up and a load."""

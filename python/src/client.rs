@@ -106,7 +106,7 @@ pub(crate) struct Client {
 #[pyfunction]
 #[pyo3(signature = (
     endpoint, token=None, *, via="best", timeout=60.0, authority=None, certificate=None, private_key=None, server_name=None,
-    server_uid=None, threads=2,
+    server_uid=None, threads=2, of_cluster=false,
 ))]
 #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
 pub(crate) fn connect(
@@ -121,6 +121,7 @@ pub(crate) fn connect(
     server_name: Option<String>,
     server_uid: Option<u32>,
     threads: usize,
+    of_cluster: bool,
 ) -> PyResult<Client> {
     let via = match via {
         "best" => Via::Best,
@@ -143,6 +144,7 @@ pub(crate) fn connect(
         via,
         server_uid,
         threads,
+        of_cluster,
         ..ConnectOptions::to(endpoint)
     };
     let remote = py.detach(|| Remote::connect(&options)).or_raise(py)?;

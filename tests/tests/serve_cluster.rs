@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
-use kvarts_store::api::{BlockOutcome, Order, PutRequest, ReadRequest};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, Order, Presence, PutRequest, ReadRequest,
+};
 use kvarts_store::error::{Kind, Reason};
+use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Scratch;
@@ -133,6 +136,44 @@ fn a_block_of_any_node_is_read_on_every_node_over_grpc_and_over_the_local_path()
     }
     let status = cluster.client(0).cluster_status().unwrap();
     assert!(status.nodes.iter().filter(|node| !node.is_me).all(|node| node.read_bytes > 0), "{status:?}");
+}
+
+/// What a look-up of single blocks says, at once and by a ticket.
+fn look(client: &Client, desk: &Desk<'_>, keys: &[BlockKey], lease: Option<LeaseTerms>) -> Vec<Presence> {
+    let ReadRequest { namespace, group, coordinate, .. } = desk.read_request(COLUMN(), keys);
+    let request = ContainsRequest { namespace, group, coordinate, keys, lease };
+    let at_once = client.contains(&request).unwrap().presence;
+    let later = block_on(client.look_up(&request, None)).unwrap().unwrap().presence;
+    assert_eq!(at_once, later);
+    at_once
+}
+
+#[test]
+fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_nothing() {
+    let cluster = Cluster::start("cluster-find", 3);
+    let stages: Vec<Beside> = (0..3).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "find")).collect();
+    let keys = desks[0].keys(0..13);
+    for (n, desk) in (0usize..).zip(&desks) {
+        desk.store(COLUMN(), &keys[n * 4..n * 4 + 4], 1, Layout::LayerBlock);
+    }
+    let (asked, desk) = (&cluster.nodes[2], &desks[2]);
+    until_known(&stages[2].0, desk, &keys[..12], 1);
+    let [own, all] = [8..12, 0..12].map(|here: std::ops::Range<usize>| {
+        let one = |key| if here.contains(&key) { Presence::Here } else { Presence::Absent };
+        (0..13).map(one).collect::<Vec<_>>()
+    });
+    let terms = LeaseTerms { hold: Duration::from_secs(5), cap_bytes: 1 << 30 };
+    for is_local in [false, true] {
+        let [alone, among] = [false, true].map(|of_cluster| asked.client_as(is_local, of_cluster));
+        assert_eq!(look(&alone, desk, &keys, None), own, "local: {is_local}");
+        assert_eq!(look(&among, desk, &keys, None), all, "local: {is_local}");
+        // What is to be held must be here.
+        assert_eq!(look(&among, desk, &keys, Some(terms)), own, "local: {is_local}");
+        // And it can be read.
+        let stage = Beside(among);
+        Desk::new(&stage, "find").expect(COLUMN(), &keys[..12], 1);
+    }
 }
 
 #[test]
@@ -368,7 +409,8 @@ fn a_tenant_reads_nothing_of_another_ones_through_another_node() {
     let tenants = ["a", "b", "c"].map(|name| format!("[[tenants]]\nname = '{name}'\n") + &token(name, name));
     let cluster = Cluster::start_with("cluster-tenants", 2, &tenants.concat(), Some("a"));
     let of = |node: usize, tenant: &str| Beside(cluster.nodes[node].client(Some(tenant)));
-    let (a, others) = (of(0, "a"), [of(1, "b"), of(1, "c")]);
+    let among = |tenant| Beside(cluster.nodes[1].client_of_cluster(Some(tenant)));
+    let (a, others) = (of(0, "a"), [among("b"), among("c")]);
     let desk = Desk::new(&a, "mine");
     let keys = desk.keys(0..4);
     desk.store(COLUMN(), &keys, 1, Layout::LayerBlock);
@@ -379,6 +421,7 @@ fn a_tenant_reads_nothing_of_another_ones_through_another_node() {
     for other in &others {
         let desk = Desk::new(other, "mine");
         assert_eq!(copies(&other.0, &desk, &keys), [0; 4]);
+        assert_eq!(look(&other.0, &desk, &keys, None), [Presence::Absent; 4]);
         let (_, end) = desk.read(&ReadRequest { order: Order::Blocks, ..desk.read_request(COLUMN(), &keys) });
         assert!(end.failures.iter().all(|(_, reason)| matches!(reason, Reason::NotHere(_))), "{end:?}");
         assert_eq!(end.failures.len(), 4);

@@ -454,7 +454,7 @@ impl KvStore for LocalPath {
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
-        let message = messages::asking(request);
+        let message = messages::asking(request, self.inner.remote.of_cluster);
         let found: proto::ExistsReply = self.inner.link()?.ask(Kind::Exists, &message)?;
         Ok(messages::found(&found, request.keys.len())?)
     }
@@ -465,7 +465,7 @@ impl KvStore for LocalPath {
         deadline: Option<Nanos>,
     ) -> Ticket<Result<ContainsReply, Error>> {
         let (reply, answer) = ticket();
-        let (message, keys) = (messages::asking(request), request.keys.len());
+        let (message, keys) = (messages::asking(request, self.inner.remote.of_cluster), request.keys.len());
         match self.inner.ready() {
             Some(link) => {
                 // What cannot be sent is answered with why.

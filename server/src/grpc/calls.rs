@@ -185,7 +185,13 @@ pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinRep
     }
     let (namespace, column, keys) = (wire.namespace, wire.column, wire.keys);
     let hold_ms = convert::hold(wire.hold_ms).map_or(0, millis);
-    let asked = proto::ExistsRequest { namespace, column, keys, lease_ms: hold_ms, lease_cap_bytes: None };
+    let asked = proto::ExistsRequest {
+        namespace,
+        column,
+        keys,
+        lease_ms: hold_ms,
+        ..proto::ExistsRequest::default()
+    };
     let found = exists(call, asked)?;
     let here = i32::from(proto::exists_reply::Presence::Here);
     let held = found.presence.iter().filter(|one| **one == here).count() as u32;

@@ -108,6 +108,30 @@ pub(super) async fn in_cluster(
     }))
 }
 
+/// Counts blocks that are absent here as here if another node is said to have them and the look-up asks for that.
+pub(crate) async fn also_elsewhere(
+    call: Arc<Call>,
+    wire: proto::ExistsRequest,
+    mut found: proto::ExistsReply,
+) -> Outcome<proto::ExistsReply> {
+    let here = i32::from(proto::exists_reply::Presence::Here);
+    let absent = i32::from(proto::exists_reply::Presence::Absent);
+    let Some(node) = &call.state.decided.cluster else { return Ok(found) };
+    if !wire.of_cluster || wire.lease_ms > 0 || !found.presence.contains(&absent) {
+        return Ok(found);
+    }
+    let (keys, namespace) = (convert::keys(&wire.keys)?, convert::namespace(&wire.namespace)?);
+    let (group, coordinate) = convert::column(wire.column.as_ref())?;
+    let missing = keys.iter().zip(&found.presence).filter(|(_, one)| **one == absent);
+    let missing: Vec<BlockKey> = missing.map(|(key, _)| *key).collect();
+    let column = Column { namespace, group, coordinate, keys: &missing };
+    let left = call.deadline.saturating_duration_since(Instant::now());
+    let (there, _) = node.presence(column, LOOKUP_TIMEOUT.min(left)).await;
+    let absent = found.presence.iter_mut().filter(|one| **one == absent);
+    absent.zip(there).filter(|(_, there)| *there).for_each(|(one, _)| *one = here);
+    Ok(found)
+}
+
 /// Who owns a chain.
 pub(super) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome<proto::ChainReply> {
     let node = node(&call)?;

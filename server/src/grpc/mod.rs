@@ -14,7 +14,7 @@ pub(crate) mod call;
 pub(crate) mod calls;
 mod cold;
 mod connection;
-mod directory;
+pub(crate) mod directory;
 mod fair_connection;
 pub mod frame;
 mod health;

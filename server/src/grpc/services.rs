@@ -81,7 +81,12 @@ impl Store for Services {
 
     async fn exists(&self, request: Request<proto::ExistsRequest>) -> Answer<proto::ExistsReply> {
         answer(request, |call, wire| {
-            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::exists(call, wire))
+            let asked = wire.clone();
+            async move {
+                let many = heavy::of_keys(&wire.keys);
+                let found = heavily(Arc::clone(&call), many, move |call| calls::exists(call, wire)).await?;
+                directory::also_elsewhere(call, asked, found).await
+            }
         })
         .await
     }

@@ -118,6 +118,20 @@ impl Served {
         Client::connect(&options).unwrap()
     }
 
+    /// A client whose look-ups ask other nodes too.
+    pub(crate) fn client_of_cluster(&self, token: Option<&str>) -> Client {
+        let token = token.map(str::to_owned);
+        let options = ConnectOptions { token, of_cluster: true, ..ConnectOptions::to(self.endpoint()) };
+        Client::connect(&options).unwrap()
+    }
+
+    /// A client over one of the paths, whose look-ups ask other nodes too or do not.
+    pub(crate) fn client_as(&self, is_local: bool, of_cluster: bool) -> Client {
+        let socket = format!("unix:{}", self.daemon().socket().unwrap().display());
+        let via = if is_local { Via::Local } else { Via::Grpc };
+        Client::connect(&ConnectOptions { via, of_cluster, ..ConnectOptions::to(socket) }).unwrap()
+    }
+
     /// Waits until `done`.
     pub(crate) fn until(&self, what: &str, mut done: impl FnMut(&Daemon) -> bool) {
         let start = Instant::now();
