@@ -163,7 +163,7 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         let one = |key| if here.contains(&key) { Presence::Here } else { Presence::Absent };
         (0..13).map(one).collect::<Vec<_>>()
     });
-    let terms = LeaseTerms { hold: Duration::from_secs(5), cap_bytes: 1 << 30 };
+    let terms = LeaseTerms { hold: Duration::from_secs(5), cap_bytes: 1 << 30, tenant: 0 };
     for is_local in [false, true] {
         let [alone, among] = [false, true].map(|of_cluster| asked.client_as(is_local, of_cluster));
         assert_eq!(look(&alone, desk, &keys, None), own, "local: {is_local}");
