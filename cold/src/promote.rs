@@ -77,8 +77,10 @@ pub enum News<'a> {
     NotThere(usize),
     /// The store has it already.
     InStore(usize),
-    /// Some of its layers came and are what was put, or will not come.
+    /// Its bytes, or those of some of its layers, came and are what their digests are of, or will not come. Of a whole block the content id holds too.
     Came(&'a Arrived),
+    /// All of its layers came, and together they are not what was put.
+    Lost(usize),
 }
 
 /// Brings what the tier has of these blocks, and the store has not, into the store.
@@ -165,8 +167,7 @@ pub async fn restore_and_tell(
                 Some(Next::Parts(parts)) => {
                     for arrived in parts {
                         restored.fetched.count(&arrived);
-                        tell(News::Came(&arrived));
-                        putting.take(arrived, &layout, &bytes, &mut restored).await;
+                        putting.take(&arrived, (&layout, &bytes), &mut restored, &mut tell).await;
                     }
                 }
                 None => break,
@@ -338,19 +339,35 @@ struct Putting<'a> {
 }
 
 impl Putting<'_> {
-    async fn take(&mut self, arrived: Arrived, layout: &Layout, memory: &SharedBuf, restored: &mut Restored) {
+    async fn take(
+        &mut self,
+        arrived: &Arrived,
+        (layout, memory): (&Layout, &SharedBuf),
+        restored: &mut Restored,
+        tell: &mut (dyn FnMut(News<'_>) + Send),
+    ) {
         let Arrived { part, index, bytes } = arrived;
         if self.gathered.lost.contains(&part.ordinal) {
             return;
         }
-        let whole = match bytes {
-            Ok(_) => self.whole(&part, index, layout, memory),
-            Err(why) => return self.lose(&part, why, restored),
-        };
-        let Some(whole) = whole else { return };
+        if let Err(why) = bytes {
+            tell(News::Came(arrived));
+            return self.lose(part, why.clone(), restored);
+        }
+        // Layers are not held back for the rest of their block.
+        let layers = index.run(part.run).map_or(0, |indexed| indexed.shape.layers().len() as u32);
+        let is_alone = part.layers == (0..layers);
+        if !is_alone {
+            tell(News::Came(arrived));
+        }
+        let Some(whole) = self.whole(part, Arc::clone(index), layout, memory) else { return };
         if !whole.is_what_was_put().await {
             self.tier.strike(whole.index.id());
-            return self.lose(&part, Lost::Damaged, restored);
+            tell(News::Lost(part.ordinal));
+            return self.lose(part, Lost::Damaged, restored);
+        }
+        if is_alone {
+            tell(News::Came(arrived));
         }
         let waiting: usize = self.batch.iter().map(|block| block.bytes).sum();
         let follows = self.batch.last().is_none_or(|last| {

@@ -9,14 +9,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvarts_layout::{Coordinate, Group};
 use kvarts_store::api::{Durability, KvStore, Order, Origins, Placed, ReadRequest};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::io::{Features, Io, IoChoice, Region, SharedBuf, open_io};
+use kvarts_store::io::{Arena, Features, Io, IoChoice, Region, SharedBuf, open_io};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_store::rt::clock::{OsEntropy, SystemClock};
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
 
 use super::fixture::*;
+use crate::format::names::Named;
 use crate::format::samples::{self, BLOCK};
-use crate::promote::{Restored, Wanted, restore_into};
+use crate::promote::{News, Restored, Wanted, restore_and_tell, restore_into};
 use crate::testing::{Kind, Op, Plan};
 
 static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -72,14 +73,18 @@ impl Engine {
         end.usable_blocks
     }
 
-    fn restore(&self, world: &World, prefix: u8, to: u32) -> Restored {
-        let wanted = Wanted {
+    fn wanted(&self, prefix: u8, to: u32) -> Wanted {
+        Wanted {
             namespace: samples::namespace_id("r1"),
             group: Group(0),
             coordinate: Coordinate::Replicated,
             keys: keys(prefix, to),
             durability: Durability::Durable,
-        };
+        }
+    }
+
+    fn restore(&self, world: &World, prefix: u8, to: u32) -> Restored {
+        let wanted = self.wanted(prefix, to);
         let tier = world.other();
         world.time.run(restore_into(&tier, &self.store, &wanted, &small_ranges())).unwrap()
     }
@@ -97,6 +102,38 @@ fn an_empty_store_gets_what_the_tier_has_and_serves_it() {
     let ranges = world.faulty.asked(Op::Range);
     let again = engine.restore(&world, 1, 30);
     assert_eq!((again.stored, again.already_there, world.faulty.asked(Op::Range)), (0, 23, ranges));
+}
+
+#[test]
+fn bytes_that_their_digests_are_of_and_that_were_not_put_are_neither_given_nor_stored() {
+    let world = World::new();
+    world.push(&[(1, 0, 3)]).unwrap();
+    let name =
+        world.memory.names().into_iter().find(|name| matches!(Named::parse(name), Some(Named::Pack(..))));
+    let name = name.unwrap();
+    let mut bytes = world.memory.bytes(&name).unwrap().to_vec();
+    let sound = samples::bytes_of(1, 0);
+    let at = bytes.windows(BLOCK).position(|some| *some == sound[..]).unwrap();
+    // The generator of CRC-32, its bits in the order of transmission: what is changed by it has the digest that it had.
+    let generator = [0x41, 0x06, 0x71, 0xdb, 0x01];
+    bytes[at..at + 5].iter_mut().zip(generator).for_each(|(byte, change)| *byte ^= change);
+    assert_eq!(crc32fast::hash(&bytes[at..at + 64]), crc32fast::hash(&sound[..64]));
+    world.memory.set(&name, bytes);
+    let engine = Engine::open();
+    let (tier, wanted) = (world.other(), engine.wanted(1, 3));
+    let (mut came, mut lost) = (Vec::new(), Vec::new());
+    let tell = |news: News<'_>| match news {
+        News::Came(arrived) if arrived.bytes.is_ok() => came.push(arrived.part.ordinal),
+        News::Lost(ordinal) => lost.push(ordinal),
+        _ => {}
+    };
+    let memory = Arena::new(Region::anonymous(1 << 20).unwrap());
+    let options = small_ranges();
+    let restored = restore_and_tell(&tier, &engine.store, &wanted, &options, &memory, tell);
+    let restored = world.time.run(restored).unwrap();
+    assert_eq!((restored.stored, restored.lost), (2, 1), "{restored:?}");
+    assert_eq!((came, lost), (vec![1, 2], vec![0]));
+    assert_eq!(engine.serves(1, 3), 0);
 }
 
 #[test]

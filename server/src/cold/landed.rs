@@ -101,7 +101,7 @@ impl Landed {
     /// Takes in what is told of one of these blocks.
     pub(super) fn take(&self, keys: &[BlockKey], news: News<'_>) {
         let (ordinal, arrived) = match news {
-            News::NotThere(ordinal) | News::InStore(ordinal) => (ordinal, None),
+            News::NotThere(ordinal) | News::InStore(ordinal) | News::Lost(ordinal) => (ordinal, None),
             News::Came(arrived) => (arrived.part.ordinal, Some(arrived)),
         };
         let Some(key) = keys.get(ordinal) else { return };

@@ -10,6 +10,7 @@ use kvarts_layout::NamespaceId;
 use tokio::sync::Notify;
 
 use super::counts::add;
+use super::restore::KEPT_FOR;
 use super::{ColdTier, STALE};
 
 /// Namespaces that are kept fresh: the one that was used longest ago makes room.
@@ -93,7 +94,7 @@ impl ColdTier {
             }
             tokio::select! {
                 () = self.manifests.wanted.notified() => {}
-                () = tokio::time::sleep(refresh / 4) => {}
+                () = tokio::time::sleep((refresh / 4).min(KEPT_FOR)) => {}
             }
         }
     }

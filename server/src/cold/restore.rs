@@ -38,7 +38,7 @@ const FLIGHT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long what came is held for the reads that wait for it if the store did not take it.
 const HELD_FOR: Duration = Duration::from_secs(1);
 /// How long what was stored is held for reads that take it layer by layer.
-const KEPT_FOR: Duration = Duration::from_secs(5);
+pub(super) const KEPT_FOR: Duration = Duration::from_secs(5);
 /// How long a first manifest of a namespace may take before a read goes on without.
 const MANIFEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a block that could not be brought is not asked for again.
