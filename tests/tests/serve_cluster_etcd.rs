@@ -62,20 +62,23 @@ fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is
         path
     };
     let (authority, other) = (Authority::new(), Authority::new());
-    let (of_etcd, of_node) = (authority.make("127.0.0.1", false), authority.make("node", false));
-    let secured = Secured {
-        certificate: write("etcd.pem", &of_etcd.certificate),
-        key: write("etcd.key", &of_etcd.key),
-        authority: write("authority.pem", authority.pem()),
+    let of_node = authority.make("node", false);
+    let of_etcd = |address: &str| {
+        let shown = authority.make(address, false);
+        Secured {
+            certificate: write("etcd.pem", &shown.certificate),
+            key: write("etcd.key", &shown.key),
+            authority: write("authority.pem", authority.pem()),
+        }
     };
+    let Some(etcd) = Etcd::start_secured("secured", of_etcd) else { return };
     let file = format!(
         "etcd_authority = '{}'\netcd_certificate = '{}'\netcd_key = '{}'\netcd_password = '{}'\n",
-        secured.authority.display(),
+        write("authority.pem", authority.pem()).display(),
         write("node.pem", &of_node.certificate).display(),
         write("node.key", &of_node.key).display(),
         write("password", "kvarts:of the nodes\n").display(),
     );
-    let Some(etcd) = Etcd::start_with("secured", Some(secured)) else { return };
     for (call, message) in [
         ("auth/user/add", r#"{"name":"root","password":"of root"}"#),
         ("auth/role/add", r#"{"name":"root"}"#),

@@ -38,22 +38,27 @@ impl Server {
             eprintln!("not tried: there is no S3 server (scripts/moto brings one)");
             return None;
         }
-        // Free now; a process that takes it before the server does makes this test fail, and no other test.
-        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-        let child = Command::new(program)
-            .args(["--host", "127.0.0.1", "--port", &free.to_string()])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let server = Self { child, port: free };
         let begin = Instant::now();
-        while !server.make_bucket() {
-            assert!(begin.elapsed() < PATIENCE, "the S3 server does not answer");
-            std::thread::sleep(Duration::from_millis(50));
+        // The port was free a moment ago; where another process took it meanwhile, the server ends: another port then.
+        loop {
+            let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+            let child = Command::new(&program)
+                .args(["--host", "127.0.0.1", "--port", &free.to_string()])
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+            let mut server = Self { child, port: free };
+            while server.child.try_wait().unwrap().is_none() {
+                if server.make_bucket() {
+                    return Some(server);
+                }
+                assert!(begin.elapsed() < PATIENCE, "the S3 server does not answer");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            assert!(begin.elapsed() < PATIENCE, "the S3 server does not start");
         }
-        Some(server)
     }
 
     fn make_bucket(&self) -> bool {

@@ -2,9 +2,10 @@
 #![allow(dead_code, unreachable_pub, reason = "each test file that includes this uses a part of it")]
 #![allow(clippy::disallowed_methods, reason = "starts processes")]
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long it may take until it answers.
@@ -27,19 +28,27 @@ pub struct Secured {
     pub authority: PathBuf,
 }
 
-/// A port of this host that is free now.
-fn port() -> SocketAddr {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+/// An address of this host at which no other program listens, and from which no connection is made. A port of 127.0.0.1
+/// that was free a moment ago may belong to a connection by now: a suite of tests makes many.
+fn own_address() -> Ipv4Addr {
+    static STARTED: AtomicU8 = AtomicU8::new(0);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    Ipv4Addr::new(127, 150 + STARTED.fetch_add(1, Ordering::Relaxed), high, low)
 }
 
 impl Etcd {
     /// One for a test of this name; none, and a word about it, where it is not installed.
     pub fn start(name: &str) -> Option<Self> {
-        Self::start_with(name, None)
+        Self::start_at(name, own_address(), None)
     }
 
-    /// The same, called over TLS besides: then nodes are told of that alone.
-    pub fn start_with(name: &str, secured: Option<Secured>) -> Option<Self> {
+    /// The same, called over TLS besides: then nodes are told of that alone. What it shows is made for its address.
+    pub fn start_secured(name: &str, secured: impl FnOnce(&str) -> Secured) -> Option<Self> {
+        let address = own_address();
+        Self::start_at(name, address, Some(secured(&address.to_string())))
+    }
+
+    fn start_at(name: &str, address: Ipv4Addr, secured: Option<Secured>) -> Option<Self> {
         if Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_err() {
             let required = std::env::var("KVARTS_ETCD").is_ok_and(|value| value == "required");
             assert!(!required, "run scripts/etcd first");
@@ -48,7 +57,8 @@ impl Etcd {
         }
         let directory = std::env::temp_dir().join(format!("kvarts-etcd-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&directory);
-        let mut etcd = Self { directory, client: port(), tls: port(), peer: port(), secured, child: None };
+        let [client, peer, tls] = [2379, 2380, 2381].map(|port| SocketAddr::from((address, port)));
+        let mut etcd = Self { directory, client, tls, peer, secured, child: None };
         etcd.begin();
         Some(etcd)
     }
@@ -63,6 +73,8 @@ impl Etcd {
             command.arg("--cert-file").arg(certificate).arg("--key-file").arg(key);
             command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(authority);
         }
+        // Beside its data, which it makes itself.
+        let log = self.directory.with_extension("log");
         let child = command
             .arg("--data-dir")
             .arg(&self.directory)
@@ -70,12 +82,17 @@ impl Etcd {
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &format!("default={peer}"), "--logger", "zap"])
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap())
             .spawn();
-        self.child = Some(child.unwrap());
+        let child = self.child.insert(child.unwrap());
         let start = Instant::now();
-        while TcpStream::connect(self.client).is_err() {
-            assert!(start.elapsed() < TIMEOUT, "etcd does not answer");
+        // What it listens at first may answer before it gives up for want of another port.
+        let (client, peer) = (self.client, self.peer);
+        let called = [Some(client), Some(peer), self.secured.as_ref().map(|_| self.tls)];
+        while !called.iter().flatten().all(|address| TcpStream::connect(address).is_ok()) {
+            let log = || std::fs::read_to_string(&log).unwrap_or_default();
+            assert!(child.try_wait().unwrap().is_none(), "etcd ended: {}", log());
+            assert!(start.elapsed() < TIMEOUT, "etcd does not answer: {}", log());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -119,5 +136,6 @@ impl Drop for Etcd {
     fn drop(&mut self) {
         self.stop();
         let _ = std::fs::remove_dir_all(&self.directory);
+        let _ = std::fs::remove_file(self.directory.with_extension("log"));
     }
 }
