@@ -29,6 +29,13 @@ impl Path for GrpcPath {
     fn name(&self) -> &'static str {
         super::GRPC
     }
+
+    fn matched(&self, wire: proto::MatchRequest) -> Result<proto::MatchReply, Error> {
+        self.0.ask_again(|| {
+            let (mut store, request) = (self.0.store(), self.0.request(wire.clone(), None));
+            async move { store.r#match(request).await }
+        })
+    }
 }
 
 fn delete_message(request: &DeleteRequest) -> proto::DeleteRequest {
@@ -125,12 +132,7 @@ impl KvStore for GrpcPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        let message = messages::matching(request);
-        let found = self.0.ask_again(|| {
-            let (mut store, request) = (self.0.store(), self.0.request(message.clone(), None));
-            async move { store.r#match(request).await }
-        })?;
-        Ok(messages::matched(&found)?)
+        Ok(messages::matched(&self.matched(messages::matching(request))?)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {

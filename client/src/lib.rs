@@ -55,6 +55,9 @@ pub trait Path: KvStore + fmt::Debug {
     /// Its name, in logs and metrics.
     fn name(&self) -> &'static str;
 
+    /// [`KvStore::match_prefix`] as messages: with what they can ask for besides.
+    fn matched(&self, wire: proto::MatchRequest) -> Result<proto::MatchReply, Error>;
+
     /// Memory for a pool of blocks, at least `bytes` bytes of it. Where there is a way to, the server's disks write
     /// straight into it, and it is verified there before it is announced.
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
@@ -79,6 +82,17 @@ pub trait Path: KvStore + fmt::Debug {
         let region = shared::map_own(&file, bytes, Box::new(()));
         region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
     }
+}
+
+/// What a match found, of the server's own store and beyond it.
+#[derive(Clone, Debug)]
+pub struct Beyond {
+    /// As [`KvStore::match_prefix`] says it.
+    pub own: MatchReply,
+    /// Together with other nodes, if the server belongs to a cluster.
+    pub in_cluster: Option<proto::match_reply::InCluster>,
+    /// Together with the bucket, if it seems to have more.
+    pub in_cold: Option<proto::match_reply::InCold>,
 }
 
 /// Which way blocks may take.
@@ -354,29 +368,13 @@ impl Client {
         self.remote.ask(async move { directory.status(request).await })
     }
 
-    /// As [`KvStore::match_prefix`], and beside it what the nodes of the cluster have together, as far as they are known to: a
-    /// read brings both. Over gRPC.
-    pub fn match_in_cluster(
-        &self,
-        request: &MatchRequest<'_>,
-    ) -> Result<(MatchReply, Option<proto::match_reply::InCluster>), Error> {
-        let mut store = self.remote.store();
+    /// As [`KvStore::match_prefix`], and beside it what a read brings that is not in the server's own store: what nodes of the
+    /// cluster are said to have, and what the bucket behind the server seems to have.
+    pub fn match_beyond(&self, request: &MatchRequest<'_>) -> Result<Beyond, Error> {
         let wire = proto::MatchRequest { of_cluster: true, ..messages::matching(request) };
-        let request = self.remote.request(wire, None);
-        let found = self.remote.ask(async move { store.r#match(request).await })?;
-        Ok((messages::matched(&found)?, found.in_cluster))
-    }
-
-    /// As [`KvStore::match_prefix`], and beside it what the bucket behind the server seems to have of it, and what bringing that costs: a
-    /// read brings it. Over gRPC.
-    pub fn match_in_cold(
-        &self,
-        request: &MatchRequest<'_>,
-    ) -> Result<(MatchReply, Option<proto::match_reply::InCold>), Error> {
-        let mut store = self.remote.store();
-        let request = self.remote.request(messages::matching(request), None);
-        let found = self.remote.ask(async move { store.r#match(request).await })?;
-        Ok((messages::matched(&found)?, found.in_cold))
+        let found = self.path.matched(wire)?;
+        let own = messages::matched(&found)?;
+        Ok(Beyond { own, in_cluster: found.in_cluster, in_cold: found.in_cold })
     }
 
     /// Which nodes of the cluster are said to have blocks, and what reading from them would cost. Hints: a node may have lost a

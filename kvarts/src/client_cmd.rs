@@ -8,8 +8,8 @@
 #![allow(clippy::disallowed_methods, reason = "commands of a person: files of the person's")]
 
 mod admin;
+mod beyond;
 mod cluster;
-mod cold;
 mod compact;
 mod get;
 mod missing;
@@ -40,7 +40,7 @@ pub(crate) use admin::{BudgetArgs, DrainArgs, budget, checkpoint, drain, reload,
 pub(crate) use cluster::{ClusterArgs, cluster};
 pub(crate) use compact::compact;
 pub(crate) use get::{GetArgs, get};
-use kvarts_client::{Client, Via};
+use kvarts_client::{Beyond, Client, Via};
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use kvarts_wire::proto;
@@ -158,7 +158,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         lease: None,
         plan: times.as_ref().map(|times| arguments.plan.terms(&subject, times)),
     };
-    let (found, cold) = client.match_in_cold(&request).map_err(Failure::user)?;
+    let Beyond { own: found, in_cluster, in_cold } = client.match_beyond(&request).map_err(Failure::user)?;
     let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
     // An identity with a typo is known as soon as an engine has registered it.
     let meant = || if longest.blocks == 0 { strangers::meant(&client, &subject.identity) } else { None };
@@ -172,8 +172,11 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         if let (Some(planned), Some(report)) = (&found.plan, report.as_object_mut()) {
             report.insert("plan".to_owned(), planned::report(planned));
         }
-        if let (Some(cold), Some(report)) = (&cold, report.as_object_mut()) {
-            report.insert("cold".to_owned(), cold::report(cold));
+        if let (Some(cluster), Some(report)) = (&in_cluster, report.as_object_mut()) {
+            report.insert("cluster".to_owned(), beyond::cluster_report(cluster));
+        }
+        if let (Some(cold), Some(report)) = (&in_cold, report.as_object_mut()) {
+            report.insert("cold".to_owned(), beyond::cold_report(cold));
         }
         if let (Some(meant), Some(report)) = (meant(), report.as_object_mut()) {
             report.insert("why".to_owned(), meant.into());
@@ -195,8 +198,11 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     if let Some(meant) = meant() {
         writeln!(out, "  {meant}")?;
     }
-    if let Some(cold) = &cold {
-        cold::show(cold, out)?;
+    if let Some(cluster) = &in_cluster {
+        beyond::show_cluster(cluster, blocks, out)?;
+    }
+    if let Some(cold) = &in_cold {
+        beyond::show_cold(cold, out)?;
     }
     match &found.plan {
         Some(planned) => planned::show(planned, out),
@@ -219,7 +225,7 @@ fn count_stranger(client: &Client, subject: &Subject) {
         plan: None,
     };
     // It is known what it answers: no such model.
-    let _ = client.match_in_cold(&request);
+    let _ = client.match_prefix(&request);
 }
 
 /// The answer of a match whose identity nothing is stored of.
@@ -238,7 +244,10 @@ fn nothing_of_it(
         });
         return print(out, &report);
     }
-    writeln!(out, "0 of {asked} blocks (0 tokens) can be restored: nothing is stored of this identity")?;
+    writeln!(
+        out,
+        "0 of {asked} blocks (0 tokens) can be restored: this server stores nothing of this identity"
+    )?;
     match meant {
         Some(meant) => Ok(writeln!(out, "  {meant}")?),
         None => Ok(()),

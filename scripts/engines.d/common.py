@@ -119,6 +119,30 @@ class Server:
         return subprocess.run([self.program, "fsck", self.directory], capture_output=True, text=True, check=False)
 
 
+def two_nodes(engine, name):
+    """Two servers that are the nodes of one cluster and reach each other."""
+    nodes = [Server(engine, f"{name}-{number}") for number in range(2)]
+    members = "epoch = 1\n"
+    for number, node in enumerate(nodes):
+        command = [node.program, "stat", "--server", node.socket, "--json"]
+        store = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["store"]
+        # An address of this process alone: no connection takes its port.
+        high, low = divmod(os.getpid() & 0xFFFF, 256)
+        members += f'[[node]]\nid = "{store}"\naddress = "127.{210 + number}.{high}.{low}:7450"\n'
+    for node in nodes:
+        file = os.path.join(node.place, "members.toml")
+        with open(file, "w", encoding="utf-8") as text:
+            text.write(members)
+        node.stop()
+        node.arguments += ("--cluster", file)
+        node.start()
+    deadline = time.monotonic() + 60
+    while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < 1 for node in nodes):
+        expect(time.monotonic() < deadline, "the nodes do not reach each other")
+        time.sleep(0.05)
+    return nodes
+
+
 class Process:
     """A process of an engine's that takes commands, one JSON document a line, and answers each with one."""
 

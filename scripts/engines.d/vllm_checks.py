@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from common import BLOCK, DEADLINE, PATIENCE, Process, Server, environment, expect, full_of, model_of, prompts_of, python_of
+from common import BLOCK, DEADLINE, PATIENCE, Process, Server, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
 
 
 class Engine(Process):
@@ -55,7 +55,7 @@ class Vllm:
     start."""
 
     PREFIX = ""
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn")
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster")
     CONNECTOR = "Kvarts"
     FAILED = "vllm:kv_offload_kvarts_failed_blocks "
     #: How disks reach the engine's memory.
@@ -231,6 +231,35 @@ class Vllm:
             server.stop()
         return f"{disk:.0f} prompt tokens from disk, {evicted:.0f} blocks evicted, the same output"
 
+    def check_cluster(self):
+        """An engine beside one node stores, an engine beside another node finds that: the bytes come from the first node."""
+        nodes = two_nodes("vllm", f"vllm-cluster-{self.CONNECTOR}")
+        try:
+            first = Engine("vllm-node-first", self.model, self.kvarts(nodes[0]))
+            found, disk, _ = first.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"] and disk == 0, "not computed, with empty disks")
+            first.end()
+            self.wait_until_known(nodes)
+            second = Engine("vllm-node-second", self.model, self.kvarts(nodes[1]))
+            found, disk, seconds = second.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"], f"other tokens than without a cache ({disk:.0f} prompt tokens came from the node)")
+            expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from the other node")
+            second.end()
+            served = nodes[0].metric("kvarts_cluster_served_bytes_total")
+            expect(served > 0, "the node that has the blocks served no bytes")
+        finally:
+            for node in nodes:
+                node.stop()
+        return f"{disk:.0f} of {self.full()} prompt tokens from the other node ({served / 2**20:.1f} MiB, {seconds:.2f} s), the same output"
+
+    @staticmethod
+    def wait_until_known(nodes):
+        """Until the directory, of which each node has a part, knows all that the first node has."""
+        deadline = time.monotonic() + PATIENCE
+        while sum(node.metric("kvarts_cluster_directory_entries") for node in nodes) < nodes[0].metric("kvarts_engine_blocks_stored_total"):
+            expect(time.monotonic() < deadline, "the directory does not know what the first node stored")
+            time.sleep(0.05)
+
     def close(self):
         if self.engine is not None:
             self.engine.end()
@@ -242,7 +271,7 @@ class Layers(Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "churn", "early")
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "churn", "cluster", "early")
     CONNECTOR = "KvartsLayers"
     FAILED = "vllm:kvarts_failed_blocks "
     MODE = "copied"

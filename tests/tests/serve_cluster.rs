@@ -8,14 +8,16 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use kvarts_client::Client;
-use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
 use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, Order, Presence, PutRequest, ReadRequest,
+    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, Presence, PutRequest,
+    ReadRequest,
 };
 use kvarts_store::error::{Kind, Reason};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, all, pages};
-use kvarts_tests::fixture;
+use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::Scratch;
 use kvarts_wire::{convert, proto};
 use proto::chain_reply::What;
@@ -164,12 +166,29 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         (0..13).map(one).collect::<Vec<_>>()
     });
     let terms = LeaseTerms { hold: Duration::from_secs(5), cap_bytes: 1 << 30, tenant: 0 };
+    let (group, coordinate) = COLUMN();
+    let need =
+        Requirement { group, coordinates: vec![coordinate], need: Need::All, absence: Absence::Required };
+    let requirements = Requirements::new(BLOCK_TOKENS, vec![need]).unwrap();
+    let matching = MatchRequest {
+        namespace: desk.namespace,
+        keys: &keys,
+        requirements: &requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+        plan: None,
+    };
     for is_local in [false, true] {
         let [alone, among] = [false, true].map(|of_cluster| asked.client_as(is_local, of_cluster));
         assert_eq!(look(&alone, desk, &keys, None), own, "local: {is_local}");
         assert_eq!(look(&among, desk, &keys, None), all, "local: {is_local}");
         // What is to be held must be here.
         assert_eq!(look(&among, desk, &keys, Some(terms)), own, "local: {is_local}");
+        // A match says of the prompt what is here, and what is with the other nodes.
+        let found = among.match_beyond(&matching).unwrap();
+        let together = found.in_cluster.expect("the server belongs to a cluster");
+        assert_eq!((found.own.usable.longest.blocks, together.unasked), (0, 0), "local: {is_local}");
+        assert_eq!(together.longest.unwrap().blocks, 12, "local: {is_local}");
         // And it can be read.
         let stage = Beside(among);
         Desk::new(&stage, "find").expect(COLUMN(), &keys[..12], 1);

@@ -115,9 +115,9 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     };
     let before = cold(&second.served).counted().total.requests;
     for _ in 0..200 {
-        let (found, cold) = second.client.match_in_cold(&request).unwrap();
-        let cold = cold.expect("the bucket has it");
-        assert_eq!((found.usable.longest.blocks, cold.longest.unwrap().blocks), (0, RUN as u32));
+        let found = second.client.match_beyond(&request).unwrap();
+        let cold = found.in_cold.expect("the bucket has it");
+        assert_eq!((found.own.usable.longest.blocks, cold.longest.unwrap().blocks), (0, RUN as u32));
         let bytes = RUN * fixture::shape(group, coordinate).block_bytes();
         assert_eq!((cold.blocks, cold.bytes, cold.restore_ms), (RUN, bytes, None));
     }
@@ -145,8 +145,8 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     });
     settle(&second.served);
     assert_eq!(count(&second.served, "restored_blocks") - before, RUN);
-    let (_, cold) = second.client.match_in_cold(&MatchRequest { keys: &runs[3], ..request }).unwrap();
-    assert!(cold.unwrap().restore_ms.is_some(), "it was measured");
+    let found = second.client.match_beyond(&MatchRequest { keys: &runs[3], ..request }).unwrap();
+    assert!(found.in_cold.unwrap().restore_ms.is_some(), "it was measured");
     let metrics = second.served.metrics();
     let line = format!("kvarts_cold_restored_blocks_total {}", 3 * RUN);
     assert!(metrics.lines().any(|one| one == line), "{metrics}");

@@ -105,7 +105,9 @@ impl Bench<'_> {
 
     /// A store.
     pub(super) fn home(&self, directory: &Path) -> Result<Home, Failure> {
-        let options = Options { budget_bytes: 4 << 30, segment_bytes: 64 << 20, ..Options::default() };
+        // No store holds more than the blocks of two reads; nothing that is measured may be evicted.
+        let budget_bytes = (self.arguments.mib << 20) / 4 * 9 + (4 << 30);
+        let options = Options { budget_bytes, segment_bytes: 64 << 20, ..Options::default() };
         setup::open(&self.arguments.common, directory, options)
     }
 

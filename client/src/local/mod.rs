@@ -410,6 +410,10 @@ impl Path for LocalPath {
         "local"
     }
 
+    fn matched(&self, wire: proto::MatchRequest) -> Result<proto::MatchReply, Error> {
+        Ok(self.inner.link()?.ask(Kind::Match, &wire)?)
+    }
+
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
         let bytes = bytes.max(1).checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
         let link = self.inner.link()?;
@@ -448,9 +452,7 @@ impl KvStore for LocalPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        let message = messages::matching(request);
-        let found: proto::MatchReply = self.inner.link()?.ask(Kind::Match, &message)?;
-        Ok(messages::matched(&found)?)
+        Ok(messages::matched(&self.matched(messages::matching(request))?)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {

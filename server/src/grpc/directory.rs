@@ -108,8 +108,8 @@ pub(super) async fn in_cluster(
     }))
 }
 
-/// Counts blocks that are absent here as here if another node is said to have them and the look-up asks for that.
-pub(crate) async fn also_elsewhere(
+/// Counts blocks that are absent here as here if another node is said to have them, unless a lease is asked for.
+pub(super) async fn also_elsewhere(
     call: Arc<Call>,
     wire: proto::ExistsRequest,
     mut found: proto::ExistsReply,
@@ -117,7 +117,7 @@ pub(crate) async fn also_elsewhere(
     let here = i32::from(proto::exists_reply::Presence::Here);
     let absent = i32::from(proto::exists_reply::Presence::Absent);
     let Some(node) = &call.state.decided.cluster else { return Ok(found) };
-    if !wire.of_cluster || wire.lease_ms > 0 || !found.presence.contains(&absent) {
+    if wire.lease_ms > 0 || !found.presence.contains(&absent) {
         return Ok(found);
     }
     let (keys, namespace) = (convert::keys(&wire.keys)?, convert::namespace(&wire.namespace)?);

@@ -19,6 +19,7 @@ mod fair_connection;
 pub mod frame;
 mod health;
 pub(crate) mod heavy;
+pub(crate) mod lookups;
 mod messages;
 mod models;
 pub(crate) mod put;

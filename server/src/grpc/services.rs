@@ -22,7 +22,7 @@ use super::frame::{self, ReadBody};
 use super::heavy::{self, heavily};
 use super::messages::Messages;
 use super::read::Download;
-use super::{admin, calls, cold, directory, limits, models, read, watch};
+use super::{admin, calls, directory, limits, lookups, models, read, watch};
 use kvarts_wire::proto;
 use kvarts_wire::proto::{
     admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
@@ -62,33 +62,11 @@ impl Store for Services {
     }
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
-        answer(request, |call, wire| {
-            let asked = wire.clone();
-            async move {
-                cold::prepare(&call, &wire).await;
-                let found = heavily(Arc::clone(&call), heavy::of_match(&wire), move |call| {
-                    calls::match_prefix(call, wire)
-                });
-                let mut found = found.await?;
-                if asked.of_cluster {
-                    found.in_cluster = directory::in_cluster(&call, &asked, &found).await?;
-                }
-                Ok(found)
-            }
-        })
-        .await
+        answer(request, lookups::matched).await
     }
 
     async fn exists(&self, request: Request<proto::ExistsRequest>) -> Answer<proto::ExistsReply> {
-        answer(request, |call, wire| {
-            let asked = wire.clone();
-            async move {
-                let many = heavy::of_keys(&wire.keys);
-                let found = heavily(Arc::clone(&call), many, move |call| calls::exists(call, wire)).await?;
-                directory::also_elsewhere(call, asked, found).await
-            }
-        })
-        .await
+        answer(request, lookups::exists).await
     }
 
     async fn unlock(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {

@@ -39,8 +39,8 @@ use super::short::{Over, Short, Shorts};
 use super::{ClientFacts, Entry, Mode, Peer, read};
 use crate::grpc::call::{self, Call, Method};
 use crate::grpc::calls;
-use crate::grpc::directory;
 use crate::grpc::heavy::{self, heavily};
+use crate::grpc::lookups;
 use crate::state::parts::Part;
 use crate::state::{Right, ServerState};
 use kvarts_wire::codec::decode;
@@ -77,13 +77,13 @@ struct LookUp<Q, A> {
     /// The time of the lease that it asks for.
     hold: fn(&Q) -> u64,
     work: fn(&Call, Q) -> Outcome<A>,
-    /// Whether other nodes are asked too, and what their answer makes of this one's.
+    /// Whether it waits for other nodes too, and the whole of it then.
     of_cluster: fn(&Q) -> bool,
-    also: fn(Arc<Call>, Q, A) -> Elsewhere<A>,
+    whole: fn(Arc<Call>, Q) -> Whole<A>,
 }
 
-/// Other nodes are asked.
-type Elsewhere<A> = Pin<Box<dyn Future<Output = Outcome<A>> + Send>>;
+/// A look-up that waits.
+type Whole<A> = Pin<Box<dyn Future<Output = Outcome<A>> + Send>>;
 
 /// The answer to a look-up, and the lease that it took, if it did.
 struct Looked {
@@ -438,8 +438,8 @@ impl Session {
                     entries: heavy::of_match,
                     hold: |wire: &proto::MatchRequest| wire.lease_ms,
                     work: calls::match_prefix,
-                    of_cluster: |_| false,
-                    also: |_, _, found| Box::pin(future::ready(Ok(found))),
+                    of_cluster: |wire| wire.of_cluster,
+                    whole: |call, wire| Box::pin(lookups::matched(call, wire)),
                 };
                 self.look_up("/kvarts.v1.Store/Match", (id, body), how);
             }
@@ -449,7 +449,7 @@ impl Session {
                     hold: |wire: &proto::ExistsRequest| wire.lease_ms,
                     work: calls::exists,
                     of_cluster: |wire| wire.of_cluster,
-                    also: |call, wire, found| Box::pin(directory::also_elsewhere(call, wire, found)),
+                    whole: |call, wire| Box::pin(lookups::exists(call, wire)),
                 };
                 self.look_up("/kvarts.v1.Store/Exists", (id, body), how);
             }
@@ -476,11 +476,11 @@ impl Session {
 
     /// Looks something up: here if it is little, and otherwise elsewhere in its tenant's turn, while this thread works for
     /// others.
-    fn look_up<Q: Message + Default + Clone + 'static, A: Message + heavy::Answer>(
+    fn look_up<Q: Message + Default + 'static, A: Message + heavy::Answer>(
         &mut self,
         path: &str,
         (id, body): (u64, Bytes),
-        LookUp { entries, hold, work, of_cluster, also }: LookUp<Q, A>,
+        LookUp { entries, hold, work, of_cluster, whole }: LookUp<Q, A>,
     ) {
         let method: Outcome<_> =
             call::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
@@ -503,8 +503,8 @@ impl Session {
             };
             Looked { bytes, name, hold }
         };
-        let asked = of_cluster(&wire).then(|| wire.clone());
-        if many <= LIGHT_ENTRIES && asked.is_none() {
+        let waits = of_cluster(&wire);
+        if many <= LIGHT_ENTRIES && !waits {
             let answer = work(&call, wire);
             return self.looked(told(&call, answer));
         }
@@ -512,10 +512,9 @@ impl Session {
             return self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
         }
         self.look_ups.push(Box::pin(async move {
-            let answer = heavily(Arc::clone(&call), many, move |call| work(call, wire)).await;
-            let answer = match (answer, asked) {
-                (Ok(found), Some(asked)) => also(Arc::clone(&call), asked, found).await,
-                (answer, _) => answer,
+            let answer = match waits {
+                true => whole(Arc::clone(&call), wire).await,
+                false => heavily(Arc::clone(&call), many, move |call| work(call, wire)).await,
             };
             told(&call, answer)
         }));
