@@ -90,7 +90,10 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     terminal.run("sed 's/\"demo\"/\"demi\"/' ID.toml > TYPO.toml");
     let asked = "--identity TYPO.toml --model llama-3.1-8b --tokens TOKENS";
     let told = terminal.run(&format!("kvarts match {asked}"));
-    assert!(told.starts_with("0 of 4 blocks (0 tokens) can be restored: nothing is stored of"), "{told}");
+    assert!(
+        told.starts_with("0 of 4 blocks (0 tokens) can be restored: this server stores nothing of"),
+        "{told}"
+    );
     assert!(told.contains("revision is \"demo\" there and \"demi\" here"), "{told}");
     let json = terminal.run(&format!("kvarts match {asked} --json"));
     assert!(json.contains("\\\"demi\\\" here") && json.contains("\"namespace\": null"), "{json}");

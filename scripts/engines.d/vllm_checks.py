@@ -238,8 +238,8 @@ class Vllm:
             first = Engine("vllm-node-first", self.model, self.kvarts(nodes[0]))
             found, disk, _ = first.generate(PROMPTS["prompts"])
             expect(found == self.right["prompts"] and disk == 0, "not computed, with empty disks")
+            self.wait_until_known(nodes, first)
             first.end()
-            self.wait_until_known(nodes)
             second = Engine("vllm-node-second", self.model, self.kvarts(nodes[1]))
             found, disk, seconds = second.generate(PROMPTS["prompts"])
             expect(found == self.right["prompts"], f"other tokens than without a cache ({disk:.0f} prompt tokens came from the node)")
@@ -252,10 +252,13 @@ class Vllm:
                 node.stop()
         return f"{disk:.0f} of {self.full()} prompt tokens from the other node ({served / 2**20:.1f} MiB, {seconds:.2f} s), the same output"
 
-    @staticmethod
-    def wait_until_known(nodes):
-        """Until the directory, of which each node has a part, knows all that the first node has."""
-        deadline = time.monotonic() + PATIENCE
+    def wait_until_known(self, nodes, engine):
+        """Until the first node has all full blocks, and the directory, of which each node has a part, knows all that it has."""
+        wanted, stored, deadline = self.full() // BLOCK, 0, time.monotonic() + PATIENCE
+        while (stored := nodes[0].metric("kvarts_engine_blocks_stored_total")) < wanted:
+            expect(time.monotonic() < deadline, f"{stored:.0f} of {wanted} blocks stored")
+            # What a step has left to store goes on with the next one.
+            engine.generate([[1, 2, 3]], tokens=2)
         while sum(node.metric("kvarts_cluster_directory_entries") for node in nodes) < nodes[0].metric("kvarts_engine_blocks_stored_total"):
             expect(time.monotonic() < deadline, "the directory does not know what the first node stored")
             time.sleep(0.05)

@@ -52,33 +52,8 @@ async fn trouble(options: &EtcdOptions, access: EtcdAccess) -> String {
     registered.trouble()
 }
 
-#[test]
-fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is_refused() {
-    let scratch = Scratch::new("etcd-secured");
-    std::fs::create_dir_all(scratch.path()).unwrap();
-    let write = |name: &str, text: &str| -> PathBuf {
-        let path = scratch.path().join(name);
-        std::fs::write(&path, text).unwrap();
-        path
-    };
-    let (authority, other) = (Authority::new(), Authority::new());
-    let of_node = authority.make("node", false);
-    let of_etcd = |address: &str| {
-        let shown = authority.make(address, false);
-        Secured {
-            certificate: write("etcd.pem", &shown.certificate),
-            key: write("etcd.key", &shown.key),
-            authority: write("authority.pem", authority.pem()),
-        }
-    };
-    let Some(etcd) = Etcd::start_secured("secured", of_etcd) else { return };
-    let file = format!(
-        "etcd_authority = '{}'\netcd_certificate = '{}'\netcd_key = '{}'\netcd_password = '{}'\n",
-        write("authority.pem", authority.pem()).display(),
-        write("node.pem", &of_node.certificate).display(),
-        write("node.key", &of_node.key).display(),
-        write("password", "kvarts:of the nodes\n").display(),
-    );
+/// From now on etcd wants a name and a password, and the nodes' may do what their guide says.
+fn require_passwords(etcd: &Etcd) {
     for (call, message) in [
         ("auth/user/add", r#"{"name":"root","password":"of root"}"#),
         ("auth/role/add", r#"{"name":"root"}"#),
@@ -95,6 +70,37 @@ fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is
     ] {
         etcd.administer(call, message);
     }
+}
+
+#[test]
+fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is_refused() {
+    let scratch = Scratch::new("etcd-secured");
+    std::fs::create_dir_all(scratch.path()).unwrap();
+    let write = |name: &str, text: &str| -> PathBuf {
+        let path = scratch.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let (authority, other) = (Authority::new(), Authority::new());
+    let of_node = authority.make("node", false);
+    let pem = write("authority.pem", authority.pem());
+    let of_etcd = |address: &str| {
+        let shown = authority.make(address, false);
+        Secured {
+            certificate: write("etcd.pem", &shown.certificate),
+            key: write("etcd.key", &shown.key),
+            authority: pem.clone(),
+        }
+    };
+    let Some(etcd) = Etcd::start_secured("secured", of_etcd) else { return };
+    let file = format!(
+        "etcd_authority = '{}'\netcd_certificate = '{}'\netcd_key = '{}'\netcd_password = '{}'\n",
+        pem.display(),
+        write("node.pem", &of_node.certificate).display(),
+        write("node.key", &of_node.key).display(),
+        write("password", "kvarts:of the nodes\n").display(),
+    );
+    require_passwords(&etcd);
     let node = |number: usize| {
         let [.., high, low] = std::process::id().to_be_bytes();
         let (members, address) = (etcd.members(), format!("127.{}.{high}.{low}:7422", 200 + number));
