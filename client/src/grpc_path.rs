@@ -132,7 +132,8 @@ impl KvStore for GrpcPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        Ok(messages::matched(&self.matched(messages::matching(request))?)?)
+        let of_cluster = self.0.of_cluster && request.plan.is_none();
+        Ok(messages::matched_together(&self.matched(messages::matching(request, of_cluster))?)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {

@@ -55,7 +55,7 @@ pub trait Path: KvStore + fmt::Debug {
     /// Its name, in logs and metrics.
     fn name(&self) -> &'static str;
 
-    /// [`KvStore::match_prefix`] as messages: with what they can ask for besides.
+    /// A match as messages: with what they can ask for and tell besides.
     fn matched(&self, wire: proto::MatchRequest) -> Result<proto::MatchReply, Error>;
 
     /// Memory for a pool of blocks, at least `bytes` bytes of it. Where there is a way to, the server's disks write
@@ -129,7 +129,8 @@ pub struct ConnectOptions {
     pub server_uid: Option<u32>,
     /// Threads of the client that move bytes, 1 to [`THREADS_MAX`].
     pub threads: usize,
-    /// Look-ups of single blocks without a lease count what other nodes of the server's cluster are said to have as here: reads take it from there.
+    /// What other nodes of the server's cluster are said to have counts as here, because reads take it from there: in look-ups of single
+    /// blocks without a lease, and in matches without a plan. A lease of a match holds what is on the server itself.
     pub of_cluster: bool,
 }
 
@@ -371,8 +372,7 @@ impl Client {
     /// As [`KvStore::match_prefix`], and beside it what a read brings that is not in the server's own store: what nodes of the
     /// cluster are said to have, and what the bucket behind the server seems to have.
     pub fn match_beyond(&self, request: &MatchRequest<'_>) -> Result<Beyond, Error> {
-        let wire = proto::MatchRequest { of_cluster: true, ..messages::matching(request) };
-        let found = self.path.matched(wire)?;
+        let found = self.path.matched(messages::matching(request, true))?;
         let own = messages::matched(&found)?;
         Ok(Beyond { own, in_cluster: found.in_cluster, in_cold: found.in_cold })
     }

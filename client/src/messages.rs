@@ -22,7 +22,7 @@ fn lease_ms(terms: Option<&LeaseTerms>) -> u64 {
 }
 
 /// What a prefix is looked up with.
-pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
+pub(super) fn matching(request: &MatchRequest<'_>, of_cluster: bool) -> proto::MatchRequest {
     proto::MatchRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
         keys: convert::key_bytes(request.keys),
@@ -32,7 +32,7 @@ pub(super) fn matching(request: &MatchRequest<'_>) -> proto::MatchRequest {
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
         plan: request.plan.as_ref().map(plans::wire_terms),
-        of_cluster: false,
+        of_cluster,
     }
 }
 
@@ -60,6 +60,19 @@ pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     let plan = found.plan.as_ref().map(plans::planned).transpose()?.map(Box::new);
     let missing = missing(found.missing.as_ref());
     Ok(MatchReply { usable, pending: found.pending, missing, lease: lease(found.lease), plan })
+}
+
+/// The same; what the nodes of the cluster have together counts, where that was asked and is more. `missing` is of this node alone.
+pub(super) fn matched_together(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
+    let mut reply = matched(found)?;
+    if let Some(together) = &found.in_cluster {
+        let longest = convert::boundary(together.longest.clone());
+        if longest.blocks > reply.usable.longest.blocks {
+            (reply.usable.longest, reply.usable.cheapest) =
+                (longest, convert::boundary(together.cheapest.clone()));
+        }
+    }
+    Ok(reply)
 }
 
 /// What single blocks are looked up with; `of_cluster`: also with other nodes.

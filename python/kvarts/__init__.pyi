@@ -104,7 +104,8 @@ def connect(
     server on this host is reached through shared memory: name its socket. `token`: else the content of the file
     `$KVARTS_TOKEN_FILE`. `timeout` bounds connecting and every call that does not give its own. TLS: `authority`,
     `certificate` and `private_key` are PEM. `threads`: those of this client that copy and digest, 1 to 1024. `of_cluster`: look-ups
-    without a hold also find what other nodes of the server's cluster have; loads take it from there.
+    without a hold, and matches without a plan, also find what other nodes of the server's cluster have; loads take it from there.
+    A hold of a match holds what the server itself has.
 
     It connects again by itself after the server was away. Raises `Retry` (reason `Away`) if it is away now."""
 

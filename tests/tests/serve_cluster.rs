@@ -184,7 +184,11 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         assert_eq!(look(&among, desk, &keys, None), all, "local: {is_local}");
         // What is to be held must be here.
         assert_eq!(look(&among, desk, &keys, Some(terms)), own, "local: {is_local}");
-        // A match says of the prompt what is here, and what is with the other nodes.
+        // A match counts what it may count, and what is here is held: the other blocks are not.
+        let leased = MatchRequest { lease: Some(terms), ..matching.clone() };
+        assert_eq!(alone.match_prefix(&leased).unwrap().usable.longest.blocks, 0, "local: {is_local}");
+        assert_eq!(among.match_prefix(&leased).unwrap().usable.longest.blocks, 12, "local: {is_local}");
+        // Or it says of the prompt what is here, and what is with the other nodes.
         let found = among.match_beyond(&matching).unwrap();
         let together = found.in_cluster.expect("the server belongs to a cluster");
         assert_eq!((found.own.usable.longest.blocks, together.unasked), (0, 0), "local: {is_local}");

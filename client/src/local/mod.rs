@@ -452,7 +452,8 @@ impl KvStore for LocalPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        Ok(messages::matched(&self.matched(messages::matching(request))?)?)
+        let of_cluster = self.inner.remote.of_cluster && request.plan.is_none();
+        Ok(messages::matched_together(&self.matched(messages::matching(request, of_cluster))?)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {
