@@ -7,6 +7,7 @@ mod s3;
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::Value;
 
@@ -37,7 +38,8 @@ fn bench(name: &str, arguments: &[&str]) -> Value {
 }
 
 fn bench_in(name: &str, arguments: &[&str], environment: &[(&str, String)]) -> Value {
-    let scratch = Scratch::new(name);
+    static RUNS: AtomicUsize = AtomicUsize::new(0);
+    let scratch = Scratch::new(&format!("{name}-{}", RUNS.fetch_add(1, Ordering::Relaxed)));
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
     command.args(["bench", name, "--json", "--dir"]).arg(&scratch.0).args(arguments);
     command.envs(environment.iter().map(|(name, value)| (*name, value.as_str())));
@@ -274,6 +276,8 @@ fn cold() {
         "2",
         "--spill-mib",
         "512",
+        "--only",
+        "restore,spill,beside",
     ];
     let sane_run = |json: &Value| {
         has(json, &["restore_ratio", "read_ratio", "fetch_ratio", "control", "quotable", "first_layer_ms"]);
@@ -292,10 +296,20 @@ fn cold() {
     sane_run(&json);
     let Some(server) = s3::Server::start() else { return };
     let bucket = format!("s3://{}/below", s3::BUCKET);
-    let arguments = [&sizes[..], &["--bucket", &bucket, "--only", "restore,spill,beside"]].concat();
+    let arguments = [&sizes[..], &["--bucket", &bucket]].concat();
     let json = bench_in("cold", &arguments, &server.environment());
     assert_eq!((&json["bucket"], json.get("latency_ms")), (&"real".into(), None));
     sane_run(&json);
+}
+
+#[test]
+fn cold_trouble() {
+    let sizes = ["--mib", "8", "--block-tokens", "1", "--reads", "20", "--pairs", "3", "--latency-ms", "0"];
+    let json = bench("cold", &[&sizes[..], &["--only", "trouble"]].concat());
+    let ways = ["outage", "busy", "slow", "truncated", "altered"].map(|way| format!("{way}_p99_ratio"));
+    let worst = ways.iter().map(|way| number(&json, way)).fold(0.0, f64::max);
+    assert_eq!(number(&json, "trouble_p99_ratio"), worst, "{json:#}");
+    assert_eq!(json["verdicts"].as_array().unwrap().len(), 1, "{json:#}");
 }
 
 #[test]

@@ -30,7 +30,7 @@ const OWN_BYTES: u64 = 256 << 20;
 const RUN_UP: Duration = Duration::from_millis(50);
 
 /// What own reads want.
-struct Reader<'a> {
+pub(super) struct Reader<'a> {
     stage: &'a Stage,
     series: u64,
     blocks: u64,
@@ -38,7 +38,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn new(stage: &'a Stage, series: u64, most: u64) -> Result<Self, Failure> {
+    pub(super) fn new(stage: &'a Stage, series: u64, most: u64) -> Result<Self, Failure> {
         let block_bytes = stage.subject.shape.block_bytes();
         let blocks = (OWN_BYTES.min(most) / block_bytes).max(4);
         let keys: Vec<BlockKey> = (0..blocks).map(|block| key(series, block)).collect();
@@ -68,10 +68,10 @@ impl<'a> Reader<'a> {
 }
 
 /// What loud phases do, again and again: gives the bytes of one turn.
-type Work<'a> = dyn Fn() -> Result<u64, Failure> + Sync + 'a;
+pub(super) type Work<'a> = dyn Fn() -> Result<u64, Failure> + Sync + 'a;
 
 /// Quiet and loud phases in turns: the ratio of each pair, and bytes a second of the work.
-fn phases(
+pub(super) fn phases(
     reader: &Reader<'_>,
     arguments: &ColdArgs,
     work: &Work<'_>,

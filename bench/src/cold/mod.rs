@@ -1,14 +1,15 @@
 //! `bench cold`: restores from an object storage beside bare ranged requests for the same bytes, and what own reads feel of a
-//! spill and of restores.
+//! spill, of restores, and of a bucket that fails.
 //!
 //! The storage is one of the benchmark's own on loopback, with a latency and a rate (`objects`), or a real one that is named. Blocks
-//! and their packs are in `stage`, the turns of restores in `restores`, own reads beside other work in `beside`. What the figures
-//! must be is in `verdict`.
+//! and their packs are in `stage`, the turns of restores in `restores`, own reads beside other work in `beside`, and beside
+//! failures in `trouble`. What the figures must be is in `verdict`.
 
 mod beside;
 mod objects;
 mod restores;
 mod stage;
+mod trouble;
 mod verdict;
 
 use std::io::Write;
@@ -65,6 +66,8 @@ enum Part {
     Spill,
     /// Own reads while blocks are restored
     Beside,
+    /// Own reads while the bucket fails
+    Trouble,
 }
 
 impl ColdArgs {
@@ -102,6 +105,9 @@ pub(super) fn run(arguments: &ColdArgs, out: &mut dyn Write) -> Result<(), Failu
     }
     if is_wanted(Part::Beside) {
         beside::restore(&stage, arguments, &mut report)?;
+    }
+    if is_wanted(Part::Trouble) {
+        trouble::measure(&stage, arguments, &mut report)?;
     }
     verdict::judge(&mut report);
     stage.close();

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,8 +26,38 @@ pub(super) struct Manners {
     pub(super) rate: Option<u64>,
 }
 
+/// How it fails.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Trouble {
+    /// Connections end without an answer.
+    Outage,
+    /// 503 with Retry-After.
+    Busy,
+    /// Answers begin late.
+    Slow,
+    /// Connections break in the middle of bodies.
+    Truncated,
+    /// A bit of each body is another one.
+    Altered,
+}
+
+impl Trouble {
+    /// All of them, with names.
+    pub(super) const ALL: [(&'static str, Self); 5] = [
+        ("outage", Self::Outage),
+        ("busy", Self::Busy),
+        ("slow", Self::Slow),
+        ("truncated", Self::Truncated),
+        ("altered", Self::Altered),
+    ];
+}
+
+/// How late slow answers begin.
+const SLOW: Duration = Duration::from_millis(300);
+
 #[derive(Debug, Default)]
 struct State {
+    trouble: Option<Trouble>,
     objects: BTreeMap<String, (Arc<Vec<u8>>, u64)>,
     writes: u64,
     /// When the next byte may go out.
@@ -42,6 +72,8 @@ pub(super) struct Objects {
     state: Mutex<State>,
     requests: AtomicU64,
     sent: AtomicU64,
+    /// Requests that met trouble.
+    troubled: AtomicU64,
     /// Processor time of its threads, in nanoseconds.
     cpu: AtomicU64,
 }
@@ -57,6 +89,7 @@ impl Objects {
             state: Mutex::default(),
             requests: AtomicU64::new(0),
             sent: AtomicU64::new(0),
+            troubled: AtomicU64::new(0),
             cpu: AtomicU64::new(0),
         });
         let accepting = Arc::clone(&objects);
@@ -82,6 +115,16 @@ impl Objects {
         (requests, sent, Duration::from_nanos(cpu).as_secs_f64())
     }
 
+    /// It fails so from now on, or does not any more.
+    pub(super) fn set(&self, trouble: Option<Trouble>) {
+        self.lock().trouble = trouble;
+    }
+
+    /// Requests that met trouble so far.
+    pub(super) fn troubled(&self) -> u64 {
+        self.troubled.load(Ordering::Relaxed)
+    }
+
     /// Takes out the objects whose path begins so.
     pub(super) fn remove_below(&self, prefix: &str) {
         self.lock().objects.retain(|path, _| !path.starts_with(prefix));
@@ -98,11 +141,31 @@ impl Objects {
         let mut counted = thread_cpu();
         while let Some(asked) = Asked::read(&mut from)? {
             std::thread::sleep(self.manners.latency);
-            let answer = self.answer(asked);
+            let trouble = self.lock().trouble;
+            self.troubled.fetch_add(u64::from(trouble.is_some()), Ordering::Relaxed);
+            let answer = match trouble {
+                Some(Trouble::Outage) => return stream.shutdown(Shutdown::Both),
+                Some(Trouble::Busy) => Answer::of("503 Slow Down", "Retry-After: 1\r\n"),
+                _ => self.answer(asked),
+            };
+            if trouble == Some(Trouble::Slow) {
+                std::thread::sleep(SLOW);
+            }
             self.requests.fetch_add(1, Ordering::Relaxed);
             to.write_all(answer.head.as_bytes())?;
             if let Some((object, from, until)) = &answer.body {
                 let body = object.get(*from..*until).unwrap_or_default();
+                if matches!(trouble, Some(Trouble::Truncated | Trouble::Altered)) {
+                    let (first, rest) = body.split_at(body.len() / 2);
+                    to.write_all(first)?;
+                    if trouble == Some(Trouble::Truncated) {
+                        return stream.shutdown(Shutdown::Both);
+                    }
+                    let altered: Vec<u8> = rest.iter().take(1).map(|byte| byte ^ 1).collect();
+                    to.write_all(&altered)?;
+                    to.write_all(rest.get(1..).unwrap_or_default())?;
+                    continue;
+                }
                 for piece in body.chunks(if self.manners.rate.is_some() { PIECE } else { body.len().max(1) })
                 {
                     self.wait_for(piece.len());

@@ -7,7 +7,7 @@ use crate::report::{Report, digits};
 /// A figure: what it is in words, the least and the most that it may be.
 type Must = (&'static str, &'static str, Option<f64>, Option<f64>);
 
-const MUSTS: [Must; 7] = [
+const MUSTS: [Must; 8] = [
     (
         "restore_ratio",
         "speed of a read by layers until everything has come and is stored, manifest, indexes, digests and content ids included, by that of bare ranged requests for the same bytes",
@@ -25,6 +25,7 @@ const MUSTS: [Must; 7] = [
         Some(1.2),
     ),
     ("restoring_p99_ratio", "the same beside restores", None, None),
+    ("trouble_p99_ratio", "the same while the bucket fails, in the worst of the ways", None, Some(1.1)),
 ];
 
 /// Says of every figure that was measured what it is, and whether it is what it must be.
