@@ -140,7 +140,7 @@ pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) ->
     let keys: Vec<BlockKey> = (0..blocks).map(|block| key(SPILLED, block)).collect();
     stage.subject.fill(stage.store(), &keys, 4, None)?;
     let sweeps = AtomicU64::new(0);
-    let rate = if arguments.spill_mib == 0 { u64::MAX } else { arguments.spill_mib << 20 };
+    let rate = arguments.spill_rate();
     report.fact("spill_rate_mib", arguments.spill_mib);
     let work = || {
         let number = sweeps.fetch_add(1, Ordering::Relaxed);

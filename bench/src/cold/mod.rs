@@ -71,6 +71,11 @@ enum Part {
 }
 
 impl ColdArgs {
+    /// Bytes a second that a spill may copy.
+    fn spill_rate(&self) -> u64 {
+        if self.spill_mib == 0 { u64::MAX } else { self.spill_mib << 20 }
+    }
+
     fn manners(&self) -> Manners {
         Manners {
             latency: Duration::from_millis(self.latency_ms),

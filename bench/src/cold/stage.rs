@@ -108,14 +108,6 @@ impl Stage {
         Tier::new(access, TierOptions::default())
     }
 
-    /// The same, and it never leaves the bucket alone, whatever fails, nor waits long before it asks again.
-    pub(super) fn restless_tier(&self, bucket: Arc<dyn Bucket>) -> Tier {
-        let longest_wait = std::time::Duration::from_millis(200);
-        let limits = Limits { failures_before_pause: u32::MAX, longest_wait, ..limits() };
-        let access = Access::new(bucket, Arc::new(TokioTime::start()), limits, 1);
-        Tier::new(access, TierOptions::default())
-    }
-
     /// A client of the same bucket that has nothing of Kvarts but its HTTP, and the path of objects below a prefix.
     pub(super) fn bare(&self) -> Result<AmazonS3, Failure> {
         let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };

@@ -1,6 +1,8 @@
-//! Own reads while the bucket fails in one way after the other, beside the same reads alone.
+//! Own reads while clients want what is in the bucket and the bucket fails, in one way after the other, beside the same reads
+//! alone. `working` is the same with a bucket that does not fail.
 
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use kvarts_cold::promote::restore_into;
@@ -22,10 +24,11 @@ const OWN: u64 = 15;
 const SPILLED: u64 = 16;
 /// Where the packs lie that cannot be had.
 const BELOW: &str = "trouble";
-/// Restores at once.
+/// Restores at once, and how often.
 const RESTORES: usize = 8;
-/// The pause after restores that failed at once.
-const PACE: Duration = Duration::from_millis(20);
+const ROUND: Duration = Duration::from_millis(500);
+/// How long after each other sweeps begin, as a server's do; after one that failed, a server's wait longer.
+const SWEEPS: Duration = Duration::from_secs(5);
 
 /// Measures all troubles. A real bucket does not fail when it is asked to.
 pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) -> Result<(), Failure> {
@@ -35,7 +38,7 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     };
     let reader = Reader::new(stage, OWN, arguments.mib << 20)?;
     let keys = stage.keys(arguments.mib.min(64));
-    let tier = stage.restless_tier(stage.bucket(BELOW)?);
+    let tier = stage.tier(stage.bucket(BELOW)?);
     stage.push(&tier, &keys)?;
     let spilled: Vec<BlockKey> = (0..8).map(|block| key(SPILLED, block)).collect();
     stage.subject.fill(stage.store(), &spilled, 4, None)?;
@@ -43,16 +46,24 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     // The manifest and the indexes are known, as to a server at work.
     stage.wait(restore_into(&tier, stage.store(), &wanted(stage, &keys), &options))?;
     forget(stage, &keys)?;
-    let mut worst = 0.0_f64;
-    for (number, (name, trouble)) in (0..).zip(Trouble::ALL) {
+    let (mut worst, mut working) = (0.0_f64, f64::NAN);
+    let troubles = Trouble::ALL.map(|(name, trouble)| (name, Some(trouble)));
+    for (number, (name, trouble)) in (0..).zip([("working", None)].into_iter().chain(troubles)) {
         let before = objects.troubled();
-        objects.set(Some(trouble));
+        objects.set(trouble);
         let bucket = stage.bucket(&format!("{BELOW}-{name}"))?;
-        // It is as a server's: after some failures it leaves the bucket alone.
         let _inside = stage.runtime.enter();
-        let cold = ColdTier::over(bucket, &config(u64::MAX), stage.store(), None, number);
+        let cold = ColdTier::over(bucket, &config(arguments.spill_rate()), stage.store(), None, number);
         let cold = cold.map_err(Failure::User)?;
+        let swept = Mutex::new(None::<Instant>);
+        let is_time = || {
+            let mut swept = swept.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_time = swept.is_none_or(|last| last.elapsed() >= SWEEPS);
+            *swept = if is_time { Some(Instant::now()) } else { *swept };
+            is_time
+        };
         let work = || {
+            let begun = Instant::now();
             stage.runtime.block_on(async {
                 let each = keys.len().div_ceil(RESTORES);
                 let restores = keys.chunks(each).map(|some| {
@@ -61,9 +72,14 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
                     // What fails is what is measured.
                     async move { restore_into(tier, store, &wanted, options).await.is_ok() }
                 });
-                let (_, _) = tokio::join!(join_all(restores), cold.sweep());
-                tokio::time::sleep(PACE).await;
+                let sweep = async {
+                    if is_time() {
+                        drop(cold.sweep().await)
+                    }
+                };
+                let (_, ()) = tokio::join!(join_all(restores), sweep);
             });
+            std::thread::sleep(ROUND.saturating_sub(begun.elapsed()));
             // Some came, late.
             forget(stage, &keys)?;
             Ok(0)
@@ -72,15 +88,18 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         objects.set(None);
         stage.runtime.block_on(cold.stop());
         let ([ratio, quiet, loud], _) = measured?;
-        if objects.troubled() == before {
+        if trouble.is_some() && objects.troubled() == before {
             return Err(Failure::User(format!("the bucket was asked nothing while it should fail: {name}")));
         }
-        worst = worst.max(ratio.median);
+        match trouble {
+            Some(_) => worst = worst.max(ratio.median),
+            None => working = ratio.median,
+        }
         report.median(&format!("{name}_p99_ratio"), ratio);
         report.median(&format!("{name}_p99_ms_alone"), quiet);
         report.median(&format!("{name}_p99_ms"), loud);
         stage.clean(&format!("{BELOW}-{name}"))?;
     }
-    report.number("trouble_p99_ratio", worst);
+    report.number("trouble_p99_ratio", worst / working);
     stage.clean(BELOW)
 }

@@ -25,7 +25,12 @@ const MUSTS: [Must; 8] = [
         Some(1.2),
     ),
     ("restoring_p99_ratio", "the same beside restores", None, None),
-    ("trouble_p99_ratio", "the same while the bucket fails, in the worst of the ways", None, Some(1.1)),
+    (
+        "trouble_p99_ratio",
+        "99th percentile of own reads, beside spills and restores that are wanted, with a bucket that fails, in the worst of five ways, by the same with one that works",
+        None,
+        Some(1.1),
+    ),
 ];
 
 /// Says of every figure that was measured what it is, and whether it is what it must be.
