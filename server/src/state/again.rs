@@ -105,7 +105,7 @@ impl Again {
     }
 }
 
-/// The end of a read, once nothing is written to its memory any more; nothing if it is gone, or nobody waits for it.
+/// The end of a read, once nothing is written to its memory any more; nothing if it is gone, or no reader waits for it.
 async fn end_of(said: Option<ReadEvent>, stream: &ReadStream, sink: &ReadSink) -> Option<ReadEnd> {
     let left = |context: &Context<'_>| sink.poll_cancelled(context).is_ready();
     let released = async |end: ReadEnd| {
