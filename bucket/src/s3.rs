@@ -104,6 +104,7 @@ fn fault(error: Error, seen: &Seen) -> Fault {
         }
         (_, 429 | 503) => Fault::Busy(answer.retry_after),
         (error, 400..=499) => Fault::Refused(error.to_string()),
+        (error, 500..=599) => Fault::Failed(error.to_string()),
         (
             error @ (Error::NotSupported { .. } | Error::NotImplemented { .. } | Error::InvalidPath { .. }),
             _,

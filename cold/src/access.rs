@@ -222,9 +222,9 @@ impl Access {
         own.max(asked.unwrap_or_default()).min(self.limits.longest_wait)
     }
 
-    /// How long who lost a race for an object waits before the next one.
-    pub(crate) fn wait_for_turn(&self, attempt: u32) -> Duration {
-        self.wait(attempt.min(5), None) / 4
+    /// Waits as a writer does that has lost a race for an object, before the next one.
+    pub(crate) async fn wait_for_turn(&self, attempt: u32) {
+        self.time.sleep(self.wait(attempt.min(5), None) / 4).await;
     }
 
     /// Makes a request until it succeeds, cannot succeed, or was made often enough.

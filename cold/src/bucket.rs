@@ -57,6 +57,8 @@ pub enum Fault {
     Busy(Option<Duration>),
     /// Not reached, or broken off: whether it happened is not known.
     Unreachable(String),
+    /// The server failed: whether it happened is not known.
+    Failed(String),
     /// The credentials are refused.
     Denied(String),
     /// The answer is not as long as it must be.
@@ -68,7 +70,7 @@ pub enum Fault {
 impl Fault {
     /// Whether the same request can succeed later.
     pub fn is_passing(&self) -> bool {
-        matches!(self, Self::Busy(_) | Self::Unreachable(_) | Self::Length)
+        matches!(self, Self::Busy(_) | Self::Unreachable(_) | Self::Failed(_) | Self::Length)
     }
 }
 
@@ -79,6 +81,9 @@ impl fmt::Display for Fault {
             Self::Changed => f.write_str("the object was changed by another writer"),
             Self::Busy(_) => f.write_str("the bucket asks for fewer requests"),
             Self::Unreachable(why) => write!(f, "the bucket is not reached: {why}"),
+            Self::Failed(why) => {
+                write!(f, "the bucket's server failed; if it does so again, its own log says why: {why}")
+            }
             Self::Denied(why) => write!(f, "the bucket refuses the credentials: {why}"),
             Self::Length => f.write_str("the answer has the wrong length"),
             Self::Refused(why) => write!(f, "the bucket refuses: {why}"),

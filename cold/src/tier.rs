@@ -445,9 +445,13 @@ impl Tier {
                     return Ok(Some(done));
                 }
                 // Another writer, or an attempt of ours whose answer was lost: the next look says which.
-                Err(ColdError::Bucket(_, Fault::Changed)) => {
-                    let wait = self.access.wait_for_turn(attempt);
-                    self.access.time().sleep(wait).await;
+                Err(ColdError::Bucket(_, Fault::Changed)) => self.access.wait_for_turn(attempt).await,
+                // A server that refuses a manifest before it has read all of it may close the connection, and its answer is lost.
+                Err(error @ ColdError::Bucket(_, Fault::Unreachable(_) | Fault::Failed(_))) => {
+                    if self.read_manifest(namespace).await?.tag == known.tag {
+                        return Err(error);
+                    }
+                    self.access.wait_for_turn(attempt).await;
                 }
                 Err(error) => return Err(error),
             }

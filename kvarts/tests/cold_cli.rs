@@ -95,6 +95,23 @@ fn the_same_over_a_real_s3_server() {
     round(&cold, &scratch);
 }
 
+#[test]
+fn the_same_over_a_server_that_keeps_objects_in_files() {
+    let Some(server) = s3::Server::start_s3s_fs("cold-cli") else { return };
+    let scratch = Scratch::new("cold-s3s-fs");
+    let mut cold = Cold { url: format!("s3://{}", s3::BUCKET), environment: server.environment() };
+    round(&cold, &scratch);
+    assert!(cold.good(&["fsck"])["clean"].as_bool().unwrap());
+    cold.good(&["gc", "--older", "30d"]);
+    // One file name is made of the names of bucket and object: with this prefix it is too long.
+    cold.url += "/some/prefix";
+    let (code, _, error) = cold.run(&["push", &scratch.path("new").display().to_string(), "--all"]);
+    assert!(
+        code == 2 && error.contains("its own log says why: ") && error.contains("500"),
+        "{code}: {error}"
+    );
+}
+
 fn objects(scratch: &Scratch, kind: &str) -> Vec<PathBuf> {
     let root = scratch.path("bucket").join("kvarts-cold-1").join(kind);
     let namespaces = std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path());

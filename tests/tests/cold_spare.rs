@@ -5,8 +5,8 @@
 mod cold_blocks;
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cold_blocks::world::{Setting, World};
 use cold_blocks::{content, key};
@@ -16,7 +16,7 @@ use kvarts_cold::testing::{Kind, Op};
 use kvarts_layout::{BlockKey, OriginId};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::{Copies, NodePaths, OWN};
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadStream, read_channel};
+use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadSink, ReadStream, read_channel};
 use kvarts_store::engine::Store;
 use kvarts_store::error::Reason;
 
@@ -40,12 +40,15 @@ enum Peer {
     Altered,
     /// It gives another production, and breaks after its first piece.
     OtherThenBreaks,
+    /// Nothing comes.
+    Hangs,
 }
 
-#[derive(Debug)]
 struct Other {
     peer: Peer,
     asked: AtomicU64,
+    /// Of pieces that nothing comes of.
+    silent: Mutex<Vec<ReadSink>>,
 }
 
 impl Path for Other {
@@ -55,6 +58,10 @@ impl Path for Other {
         let origin = match self.peer {
             Peer::Gives => OriginId([9; 16]),
             Peer::Away => return Err(Reason::Busy("the peer is away")),
+            Peer::Hangs => {
+                self.silent.lock().unwrap().push(sink);
+                return Ok(stream);
+            }
             Peer::OtherThenBreaks if asked == 0 => OriginId([3; 16]),
             Peer::Breaks | Peer::OtherThenBreaks => {
                 return Err(Reason::Passing("the connection broke".to_owned()));
@@ -98,7 +105,8 @@ impl Path for Other {
 fn world(peer: Peer, blocks: u64) -> World {
     let paths = move |store: &Store| {
         let paths = NodePaths::new(Arc::new(store.clone()));
-        assert_eq!(paths.add("peer", Arc::new(Other { peer, asked: AtomicU64::new(0) })), Some(PEER));
+        let (asked, silent) = Default::default();
+        assert_eq!(paths.add("peer", Arc::new(Other { peer, asked, silent })), Some(PEER));
         paths
     };
     World::with("cold-spare", Setting { blocks, paths: Some(Box::new(paths)), ..Setting::default() })
@@ -130,7 +138,7 @@ fn what_a_peer_gives_is_not_asked_of_the_bucket() {
 
 #[test]
 fn what_a_peer_does_not_give_comes_from_the_bucket() {
-    for peer in [Peer::Away, Peer::Breaks, Peer::Missing, Peer::Altered] {
+    for peer in [Peer::Away, Peer::Breaks, Peer::Missing, Peer::Altered, Peer::Hangs] {
         for order in [Order::Layers, Order::Blocks] {
             let world = world(peer, 6);
             let (good, end) = read(&world, &ALL, order);

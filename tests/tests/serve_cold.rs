@@ -6,6 +6,7 @@
 
 mod served;
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +17,10 @@ use kvarts_layout::{BlockKey, Layout, Requirements};
 use kvarts_server::cold::{ColdTier, Offer};
 use kvarts_server::config::{Config, Settings};
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Presence, Target,
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Order, Presence,
+    ReadEvent, ReadRequest, Target,
 };
+use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::{Scratch, ask};
@@ -288,6 +291,79 @@ fn a_damaged_and_then_a_deleted_bucket_cost_hits_and_no_byte() {
     assert!(put.latched.is_none());
     desk.store(pages(), &desk.keys(9000..9008), 1, Layout::FullBlock);
     desk.expect(pages(), &desk.keys(9000..9008), 1);
+}
+
+/// Changes a bit of a block wherever it lies on disk.
+fn flip(directory: &Path, key: &BlockKey) {
+    let (group, coordinate) = pages();
+    let chunks = fixture::content(key, group, coordinate, 1, &fixture::shape(group, coordinate));
+    let (mut left, mut hits) = (vec![directory.to_owned()], 0);
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()));
+            continue;
+        }
+        let Ok(bytes) = std::fs::read(&path) else { continue };
+        let Some(at) = bytes.windows(64).position(|window| window == &chunks[0][..64]) else { continue };
+        let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&[bytes[at] ^ 4], at as u64).unwrap();
+        file.sync_all().unwrap();
+        hits += 1;
+    }
+    assert_eq!(hits, 1, "the block's bytes lie in one place");
+}
+
+#[test]
+fn what_is_damaged_here_comes_from_the_bucket_in_the_same_read() {
+    let bucket = Scratch::new("cold-own-damage");
+    let stage = node("cold-own", &bucket);
+    let runs = spilled(&stage, "own-damage");
+    let desk = Desk::new(&stage, "own-damage");
+    know(&stage.served, &desk);
+    let damage = || {
+        let counts = stage.served.daemon().state().engine.stats().counts;
+        (counts.chunks_damaged, counts.blocks_quarantined, count(&stage.served, "restored_blocks"))
+    };
+    let all: Vec<u32> = (0..RUN as u32).collect();
+    let turns: [(Order, &[usize]); 4] =
+        [(Order::Layers, &[3]), (Order::Blocks, &[5]), (Order::Layers, &[0, 7]), (Order::Blocks, &[0, 1, 6])];
+    let mut blocks = 0;
+    for ((order, damaged), keys) in turns.iter().zip(&runs) {
+        damaged.iter().for_each(|at| flip(stage.served.scratch.path(), &keys[*at]));
+        blocks += damaged.len() as u64;
+        let request = ReadRequest { order: *order, ..desk.read_request(pages(), keys) };
+        let (events, end) = desk.read(&request);
+        assert_eq!((end.usable_blocks, end.failures), (RUN as u32, Vec::new()), "{order:?} {damaged:?}");
+        desk.expect_bytes(&request, &all, 1);
+        if *order == Order::Blocks {
+            let told = events.iter().filter_map(|event| match event {
+                ReadEvent::Block(block) => Some(*block),
+                _ => None,
+            });
+            assert_eq!(told.collect::<Vec<_>>(), all);
+        }
+        settle(&stage.served);
+        assert_eq!(here(&stage.client, &desk, keys), RUN as usize, "stored again");
+        assert_eq!(damage(), (blocks, blocks, blocks), "told as ever, and brought once");
+    }
+    // What the bucket has not got either is a failure with its reason, and a miss from then on.
+    let keys = desk.keys(9000..9008);
+    desk.store(pages(), &keys, 1, Layout::FullBlock);
+    for order in [Order::Layers, Order::Blocks] {
+        let at = if order == Order::Layers { 6 } else { 2 };
+        flip(stage.served.scratch.path(), &keys[at]);
+        let request = ReadRequest { order, ..desk.read_request(pages(), &keys[..7]) };
+        let (_, end) = desk.read(&request);
+        let failed: Vec<_> =
+            end.failures.iter().map(|(block, reason)| (*block as usize, reason.kind())).collect();
+        assert_eq!(
+            (end.usable_blocks as usize, failed.first()),
+            (at, Some(&(at, Kind::Corrupt))),
+            "{order:?}"
+        );
+        let good: Vec<u32> = (0..at as u32).collect();
+        desk.expect_bytes(&request, &good, 1);
+    }
 }
 
 #[test]

@@ -26,8 +26,8 @@ use crate::setup;
 
 const GIB: f64 = (1u64 << 30) as f64;
 const MIB: f64 = (1u64 << 20) as f64;
-/// Where the packs are.
-pub(super) const BELOW: &str = "restore";
+/// Where the packs are. A short name: a server may make file names of names.
+pub(super) const BELOW: &str = "read";
 /// Ranges at once of a tier.
 const PARALLEL: usize = 16;
 /// How long a read may take.

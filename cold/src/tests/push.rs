@@ -116,6 +116,23 @@ fn a_manifest_whose_answer_was_lost_is_not_written_twice() {
 }
 
 #[test]
+fn a_writer_that_is_not_told_that_it_has_lost_a_race_looks_again() {
+    let (unheard, two) = ([Some(Kind::Outage); 3], [(2, 0, 3)]);
+    let world = World::new();
+    let other = world.other();
+    // Of the first writer's manifest no attempt has an answer, and the second one's goes through meanwhile.
+    world.faulty.next(Op::Swap, &[&[Some(Kind::Outage), None], &unheard[..]].concat());
+    let (one, two) =
+        world.time.run(join(push(&world.tier, &[(1, 0, 3)], options()), push(&other, &two, options())));
+    assert_eq!((one.unwrap().packs, two.unwrap().packs, expect_whole(&world)), (1, 1, 2));
+    // Where there was no race, the fault is told.
+    let world = World::new();
+    world.faulty.next(Op::Swap, &[&[Some(Kind::Outage)], &unheard[..]].concat());
+    assert!(matches!(world.push(&[(1, 0, 3)]), Err(ColdError::Bucket(_, Fault::Unreachable(_)))));
+    assert_eq!((world.faulty.asked(Op::Swap), expect_whole(&world)), (4, 0));
+}
+
+#[test]
 fn two_writers_do_not_lose_each_others_packs() {
     let world = World::new();
     let other = world.other();

@@ -40,6 +40,15 @@ pub(super) struct Member {
     pub(super) busy: u32,
     pub(super) busy_since: Option<Nanos>,
     pub(super) pause: Nanos,
+    /// When something came of it last.
+    pub(super) heard: Nanos,
+}
+
+impl Member {
+    fn new((number, path): (PathId, Arc<dyn Path>)) -> Self {
+        let never = Nanos::default();
+        Self { number, path, busy: 0, busy_since: None, pause: never, heard: never }
+    }
 }
 
 /// A piece.
@@ -112,6 +121,8 @@ pub(super) struct Reading {
     timer: Option<(Nanos, Task)>,
     /// When something came last.
     pub(super) moved: Nanos,
+    /// When it is looked again which paths are late.
+    pub(super) late_at: Nanos,
     /// An end was sent; memory has not come back.
     has_ended: bool,
     /// Events, requests and pieces that were looked at.
@@ -163,14 +174,12 @@ impl Reading {
         // Where nothing is here nothing is announced.
         let begins = if order == Order::Layers { layers.start } else { 0 };
         let next = if open.is_empty() { u32::MAX } else { begins };
-        let member =
-            |(number, path)| Member { number, path, busy: 0, busy_since: None, pause: Nanos::default() };
         let scratch = Scratch::new(nodes.scratch(), SCRATCH_BYTES);
         let dealer = Dealer::new(pieces).with_first(after_first(order, &layers));
         Self {
             layers,
             joined,
-            members: members.into_iter().map(member).collect(),
+            members: members.into_iter().map(Member::new).collect(),
             runner,
             bell,
             dealer,
@@ -189,6 +198,7 @@ impl Reading {
             scratch,
             timer: None,
             moved: now,
+            late_at: now,
             has_ended: false,
             steps: 0,
             nodes,
@@ -253,6 +263,7 @@ impl Reading {
                     News::Changed => self.look_for_gone(now),
                 }
             }
+            self.look_for_late(now);
             self.settle_lost();
             let asked = !self.has_ended && !self.is_late(now) && self.deal(now);
             if !heard && !asked {
@@ -433,6 +444,7 @@ impl Reading {
             digests,
             blocks: Vec::new(),
             is_released: false,
+            at: self.runner.now(),
         };
         self.asks.insert(number, ask);
     }
@@ -468,7 +480,13 @@ impl Reading {
         let end = loop {
             let Some(ask) = self.asks.get_mut(&number) else { return };
             let State::Running(stream) = &ask.state else { return };
-            match poll(stream, &ask.waker) {
+            let event = poll(stream, &ask.waker);
+            if event.is_ready()
+                && let Some(member) = self.members.iter_mut().find(|member| member.number == ask.path)
+            {
+                member.heard = now;
+            }
+            match event {
                 Poll::Pending => return,
                 Poll::Ready(ReadEvent::Block(block)) => ask.blocks.push(block),
                 Poll::Ready(ReadEvent::Layer { .. } | ReadEvent::Released) => {}

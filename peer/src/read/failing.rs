@@ -157,7 +157,7 @@ impl Reading {
     }
 
     /// The paths that lead to each block of a piece.
-    fn copies_of(&self, tile: &Tile) -> Vec<PathSet> {
+    pub(super) fn copies_of(&self, tile: &Tile) -> Vec<PathSet> {
         let first = self.what.first;
         let blocks = first.saturating_add(tile.blocks.start)..first.saturating_add(tile.blocks.end);
         let there = self.members.iter().fold(PathSet::default(), |all, member| all.with(member.number));
@@ -186,7 +186,7 @@ impl Reading {
     }
 
     /// Cuts a piece that no path is asked for so that all blocks of each part are where its paths lead, without what is `good`.
-    fn cut_again(&mut self, piece: usize, good: &[bool]) {
+    pub(super) fn cut_again(&mut self, piece: usize, good: &[bool]) {
         let Some(tile) = self.parts.get(piece).map(|part| part.tile.clone()) else { return };
         let found = self.cut(&tile, good);
         let is_same =
@@ -315,7 +315,7 @@ impl Reading {
     }
 
     /// Whether the last resort leads to some blocks of a tile, to which no path does.
-    fn resorts(&mut self, tile: &Tile) -> bool {
+    pub(super) fn resorts(&mut self, tile: &Tile) -> bool {
         let (copies, first) = (&self.what.copies, self.what.first);
         let found = copies.resort(tile.blocks.clone().map(|block| first.saturating_add(block)));
         for block in &found {

@@ -13,6 +13,7 @@ mod cut;
 mod drive;
 mod failing;
 mod last;
+mod late;
 mod nodes;
 mod request;
 mod runner;

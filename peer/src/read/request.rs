@@ -12,6 +12,7 @@ use kvarts_layout::plan::Tile;
 use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadSink, ReadStream};
 use kvarts_store::error::Reason;
 use kvarts_store::io::{BufMut, SharedBuf};
+use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, News};
 use super::scratch::Grant;
@@ -45,6 +46,8 @@ pub(super) struct Ask {
     pub(super) blocks: Vec<u32>,
     /// The path has let go of the memory.
     pub(super) is_released: bool,
+    /// When it was made.
+    pub(super) at: Nanos,
 }
 
 impl Ask {

@@ -33,6 +33,11 @@ impl MultiTiles {
         let (nodes, runner) = (Arc::clone(nodes), Arc::clone(runner));
         Self { request, shape, origins, copies, nodes, runner }
     }
+
+    /// What is read, and what its tiles have met of each block.
+    pub fn whole(&self) -> (&TiledRequest, &Arc<Origins>) {
+        (&self.request, &self.origins)
+    }
 }
 
 impl TileSource for MultiTiles {

@@ -38,7 +38,7 @@ counts! {
     waited_reads;
     /// Blocks of the bucket that look-ups without a plan were told are there.
     offered_blocks;
-    /// Blocks that another node was said to have and did not give, and that were asked of the bucket instead.
+    /// Blocks that another node was said to have and did not give in time, and that were asked of the bucket instead.
     not_from_nodes_blocks;
     /// Bytes that reads took of what came from the bucket before it was stored.
     given_bytes;

@@ -19,7 +19,6 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
-mod cold;
 mod incoming;
 mod line;
 mod listen;

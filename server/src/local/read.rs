@@ -18,7 +18,6 @@ use kvarts_store::rt::Class;
 use tokio::time::Instant;
 use tonic::Code;
 
-use super::cold;
 use super::frame::{Kind, bare, frame};
 use super::limits::{ARRIVED_BYTES, CONFIRM_EVERY, CONFIRMED_MAX};
 use super::memory::Memory;
@@ -135,7 +134,7 @@ pub(super) fn begin(
         false => None,
     };
     let read = ReadRequest { verify, ..request.tile(&request.whole(), into.clone())? };
-    let stream = cold::read(&call.state, read, shape, origins.as_ref())?;
+    let stream = call.state.read(read, shape, origins.as_ref())?;
     // It is set only here.
     let _ = let_go.set(LetGo { outbox: Arc::clone(outbox), id, told: AtomicBool::new(false) });
     let (call, outbox, doubts) = (Arc::clone(call), Arc::clone(outbox), Arc::clone(doubts));

@@ -6,6 +6,8 @@
 //! tenant that registered it, whatever a request claims. A name of another tenant is answered exactly as one that
 //! does not exist.
 
+mod again;
+mod anywhere;
 mod audit;
 pub mod auth;
 mod bandwidth;

@@ -7,12 +7,13 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_peer::node::Column;
 use kvarts_peer::read::MultiTiles;
-use kvarts_store::api::{Order, Placed, ReadStream, TileSource, TiledRead, TiledRequest};
+use kvarts_store::api::{Instead, Order, Placed, ReadStream, ShortTile, TileSource, TiledRead, TiledRequest};
 use kvarts_store::engine::{StoreTiles, TileIdentity, TileRuns};
 use kvarts_store::error::{Error, Reason};
 use kvarts_store::rt::Nanos;
 
 use super::ServerState;
+use super::again::Again;
 use crate::cold::{Coming, Wish};
 
 /// The longest that a read waits to hear what the cold tier has.
@@ -22,7 +23,13 @@ const LOCATE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The source of a read's tiles.
 #[derive(Debug)]
-pub enum NodeTiles {
+pub struct NodeTiles {
+    place: Place,
+    again: Option<Again>,
+}
+
+#[derive(Debug)]
+enum Place {
     /// The disks of this node. Its tiles can be kept in memory and given again.
     Own(StoreTiles),
     /// Disks of several nodes.
@@ -33,7 +40,7 @@ impl ServerState {
     /// A read tile by tile: from this node's disks where it has everything, else from every node that has some of it and from the
     /// cold tier.
     pub async fn read_tiles<M>(
-        &self,
+        self: &Arc<Self>,
         request: TiledRequest,
         shape: Arc<BlockShape>,
     ) -> Result<TiledRead<NodeTiles, M>, Error> {
@@ -44,14 +51,15 @@ impl ServerState {
             None => None,
         };
         let tiles_shape = Arc::clone(&shape);
-        let source = match (&self.decided.cold, coming, elsewhere) {
+        let place = match (&self.decided.cold, coming, elsewhere) {
             (Some(cold), Some(coming), elsewhere) => {
                 let known = elsewhere.map(|(_, copies)| copies);
-                NodeTiles::Nodes(cold.tiles(request, tiles_shape, known, &coming))
+                Place::Nodes(cold.tiles(request, tiles_shape, known, &coming))
             }
-            (_, _, Some((node, copies))) => NodeTiles::Nodes(node.tiles_of(request, tiles_shape, copies)),
-            _ => NodeTiles::Own(self.engine.tiles_of(request, None)?),
+            (_, _, Some((node, copies))) => Place::Nodes(node.tiles_of(request, tiles_shape, copies)),
+            _ => Place::Own(self.engine.tiles_of(request, None)?),
         };
+        let source = NodeTiles { place, again: Again::of(self, &shape) };
         Ok(TiledRead::new(source, shape, order, layers, blocks))
     }
 }
@@ -85,39 +93,46 @@ impl NodeTiles {
     /// Whether its tiles can be kept and given again: of blocks that are elsewhere it is not known whether they still are what
     /// was kept.
     pub fn can_be_kept(&self) -> bool {
-        matches!(self, Self::Own(_))
+        matches!(self.place, Place::Own(_))
     }
 
     /// As [`StoreTiles::begin_known`].
     pub fn begin_known(&self, tile: &Tile, into: Placed) -> Result<(ReadStream, Option<TileRuns>), Reason> {
-        match self {
-            Self::Own(tiles) => tiles.begin_known(tile, into),
-            Self::Nodes(tiles) => Ok((tiles.begin(tile, into)?, None)),
+        match &self.place {
+            Place::Own(tiles) => tiles.begin_known(tile, into),
+            Place::Nodes(tiles) => Ok((tiles.begin(tile, into)?, None)),
         }
     }
 
     /// As [`StoreTiles::identity`].
     pub fn identity(&self, tile: &Tile, runs: TileRuns) -> Option<TileIdentity> {
-        match self {
-            Self::Own(tiles) => tiles.identity(tile, runs),
-            Self::Nodes(_) => None,
+        match &self.place {
+            Place::Own(tiles) => tiles.identity(tile, runs),
+            Place::Nodes(_) => None,
         }
     }
 
     /// As [`StoreTiles::recall`].
     pub fn recall(&self, tile: &Tile, known: &TileIdentity) -> Result<Option<ReadStream>, Reason> {
-        match self {
-            Self::Own(tiles) => tiles.recall(tile, known),
-            Self::Nodes(_) => Ok(None),
+        match &self.place {
+            Place::Own(tiles) => tiles.recall(tile, known),
+            Place::Nodes(_) => Ok(None),
         }
     }
 }
 
 impl TileSource for NodeTiles {
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
-        match self {
-            Self::Own(tiles) => tiles.begin(tile, into),
-            Self::Nodes(tiles) => tiles.begin(tile, into),
+        match &self.place {
+            Place::Own(tiles) => tiles.begin(tile, into),
+            Place::Nodes(tiles) => tiles.begin(tile, into),
         }
+    }
+    fn instead(&self, short: &ShortTile<'_>) -> Option<Instead> {
+        let whole = match &self.place {
+            Place::Own(tiles) => tiles.whole(),
+            Place::Nodes(tiles) => tiles.whole(),
+        };
+        self.again.as_ref()?.instead(whole, short)
     }
 }

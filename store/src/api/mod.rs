@@ -41,7 +41,9 @@ pub use read::{
     read_channel, wanted_layers,
 };
 pub use step_gate::StepGate;
-pub use tiled::{Arrived, Late, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest};
+pub use tiled::{
+    Arrived, Instead, Late, ShortTile, TileBytes, TileMemory, TileSource, TiledRead, TiledRequest,
+};
 
 use crate::error::{Error, Reason, ShapeCause};
 pub use crate::events::{Cause, Event, EventKind, Gap, Sequence, SnapshotCursor, SnapshotPage, Subscription};

@@ -18,7 +18,9 @@ use std::task::{Context, Poll, ready};
 use kvarts_layout::plan::{Tile, Tiles};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
-use super::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadStream, Verify};
+use super::{
+    Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadStream, Verify, read_channel,
+};
 use crate::error::Reason;
 use crate::io::SharedBuf;
 use crate::rt::{Class, Nanos};
@@ -65,13 +67,41 @@ impl TiledRequest {
 pub trait TileSource: Send + Sync {
     /// Begins to read a tile. Events count its blocks from zero. Of each block all tiles give bytes of one production.
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason>;
+
+    /// Blocks of a tile have failed. A source that may have them all the same gives what goes on with it. Asked until it does.
+    fn instead(&self, _short: &ShortTile<'_>) -> Option<Instead> {
+        None
+    }
 }
 
 impl<S: TileSource + ?Sized> TileSource for Box<S> {
     fn begin(&self, tile: &Tile, into: Placed) -> Result<ReadStream, Reason> {
         (**self).begin(tile, into)
     }
+
+    fn instead(&self, short: &ShortTile<'_>) -> Option<Instead> {
+        (**self).instead(short)
+    }
 }
+
+/// A tile of which blocks have failed.
+#[derive(Clone, Copy, Debug)]
+pub struct ShortTile<'a> {
+    /// The tile.
+    pub tile: &'a Tile,
+    /// Its places.
+    pub into: &'a Placed,
+    /// How many of its leading layers, or in block order blocks, were told or passed over.
+    pub told: u32,
+    /// What its stream said last, which tells of the failure.
+    pub said: &'a ReadEvent,
+    /// Its stream.
+    pub stream: &'a ReadStream,
+}
+
+/// What goes on with a tile: takes what its stream said last, and the stream, and gives one that says that again or something better,
+/// and what follows.
+pub type Instead = Box<dyn FnOnce(ReadEvent, ReadStream) -> ReadStream>;
 
 /// A tile in memory, and what the reader keeps with it.
 #[derive(Debug)]
@@ -126,8 +156,36 @@ struct UnderWay<M> {
     has_all_blocks: bool,
     /// Blocks of it that were told.
     taken: u32,
+    /// Its leading layers, or blocks, that were told or passed over.
+    told: u32,
+    /// Its source has given another stream for it.
+    is_second: bool,
     /// An event that was looked at before its turn.
     next: Option<ReadEvent>,
+}
+
+impl<M> UnderWay<M> {
+    /// Whether an event tells that blocks have failed, and the source has not been given its second try.
+    fn is_short(&self, event: &ReadEvent) -> bool {
+        !self.is_second
+            && match event {
+                ReadEvent::Layer { blocks, .. } => *blocks < self.memory.tile.block_count(),
+                ReadEvent::Block(block) => *block != self.told,
+                ReadEvent::End(end) => !end.failures.is_empty(),
+                ReadEvent::Released => false,
+            }
+    }
+
+    /// Has the source go on, if it can; otherwise the event is given back.
+    fn again(&mut self, source: &impl TileSource, said: ReadEvent) -> Option<ReadEvent> {
+        let TileMemory { tile, placed: into, .. } = &*self.memory;
+        let short = ShortTile { tile, into, told: self.told, said: &said, stream: &self.stream };
+        let Some(instead) = source.instead(&short) else { return Some(said) };
+        let (_, nothing) = read_channel();
+        self.stream = instead(said, std::mem::replace(&mut self.stream, nothing));
+        self.is_second = true;
+        None
+    }
 }
 
 /// A read that goes on as its reader gives it memory. Dropping it cancels what is under way.
@@ -266,7 +324,8 @@ impl<S: TileSource, M> TiledRead<S, M> {
         let has_all_blocks = memory.tile.blocks == (0..self.tiles.blocks());
         self.tiles.pass(&memory.tile);
         let memory = Arc::new(memory);
-        self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken: 0, next: None });
+        let (taken, told, is_second, next) = (0, 0, false, None);
+        self.under_way.push_back(UnderWay { memory, stream, has_all_blocks, taken, told, is_second, next });
     }
 
     /// What arrives next of the first tile under way; nothing at its end.
@@ -284,6 +343,13 @@ impl<S: TileSource, M> TiledRead<S, M> {
             let event = match now.next.take() {
                 Some(event) => event,
                 None => ready!(now.stream.poll_next(context)),
+            };
+            let event = match now.is_short(&event) {
+                false => event,
+                true => match now.again(&self.source, event) {
+                    Some(event) => event,
+                    None => continue,
+                },
             };
             match event {
                 ReadEvent::Layer { layer, blocks } => self.layer(layer, blocks),
@@ -310,7 +376,8 @@ impl<S: TileSource, M> TiledRead<S, M> {
 
     /// A layer of the first `blocks` blocks of the first tile is complete.
     fn layer(&mut self, layer: u32, blocks: u32) {
-        let Some(now) = self.under_way.front() else { return };
+        let Some(now) = self.under_way.front_mut() else { return };
+        now.told = now.told.saturating_add(1);
         let (memory, has_all_blocks) = (Arc::clone(&now.memory), now.has_all_blocks);
         if blocks < memory.tile.block_count() {
             self.progress.keep_leading(memory.tile.blocks.start.saturating_add(blocks));
@@ -343,6 +410,7 @@ impl<S: TileSource, M> TiledRead<S, M> {
             now.next = now.stream.try_next();
         }
         now.taken = now.taken.saturating_add(end.saturating_sub(first));
+        now.told = end;
         let memory = Arc::clone(&now.memory);
         let (start, layers) = (memory.tile.blocks.start, memory.tile.layers.clone());
         let all = self.progress.layers().clone();

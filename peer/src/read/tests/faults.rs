@@ -183,6 +183,39 @@ impl LastResort for AtLast {
 }
 
 #[test]
+fn a_peer_that_hangs_or_is_away_holds_back_no_block_that_the_last_resort_has() {
+    let said = || (0..16).map(|block| set(if block < 8 { 1 } else { 2 })).collect::<Vec<_>>();
+    let all = Some((ms(0), Duration::from_secs(60)));
+    for order in ORDERS {
+        for (peer, is_slow) in [
+            (Script { lingers: ms(15), ..at_speed(|now| if now < ms(10) { 300.0 } else { 0.0 }) }, false),
+            (at_speed(|_| 0.0), false),
+            (Script { away: all, ..steady(300.0) }, false),
+            (Script { away: Some((ms(0), ms(150))), ..steady(300.0) }, true),
+            (steady(20.0), true),
+        ] {
+            let mut stage = stage(order, [steady(300.0), peer, steady(100.0)]);
+            let last = Arc::new(AtLast { has: (0..16).collect(), ..AtLast::default() });
+            stage.last = Some(Arc::clone(&last) as _);
+            let went = stage.run(said());
+            assert!(is_whole(&went), "{order:?} {went:?}");
+            let mut asked = last.asked.lock().unwrap().clone();
+            let count = asked.len();
+            asked.sort_unstable();
+            asked.dedup();
+            assert_eq!(asked.len(), count, "each once");
+            assert_eq!(count == 0, is_slow, "{order:?} {asked:?}");
+            assert!(is_slow || went.took < ms(1200), "{order:?} {went:?}");
+        }
+        // Of a peer that comes back what the last resort does not have; nothing of it is given up meanwhile.
+        let peer = at_speed(|now| if (ms(10)..ms(1500)).contains(&now) { 0.0 } else { 300.0 });
+        let mut stage = stage(order, [steady(300.0), peer, steady(100.0)]);
+        stage.last = Some(Arc::new(AtLast { has: (0..12).collect(), ..AtLast::default() }) as _);
+        assert!(is_whole(&stage.run(said())), "{order:?}");
+    }
+}
+
+#[test]
 fn a_path_of_last_resort_is_asked_for_what_no_other_one_gives_and_once() {
     // The own disks have the first half, the peer is said to have the second one.
     let said = |count: u32| (0..count).map(|block| set(if block < 8 { 1 } else { 2 })).collect::<Vec<_>>();

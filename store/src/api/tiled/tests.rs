@@ -23,6 +23,8 @@ enum Told {
 struct Lacking {
     missing: BTreeSet<u32>,
     order: Order,
+    /// It has them at the second try.
+    mends: bool,
 }
 
 impl TileSource for Lacking {
@@ -48,6 +50,22 @@ impl TileSource for Lacking {
         let usable_layers = tile.layer_count();
         sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, failures, held_bytes: 0 }));
         Ok(stream)
+    }
+
+    fn instead(&self, short: &ShortTile<'_>) -> Option<Instead> {
+        let (tile, told, order) = (short.tile.clone(), short.told, self.order);
+        let goes_on = move |_, _| {
+            let (sink, stream) = read_channel();
+            let (usable_blocks, usable_layers) = (tile.block_count(), tile.layer_count());
+            match order {
+                Order::Layers => (tile.layers.start + told..tile.layers.end)
+                    .for_each(|layer| sink.send(ReadEvent::Layer { layer, blocks: usable_blocks })),
+                Order::Blocks => (told..usable_blocks).for_each(|block| sink.send(ReadEvent::Block(block))),
+            }
+            sink.send(ReadEvent::End(ReadEnd { usable_blocks, usable_layers, ..ReadEnd::default() }));
+            stream
+        };
+        self.mends.then(|| Box::new(goes_on) as Instead)
     }
 }
 
@@ -88,8 +106,12 @@ fn read(order: Order, missing: &[u32], budget: u64, ahead: usize) -> Went {
 
 /// The same where the deadline passes after `until` tiles.
 fn read_until(order: Order, missing: &[u32], budget: u64, ahead: usize, until: usize) -> Went {
-    let (shape, given) = (shape(), Rc::new(Cell::new(0)));
-    let lacking = Lacking { missing: missing.iter().copied().collect(), order };
+    let lacking = Lacking { missing: missing.iter().copied().collect(), order, mends: false };
+    read_of(lacking, budget, ahead, until)
+}
+
+fn read_of(lacking: Lacking, budget: u64, ahead: usize, until: usize) -> Went {
+    let (shape, given, order) = (shape(), Rc::new(Cell::new(0)), lacking.order);
     let mut read = TiledRead::new(lacking, Arc::clone(&shape), order, 0..3, 5);
     let (mut told, mut begun, mut begun_ahead, mut most_bytes) = (Vec::new(), 0, 0, 0);
     let mut grant = |read: &mut TiledRead<Lacking, Given>, tile: Tile| {
@@ -148,6 +170,33 @@ fn what_is_told_does_not_depend_on_what_was_fetched_ahead() {
                     assert!(went.begun_ahead > 0 || few, "nothing was fetched ahead");
                     assert!(went.most_bytes <= (ahead as u64 + 1) * budget.max(20), "{case}");
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_source_has_at_the_second_try_is_told_once_and_in_order() {
+    // Which layers and blocks are ready, and the bytes of each.
+    let ready = |went: &Went| {
+        let is_range = |told: &&Told| matches!(told, Told::Range { .. });
+        let rest: Vec<Told> = went.told.iter().filter(|told| !is_range(told)).cloned().collect();
+        let ranges = went.told.iter().filter_map(|told| match told {
+            Told::Range { layer, blocks, .. } => Some(blocks.clone().map(|block| (*layer, block))),
+            _ => None,
+        });
+        let mut ranges: Vec<(u32, u32)> = ranges.flatten().collect();
+        ranges.sort_unstable();
+        (rest, ranges)
+    };
+    for order in [Order::Blocks, Order::Layers] {
+        for missing in [&[0][..], &[3], &[4], &[1, 4], &[0, 1, 2, 3, 4]] {
+            for (budget, ahead) in [1, 9, 15, 34, 70, 1000].into_iter().flat_map(|it| [(it, 0), (it, 2)]) {
+                let lacking = Lacking { missing: missing.iter().copied().collect(), order, mends: true };
+                let went = read_of(lacking, budget, ahead, usize::MAX);
+                let whole = read(order, &[], budget, ahead);
+                let case = format!("{order:?} {missing:?} {budget} {ahead}");
+                assert_eq!((ready(&went), &went.end), (ready(&whole), &whole.end), "{case}");
             }
         }
     }

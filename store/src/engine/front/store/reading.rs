@@ -85,6 +85,11 @@ pub struct StoreTiles {
 }
 
 impl StoreTiles {
+    /// What is read, and what its tiles have met of each block.
+    pub fn whole(&self) -> (&TiledRequest, &Arc<Origins>) {
+        (&self.request, &self.origins)
+    }
+
     /// Begins to read a tile as [`TileSource::begin`] does, and tells where its blocks lie: of a tile that then comes whole,
     /// it is what [`StoreTiles::identity`] takes. Nothing if some blocks are not here.
     pub fn begin_known(&self, tile: &Tile, into: Placed) -> Result<(ReadStream, Option<TileRuns>), Reason> {

@@ -1,4 +1,4 @@
-//! Where the bytes of a read of the local path come from: this node, other nodes, the cold tier.
+//! Where the bytes of a read that has memory for all of it come from: this node, other nodes, the cold tier.
 
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -7,46 +7,47 @@ use kvarts_layout::BlockShape;
 use kvarts_store::api::{Order, Origins, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel};
 use kvarts_store::error::Error;
 
+use super::ServerState;
 use crate::cold::Wish;
-use crate::state::ServerState;
 
-/// Begins a read. Where the cold tier may have what is not here it is asked first; what can be refused of the read is then told
-/// by its end.
-pub(super) fn read(
-    state: &Arc<ServerState>,
-    request: ReadRequest,
-    shape: &BlockShape,
-    origins: Option<&Arc<Origins>>,
-) -> Result<ReadStream, Error> {
-    let Some(cold) = state.decided.cold.clone().filter(|cold| cold.may_bring(&wish(&request, shape))) else {
-        return begin(state, request, shape, origins);
-    };
-    let ((sink, stream), state, shape) = (read_channel(), Arc::clone(state), Arc::new(shape.clone()));
-    let (origins, reader) = (origins.cloned(), Arc::clone(&cold));
-    let reading = async move {
-        let coming = state.bring(wish(&request, &shape), request.deadline).await;
-        let inner = match coming {
-            None => begin(&state, request, &shape, origins.as_ref()),
-            Some(coming) => {
-                let known = match &state.decided.cluster {
-                    Some(node) => node.copies_of(&request.clone().tiled(&shape).0, &shape).await,
-                    None => None,
-                };
-                let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
-                cold.read(request, &shape, origins, known, &coming)
+impl ServerState {
+    /// Begins a read. Where the cold tier may have what is not here it is asked first; what can be refused of the read is then told
+    /// by its end.
+    pub(crate) fn read(
+        self: &Arc<Self>,
+        request: ReadRequest,
+        shape: &BlockShape,
+        origins: Option<&Arc<Origins>>,
+    ) -> Result<ReadStream, Error> {
+        let cold = self.decided.cold.clone().filter(|cold| cold.may_bring(&wish(&request, shape)));
+        let Some(cold) = cold else { return begin(self, request, shape, origins) };
+        let ((sink, stream), state, shape) = (read_channel(), Arc::clone(self), Arc::new(shape.clone()));
+        let (origins, reader) = (origins.cloned(), Arc::clone(&cold));
+        let reading = async move {
+            let coming = state.bring(wish(&request, &shape), request.deadline).await;
+            let inner = match coming {
+                None => begin(&state, request, &shape, origins.as_ref()),
+                Some(coming) => {
+                    let known = match &state.decided.cluster {
+                        Some(node) => node.copies_of(&request.clone().tiled(&shape).0, &shape).await,
+                        None => None,
+                    };
+                    let origins = origins.unwrap_or_else(|| Origins::any(request.keys.len()));
+                    cold.read(request, &shape, origins, known, &coming)
+                }
+            };
+            if sink.is_cancelled() {
+                return;
+            }
+            match inner {
+                Ok(inner) => forward(&inner, &sink).await,
+                // The stream ends with nothing.
+                Err(error) => tracing::debug!(%error, "a read that waited for the cold tier was refused"),
             }
         };
-        if sink.is_cancelled() {
-            return;
-        }
-        match inner {
-            Ok(inner) => forward(&inner, &sink).await,
-            // The stream ends with nothing.
-            Err(error) => tracing::debug!(%error, "a read that waited for the cold tier was refused"),
-        }
-    };
-    reader.spawn(reading);
-    Ok(stream)
+        reader.spawn(reading);
+        Ok(stream)
+    }
 }
 
 fn wish<'a>(request: &'a ReadRequest, shape: &BlockShape) -> Wish<'a> {
