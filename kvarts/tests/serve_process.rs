@@ -351,6 +351,87 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
 }
 
 #[test]
+fn a_start_that_is_refused_leaves_nothing_and_says_so() {
+    let scratch = Scratch::new("refused");
+    let file = |name: &str, text: &str| {
+        let path = scratch.0.join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let here = scratch.0.display().to_string();
+    let (garbage, long) = (file("garbage", "garbage"), file("long", &"s".repeat(32)));
+    let members = |address: &str| {
+        format!("epoch = 1\n[[node]]\nid = \"{}\"\naddress = \"{address}\"\n", "a1".repeat(16))
+    };
+    let (remote, local) =
+        (file("remote", &members("192.0.2.1:7400")), file("local", &members("127.0.0.1:7400")));
+    let precious = file("precious", "of another");
+    let names = || {
+        let entries = std::fs::read_dir(&scratch.0).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let serve = |arguments: &[&str]| {
+        let mut command = command(&scratch.0);
+        let output = command.args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
+        text(&output.stderr)
+    };
+    let before = names();
+    for (arguments, why) in [
+        (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "garbage"),
+        (&["--cluster", &format!("{here}/none")], "cluster.members: "),
+        (&["--cluster", &garbage], "cluster.members: "),
+        (&["--cluster", &remote], "cluster.certificate: members on other hosts need certificates"),
+        (&["--cluster", &remote, "--cluster-secret", &garbage], "32 random ones are needed"),
+        (
+            &[
+                "--cluster",
+                &local,
+                "--cluster-certificate",
+                &garbage,
+                "--cluster-key",
+                &garbage,
+                "--cluster-authority",
+                &garbage,
+            ],
+            "cluster.certificate: there is no certificate in it",
+        ),
+        // Known only once there is a store.
+        (&["--listen-socket", &precious], "listen.socket"),
+        (&["--listen-socket", &format!("{here}/none/kvarts.sock")], "listen.socket"),
+    ] {
+        let told = serve(&[arguments, &["--dir", "one,two"][..]].concat());
+        assert!(
+            told.contains(why) && told.contains("; no store was made in one, two"),
+            "{arguments:?}: {told}"
+        );
+        assert_eq!(names(), before, "{arguments:?}: {told}");
+    }
+    let told = serve(&["--dir", "one,no disk/kvarts"]);
+    let expected =
+        ["store.directories: no disk/kvarts: no disk does not exist: mount its disk", "`mkdir -p no disk`"];
+    assert!(expected.iter().all(|part| told.contains(part)), "{told}");
+    assert_eq!(names(), before);
+    // Its name is what the operator needs.
+    let told = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
+    assert!(told.contains("does not name this node") && told.contains("made in one, and stays"), "{told}");
+    let again = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
+    let id = |told: &str| told.split("id = \"").nth(1).unwrap()[..32].to_owned();
+    assert_eq!(id(&told), id(&again));
+    // A store that was there is one afterwards, and nothing is said of it.
+    let told = serve(&["--dir", "one", "--listen-socket", &precious]);
+    assert!(told.contains("no socket") && !told.contains("store was made"), "{told}");
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "of another");
+    let mut command = command(&scratch.0);
+    command.args(["--dir", "one"]);
+    let server = Server::start(command);
+    server.signal("-TERM");
+    assert_eq!(server.wait(), Some(0));
+}
+
+#[test]
 fn two_servers_do_not_share_a_directory() {
     let scratch = Scratch::new("two");
     let _first = Server::start(command(&scratch.0));
