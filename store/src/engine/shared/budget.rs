@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 
 use super::{Birth, Shared};
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::ledger::{ShardSpace, Space, SpaceReport};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -99,7 +99,8 @@ impl Budget {
             let after = used.checked_add(bytes)?;
             (after.checked_add(beside)? <= limit).then_some(after)
         };
-        self.allocated.fetch_update(Relaxed, Relaxed, within).map(drop).map_err(|_| Reason::NoSpace)
+        let taken = self.allocated.fetch_update(Relaxed, Relaxed, within);
+        taken.map(drop).map_err(|_| Reason::NoSpace(SpaceCause::Budget { limit }))
     }
 
     fn give(&self, bytes: u64) {
@@ -142,10 +143,9 @@ impl Shared {
 
     /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here.
     pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
-        if self.files() >= self.budget.files_cap.load(Relaxed)
-            && !kvarts_layout::planted!("descriptors-not-counted")
-        {
-            return Err(Reason::NoSpace);
+        let most = self.budget.files_cap.load(Relaxed);
+        if self.files() >= most && !kvarts_layout::planted!("descriptors-not-counted") {
+            return Err(Reason::NoSpace(SpaceCause::Files { most }));
         }
         self.budget.take(self.segment_bytes, self.checkpoint_room())
     }
@@ -188,6 +188,11 @@ impl Shared {
     /// Bytes on disk, and the most there may be.
     pub(crate) fn space(&self) -> (u64, u64) {
         (self.budget.allocated.load(Relaxed), self.budget.limit.load(Relaxed))
+    }
+
+    /// Why there is no room where nothing that the budget has may go.
+    pub(crate) fn budget_full(&self) -> Reason {
+        Reason::NoSpace(SpaceCause::Budget { limit: self.space().1 })
     }
 
     /// Shards of the store.
