@@ -29,7 +29,7 @@ impl Disks {
             std::fs::create_dir_all(scratch.0.join("mnt").join(disk)).unwrap();
         }
         let server = Server::start(scratch, &Self::SERVE);
-        server.store_pages();
+        server.store_pages_with("pages", &["--server", "kvarts.sock"]);
         // One run of blocks lies on one disk: these are many runs.
         for first in 0..20 {
             let tokens: String = (0..32).map(|token| format!("{} ", (first + 1) * 100_000 + token)).collect();
@@ -59,7 +59,9 @@ impl Disks {
     fn all(&self, lines: &[&str]) -> String {
         let said = lines.iter().map(|line| {
             let (went, said) = self.run(line);
-            assert!(went, "{line}: {said}");
+            // An export of what is left says that a directory is missing.
+            let told = line.starts_with("kvarts export") && said.contains("The store has 1 problems");
+            assert!(went || told, "{line}: {said}");
             said
         });
         said.collect()

@@ -380,7 +380,7 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
     };
     let before = names();
     for (arguments, why) in [
-        (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "garbage"),
+        (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "tls: "),
         (&["--cluster", &format!("{here}/none")], "cluster.members: "),
         (&["--cluster", &garbage], "cluster.members: "),
         (&["--cluster", &remote], "cluster.certificate: members on other hosts need certificates"),
