@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 use served::{Scratch, Server};
 
-/// Tokens of so many blocks, from a number on.
+/// Writes the tokens of some blocks, from a number on.
 fn tokens(server: &Server, name: &str, first: u32, blocks: u32) {
     let text: String = (first..first + blocks * 16).map(|token| format!("{token} ")).collect();
     std::fs::write(server.path(name), text).unwrap();

@@ -27,6 +27,13 @@ impl Scratch {
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }
+
+    /// Writes a file; gives its path.
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.0.join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    }
 }
 
 impl Drop for Scratch {
@@ -350,19 +357,24 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
     assert!(small.contains("room for four segments") && small.contains("--budget \"4 MiB\""), "{small}");
 }
 
+/// A file of members that does not name this node.
+fn members(address: &str) -> String {
+    format!("epoch = 1\n[[node]]\nid = \"{}\"\naddress = \"{address}\"\n", "a1".repeat(16))
+}
+
+/// Why a server does not start.
+fn refused(scratch: &Scratch, arguments: &[&str]) -> String {
+    let output = command(&scratch.0).args(arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
+    text(&output.stderr)
+}
+
 #[test]
 fn a_start_that_is_refused_leaves_nothing_and_says_so() {
     let scratch = Scratch::new("refused");
-    let file = |name: &str, text: &str| {
-        let path = scratch.0.join(name);
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
-    };
+    let file = |name: &str, text: &str| scratch.file(name, text);
     let here = scratch.0.display().to_string();
-    let (garbage, long) = (file("garbage", "garbage"), file("long", &"s".repeat(32)));
-    let members = |address: &str| {
-        format!("epoch = 1\n[[node]]\nid = \"{}\"\naddress = \"{address}\"\n", "a1".repeat(16))
-    };
+    let garbage = file("garbage", "garbage");
     let (remote, local) =
         (file("remote", &members("192.0.2.1:7400")), file("local", &members("127.0.0.1:7400")));
     let precious = file("precious", "of another");
@@ -372,12 +384,7 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
         names.sort();
         names
     };
-    let serve = |arguments: &[&str]| {
-        let mut command = command(&scratch.0);
-        let output = command.args(arguments).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
-        text(&output.stderr)
-    };
+    let serve = |arguments: &[&str]| refused(&scratch, arguments);
     let before = names();
     for (arguments, why) in [
         (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "tls: "),
@@ -414,6 +421,15 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
         ["store.directories: no disk/kvarts: no disk does not exist: mount its disk", "`mkdir -p no disk`"];
     assert!(expected.iter().all(|part| told.contains(part)), "{told}");
     assert_eq!(names(), before);
+}
+
+#[test]
+fn a_refused_start_keeps_a_store_that_it_tells_the_name_of_and_one_that_was_there() {
+    let scratch = Scratch::new("kept");
+    let serve = |arguments: &[&str]| refused(&scratch, arguments);
+    let (long, local) =
+        (scratch.file("long", &"s".repeat(32)), scratch.file("local", &members("127.0.0.1:7400")));
+    let precious = scratch.file("precious", "of another");
     // Its name is what the operator needs.
     let told = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
     assert!(told.contains("does not name this node") && told.contains("made in one, and stays"), "{told}");

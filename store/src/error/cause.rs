@@ -17,7 +17,7 @@ use kvarts_layout::{Coordinate, Group, StoreId};
 use kvarts_planner::plan::PlanError as RestorePlanError;
 
 use super::Reason;
-use crate::engine::shared::budget::exact_units;
+use super::units::exact_units;
 use crate::io::{IoError, IoErrorKind};
 
 /// `Display`, `source()` and `From` of the variants that wrap the error of another stage.

@@ -4,6 +4,7 @@
 //! where the fault is seen, and travels up unchanged.
 
 mod cause;
+pub(crate) mod units;
 
 use std::fmt;
 
