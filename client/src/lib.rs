@@ -12,6 +12,7 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
+mod answers;
 mod arrival;
 mod away;
 mod download;
@@ -122,6 +123,9 @@ pub struct ConnectOptions {
     pub server_name: Option<String>,
     /// How long a call without a deadline may take, and connecting.
     pub call_timeout: Duration,
+    /// How long the server may take for its first answer, whatever calls may take later; none: it is not waited for. A server that accepts
+    /// the connection and answers nothing in this time makes connecting fail with [`Reason::DeadlinePassed`].
+    pub first_answer: Option<Duration>,
     /// Which way blocks may take.
     pub via: Via,
     /// For `unix:`, where there is a token: the user whose process the server is. The administrator and this process's own
@@ -147,6 +151,7 @@ impl ConnectOptions {
             identity: None,
             server_name: None,
             call_timeout: Duration::from_secs(60),
+            first_answer: None,
             via: Via::Best,
             server_uid: None,
             threads: 2,

@@ -17,6 +17,7 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Response, Status};
 
+use super::answers;
 use super::away::{self, deepest};
 use super::download::{GRACE, LONGEST};
 use super::{ConnectOptions, THREADS_MAX};
@@ -141,6 +142,10 @@ impl Remote {
             tracing::debug!(?error, "connecting failed");
             away::of_transport(&options.endpoint, &error)
         })?;
+        if let Some(time) = options.first_answer {
+            let asked = runtime.spawn(answers::anything(channel.clone(), time));
+            block_on(asked).map_err(config)??;
+        }
         let token = options.token.as_ref().map(|token| format!("Bearer {token}").parse());
         let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
         let known = RwLock::new(BTreeMap::new());

@@ -46,7 +46,9 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
         Remedy::Device => {
             "The device refuses reads: look at its log (dmesg, smartctl) and replace it before anything else."
         }
-        Remedy::Directories => "Give every directory of the store, or bring the missing device back.",
+        Remedy::Directories => {
+            "Give every directory of the store, or bring the missing device back; if it is lost, `kvarts export` keeps what the others have."
+        }
         Remedy::Access => {
             "Files could not be opened: run this as the user whose store it is, or look at the file system's log (dmesg)."
         }

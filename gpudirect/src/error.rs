@@ -201,7 +201,10 @@ mod tests {
     fn every_end_says_what_to_do() {
         assert_eq!(EndReason::Device(DeviceError::Lost(String::new())).kind(), Kind::Miss);
         assert_eq!(EndReason::Deadline.kind(), Kind::Deadline);
-        assert_eq!(EndReason::Store(Reason::NoSpace).kind(), Kind::Refused);
+        assert_eq!(
+            EndReason::Store(Reason::NoSpace(kvarts_store::error::SpaceCause::Disk)).kind(),
+            Kind::Refused
+        );
         assert_eq!(LandError::ArenaFull { wanted: 2, free: 1 }.kind(), Kind::Retry);
         assert_eq!(LandError::ArenaTooSmall { wanted: 2, total: 1 }.kind(), Kind::Invalid);
     }

@@ -5,7 +5,7 @@
 mod served;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -248,6 +248,49 @@ fn rules_dashboard_and_pages_name_metrics_that_there_are() {
             "docs/operating.md does not say what to do on {alert}"
         );
     }
+}
+
+/// What stands behind `name` in a file of Kubernetes, without quotes.
+fn said<'a>(text: &'a str, name: &str) -> &'a str {
+    let at = text.find(name).unwrap_or_else(|| panic!("no {name} in {text}")) + name.len();
+    text[at..].split([',', '}', '\n']).next().unwrap().trim().trim_matches('"')
+}
+
+#[test]
+fn pods_of_the_daemon_set_show_their_metrics_where_they_say() {
+    let file = |name: &str| std::fs::read_to_string(root().join("packaging/kubernetes").join(name)).unwrap();
+    let (pods, monitor) = (file("daemonset.yaml"), file("podmonitor.yaml"));
+    let port = said(&pods, "- {name: metrics, containerPort: ");
+    assert_eq!(said(&pods, "prometheus.io/port: "), port);
+    assert_eq!(said(&pods, "prometheus.io/path: "), "/metrics");
+    assert_eq!((said(&monitor, "- {port: "), said(&monitor, ", path: ")), ("metrics", "/metrics"));
+    assert_eq!(said(&monitor, "matchLabels: {app: "), said(&pods, "matchLabels: {app: "));
+    let settings: Vec<(&str, &str)> = pods
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("- {name: KVARTS_"))
+        .map(|line| (line.split(',').next().unwrap(), said(line, "value: ")))
+        .collect();
+    assert!(settings.contains(&("LISTEN_METRICS", &format!("0.0.0.0:{port}"))), "{settings:?}");
+    // A server that is given all of it shows them; only places and the port are this test's.
+    let scratch = Scratch::new("pods");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.args(["serve", "--budget", "64M", "--segment", "4M", "--listen-grpc", "none"]);
+    for (name, value) in settings {
+        let value = match name {
+            "STORE_DIRECTORIES" => "kvarts".to_owned(),
+            "LISTEN_SOCKET" => "kvarts.sock".to_owned(),
+            _ => value.replace(&format!(":{port}"), ":0"),
+        };
+        command.env(format!("KVARTS_{name}"), value);
+    }
+    let mut child = command.current_dir(&scratch.0).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.split_whitespace().find_map(|word| word.strip_prefix("metrics=0.0.0.0:"));
+    let answer = address.map(|port| http(&format!("127.0.0.1:{port}"), "GET /metrics"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(answer.is_some_and(|text| text.contains("kvarts_build_info")), "{line:?}");
 }
 
 #[test]

@@ -27,6 +27,13 @@ impl Scratch {
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }
+
+    /// Writes a file; gives its path.
+    fn file(&self, name: &str, text: &str) -> String {
+        let path = self.0.join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    }
 }
 
 impl Drop for Scratch {
@@ -348,6 +355,96 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
     std::fs::remove_file(&elsewhere).unwrap();
     let small = serve(&["--budget", "1M", "--listen-grpc", free, "--listen-metrics", "none"]);
     assert!(small.contains("room for four segments") && small.contains("--budget \"4 MiB\""), "{small}");
+}
+
+/// A file of members that does not name this node.
+fn members(address: &str) -> String {
+    format!("epoch = 1\n[[node]]\nid = \"{}\"\naddress = \"{address}\"\n", "a1".repeat(16))
+}
+
+/// Why a server does not start.
+fn refused(scratch: &Scratch, arguments: &[&str]) -> String {
+    let output = command(&scratch.0).args(arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {output:?}");
+    text(&output.stderr)
+}
+
+#[test]
+fn a_start_that_is_refused_leaves_nothing_and_says_so() {
+    let scratch = Scratch::new("refused");
+    let file = |name: &str, text: &str| scratch.file(name, text);
+    let here = scratch.0.display().to_string();
+    let garbage = file("garbage", "garbage");
+    let (remote, local) =
+        (file("remote", &members("192.0.2.1:7400")), file("local", &members("127.0.0.1:7400")));
+    let precious = file("precious", "of another");
+    let names = || {
+        let entries = std::fs::read_dir(&scratch.0).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    let serve = |arguments: &[&str]| refused(&scratch, arguments);
+    let before = names();
+    for (arguments, why) in [
+        (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "tls: "),
+        (&["--cluster", &format!("{here}/none")], "cluster.members: "),
+        (&["--cluster", &garbage], "cluster.members: "),
+        (&["--cluster", &remote], "cluster.certificate: members on other hosts need certificates"),
+        (&["--cluster", &remote, "--cluster-secret", &garbage], "32 random ones are needed"),
+        (
+            &[
+                "--cluster",
+                &local,
+                "--cluster-certificate",
+                &garbage,
+                "--cluster-key",
+                &garbage,
+                "--cluster-authority",
+                &garbage,
+            ],
+            "cluster.certificate: there is no certificate in it",
+        ),
+        // Known only once there is a store.
+        (&["--listen-socket", &precious], "listen.socket"),
+        (&["--listen-socket", &format!("{here}/none/kvarts.sock")], "listen.socket"),
+    ] {
+        let told = serve(&[arguments, &["--dir", "one,two"][..]].concat());
+        assert!(
+            told.contains(why) && told.contains("; no store was made in one, two"),
+            "{arguments:?}: {told}"
+        );
+        assert_eq!(names(), before, "{arguments:?}: {told}");
+    }
+    let told = serve(&["--dir", "one,no disk/kvarts"]);
+    let expected =
+        ["store.directories: no disk/kvarts: no disk does not exist: mount its disk", "`mkdir -p no disk`"];
+    assert!(expected.iter().all(|part| told.contains(part)), "{told}");
+    assert_eq!(names(), before);
+}
+
+#[test]
+fn a_refused_start_keeps_a_store_that_it_tells_the_name_of_and_one_that_was_there() {
+    let scratch = Scratch::new("kept");
+    let serve = |arguments: &[&str]| refused(&scratch, arguments);
+    let (long, local) =
+        (scratch.file("long", &"s".repeat(32)), scratch.file("local", &members("127.0.0.1:7400")));
+    let precious = scratch.file("precious", "of another");
+    // Its name is what the operator needs.
+    let told = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
+    assert!(told.contains("does not name this node") && told.contains("made in one, and stays"), "{told}");
+    let again = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
+    let id = |told: &str| told.split("id = \"").nth(1).unwrap()[..32].to_owned();
+    assert_eq!(id(&told), id(&again));
+    // A store that was there is one afterwards, and nothing is said of it.
+    let told = serve(&["--dir", "one", "--listen-socket", &precious]);
+    assert!(told.contains("no socket") && !told.contains("store was made"), "{told}");
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "of another");
+    let mut command = command(&scratch.0);
+    command.args(["--dir", "one"]);
+    let server = Server::start(command);
+    server.signal("-TERM");
+    assert_eq!(server.wait(), Some(0));
 }
 
 #[test]

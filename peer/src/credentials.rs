@@ -79,17 +79,22 @@ pub(crate) fn names(certificate: &CertificateDer<'_>, node: NodeId) -> bool {
 }
 
 impl Credentials {
+    /// Says in one line what is wrong with them on any node: whether they name one is not looked at.
+    pub fn check(pem: &Pem) -> Result<(), String> {
+        sides(None, pem, Purpose::Calls).map(drop)
+    }
+
     /// Those of a node. Says in one line what is wrong with them.
     pub fn new(node: NodeId, pem: &Pem) -> Result<Arc<Self>, String> {
-        let calls = sides(node, pem, Purpose::Calls)?;
-        let lane = sides(node, pem, Purpose::Lane)?;
+        let calls = sides(Some(node), pem, Purpose::Calls)?;
+        let lane = sides(Some(node), pem, Purpose::Lane)?;
         Ok(Arc::new(Self { node, calls: RwLock::new(calls), lane: RwLock::new(lane) }))
     }
 
     /// Others, for connections from now on. What cannot be used changes nothing.
     pub fn replace(&self, pem: &Pem) -> Result<(), String> {
-        let calls = sides(self.node, pem, Purpose::Calls)?;
-        let lane = sides(self.node, pem, Purpose::Lane)?;
+        let calls = sides(Some(self.node), pem, Purpose::Calls)?;
+        let lane = sides(Some(self.node), pem, Purpose::Lane)?;
         *self.calls.write().unwrap_or_else(PoisonError::into_inner) = calls;
         *self.lane.write().unwrap_or_else(PoisonError::into_inner) = lane;
         Ok(())
@@ -121,9 +126,12 @@ pub(crate) fn certificates(pem: &[u8], what: &str) -> Result<Vec<CertificateDer<
     }
 }
 
-fn sides(node: NodeId, pem: &Pem, purpose: Purpose) -> Result<Sides, String> {
+/// Both sides of connections; those of a node if one is given.
+fn sides(node: Option<NodeId>, pem: &Pem, purpose: Purpose) -> Result<Sides, String> {
     let chain = certificates(&pem.certificate, "certificate")?;
-    if !chain.first().is_some_and(|own| names(own, node)) {
+    if let Some(node) = node
+        && !chain.first().is_some_and(|own| names(own, node))
+    {
         return Err(format!("certificate: it does not name this node: it needs the DNS name {}", name(node)));
     }
     let key = || PrivateKeyDer::from_pem_slice(&pem.key).map_err(|error| format!("key: {error}"));

@@ -19,6 +19,7 @@ from ._kvarts import (
     Lease,
     Match,
     Memory,
+    Missing,
     Paged,
     Pages,
     Plan,
@@ -31,7 +32,7 @@ from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refu
 
 __all__ = [
     "Bug", "Client", "Completion", "Corrupt", "Deadline", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Paged", "Pages", "Plan", "ReadOnly", "Refused", "Retry", "Times", "chain", "connect", "key", "open", "__version__",
+    "Miss", "Missing", "Paged", "Pages", "Plan", "ReadOnly", "Refused", "Retry", "Times", "chain", "connect", "key", "open", "__version__",
 ]
 
 #: What calls take, for annotations: the stub says it in full.

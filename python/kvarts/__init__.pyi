@@ -405,6 +405,12 @@ class Pages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[bool]: ...
+    def missing(
+        self, keys: Sequence[Key], *, group: int = 0, rank: int | None = None, timeout: float | None = None
+    ) -> Missing:
+        """Why those of these blocks are not there that are not: for what a get did not find, as
+        `pages.missing([keys[at] for at in answer.errors])`. It is a look-up; blocks that are here count in nothing."""
+
     def delete(
         self,
         keys: Sequence[Key],
@@ -470,10 +476,45 @@ class Match:
         """Leading blocks of which puts under way, too, have the last parts."""
 
     @property
+    def missing(self) -> Missing:
+        """Why the blocks behind those cannot be restored."""
+
+    @property
     def lease(self) -> Lease | None: ...
     @property
     def plan(self) -> Plan | None:
         """If it was asked for. A lease holds all of `blocks`, whatever the plan uses of them."""
+
+@final
+class Missing:
+    """Why blocks cannot be restored: how many for each reason; its text names those that there are, and it is false if there is none.
+    A store remembers a bounded number of departures since it was opened: what it forgot counts as never stored."""
+
+    @property
+    def evicted(self) -> int:
+        """Stored, and evicted: other blocks needed their room, or their quota."""
+
+    @property
+    def expired(self) -> int:
+        """Stored, and their time to live is over."""
+
+    @property
+    def deleted(self) -> int:
+        """Stored, and deleted."""
+
+    @property
+    def out_of_service(self) -> int:
+        """Damaged, or of a part of the store that failed."""
+
+    @property
+    def never_stored(self) -> int:
+        """Never stored, as far as the store remembers."""
+
+    @property
+    def cut_off(self) -> int:
+        """Of a match: here, behind a block that is not."""
+
+    def __bool__(self) -> bool: ...
 
 @final
 class Times:

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::api::{ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
+use kvarts_store::api::{self, ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
 use kvarts_store::error::Reason;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
 use crate::guarded::Guarded;
+use crate::missing::Missing;
 use crate::pages::Handle;
 use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
@@ -18,6 +19,7 @@ use crate::{keys, waiting};
 pub(crate) struct Match {
     blocks: u32,
     pending: u32,
+    missing: api::Missing,
     lease: Option<Py<Lease>>,
     plan: Option<Py<Plan>>,
 }
@@ -39,6 +41,11 @@ impl Match {
     #[getter]
     fn pending(&self) -> u32 {
         self.pending
+    }
+
+    #[getter]
+    fn missing(&self) -> Missing {
+        Missing(self.missing)
     }
 
     #[getter]
@@ -123,7 +130,8 @@ pub(crate) fn find(
         Py::new(py, Lease { handle, lease: Some(lease), blocks })
     });
     let plan = found.plan.map(|planned| Py::new(py, Plan(planned))).transpose()?;
-    Ok(Match { blocks, pending: found.pending, lease: held.transpose()?, plan })
+    let (pending, missing) = (found.pending, found.missing);
+    Ok(Match { blocks, pending, missing, lease: held.transpose()?, plan })
 }
 
 /// Holds the blocks that are here.

@@ -21,6 +21,7 @@ mod guarded;
 mod identity;
 mod keys;
 mod memory;
+mod missing;
 mod open;
 mod pages;
 mod places;
@@ -45,6 +46,7 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<completion::Completion>()?;
     module.add_class::<places::Paged>()?;
     module.add_class::<calls::Match>()?;
+    module.add_class::<missing::Missing>()?;
     module.add_class::<calls::Lease>()?;
     module.add_class::<planning::Times>()?;
     module.add_class::<planning::Plan>()?;

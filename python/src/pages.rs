@@ -23,6 +23,7 @@ use crate::completion::Completion;
 use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
 use crate::identity::Cut;
+use crate::missing::{self, Missing};
 use crate::places::{self, Laid};
 use crate::planning::Times;
 use crate::reading::{self, ByLayers, Layers};
@@ -437,6 +438,17 @@ impl Pages {
         });
         wrong.map_or(Ok(()), Err).or_raise(keys.py())?;
         Ok(told.results())
+    }
+
+    #[pyo3(signature = (keys, *, group=0, rank=None, timeout=None))]
+    fn missing(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        group: u32,
+        rank: Option<u16>,
+        timeout: Option<f64>,
+    ) -> PyResult<Missing> {
+        missing::of(self.handle(keys.py())?, keys, (group, rank), timeout)
     }
 
     #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]

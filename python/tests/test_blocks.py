@@ -43,6 +43,29 @@ class Blocks(Served):
         with self.assertRaises(kvarts.Invalid):
             pages.match(names, times=fast, prompt_tokens=0)
 
+    def test_what_is_not_there_is_told_with_why(self):
+        pages = self.pages()
+        names = keys(6)
+        page = bytes(pages.block_bytes())
+        self.assertTrue(pages.put(names[:3], [page] * 3).ok)
+        self.assertTrue(pages.delete(names[1:3]).ok)
+        into = [bytearray(len(page)) for _ in names]
+        got = pages.get(names, into)
+        self.assertEqual(got.results, [True] + [False] * 5)
+        why = pages.missing([names[at] for at in got.errors])
+        self.assertEqual((why.deleted, why.never_stored, why.evicted, why.expired, why.out_of_service, why.cut_off), (2, 3, 0, 0, 0, 0))
+        self.assertTrue(why)
+        self.assertIn("2 deleted; 3 never stored", repr(why))
+        self.assertFalse(pages.missing(names[:1]))
+        self.assertEqual(repr(pages.missing(names[:1])), "<kvarts.Missing none>")
+        found = pages.match(names)
+        self.assertEqual((found.blocks, found.missing.deleted, found.missing.never_stored), (1, 2, 3))
+        fleeting = self.pages(ttl=0.05, revision=self.id() + " fleeting")
+        self.assertTrue(fleeting.put(names[:1], [page]).ok)
+        while fleeting.exists(names[:1])[0]:
+            time.sleep(0.05)
+        self.assertEqual(fleeting.missing(names[:1]).expired, 1)
+
     def test_a_prefix_is_found_read_layer_by_layer_and_pinned(self):
         pages = self.handle()
         size, parts = pages.block_bytes(), pages.parts()

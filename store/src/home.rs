@@ -3,6 +3,8 @@
 //! This is the only place that decides between the ring and threads, glommio and plain threads; what it decided,
 //! and what an operator could do about it, stands in [`Home::notes`].
 
+mod made;
+
 use std::cell::RefCell;
 use std::fs::File;
 use std::io::Read;
@@ -24,6 +26,9 @@ use crate::rt::blocking::block_on;
 use crate::rt::clock::{OsEntropy, SystemClock};
 use crate::rt::glommio::GlommioLauncher;
 use crate::rt::threads::{MakeIo, ThreadLauncher};
+
+use made::{Before, LOCK};
+pub use made::{make, refuse_absent};
 
 /// On what executors run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -53,7 +58,7 @@ impl FromStr for RuntimeChoice {
 /// Where and how a store is opened.
 #[derive(Clone, Debug, Default)]
 pub struct HomeOptions {
-    /// The directories; those that do not exist are made. One for each device.
+    /// The directories; one that does not exist is made where the directory above it does. One for each device.
     pub directories: Vec<PathBuf>,
     /// The way to the disks.
     pub io: IoChoice,
@@ -88,19 +93,31 @@ impl std::fmt::Debug for Joined {
 impl Home {
     /// Its directories, for a task that notices when one is taken away.
     pub fn places(&self) -> Places {
-        let known = self.locks.iter().filter_map(|Lock(file, directory)| {
-            let facts = file.metadata().ok()?;
-            Some((directory.clone(), facts.dev(), facts.ino()))
+        let known = self.locks.iter().filter_map(|lock| {
+            let facts = lock.file.metadata().ok()?;
+            Some((lock.before.directory.clone(), facts.dev(), facts.ino()))
         });
         Places { store: self.store.clone(), known: known.collect() }
     }
 
-    /// Opens the store, or makes one where the directories are empty. One process at a time has a directory.
+    /// Opens the store, or makes one where the directories are empty. One process at a time has a directory. What is refused leaves
+    /// nothing behind that was not there before.
     pub fn open(options: &HomeOptions) -> Result<Self, Error> {
         if options.directories.is_empty() {
             return Err(Error(Reason::Config("a store needs a directory".to_owned())));
         }
         let mut locks = Vec::new();
+        match Self::open_locked(options, &mut locks) {
+            Ok((store, executors, notes)) => Ok(Self { store, executors, locks, notes }),
+            Err(refused) => {
+                made::remove(locks, &[]);
+                Err(refused)
+            }
+        }
+    }
+
+    /// Locks the directories and opens the store in them.
+    fn open_locked(options: &HomeOptions, locks: &mut Vec<Lock>) -> Result<Opened, Error> {
         for directory in &options.directories {
             locks.push(lock(directory)?);
         }
@@ -119,8 +136,7 @@ impl Home {
         }
         store.set_files_cap(descriptors.saturating_sub(DESCRIPTORS_KEPT));
         notes.extend(shortage(store.files_max(), descriptors));
-        let executors = executors.into_iter().map(Joined).collect();
-        Ok(Self { store, executors, locks, notes })
+        Ok((store, executors.into_iter().map(Joined).collect(), notes))
     }
 
     /// The store.
@@ -136,24 +152,36 @@ impl Home {
     /// Finishes what is under way, writes a checkpoint, and lets go of the directories.
     pub fn close(self) -> Result<(), Error> {
         let closed = block_on(self.store.close());
-        self.end();
+        drop(self.end());
         closed
     }
 
     /// Stops as a killed process would, without a checkpoint: for tests of recovery.
     pub fn abandon(self) {
         block_on(self.store.halt());
-        self.end();
+        drop(self.end());
     }
 
-    fn end(self) {
+    /// Closes the store of a start that is refused. If opening made it and nothing was stored since, it is removed, and with it files of
+    /// these names beside it and the directories that were made. A store that was there stays as it is.
+    pub fn take_back(self, beside: &[&str]) {
+        let is_empty = self.store.stats().space.total.live == 0;
+        // What is not written is a checkpoint of what is on disk already.
+        let _ = block_on(self.store.close());
+        let locks = self.end();
+        if is_empty {
+            made::remove(locks, beside);
+        }
+    }
+
+    fn end(self) -> Vec<Lock> {
         let Self { store, executors, locks, .. } = self;
         drop(store);
         for executor in executors {
             // An executor that panicked has been reported by its thread already.
             let _ = executor.0.join();
         }
-        drop(locks);
+        locks
     }
 }
 
@@ -197,9 +225,15 @@ fn make_io(options: &HomeOptions) -> MakeIo {
     })
 }
 
+/// A store that was opened, its executors, and what was decided.
+type Opened = (Store, Vec<Joined>, Vec<String>);
+
 /// A directory that is this process's. It is let go when this is dropped, and by whatever ends the process.
 #[derive(Debug)]
-struct Lock(File, PathBuf);
+struct Lock {
+    file: File,
+    before: Before,
+}
 
 /// The directories of an open store, to be looked at now and then.
 #[derive(Clone, Debug)]
@@ -215,7 +249,7 @@ impl Places {
     #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
     pub fn look(&self) -> Option<&Path> {
         let is_gone =
-            |(directory, device, inode): &&(PathBuf, u64, u64)| match directory.join("lock").metadata() {
+            |(directory, device, inode): &&(PathBuf, u64, u64)| match directory.join(LOCK).metadata() {
                 Ok(facts) => (facts.dev(), facts.ino()) != (*device, *inode),
                 // Others say nothing about where the directory is.
                 Err(error) => error.kind() == std::io::ErrorKind::NotFound,
@@ -230,7 +264,7 @@ impl Drop for Lock {
     fn drop(&mut self) {
         // Closing the file is not enough: a child that is between fork and exec has it open for a moment longer.
         // What cannot be unlocked is let go when the last of them closes it.
-        let _ = FileExt::unlock(&self.0);
+        let _ = FileExt::unlock(&self.file);
     }
 }
 
@@ -242,7 +276,24 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
     if directory.exists() && !directory.is_dir() {
         return Err(refuse(format!("{shown} is not a directory")));
     }
-    make(directory).map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    let before = Before::look_and_make(directory);
+    let before = before.map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    let taken = take(directory);
+    match taken {
+        Ok(file) => Ok(Lock { file, before }),
+        Err(refused) => {
+            before.remove_directory();
+            Err(refused)
+        }
+    }
+}
+
+/// Opens and locks the file that says whose a directory is.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+fn take(directory: &Path) -> Result<File, Error> {
+    let refuse = |what: String| Error(Reason::Directory(DirectoryCause::Unusable(what)));
+    let shown = directory.display();
+    let path = directory.join(LOCK);
     // A link would lock, or make, a file that is none of this store's; a pipe would block for ever.
     let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
     let file = File::options()
@@ -250,16 +301,20 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
         .truncate(false)
         .write(true)
         .custom_flags(plain.bits().cast_signed())
-        .open(directory.join("lock"));
+        .open(&path);
     let odd = || refuse(format!("the lock in {shown} is no plain file: remove {shown}/lock"));
     let file = match file {
         Ok(file) if file.metadata().is_ok_and(|facts| facts.is_file()) => file,
         Ok(_) => return Err(odd()),
-        Err(_) if is_odd(&directory.join("lock")) => return Err(odd()),
+        Err(_) if is_odd(&path) => return Err(odd()),
         Err(error) => return Err(refuse(format!("cannot write in {shown}: {error}"))),
     };
+    // A start that was refused removes its lock: one that was opened before that is no lock of the directory any more.
+    let number =
+        |facts: std::io::Result<std::fs::Metadata>| facts.map(|facts| (facts.dev(), facts.ino())).ok();
     match FileExt::try_lock_exclusive(&file) {
-        Ok(()) => Ok(Lock(file, directory.to_owned())),
+        Ok(()) if number(file.metadata()) == number(path.metadata()) => Ok(file),
+        Ok(()) => Err(Error(Reason::Locked(shown.to_string()))),
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
             Err(Error(Reason::Locked(shown.to_string())))
         }
@@ -271,19 +326,6 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
 #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
 fn is_odd(path: &Path) -> bool {
     path.symlink_metadata().is_ok_and(|facts| !facts.is_file())
-}
-
-/// Makes a directory and those above it, with their names durable: a store in it must not go with a power cut.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
-pub fn make(directory: &Path) -> std::io::Result<()> {
-    let absent: Vec<&Path> =
-        directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
-    std::fs::create_dir_all(directory)?;
-    for made in absent {
-        let above = made.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        File::open(above)?.sync_all()?;
-    }
-    Ok(())
 }
 
 /// Descriptors that are not for segment files: rings, checkpoints, directories on the way to a file.
@@ -343,7 +385,7 @@ mod tests {
         let directory = std::env::temp_dir().join(format!("kvarts-lock-{}", std::process::id()));
         let held = lock(&directory).unwrap();
         assert!(matches!(lock(&directory), Err(Error(Reason::Locked(_)))));
-        let of_a_child = held.0.try_clone().unwrap();
+        let of_a_child = held.file.try_clone().unwrap();
         drop(held);
         lock(&directory).unwrap();
         drop(of_a_child);
@@ -355,6 +397,7 @@ mod tests {
     fn a_store_whose_directory_was_taken_away_takes_no_more_puts() {
         let scratch = std::env::temp_dir().join(format!("kvarts-taken-away-{}", std::process::id()));
         let (first, second, other) = (scratch.join("first"), scratch.join("second"), scratch.join("other"));
+        std::fs::create_dir(&scratch).unwrap();
         let (segment_bytes, budget_bytes) = (4 << 20, 128 << 20);
         let store = Options { shards_per_directory: 1, segment_bytes, budget_bytes, ..Options::default() };
         let home = Home::open(&HomeOptions {
@@ -416,8 +459,8 @@ mod tests {
         refused();
         std::fs::remove_file(&path).unwrap();
         drop(lock(&directory).unwrap());
-        // Directories that are not there are made.
-        drop(lock(&scratch.join("a/b/c")).unwrap());
+        // A directory that is not there is made.
+        drop(lock(&scratch.join("other")).unwrap());
         std::fs::remove_dir_all(&scratch).unwrap();
     }
 }

@@ -568,7 +568,7 @@ pub async fn aftermath(store: &Store, ledger: &RefCell<Ledger>) -> Option<String
         let bring = Poller { column, first: KEYS, count: 1, producer: 77, durable: true, skew: 0 };
         match put(store, namespace, ledger, bring, None).ticket.await {
             Ok(Ok(reply)) => match reply.outcomes.first() {
-                Some(BlockOutcome::Refused(reason)) if *reason != Reason::NoSpace => {
+                Some(BlockOutcome::Refused(reason)) if !matches!(reason, Reason::NoSpace(_)) => {
                     return Some(format!("a put is refused: {reason}"));
                 }
                 _ => {}
@@ -577,7 +577,7 @@ pub async fn aftermath(store: &Store, ledger: &RefCell<Ledger>) -> Option<String
             Err(_) => return Some("a put is not answered".to_owned()),
         }
     }
-    let checkpoint = store.checkpoint().await.err().filter(|error| error.0 != Reason::NoSpace);
+    let checkpoint = store.checkpoint().await.err().filter(|error| !matches!(error.0, Reason::NoSpace(_)));
     checkpoint.map(|error| format!("no checkpoint: {error}"))
 }
 

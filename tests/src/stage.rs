@@ -303,6 +303,12 @@ impl Scratch {
     pub fn path(&self) -> &std::path::Path {
         &self.0
     }
+
+    /// A path in it. The directory exists from then on.
+    pub fn below(&self, name: &str) -> PathBuf {
+        std::fs::create_dir_all(&self.0).expect("a directory for temporary files that can be written");
+        self.0.join(name)
+    }
 }
 
 impl Drop for Scratch {

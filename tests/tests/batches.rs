@@ -17,7 +17,7 @@ use kvarts_store::batch::{
     BatchId, BatchKind, Block, CANCELLED, Completion, EventFds, Lane, Memory, Pages, PagesOptions, Terms,
 };
 use kvarts_store::engine::Options;
-use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_store::error::{Error, Kind, Reason, SpaceCause};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::{IoChoice, Region, SharedBuf};
 use kvarts_store::rt::Nanos;
@@ -179,9 +179,9 @@ fn what_can_be_refused_at_once_is_and_takes_no_seat() {
     let length = Reason::Length { expected: 1, found: 2 };
     assert_eq!(reason(pages.submit_get(&[key(1)], &two)), length);
     assert_eq!(reason(pages.submit_put(&[key(1)], &two)), length);
-    *store.refuse.lock().unwrap() = Some(Reason::NoSpace);
-    assert_eq!(reason(pages.submit_put(&[key(1), key(2)], &two)), Reason::NoSpace);
-    assert_eq!(reason(pages.submit_get(&[key(1), key(2)], &two)), Reason::NoSpace);
+    *store.refuse.lock().unwrap() = Some(Reason::NoSpace(SpaceCause::Disk));
+    assert_eq!(reason(pages.submit_put(&[key(1), key(2)], &two)), Reason::NoSpace(SpaceCause::Disk));
+    assert_eq!(reason(pages.submit_get(&[key(1), key(2)], &two)), Reason::NoSpace(SpaceCause::Disk));
     *store.refuse.lock().unwrap() = Some(CANCELLED);
     pages.submit_put(&[key(1), key(2)], &two).unwrap();
     pages.submit_get(&[key(1), key(2)], &two).unwrap();

@@ -112,7 +112,7 @@ fn pair(path: &Path) -> (Arc<dyn Disk>, Arc<dyn DiskWriter>) {
 #[test]
 fn a_store_with_all_that_may_be_in_it_is_compacted_in_place_and_moved_to_two_directories() {
     let scratch = Scratch::new("compact");
-    let at = |name: &str| scratch.path().join(name);
+    let at = |name: &str| scratch.below(name);
     let (old, a, b) = (at("old"), at("a"), at("b"));
     let stage = home(&[&old]);
     fill(&stage);

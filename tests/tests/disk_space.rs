@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvarts_store::api::BlockOutcome;
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::error::{Kind, Reason};
+use kvarts_store::error::{Kind, Reason, SpaceCause};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::IoChoice;
 use kvarts_tests::audit;
@@ -78,7 +78,7 @@ fn wait(stage: &HomeStage, what: impl Fn(&Store) -> bool) {
 fn file_systems_have_allocated_what_the_store_says_and_never_more_than_the_budget() {
     for io in [IoChoice::Auto, IoChoice::Pool] {
         let scratch = Scratch::new("blocks");
-        let directories = vec![scratch.path().join("one"), scratch.path().join("two")];
+        let directories = vec![scratch.below("one"), scratch.below("two")];
         let options = options(directories.clone(), io, BUDGET);
         for session in 0..3u64 {
             let stage = HomeStage::over(&options).unwrap();
@@ -168,7 +168,7 @@ fn a_full_file_system_refuses_serves_and_takes_puts_again() {
     let full = Command::new("fallocate").args(["-l", "8200000"]).arg(&filler).status().unwrap();
     assert!(full.success());
     for outcome in fill(&desk, 0..5) {
-        assert_eq!(outcome, BlockOutcome::Refused(Reason::NoSpace));
+        assert_eq!(outcome, BlockOutcome::Refused(Reason::NoSpace(SpaceCause::Disk)));
     }
     std::fs::remove_file(&filler).unwrap();
     assert_eq!(fill(&desk, 10..20), vec![BlockOutcome::Stored; 10]);

@@ -453,7 +453,7 @@ fn fuses() -> Vec<Arc<AtomicBool>> {
 fn a_dead_executor_is_told_of_and_its_blocks_are_not_promised() {
     let scratch = Scratch::new("dead");
     let make = |name: &str, choice: IoChoice| -> MakeIo {
-        let directories = vec![scratch.path().join(name)];
+        let directories = vec![scratch.below(name)];
         kvarts_store::home::make(&directories[0]).unwrap();
         Arc::new(move |_| {
             let io =

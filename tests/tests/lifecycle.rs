@@ -88,7 +88,7 @@ fn a_directory_that_holds_something_else_is_refused_and_left_as_it_is() {
 #[test]
 fn directories_of_two_stores_or_only_some_of_one_are_refused() {
     let scratch = Scratch::new("mixed");
-    let at = |name: &str| scratch.path().join(name);
+    let at = |name: &str| scratch.below(name);
     let (a0, a1, b0, b1) = (at("a0"), at("a1"), at("b0"), at("b1"));
     open(&[&a0, &a1]).unwrap().close().unwrap();
     open(&[&b0, &b1]).unwrap().close().unwrap();
@@ -106,7 +106,7 @@ fn directories_of_two_stores_or_only_some_of_one_are_refused() {
 #[test]
 fn a_copy_of_a_directory_beside_the_original_is_refused() {
     let scratch = Scratch::new("copy");
-    let (original, copy) = (scratch.path().join("original"), scratch.path().join("copy"));
+    let (original, copy) = (scratch.below("original"), scratch.below("copy"));
     open(&[&original]).unwrap().close().unwrap();
     std::fs::create_dir_all(&copy).unwrap();
     std::fs::copy(original.join(names::SUPERBLOCK), copy.join(names::SUPERBLOCK)).unwrap();

@@ -95,7 +95,7 @@ fn a_server_whose_identity_cannot_be_used_does_not_start() {
     ] {
         let text = |name: &str| Some(file(name).display().to_string());
         let settings = Settings {
-            directories: Some(scratch.path().join("store").display().to_string()),
+            directories: Some(scratch.below("store").display().to_string()),
             budget: Some("16 MiB".to_owned()),
             segment: Some("256 KiB".to_owned()),
             grpc: Some("127.0.0.1:0".to_owned()),

@@ -109,7 +109,7 @@ fn a_lower_budget_gives_segments_back_while_the_store_is_used_and_a_higher_one_t
         stage.engine().set_budget(1500 << 10).unwrap();
         for n in 150..170 {
             for outcome in fill(&desk, n..n + 1) {
-                assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace)));
+                assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace(_))));
             }
         }
         stage.wait(&mut || allocated(stage.engine()) <= 1500 << 10);
@@ -269,10 +269,10 @@ fn full_disk(seed: u64, errno: i32, which: Which, nth: u64) -> bool {
     let outcomes = fill(&desk, 100..150);
     // A checkpoint meets it too, and may be put off; the store is not latched by it.
     if let Ok(Err(error)) = drive(&world, stage.engine().checkpoint()) {
-        assert_eq!(error.0, Reason::NoSpace, "seed {seed}, {which:?} from {nth}");
+        assert!(matches!(error.0, Reason::NoSpace(_)), "{error}: seed {seed}, {which:?} from {nth}");
     }
     for outcome in &outcomes {
-        let fine = matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace));
+        let fine = matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace(_)));
         assert!(fine, "seed {seed}, {which:?} from {nth}: {outcome:?}");
     }
     stage.audit();
@@ -315,7 +315,7 @@ fn a_disk_that_is_really_full_takes_puts_again_when_it_has_room() {
     let desk = Desk::new(&stage, "small disk");
     // It recycles what it has, within the disk.
     for outcome in fill(&desk, 0..60) {
-        assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace)));
+        assert!(matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace(_))));
     }
     stage.audit_all();
     world.disk().set_capacity(config.disk.capacity);
@@ -486,7 +486,7 @@ fn keep_most(most: &mut BTreeMap<&'static str, u64>, world: &SimWorld, store: &S
 fn delete_all(desk: &Desk<'_>) {
     let request = || DeleteRequest { namespace: desk.namespace, target: Target::Namespace, deadline: None };
     while let Err(error) = ask(desk.stage, desk.stage.store().delete(request())) {
-        assert_eq!(error.0, Reason::NoSpace);
+        assert!(matches!(error.0, Reason::NoSpace(_)), "{error}");
         desk.stage.advance(Duration::from_secs(100));
     }
 }
@@ -588,7 +588,7 @@ fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between
             for (keys, ticket) in names.iter().zip(tickets) {
                 match &stage.answer(ticket).unwrap().outcomes[..] {
                     [BlockOutcome::Stored] => stored += 1,
-                    [BlockOutcome::Refused(Reason::NoSpace)] => {}
+                    [BlockOutcome::Refused(Reason::NoSpace(_))] => {}
                     other => panic!("seed {seed}, round {round}, {keys:?}: {other:?}"),
                 }
                 stage.audit();

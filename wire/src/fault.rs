@@ -5,7 +5,7 @@
 
 use bytes::Bytes;
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause};
+use kvarts_store::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause, SpaceCause};
 use prost::Message;
 use tonic::{Code, Status};
 
@@ -174,7 +174,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
         Reason::OutOfOrder(key) => of_key(&mut error, key, R::OutOfOrder),
         Reason::InFlight => R::InFlight,
         Reason::Busy(what) => of_text(&mut error, what, R::Busy),
-        Reason::NoSpace => R::NoSpace,
+        Reason::NoSpace(cause) => of_text(&mut error, &cause.to_string(), R::NoSpace),
         Reason::PinCap { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::PinCap),
         Reason::Quota { limit, wanted } => of_numbers(&mut error, *limit, *wanted, R::Quota),
         Reason::NotAdmitted => R::NotAdmitted,
@@ -269,7 +269,7 @@ pub fn reason(error: &proto::Error) -> Reason {
         R::OutOfOrder => Reason::OutOfOrder(key()),
         R::InFlight => Reason::InFlight,
         R::Busy => Reason::Busy("the server takes no more requests now"),
-        R::NoSpace => Reason::NoSpace,
+        R::NoSpace => Reason::NoSpace(SpaceCause::Remote(error.what.clone())),
         R::PinCap => Reason::PinCap { limit: error.expected, wanted: error.found },
         R::Quota => Reason::Quota { limit: error.expected, wanted: error.found },
         R::NotAdmitted => Reason::NotAdmitted,
@@ -385,7 +385,7 @@ mod tests {
         vec![
             Reason::NotHere(key),
             Reason::InFlight,
-            Reason::NoSpace,
+            Reason::NoSpace(SpaceCause::Remote(text())),
             Reason::PinCap { limit: 3, wanted: 9 },
             Reason::Quota { limit: 3, wanted: 9 },
             Reason::NotAdmitted,

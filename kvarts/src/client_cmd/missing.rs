@@ -18,13 +18,7 @@ pub(super) fn of(client: &Client, subject: &Subject, keys: &[BlockKey]) -> Missi
     for keys in keys.chunks(MAX_REQUEST_BLOCKS) {
         let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
         let Ok(found) = client.contains(&request) else { break };
-        let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = found.missing;
-        all.evicted += evicted;
-        all.expired += expired;
-        all.deleted += deleted;
-        all.out_of_service += out_of_service;
-        all.never_stored += never_stored;
-        all.cut_off += cut_off;
+        all += found.missing;
     }
     all
 }
@@ -40,18 +34,8 @@ pub(super) fn report(missing: &Missing) -> Value {
 
 /// For a person: a line for each reason.
 pub(super) fn show(missing: &Missing, out: &mut dyn Write) -> Result<(), Failure> {
-    let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
-    for (blocks, why) in [
-        (evicted, "evicted: other blocks needed the room"),
-        (expired, "expired: their time to live is over"),
-        (deleted, "deleted"),
-        (out_of_service, "damaged on disk, or of a part of the store that failed: see the server's log"),
-        (never_stored, "never stored, as far as this server remembers"),
-        (cut_off, "stored, but a block before them is missing"),
-    ] {
-        if blocks > 0 {
-            writeln!(out, "  {} {why}", grouped(blocks))?;
-        }
+    for (blocks, why) in missing.told() {
+        writeln!(out, "  {} {why}", grouped(blocks))?;
     }
     Ok(())
 }

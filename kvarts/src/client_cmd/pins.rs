@@ -5,15 +5,19 @@ use std::time::Duration;
 
 use clap::Args;
 use kvarts_layout::NamespaceId;
+use kvarts_layout::spec::shipped::distance;
 use kvarts_store::api::{KvStore, LeaseId};
 use serde_json::{Value, json};
 
 use super::subject::{self, Subject};
 use super::{KeyArgs, ModelArgs, ServerArgs, print};
-use kvarts_client::{Pinned, Via};
+use kvarts_client::{Client, Pinned, Via};
 use kvarts_server::human::grouped;
 use kvarts_terminal::{Align, Failure, Table};
 use kvarts_wire::proto::list_pins_reply::Pin;
+
+/// Pins that are named where one does not exist.
+const SHOWN: usize = 10;
 
 /// The arguments of `pin`.
 #[derive(Args, Debug)]
@@ -53,13 +57,7 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
         };
     }
     if let Some(pin) = arguments.release {
-        let ended = client.unpin(LeaseId(pin));
-        if arguments.server.json {
-            print(out, &json!({"pin": pin, "ended_now": ended}))?;
-        } else {
-            writeln!(out, "{}", if ended { "the pin has ended" } else { "there was no such pin" })?;
-        }
-        return if ended { Ok(()) } else { Err(Failure::Problems) };
+        return release(&client, pin, arguments.server.json, out);
     }
     let subject = Subject::new(&client, &arguments.model, &arguments.keys)?;
     let column = (subject.group, subject.coordinate);
@@ -86,6 +84,40 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
         writeln!(out, "none of the blocks is there: nothing is held")?;
     }
     if held as usize == subject.keys.len() && !is_cut { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Ends a pin; of one that does not exist it says which there are.
+fn release(client: &Client, pin: u64, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    let ended = client.unpin(LeaseId(pin));
+    let listed = if ended { None } else { Some(client.pins(false).map_err(Failure::user)?) };
+    // Leases of the local path have no number that another process could name.
+    let pins = listed.iter().flat_map(|reply| &reply.pins).map(|pin| pin.lease).filter(|pin| *pin != 0);
+    let pins: Vec<u64> = pins.collect();
+    let more = listed.is_some_and(|reply| reply.more);
+    if json {
+        print(out, &json!({"pin": pin, "ended_now": ended, "pins": pins}))?;
+    } else if ended {
+        writeln!(out, "the pin has ended")?;
+    } else {
+        writeln!(out, "{}", absent(pin, &pins, more))?;
+    }
+    if ended { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// What is said of a pin that does not exist: those that do, and the one that was probably meant.
+fn absent(pin: u64, pins: &[u64], more: bool) -> String {
+    if pins.is_empty() {
+        return format!("there is no pin {pin}, nor another one: it was ended, or its time was over");
+    }
+    let digits = |pin: u64| pin.to_string().chars().collect::<Vec<char>>();
+    let near = pins.iter().map(|other| (distance(&digits(pin), &digits(*other)), other));
+    let meant = match near.min() {
+        Some((..=2, other)) => format!("; did you mean {other}?"),
+        _ => String::new(),
+    };
+    let shown: Vec<String> = pins.iter().take(SHOWN).map(u64::to_string).collect();
+    let rest = if more || pins.len() > SHOWN { " and more" } else { "" };
+    format!("there is no pin {pin}; there are {}{rest} (`kvarts pin --list`){meant}", shown.join(", "))
 }
 
 fn namespace(pin: &Pin) -> String {
@@ -139,6 +171,22 @@ fn span(ms: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_a_pin_that_does_not_exist_those_are_told_that_do() {
+        let told = absent(124, &[99_000, 1_234], false);
+        assert_eq!(
+            told,
+            "there is no pin 124; there are 99000, 1234 (`kvarts pin --list`); did you mean 1234?"
+        );
+        let told = absent(7, &(100..120).collect::<Vec<u64>>(), false);
+        assert!(
+            told.contains("100, 101, ") && told.contains("109 and more (") && !told.contains("110"),
+            "{told}"
+        );
+        let told = absent(7, &[], false);
+        assert!(told.contains("no pin 7, nor another one"), "{told}");
+    }
 
     #[test]
     fn times_are_short() {

@@ -24,6 +24,17 @@ use kvarts_terminal::Failure;
 const NAMES_BYTES_MAX: usize = 64 << 20;
 /// The most bytes of a token's file, and of a certificate's.
 const SECRET_BYTES_MAX: usize = 1 << 20;
+/// How long a server may take for its first answer. What is asked of it then has the limits of its call.
+const FIRST_ANSWER: Duration = Duration::from_secs(10);
+
+/// What to do about a server at `place` that accepts connections and answered nothing for so long.
+pub(crate) fn hung(place: &str, time: Duration) -> String {
+    format!(
+        "{place} accepts connections and has answered nothing for {} s: its process is stopped or waits; look at its log, at its \
+         state (`ps -o pid,stat,wchan:32,cmd -C kvarts`: T is stopped, D waits for a disk) and at `dmesg`",
+        time.as_secs()
+    )
+}
 
 /// Which server.
 #[derive(Args, Clone, Debug)]
@@ -96,14 +107,16 @@ impl ServerArgs {
             token: token.map(|token| token.trim().to_owned()),
             authority: authority.map(String::into_bytes),
             via,
+            first_answer: Some(FIRST_ANSWER),
             server_uid: self.server_uid.or_else(|| std::env::var("KVARTS_SERVER_UID").ok()?.parse().ok()),
-            ..ConnectOptions::to(endpoint)
+            ..ConnectOptions::to(endpoint.clone())
         };
         Client::connect(&options).map_err(|error| match (&error.0, &store) {
             (Reason::Away(_), Some(store)) => not_running(store),
             (Reason::Away(what), None) => Failure::User(format!(
                 "no server answers at {what}: is one running? `kvarts serve` starts one; --server names another"
             )),
+            (Reason::DeadlinePassed, _) => Failure::User(hung(&endpoint, FIRST_ANSWER)),
             _ => Failure::user(error),
         })
     }

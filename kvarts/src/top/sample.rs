@@ -1,9 +1,11 @@
 //! What a server's metrics say at one moment: the text that Prometheus reads, as numbers by name and labels.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
+
+use crate::client_cmd::subject::hung;
 
 /// How long a server may take for an answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,10 +33,11 @@ impl Series {
 impl Sample {
     /// Asks a server.
     pub(super) fn fetch(address: SocketAddr) -> Result<Self, String> {
-        let said = |error: std::io::Error| {
-            format!(
+        let said = |error: std::io::Error| match error.kind() {
+            ErrorKind::WouldBlock => hung(&format!("http://{address}/metrics"), TIMEOUT),
+            _ => format!(
                 "no metrics from http://{address}/metrics: {error}; is the server running, with --listen-metrics?"
-            )
+            ),
         };
         let mut stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(said)?;
         stream.set_read_timeout(Some(TIMEOUT)).map_err(said)?;

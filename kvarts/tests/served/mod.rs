@@ -169,6 +169,12 @@ impl Server {
         panic!("the server did not end")
     }
 
+    /// Sends the server a signal.
+    pub(crate) fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
+    }
+
     /// Ends the server at once.
     pub(crate) fn end(&mut self) {
         self.child.kill().unwrap();

@@ -37,7 +37,7 @@ pub(super) fn members(path: &Path) -> Result<Members, String> {
 }
 
 /// How often a store has started as a node, in its first directory.
-const STARTS_FILE: &str = "cluster-starts";
+pub(super) const STARTS_FILE: &str = "cluster-starts";
 
 /// The most bytes of that file.
 const STARTS_BYTES_MAX: u64 = 32;
@@ -153,17 +153,46 @@ async fn first(
     }
 }
 
+/// Refuses files that no node can be started with, whatever its name: before there is a store that gives it one.
+pub(super) fn check(config: &ClusterConfig) -> Result<(), String> {
+    if let Some(files) = &config.tls {
+        Credentials::check(&read_pem(files)?).map_err(told_of)?;
+    }
+    let all = match &config.members {
+        MembersFrom::File(path) => members(path)?.list().to_vec(),
+        MembersFrom::Etcd { access: files, .. } => {
+            access(files, &mut Vec::new())?;
+            known(config, NodeId::default())?.0
+        }
+    };
+    secret(config, &all).map(drop)
+}
+
+/// This node as the members and its certificate know it.
+pub(super) struct Named {
+    all: Vec<Member>,
+    own: Member,
+    credentials: Option<Arc<Credentials>>,
+}
+
+impl Named {
+    /// Refused where a file does not name the node of this store: then an operator needs the name, and the store that has it.
+    pub(super) fn of(config: &ClusterConfig, store: &Store) -> Result<Self, String> {
+        let me = store.stats().store;
+        let (all, own) = known(config, me)?;
+        let read = |files| Credentials::new(me, &read_pem(files)?).map_err(told_of);
+        Ok(Self { all, own, credentials: config.tls.as_ref().map(read).transpose()? })
+    }
+}
+
 /// Begins to serve the other nodes.
 pub(super) async fn start(
     (config, port): (&ClusterConfig, Option<Port>),
+    Named { all, own, credentials }: Named,
     directory: &Path,
     store: &Store,
     notes: &mut Vec<String>,
 ) -> Result<Arc<ClusterNode>, String> {
-    let me = store.stats().store;
-    let (all, own) = known(config, me)?;
-    let read = |files| Credentials::new(me, &read_pem(files)?).map_err(told_of);
-    let credentials = config.tls.as_ref().map(read).transpose()?;
     let secret = secret(config, &all)?;
     if credentials.is_none() && !all.iter().all(is_local) {
         notes.push(

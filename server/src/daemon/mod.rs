@@ -13,6 +13,7 @@ pub mod notify;
 mod opened;
 mod places;
 mod ports;
+mod ready;
 pub(crate) mod sizes;
 mod socket;
 
@@ -21,8 +22,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_peer::read::NodePaths;
-use kvarts_store::engine::{Options, Store};
+use kvarts_layout::format::names::SUPERBLOCK;
+use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::rt::Entropy;
 use kvarts_store::rt::clock::OsEntropy;
@@ -31,19 +32,18 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::cold::ColdTier;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
 use crate::local::{LocalLimits, Locals};
 use crate::metrics;
 use crate::scrub;
-use crate::state::{Decided, Memory, ServerState, SetLimit};
-use kvarts_wire::limits;
-use kvarts_wire::local::limits::{MEMORY_FILES_MAX, SESSIONS_MAX, UNKNOWN_MAX};
+use crate::state::{Decided, ServerState, SetLimit};
+use kvarts_wire::local::limits::{SESSIONS_MAX, UNKNOWN_MAX};
 
 pub use opened::Opened;
 use ports::Ports;
+use ready::Ready;
 
 /// How long calls under way may take to end once a stop was asked for.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
@@ -75,11 +75,23 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Opens the store and begins to serve. Gives one line that says what is wrong.
+    /// Opens the store and begins to serve. A start that is refused leaves no store that was not there before, and gives one line
+    /// that says what is wrong and which directories have none.
     pub async fn start(config: &Config) -> Result<Self, String> {
+        let had = stores(&config.directories);
+        let started = Self::begin(config).await;
+        started.map_err(|why| format!("{why}{}", left(&config.directories, &had)))
+    }
+
+    async fn begin(config: &Config) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile)?;
         let (ports, group) = places(config).await?;
+        config.cluster.as_ref().map_or(Ok(()), cluster::check)?;
+        for directory in &config.directories {
+            kvarts_store::home::refuse_absent(directory)
+                .map_err(|error| format!("store.directories: {}: {error}", directory.display()))?;
+        }
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let begun = std::time::Instant::now();
@@ -87,45 +99,32 @@ impl Daemon {
         let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let opened = Opened::of(home.store(), begun.elapsed());
         notes.extend(home.notes().iter().cloned());
-        let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
-        let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache).map_err(|error| {
-            format!("limits.memory: {} cannot be had: {error}", human::bytes(config.memory))
-        })?;
-        for region in memory.regions() {
-            if let Err(why) = home.store().register_memory(region).await {
-                notes.push(format!("memory of requests is used unregistered, at some cost: {why}"));
-                break;
+        let named = config.cluster.as_ref().map(|config| cluster::Named::of(config, home.store()));
+        let named = match named.transpose() {
+            Ok(named) => named,
+            Err(why) => {
+                // The line tells the name that this store has: one that is made anew has another.
+                let _ = tokio::task::spawn_blocking(move || home.close()).await;
+                return Err(why);
             }
-        }
-        // Before the first put. What the tenants have already counts from the start.
-        for tenant in config.gate.tenants() {
-            home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
-        }
-        let (tcp, grpc) = ports::listen(ports.grpc)?;
-        let (metrics_listener, metrics) = ports::listen(ports.metrics)?;
-        let unix = match config.socket.as_deref() {
-            Some(path) => Some(socket::listen(path, group).await?),
-            None => None,
         };
-        if config.gate.is_open() {
-            notes.push("no tokens are configured: every client may do everything".to_owned());
-        }
-        let (connections, memories) = connections(config, home.store(), &mut notes);
+        let ready = match Ready::make(config, &home, (ports, group), named, &mut notes).await {
+            Ok(ready) => ready,
+            Err(why) => {
+                let beside = [cluster::STARTS_FILE];
+                let _ = tokio::task::spawn_blocking(move || home.take_back(&beside)).await;
+                return Err(why);
+            }
+        };
+        let Ready { memory, grpc, metrics, unix, connections, memories, cluster, cold } = ready;
+        let ((tcp, grpc), (metrics_listener, metrics)) = (grpc, metrics);
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
         let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
         let locals = Locals::new(limits, &tenants, instance);
-        let store = home.store().clone();
-        let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
-        let cluster = match &config.cluster {
-            Some(config) => Some(cluster::start((config, ports.nodes), first, &store, &mut notes).await?),
-            None => None,
-        };
-        let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));
-        let cold = cold(config, &store, paths, &mut notes).await?;
-        let directories = config.directories.clone();
+        let (store, directories) = (home.store().clone(), config.directories.clone());
         let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
@@ -267,6 +266,25 @@ pub fn check_group(name: &str) -> Result<(), String> {
     socket::group(name).map(drop)
 }
 
+/// Which of these directories hold a store.
+fn stores(directories: &[PathBuf]) -> Vec<bool> {
+    directories.iter().map(|directory| directory.join(SUPERBLOCK).exists()).collect()
+}
+
+/// What a start that was refused has left, as the end of its line: nothing where stores were there before.
+fn left(directories: &[PathBuf], had: &[bool]) -> String {
+    let shown = |wanted: (bool, bool)| {
+        let states = directories.iter().zip(had.iter().copied().zip(stores(directories)));
+        let those = states.filter(|(_, state)| *state == wanted).map(|(path, _)| path.display().to_string());
+        those.collect::<Vec<_>>().join(", ")
+    };
+    match (shown((false, true)), shown((false, false))) {
+        (made, _) if !made.is_empty() => format!("; a store was made in {made}, and stays"),
+        (_, unmade) if !unmade.is_empty() => format!("; no store was made in {unmade}"),
+        _ => String::new(),
+    }
+}
+
 /// Where the server will serve, before a store is made: one that cannot be served is not to be left behind. The ports, and
 /// the group of the socket.
 async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
@@ -300,46 +318,6 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     if !task.is_finished() {
         let _ = task.await;
     }
-}
-
-/// The cold tier, if there is to be one.
-async fn cold(
-    config: &Config,
-    store: &Store,
-    paths: Option<Arc<NodePaths>>,
-    notes: &mut Vec<String>,
-) -> Result<Option<Arc<ColdTier>>, String> {
-    let Some(config) = &config.cold else { return Ok(None) };
-    let mut seed = [0; 8];
-    OsEntropy::new().fill(&mut seed);
-    Ok(Some(ColdTier::start(config, store, paths, u64::from_le_bytes(seed), notes).await?))
-}
-
-/// How many connections there may be, and files of local clients' memories: as many as were asked for, if the process has
-/// the descriptors. A full store's segment files come first, but leave connections half of them; then the store makes do
-/// with fewer files.
-fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> (usize, u64) {
-    let Some(all) = rustix::process::getrlimit(rustix::process::Resource::Nofile).current else {
-        return (config.connections, MEMORY_FILES_MAX);
-    };
-    let (most, files, memories) = shared_out(all, store.files_max(), config.connections as u64);
-    store.set_files_cap(files);
-    let most = usize::try_from(most).unwrap_or(usize::MAX);
-    if most < config.connections {
-        notes.push(format!(
-            "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
-            config.connections
-        ));
-    }
-    (most, memories)
-}
-
-/// Divides the descriptors: for connections, for segment files, and for memories of local clients.
-fn shared_out(all: u64, files: u64, connections: u64) -> (u64, u64, u64) {
-    let memories = MEMORY_FILES_MAX.min(all / 8);
-    let free = all.saturating_sub(DESCRIPTORS_KEPT).saturating_sub(memories);
-    let most = connections.min(free.saturating_sub(files).max(free / 2).max(16));
-    (most, free.saturating_sub(most).max(16), memories)
 }
 
 fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
@@ -407,10 +385,6 @@ fn fitting_budget(
     is_made: bool,
     notes: &mut Vec<String>,
 ) -> Result<u64, String> {
-    for directory in &config.directories {
-        let fault = |error: &dyn std::fmt::Display| format!("{}: {error}", directory.display());
-        kvarts_store::home::make(directory).map_err(|error| fault(&error))?;
-    }
     let total = sizes::budget(&config.directories, config.budget_part)?;
     let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if total < least {

@@ -59,7 +59,9 @@ pub(super) const FREE_SHARE: u64 = 80;
 pub(crate) fn budget(directories: &[PathBuf], part: Option<u32>) -> Result<u64, String> {
     let mut total = 0u64;
     for directory in directories {
-        let space = rustix::fs::statvfs(directory);
+        // One that is absent will be made on the disk of the directory above.
+        let above = directory.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let space = rustix::fs::statvfs(if directory.exists() { directory } else { above });
         let space = space.map_err(|error| format!("{}: {error}", directory.display()))?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
         let here = bytes_below(directory);

@@ -1,5 +1,6 @@
 //! What a daemon does at its ends that no client sees.
 
+use super::ready::shared_out;
 use super::*;
 use crate::config::Settings;
 

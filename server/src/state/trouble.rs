@@ -21,10 +21,10 @@ pub struct Trouble {
 }
 
 /// What a put said of the disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 enum Heard {
-    /// The first refusal.
-    Begins,
+    /// The first refusal, and why.
+    Begins(String),
     /// Blocks were stored again after this many refusals.
     Ends(u64),
     Nothing,
@@ -59,10 +59,7 @@ impl Trouble {
     pub fn put_ended(&self, outcomes: &[BlockOutcome], health: impl FnOnce() -> Health) {
         self.failing(outcomes, health);
         match self.hear(outcomes) {
-            Heard::Begins => tracing::warn!(
-                "the budget or the disk is full and nothing may be evicted: puts are refused, reads go on; \
-                 raise the budget, free the disk, or release pins"
-            ),
+            Heard::Begins(why) => tracing::warn!("puts are refused, reads go on: {why}"),
             Heard::Ends(refused) => tracing::info!(refused, "puts are stored again: there is room"),
             Heard::Nothing => {}
         }
@@ -91,20 +88,24 @@ impl Trouble {
     }
 
     fn hear(&self, outcomes: &[BlockOutcome]) -> Heard {
-        let full =
-            outcomes.iter().filter(|one| **one == BlockOutcome::Refused(Reason::NoSpace)).count() as u64;
+        let mut bounds = outcomes.iter().filter_map(|one| match one {
+            BlockOutcome::Refused(why @ Reason::NoSpace(_)) => Some(why),
+            _ => None,
+        });
+        let bound = bounds.next();
+        let full = bound.map_or(0, |_| 1 + bounds.count() as u64);
         let stored = outcomes.contains(&BlockOutcome::Stored);
         let mut refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
-        match (&mut *refused, full) {
-            (None, 1..) => {
+        match (&mut *refused, bound) {
+            (None, Some(why)) => {
                 *refused = Some(full);
-                Heard::Begins
+                Heard::Begins(why.to_string())
             }
-            (Some(before), 1..) => {
+            (Some(before), Some(_)) => {
                 *before = before.saturating_add(full);
                 Heard::Nothing
             }
-            (Some(_), 0) if stored => refused.take().map_or(Heard::Nothing, Heard::Ends),
+            (Some(_), None) if stored => refused.take().map_or(Heard::Nothing, Heard::Ends),
             _ => Heard::Nothing,
         }
     }
@@ -113,11 +114,13 @@ impl Trouble {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvarts_store::error::SpaceCause;
 
     #[test]
     fn a_full_disk_is_told_once_when_it_begins_and_once_when_it_ends() {
         let trouble = Trouble::default();
-        let full = [BlockOutcome::Refused(Reason::NoSpace), BlockOutcome::Refused(Reason::NoSpace)];
+        let refused = || BlockOutcome::Refused(Reason::NoSpace(SpaceCause::Disk));
+        let full = [refused(), refused()];
         let heard = [
             trouble.hear(&[BlockOutcome::Stored]),
             trouble.hear(&full),
@@ -126,7 +129,8 @@ mod tests {
             trouble.hear(&[BlockOutcome::Stored, BlockOutcome::Stored]),
             trouble.hear(&[BlockOutcome::Stored]),
         ];
-        let nothing = Heard::Nothing;
-        assert_eq!(heard, [nothing, Heard::Begins, nothing, nothing, Heard::Ends(4), nothing]);
+        let nothing = || Heard::Nothing;
+        let begins = Heard::Begins(Reason::NoSpace(SpaceCause::Disk).to_string());
+        assert_eq!(heard, [nothing(), begins, nothing(), nothing(), Heard::Ends(4), nothing()]);
     }
 }

@@ -1,5 +1,6 @@
 //! Asking what is here: which prefix can be restored, without touching a device.
 
+use std::ops::AddAssign;
 use std::time::Duration;
 
 use kvarts_layout::{BlockKey, NamespaceId, Requirements, UsablePrefix};
@@ -97,6 +98,34 @@ pub struct Missing {
     pub never_stored: u64,
     /// Of a match: they are here, behind a block that is not.
     pub cut_off: u64,
+}
+
+impl Missing {
+    /// Each reason that there is, with its blocks, in words.
+    pub fn told(&self) -> impl Iterator<Item = (u64, &'static str)> {
+        let Self { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *self;
+        let all = [
+            (evicted, "evicted: other blocks needed the room"),
+            (expired, "expired: their time to live is over"),
+            (deleted, "deleted"),
+            (out_of_service, "damaged on disk, or of a part of the store that failed: see the server's log"),
+            (never_stored, "never stored, as far as this server remembers"),
+            (cut_off, "stored, but a block before them is missing"),
+        ];
+        all.into_iter().filter(|(blocks, _)| *blocks > 0)
+    }
+}
+
+impl AddAssign for Missing {
+    fn add_assign(&mut self, other: Self) {
+        let Self { evicted, expired, deleted, out_of_service, never_stored, cut_off } = other;
+        self.evicted += evicted;
+        self.expired += expired;
+        self.deleted += deleted;
+        self.out_of_service += out_of_service;
+        self.never_stored += never_stored;
+        self.cut_off += cut_off;
+    }
 }
 
 /// What a match found.

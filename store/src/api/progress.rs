@@ -137,6 +137,7 @@ impl ReadProgress {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::SpaceCause;
 
     const LATE: Reason = Reason::DeadlinePassed;
 
@@ -149,12 +150,12 @@ mod tests {
     #[test]
     fn a_block_that_nothing_was_said_of_failed_for_what_ended_the_read() {
         let mut progress = blocks(&[0, 2]);
-        progress.fail(1, Reason::NoSpace);
+        progress.fail(1, Reason::NoSpace(SpaceCause::Disk));
         progress.keep_leading(1);
         let end = progress.end(Some(&LATE));
         assert_eq!((end.usable_blocks, end.usable_layers), (1, 3));
-        assert_eq!(end.failures, [(1, Reason::NoSpace), (3, LATE)]);
-        assert_eq!(progress.end(None).failures, [(1, Reason::NoSpace)]);
+        assert_eq!(end.failures, [(1, Reason::NoSpace(SpaceCause::Disk)), (3, LATE)]);
+        assert_eq!(progress.end(None).failures, [(1, Reason::NoSpace(SpaceCause::Disk))]);
         let broken = progress.broken(&LATE);
         assert_eq!((broken.usable_blocks, broken.failures), (1, vec![(1, LATE), (3, LATE)]));
     }
@@ -168,7 +169,7 @@ mod tests {
         );
         progress.layer_done();
         progress.keep_leading(3);
-        progress.fail(3, Reason::NoSpace);
+        progress.fail(3, Reason::NoSpace(SpaceCause::Disk));
         let (late, whole, broken) = (progress.end(Some(&LATE)), progress.end(None), progress.broken(&LATE));
         assert_eq!((late.usable_blocks, late.usable_layers, late.failures.len()), (3, 1, 1));
         assert_eq!((whole.usable_blocks, whole.usable_layers), (3, 3));

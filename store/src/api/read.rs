@@ -479,6 +479,7 @@ impl fmt::Debug for ReadSink {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::SpaceCause;
 
     #[test]
     fn events_arrive_in_order_and_a_dropped_stream_cancels() {
@@ -488,8 +489,8 @@ mod tests {
         assert_eq!(stream.try_next(), Some(ReadEvent::Block(0)));
         assert_eq!(stream.wait_blocking(), ReadEnd::default());
         assert_eq!(stream.try_next(), None);
-        [4, 2, 3].iter().for_each(|&ordinal| sink.note_failure(ordinal, &Reason::NoSpace));
-        assert_eq!(stream.first_failure(), Some((2, Reason::NoSpace)));
+        [4, 2, 3].iter().for_each(|&ordinal| sink.note_failure(ordinal, &Reason::NoSpace(SpaceCause::Disk)));
+        assert_eq!(stream.first_failure(), Some((2, Reason::NoSpace(SpaceCause::Disk))));
         assert!(!sink.is_cancelled());
         drop(stream);
         assert!(sink.is_cancelled());
@@ -556,7 +557,7 @@ mod tests {
         assert_eq!((0..100).filter(|block| stream.try_next() == Some(ReadEvent::Block(*block))).count(), 100);
         assert_eq!(stream.try_next(), Some(ReadEvent::End(ReadEnd::default())));
         // One that failed in part, or that a device still writes to, is over as well.
-        for (failures, held_bytes) in [(vec![(0, Reason::NoSpace)], 0), (Vec::new(), 1)] {
+        for (failures, held_bytes) in [(vec![(0, Reason::NoSpace(SpaceCause::Disk))], 0), (Vec::new(), 1)] {
             let (sink, stream) = read_channel();
             assert!(stream.poll_over(&mut context).is_pending());
             sink.send(ReadEvent::End(ReadEnd { failures, held_bytes, ..ReadEnd::default() }));

@@ -73,6 +73,7 @@ impl Split {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::SpaceCause;
     use kvarts_layout::{Coordinate, Group};
 
     fn blocks(names: &[u8]) -> Vec<Block> {
@@ -94,13 +95,19 @@ mod tests {
         let mut columns = blocks(&[5, 5]);
         columns[1].group = Group(1);
         assert_eq!(Split::of(&columns).distinct(2), [0, 1], "blocks of two groups");
-        let asked = vec![Ok(()), Err(Reason::InFlight), Ok(()), Err(Reason::NoSpace)];
+        let asked = vec![Ok(()), Err(Reason::InFlight), Ok(()), Err(Reason::NoSpace(SpaceCause::Disk))];
         let put = split.expand(BatchKind::Put, asked.clone());
         let wait = || Err(Reason::InFlight);
-        assert_eq!(put, [Ok(()), wait(), Ok(()), Ok(()), wait(), wait(), Err(Reason::NoSpace)]);
+        assert_eq!(
+            put,
+            [Ok(()), wait(), Ok(()), Ok(()), wait(), wait(), Err(Reason::NoSpace(SpaceCause::Disk))]
+        );
         let get = split.expand(BatchKind::Get, asked);
         let again = |name| Err(Reason::Duplicate(BlockKey([name; 32])));
-        assert_eq!(get, [Ok(()), wait(), again(5), Ok(()), again(9), again(9), Err(Reason::NoSpace)]);
+        assert_eq!(
+            get,
+            [Ok(()), wait(), again(5), Ok(()), again(9), again(9), Err(Reason::NoSpace(SpaceCause::Disk))]
+        );
     }
 
     #[test]

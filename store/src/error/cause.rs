@@ -17,6 +17,7 @@ use kvarts_layout::{Coordinate, Group, StoreId};
 use kvarts_planner::plan::PlanError as RestorePlanError;
 
 use super::Reason;
+use super::units::exact_units;
 use crate::io::{IoError, IoErrorKind};
 
 /// `Display`, `source()` and `From` of the variants that wrap the error of another stage.
@@ -129,6 +130,66 @@ fn identity_words(fault: &IdentityCause, f: &mut fmt::Formatter<'_>) -> fmt::Res
         IdentityCause::Rule(rule) => f.write_str(rule),
         IdentityCause::Remote(what) => f.write_str(what),
         IdentityCause::Field(_) => Ok(()),
+    }
+}
+
+/// Which bound leaves no room for a put.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SpaceCause {
+    /// The budget of the store, of which pins, leases and puts under way hold what is left of it.
+    Budget {
+        /// Its bytes.
+        limit: u64,
+    },
+    /// The file system is full, whatever the budget allows.
+    Disk,
+    /// The memory that the index of blocks may take.
+    Index {
+        /// Its bytes.
+        limit: u64,
+    },
+    /// The numbers that the index has for records.
+    Records,
+    /// The segment files that this process may have open.
+    Files {
+        /// How many.
+        most: u64,
+    },
+    /// A server's words.
+    Remote(String),
+}
+
+/// What frees room that is held: the end of each message about it.
+const END_PINS: &str = "end pins (`kvarts pin --list` shows them, `kvarts pin --release PIN` ends one)";
+
+impl fmt::Display for SpaceCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Budget { limit } => write!(
+                f,
+                "the store's budget of {} is full, and pins, leases or puts under way hold what could be evicted: raise --budget, \
+                 or {END_PINS}",
+                exact_units(*limit)
+            ),
+            Self::Disk => f.write_str(
+                "the file system of the store is full, though the budget is not: free some of it, or lower --budget below what it has",
+            ),
+            Self::Index { limit } => write!(
+                f,
+                "the memory of the index, {}, is full: raise --index-memory, or put larger blocks",
+                exact_units(*limit)
+            ),
+            Self::Records => f.write_str("the index has no more numbers for records: put more blocks at once"),
+            Self::Files { most } => write!(
+                f,
+                "there are {most} segment files, as many as this process may have open, and pins or leases hold what could be evicted: \
+                 raise the limit on open files (`ulimit -n`, LimitNOFILE), or {END_PINS}"
+            ),
+            Self::Remote(cause) if cause.is_empty() => {
+                f.write_str("the server tells the bound with the first blocks of an answer")
+            }
+            Self::Remote(cause) => f.write_str(cause),
+        }
     }
 }
 
@@ -300,7 +361,11 @@ impl fmt::Display for DirectoryCause {
                 ),
             },
             Self::Extra(at) => {
-                write!(f, "directory {at} is empty while others hold a store: leave it out")
+                write!(
+                    f,
+                    "directory {at} is empty while others hold a store: leave it out, or give the one that belongs to it; if that is \
+                     lost, `kvarts export` keeps what the others have"
+                )
             }
             Self::Foreign { directory, store, first } => {
                 write!(f, "directory {directory} belongs to store {store}, the first to {first}")

@@ -4,12 +4,13 @@
 //! where the fault is seen, and travels up unchanged.
 
 mod cause;
+pub(crate) mod units;
 
 use std::fmt;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
-pub use cause::{DirectoryCause, IdentityCause, LatchCause, MediaCause, ShapeCause};
+pub use cause::{DirectoryCause, IdentityCause, LatchCause, MediaCause, ShapeCause, SpaceCause};
 
 /// What the caller must do.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -52,8 +53,8 @@ pub enum Reason {
     Away(String),
     /// The machine had too little of something else than disk, or was interrupted. The disk is well.
     Passing(String),
-    /// The budget or the disk is full.
-    NoSpace,
+    /// A bound on what is stored is reached, and nothing may go now to make room.
+    NoSpace(SpaceCause),
     /// A tenant's cap on pinned bytes would be passed.
     PinCap {
         /// Bytes the cap allows.
@@ -162,7 +163,7 @@ impl Reason {
             | Self::Passing(_)
             | Self::Deleted
             | Self::EventGap => Kind::Retry,
-            Self::NoSpace
+            Self::NoSpace(_)
             | Self::PinCap { .. }
             | Self::Quota { .. }
             | Self::NotAdmitted
@@ -203,13 +204,16 @@ impl fmt::Display for Reason {
             Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
             Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
             Self::Passing(what) => write!(f, "not now, and not for the disk's sake: {what}: ask again"),
-            Self::NoSpace => f.write_str("the budget, the disk or the memory of the index is full"),
-            Self::PinCap { limit, wanted } => {
-                write!(f, "{wanted} bytes would be pinned, {limit} are allowed: release leases first")
-            }
+            Self::NoSpace(cause) => write!(f, "no room: {cause}"),
+            Self::PinCap { limit, wanted } => write!(
+                f,
+                "{wanted} bytes would be pinned, {limit} are allowed: end pins (`kvarts pin --list` shows them), or raise `pin` of \
+                 the tenant"
+            ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "{wanted} bytes would be had where the quota allows {limit}: release leases, put less, or raise the quota"
+                "the tenant's or model's quota on disk is {limit} bytes, with this it would have {wanted}, and nothing of it may go \
+                 now: raise `disk` of the tenant, delete some, or end pins (`kvarts pin --list` shows them)"
             ),
             Self::NotAdmitted => {
                 f.write_str("not admitted: the endurance budget is used up and the block is not known yet")
@@ -343,9 +347,27 @@ mod tests {
         assert_eq!(Error(digest).kind(), Kind::Corrupt);
         let unplaced = Reason::Digest { shard: 0, segment: 0, offset: 0, expected: 1, found: 2 }.to_string();
         assert!(unplaced.contains("the server's log") && !unplaced.contains("segment"), "{unplaced}");
-        assert_eq!(Error(Reason::NoSpace).kind(), Kind::Refused);
+        assert_eq!(Error(Reason::NoSpace(SpaceCause::Disk)).kind(), Kind::Refused);
         assert_eq!(Error(Reason::Quota { limit: 1, wanted: 2 }).kind(), Kind::Refused);
         assert_eq!(Error(Reason::remote("")).kind(), Kind::Miss);
+    }
+
+    #[test]
+    fn a_bound_that_is_met_is_told_with_its_value_and_what_to_do() {
+        let limit = 3 << 30;
+        for (cause, expected) in [
+            (SpaceCause::Budget { limit }, ["budget of 3 GiB", "raise --budget", "kvarts pin --release PIN"]),
+            (SpaceCause::Disk, ["file system of the store is full", "free some", "lower --budget"]),
+            (SpaceCause::Index { limit }, ["memory of the index, 3 GiB", "is full", "raise --index-memory"]),
+            (SpaceCause::Files { most: 77 }, ["77 segment files", "ulimit -n", "kvarts pin --list"]),
+        ] {
+            let told = Reason::NoSpace(cause).to_string();
+            assert!(expected.iter().all(|part| told.contains(part)), "{told}");
+        }
+        let quota = Reason::Quota { limit: 5, wanted: 7 }.to_string();
+        let expected =
+            ["quota on disk is 5 bytes", "would have 7", "raise `disk` of the tenant", "kvarts pin --list"];
+        assert!(expected.iter().all(|part| quota.contains(part)), "{quota}");
     }
 
     #[test]
@@ -355,7 +377,9 @@ mod tests {
         assert!(reason.source().is_some_and(|source| source.is::<IoError>()));
         assert!(Error(reason.clone()).source().is_some() && reason.to_string().contains("9 bytes"));
         assert!(Reason::from(CodecError::NoMemory).source().is_some());
-        assert!(Reason::remote("").source().is_none() && Reason::NoSpace.source().is_none());
+        assert!(
+            Reason::remote("").source().is_none() && Reason::NoSpace(SpaceCause::Disk).source().is_none()
+        );
     }
 
     #[test]

@@ -240,7 +240,7 @@ pub(crate) async fn merge(
                 pace.spend(moved.bytes_read + moved.bytes_written);
             }
             Ok(None) => {}
-            Err(reason @ (Reason::Latched(_) | Reason::NoSpace)) => return Err(reason),
+            Err(reason @ (Reason::Latched(_) | Reason::NoSpace(_))) => return Err(reason),
             Err(_) => report.records_failed += chain.len() as u64,
         }
     }

@@ -74,7 +74,7 @@ pub(super) async fn encode(
                     }
                     report.take(moved);
                 }
-                Err(reason @ (Reason::Latched(_) | Reason::NoSpace)) => return Err(reason),
+                Err(reason @ (Reason::Latched(_) | Reason::NoSpace(_))) => return Err(reason),
                 Err(_) => report.records_failed += 1,
             }
         }

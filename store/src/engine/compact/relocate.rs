@@ -38,7 +38,7 @@ use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::index::{Location, Lookup, RecordId};
 use crate::io::Buf;
 use crate::rt::Class;
@@ -325,7 +325,7 @@ async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image
 fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
     let shared = &volume.shared;
     let info = written.info(volume.shard, blocks.len(), head.class.number, head.expires)?;
-    let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+    let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
     shared.note_expiry((volume.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {

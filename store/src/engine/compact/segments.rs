@@ -151,7 +151,7 @@ async fn empty_one(
                 pace.spend(moved.bytes_read + moved.bytes_written);
                 report.take(moved);
             }
-            Err(reason @ (Reason::Latched(_) | Reason::NoSpace)) => return Err(reason),
+            Err(reason @ (Reason::Latched(_) | Reason::NoSpace(_))) => return Err(reason),
             Err(_) => report.records_failed += 1,
         }
     }

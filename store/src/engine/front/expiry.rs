@@ -14,7 +14,7 @@ use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
@@ -112,7 +112,8 @@ fn change(
         changed.extend(blocks.keys());
         return Ok(());
     }
-    let own = records.insert(RecordInfo { expires, ..info }).map_err(|_| Reason::NoSpace)?;
+    let own =
+        records.insert(RecordInfo { expires, ..info }).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
     records.note_use(own, records.used(record));
     for (print, found) in blocks {
         let new = crate::index::Location { record: own, ..found.location };

@@ -26,7 +26,7 @@ use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::Segment;
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::index::{
     EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, Lookup, RecordId, RecordInfo, Recovered,
 };
@@ -231,7 +231,7 @@ impl Recovery<'_> {
         let used = last_s > (blocks.created_ms / 1000).saturating_add(EPOCH_S);
         let heat = Heat { frequency: u8::from(used), epoch: self.epoch_of(last_s), ..Heat::default() };
         let index = &self.volume.shared.index;
-        let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+        let record = index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
         let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
         index.records().note_use(record, second);
         segment.note_cold(self.volume.shared.step_of(second));

@@ -11,7 +11,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 
 use super::{Birth, Shared};
-use crate::error::Reason;
+use crate::error::units::whole_units;
+use crate::error::{Reason, SpaceCause};
 use crate::ledger::{ShardSpace, Space, SpaceReport};
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -99,35 +100,14 @@ impl Budget {
             let after = used.checked_add(bytes)?;
             (after.checked_add(beside)? <= limit).then_some(after)
         };
-        self.allocated.fetch_update(Relaxed, Relaxed, within).map(drop).map_err(|_| Reason::NoSpace)
+        let taken = self.allocated.fetch_update(Relaxed, Relaxed, within);
+        taken.map(drop).map_err(|_| Reason::NoSpace(SpaceCause::Budget { limit }))
     }
 
     fn give(&self, bytes: u64) {
         // Saturating: a count that is too high is a smaller store, one that wraps none at all.
         let less = |used: u64| Some(used.saturating_sub(bytes));
         let _ = self.allocated.fetch_update(Relaxed, Relaxed, less);
-    }
-}
-
-/// Bytes in the largest binary unit with two places, rounded down: for quantities that are compared.
-pub(crate) fn exact_units(bytes: u64) -> String {
-    const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    match UNITS.iter().find(|&&(shift, _)| (bytes >> shift) >= 1) {
-        Some((shift, unit)) => {
-            let hundredths = (u128::from(bytes) * 100) >> shift;
-            let (whole, part) = (hundredths / 100, hundredths % 100);
-            if part == 0 { format!("{whole} {unit}") } else { format!("{whole}.{part:02} {unit}") }
-        }
-        None => format!("{bytes} B"),
-    }
-}
-
-/// Bytes in the largest binary unit of which there are ten, without what is left over.
-pub(crate) fn whole_units(bytes: u64) -> String {
-    const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
-    match UNITS.iter().find(|&&(shift, _)| (bytes >> shift) >= 10) {
-        Some((shift, unit)) => format!("{} {unit}", bytes >> *shift),
-        None => format!("{bytes} B"),
     }
 }
 
@@ -142,10 +122,9 @@ impl Shared {
 
     /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here.
     pub(crate) fn take_segment_budget(&self) -> Result<(), Reason> {
-        if self.files() >= self.budget.files_cap.load(Relaxed)
-            && !kvarts_layout::planted!("descriptors-not-counted")
-        {
-            return Err(Reason::NoSpace);
+        let most = self.budget.files_cap.load(Relaxed);
+        if self.files() >= most && !kvarts_layout::planted!("descriptors-not-counted") {
+            return Err(Reason::NoSpace(SpaceCause::Files { most }));
         }
         self.budget.take(self.segment_bytes, self.checkpoint_room())
     }
@@ -188,6 +167,11 @@ impl Shared {
     /// Bytes on disk, and the most there may be.
     pub(crate) fn space(&self) -> (u64, u64) {
         (self.budget.allocated.load(Relaxed), self.budget.limit.load(Relaxed))
+    }
+
+    /// Why there is no room where nothing that the budget has may go.
+    pub(crate) fn budget_full(&self) -> Reason {
+        Reason::NoSpace(SpaceCause::Budget { limit: self.space().1 })
     }
 
     /// Shards of the store.

@@ -71,16 +71,15 @@ impl Shared {
         bytes > limit && !kvarts_layout::planted!("index-limit-ignored")
     }
 
-    /// Whether the index has no room for this many more blocks.
-    pub(crate) fn index_is_full(&self, blocks: u64) -> bool {
+    /// The limit, if the index has no room for this many more blocks.
+    pub(crate) fn index_is_full(&self, blocks: u64) -> Option<u64> {
         let room = &self.index_room;
-        if room.limit().is_none() {
-            return false;
-        }
+        let limit = room.limit()?;
         let put = room.put.fetch_add(blocks, Relaxed).saturating_add(blocks);
         if put >= LOOK_AFTER || room.full.load(Relaxed) {
             self.index_is_short();
         }
-        room.full.load(Relaxed) && !kvarts_layout::planted!("index-limit-ignored")
+        let is_full = room.full.load(Relaxed) && !kvarts_layout::planted!("index-limit-ignored");
+        is_full.then_some(limit)
     }
 }

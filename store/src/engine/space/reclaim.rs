@@ -53,12 +53,12 @@ impl Space {
                     return Ok(Made::Segment(segment));
                 }
                 return match self.remove_hollow().await {
-                    Made::Nothing => Err(Reason::NoSpace),
+                    Made::Nothing => Err(self.volume.shared.budget_full()),
                     made => Ok(made),
                 };
             }
         }
-        Err(Reason::NoSpace)
+        Err(self.volume.shared.budget_full())
     }
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is recycled: a record

@@ -22,7 +22,7 @@ use kvarts_layout::planted;
 use super::evict::batch::Made;
 use crate::engine::space::Space;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{FileId, IoError, MetaOp, OpenMode};
 use crate::rt::Runtime;
@@ -50,20 +50,23 @@ impl Space {
             if let Some(segment) = self.take_free() {
                 return Ok(segment);
             }
-            match self.create_segment().await {
-                Err(Reason::NoSpace) => {}
+            // The bound that is told where nothing can go.
+            let bound = match self.create_segment().await {
+                Err(bound @ Reason::NoSpace(_)) => bound,
                 made => return made,
-            }
+            };
             if let Some(segment) = self.take_failed().await {
                 return Ok(segment);
             }
             if self.spare_of_others().await {
                 continue;
             }
-            match self.make_room_in_round(round).await? {
-                Made::Segment(segment) => return Ok(segment),
+            match self.make_room_in_round(round).await {
+                Ok(Made::Segment(segment)) => return Ok(segment),
                 // Others may take what was given back.
-                Made::Room | Made::Nothing => round += 1,
+                Ok(Made::Room | Made::Nothing) => round += 1,
+                Err(Reason::NoSpace(_)) => return Err(bound),
+                Err(reason) => return Err(reason),
             }
         }
     }
@@ -85,7 +88,7 @@ impl Space {
             }
         }
         if round > 2 * ROUNDS_MAX {
-            return Err(Reason::NoSpace);
+            return Err(self.volume.shared.budget_full());
         }
         self.reclaim().await
     }
@@ -284,7 +287,7 @@ impl Space {
 
     fn cannot_make(&self, error: &IoError) -> Reason {
         match decide(error, Stage::Metadata) {
-            Action::RefuseNoSpace => Reason::NoSpace,
+            Action::RefuseNoSpace => Reason::NoSpace(SpaceCause::Disk),
             Action::NotNow => fault(error),
             _ => self.volume.shared.latch(error),
         }
@@ -312,7 +315,7 @@ impl Space {
     fn cannot_remove(&self, error: &IoError) -> Reason {
         match decide(error, Stage::Reclaim) {
             Action::LatchReadOnly => self.volume.shared.latch(error),
-            _ => Reason::NoSpace,
+            _ => self.volume.shared.budget_full(),
         }
     }
 
@@ -320,7 +323,7 @@ impl Space {
     /// it counts, or something else was short and what it holds is the oldest, which goes first anyway.
     fn is_usable(&self, segment: &Segment) -> bool {
         let well = match segment.broken() {
-            Some(Reason::NoSpace) => true,
+            Some(Reason::NoSpace(_)) => true,
             Some(Reason::Passing(_)) => segment.book.live() == 0 || self.is_oldest(segment),
             _ => false,
         };

@@ -67,7 +67,7 @@ impl Space {
 
     /// Notes where a write or flush failed, unless only the disk was full.
     pub(crate) fn note_trouble(&self, segment: &Rc<Segment>) {
-        if segment.broken().is_some_and(|reason| reason != Reason::NoSpace) {
+        if segment.broken().is_some_and(|reason| !matches!(reason, Reason::NoSpace(_))) {
             *self.trouble.borrow_mut() = Some(Rc::clone(segment));
         }
     }

@@ -16,7 +16,7 @@ use kvarts_layout::format::{self, Unsound};
 
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
-use crate::error::{DirectoryCause, Reason};
+use crate::error::{DirectoryCause, Reason, SpaceCause};
 use crate::io::{Arena, DirId, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
 use crate::rt::{Class, Clock, Entropy};
 
@@ -46,7 +46,7 @@ fn superblock_name(dir: DirId) -> Name {
 /// What the caller is told about a directory that cannot be used.
 pub(crate) fn refused(error: &IoError) -> Reason {
     match error.kind {
-        IoErrorKind::NoSpace => Reason::NoSpace,
+        IoErrorKind::NoSpace => Reason::NoSpace(SpaceCause::Disk),
         _ => Reason::Directory(DirectoryCause::Io(Box::new(error.clone()))),
     }
 }

@@ -24,7 +24,7 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use crate::driver::Driver;
 use crate::engine::tasks::notify::{Notify, Reached};
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::index::RecordInfo;
 use crate::io::{FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
@@ -76,7 +76,7 @@ impl State {
 /// What a caller is told of a write or flush that failed.
 pub(crate) fn fault(error: &IoError) -> Reason {
     match error.kind {
-        IoErrorKind::NoSpace => Reason::NoSpace,
+        IoErrorKind::NoSpace => Reason::NoSpace(SpaceCause::Disk),
         IoErrorKind::Passing => Reason::Passing(error.to_string()),
         _ => error.clone().into(),
     }

@@ -265,7 +265,7 @@ impl Log {
         self.space.rolling.set(true);
         let mut opened = self.open_next().await;
         if let Some(full) = full
-            && matches!(opened, Ok(()) | Err(Reason::NoSpace))
+            && matches!(opened, Ok(()) | Err(Reason::NoSpace(_)))
         {
             self.abandon(&full);
             self.seal_in_background(full);

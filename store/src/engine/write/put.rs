@@ -31,7 +31,7 @@ use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::segment::record_range;
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Reservation, Ticket as Claim};
 use crate::rt::mailbox::Reply;
 use crate::rt::{LocalTask, Nanos};
@@ -142,8 +142,8 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
     }
-    if shared.index_is_full(request.keys.len() as u64) {
-        return Err(Reason::NoSpace);
+    if let Some(limit) = shared.index_is_full(request.keys.len() as u64) {
+        return Err(Reason::NoSpace(SpaceCause::Index { limit }));
     }
     if !by_layers && request.from.gate().is_some() {
         // Memory that layers share has no bytes of all of them at once.

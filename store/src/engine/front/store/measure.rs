@@ -18,7 +18,7 @@ use crate::engine::front::router::Message;
 use crate::engine::read::job;
 use crate::engine::tasks::steps::Done;
 use crate::engine::write::put::shard_of;
-use crate::error::{Error, Reason};
+use crate::error::{Error, Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
 use crate::io::SharedBuf;
 use crate::rt::mailbox::ticket;
@@ -136,7 +136,8 @@ impl Store {
                     class: u32::MAX,
                     expires: 0,
                 };
-                let record = index.records().insert(info).map_err(|_| Reason::NoSpace)?;
+                let record =
+                    index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
                 for block in 0..EACH {
                     let number = at + u64::from(block);
                     // Uniform, as fingerprints are.
@@ -147,7 +148,7 @@ impl Store {
                 }
                 at += u64::from(EACH);
             }
-            index.insert_live(&mut some, &mut conflicts).map_err(|_| Reason::NoSpace)?;
+            index.insert_live(&mut some, &mut conflicts).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
         }
         Ok(())
     }

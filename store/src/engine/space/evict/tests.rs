@@ -594,17 +594,17 @@ fn an_index_that_is_full_takes_nothing_more_and_is_short_before() {
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
         let shared = &world.shared;
-        assert!(!shared.index_is_full(1 << 20) && !shared.must_shrink(), "no limit");
+        assert!(shared.index_is_full(1 << 20).is_none() && !shared.must_shrink(), "no limit");
         let memory = shared.index.memory();
         let bytes = memory.blocks as u64 * 29 + memory.record_bytes as u64;
         shared.index_room.set_limit(Some(bytes - 1));
-        assert!(shared.must_shrink() && shared.index_room.is_short() && !shared.index_is_full(5000));
+        assert!(shared.must_shrink() && shared.index_room.is_short() && shared.index_is_full(5000).is_none());
         shared.index_room.set_limit(Some(bytes - bytes / 8));
-        assert!(shared.index_is_full(5000));
+        assert_eq!(shared.index_is_full(5000), shared.index_room.limit());
         while shared.must_shrink() {
             world.shard.space.give_back_one().await.unwrap();
         }
-        assert!(!shared.index_is_full(1) && !shared.index_room.is_short());
+        assert!(shared.index_is_full(1).is_none() && !shared.index_room.is_short());
         sums(&world);
     });
 }

@@ -20,7 +20,7 @@ use crate::engine::shared::quota;
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
-use crate::error::Reason;
+use crate::error::{Reason, SpaceCause};
 use crate::index::{BlockFingerprint, RecordId};
 use crate::ledger::Promise;
 use crate::rt::Class;
@@ -94,7 +94,7 @@ async fn append_all(
             }
             // The segment of the first piece may be the only one that could have been emptied, and that piece, a record
             // that is not yet visible, keeps it. So the run goes as a whole into the next segment.
-            Err(Reason::NoSpace) if !pieces.is_empty() => {
+            Err(Reason::NoSpace(_)) if !pieces.is_empty() => {
                 pieces.clear();
                 (rest, may_cut) = (run.clone(), false);
             }
@@ -199,7 +199,7 @@ pub(super) fn publish(
                 for record in known {
                     job.shared.free_if_empty(record, 0);
                 }
-                return Err(Reason::NoSpace);
+                return Err(Reason::NoSpace(SpaceCause::Records));
             }
         }
     }

@@ -1,0 +1,133 @@
+//! How to replace a disk, as the operating page says it: its commands are run on a store in two directories.
+#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
+
+mod served;
+
+use std::process::{Command, Stdio};
+
+use served::{Scratch, Server};
+
+const PAGE: &str = include_str!("../../docs/operating.md");
+
+/// The commands of the section, one list for each of its consoles.
+fn consoles() -> Vec<Vec<&'static str>> {
+    let section = PAGE.split("## How to replace a disk\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    let blocks = section.split("```console\n").skip(1).filter_map(|rest| rest.split("```").next());
+    blocks.map(|block| block.lines().filter_map(|line| line.strip_prefix("$ ")).collect()).collect()
+}
+
+/// A store on two disks of which each has some blocks, and a third disk.
+struct Disks(Server);
+
+impl Disks {
+    const SERVE: [&'static str; 6] =
+        ["--dir", "mnt/nvme0/kvarts,mnt/nvme1/kvarts", "--listen-socket", "kvarts.sock", "--shards", "1"];
+
+    fn new(name: &str) -> Self {
+        let scratch = Scratch::new(name);
+        for disk in ["nvme0", "nvme1", "new"] {
+            std::fs::create_dir_all(scratch.0.join("mnt").join(disk)).unwrap();
+        }
+        let server = Server::start(scratch, &Self::SERVE);
+        server.store_pages_with("pages", &["--server", "kvarts.sock"]);
+        // One run of blocks lies on one disk: these are many runs.
+        for first in 0..20 {
+            let tokens: String = (0..32).map(|token| format!("{} ", (first + 1) * 100_000 + token)).collect();
+            std::fs::write(server.path("run"), tokens).unwrap();
+            // Half of them are zeros, which some ways to copy files turn into holes.
+            std::fs::write(server.path("two"), vec![first as u8 / 10; 2 * 4096]).unwrap();
+            let (code, out, error) =
+                server.client(&["put", "two"], &["--tokens", "run", "--server", "kvarts.sock"]);
+            assert_eq!(code, 0, "{out}{error}");
+        }
+        Self(server)
+    }
+
+    /// Runs a line of the page, on disks and with segments that are small; gives whether it went well, and what it said.
+    fn run(&self, line: &str) -> (bool, String) {
+        let program = std::path::Path::new(env!("CARGO_BIN_EXE_kvarts")).parent().unwrap();
+        let output = Command::new("sh")
+            .args(["-c", &line.replace("/mnt/", "mnt/").replace("--create", "--create --segment-mib 4")])
+            .current_dir(self.0.path("."))
+            .env("PATH", format!("{}:{}", program.display(), std::env::var("PATH").unwrap()))
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8(said).unwrap())
+    }
+
+    fn all(&self, lines: &[&str]) -> String {
+        let said = lines.iter().map(|line| {
+            let (went, said) = self.run(line);
+            // An export of what is left says that a directory is missing.
+            let told = line.starts_with("kvarts export") && said.contains("The store has 1 problems");
+            assert!(went || told, "{line}: {said}");
+            said
+        });
+        said.collect()
+    }
+
+    /// Blocks that the server has.
+    fn blocks(&self) -> u64 {
+        let (code, out, error) = self.0.kvarts(&["ls", "--json", "--server", "kvarts.sock"]);
+        assert_eq!(code, 0, "{out}{error}");
+        let models: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let models = models["models"].as_array().unwrap().iter();
+        models.map(|model| model["live_blocks"].as_u64().unwrap()).sum()
+    }
+
+    /// Why the server does not start.
+    fn refused(&self) -> String {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        command
+            .current_dir(self.0.path("."))
+            .args(["serve", "--budget", "64M", "--segment", "4M"])
+            .args(Self::SERVE);
+        let output =
+            command.args(["--listen-grpc", "127.0.0.1:0", "--listen-metrics", "none"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+}
+
+#[test]
+fn a_disk_that_can_be_read_is_copied_and_nothing_is_lost() {
+    let mut disks = Disks::new("copied-disk");
+    let before = disks.blocks();
+    disks.0.signal("-TERM");
+    assert!(disks.0.ends().success());
+    let consoles = consoles();
+    let [copied, _] = &consoles[..] else { panic!("{consoles:?}") };
+    let said = disks.all(copied);
+    assert!(said.contains("clean") && !said.contains("NOT clean"), "{said}");
+    std::fs::remove_dir_all(disks.0.path("mnt/nvme1")).unwrap();
+    let new = Disks::SERVE.map(|argument| argument.replace("nvme1", "new"));
+    disks.0.start_again(&new.each_ref().map(String::as_str));
+    assert_eq!(disks.blocks(), before);
+}
+
+#[test]
+fn of_a_dead_disk_the_blocks_are_lost_and_an_export_keeps_the_others() {
+    let mut disks = Disks::new("dead-disk");
+    let before = disks.blocks();
+    disks.0.end();
+    std::fs::remove_dir_all(disks.0.path("mnt/nvme1/kvarts")).unwrap();
+    let told = disks.refused();
+    assert!(
+        told.contains("directory 1 is empty while others hold a store") && told.contains("kvarts export"),
+        "{told}"
+    );
+    assert!(!disks.0.path("mnt/nvme1/kvarts").exists(), "a start that is refused leaves nothing");
+    let (went, said) = disks.run("kvarts fsck mnt/nvme0/kvarts");
+    assert!(!went && said.contains("directory-missing"), "{said}");
+    let (went, said) = disks.run("kvarts fsck --repair mnt/nvme0/kvarts");
+    assert!(!went && said.contains("directory-missing"), "{said}");
+    let consoles = consoles();
+    let [_, kept] = &consoles[..] else { panic!("{consoles:?}") };
+    let said = disks.all(kept);
+    assert!(said.contains("clean") && !said.contains("NOT clean"), "{said}");
+    disks.0.start_again(&Disks::SERVE);
+    let after = disks.blocks();
+    assert!(0 < after && after < before, "{after} of {before}");
+}
