@@ -277,10 +277,12 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
         return Err(refuse(format!("{shown} is not a directory")));
     }
     let before = Before::look_and_make(directory);
-    let before = before.map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
-    let taken = take(directory);
-    match taken {
-        Ok(file) => Ok(Lock { file, before }),
+    let mut before = before.map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    match take(directory) {
+        Ok(file) => {
+            before.look_again().map_err(|error| refuse(format!("cannot list {shown}: {error}")))?;
+            Ok(Lock { file, before })
+        }
         Err(refused) => {
             before.remove_directory();
             Err(refused)

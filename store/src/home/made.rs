@@ -34,8 +34,17 @@ impl Before {
     /// Looks, and makes the directory where it is absent.
     pub(super) fn look_and_make(directory: &Path) -> io::Result<Self> {
         let is_made = make(directory)?;
-        let names = std::fs::read_dir(directory)?.map(|entry| Ok(entry?.file_name()));
-        Ok(Self { directory: directory.to_owned(), is_made, names: names.collect::<io::Result<_>>()? })
+        Ok(Self { directory: directory.to_owned(), is_made, names: names(directory)? })
+    }
+
+    /// Looks again, under the lock that was just taken: a store that another process made in the meantime was there before, too.
+    pub(super) fn look_again(&mut self) -> io::Result<()> {
+        let had_lock = self.had(LOCK);
+        self.names = names(&self.directory)?;
+        if !had_lock {
+            self.names.remove(OsString::from(LOCK).as_os_str());
+        }
+        Ok(())
     }
 
     fn had(&self, name: &str) -> bool {
@@ -77,6 +86,10 @@ impl Before {
             let _ = std::fs::remove_dir(&self.directory);
         }
     }
+}
+
+fn names(directory: &Path) -> io::Result<BTreeSet<OsString>> {
+    std::fs::read_dir(directory)?.map(|entry| Ok(entry?.file_name())).collect()
 }
 
 /// Removes what was made since these directories were locked: the store, where none of them had one, files of these names beside
@@ -207,6 +220,20 @@ mod tests {
         expected.sort();
         assert_eq!(scratch.all(), expected);
         Home::open(&options).unwrap().close().unwrap();
+    }
+
+    #[test]
+    fn a_store_that_another_process_made_before_the_lock_was_taken_stays() {
+        let scratch = Scratch::new("meanwhile");
+        let directory = scratch.0.join("a");
+        let mut before = Before::look_and_make(&directory).unwrap();
+        Home::open(&scratch.options(&["a"])).unwrap().close().unwrap();
+        let mut names = scratch.all();
+        before.look_again().unwrap();
+        let file = File::open(directory.join(LOCK)).unwrap();
+        remove(vec![Lock { file, before }], &[]);
+        names.retain(|name| name != "a/lock");
+        assert_eq!(scratch.all(), names);
     }
 
     #[test]
