@@ -589,7 +589,8 @@ class Lease:
 
     @property
     def blocks(self) -> int:
-        """How many of the keys it holds."""
+        """How many of the keys it holds. Of a match that counted other nodes (`of_cluster`), as many as the match found: of these it
+        holds what the server itself has."""
 
     def renew(self, hold: float) -> None: ...
     def end(self) -> bool:

@@ -57,3 +57,33 @@ pub(super) fn show_cold(cold: &InCold, out: &mut dyn Write) -> Result<(), Failur
     )?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_nodes_are_told_where_they_have_more_or_may_have() {
+        let boundary =
+            |blocks| proto::Boundary { blocks, tokens: u64::from(blocks) * 16, ..proto::Boundary::default() };
+        let cluster = |blocks, unasked| InCluster {
+            longest: Some(boundary(blocks)),
+            cheapest: Some(boundary(blocks)),
+            unasked,
+        };
+        let shown = |cluster: &InCluster, own| {
+            let mut out = Vec::new();
+            show_cluster(cluster, own, &mut out).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        assert_eq!(shown(&cluster(12, 0), 4), "  12 of them (192 tokens) with other nodes of the cluster\n");
+        assert_eq!(shown(&cluster(4, 0), 4), "");
+        assert_eq!(
+            shown(&cluster(4, 3), 4),
+            "  of 3 blocks the cluster's directory did not answer in time\n"
+        );
+        let report = cluster_report(&cluster(12, 3));
+        assert_eq!((&report["longest"]["blocks"], &report["cheapest"]["tokens"]), (&json!(12), &json!(192)));
+        assert_eq!(report["unasked"], 3);
+    }
+}
