@@ -1,11 +1,9 @@
 //! What administrators tell a running server, with the built program: scrub, checkpoint, budget, reload, drain; what is pinned; and
 //! what the log of a server says of normal clients, which is nothing.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
-mod served;
-
+use crate::scratch::Scratch;
+use crate::served::{Server, http};
 use serde_json::Value;
-use served::{Scratch, Server, http};
 
 const TOKENS: [&str; 2] = ["--tokens", "tokens"];
 

@@ -1,11 +1,10 @@
 //! What clients hold without taking it, and what keeps a server busy: bounded, counted until it is gone, and by turns.
-#![allow(clippy::disallowed_methods, reason = "a real server stands outside the simulation")]
-
-mod raw;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::raw::{Raw, TIMEOUT, framed, keys, put_messages, registration, with_token};
+use crate::scratch::Scratch;
 use bytes::Bytes;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
@@ -15,7 +14,6 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{Raw, Scratch, TIMEOUT, framed, keys, put_messages, registration, with_token};
 use tonic::transport::{Channel, Endpoint};
 
 const TOKEN: &str = "kvarts_of_this_test";

@@ -1,7 +1,4 @@
 //! Calls that need no token, and connections without any, made by clients that mean no good: others have all of theirs.
-#![allow(clippy::disallowed_methods, reason = "a real server stands outside the simulation")]
-
-mod raw;
 
 use std::net::TcpStream;
 use std::path::Path;
@@ -9,12 +6,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use crate::raw::{Raw, TIMEOUT, with_token};
+use crate::scratch::Scratch;
 use bytes::{BufMut, Bytes, BytesMut};
 use http_body::Frame;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_server::state::auth::TokenHash;
-use raw::{Raw, Scratch, TIMEOUT, with_token};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::transport::{Channel, Endpoint};

@@ -1,11 +1,9 @@
 //! Runs every `kvarts bench` with sizes that take a moment, and looks at what it says: the fields are there, what was
 //! asked for was done, and no figure is missing. How fast anything was is not looked at.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
-#[path = "../../bucket/tests/s3/mod.rs"]
-mod s3;
+use crate::s3;
+use crate::scratch::Scratch;
 
-use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -15,23 +13,6 @@ use serde_json::Value;
 const MODEL: [&str; 2] = ["--model", "deepseek-v4-flash"];
 
 /// A directory that must be empty again at the end.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-bench-cli-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Runs one, and gives the object that it prints.
 fn bench(name: &str, arguments: &[&str]) -> Value {
     bench_in(name, arguments, &[])

@@ -1,5 +1,4 @@
 //! The client commands against a server in another process: files in and out, exit codes, what is printed.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};

@@ -1,15 +1,11 @@
 //! Programs that register themselves with a real etcd: they join, are killed, leave and come back, and etcd itself goes and comes.
-#![allow(clippy::disallowed_methods, reason = "starts processes, outside any simulation")]
-
-#[path = "../../tests/tests/served/etcd.rs"]
-mod etcd;
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use etcd::Etcd;
+use crate::etcd::Etcd;
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};

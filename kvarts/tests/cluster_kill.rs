@@ -1,5 +1,4 @@
 //! R34: three programs that are nodes of one cluster; one after the other is killed in the middle of a read from it.
-#![allow(clippy::disallowed_methods, reason = "starts processes, outside any simulation")]
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

@@ -1,6 +1,5 @@
 //! R40: programs on hosts of their own, each a network namespace behind a switch, whose members register themselves with a real etcd on
 //! a further one. A host is cut off from all others at its port of the switch, and is joined to them again; then etcd's is.
-#![allow(clippy::disallowed_methods, reason = "starts processes, outside any simulation")]
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

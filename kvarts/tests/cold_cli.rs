@@ -1,14 +1,11 @@
 //! Runs the real `kvarts cold` on real stores, with a bucket in a directory, and with a real S3 server where there is one.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
-
-#[path = "../../bucket/tests/s3/mod.rs"]
-mod s3;
-mod sample;
 
 use std::path::PathBuf;
 use std::process::Command;
 
-use sample::*;
+use crate::sample::*;
+use crate::scratch::Scratch;
+use crate::{s3, sample};
 use serde_json::Value;
 
 /// Runs the program with the environment that a bucket wants.

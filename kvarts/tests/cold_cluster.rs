@@ -1,14 +1,12 @@
 //! Programs that are nodes of one cluster with one bucket behind them: of a chain one part is on the own disk, one with a peer, one in
 //! the bucket alone; and a peer is killed in the middle of a read of what the bucket has too.
-#![allow(clippy::disallowed_methods, reason = "real processes and sockets stand outside any simulation")]
-
-#[path = "../../bucket/tests/s3/mod.rs"]
-mod s3;
-mod served;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::s3;
+use crate::scratch::Scratch;
+use crate::served::Server;
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
@@ -20,7 +18,6 @@ use kvarts_store::api::{
 use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::blocking::block_on;
 use kvarts_wire::{convert, proto};
-use served::{Scratch, Server};
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 96;

@@ -1,16 +1,13 @@
 //! `kvarts serve` with a real S3 server behind it, through a proxy that spoils what it answers: hits are lost, and no byte is wrong.
-#![allow(clippy::disallowed_methods, reason = "real processes and sockets stand outside any simulation")]
-
-#[path = "../../bucket/tests/s3/mod.rs"]
-mod s3;
-mod served;
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use served::{Scratch, Server};
+use crate::s3;
+use crate::scratch::Scratch;
+use crate::served::Server;
 
 /// What the proxy does with answers about some objects.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,32 +1,16 @@
 //! Runs the real `kvarts compact`: exit codes, what it prints, and what it refuses.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::scratch::Scratch;
 use kvarts_store::home::{Home, HomeOptions};
 use serde_json::Value;
 
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-compact-cli-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn store(&self) -> PathBuf {
-        let path = self.0.join("store");
-        Home::open(&options(&path)).unwrap().close().unwrap();
-        path
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn store(scratch: &Scratch) -> PathBuf {
+    let path = scratch.0.join("store");
+    Home::open(&options(&path)).unwrap().close().unwrap();
+    path
 }
 
 fn options(path: &Path) -> HomeOptions {
@@ -58,7 +42,7 @@ fn kvarts(arguments: &[&str], directory: &Path) -> (i32, String, String) {
 #[test]
 fn a_sound_store_is_compacted_with_exit_code_0_and_silently() {
     let scratch = Scratch::new("sound");
-    let store = scratch.store();
+    let store = store(&scratch);
     let (code, out, err) = kvarts(&["compact", "--dry-run"], &store);
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
     let (code, out, err) = kvarts(&["compact", "--json"], &store);
@@ -77,7 +61,7 @@ fn a_sound_store_is_compacted_with_exit_code_0_and_silently() {
 #[test]
 fn a_new_store_goes_into_an_empty_directory_only() {
     let scratch = Scratch::new("to");
-    let (store, new) = (scratch.store(), scratch.0.join("new"));
+    let (store, new) = (store(&scratch), scratch.0.join("new"));
     let to = new.to_str().unwrap();
     assert_eq!(kvarts(&["compact", "--to", to, "--shards", "3", "--zstd"], &store).0, 0);
     assert_eq!(kvarts(&["fsck", "--deep"], &new).0, 0);
@@ -95,7 +79,7 @@ fn a_new_store_goes_into_an_empty_directory_only() {
 #[test]
 fn an_interrupted_copy_is_named_in_one_sentence_and_begun_anew() {
     let scratch = Scratch::new("interrupted");
-    let (store, new) = (scratch.store(), scratch.0.join("new"));
+    let (store, new) = (store(&scratch), scratch.0.join("new"));
     let to = new.to_str().unwrap();
     assert_eq!(kvarts(&["compact", "--to", to], &store).0, 0);
     std::fs::rename(new.join("superblock"), new.join("superblock.new")).unwrap();
@@ -117,7 +101,7 @@ fn an_interrupted_copy_is_named_in_one_sentence_and_begun_anew() {
 #[test]
 fn what_is_open_or_damaged_or_no_store_is_refused() {
     let scratch = Scratch::new("refused");
-    let store = scratch.store();
+    let store = store(&scratch);
     let home = Home::open(&options(&store)).unwrap();
     let (code, _, err) = kvarts(&["compact"], &store);
     assert!(code == 2 && err.contains("in use"), "{code} {err}");

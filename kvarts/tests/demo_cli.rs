@@ -1,5 +1,4 @@
 //! Runs the real `kvarts demo`: everything that it tells happened, and nothing of it is left.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
 use std::process::Command;
 

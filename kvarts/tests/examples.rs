@@ -1,5 +1,4 @@
 //! The examples of the libraries do what their pages say. They are built with the tests of their packages.
-#![allow(clippy::disallowed_methods, reason = "starts real programs")]
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

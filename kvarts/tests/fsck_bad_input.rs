@@ -1,12 +1,12 @@
 //! Runs the real `kvarts fsck` on whatever a directory may hold: the right exit code, a report that names it, no panic, no
 //! hang, and not a name or byte changed, at every level and also where only the metadata is looked at.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::scratch::Scratch;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::segment::SegmentHeader;
 use kvarts_layout::format::superblock::Superblock;
@@ -16,33 +16,17 @@ use serde_json::Value;
 const SEGMENT_BYTES: u64 = 64 << 10;
 const SEGMENT: &str = "shard-0000/segment-00000000";
 
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-fsck-bad-cli-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// A store that was made, with one segment that was begun.
-    fn store(name: &str) -> Self {
-        let scratch = Self::new(name);
-        scratch.write("superblock", &slots(VERSION, VERSION));
-        std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
-        scratch.write(SEGMENT, &segment(ID));
-        scratch
-    }
-
-    fn write(&self, path: &str, bytes: &[u8]) {
-        std::fs::write(self.0.join(path), bytes).unwrap();
-    }
+/// A store that was made, with one segment that was begun.
+fn store(name: &str) -> Scratch {
+    let scratch = Scratch::new(name);
+    write(&scratch, "superblock", &slots(VERSION, VERSION));
+    std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
+    write(&scratch, SEGMENT, &segment(ID));
+    scratch
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn write(scratch: &Scratch, path: &str, bytes: &[u8]) {
+    std::fs::write(scratch.0.join(path), bytes).unwrap();
 }
 
 const ID: StoreId = StoreId(*b"a store of tests");
@@ -140,53 +124,53 @@ fn expect(scratch: &Scratch, code: i32, words: &[&str]) {
 fn what_is_no_store_has_exit_code_2() {
     let scratch = Scratch::new("none");
     expect(&scratch, 2, &["holds no store"]);
-    scratch.write("a file", b"text");
+    write(&scratch, "a file", b"text");
     std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
     expect(&scratch, 2, &["holds no store"]);
-    scratch.write(SEGMENT, &noise(SEGMENT_BYTES as usize));
+    write(&scratch, SEGMENT, &noise(SEGMENT_BYTES as usize));
     expect(&scratch, 2, &["holds no store"]);
 }
 
 #[test]
 fn a_newer_format_has_exit_code_2() {
-    let store = Scratch::store("newer");
-    store.write("superblock", &slots(VERSION + 1, VERSION + 1));
+    let store = store("newer");
+    write(&store, "superblock", &slots(VERSION + 1, VERSION + 1));
     expect(&store, 2, &["newer kvarts"]);
 }
 
 #[test]
 fn superblocks_that_were_cut_have_exit_code_1_as_long_as_a_segment_names_the_store() {
-    let store = Scratch::store("cut");
+    let store = store("cut");
     expect(&store, 0, &["clean"]);
     let whole = slots(VERSION, VERSION);
     for len in [PAGE, PAGE + 700] {
-        store.write("superblock", &whole[..len]);
+        write(&store, "superblock", &whole[..len]);
         expect(&store, 1, &["superblock-truncated"]);
     }
     for bytes in [&whole[..0], &whole[..700], &[0; 2 * PAGE], &noise(2 * PAGE)] {
-        store.write("superblock", bytes);
+        write(&store, "superblock", bytes);
         expect(&store, 1, &["superblock-lost"]);
     }
     std::fs::remove_file(store.0.join(SEGMENT)).unwrap();
-    store.write("superblock", &noise(2 * PAGE));
+    write(&store, "superblock", &noise(2 * PAGE));
     expect(&store, 2, &["holds no store"]);
 }
 
 #[test]
 fn segments_of_another_store_of_no_bytes_or_of_noise_have_the_codes_that_they_deserve() {
-    let store = Scratch::store("segments");
+    let store = store("segments");
     let more = "shard-0000/segment-00000001";
-    store.write(more, b"");
+    write(&store, more, b"");
     expect(&store, 0, &["segment-half-made"]);
-    store.write(more, &noise(SEGMENT_BYTES as usize));
+    write(&store, more, &noise(SEGMENT_BYTES as usize));
     expect(&store, 1, &["header-lost-rescan"]);
-    store.write(more, &segment(StoreId(*b"another store of")));
+    write(&store, more, &segment(StoreId(*b"another store of")));
     expect(&store, 1, &["segment-foreign"]);
 }
 
 #[test]
 fn links_and_other_things_that_are_no_files_have_exit_code_1() {
-    let store = Scratch::store("links");
+    let store = store("links");
     symlink("/dev/zero", store.0.join("shard-0000/segment-00000001")).unwrap();
     symlink("/", store.0.join("shard-0003")).unwrap();
     std::fs::create_dir(store.0.join("shard-0000/checkpoint-0")).unwrap();
@@ -199,7 +183,7 @@ fn links_and_other_things_that_are_no_files_have_exit_code_1() {
 
 #[test]
 fn files_that_may_not_be_read_have_exit_code_1_where_the_user_is_not_allowed_everything() {
-    let store = Scratch::store("unreadable");
+    let store = store("unreadable");
     let close = |path: &str, mode| {
         let permissions = std::fs::Permissions::from_mode(mode);
         std::fs::set_permissions(store.0.join(path), permissions).unwrap();
@@ -219,7 +203,7 @@ fn files_that_may_not_be_read_have_exit_code_1_where_the_user_is_not_allowed_eve
 
 #[test]
 fn a_hundred_thousand_stray_files_have_exit_code_0_and_one_line() {
-    let store = Scratch::store("strays");
+    let store = store("strays");
     for number in 0..100_000 {
         std::fs::File::create(store.0.join(format!("shard-0000/segment-{number:08}.bak"))).unwrap();
     }

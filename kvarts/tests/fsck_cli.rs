@@ -1,50 +1,34 @@
 //! Runs the real `kvarts fsck`: exit codes, what it prints, and that it leaves everything as it is.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
+use crate::scratch::Scratch;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
 use kvarts_layout::format::superblock::Superblock;
 use serde_json::Value;
 
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-fsck-cli-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// A store that was made and never used.
-    fn store(name: &str) -> Self {
-        let scratch = Self::new(name);
-        let superblock = Superblock {
-            store: StoreId(*b"a store of tests"),
-            directory: 0,
-            sequence: 1,
-            secret: Secret::new([7; 32]),
-            created_ms: 1,
-            segment_bytes: 64 << 10,
-            min_reader: kvarts_layout::format::VERSION,
-            clean: false,
-            directories: 1,
-            shards_total: 1,
-            shards: vec![0],
-        };
-        let slots = [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat();
-        std::fs::write(scratch.0.join("superblock"), slots).unwrap();
-        std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
-        scratch
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+/// A store that was made and never used.
+pub(crate) fn store(name: &str) -> Scratch {
+    let scratch = Scratch::new(name);
+    let superblock = Superblock {
+        store: StoreId(*b"a store of tests"),
+        directory: 0,
+        sequence: 1,
+        secret: Secret::new([7; 32]),
+        created_ms: 1,
+        segment_bytes: 64 << 10,
+        min_reader: kvarts_layout::format::VERSION,
+        clean: false,
+        directories: 1,
+        shards_total: 1,
+        shards: vec![0],
+    };
+    let slots = [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat();
+    std::fs::write(scratch.0.join("superblock"), slots).unwrap();
+    std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
+    scratch
 }
 
 fn fsck(directory: &Path, arguments: &[&str]) -> (i32, String, String) {
@@ -60,7 +44,7 @@ fn fsck(directory: &Path, arguments: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn a_sound_store_is_clean_with_exit_code_0() {
-    let store = Scratch::store("sound");
+    let store = store("sound");
     let (code, out, err) = fsck(&store.0, &[]);
     assert_eq!((code, err.as_str()), (0, ""), "{out}");
     assert!(out.contains("clean"), "{out}");
@@ -75,7 +59,7 @@ fn a_sound_store_is_clean_with_exit_code_0() {
 
 #[test]
 fn damage_has_exit_code_1_and_says_what_to_do() {
-    let store = Scratch::store("damaged");
+    let store = store("damaged");
     let path = store.0.join("superblock");
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[4200] ^= 1;
@@ -109,7 +93,7 @@ fn what_cannot_be_checked_has_exit_code_2_and_one_line() {
 
 #[test]
 fn a_store_in_use_is_refused_unless_it_is_asked_for_live() {
-    let store = Scratch::store("in-use");
+    let store = store("in-use");
     let lock = std::fs::File::create(store.0.join("lock")).unwrap();
     lock.lock().unwrap();
     let (code, _, err) = fsck(&store.0, &[]);
@@ -119,7 +103,7 @@ fn a_store_in_use_is_refused_unless_it_is_asked_for_live() {
 
 #[test]
 fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
-    let store = Scratch::store("repair");
+    let store = store("repair");
     let path = store.0.join("superblock");
     let whole = std::fs::read(&path).unwrap();
     let mut bytes = whole.clone();
@@ -163,7 +147,7 @@ fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
         }
     }
     // Nor is a store of a newer program touched, or one whose lock is a link to another file.
-    let store = Scratch::store("repair-link");
+    let store = store("repair-link");
     std::os::unix::fs::symlink("elsewhere", store.0.join("lock")).unwrap();
     let (code, _, err) = fsck(&store.0, &["--repair"]);
     assert!(code == 2 && err.contains("no plain file") && !store.0.join("elsewhere").exists(), "{err}");
@@ -171,7 +155,7 @@ fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
 
 #[test]
 fn a_lost_folder_of_a_shard_is_a_problem_and_made_again_by_a_repair() {
-    let store = Scratch::store("lost-folder");
+    let store = store("lost-folder");
     std::fs::remove_dir(store.0.join("shard-0000")).unwrap();
     let (code, out, _) = fsck(&store.0, &[]);
     assert!(code == 1 && out.contains("shard-missing") && out.contains("is not known"), "{out}");
@@ -184,7 +168,7 @@ fn a_lost_folder_of_a_shard_is_a_problem_and_made_again_by_a_repair() {
 
 #[test]
 fn the_socket_of_a_server_is_no_stray() {
-    let store = Scratch::store("socket");
+    let store = store("socket");
     let _socket = std::os::unix::net::UnixListener::bind(store.0.join("kvarts.sock")).unwrap();
     let (code, out, _) = fsck(&store.0, &["--json"]);
     let json: Value = serde_json::from_str(&out).unwrap();

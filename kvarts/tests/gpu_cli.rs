@@ -1,5 +1,4 @@
 //! `kvarts gpu`, and what a server says of devices, from outside: what a user without a GPU sees.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

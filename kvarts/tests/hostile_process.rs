@@ -4,9 +4,6 @@
 //!
 //! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 2,000 if it is not set, 10,000 for the full size;
 //! fewer where the process may not have that many descriptors, which is said on standard error.
-#![allow(clippy::disallowed_methods, reason = "starts processes and opens sockets, outside any simulation")]
-
-mod raw;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,6 +13,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::raw::{PAGE, Raw, TIMEOUT, framed, key, keys, page, put_messages, registration, with_token};
+use crate::scratch::Scratch;
 use bytes::Bytes;
 use kvarts_server::state::auth::TokenHash;
 use kvarts_wire::digest::StreamDigest;
@@ -23,7 +22,6 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use raw::{PAGE, Raw, Scratch, TIMEOUT, framed, key, keys, page, put_messages, registration, with_token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
 use tonic::transport::{Channel, Endpoint};

@@ -1,16 +1,14 @@
 //! What a server tells of itself over HTTP: metrics that Prometheus reads without a complaint, rules and a dashboard that name
 //! what there is, and the status page.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
-
-mod served;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use crate::scratch::Scratch;
+use crate::served::{Server, http};
 use serde_json::Value;
-use served::{Scratch, Server, http};
 
 const ALERTS: &str = include_str!("../../packaging/prometheus/alerts.yml");
 const DASHBOARD: &str = include_str!("../../packaging/prometheus/grafana.json");

@@ -1,5 +1,4 @@
 //! Runs the real `kvarts` program: what `kvarts model` prints, and how it refuses.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it writes its own input files")]
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

@@ -1,14 +1,12 @@
 //! Runs the real `kvarts import`, `export`, `ls` and `inspect` on real directories: what goes in comes out with the same
 //! origin ids and digests, and nothing of a file that is not whole becomes visible.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
-
-mod sample;
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use crate::sample::*;
+use crate::scratch::Scratch;
 use kvarts_layout::{BlockKey, OriginId};
-use sample::*;
 use serde_json::Value;
 
 #[test]

@@ -1,56 +1,12 @@
 //! Runs the real `kvarts` where its output cannot be written: a full device, a pipe that was closed. It says so, or ends as
 //! a closed pipe ends a program, and never claims that a store is clean.
-#![allow(clippy::disallowed_methods, reason = "the test is outside any store: it makes its own directories")]
 
-use std::path::{Path, PathBuf};
+use crate::fsck_cli::store;
+use crate::scratch::Scratch;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
-use kvarts_layout::StoreId;
-use kvarts_layout::format::Secret;
-use kvarts_layout::format::superblock::Superblock;
 use serde_json::Value;
-
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-output-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// A store that was made and never used.
-    fn store(name: &str) -> Self {
-        let scratch = Self::new(name);
-        let superblock = Superblock {
-            store: StoreId(*b"a store of tests"),
-            directory: 0,
-            sequence: 1,
-            secret: Secret::new([7; 32]),
-            created_ms: 1,
-            segment_bytes: 64 << 10,
-            min_reader: kvarts_layout::format::VERSION,
-            clean: false,
-            directories: 1,
-            shards_total: 1,
-            shards: vec![0],
-        };
-        let slots = [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat();
-        std::fs::write(scratch.0.join("superblock"), slots).unwrap();
-        std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
-        scratch
-    }
-
-    fn shown(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn kvarts(arguments: &[&str], out: impl Into<Stdio>) -> (i32, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_kvarts"))
@@ -98,7 +54,7 @@ fn printing(store: &str) -> Vec<Vec<&str>> {
 
 #[test]
 fn an_answer_that_cannot_be_written_ends_with_code_2_and_one_line() {
-    let store = Scratch::store("full");
+    let store = store("full");
     for arguments in printing(store.shown()) {
         assert_eq!(kvarts(&arguments, Stdio::null()), (0, String::new()), "{arguments:?}");
         let (code, err) = kvarts(&arguments, full());
@@ -109,7 +65,7 @@ fn an_answer_that_cannot_be_written_ends_with_code_2_and_one_line() {
 
 #[test]
 fn a_pipe_that_was_closed_ends_every_command_quietly_and_as_a_shell_knows_it() {
-    let store = Scratch::store("closed");
+    let store = store("closed");
     for arguments in printing(store.shown()) {
         assert_eq!(kvarts(&arguments, closed()), (141, String::new()), "{arguments:?}");
     }
@@ -117,7 +73,7 @@ fn a_pipe_that_was_closed_ends_every_command_quietly_and_as_a_shell_knows_it() {
 
 #[test]
 fn problems_that_were_found_stay_found_where_nobody_reads_of_them() {
-    let store = Scratch::store("problems");
+    let store = store("problems");
     let path = store.0.join("superblock");
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[4200] ^= 1;
@@ -155,7 +111,7 @@ fn what_cannot_be_run_is_an_object_on_standard_output_where_json_was_asked_for()
     assert_eq!(refusal(&["fsck", "--json", &absent]).0["kind"], "refused");
     assert_eq!(refusal(&["fsck", "--json", "--quick", "--deep", empty.shown()]).0["kind"], "invalid");
     assert_eq!(refusal(&["model", "show", "no such model", "--json"]).0["kind"], "invalid");
-    let store = Scratch::store("in-use");
+    let store = store("in-use");
     let lock = std::fs::File::create(store.0.join("lock")).unwrap();
     lock.lock().unwrap();
     let (said, _) = refusal(&["fsck", "--json", store.shown()]);

@@ -1,11 +1,9 @@
 //! The status page: what a server answers, and what a browser without a window makes of it. Where there is no Chromium
 //! (`scripts/chromium` brings it) the tests with it say so and pass.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
-mod browser;
-mod served;
-
-use browser::Browser;
+use crate::browser::Browser;
+use crate::scratch::Scratch;
+use crate::served::{Server, http};
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::Geometry;
 use kvarts_layout::identity::IdentityForm;
@@ -14,7 +12,6 @@ use kvarts_store::api::{KvStore, Order, Placed, ReadRequest};
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
-use served::{Scratch, Server, http};
 
 /// A name of a model that would be an element, and run a script, if it were ever taken for markup.
 const MODEL: &str = "<img src=x onerror=alert(1)> & \"pages\"";

@@ -1,5 +1,4 @@
 //! The quick start as it stands on its page: its commands are run one after the other with the built program, beside its server.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

@@ -1,8 +1,4 @@
 //! Pages that say what the program says: JSON outputs field by field, labels of the checker, lines of the log, alerts.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
-
-mod documented;
-mod served;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,8 +8,9 @@ use kvarts_fsck::remedy::{Remedy, remedy};
 use kvarts_layout::format::recovery::{RECORD_ROWS, Row, SEGMENT_ROWS, Severity};
 use serde_json::Value;
 
-use documented::{Compared, Tables, documented};
-use served::{Scratch, Server};
+use crate::documented::{Compared, Tables, documented};
+use crate::scratch::Scratch;
+use crate::served::Server;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")

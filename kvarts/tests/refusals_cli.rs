@@ -1,12 +1,10 @@
 //! What commands say when they are refused, or are not answered: the bound that was met, and what to do about it.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
-
-mod served;
 
 use std::collections::BTreeMap;
 
+use crate::scratch::Scratch;
+use crate::served::Server;
 use serde_json::Value;
-use served::{Scratch, Server};
 
 /// Writes the tokens of some blocks, from a number on.
 fn tokens(server: &Server, name: &str, first: u32, blocks: u32) {

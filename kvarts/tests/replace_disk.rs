@@ -1,11 +1,9 @@
 //! How to replace a disk, as the operating page says it: its commands are run on a store in two directories.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
-
-mod served;
 
 use std::process::{Command, Stdio};
 
-use served::{Scratch, Server};
+use crate::scratch::Scratch;
+use crate::served::Server;
 
 const PAGE: &str = include_str!("../../docs/operating.md");
 

@@ -1,11 +1,11 @@
 //! The program itself as a server: it starts with nothing, says where it is, stops cleanly, and survives being killed.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use crate::scratch::Scratch;
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
@@ -17,30 +17,6 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 
 const PAGE: u64 = 4096;
-
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-process-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// Writes a file; gives its path.
-    fn file(&self, name: &str, text: &str) -> String {
-        let path = self.0.join(name);
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// A server in a process of its own; killed when dropped.
 struct Server {

@@ -1,34 +1,23 @@
 //! `kvarts sim` as a process: what each of its subcommands prints, and that a trace may be longer than memory.
-#![allow(clippy::disallowed_methods, reason = "starts processes and looks at files, outside any simulation")]
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
+use crate::scratch::Scratch;
 use serde_json::Value;
 
 const CLUSTER: &str = include_str!("../../simulator/tests/cluster.toml");
 
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-sim-cli-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        std::fs::write(path.join("cluster.toml"), CLUSTER).unwrap();
-        Self(path)
-    }
-
-    fn file(&self, name: &str) -> String {
-        self.0.join(name).to_str().unwrap().to_owned()
-    }
+/// A directory with the description of a cluster.
+fn with_cluster(name: &str) -> Scratch {
+    let scratch = Scratch::new(name);
+    scratch.file("cluster.toml", CLUSTER);
+    scratch
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn shown(scratch: &Scratch, name: &str) -> String {
+    scratch.path(name).display().to_string()
 }
 
 fn sim(arguments: &[&str]) -> (Option<i32>, String, String) {
@@ -56,8 +45,8 @@ fn line(number: u64) -> String {
 
 #[test]
 fn a_run_is_printed_as_a_table_as_json_and_as_one_page_with_nothing_from_elsewhere() {
-    let scratch = Scratch::new("run");
-    let (cluster, page) = (scratch.file("cluster.toml"), scratch.file("page.html"));
+    let scratch = with_cluster("run");
+    let (cluster, page) = (shown(&scratch, "cluster.toml"), shown(&scratch, "page.html"));
     let asked = ["--sessions", "chat", "--count", "30", "--cluster", &cluster];
     let found = json(&[&asked[..], &["--json", "--html", &page]].concat());
     assert_eq!((&found["sessions"], &found["requests_refused"]), (&Value::from(30), &Value::from(0)));
@@ -83,8 +72,8 @@ fn a_run_is_printed_as_a_table_as_json_and_as_one_page_with_nothing_from_elsewhe
 
 #[test]
 fn a_search_goes_through_limits_routers_and_tiers_and_prints_what_to_paste() {
-    let scratch = Scratch::new("search");
-    let cluster = scratch.file("cluster.toml");
+    let scratch = with_cluster("search");
+    let cluster = shown(&scratch, "cluster.toml");
     let asked = |runs: &str, tpot: &str| {
         let arguments = [
             "search",
@@ -154,8 +143,8 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
     let (code, table, _) = sim(&["engine", &shortage, "--calibrate", &chunks]);
     assert_eq!(code, Some(0));
     assert!(table.contains("shortage") && table.contains("its own steps are said within"), "{table}");
-    let scratch = Scratch::new("engine");
-    let disk = scratch.file("disk.jsonl");
+    let scratch = with_cluster("engine");
+    let disk = shown(&scratch, "disk.jsonl");
     let text = std::fs::read_to_string(&cached).unwrap().replacen("{", "{\"disk\": true, ", 1);
     std::fs::write(&disk, text).unwrap();
     let (code, _, error) = sim(&["engine", &disk, "--calibrate", &chunks]);
@@ -165,8 +154,8 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
 
 #[test]
 fn a_hole_in_a_trace_is_one_line_with_its_place() {
-    let scratch = Scratch::new("holes");
-    let (cluster, trace) = (scratch.file("cluster.toml"), scratch.file("trace.jsonl"));
+    let scratch = with_cluster("holes");
+    let (cluster, trace) = (shown(&scratch, "cluster.toml"), shown(&scratch, "trace.jsonl"));
     let told = |text: String| {
         std::fs::write(&trace, text).unwrap();
         let (code, out, error) = sim(&[&trace, "--cluster", &cluster]);
@@ -191,8 +180,8 @@ fn most_memory(pid: u32) -> u64 {
 
 #[test]
 fn a_trace_that_comes_through_a_pipe_is_never_held() {
-    let scratch = Scratch::new("pipe");
-    let cluster = scratch.file("cluster.toml");
+    let scratch = with_cluster("pipe");
+    let cluster = shown(&scratch, "cluster.toml");
     let mut child = Command::new(env!("CARGO_BIN_EXE_kvarts"))
         .args(["sim", "/dev/stdin", "--cluster", &cluster, "--json"])
         .stdin(Stdio::piped())

@@ -1,12 +1,10 @@
 //! What bounds restores: budgets of the day, sizes, times, what is deleted meanwhile; and what is told of them.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
-mod cold_blocks;
-
 use std::time::Duration;
 
-use cold_blocks::world::{PATIENCE, Setting, World};
-use cold_blocks::{GROUP, WHOLE, content, key};
+use crate::cold_blocks::world::{PATIENCE, Setting, World};
+use crate::cold_blocks::{GROUP, WHOLE, content, key};
 use kvarts_cold::testing::{Kind, Op, Plan};
 use kvarts_layout::BlockKey;
 use kvarts_server::cold::{ColdConfig, Offer, Wish};

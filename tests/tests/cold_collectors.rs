@@ -1,17 +1,14 @@
 //! Collectors at the same time over a real S3 server, beside pushes: what a manifest names is there, and what was to go is gone.
 #![allow(clippy::disallowed_methods, reason = "a real server, real time")]
 
-mod cold_blocks;
-#[path = "../../bucket/tests/s3/mod.rs"]
-mod s3;
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::cold_blocks::Model;
+use crate::s3;
 use bytes::Bytes;
-use cold_blocks::Model;
 use kvarts_bucket::s3::S3Bucket;
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::check::{Checked, Level, check};

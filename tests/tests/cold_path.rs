@@ -2,13 +2,11 @@
 //! that no fault of the bucket makes a wrong byte.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
-mod cold_blocks;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cold_blocks::world::{PATIENCE, Setting, World};
-use cold_blocks::{GROUP, Model, WHOLE, content, key};
+use crate::cold_blocks::world::{PATIENCE, Setting, World};
+use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::promote::{Wanted, restore_into};
 use kvarts_cold::restore::FetchOptions;

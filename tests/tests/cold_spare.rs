@@ -2,14 +2,12 @@
 //! hit that the bucket has.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
-mod cold_blocks;
-
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use cold_blocks::world::{Setting, World};
-use cold_blocks::{content, key};
+use crate::cold_blocks::world::{Setting, World};
+use crate::cold_blocks::{content, key};
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
 use kvarts_cold::testing::{Kind, Op};

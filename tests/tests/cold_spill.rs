@@ -1,12 +1,10 @@
 //! What a sweep copies into the bucket, and what it leaves.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
-mod cold_blocks;
-
 use std::time::Duration;
 
-use cold_blocks::world::{PATIENCE, Setting, World};
-use cold_blocks::{content, key};
+use crate::cold_blocks::world::{PATIENCE, Setting, World};
+use crate::cold_blocks::{content, key};
 use kvarts_cold::testing::{Kind, Op, Plan};
 use kvarts_server::cold::ColdConfig;
 use kvarts_store::api::{DeleteRequest, KvStore, Order, Target};

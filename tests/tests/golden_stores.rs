@@ -1,7 +1,7 @@
 //! Whole stores as earlier programs wrote them: the checker finds them clean, the engine opens them, and both find the
 //! blocks that were put, whatever is changed in either since.
 //!
-//! `KVARTS_BLESS=1 cargo test -p kvarts-tests --test golden_stores` writes the images of this version that are not there. An
+//! `KVARTS_BLESS=1 cargo test -p kvarts-tests golden_stores::` writes the images of this version that are not there. An
 //! image that is there is never written again: its version is frozen.
 #![allow(clippy::disallowed_methods, reason = "golden files")]
 

@@ -310,7 +310,7 @@ struct Engine {
 impl Engine {
     fn start(bytes: u64) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "an_engine_of_another_process", "--nocapture"])
+            .args(["--exact", "landing_back::an_engine_of_another_process", "--nocapture"])
             .env(ENGINE, bytes.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -203,7 +203,7 @@ fn rustix_uid() -> u32 {
 
 #[test]
 fn an_ordinary_user_with_little_locked_memory_gets_a_store_that_conforms() {
-    as_an_ordinary_user("conforms_as_whoever_runs_this");
+    as_an_ordinary_user("lifecycle::conforms_as_whoever_runs_this");
 }
 
 #[test]

@@ -3,11 +3,10 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod served;
-
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::served::Served;
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
@@ -20,7 +19,6 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Nanos;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
-use served::Served;
 
 /// No page of the machine's, and no multiple of anything.
 const PAGE: usize = 20_003;

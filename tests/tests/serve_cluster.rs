@@ -2,11 +2,10 @@
 //! that stands alone.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod served;
-
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::served::{Beside, NOT_AMONG_NODES, Served};
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
@@ -22,7 +21,6 @@ use kvarts_tests::stage::Scratch;
 use kvarts_wire::{convert, proto};
 use proto::chain_reply::What;
 use proto::chain_request::Ask;
-use served::{Beside, NOT_AMONG_NODES, Served};
 
 /// Clusters of this process so far.
 static CLUSTERS: AtomicU8 = AtomicU8::new(0);

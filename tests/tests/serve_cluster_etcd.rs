@@ -2,20 +2,16 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-#[path = "../../peer/tests/common/certificates.rs"]
-mod certificates;
-mod served;
-
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use certificates::Authority;
+use crate::certificates::Authority;
+use crate::served::etcd::{Etcd, Secured};
+use crate::served::{Beside, NOT_AMONG_NODES, Served};
 use kvarts_cluster::members::Member;
 use kvarts_peer::etcd::{EtcdAccess, EtcdOptions, Registered};
 use kvarts_tests::conformance::{Desk, all};
 use kvarts_tests::stage::Scratch;
-use served::etcd::{Etcd, Secured};
-use served::{Beside, NOT_AMONG_NODES, Served};
 
 #[test]
 fn a_node_of_three_that_registered_themselves_conforms() {

@@ -2,21 +2,17 @@
 //! told why and gets nothing.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-#[path = "../../peer/tests/common/certificates.rs"]
-mod certificates;
-mod served;
-
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use certificates::Authority;
+use crate::certificates::Authority;
+use crate::served::{Beside, Served};
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Layout, StoreId};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::stage::Scratch;
-use served::{Beside, Served};
 
 /// Nodes that are to be of one cluster, and where their files are.
 struct Ground {

@@ -4,13 +4,12 @@
     reason = "looks at files of a real bucket in a directory, and damages them"
 )]
 
-mod served;
-
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::served::{Beside, ClientStage, Served};
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
@@ -24,7 +23,6 @@ use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::{Scratch, ask};
-use served::{Beside, ClientStage, Served};
 
 /// Blocks of a run, and runs: enough for full segments in each shard.
 const RUN: u64 = 8;

@@ -1,7 +1,6 @@
 //! A client of a server promises what the embedded engine promises.
 
-mod served;
-
+use crate::served::ClientStage;
 use kvarts_planner::cost::{Roofline, Times, device, model};
 use kvarts_planner::route::{Action, Candidate, NodeView, Question, Route, Weights};
 use kvarts_store::api::{BlockOutcome, KvStore};
@@ -9,7 +8,6 @@ use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;
-use served::ClientStage;
 
 /// Over gRPC every lease is the token's tenant's, so a case that counts a tenant's leases needs a server of its own.
 const COUNTS_LEASES: &str = "a lease counts against its tenant's cap until it ends";

@@ -3,11 +3,10 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod proxied;
-mod served;
-
 use std::collections::BTreeMap;
 
+use crate::proxied::{Cut, Proxy, Way, panics};
+use crate::served::{Beside, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{BlockOutcome, KvStore, Order, PutReply, ReadEnd, ReadRequest};
@@ -17,8 +16,6 @@ use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;
-use proxied::{Cut, Proxy, Way, panics};
-use served::{Beside, Served};
 
 /// How far apart cuts are.
 const STEP: usize = 4096;

@@ -5,12 +5,11 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod proxied;
-mod served;
-
 use std::ops::Range;
 use std::time::Duration;
 
+use crate::proxied::{Proxy, Way, panics};
+use crate::served::{Beside, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 use kvarts_store::api::{BlockOutcome, KvStore, Order, PutRequest, ReadEnd, ReadEvent, ReadRequest};
@@ -19,8 +18,6 @@ use kvarts_tests::audit;
 use kvarts_tests::conformance::Desk;
 use kvarts_tests::fixture::{self, ODD, STATE};
 use kvarts_tests::stage::Stage;
-use proxied::{Proxy, Way, panics};
-use served::{Beside, Served};
 
 /// Blocks of a request.
 const BLOCKS: u64 = 3;

@@ -1,15 +1,14 @@
 //! A server that is not well says so, to everybody who asks, with the reason; and a latch is lifted by a call.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod served;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
+use crate::served;
+use crate::served::ClientStage;
 use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::stage::Stage;
-use served::ClientStage;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;

@@ -1,11 +1,9 @@
 //! Tiles that a server keeps: a second read gets them from memory, as they would be read now, and no request waits for
 //! memory that they take.
 
-mod plain;
-mod served;
-
 use std::task::{Context, Poll, Waker};
 
+use crate::served::{ClientStage, Served};
 use kvarts_client::Client;
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::state::auth::TokenHash;
@@ -14,7 +12,6 @@ use kvarts_store::error::Reason;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
-use served::{ClientStage, Served};
 
 /// Tiles given from memory so far, and those that were read.
 fn counts(served: &Served) -> (u64, u64) {

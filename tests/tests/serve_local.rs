@@ -3,12 +3,11 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers and their files stand outside the simulation")]
 
-mod served;
-
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
 use kvarts_store::error::Reason;
@@ -16,7 +15,6 @@ use kvarts_store::io::{Arena, SharedBuf};
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use rustix::fs::MemfdFlags;
-use served::{ClientStage, Served};
 
 /// Shared memory that the cases of the suite are run in.
 const POOL_BYTES: usize = 64 << 20;

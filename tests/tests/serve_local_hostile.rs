@@ -3,14 +3,15 @@
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
-mod raw;
-mod served;
-
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::raw::{
+    BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places,
+};
+use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, Pinned};
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_store::api::{
@@ -26,9 +27,7 @@ use kvarts_wire::local::frame::{Head, Kind, bare, frame};
 use kvarts_wire::local::limits::{BODY_BYTES_MAX, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX};
 use kvarts_wire::proto;
 use prost::Message;
-use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::{FallocateFlags, MemfdFlags};
-use served::{ClientStage, Served};
 
 fn stage(name: &str) -> ClientStage {
     ClientStage::open(name)

@@ -5,8 +5,6 @@
 //! client's pages writes into them when a pipe is filled, long after the connection has gone.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod served;
-
 use std::io::{IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -16,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{
@@ -31,7 +30,6 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
 };
-use served::{ClientStage, Served};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -3,12 +3,13 @@
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
-mod raw;
-mod served;
-
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
+use crate::raw::{
+    BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places,
+};
+use crate::served::{ClientStage, Served};
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{BlockOutcome, ReadRequest};
 use kvarts_store::io::{SharedBuf, shared};
@@ -16,9 +17,7 @@ use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::local::frame::Kind;
 use kvarts_wire::proto;
 use prost::Message;
-use raw::{BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places};
 use rustix::fs::MemfdFlags;
-use served::{ClientStage, Served};
 
 fn stage(name: &str) -> ClientStage {
     ClientStage::open(name)

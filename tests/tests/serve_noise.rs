@@ -6,15 +6,14 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod plain;
-mod proxied;
-mod served;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::plain::{METHODS, answer};
+use crate::proxied::{Proxy, panics};
+use crate::served::{Beside, ClientStage, Served};
 use bytes::Bytes;
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Order, ReadRequest, Target};
@@ -25,10 +24,7 @@ use kvarts_tests::sim::rng::{Rng, Seed};
 use kvarts_tests::stage::ask;
 use kvarts_wire::limits;
 use kvarts_wire::proto;
-use plain::{METHODS, answer};
 use prost::Message;
-use proxied::{Proxy, panics};
-use served::{Beside, ClientStage, Served};
 use tonic::Code;
 use tonic::transport::Endpoint;
 

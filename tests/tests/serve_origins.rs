@@ -1,8 +1,7 @@
 //! Reads that the server makes in windows: of each block they give bytes of one production, whatever happens between two.
 #![allow(clippy::disallowed_methods, reason = "a real server stands outside the simulation")]
 
-mod served;
-
+use crate::served::ClientStage;
 use kvarts_layout::Layout;
 use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_tests::conformance::{Desk, pages};
@@ -11,7 +10,6 @@ use kvarts_tests::stage::ask;
 use kvarts_wire::proto::read_reply::Part;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::{self};
-use served::ClientStage;
 
 /// More than the server has under way at once, and than a connection of the smallest windows takes unread.
 const READ_BYTES: u64 = 24 << 20;

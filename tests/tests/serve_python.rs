@@ -3,12 +3,10 @@
 //! It needs `scripts/python-client` to have been run, as `.ci/run` does. Where it was not, the test says so on standard
 //! error and ends; with `KVARTS_PYTHON=required` that is a failure.
 
-mod served;
-
 use std::path::Path;
 use std::process::Command;
 
-use served::Served;
+use crate::served::Served;
 
 #[test]
 fn a_python_client_that_has_only_the_contract_works() {

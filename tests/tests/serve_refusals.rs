@@ -3,10 +3,9 @@
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
-mod served;
-
 use std::time::Duration;
 
+use crate::served::Served;
 use bytes::Bytes;
 use kvarts_layout::BlockKey;
 use kvarts_tests::fixture;
@@ -17,7 +16,6 @@ use kvarts_wire::proto::models_client::ModelsClient;
 use kvarts_wire::proto::put_request::Part;
 use kvarts_wire::proto::reads_client::ReadsClient;
 use kvarts_wire::proto::store_client::StoreClient;
-use served::Served;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 

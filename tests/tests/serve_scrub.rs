@@ -2,16 +2,14 @@
 
 #![allow(clippy::disallowed_methods, reason = "damages the files of a real server")]
 
-mod served;
-
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use crate::served::ClientStage;
 use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::api::{ContainsRequest, KvStore, Presence};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
-use served::ClientStage;
 
 /// All files below a directory.
 fn files(directory: &Path, found: &mut Vec<PathBuf>) {

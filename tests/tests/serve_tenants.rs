@@ -1,10 +1,9 @@
 //! Tenants are apart: by result, error, name, lease and charge; and no client comes in without a token.
 
-mod plain;
-mod served;
-
 use std::time::Duration;
 
+use crate::plain;
+use crate::served::Served;
 use kvarts_client::{Client, Pinned};
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, NamespaceId, Requirements};
@@ -18,7 +17,6 @@ use kvarts_store::rt::Class;
 use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, Style};
 use kvarts_wire::proto;
-use served::Served;
 use tonic::transport::Endpoint;
 use tonic::{Code, Request};
 

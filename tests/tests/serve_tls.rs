@@ -1,16 +1,14 @@
 //! TLS: who is not trusted gets nothing, on either side.
 
-mod served;
-
 use std::path::{Path, PathBuf};
 
+use crate::served::Served;
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
 use kvarts_store::api::KvStore;
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Scratch;
-use served::Served;
 
 fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/tls").join(name)

@@ -1,9 +1,8 @@
 //! Events over gRPC: in order, each tenant its own, with gaps told.
 
-mod served;
-
 use std::time::Duration;
 
+use crate::served::{Beside, ClientStage, Served};
 use kvarts_client::Client;
 use kvarts_layout::Layout;
 use kvarts_server::state::auth::TokenHash;
@@ -12,7 +11,6 @@ use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::proto;
 use kvarts_wire::proto::event::What;
-use served::{Beside, ClientStage, Served};
 
 /// The next events, as many as are wanted.
 fn take(stage: &ClientStage, stream: &mut tonic::Streaming<proto::Event>, count: usize) -> Vec<proto::Event> {

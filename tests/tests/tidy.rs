@@ -246,3 +246,32 @@ fn sources_are_plain_ascii() {
     }
     expect_none(complaints);
 }
+
+/// A file that is no module of a target would be compiled by nothing, and its tests would not run.
+#[test]
+fn every_file_of_tests_is_a_part_of_a_target() {
+    let mut complaints = Vec::new();
+    for room in ["tests", "kvarts"] {
+        let manifest = std::fs::read_to_string(root().join(room).join("Cargo.toml")).unwrap();
+        let folder = root().join(room).join("tests");
+        let (mut names, mut text) = (Vec::new(), String::new());
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            let is_source = path.extension().is_some_and(|extension| extension == "rs");
+            if is_source || path.join("mod.rs").exists() {
+                names.push(path.file_stem().unwrap().to_str().unwrap().to_owned());
+            }
+            if is_source {
+                text.push_str(&std::fs::read_to_string(path).unwrap());
+            }
+        }
+        assert!(names.len() > 10, "the tests of {room} were not found");
+        for name in names {
+            let declared = text.lines().any(|line| line == format!("mod {name};"));
+            if !declared && !manifest.contains(&format!("path = \"tests/{name}.rs\"")) {
+                complaints.push(format!("{room}/tests: `{name}` is in no target of {room}/Cargo.toml"));
+            }
+        }
+    }
+    expect_none(complaints);
+}

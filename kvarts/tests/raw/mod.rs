@@ -1,10 +1,7 @@
 //! Clients that say over HTTP/2 what they are told, and a model of flat pages.
-#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
-#![allow(clippy::disallowed_methods, reason = "real sockets stand outside the simulation")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,24 +14,6 @@ use tonic::Request;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 64 << 10;
-
-/// A folder that goes with the test.
-pub(crate) struct Scratch(pub(crate) PathBuf);
-
-impl Scratch {
-    pub(crate) fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-hostile-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 pub(crate) fn with_token<T>(message: T, token: &str) -> Request<T> {
     let mut request = Request::new(message);

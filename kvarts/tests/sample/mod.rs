@@ -1,14 +1,10 @@
 //! A store with a few blocks, made from an export that is written here, and the program that works on it.
-#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
-#![allow(
-    clippy::disallowed_methods,
-    reason = "the tests are outside any store: they make their own directories"
-)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::scratch::Scratch;
 use kvarts_layout::export::{ExportedBlock, Frame, HEAD_BYTES, Head, Reading, Run, Writing};
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
@@ -16,27 +12,6 @@ use kvarts_layout::{BlockKey, ContentId, Coordinate, Geometry, Group, Identity, 
 use serde_json::Value;
 
 pub(crate) const BLOCK: usize = 5000;
-
-pub(crate) struct Scratch(PathBuf);
-
-impl Scratch {
-    pub(crate) fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("kvarts-offline-cli-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 pub(crate) fn kvarts(arguments: &[&str]) -> (i32, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_kvarts")).args(arguments).output().unwrap();

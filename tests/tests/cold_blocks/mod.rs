@@ -1,5 +1,4 @@
 //! Blocks of four layers for a bucket, and tiers that push and read them.
-#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
 
 pub(crate) mod world;
 

@@ -1,5 +1,5 @@
 //! An empty store with a cold tier over a bucket that faults and gates stand before.
-#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
+#![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -1,5 +1,4 @@
 //! Calls of gRPC whose messages are whatever bytes there are.
-#![allow(dead_code, reason = "each test file that includes this uses a part of it")]
 
 use std::time::Duration;
 

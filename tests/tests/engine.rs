@@ -1,0 +1,32 @@
+//! The engine: its promises on the simulated machine and on real files.
+
+mod batches;
+mod campaign_rows;
+mod compact_homes;
+mod compact_offline;
+mod compact_opened;
+mod compact_unfinished;
+mod compacting_alone;
+mod compaction;
+mod conformance;
+mod crashes;
+mod deadlines;
+mod disk_space;
+mod encoded;
+mod evictions;
+mod fault_costs;
+mod filling;
+mod first_light;
+mod golden_stores;
+mod growth;
+mod holed_segments;
+mod kept_tiles;
+mod leaving;
+mod lent;
+mod lifecycle;
+mod lost_folders;
+mod namespace_delete;
+mod origins;
+mod restarts;
+mod space;
+mod staging;

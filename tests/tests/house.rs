@@ -1,0 +1,6 @@
+//! Rules of the house that a script can check.
+
+mod licences;
+mod rooms;
+mod scripts;
+mod tidy;
