@@ -132,8 +132,7 @@ impl KvStore for GrpcPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        let of_cluster = self.0.of_cluster && request.plan.is_none();
-        Ok(messages::matched_together(&self.matched(messages::matching(request, of_cluster))?)?)
+        Ok(messages::matched_together(&self.matched(messages::matching(request, self.0.of_cluster))?)?)
     }
 
     fn contains(&self, request: &ContainsRequest<'_>) -> Result<ContainsReply, Error> {

@@ -139,6 +139,8 @@ struct RouteFile {
     #[serde(default)]
     owner: Option<(u32, u64)>,
     #[serde(default)]
+    shared_tokens: u64,
+    #[serde(default)]
     forked: bool,
     #[serde(default)]
     weights: route::Weights,
@@ -378,13 +380,16 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
         token_bytes: compute.kv_bytes,
         layers,
         owner: asked.owner,
+        shared_tokens: asked.shared_tokens,
         forked: asked.forked,
         nodes: &asked.nodes,
         weights: asked.weights,
     };
     question.check().map_err(|error| fault(path, error))?;
     let route = question.route(&prefill);
-    let Some(best) = route.best() else { return Err(fault(path, "it has no nodes")) };
+    let Some(best) = route.best() else {
+        return Err(fault(path, "no node can take it: one that decodes, or one with a network"));
+    };
     if arguments.json {
         let candidates = if arguments.explain { json!(route.candidates) } else { json!([best]) };
         return Ok(writeln!(out, "{:#}", json!({ "class": route.class, "candidates": candidates }))?);

@@ -2,7 +2,8 @@
 //!
 //! `C(a) = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode`: how long the request waits, computes,
 //! has its state brought over the network and restored beyond what computing hides, what device memory its state takes
-//! beside copies that are there already, and how long those who decode beside it are held up.
+//! beside copies that are there already, and how long those who decode beside it are held up. What a node prefills that
+//! does not decode is sent on, whatever it was prefilled from.
 //!
 //! The same question has the same answer: of equal costs the first action of the first node is taken.
 
@@ -55,7 +56,7 @@ impl Class {
 pub enum Action {
     /// Prefill where it is decoded, from what that node has in memory.
     Colocated,
-    /// Prefill on a node of its own, whose state then goes to the decoding one.
+    /// Prefill on a node that does not decode, from what that node has in memory.
     RemotePrefill,
     /// Prefill elsewhere with the owner's state, which stays where it is too.
     FetchFromOwner,
@@ -87,7 +88,7 @@ impl Action {
 pub struct NodeView {
     /// Its number.
     pub node: u32,
-    /// Whether it decodes as well: no state has to leave it.
+    /// Whether it decodes as well. From one that does not the state of the prompt is sent to one that does.
     pub decodes: bool,
     /// How long what came before keeps it busy.
     pub queue_ms: f64,
@@ -95,6 +96,13 @@ pub struct NodeView {
     pub decoding: u64,
     /// Leading tokens of the prompt in its memory.
     pub memory_tokens: u64,
+    /// Those of them that are in device memory, and what its host's memory brings a device in a millisecond; 0 if all are
+    /// in device memory.
+    #[serde(default)]
+    pub device_tokens: u64,
+    /// See above.
+    #[serde(default)]
+    pub memory_bytes_per_ms: f64,
     /// Leading tokens of the prompt in its memory or on its disks.
     pub disk_tokens: u64,
     /// What its disks bring in a millisecond, and how long their queue is.
@@ -134,7 +142,9 @@ pub struct Question<'a> {
     pub layers: u32,
     /// Leading tokens that the owner has, and who it is.
     pub owner: Option<(u32, u64)>,
-    /// Whether others go on from the same prompt at the same time.
+    /// Leading tokens that other sessions go on from as well: they do not leave the owner.
+    pub shared_tokens: u64,
+    /// Whether others go on from the same prompt at the same time: all of it is shared.
     pub forked: bool,
     /// The nodes that can take it.
     pub nodes: &'a [NodeView],
@@ -262,8 +272,9 @@ impl Question<'_> {
         for node in self.nodes {
             let rates = [node.disk_bytes_per_ms, node.disk_queue_ms];
             let network = [node.network_bytes_per_ms, node.network_queue_ms];
-            let few = node.memory_tokens.max(node.disk_tokens) <= MAX_TOKENS;
-            if !(few && sound(&[node.queue_ms]) && sound(&rates) && sound(&network)) {
+            let few = node.memory_tokens.max(node.disk_tokens).max(node.device_tokens) <= MAX_TOKENS;
+            let sound_here = sound(&[node.queue_ms, node.memory_bytes_per_ms]);
+            if !(few && sound_here && sound(&rates) && sound(&network)) {
                 return Err(RouteError::Node(node.node));
             }
             if !seen.insert(node.node) {
@@ -294,59 +305,65 @@ impl Question<'_> {
     }
 
     fn actions<'a>(&'a self, node: &'a NodeView) -> impl Iterator<Item = Action> + 'a {
-        let elsewhere = self.owner.is_some_and(|(owner, tokens)| {
-            owner != node.node && tokens > node.memory_tokens && node.network_bytes_per_ms > 0.0
-        });
+        let connected = node.network_bytes_per_ms > 0.0;
+        let elsewhere = connected
+            && self.owner.is_some_and(|(owner, tokens)| owner != node.node && tokens > node.memory_tokens);
         let all = [
             (Action::Colocated, node.decodes && node.memory_tokens > 0),
-            (Action::RemotePrefill, !node.decodes && node.network_bytes_per_ms > 0.0),
+            (Action::RemotePrefill, !node.decodes),
             (Action::FetchFromOwner, elsewhere),
             (Action::FromDisk, node.disk_tokens > node.memory_tokens),
             (Action::Migrate, elsewhere && node.decodes),
-            (Action::Recompute, true),
+            // From nothing is what a remote prefill is where there is nothing.
+            (Action::Recompute, node.decodes || node.memory_tokens > 0),
         ];
-        all.into_iter().filter(|(_, possible)| *possible).map(|(action, _)| action)
+        // What cannot be sent on is not decoded.
+        let all = all.into_iter().filter(move |_| node.decodes || connected);
+        all.filter(|(_, possible)| *possible).map(|(action, _)| action)
     }
 
     fn count(&self, node: &NodeView, action: Action, prefill: &dyn Prefill) -> Candidate {
         let most = self.prompt_tokens.saturating_sub(1);
         let owned = self.owner.map_or(0, |(_, tokens)| tokens.min(MAX_TOKENS));
         let cached_tokens = match action {
-            Action::Colocated => node.memory_tokens,
-            Action::RemotePrefill | Action::FromDisk => node.disk_tokens.max(node.memory_tokens),
+            Action::Colocated | Action::RemotePrefill => node.memory_tokens,
+            Action::FromDisk => node.disk_tokens,
             Action::FetchFromOwner | Action::Migrate => owned,
             Action::Recompute => 0,
         }
         .min(most);
         let compute_ms = prefill.prefill_ms(cached_tokens, self.prompt_tokens - cached_tokens);
+        let layers = f64::from(self.layers.max(1));
         let bytes = |tokens: u64| tokens as f64 * self.token_bytes;
         // What layers in the pipeline hide costs nothing.
-        let beyond =
-            |load_ms: f64| (load_ms + compute_ms / f64::from(self.layers.max(1)) - compute_ms).max(0.0);
-        let from_disk = match action {
-            Action::FromDisk | Action::RemotePrefill => cached_tokens.saturating_sub(node.memory_tokens),
-            _ => 0,
+        let beyond = |load_ms: f64| (load_ms + compute_ms / layers - compute_ms).max(0.0);
+        let near = cached_tokens.min(node.memory_tokens);
+        let resident = match node.memory_bytes_per_ms {
+            rate if rate > 0.0 => near.min(node.device_tokens),
+            _ => near,
         };
-        let restore_ms = match from_disk {
-            0 => 0.0,
-            tokens => beyond(node.disk_queue_ms + bytes(tokens) / node.disk_bytes_per_ms.max(1e-9)),
-        };
-        let over = |tokens: u64| node.network_queue_ms + bytes(tokens) / node.network_bytes_per_ms.max(1e-9);
-        let network_ms = match action {
-            Action::FetchFromOwner | Action::Migrate => {
-                beyond(over(cached_tokens.saturating_sub(node.memory_tokens)))
-            }
-            // The last layer's share goes when it is computed.
-            Action::RemotePrefill => over(self.prompt_tokens) / f64::from(self.layers.max(1)),
+        let mut restored_ms = bytes(near - resident) / node.memory_bytes_per_ms.max(1e-9);
+        let far = bytes(cached_tokens - near);
+        if action == Action::FromDisk && far > 0.0 {
+            restored_ms = restored_ms.max(node.disk_queue_ms + far / node.disk_bytes_per_ms.max(1e-9));
+        }
+        let restore_ms = beyond(restored_ms);
+        let over = |bytes: f64| bytes / node.network_bytes_per_ms.max(1e-9);
+        let fetched_ms = match action {
+            Action::FetchFromOwner | Action::Migrate => beyond(node.network_queue_ms + over(far)),
             _ => 0.0,
         };
-        let copied = match action {
-            Action::FetchFromOwner | Action::FromDisk => cached_tokens.saturating_sub(node.memory_tokens),
-            Action::Recompute | Action::RemotePrefill => owned.min(self.prompt_tokens),
-            Action::Colocated | Action::Migrate => 0,
+        // Layers go as they are computed: what the line has not taken by then is left, and the last layer's share always.
+        let sent_ms = match over(bytes(self.prompt_tokens)) {
+            _ if node.decodes => 0.0,
+            all => (node.network_queue_ms + all - compute_ms * (layers - 1.0) / layers).max(all / layers),
         };
-        let new = self.prompt_tokens - cached_tokens;
-        let hbm_ms = self.weights.lambda_ms_per_gb * bytes(copied + new) / 1e9;
+        let network_ms = fetched_ms + sent_ms;
+        let shared = if self.forked { owned } else { self.shared_tokens.min(owned) };
+        // What leaves the owner makes room there.
+        let left = if action == Action::Migrate { (owned - shared).min(self.prompt_tokens) } else { 0 };
+        let taken = (self.prompt_tokens - resident).saturating_sub(left);
+        let hbm_ms = self.weights.lambda_ms_per_gb * bytes(taken) / 1e9;
         let held_up = if node.decodes { compute_ms * node.decoding as f64 } else { 0.0 };
         let decode_ms = self.weights.mu * held_up;
         let cost_ms = node.queue_ms + compute_ms + network_ms + restore_ms + hbm_ms + decode_ms;
@@ -378,6 +395,8 @@ mod tests {
             queue_ms: 0.0,
             decoding: 0,
             memory_tokens: 0,
+            device_tokens: 0,
+            memory_bytes_per_ms: 0.0,
             disk_tokens: 0,
             disk_bytes_per_ms: 12e6,
             disk_queue_ms: 0.0,
@@ -393,6 +412,7 @@ mod tests {
             token_bytes: 131_072.0,
             layers: 32,
             owner,
+            shared_tokens: 0,
             forked: false,
             nodes,
             weights: Weights::default(),
@@ -419,9 +439,67 @@ mod tests {
         assert_eq!(taken(&[cut_off, very_late], held), (1, Action::Recompute));
         let on_disk = NodeView { disk_tokens: 12_000, network_bytes_per_ms: 0.0, ..other };
         assert_eq!(taken(&[on_disk, very_late], held), (1, Action::FromDisk));
-        let prefiller = NodeView { decodes: false, ..node(0) };
-        assert_eq!(taken(&[prefiller], None), (0, Action::Recompute));
         assert_eq!(route(&[], None).best(), None);
+    }
+
+    #[test]
+    fn what_is_not_decoded_where_it_was_prefilled_is_sent_on_whatever_it_was_made_from() {
+        let prefiller = NodeView { decodes: false, ..node(0) };
+        assert_eq!(taken(&[prefiller], None), (0, Action::RemotePrefill));
+        // Of equal nodes the one is taken from which nothing has to be sent.
+        assert_eq!(taken(&[prefiller, node(1)], None), (1, Action::Recompute));
+        let full = NodeView { memory_tokens: 8000, disk_tokens: 12_000, ..prefiller };
+        let all = route(&[full], Some((3, 16_000)));
+        let actions: Vec<Action> = all.candidates.iter().map(|one| one.action).collect();
+        for action in [Action::RemotePrefill, Action::FetchFromOwner, Action::FromDisk, Action::Recompute] {
+            assert!(actions.contains(&action), "{action:?} of {actions:?}");
+        }
+        // 16,384 tokens of 131,072 bytes at 50e6 bytes in a millisecond, of 32 layers.
+        let all_ms = 16_384.0 * 131_072.0 / 50e6;
+        assert!(all.candidates.iter().all(|one| one.network_ms >= all_ms / 32.0));
+        // A slow line is waited for: all of it, less what it took while layers were computed.
+        let slow = NodeView { network_bytes_per_ms: 1e6, network_queue_ms: 500.0, ..prefiller };
+        let found = route(&[slow], None);
+        let one = found.best().unwrap();
+        let left = 500.0 + 16_384.0 * 131_072.0 / 1e6 - one.compute_ms * 31.0 / 32.0;
+        assert!((one.network_ms - left).abs() < 1e-6, "{one:?}");
+        let cut_off = NodeView { network_bytes_per_ms: 0.0, ..prefiller };
+        assert_eq!(route(&[cut_off], None).best(), None);
+    }
+
+    #[test]
+    fn what_is_in_the_host_s_memory_has_to_reach_the_device() {
+        let near = NodeView { memory_tokens: 16_000, device_tokens: 16_000, ..node(1) };
+        let host = NodeView { device_tokens: 0, memory_bytes_per_ms: 20e6, ..near };
+        let cost = |node: NodeView| *route(&[node], None).best().unwrap();
+        let (device, host) = (cost(near), cost(host));
+        assert_eq!((device.restore_ms, device.action), (0.0, Action::Colocated));
+        let load = 16_000.0 * 131_072.0 / 20e6;
+        assert!((host.restore_ms - (load + host.compute_ms / 32.0 - host.compute_ms)).abs() < 1e-6);
+        assert!(host.hbm_ms > device.hbm_ms);
+    }
+
+    #[test]
+    fn state_that_others_go_on_from_stays_with_its_owner() {
+        let (owner, other) = (NodeView { queue_ms: 60.0, memory_tokens: 16_000, ..node(3) }, node(1));
+        let prefill = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 1);
+        let best = |shared_tokens, forked| {
+            let nodes = [other, owner];
+            let question = Question {
+                prompt_tokens: 16_384,
+                token_bytes: 131_072.0,
+                layers: 32,
+                owner: Some((3, 16_000)),
+                shared_tokens,
+                forked,
+                nodes: &nodes,
+                weights: Weights::default(),
+            };
+            question.route(&prefill).best().map(|best| (best.node, best.action))
+        };
+        assert_eq!(best(0, false), Some((1, Action::Migrate)));
+        assert_eq!(best(16_000, false), Some((1, Action::FetchFromOwner)));
+        assert_eq!(best(0, true), Some((1, Action::FetchFromOwner)));
     }
 
     #[test]
@@ -447,7 +525,17 @@ mod tests {
     fn questions_without_sense_are_refused() {
         let ask = |nodes: &[NodeView], prompt_tokens, token_bytes| {
             let (weights, owner) = (Weights::default(), Some((1, u64::MAX)));
-            Question { prompt_tokens, token_bytes, layers: 0, owner, forked: false, nodes, weights }.check()
+            Question {
+                prompt_tokens,
+                token_bytes,
+                layers: 0,
+                owner,
+                shared_tokens: 0,
+                forked: false,
+                nodes,
+                weights,
+            }
+            .check()
         };
         assert_eq!(ask(&[node(1), node(2)], 100, 1.0), Ok(()));
         assert_eq!(ask(&[node(1), node(1)], 100, 1.0), Err(RouteError::Twice(1)));

@@ -112,7 +112,13 @@ pub(crate) fn find(
     let whole = keys.len() as u64 * u64::from(requirements.block_tokens());
     let (prompt_tokens, hbm_blocks) = (plan.prompt_tokens.unwrap_or(whole + 1), plan.hbm_blocks);
     let times = plan.times.map(|times| Arc::clone(&times.get().0));
-    let plan = times.as_deref().map(|times| PlanTerms { prompt_tokens, times, hbm_blocks, dram: None });
+    let plan = times.as_deref().map(|times| PlanTerms {
+        prompt_tokens,
+        times,
+        hbm_blocks,
+        dram: None,
+        beyond: None,
+    });
     let found = py.detach(|| {
         handle.core.store.match_prefix(&MatchRequest {
             namespace: handle.namespace,

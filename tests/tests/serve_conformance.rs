@@ -62,6 +62,8 @@ fn a_route_over_grpc_is_the_library_s_and_the_server_says_its_own_disks() {
         queue_ms: 3.0,
         decoding: 2,
         memory_tokens,
+        device_tokens: memory_tokens / 2,
+        memory_bytes_per_ms: 2e7,
         disk_tokens: 12_000,
         disk_bytes_per_ms: 1e6,
         disk_queue_ms: 1.0,
@@ -74,7 +76,8 @@ fn a_route_over_grpc_is_the_library_s_and_the_server_says_its_own_disks() {
         token_bytes: 131_072.0,
         layers: 32,
         owner: Some((2, 12_000)),
-        forked: true,
+        shared_tokens: 700,
+        forked: false,
         nodes: &nodes,
         weights: Weights { lambda_ms_per_gb: 3.0, mu: 0.1 },
     };

@@ -4,7 +4,7 @@ use kvarts_layout::Group;
 use kvarts_planner::cost::{Compute, Device, Kind, Roofline, Sample, Sparse, Times, Told};
 use kvarts_planner::plan::{Action, Does, Link, Plan, Reason as Why, Source};
 use kvarts_planner::route::{self, Candidate, Class, NodeView, Route, Weights};
-use kvarts_store::api::{DiskLink, PlanTerms, Planned};
+use kvarts_store::api::{Beyond, DiskLink, PlanTerms, Planned};
 use kvarts_store::error::Reason;
 
 use super::fault::{Fault, Outcome};
@@ -47,7 +47,8 @@ same_fields!(wire_sparse, sparse, Sparse, proto::prefill_times::Sparse, tokens, 
 same_fields!(wire_link, link, Link, proto::Link, latency_ms, bytes_per_ms, outstanding_bytes);
 same_fields! {
     wire_node, node, NodeView, proto::route_request::Node, node, decodes, queue_ms, decoding, memory_tokens,
-    disk_tokens, disk_bytes_per_ms, disk_queue_ms, network_bytes_per_ms, network_queue_ms
+    device_tokens, memory_bytes_per_ms, disk_tokens, disk_bytes_per_ms, disk_queue_ms, network_bytes_per_ms,
+    network_queue_ms
 }
 same_fields!(wire_weights, weights, Weights, proto::route_request::Weights, lambda_ms_per_gb, mu);
 same_names!(wire_kind, kind, Kind, proto::times_told::Kind, Interpolated, Roofline, ScaledRoofline);
@@ -122,9 +123,9 @@ pub fn wire_times(times: &Times) -> proto::PrefillTimes {
 }
 
 /// What a plan follows from; the times of the message were made before.
-pub fn terms<'a>(wire: &proto::PlanRequest, times: &'a Times) -> PlanTerms<'a> {
+pub fn terms<'a>(wire: &proto::PlanRequest, times: &'a Times, beyond: Option<&'a Beyond>) -> PlanTerms<'a> {
     let dram = wire.dram.as_ref().map(|way| (wire.dram_blocks, link(way)));
-    PlanTerms { prompt_tokens: wire.prompt_tokens, times, hbm_blocks: wire.hbm_blocks, dram }
+    PlanTerms { prompt_tokens: wire.prompt_tokens, times, hbm_blocks: wire.hbm_blocks, dram, beyond }
 }
 
 /// The same on the wire.
@@ -300,6 +301,7 @@ pub fn question<'a>(wire: &proto::RouteRequest, nodes: &'a [NodeView]) -> Outcom
         token_bytes: wire.token_bytes,
         layers: wire.layers,
         owner: wire.owner.as_ref().map(|owner| (owner.node, owner.tokens)),
+        shared_tokens: wire.shared_tokens,
         forked: wire.forked,
         nodes,
         weights: wire.weights.as_ref().map_or(Weights::default(), weights),
@@ -320,6 +322,7 @@ pub fn wire_question(
         layers: question.layers,
         times: Some(wire_times(times)),
         owner: question.owner.map(|(node, tokens)| proto::route_request::Owner { node, tokens }),
+        shared_tokens: question.shared_tokens,
         forked: question.forked,
         nodes: question.nodes.iter().map(wire_node).collect(),
         weights: Some(wire_weights(&question.weights)),

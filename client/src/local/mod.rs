@@ -452,7 +452,7 @@ impl KvStore for LocalPath {
     }
 
     fn match_prefix(&self, request: &MatchRequest<'_>) -> Result<MatchReply, Error> {
-        let of_cluster = self.inner.remote.of_cluster && request.plan.is_none();
+        let of_cluster = self.inner.remote.of_cluster;
         Ok(messages::matched_together(&self.matched(messages::matching(request, of_cluster))?)?)
     }
 

@@ -58,7 +58,7 @@ impl PlanArgs {
     /// What the plan follows from. The prompt goes on behind its last block.
     pub(super) fn terms<'a>(&self, subject: &Subject, times: &'a Times) -> PlanTerms<'a> {
         let blocks = subject.keys.len() as u64 * u64::from(subject.requirements.block_tokens());
-        PlanTerms { prompt_tokens: blocks + 1, times, hbm_blocks: self.hbm_blocks, dram: None }
+        PlanTerms { prompt_tokens: blocks + 1, times, hbm_blocks: self.hbm_blocks, dram: None, beyond: None }
     }
 }
 

@@ -26,6 +26,7 @@ use std::time::Duration;
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::{Access, Bucket, Fault, Limits, Tier, TierOptions};
 use kvarts_peer::read::NodePaths;
+use kvarts_planner::plan::Link;
 use kvarts_store::engine::Store;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
@@ -46,6 +47,9 @@ use ways::Ways;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Of a manifest that could not be read again: how old it may become.
 const STALE: Duration = Duration::from_secs(15 * 60);
+/// What the way to the bucket is taken for before anything came over it: until the first byte, and bytes a second.
+const FIRST_BYTE: Duration = Duration::from_millis(50);
+const UNMEASURED_RATE: u64 = 125_000_000;
 
 /// How a server uses a bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -197,6 +201,16 @@ impl ColdTier {
         let rate = self.brings()?;
         let least = self.tier.first_byte_time().unwrap_or_default();
         Some(Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
+    }
+
+    /// The way to the bucket, by the restores of the last while; before the first one, as over a network of 1 Gbit/s.
+    pub fn link(&self) -> Link {
+        let latency = self.tier.first_byte_time().unwrap_or(FIRST_BYTE);
+        Link {
+            latency_ms: latency.as_secs_f64() * 1e3,
+            bytes_per_ms: self.brings().unwrap_or(UNMEASURED_RATE) as f64 / 1e3,
+            outstanding_bytes: self.ways.outstanding(),
+        }
     }
 
     /// Notes that a restore of this many bytes took this time.

@@ -45,6 +45,12 @@ impl Ways {
         self.bucket
     }
 
+    /// Bytes that were asked of the bucket and have not come.
+    pub(super) fn outstanding(&self) -> u64 {
+        let all = self.nodes.status(self.runner.now());
+        all.iter().find(|path| path.number == self.bucket).map_or(0, |path| path.outstanding)
+    }
+
     /// Where these blocks are: as `known` says, or here; and those that come from the bucket, there. What other nodes do not give is
     /// there at last, if the bucket seems to have it.
     fn copies(&self, blocks: usize, known: Option<Arc<Copies>>, coming: &Coming) -> Arc<Copies> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_layout::BlockKey;
+use kvarts_layout::{BlockKey, Requirements};
 use kvarts_peer::node::Column;
 use kvarts_store::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
@@ -12,6 +12,7 @@ use kvarts_store::api::{
 };
 use kvarts_store::error::Reason;
 
+use super::beyond::{self, Together};
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{cold, convert, limits};
@@ -71,31 +72,43 @@ fn wire_missing(missing: &Missing) -> proto::Missing {
     proto::Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off }
 }
 
-/// Finds the usable prefix.
-pub(crate) fn match_prefix(call: &Call, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
-    let keys = convert::keys(&wire.keys)?;
-    let model = model(call, &wire.namespace, keys.len())?;
-    let namespace = model.namespace;
-    let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
+/// Refuses what would look at more than is looked at once.
+pub(super) fn check_entries(keys: usize, requirements: &Requirements) -> Outcome<()> {
     let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
-    let entries = keys.len().saturating_mul(columns);
-    if entries > MAX_MATCH_ENTRIES {
-        let (keys, most) = (keys.len(), MAX_MATCH_ENTRIES);
+    let (entries, most) = (keys.saturating_mul(columns), MAX_MATCH_ENTRIES);
+    if entries > most {
         return Err(Fault::malformed(format!(
             "{keys} keys times {columns} coordinates are {entries}, at most {most} are looked up at once"
         )));
     }
+    Ok(())
+}
+
+/// Finds the usable prefix. Its plan counts the bucket's blocks too, and other nodes' if it is told what the cluster has together.
+pub(crate) fn match_prefix(
+    call: &Call,
+    wire: proto::MatchRequest,
+    together: Option<&Together>,
+) -> Outcome<proto::MatchReply> {
+    let keys = convert::keys(&wire.keys)?;
+    let model = model(call, &wire.namespace, keys.len())?;
+    let namespace = model.namespace;
+    let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
+    check_entries(keys.len(), &requirements)?;
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let times = wire.plan.as_ref().map(|plan| call.state.times.of(plan.times.as_ref())).transpose()?;
-    let plan = wire.plan.as_ref().zip(times.as_deref()).map(|(wire, times)| plans::terms(wire, times));
     let request = MatchRequest {
         namespace,
         keys: &keys,
         requirements: &requirements,
         recompute_tokens_max: wire.recompute_tokens_max.unwrap_or(u64::MAX),
         lease,
-        plan,
+        plan: None,
     };
+    let beyond = wire.plan.as_ref().and_then(|_| beyond::of_plan(call, &request, together));
+    let plan = wire.plan.as_ref().zip(times.as_deref());
+    let plan = plan.map(|(plan, times)| plans::terms(plan, times, beyond.as_ref()));
+    let request = MatchRequest { plan, ..request };
     if let Some(node) = &call.state.decided.cluster {
         for group in requirements.groups() {
             for &coordinate in &group.coordinates {

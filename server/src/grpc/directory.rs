@@ -12,6 +12,7 @@ use kvarts_store::error::Reason;
 use kvarts_wire::proto;
 use tokio::time::Instant;
 
+use super::beyond::{self, Together};
 use super::call::Call;
 use super::convert;
 use super::fault::{Fault, Outcome};
@@ -70,11 +71,12 @@ pub(super) async fn lookup(call: Arc<Call>, wire: proto::LookupRequest) -> Outco
     Ok(proto::LookupReply { nodes: nodes.iter().map(cost).collect(), copies, unasked })
 }
 
-/// What the nodes of the cluster have of a prompt together, beside what this one has.
+/// What the nodes of the cluster have of a prompt together, beside what this one has; they are asked unless they were before.
 pub(super) async fn in_cluster(
     call: &Call,
     wire: &proto::MatchRequest,
     own: &proto::MatchReply,
+    together: Option<&Together>,
 ) -> Outcome<Option<proto::match_reply::InCluster>> {
     let Some(node) = &call.state.decided.cluster else { return Ok(None) };
     let keys = convert::keys(&wire.keys)?;
@@ -83,28 +85,21 @@ pub(super) async fn in_cluster(
         let (longest, cheapest) = (own.longest.clone(), own.cheapest.clone());
         return Ok(Some(proto::match_reply::InCluster { longest, cheapest, unasked: 0 }));
     }
-    let namespace = convert::namespace(&wire.namespace)?;
+    let asked = match together {
+        Some(_) => None,
+        None => Some(beyond::together(call, node, wire).await?),
+    };
+    let Some(together) = together.or(asked.as_ref()) else { return Ok(None) };
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
-    let (mut there, mut unasked) = (BTreeMap::new(), 0);
-    for requirement in requirements.groups() {
-        for &coordinate in &requirement.coordinates {
-            let group = requirement.group;
-            let column = Column { namespace, group, coordinate, keys: &keys };
-            let left = call.deadline.saturating_duration_since(Instant::now());
-            let (here, unknown) = node.presence(column, LOOKUP_TIMEOUT.min(left)).await;
-            there.insert((group, coordinate), here);
-            unasked += unknown;
-        }
-    }
     let present = |block: u32, group, coordinate| {
-        there.get(&(group, coordinate)).and_then(|of| of.get(block as usize)) == Some(&true)
+        together.columns.get(&(group, coordinate)).and_then(|of| of.get(block as usize)) == Some(&true)
     };
     let most = wire.recompute_tokens_max.unwrap_or(u64::MAX);
     let usable = requirements.usable_prefix(keys.len() as u32, most, present);
     Ok(Some(proto::match_reply::InCluster {
         longest: Some(convert::wire_boundary(&usable.longest)),
         cheapest: Some(convert::wire_boundary(&usable.cheapest)),
-        unasked,
+        unasked: together.unasked,
     }))
 }
 

@@ -7,16 +7,23 @@ use kvarts_wire::proto;
 use super::call::Call;
 use super::fault::Outcome;
 use super::heavy::{self, heavily};
-use super::{calls, cold, directory};
+use super::{beyond, calls, cold, directory};
 
 /// What can be restored of a prompt.
 pub(crate) async fn matched(call: Arc<Call>, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
     cold::prepare(&call, &wire).await;
+    // A plan has to know where everything is before it is made.
+    let asks = wire.of_cluster && wire.plan.is_some();
+    let together = match call.state.decided.cluster.as_ref().filter(|_| asks) {
+        Some(node) => Some(Arc::new(beyond::together(&call, node, &wire).await?)),
+        None => None,
+    };
     let (entries, asked) = (heavy::of_match(&wire), wire.of_cluster.then(|| wire.clone()));
-    let found = heavily(Arc::clone(&call), entries, move |call| calls::match_prefix(call, wire));
-    let mut found = found.await?;
+    let known = together.clone();
+    let look = move |call: &Call| calls::match_prefix(call, wire, known.as_deref());
+    let mut found = heavily(Arc::clone(&call), entries, look).await?;
     if let Some(asked) = asked {
-        found.in_cluster = directory::in_cluster(&call, &asked, &found).await?;
+        found.in_cluster = directory::in_cluster(&call, &asked, &found, together.as_deref()).await?;
     }
     Ok(found)
 }

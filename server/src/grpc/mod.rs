@@ -10,6 +10,7 @@
 
 mod admin;
 mod answer;
+pub(crate) mod beyond;
 pub(crate) mod call;
 pub(crate) mod calls;
 mod cold;

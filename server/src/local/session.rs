@@ -437,7 +437,7 @@ impl Session {
                 let how = LookUp {
                     entries: heavy::of_match,
                     hold: |wire: &proto::MatchRequest| wire.lease_ms,
-                    work: calls::match_prefix,
+                    work: |call, wire| calls::match_prefix(call, wire, None),
                     of_cluster: |wire| wire.of_cluster,
                     whole: |call, wire| Box::pin(lookups::matched(call, wire)),
                 };

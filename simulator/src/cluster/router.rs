@@ -172,6 +172,7 @@ impl Router {
                 let near = |block: &&u64| {
                     node.hbm.has(**block) || node.dram.as_ref().is_some_and(|dram| dram.has(**block))
                 };
+                let device = arrival.blocks.iter().take_while(|block| node.hbm.has(**block)).count() as u64;
                 let memory = arrival.blocks.iter().take_while(near).count() as u64;
                 NodeView {
                     node: u32::from(at),
@@ -179,6 +180,8 @@ impl Router {
                     queue_ms: of.queue_ms(at),
                     decoding: node.decoding.len() as u64,
                     memory_tokens: memory * block_tokens,
+                    device_tokens: device * block_tokens,
+                    memory_bytes_per_ms: node.to_dram.bytes_per_ms,
                     disk_tokens: there.max(memory) * block_tokens,
                     disk_bytes_per_ms: node.reads.bytes_per_ms,
                     disk_queue_ms: node.reads.queue_ms(of.now),
@@ -193,6 +196,7 @@ impl Router {
             token_bytes: of.facts.block_bytes as f64 / block_tokens as f64,
             layers: of.facts.layers,
             owner: owner.map(|(at, blocks)| (u32::from(*at), u64::from(*blocks) * block_tokens)),
+            shared_tokens: 0,
             forked: false,
             nodes: &views,
             weights: Weights::default(),

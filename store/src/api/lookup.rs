@@ -1,11 +1,12 @@
 //! Asking what is here: which prefix can be restored, without touching a device.
 
+use std::collections::BTreeMap;
 use std::ops::AddAssign;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, NamespaceId, Requirements, UsablePrefix};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, Requirements, UsablePrefix};
 use kvarts_planner::cost::{Times, Told};
-use kvarts_planner::plan::{Link, Plan};
+use kvarts_planner::plan::{Link, Plan, Source};
 
 pub use crate::index::LeaseId;
 
@@ -40,6 +41,26 @@ pub struct PlanTerms<'a> {
     pub hbm_blocks: u32,
     /// Leading blocks that the caller has in its host's memory, and the way from there.
     pub dram: Option<(u32, Link)>,
+    /// What reads bring from beyond the store's disks, if there is anything.
+    pub beyond: Option<&'a Beyond>,
+}
+
+/// Blocks that reads bring from other nodes and from a bucket, and the ways there.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Beyond {
+    /// The ways: of [`Source::Peer`] and [`Source::Cold`].
+    pub ways: Vec<(Source, Link)>,
+    /// Of each column the blocks of the asked keys.
+    pub columns: BTreeMap<(Group, Coordinate), BeyondColumn>,
+}
+
+/// Blocks of a column by the place of their keys; behind the end there are none.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct BeyondColumn {
+    /// Which another node is said to have.
+    pub peers: Vec<bool>,
+    /// Which the bucket seems to have.
+    pub cold: Vec<bool>,
 }
 
 /// A plan, and what it was made with.

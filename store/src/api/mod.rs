@@ -28,8 +28,8 @@ pub use digests::Digests;
 pub use leaving::Leaving;
 pub use lend::{FileRange, LendRequest, NotLent, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer};
 pub use lookup::{
-    DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, Missing, PIN_BYTES,
-    PlanTerms, Planned,
+    Beyond, BeyondColumn, DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest,
+    Missing, PIN_BYTES, PlanTerms, Planned,
 };
 pub use origins::Origins;
 pub use placement::Placed;

@@ -21,11 +21,14 @@ pub(super) fn plan(
     (request, terms): (&MatchRequest<'_>, &PlanTerms<'_>),
     columns: &[Column],
 ) -> Result<Planned, Reason> {
+    namespace.note_times(terms.times);
     let disk = shared.disk_path.now();
     let mut links = Links::NONE.with(Source::Disk, disk.link);
     if let Some((_, link)) = terms.dram {
         links = links.with(Source::Dram, link);
     }
+    let ways = terms.beyond.map_or(&[][..], |beyond| &beyond.ways);
+    links = ways.iter().fold(links, |links, (source, link)| links.with(*source, *link));
     let (mut owned, mut rest) = (Vec::<Owned>::new(), columns);
     for requirement in request.requirements.groups() {
         // Columns are in the order of the requirements.
@@ -63,8 +66,22 @@ fn layer_bytes(namespace: &Namespace, columns: &[Column]) -> Result<Vec<u64>, Re
     Ok(layers)
 }
 
-/// Where the blocks of a group are: those that the caller has, and those that are here at all coordinates. Behind the first
-/// gap of a stream without which nothing can be done, nothing is of use.
+/// Where a read would bring a block of a column from.
+fn read_from(column: &Column, terms: &PlanTerms<'_>, block: usize) -> Option<Source> {
+    if matches!(column.found.get(block), Some(Lookup::Live(_))) {
+        return Some(Source::Disk);
+    }
+    let beyond = terms.beyond?.columns.get(&(column.group, column.coordinate))?;
+    let is = |all: &[bool]| all.get(block) == Some(&true);
+    match (is(&beyond.peers), is(&beyond.cold)) {
+        (true, _) => Some(Source::Peer),
+        (false, true) => Some(Source::Cold),
+        (false, false) => None,
+    }
+}
+
+/// Where the blocks of a group are: those that the caller has, and those that a read brings at all coordinates, by the
+/// farthest of their places. Behind the first gap of a stream without which nothing can be done, nothing is of use.
 fn runs(
     requirement: &Requirement,
     columns: &[Column],
@@ -78,14 +95,13 @@ fn runs(
         false => (0, 0),
     };
     for block in 0..blocks {
-        let here = |column: &Column| matches!(column.found.get(block as usize), Some(Lookup::Live(_)));
         let mut sources = Sources::NONE;
-        for (source, is_there) in [
-            (Source::Hbm, block < hbm),
-            (Source::Dram, block < dram),
-            (Source::Disk, columns.iter().all(here)),
-        ] {
+        for (source, is_there) in [(Source::Hbm, block < hbm), (Source::Dram, block < dram)] {
             sources = if is_there { sources.and(source) } else { sources };
+        }
+        let farthest = columns.iter().map(|column| read_from(column, terms, block as usize));
+        if let Some(source) = farthest.reduce(|one, other| one.zip(other).map(|(a, b)| a.max(b))).flatten() {
+            sources = sources.and(source);
         }
         if sources.is_empty() {
             if is_stream && requirement.absence == Absence::Required {

@@ -12,8 +12,11 @@ use kvarts_layout::format::body::Definition;
 use kvarts_layout::identity::{TenantSalt, namespace_of};
 use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockShape, Coordinate, Fingerprint, Group, Identity, NamespaceId};
+use kvarts_planner::cost::Prefill;
+use kvarts_planner::keep;
 
 use crate::error::{IdentityCause, Reason};
+use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Shapes that are kept of a namespace: a model has as many as it has groups and ranks, and may be asked for more.
@@ -40,6 +43,8 @@ pub(crate) struct Namespace {
     pub(crate) salt: TenantSalt,
     /// The shapes of its blocks by group and coordinate: they go with it.
     shapes: Mutex<BTreeMap<(u32, u64), Arc<BlockShape>>>,
+    /// How long its engine computes a token, in nanoseconds; 0: not known. It is told with each plan that is asked for.
+    token_ns: AtomicU64,
 }
 
 impl Namespace {
@@ -53,7 +58,20 @@ impl Namespace {
             spec: Arc::clone(&self.spec),
             salt: self.salt.clone(),
             shapes: Mutex::default(),
+            token_ns: AtomicU64::new(self.token_ns.load(Ordering::Relaxed)),
         }
+    }
+
+    /// Notes how long its engine computes.
+    pub(crate) fn note_times(&self, times: &dyn Prefill) {
+        let Some(token_ns) = keep::token_ns(times) else { return };
+        self.token_ns.store(token_ns, Ordering::Relaxed);
+    }
+
+    /// What each byte of its blocks of this size is worth.
+    pub(crate) fn worth(&self, block_bytes: u64) -> i8 {
+        let token_ns = Some(self.token_ns.load(Ordering::Relaxed)).filter(|token_ns| *token_ns > 0);
+        keep::worth(block_bytes, self.block_tokens, token_ns)
     }
 
     /// The shape of a block of this group at this coordinate, or why the model has none.
@@ -126,7 +144,16 @@ impl Tables {
         let block_tokens = identity.block_tokens;
         spec.geometry.check_block_tokens(block_tokens)?;
         let (canonical, salt, shapes) = (canonical.to_vec(), identity.tenant_salt, Mutex::default());
-        let namespace = Arc::new(Namespace { id, local, canonical, block_tokens, spec, salt, shapes });
+        let namespace = Arc::new(Namespace {
+            id,
+            local,
+            canonical,
+            block_tokens,
+            spec,
+            salt,
+            shapes,
+            token_ns: AtomicU64::new(0),
+        });
         self.namespaces.insert(id, Arc::clone(&namespace));
         self.take_local(local);
         Ok(namespace)

@@ -21,7 +21,6 @@ use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, Parent as Dis
 use kvarts_layout::format::page_align;
 use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
-use kvarts_planner::keep::worth;
 
 use super::log::Log;
 use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
@@ -223,7 +222,7 @@ impl PutJob {
         let mut reserved: Vec<bool> = reservations.iter().map(is_reserved).collect();
         let wanted = self.prints.iter().zip(&reserved).filter(|(_, reserved)| **reserved);
         let now = self.shared.clock.now();
-        let worth = worth(self.class.shape.block_bytes(), self.class.namespace.block_tokens);
+        let worth = self.class.namespace.worth(self.class.shape.block_bytes());
         let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), worth, now);
         let places = (0u32..).zip(&mut reserved).filter(|(_, reserved)| **reserved);
         for (place, reserved) in places.skip(admitted) {

@@ -25,7 +25,6 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
-use kvarts_planner::keep::worth;
 
 use super::batch::{Footers, is_boundary};
 use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
@@ -69,7 +68,7 @@ impl Facts {
         Self {
             whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
             boundary: is_boundary(class),
-            cost: worth(bytes, class.namespace.block_tokens),
+            cost: class.namespace.worth(bytes),
         }
     }
 }
