@@ -7,10 +7,16 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_fsck::check::Level;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, Target};
+use kvarts_layout::Requirements;
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_planner::cost::{Sample, Times};
+use kvarts_store::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, MatchRequest, PlanTerms, Presence, Target,
+};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::fixture::BLOCK_TOKENS;
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
 };
@@ -325,6 +331,50 @@ fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_h
         assert_eq!(counts.bytes_punched, 0, "{}: {counts:?}", policy.name());
         stage.audit_all();
     }
+}
+
+/// Two models whose blocks have as many bytes: how long their engines compute a token is told with each plan.
+#[test]
+fn blocks_that_take_longer_to_compute_stay_longer_once_their_engine_has_said_so() {
+    let left = |told: bool| {
+        let world = SimWorld::new(4470, &WorldConfig::default());
+        let options = Options { eviction: EvictionPolicy::Weighted, ..roomy(Seed(4470)) };
+        let stage = SimStage::open(&world, &options).unwrap();
+        let [slow, fast] = ["slow", "fast"].map(|name| Desk::new(&stage, name));
+        if told {
+            tell_times(&slow, 10_000.0);
+            tell_times(&fast, 1.0);
+        }
+        for n in 0..200 {
+            for desk in [&slow, &fast] {
+                let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+                assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
+            }
+            stage.advance(Duration::from_secs(2));
+        }
+        [&slow, &fast].map(|desk| here(desk, 0..200).len())
+    };
+    let [slow, fast] = left(false);
+    assert!(slow.abs_diff(fast) < slow.min(fast) / 4, "{slow} and {fast}");
+    let [slow, fast] = left(true);
+    assert!(slow > 3 * fast, "{slow} and {fast}");
+}
+
+/// Asks for a plan with an engine that computes 1,000 tokens in `ms`.
+fn tell_times(desk: &Desk<'_>, ms: f64) {
+    let times = Times::new(vec![Sample { cached: 0, new: 1000, ms }], None).unwrap();
+    let (group, coordinate) = pages();
+    let (need, absence) = (Need::All, Absence::Required);
+    let needs = vec![Requirement { group, coordinates: vec![coordinate], need, absence }];
+    let request = MatchRequest {
+        namespace: desk.namespace,
+        keys: &desk.keys(0..1),
+        requirements: &Requirements::new(BLOCK_TOKENS, needs).unwrap(),
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+        plan: Some(PlanTerms { prompt_tokens: 100, times: &times, hbm_blocks: 0, dram: None, beyond: None }),
+    };
+    assert!(desk.stage.store().match_prefix(&request).unwrap().plan.is_some());
 }
 
 /// `fallocate` fails now and then, or from some time on, with each error that it may give. Nothing is lost by it, books

@@ -9,8 +9,10 @@ use crate::served::{Beside, NOT_AMONG_NODES, Served};
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
+use kvarts_planner::cost::{Sample, Times};
+use kvarts_planner::plan::Source;
 use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, Presence, PutRequest,
+    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms, Presence, PutRequest,
     ReadRequest,
 };
 use kvarts_store::error::{Kind, Reason};
@@ -176,6 +178,10 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         lease: None,
         plan: None,
     };
+    // Two seconds for a token: everything is sooner loaded.
+    let times = Times::new(vec![Sample { cached: 0, new: 1000, ms: 2e6 }], None).unwrap();
+    let prompt_tokens = 13 * u64::from(BLOCK_TOKENS);
+    let block_bytes = fixture::shape(group, coordinate).block_bytes();
     for is_local in [false, true] {
         let [alone, among] = [false, true].map(|of_cluster| asked.client_as(is_local, of_cluster));
         assert_eq!(look(&alone, desk, &keys, None), own, "local: {is_local}");
@@ -191,6 +197,18 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         let together = found.in_cluster.expect("the server belongs to a cluster");
         assert_eq!((found.own.usable.longest.blocks, together.unasked), (0, 0), "local: {is_local}");
         assert_eq!(together.longest.unwrap().blocks, 12, "local: {is_local}");
+        // A plan knows where each of them is: here, or with another node.
+        let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+        let planning = MatchRequest { plan: Some(terms), ..matching.clone() };
+        let plan = |client: &Client| client.match_prefix(&planning).unwrap().plan.unwrap().plan;
+        assert_eq!(plan(&alone).boundary_blocks, 0, "local: {is_local}");
+        let together = plan(&among);
+        assert_eq!((together.boundary_blocks, together.recompute_tokens), (12, 0), "local: {is_local}");
+        let from = |source, blocks| {
+            assert_eq!(together.bytes_from(source), blocks * block_bytes, "local: {is_local}: {together:?}");
+        };
+        from(Source::Disk, 4);
+        from(Source::Peer, 8);
         // And it can be read.
         let stage = Beside(among);
         Desk::new(&stage, "find").expect(COLUMN(), &keys[..12], 1);

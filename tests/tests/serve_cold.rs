@@ -13,11 +13,13 @@ use crate::served::{Beside, ClientStage, Served};
 use kvarts_client::Client;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
+use kvarts_planner::cost::{Sample, Times};
+use kvarts_planner::plan::Source;
 use kvarts_server::cold::{ColdTier, Offer};
 use kvarts_server::config::{Config, Settings};
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Order, Presence,
-    ReadEvent, ReadRequest, Target,
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms,
+    Presence, ReadEvent, ReadRequest, Target,
 };
 use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
@@ -121,6 +123,17 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
         assert_eq!((found.own.usable.longest.blocks, cold.longest.unwrap().blocks), (0, RUN as u32));
         let bytes = RUN * fixture::shape(group, coordinate).block_bytes();
         assert_eq!((cold.blocks, cold.bytes, cold.restore_ms), (RUN, bytes, None));
+    }
+    // A plan counts what the bucket would bring, at what the way there is taken for.
+    let times = Times::new(vec![Sample { cached: 0, new: 1000, ms: 2e6 }], None).unwrap();
+    let prompt_tokens = RUN * u64::from(BLOCK_TOKENS) + 1;
+    let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+    for client in [&second.client, &second.served.local(None)] {
+        let request = MatchRequest { plan: Some(terms), ..request.clone() };
+        let plan = client.match_prefix(&request).unwrap().plan.unwrap().plan;
+        let bytes = RUN * fixture::shape(group, coordinate).block_bytes();
+        assert_eq!((plan.boundary_blocks, plan.bytes_from(Source::Cold)), (RUN as u32, bytes), "{plan:?}");
+        assert!(plan.load_ms + plan.stall_ms >= bytes as f64 / 125e3, "{plan:?}");
     }
     let asked = cold(&second.served).counted().total.requests - before;
     assert!(asked < 20, "{asked} requests for 200 matches: only manifests are read, by time");
