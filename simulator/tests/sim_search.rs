@@ -117,6 +117,24 @@ fn nothing_beats_the_front_and_the_best_is_the_cheapest_that_keeps_the_promise()
 }
 
 #[test]
+fn no_more_runs_than_were_asked_for_and_what_refuses_requests_is_never_the_best() {
+    for runs in 1..14 {
+        let (searched, ran) = found(&cluster(), PROMISE, &Bounds::default(), runs);
+        assert_eq!((searched.runs, ran.len()), (runs, runs as usize));
+    }
+    // Room for prompts of two devices alone: with one of them requests are refused, and what is left is fast.
+    let mut from = cluster();
+    (from.nodes.devices, from.hbm.gb) = (2, 1.0);
+    let bounds = Bounds { vary: vec![What::Hbm], ..Bounds::default() };
+    let (searched, ran) = found(&from, PROMISE, &bounds, 400);
+    assert_eq!(ran.iter().map(|cluster| cluster.nodes.devices).min(), Some(1));
+    assert!(searched.front.iter().all(|one| one.refused == 0 && one.cluster.nodes.devices > 1));
+    let impossible = Promise { ttft_ms: 1e-3, tpot_ms: 1e-3 };
+    let (searched, _) = found(&from, impossible, &bounds, 400);
+    assert!(searched.front.iter().all(|one| one.refused == 0 && !one.keeps));
+}
+
+#[test]
 fn bounds_that_leave_nothing_are_told_in_one_sentence() {
     let told = |from: &Cluster, bounds: Bounds| Choices::new(from, &bounds).unwrap_err();
     let (from, usual) = (cluster(), Bounds::default);

@@ -38,6 +38,8 @@ pub struct Tried {
     pub cost_per_hour: f64,
     /// How long drives last, by the whole writes a day that they are made for; none without drives.
     pub drive_life_years: Option<f64>,
+    /// Requests that fit on no node.
+    pub refused: u64,
     /// Whether it keeps the promise.
     pub keeps: bool,
     /// In which stage it was tried.
@@ -45,15 +47,18 @@ pub struct Tried {
 }
 
 impl Tried {
-    /// How far it is from the promise: 0 if it keeps it.
+    /// How far it is from the promise: 0 if it keeps it. Times without the requests that are refused say nothing.
     fn excess(&self, promise: &Promise) -> f64 {
+        if self.refused > 0 {
+            return f64::INFINITY;
+        }
         (self.ttft_ms / promise.ttft_ms - 1.0).max(0.0) + (self.tpot_ms / promise.tpot_ms - 1.0).max(0.0)
     }
 
     /// Better in nothing than the other, and worse in something.
     fn is_beaten_by(&self, other: &Self) -> bool {
-        let mine = [self.ttft_ms, -self.tokens_per_s, self.cost_per_million];
-        let theirs = [other.ttft_ms, -other.tokens_per_s, other.cost_per_million];
+        let figures = |one: &Self| [one.refused as f64, one.ttft_ms, -one.tokens_per_s, one.cost_per_million];
+        let (mine, theirs) = (figures(self), figures(other));
         let no_worse = theirs.iter().zip(mine).all(|(theirs, mine)| *theirs <= mine);
         no_worse && theirs.iter().zip(mine).any(|(theirs, mine)| *theirs < mine)
     }
@@ -91,7 +96,11 @@ pub fn search<E>(
     search.tiers(&routed)?;
     let runs = search.tried.len() as u32;
     let kept: Vec<Tried> = search.tried.iter().filter(|one| one.keeps).cloned().collect();
-    let some = if kept.is_empty() { search.tried } else { kept };
+    let fewest = search.tried.iter().map(|one| one.refused).min().unwrap_or(0);
+    let some = match kept.is_empty() {
+        true => search.tried.into_iter().filter(|one| one.refused == fewest).collect(),
+        false => kept,
+    };
     let mut front: Vec<Tried> =
         some.iter().filter(|one| !some.iter().any(|other| one.is_beaten_by(other))).cloned().collect();
     front.sort_by(|one, other| one.ttft_ms.total_cmp(&other.ttft_ms));
@@ -129,6 +138,7 @@ impl<E> Search<'_, E> {
             cost_per_million: figure("cost_per_million_output_tokens").unwrap_or(f64::INFINITY),
             cost_per_hour: round(cluster.cost_per_hour()),
             drive_life_years: figure("drive_life_years"),
+            refused: counted.refused,
             keeps: counted.refused == 0 && ttft_ms <= self.promise.ttft_ms && tpot_ms <= self.promise.tpot_ms,
             stage,
         };
@@ -158,6 +168,9 @@ impl<E> Search<'_, E> {
             }
             let mut cluster = best.clone();
             set(&mut cluster, low);
+            if !self.left() && !self.tried.iter().any(|one| one.cluster == cluster) {
+                return Ok(best);
+            }
             let (old, new) = (self.look(&best, 1)?, self.look(&cluster, 1)?);
             if new.excess(&self.promise) < old.excess(&self.promise)
                 || (new.excess(&self.promise) == old.excess(&self.promise) && new.ttft_ms <= old.ttft_ms)
