@@ -87,7 +87,8 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
     std::fs::write(&file, serve).unwrap();
     let config = |what: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
-        let output = command.args(["config", what, "--json", "--config", &file]).current_dir(&scratch.0).output();
+        let output =
+            command.args(["config", what, "--json", "--config", &file]).current_dir(&scratch.0).output();
         let output = output.unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
         assert_eq!(output.status.code(), Some(0), "{serve}: {text}");
@@ -97,7 +98,9 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
     let shown = config("show");
     let settings = shown["settings"].as_array().unwrap();
     let from_file: Vec<_> = settings.iter().filter(|one| one["from"] == "file").collect();
-    let setting = |name: &str| from_file.iter().find(|one| one["name"] == name).map(|one| one["value"].as_str().unwrap());
+    let setting = |name: &str| {
+        from_file.iter().find(|one| one["name"] == name).map(|one| one["value"].as_str().unwrap())
+    };
     for (name, value) in [
         ("router ", &cluster["router"]),
         ("prefetch ", &cluster["engine"]["prefetch"]),
@@ -111,7 +114,11 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
         assert!(serve.ends_with("# no disk tier is worth its price here") && from_file.is_empty(), "{serve}");
         return;
     };
-    assert_eq!((from_file.len(), setting("store.policy")), (2, cluster["disk"]["policy"].as_str()), "{serve}");
+    assert_eq!(
+        (from_file.len(), setting("store.policy")),
+        (2, cluster["disk"]["policy"].as_str()),
+        "{serve}"
+    );
     let budget = setting("store.budget").unwrap();
     assert!(serve.contains(&format!("budget = \"{budget}\"")), "{budget}: {serve}");
     let gib: f64 = budget.strip_suffix(" GiB").unwrap().parse().unwrap();
@@ -124,7 +131,8 @@ fn a_search_prints_the_drives_that_it_found_for_serve() {
     let scratch = Scratch::new("serve");
     let cluster = scratch.file("cluster.toml");
     for more in [&["--drives-max", "0"][..], &["--vary", "router", "--set", "disk.drives=3"]] {
-        let arguments = ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
+        let arguments =
+            ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
         let found = json(&[&arguments[..], &["--tpot-ms", "500", "--runs", "12", "--json"], more].concat());
         let drives = &found["best"]["cluster"]["disk"]["drives"];
         assert_eq!(drives.as_u64(), (more.len() == 4).then_some(3), "{found}");
@@ -137,7 +145,8 @@ fn bounds_of_a_search_that_are_none_are_one_line() {
     let scratch = Scratch::new("bounds");
     let cluster = scratch.file("cluster.toml");
     let told = |more: &[&str]| {
-        let arguments = ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
+        let arguments =
+            ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
         let (code, out, error) = sim(&[&arguments[..], &["--tpot-ms", "500"], more].concat());
         assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{more:?}: {error}");
         error
@@ -149,8 +158,14 @@ fn bounds_of_a_search_that_are_none_are_one_line() {
         (&["--cost-max", "0"], "--cost-max 0: must be above 0"),
         (&["--cost-max", "nan"], "--cost-max NaN: must be above 0"),
         (&["--cost-max", "0.5"], "cost_max: the cheapest that may be tried costs"),
-        (&["--vary", "tape"], "`tape` is nothing that varies: take some of limits, router, prefetch, nodes, hbm"),
-        (&["--vary", "disk", "--nodes-max", "1"], "nodes_max: the file has 2 nodes, more than 1, and nodes may not vary"),
+        (
+            &["--vary", "tape"],
+            "`tape` is nothing that varies: take some of limits, router, prefetch, nodes, hbm",
+        ),
+        (
+            &["--vary", "disk", "--nodes-max", "1"],
+            "nodes_max: the file has 2 nodes, more than 1, and nodes may not vary",
+        ),
     ] {
         let error = told(more);
         assert!(error.contains(words), "{more:?}: {error}");
@@ -239,14 +254,18 @@ fn clusters_that_are_impossible_are_one_line() {
     let scratch = Scratch::new("impossible");
     let cluster = scratch.file("cluster.toml");
     for (set, words) in [
-        ("model=llama-3.1-70b", "hbm.gb: 40 GB for state and 141.2 GB of weights of llama-3.1-70b do not fit"),
+        (
+            "model=llama-3.1-70b",
+            "hbm.gb: 40 GB for state and 141.2 GB of weights of llama-3.1-70b do not fit",
+        ),
         ("disk.drives=0", "disk.drives: 0 is not possible"),
     ] {
         let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster, "--set", set]);
         assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
         assert!(error.contains(words), "{error}");
     }
-    let text = CLUSTER.replace("mixed = 2", "prefill = 1\ndecode = 1").replace("[network]\ngb_per_s = 25.0", "");
+    let text =
+        CLUSTER.replace("mixed = 2", "prefill = 1\ndecode = 1").replace("[network]\ngb_per_s = 25.0", "");
     std::fs::write(&cluster, text).unwrap();
     let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster]);
     assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
@@ -270,9 +289,12 @@ fn a_hole_in_a_trace_is_one_line_with_its_place() {
         hole.contains("trace.jsonl: line 3: hash_ids: 6 blocks of 512 tokens for 4090 of a prompt"),
         "{hole}"
     );
-    let long = told(line(0) + &line(1).replace("\"output_length\": 3", "\"output_length\": 18446744073709551615"));
+    let long =
+        told(line(0) + &line(1).replace("\"output_length\": 3", "\"output_length\": 18446744073709551615"));
     assert!(
-        long.contains("trace.jsonl: line 2: input_length 4090 and output_length 18446744073709551615 are more than"),
+        long.contains(
+            "trace.jsonl: line 2: input_length 4090 and output_length 18446744073709551615 are more than"
+        ),
         "{long}"
     );
 }

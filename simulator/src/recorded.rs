@@ -158,7 +158,8 @@ impl Recording {
             } else {
                 let one: Decided = serde_json::from_slice(&bytes).map_err(wrong)?;
                 let found = one.found.iter().flat_map(|(_, there, read)| [*there, *read]);
-                if one.batch.iter().map(|(_, tokens)| *tokens).chain(found).any(|tokens| tokens > TOKENS_MAX) {
+                if one.batch.iter().map(|(_, tokens)| *tokens).chain(found).any(|tokens| tokens > TOKENS_MAX)
+                {
                     return Err(fault(format!("a step has more than {TOKENS_MAX} tokens of a request")));
                 }
                 decided.push(one);

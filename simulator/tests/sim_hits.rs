@@ -27,7 +27,12 @@ fn cluster(change: impl FnOnce(&mut Cluster)) -> Cluster {
 }
 
 fn request(at_ms: f64, blocks: std::ops::Range<u64>) -> Request {
-    Request { at_ms, input_tokens: (blocks.end - blocks.start) * 512, output_tokens: 1, blocks: blocks.collect() }
+    Request {
+        at_ms,
+        input_tokens: (blocks.end - blocks.start) * 512,
+        output_tokens: 1,
+        blocks: blocks.collect(),
+    }
 }
 
 fn run(cluster: &Cluster, requests: &[Request]) -> Counted {
@@ -132,14 +137,22 @@ fn hits_and_misses_are_all_that_was_asked_for_under_every_policy() {
             for (mixed, prefill, decode) in [(2, 0, 0), (0, 2, 1)] {
                 let cluster = cluster(|cluster| {
                     (cluster.engine.prefetch, cluster.engine.timeout_ms) = (prefetch, 20.0);
-                    (cluster.nodes.mixed, cluster.nodes.prefill, cluster.nodes.decode) = (mixed, prefill, decode);
+                    (cluster.nodes.mixed, cluster.nodes.prefill, cluster.nodes.decode) =
+                        (mixed, prefill, decode);
                     (cluster.hbm.gb, cluster.dram.as_mut().unwrap().gb) = (12.0, 8.0);
                     cluster.disk.as_mut().unwrap().gb = 60.0;
                     cluster.cold = Some(Cold { gb: 1e5, gb_per_s: 5.0, latency_ms: 5.0 });
                     cluster.engine.plans = seed % 2 == 0;
                     cluster.router = RouterKind::RoundRobin;
                 });
-                let of = Sessions { count: 16, turns: 15.0, per_second: 3.0, think_ms: 300.0, seed, ..Sessions::named("coding").unwrap() };
+                let of = Sessions {
+                    count: 16,
+                    turns: 15.0,
+                    per_second: 3.0,
+                    think_ms: 300.0,
+                    seed,
+                    ..Sessions::named("coding").unwrap()
+                };
                 let counted = expect_all_counted(&cluster, SessionWork::new(of, 512), seed);
                 let Hits { hbm, dram, disk, peer, cold, miss } = counted.hits;
                 let tiers = [hbm, dram + disk + peer + cold, miss];

@@ -52,8 +52,7 @@ fn drives_come_whole_with_their_room_their_rates_and_their_price() {
 #[test]
 fn a_search_stays_within_its_bounds_from_its_first_run_on() {
     let from = cluster();
-    let bounds =
-        Bounds { nodes_max: Some(3), drives_max: Some(1), cost_max: Some(7.0), ..Bounds::default() };
+    let bounds = Bounds { nodes_max: Some(3), drives_max: Some(1), cost_max: Some(7.0), ..Bounds::default() };
     let (searched, ran) = found(&from, PROMISE, &bounds, 400);
     assert_eq!((searched.runs as usize, ran.is_empty()), (ran.len(), false));
     for cluster in &ran {
@@ -152,7 +151,10 @@ fn bounds_that_leave_nothing_are_told_in_one_sentence() {
         "cost_max: the cheapest that may be tried costs 5.00 an hour, which is more than 1"
     );
     let none = Cluster { disk: None, ..from.clone() };
-    assert!(told(&none, Bounds { drives_max: Some(1), ..usual() }).starts_with("drives_max: the file has no [disk]"));
+    assert!(
+        told(&none, Bounds { drives_max: Some(1), ..usual() })
+            .starts_with("drives_max: the file has no [disk]")
+    );
     let mut apart = from.clone();
     (apart.nodes.mixed, apart.nodes.prefill, apart.nodes.decode) = (0, 2, 2);
     assert_eq!(
@@ -161,5 +163,8 @@ fn bounds_that_leave_nothing_are_told_in_one_sentence() {
     );
     let table = "\n[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = 1.0\n";
     let measured = Cluster::parse(&(FILE.to_owned() + table)).unwrap();
-    assert!(told(&measured, Bounds { vary: vec![What::Hbm], ..usual() }).starts_with("vary: hbm is bought with devices"));
+    assert!(
+        told(&measured, Bounds { vary: vec![What::Hbm], ..usual() })
+            .starts_with("vary: hbm is bought with devices")
+    );
 }

@@ -105,7 +105,8 @@ impl RunArgs {
             (None, Some(sessions)) => {
                 let scale = self.append_scale.unwrap_or(1.0);
                 let per_second = self.per_second.unwrap_or(sessions.per_second);
-                if !(scale > 0.0 && scale <= 1e3 && (per_second == 0.0 || (1e-6..=1e9).contains(&per_second))) {
+                if !(scale > 0.0 && scale <= 1e3 && (per_second == 0.0 || (1e-6..=1e9).contains(&per_second)))
+                {
                     return Err(Failure::user(
                         "--append-scale is above 0 and at most 1000, --per-second 0 or between 1e-6 and 1e9",
                     ));

@@ -146,8 +146,7 @@ impl Choices {
     /// Prefetch policies that an engine of the file's kind may have: it reads ahead, or loads with the step that lets a request in.
     pub(super) fn prefetches(&self) -> &'static [Prefetch] {
         let peers = self.from.network.is_some() && self.from.node_count() > 1;
-        let far =
-            self.from.dram.is_some() || self.from.disk.is_some() || self.from.cold.is_some() || peers;
+        let far = self.from.dram.is_some() || self.from.disk.is_some() || self.from.cold.is_some() || peers;
         match (far && self.may(What::Prefetch), self.from.engine.prefetch.is_in_step()) {
             (false, _) => &[],
             (true, true) => &[Prefetch::Blocking, Prefetch::Layerwise],
@@ -180,7 +179,9 @@ impl Choices {
         let drives = self.from.disk.map_or(0, |disk| disk.drives);
         [
             nearest(self.nodes.iter().map(|nodes| f64::from(total(nodes))).collect()),
-            nearest(self.devices.iter().map(|one| f64::from(one.0.abs_diff(self.from.nodes.devices))).collect()),
+            nearest(
+                self.devices.iter().map(|one| f64::from(one.0.abs_diff(self.from.nodes.devices))).collect(),
+            ),
             nearest(self.dram.iter().map(|part| (part - 1.0).abs()).collect()),
             nearest(self.drives.iter().map(|count| f64::from(count.abs_diff(drives))).collect()),
         ]
@@ -193,8 +194,7 @@ impl Choices {
 
     fn cluster(&self, engine: &Cluster, point: Point) -> Cluster {
         let [nodes, devices, dram, drives] = point;
-        let mut cluster =
-            Cluster { engine: engine.engine, router: engine.router, ..self.from.clone() };
+        let mut cluster = Cluster { engine: engine.engine, router: engine.router, ..self.from.clone() };
         let [mixed, prefill, decode] = self.nodes[nodes];
         (cluster.nodes.mixed, cluster.nodes.prefill, cluster.nodes.decode) = (mixed, prefill, decode);
         (cluster.nodes.devices, cluster.hbm.gb) = self.devices[devices];
@@ -228,7 +228,9 @@ fn nodes(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<[u32; 3]>,
     if !vary {
         return match file <= most {
             true => Ok(vec![kinds]),
-            false => Err(format!("nodes_max: the file has {file} nodes, more than {most}, and nodes may not vary")),
+            false => {
+                Err(format!("nodes_max: the file has {file} nodes, more than {most}, and nodes may not vary"))
+            }
         };
     }
     let least = f64::from(file.min(most)) / 2.0;
@@ -240,7 +242,9 @@ fn nodes(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<[u32; 3]>,
     all.dedup();
     if all.is_empty() {
         let needed = total(&kinds.map(|count| count.min(1)));
-        return Err(format!("nodes_max: {most} is less than the {needed} that the file's kinds of nodes need"));
+        return Err(format!(
+            "nodes_max: {most} is less than the {needed} that the file's kinds of nodes need"
+        ));
     }
     Ok(all)
 }
@@ -252,7 +256,10 @@ fn devices(from: &Cluster, vary: bool) -> Result<Vec<(u32, f64)>, String> {
     }
     let known = cost::model(&from.model).zip(cost::device(&from.nodes.device));
     let Some((model, device)) = known.filter(|_| from.measured.is_none()) else {
-        return Err("vary: hbm is bought with devices, and [measured] has times of as many as it was measured with".into());
+        return Err(
+            "vary: hbm is bought with devices, and [measured] has times of as many as it was measured with"
+                .into(),
+        );
     };
     // The same part of what weights leave.
     let free = |count: u32| {
@@ -262,7 +269,10 @@ fn devices(from: &Cluster, vary: bool) -> Result<Vec<(u32, f64)>, String> {
     let mut all: Vec<u32> = vec![(count / 2).max(1), count, count.saturating_mul(2).min(1024)];
     all.dedup();
     all.retain(|count| free(*count) > 0.0);
-    Ok(all.into_iter().map(|other| (other, if other == count { gb } else { gb * free(other) / free(count) })).collect())
+    Ok(all
+        .into_iter()
+        .map(|other| (other, if other == count { gb } else { gb * free(other) / free(count) }))
+        .collect())
 }
 
 fn drives(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<u32>, String> {
@@ -276,7 +286,9 @@ fn drives(from: &Cluster, vary: bool, most: Option<u32>) -> Result<Vec<u32>, Str
     if !vary {
         return match file <= most {
             true => Ok(vec![file]),
-            false => Err(format!("drives_max: the file has {file} drives a node, more than {most}, and disk may not vary")),
+            false => Err(format!(
+                "drives_max: the file has {file} drives a node, more than {most}, and disk may not vary"
+            )),
         };
     }
     let mut all: Vec<u32> = parts().map(|part| part as u32).chain([0, file, most]).collect();

@@ -8,7 +8,7 @@ use std::slice;
 
 use kvarts_planner::plan::{Does, Plan, Source};
 
-use super::run::Simulation;
+use super::run::{Found, Simulation};
 use super::spec::Prefetch;
 use super::work::{Arrival, Work};
 
@@ -55,10 +55,16 @@ impl Prefetch {
 
 impl<W: Work> Simulation<'_, W> {
     /// Asks the ways for what a plan loads: when the last of it is there, and what comes when.
-    pub(super) fn ask_each(&mut self, at: u16, via: u16, arrival: &Arrival, plan: &Plan) -> (f64, Vec<Coming>) {
+    pub(super) fn ask_each(
+        &mut self,
+        at: u16,
+        via: u16,
+        arrival: &Arrival,
+        found: &Found,
+    ) -> (f64, Vec<Coming>) {
         let (now, late) = (self.now, self.cluster.engine.prefetch.leaves_the_late());
         let (mut last, mut coming) = (now, Vec::new());
-        for action in &plan.actions {
+        for action in &found.plan.actions {
             let blocks = u64::from(action.to - action.from);
             let Does::Load(source) = action.does else {
                 coming.push(Coming { source: Source::Hbm, blocks, begins_at: now, ends_at: now });

@@ -382,7 +382,7 @@ impl<'a, W: Work> Simulation<'a, W> {
                 .sum();
             self.nodes[usize::from(via)].cold_due += cold_due;
         } else {
-            (loaded_at, coming) = self.ask_each(at, via, &arrival, plan);
+            (loaded_at, coming) = self.ask_each(at, via, &arrival, found);
             self.keep_loaded(at, &arrival, found, loaded_at);
             loaded_at = loaded_at.max(found.ready_at);
         }

@@ -218,9 +218,7 @@ impl<E> Search<'_, E> {
         let mut seen: Vec<(Point, Tried, bool)> = vec![(start, self.look(engine, 3)?, false)];
         while self.left() {
             let beaten = |one: &Tried| {
-                seen.iter().any(|(_, other, _)| {
-                    (other.keeps || !one.keeps) && one.is_beaten_by(other)
-                })
+                seen.iter().any(|(_, other, _)| (other.keeps || !one.keeps) && one.is_beaten_by(other))
             };
             let rank = |one: &Tried| (one.excess(&self.promise), one.cost_per_million, one.ttft_ms);
             let open = seen.iter().enumerate().filter(|(_, (_, one, done))| !done && !beaten(one));
