@@ -70,6 +70,97 @@ fn a_run_is_printed_as_a_table_as_json_and_as_one_page_with_nothing_from_elsewhe
     assert!(table.contains("ttft_ms.p99") && table.contains("hits.miss"), "{table}");
 }
 
+/// What a search prints for `serve` is taken by it as it stands, and says what was found.
+fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
+    let (cluster, file) = (&best["cluster"], scratch.file("kvarts.toml"));
+    std::fs::write(&file, serve).unwrap();
+    let config = |what: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        let output =
+            command.args(["config", what, "--json", "--config", &file]).current_dir(&scratch.0).output();
+        let output = output.unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{serve}: {text}");
+        serde_json::from_str::<Value>(&text).unwrap()
+    };
+    assert_eq!(config("check")["good"], true);
+    let shown = config("show");
+    let settings = shown["settings"].as_array().unwrap();
+    let from_file: Vec<_> = settings.iter().filter(|one| one["from"] == "file").collect();
+    let setting = |name: &str| {
+        from_file.iter().find(|one| one["name"] == name).map(|one| one["value"].as_str().unwrap())
+    };
+    for (name, value) in [
+        ("router ", &cluster["router"]),
+        ("prefetch ", &cluster["engine"]["prefetch"]),
+        ("", &Value::from(format!("{} tokens of a step", cluster["engine"]["chunk_tokens"]))),
+        ("", &Value::from(format!("{} sequences at once", cluster["engine"]["batch_max"]))),
+    ] {
+        let text = format!("{name}{}", value.as_str().unwrap());
+        assert!(serve.lines().any(|line| line.starts_with('#') && line.contains(&text)), "{text}: {serve}");
+    }
+    let Some(gb) = cluster["disk"]["gb"].as_f64() else {
+        assert!(serve.ends_with("# no disk tier is worth its price here") && from_file.is_empty(), "{serve}");
+        return;
+    };
+    assert_eq!(
+        (from_file.len(), setting("store.policy")),
+        (2, cluster["disk"]["policy"].as_str()),
+        "{serve}"
+    );
+    let budget = setting("store.budget").unwrap();
+    assert!(serve.contains(&format!("budget = \"{budget}\"")), "{budget}: {serve}");
+    let gib: f64 = budget.strip_suffix(" GiB").unwrap().parse().unwrap();
+    assert!((0.0..=1.0).contains(&(gb * 1e9 / f64::from(1 << 30) - gib)), "{gb} GB, {budget}");
+    assert!(serve.contains(&format!("# drives: {} of ", cluster["disk"]["drives"])), "{serve}");
+}
+
+#[test]
+fn a_search_prints_the_drives_that_it_found_for_serve() {
+    let scratch = Scratch::new("serve");
+    let cluster = scratch.file("cluster.toml");
+    for more in [&["--drives-max", "0"][..], &["--vary", "router", "--set", "disk.drives=3"]] {
+        let arguments =
+            ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
+        let found = json(&[&arguments[..], &["--tpot-ms", "500", "--runs", "12", "--json"], more].concat());
+        let drives = &found["best"]["cluster"]["disk"]["drives"];
+        assert_eq!(drives.as_u64(), (more.len() == 4).then_some(3), "{found}");
+        expect_serves(&scratch, &found["best"], found["serve"].as_str().unwrap());
+    }
+}
+
+#[test]
+fn bounds_of_a_search_that_are_none_are_one_line() {
+    let scratch = Scratch::new("bounds");
+    let cluster = scratch.file("cluster.toml");
+    let told = |more: &[&str]| {
+        let arguments =
+            ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
+        let (code, out, error) = sim(&[&arguments[..], &["--tpot-ms", "500"], more].concat());
+        assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{more:?}: {error}");
+        error
+    };
+    for (more, words) in [
+        (&["--nodes-max", "0"][..], "--nodes-max"),
+        (&["--nodes-max", "20000"], "--nodes-max"),
+        (&["--drives-max", "-1"], "--drives-max"),
+        (&["--cost-max", "0"], "--cost-max 0: must be above 0"),
+        (&["--cost-max", "nan"], "--cost-max NaN: must be above 0"),
+        (&["--cost-max", "0.5"], "cost_max: the cheapest that may be tried costs"),
+        (
+            &["--vary", "tape"],
+            "`tape` is nothing that varies: take some of limits, router, prefetch, nodes, hbm",
+        ),
+        (
+            &["--vary", "disk", "--nodes-max", "1"],
+            "nodes_max: the file has 2 nodes, more than 1, and nodes may not vary",
+        ),
+    ] {
+        let error = told(more);
+        assert!(error.contains(words), "{more:?}: {error}");
+    }
+}
+
 #[test]
 fn a_search_goes_through_limits_routers_and_tiers_and_prints_what_to_paste() {
     let scratch = with_cluster("search");
@@ -106,12 +197,7 @@ fn a_search_goes_through_limits_routers_and_tiers_and_prints_what_to_paste() {
     }
     // The best of forty runs is of the last stage: tiers and nodes were tried behind limits and routers.
     assert_eq!(best["figures"]["stage"], 3);
-    let disk = best["cluster"]["disk"]["gb"].as_f64();
-    let serve = found["serve"].as_str().unwrap();
-    match disk {
-        Some(_) => assert!(serve.starts_with("[store]\nbudget = \""), "{serve}"),
-        None => assert!(serve.starts_with("# no disk tier"), "{serve}"),
-    }
+    expect_serves(&scratch, best, found["serve"].as_str().unwrap());
     // A promise that is impossible is not kept, and it is said.
     let found = asked("12", "0.001");
     assert_eq!((&found["best"]["figures"]["keeps"], &found["runs"]), (&Value::from(false), &Value::from(12)));
@@ -153,6 +239,29 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
 }
 
 #[test]
+fn clusters_that_are_impossible_are_one_line() {
+    let scratch = Scratch::new("impossible");
+    let cluster = scratch.file("cluster.toml");
+    for (set, words) in [
+        (
+            "model=llama-3.1-70b",
+            "hbm.gb: 40 GB for state and 141.2 GB of weights of llama-3.1-70b do not fit",
+        ),
+        ("disk.drives=0", "disk.drives: 0 is not possible"),
+    ] {
+        let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster, "--set", set]);
+        assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
+        assert!(error.contains(words), "{error}");
+    }
+    let text =
+        CLUSTER.replace("mixed = 2", "prefill = 1\ndecode = 1").replace("[network]\ngb_per_s = 25.0", "");
+    std::fs::write(&cluster, text).unwrap();
+    let (code, out, error) = sim(&["--sessions", "chat", "--cluster", &cluster]);
+    assert_eq!((code, out.as_str(), error.lines().count()), (Some(2), "", 1), "{error}");
+    assert!(error.contains("and there is no [network]"), "{error}");
+}
+
+#[test]
 fn a_hole_in_a_trace_is_one_line_with_its_place() {
     let scratch = with_cluster("holes");
     let (cluster, trace) = (shown(&scratch, "cluster.toml"), shown(&scratch, "trace.jsonl"));
@@ -168,6 +277,14 @@ fn a_hole_in_a_trace_is_one_line_with_its_place() {
     assert!(
         hole.contains("trace.jsonl: line 3: hash_ids: 6 blocks of 512 tokens for 4090 of a prompt"),
         "{hole}"
+    );
+    let long =
+        told(line(0) + &line(1).replace("\"output_length\": 3", "\"output_length\": 18446744073709551615"));
+    assert!(
+        long.contains(
+            "trace.jsonl: line 2: input_length 4090 and output_length 18446744073709551615 are more than"
+        ),
+        "{long}"
     );
 }
 

@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::cluster::work::{Arrival, Work};
 use crate::cluster::{Batch, Cluster, Counted, EngineTimes, Measured, RunError, Simulation, SpecError, Step};
-use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, TraceError};
+use crate::trace::{BLOCKS_MAX, LINE_BYTES_MAX, TOKENS_MAX, TraceError, tokens_are_few};
 
 /// A recording has no more lines.
 pub const LINES_MAX: u64 = 1 << 20;
@@ -151,9 +151,18 @@ impl Recording {
                 if one.step < before || one.hash_ids.len() > BLOCKS_MAX || !decided.is_empty() {
                     return Err(fault("requests come first, in the order of their steps".into()));
                 }
+                if !tokens_are_few(one.input_length, one.output_length) {
+                    return Err(fault(format!("a request has more than {TOKENS_MAX} tokens")));
+                }
                 asked.push(one);
             } else {
-                decided.push(serde_json::from_slice(&bytes).map_err(wrong)?);
+                let one: Decided = serde_json::from_slice(&bytes).map_err(wrong)?;
+                let found = one.found.iter().flat_map(|(_, there, read)| [*there, *read]);
+                if one.batch.iter().map(|(_, tokens)| *tokens).chain(found).any(|tokens| tokens > TOKENS_MAX)
+                {
+                    return Err(fault(format!("a step has more than {TOKENS_MAX} tokens of a request")));
+                }
+                decided.push(one);
             }
         }
         let limits = limits.ok_or(TraceError { line: 1, what: "empty".into() })?;

@@ -15,6 +15,15 @@ use serde::Deserialize;
 pub const LINE_BYTES_MAX: u64 = 64 << 20;
 /// The most blocks of a request.
 pub const BLOCKS_MAX: usize = 1 << 20;
+/// The most tokens of a request, prompt and answer together: as many as a plan has blocks at most.
+pub const TOKENS_MAX: u64 = 1 << 24;
+/// The last time, in milliseconds: three centuries.
+pub const TIME_MS_MAX: f64 = 1e13;
+
+/// Whether a request may have so many tokens.
+pub fn tokens_are_few(input: u64, output: u64) -> bool {
+    input.checked_add(output).is_some_and(|tokens| tokens <= TOKENS_MAX)
+}
 
 /// One request.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -146,8 +155,17 @@ impl<R: BufRead> Trace<R> {
                 parsed.timestamp, self.last_ms
             )));
         }
+        if parsed.timestamp > TIME_MS_MAX {
+            return Err(self.fault(format!("timestamp {} is after {TIME_MS_MAX}", parsed.timestamp)));
+        }
         if parsed.hash_ids.len() > BLOCKS_MAX {
             return Err(self.fault(format!("more than {BLOCKS_MAX} blocks")));
+        }
+        if !tokens_are_few(parsed.input_length, parsed.output_length) {
+            return Err(self.fault(format!(
+                "input_length {} and output_length {} are more than {TOKENS_MAX} tokens together",
+                parsed.input_length, parsed.output_length
+            )));
         }
         self.check_ids(parsed.hash_ids.len() as u64, parsed.input_length, parsed.output_length)?;
         self.last_ms = parsed.timestamp;
@@ -205,6 +223,29 @@ mod tests {
         assert!(fault(r#"{"timestamp": 5}"#).starts_with("line 1: missing field `input_length`"));
         assert!(fault(&GOOD[..30]).starts_with("line 1: EOF while parsing"));
         assert!(fault(&GOOD.replace("[1, 2]", "[1, -2]")).starts_with("line 1: invalid value"));
+        assert_eq!(
+            fault(&format!("{GOOD}\n{}", GOOD.replace("5,", "1e300,"))),
+            format!("line 2: timestamp {} is after {TIME_MS_MAX}", 1e300)
+        );
+    }
+
+    #[test]
+    fn tokens_of_a_request_have_a_bound_which_is_told_with_the_line() {
+        let with = |input: u64, output: u64| {
+            let line = GOOD.replace("3,", &format!("{input},")).replace("2,", &format!("{output},"));
+            format!("{GOOD}\n{}", line.replace("[1, 2,", "[1,").replace("[1, 2]", "[]"))
+        };
+        for (input, output) in
+            [(3, u64::MAX), (u64::MAX, 2), (u64::MAX, u64::MAX), (TOKENS_MAX, 1), (1, TOKENS_MAX)]
+        {
+            assert_eq!(
+                fault(&with(input, output)),
+                format!(
+                    "line 2: input_length {input} and output_length {output} are more than 16777216 tokens together"
+                )
+            );
+        }
+        assert!(read(&with(TOKENS_MAX - 1, 1)).pop().unwrap().is_ok());
     }
 
     #[test]

@@ -212,7 +212,6 @@ fn what_is_no_cluster_is_told_with_its_place() {
     );
     assert!(told("mixed = 2", "mixed = 0").starts_with("nodes: 0 in all"));
     assert!(told("mixed = 2", "prefill = 2").starts_with("nodes: prefill without decode"));
-    assert_eq!(told("gb = 40.0", "gb = 400.0"), "hbm.gb: 400 for state of 80 that 1 x h100 have in all");
     assert!(told("gb_per_s = 12.0", "gb_per_s = -1.0").starts_with("disk.gb_per_s: -1 is not possible"));
     assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: NaN is not possible"));
     assert!(told("h100", "h1000").starts_with("device: no device is called `h1000`; there are a100"));
@@ -225,6 +224,49 @@ fn what_is_no_cluster_is_told_with_its_place() {
     let error = measured("-1.0").unwrap_err().to_string();
     assert!(error.starts_with("measured.step_ms: -1 is not possible"), "{error}");
     assert!(told("[disk]", "[disk").starts_with("line 13: "), "{}", told("[disk]", "[disk"));
+}
+
+#[test]
+fn weights_and_state_fit_into_the_devices_or_it_is_told_with_the_numbers() {
+    let with = |sets: &[&str]| {
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        Cluster::parse_with(FILE, &sets).map(drop).map_err(|error| error.to_string())
+    };
+    let no = |what: &str| Err(format!("hbm.gb: {what}"));
+    assert_eq!(
+        with(&["hbm.gb=64"]),
+        no("64 GB for state and 16.1 GB of weights of llama-3.1-8b do not fit into the 80 GB of 1 x h100")
+    );
+    assert_eq!(with(&["hbm.gb=63.9"]), Ok(()));
+    assert_eq!(
+        with(&["model=llama-3.1-70b"]),
+        no("40 GB for state and 141.2 GB of weights of llama-3.1-70b do not fit into the 80 GB of 1 x h100")
+    );
+    assert_eq!(with(&["model=llama-3.1-70b", "nodes.devices=4"]), Ok(()));
+    // What was measured says nothing of weights.
+    let table = "[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = 1.0\n";
+    assert!(Cluster::parse_with(&(FILE.to_owned() + table), &["hbm.gb=400".to_owned()]).is_ok());
+}
+
+#[test]
+fn what_goes_between_nodes_needs_a_network() {
+    let without = FILE.replace("[network]\ngb_per_s = 25.0\n", "");
+    let with = |sets: &[&str]| {
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        Cluster::parse_with(&without, &sets).map(drop).map_err(|error| error.to_string())
+    };
+    let no = |what: &str| Err(format!("{what}, and there is no [network]: add it with its gb_per_s"));
+    // Nodes that have nothing to do with each other need none.
+    assert_eq!(with(&[]), Ok(()));
+    let apart = ["nodes.mixed=0", "nodes.prefill=1", "nodes.decode=1"];
+    let moved = "nodes: state goes from those that prefill to those that decode";
+    assert_eq!(with(&apart), no(moved));
+    assert_eq!(with(&["nodes.prefill=1", "nodes.decode=1"]), no(moved));
+    assert_eq!(with(&[&apart[..], &["network.gb_per_s=25"]].concat()), Ok(()));
+    let owned = "disk.single_owner: nodes read what another one owns from there";
+    assert_eq!(with(&["disk.single_owner=true"]), no(owned));
+    assert_eq!(with(&["dual_path=true"]), no("dual_path: reads by another node's way come from there"));
+    assert_eq!(with(&["dual_path=true", "disk.single_owner=true", "nodes.mixed=1"]), Ok(()));
 }
 
 #[test]
@@ -270,6 +312,7 @@ fn values_in_place_of_a_file_s_are_checked_as_the_file_is() {
     assert_eq!(with(&["hbm.gb"]).unwrap_err(), "`hbm.gb`: write `table.name=value`");
     assert!(with(&["hbm.gbs=3"]).unwrap_err().starts_with("`hbm.gbs=3`: unknown field `gbs`"));
     assert!(with(&["model.name=3"]).unwrap_err().ends_with("`model` is no table"));
+    assert!(with(&["disk.drives=0"]).unwrap_err().starts_with("disk.drives: 0 is not possible"));
     assert!(with(&["nodes.devices=0"]).unwrap_err().starts_with("nodes.devices: 0"));
 }
 

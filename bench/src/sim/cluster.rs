@@ -1,4 +1,4 @@
-//! `kvarts sim TRACE --cluster FILE` and `kvarts sim search`: a whole cluster in virtual time.
+//! `kvarts sim TRACE --cluster FILE`: a whole cluster in virtual time.
 
 use std::fs::File;
 use std::io::{BufReader, Write};
@@ -7,9 +7,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use kvarts_simulator::cluster::work::{KINDS, SessionWork, Sessions, TraceWork};
 use kvarts_simulator::cluster::{Cluster, Counted, FILE_BYTES_MAX, RouterKind, Simulation, page};
-use kvarts_simulator::cluster::{search, search::Bounds, search::Promise, search::Tried};
 use kvarts_simulator::trace::Trace;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::setup::progress;
 use kvarts_terminal::Failure;
@@ -52,23 +51,7 @@ pub(crate) struct RunArgs {
     html: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
-    json: bool,
-}
-
-/// The arguments of `sim search`.
-#[derive(Args, Debug)]
-pub(crate) struct SearchArgs {
-    #[command(flatten)]
-    run: RunArgs,
-    /// The 99th percentile of the time to the first token that is promised
-    #[arg(long, value_name = "MS")]
-    ttft_ms: f64,
-    /// The 99th percentile of the time for each further token that is promised
-    #[arg(long, value_name = "MS")]
-    tpot_ms: f64,
-    /// Runs, at most
-    #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    runs: u32,
+    pub(super) json: bool,
 }
 
 fn kind(name: &str) -> Result<Sessions, String> {
@@ -90,7 +73,7 @@ fn fault(path: &Path, what: impl std::fmt::Display) -> Failure {
 }
 
 impl RunArgs {
-    fn cluster(&self) -> Result<Cluster, Failure> {
+    pub(super) fn cluster(&self) -> Result<Cluster, Failure> {
         let path = self.cluster.as_deref().ok_or_else(|| Failure::user("which cluster? `--cluster FILE`"))?;
         let long = std::fs::metadata(path).map_err(|error| fault(path, error))?.len() > FILE_BYTES_MAX as u64;
         if long {
@@ -98,13 +81,13 @@ impl RunArgs {
         }
         let text = std::fs::read_to_string(path).map_err(|error| fault(path, error))?;
         let cluster = Cluster::parse_with(&text, &self.set).map_err(|error| fault(path, error))?;
-        if !(self.scale.is_finite() && self.scale > 0.0) {
-            return Err(Failure::User(format!("--scale {}: must be above 0", self.scale)));
+        if !(1e-6..=1e6).contains(&self.scale) {
+            return Err(Failure::User(format!("--scale {}: between 1e-6 and 1e6 is possible", self.scale)));
         }
         Ok(Cluster { router: self.router.unwrap_or(cluster.router), ..cluster })
     }
 
-    fn run(&self, cluster: &Cluster, what: &str) -> Result<Counted, Failure> {
+    pub(super) fn run(&self, cluster: &Cluster, what: &str) -> Result<Counted, Failure> {
         let tell =
             |now: f64, requests: u64| progress(&format!("{what}: {requests} requests, {:.0} s", now / 1e3));
         let counted = match (&self.trace, self.sessions) {
@@ -122,8 +105,11 @@ impl RunArgs {
             (None, Some(sessions)) => {
                 let scale = self.append_scale.unwrap_or(1.0);
                 let per_second = self.per_second.unwrap_or(sessions.per_second);
-                if !(scale.is_finite() && scale > 0.0 && per_second.is_finite() && per_second >= 0.0) {
-                    return Err(Failure::user("--append-scale is above 0, --per-second at least 0"));
+                if !(scale > 0.0 && scale <= 1e3 && (per_second == 0.0 || (1e-6..=1e9).contains(&per_second)))
+                {
+                    return Err(Failure::user(
+                        "--append-scale is above 0 and at most 1000, --per-second 0 or between 1e-6 and 1e9",
+                    ));
                 }
                 let sessions = Sessions {
                     seed: self.seed,
@@ -170,89 +156,5 @@ fn rows(table: &mut Table, before: &str, figures: &Map<String, Value>) {
                 table.row([format!("{before}{name}"), shown]);
             }
         }
-    }
-}
-
-/// What makes configurations differ, as it is shown.
-fn shown(one: &Tried) -> [String; 9] {
-    let (cluster, nodes) = (&one.cluster, &one.cluster.nodes);
-    let gb = |gb: f64| format!("{gb:.0}");
-    let count = match (nodes.mixed, nodes.prefill, nodes.decode) {
-        (mixed, 0, 0) => mixed.to_string(),
-        (mixed, prefill, decode) => format!("{mixed}+{prefill}P{decode}D"),
-    };
-    [
-        count,
-        cluster.router.name().to_owned(),
-        format!("{}/{}", cluster.engine.chunk_tokens, cluster.engine.batch_max),
-        gb(cluster.dram.map_or(0.0, |tier| tier.gb)),
-        gb(cluster.disk.map_or(0.0, |tier| tier.gb)),
-        format!("{:.1}", one.ttft_ms),
-        format!("{:.2}", one.tpot_ms),
-        format!("{:.1}", one.tokens_per_s),
-        format!("{:.3}", one.cost_per_million),
-    ]
-}
-
-/// Runs `sim search`.
-pub(super) fn search_for(arguments: &SearchArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let cluster = arguments.run.cluster()?;
-    let promise = Promise { ttft_ms: arguments.ttft_ms, tpot_ms: arguments.tpot_ms };
-    if !(promise.ttft_ms > 0.0 && promise.tpot_ms > 0.0) {
-        return Err(Failure::user("--ttft-ms and --tpot-ms are above 0"));
-    }
-    let bounds = Bounds { runs: arguments.runs, nodes: (0.5, 2.0) };
-    let mut number = 0;
-    let found = search::search(&cluster, promise, bounds, &mut |cluster| {
-        number += 1;
-        arguments.run.run(cluster, &format!("run {number} of at most {}", arguments.runs))
-    })?;
-    let paste = found.best.as_ref().map(paste);
-    if arguments.run.json {
-        let cluster = |one: &Tried| json!({ "figures": one, "cluster": one.cluster });
-        let front: Vec<Value> = found.front.iter().map(cluster).collect();
-        let best = found.best.as_ref().map(cluster);
-        let all =
-            json!({ "promise": promise, "runs": found.runs, "front": front, "best": best, "serve": paste });
-        serde_json::to_writer_pretty(&mut *out, &all).map_err(std::io::Error::from)?;
-        return Ok(writeln!(out)?);
-    }
-    let mut table = Table::new(&[
-        ("NODES", Align::Right),
-        ("ROUTER", Align::Left),
-        ("CHUNK/BATCH", Align::Right),
-        ("DRAM GB", Align::Right),
-        ("DISK GB", Align::Right),
-        ("TTFT P99 MS", Align::Right),
-        ("TPOT P99 MS", Align::Right),
-        ("TOKENS/S", Align::Right),
-        ("COST/M", Align::Right),
-    ]);
-    found.front.iter().for_each(|one| table.row(shown(one)));
-    write!(out, "{table}")?;
-    match found.best.filter(|best| best.keeps) {
-        Some(_) => writeln!(
-            out,
-            "{} runs; the cheapest that keeps the promise, for the configuration of `serve`:",
-            found.runs
-        )?,
-        None => writeln!(
-            out,
-            "{} runs, and none keeps the promise; the nearest, for the configuration of `serve`:",
-            found.runs
-        )?,
-    }
-    Ok(writeln!(out, "\n{}", paste.unwrap_or_default())?)
-}
-
-/// What `kvarts serve` is told for it.
-fn paste(best: &Tried) -> String {
-    match best.cluster.disk {
-        Some(disk) => {
-            let policy = disk.policy.engine().name();
-            let gib = (disk.gb * 1e9 / f64::from(1 << 30)).floor();
-            format!("[store]\nbudget = \"{gib:.0} GiB\"\npolicy = \"{policy}\"")
-        }
-        None => "# no disk tier is worth its price here".to_owned(),
     }
 }

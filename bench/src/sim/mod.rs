@@ -4,6 +4,7 @@
 mod cluster;
 pub(crate) mod disk;
 mod engine;
+mod search;
 
 use std::io::Write;
 
@@ -26,7 +27,7 @@ enum SimCommand {
     /// A trace against the disk tier alone: the engine itself over a disk in memory, as `bench replay` over a real one
     Disk(disk::DiskArgs),
     /// Find the configurations that keep a promise and that nothing beats in latency, throughput and cost
-    Search(Box<cluster::SearchArgs>),
+    Search(Box<search::SearchArgs>),
     /// Recordings of a real engine: its times to the first token and its throughput, as they were and as they are simulated
     Engine(engine::EngineArgs),
 }
@@ -36,7 +37,7 @@ pub fn run(arguments: &SimArgs, out: &mut dyn Write) -> Result<(), Failure> {
     match &arguments.command {
         None => cluster::run(&arguments.run, out),
         Some(SimCommand::Disk(arguments)) => disk::run(arguments, out),
-        Some(SimCommand::Search(arguments)) => cluster::search_for(arguments, out),
+        Some(SimCommand::Search(arguments)) => search::run(arguments, out),
         Some(SimCommand::Engine(arguments)) => engine::run(arguments, out),
     }
 }

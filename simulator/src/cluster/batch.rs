@@ -330,19 +330,10 @@ impl<W: Work> Simulation<'_, W> {
         let hbm = &self.nodes[usize::from(at)].hbm;
         let near =
             running.arrival.blocks.iter().take(full).take_while(|block| hbm.has(**block)).count() as u64;
-        let near = near * block_tokens;
-        if running.stopped > 0 || running.planned_tokens <= running.near_tokens {
-            return near;
+        if running.stopped > 0 || Self::is_near(&running.coming) {
+            return near * block_tokens;
         }
-        let mut loaded = running.planned_tokens;
-        let late = matches!(self.cluster.engine.prefetch, Prefetch::BestEffort | Prefetch::Timeout);
-        if running.loaded_at > self.now && late {
-            // What has not come by now is computed.
-            let part = (self.now - running.asked_at) / (running.loaded_at - running.asked_at).max(1e-9);
-            let far = running.planned_tokens - running.near_tokens;
-            loaded = running.near_tokens + (far as f64 * part) as u64 / block_tokens * block_tokens;
-        }
-        loaded.max(near)
+        self.loaded_by_now(&running.coming).max(near) * block_tokens
     }
 
     fn begin_prefill(&mut self, at: u16, open: Open, rank: u64, there: u64) {
@@ -355,13 +346,11 @@ impl<W: Work> Simulation<'_, W> {
         if running.stopped > 0 || self.cluster.engine.prefetch.is_in_step() {
             return;
         }
-        // Others have computed some of it since it came, or what it found has left.
-        self.counted.computed_tokens = self.counted.computed_tokens + was - there;
-        let hits = &mut self.counted.hits;
-        let (more, less) =
-            (there.saturating_sub(was) / block_tokens, was.saturating_sub(there) / block_tokens);
-        let (more, less) = (more.min(hits.miss), less.min(hits.hbm));
-        (hits.hbm, hits.miss) = (hits.hbm + more - less, hits.miss + less - more);
+        let (arrival, coming) = (std::mem::take(&mut running.arrival), std::mem::take(&mut running.coming));
+        self.note_hits(&arrival, &coming, self.loaded_by_now(&coming), there / block_tokens);
+        if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
+            running.arrival = arrival;
+        }
     }
 
     pub(super) fn step_ended(&mut self, at: u16) {

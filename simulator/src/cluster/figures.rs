@@ -262,10 +262,7 @@ impl Counted {
         add("disk_writes_per_day", json!(round(writes_a_day)));
         let years = cluster.disk.map(|disk| 5.0 * disk.dwpd / writes_a_day.max(1e-12));
         add("drive_life_years", json!(years.map(|years| round(years.min(100.0)))));
-        let each = cluster.price.device_hour * f64::from(cluster.nodes.devices)
-            + cluster.price.dram_gb_hour * cluster.dram.map_or(0.0, |dram| dram.gb)
-            + cluster.price.disk_gb_hour * cluster.disk.map_or(0.0, |disk| disk.gb);
-        let cost = each * f64::from(cluster.node_count());
+        let cost = cluster.cost_per_hour();
         add("cost_per_hour", json!(round(cost)));
         let million = self.output_tokens as f64 / 1e6;
         add("cost_per_million_output_tokens", json!(round(cost * hours / million.max(1e-9))));

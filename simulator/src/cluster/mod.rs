@@ -14,7 +14,9 @@
 )]
 
 mod batch;
+mod choices;
 mod figures;
+mod hits;
 mod node;
 mod page;
 mod router;
@@ -25,6 +27,7 @@ mod tiers;
 mod times;
 pub mod work;
 
+pub use choices::{Bounds, Choices, DRIVES_MAX, What};
 pub use figures::{Batch, Counted, Histogram, Hits, Slice};
 pub use page::page;
 pub use run::{RunError, Simulation};

@@ -14,15 +14,16 @@ use std::collections::{BTreeMap, BinaryHeap};
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
 use kvarts_planner::cost::Prefill;
-use kvarts_planner::plan::{Does, Link, Links, Part, Plan, Question, Run, Source, Sources};
+use kvarts_planner::plan::{Action, Does, Link, Links, Part, Plan, Question, Run, Source, Sources};
 
 use super::figures::Counted;
+use super::hits::Coming;
 use super::node::{Directory, Node, Open, Role};
 use super::router::{Chosen, Router};
 use super::spec::{Cluster, Facts, Prefetch, SpecError};
 use super::tiers::Cache;
 use super::work::{Arrival, Work};
-use crate::trace::TraceError;
+use crate::trace::{TraceError, tokens_are_few};
 
 /// Writes that are further behind are left out: a cache need not keep everything.
 const BEHIND_MS: f64 = 5000.0;
@@ -54,12 +55,8 @@ pub(super) struct Running {
     cold_due: u64,
     /// Tokens whose state is there or computed.
     pub(super) at_token: u64,
-    /// Tokens that were there at the beginning, whatever is loaded.
-    pub(super) near_tokens: u64,
-    /// Tokens that the plan loads up to.
-    pub(super) planned_tokens: u64,
-    pub(super) asked_at: f64,
-    pub(super) loaded_at: f64,
+    /// What comes for it from where, until it is let in.
+    pub(super) coming: Vec<Coming>,
     pub(super) starts_at: f64,
     first_token_at: f64,
     /// Tokens of the answer that are there when its prefill ends or, while it decodes, were there then.
@@ -333,29 +330,35 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// A request waits at a node from now on: which one.
     pub(super) fn take_in(&mut self, arrival: Arrival) -> Option<u16> {
         self.arrived += 1;
-        let needed =
-            (arrival.input_tokens + arrival.output_tokens).div_ceil(u64::from(self.cluster.block_tokens));
+        let few = tokens_are_few(arrival.input_tokens, arrival.output_tokens);
+        let tokens = arrival.input_tokens.saturating_add(arrival.output_tokens);
+        let needed = tokens.div_ceil(u64::from(self.cluster.block_tokens));
         if let Some((session, _)) = arrival.session {
             self.began.entry(session).or_insert(self.now);
         }
-        if self.nodes.iter().all(|node| node.hbm.capacity() < needed) {
+        if !few || self.nodes.iter().all(|node| node.hbm.capacity() < needed) {
             // It fits nowhere, ever.
-            self.counted.refused += 1;
-            if let Some((session, _)) = arrival.session {
-                self.began.remove(&session);
-            }
-            return None;
+            return self.refuse(&arrival);
         }
         let mut router = std::mem::take(&mut self.router);
         let chosen = router.choose(self, &arrival);
         self.router = router;
         let Chosen { node, decoder, via } = chosen;
-        let found = self.look(node, via, &arrival)?;
+        let Some(found) = self.look(node, via, &arrival) else { return self.refuse(&arrival) };
         self.count_owner(node, &arrival);
         let open = self.begin(arrival, (node, decoder, via), &found);
         self.nodes[usize::from(node)].waiting.push_back(open);
         self.counted.open_max = self.counted.open_max.max((self.open.len() - self.open_free.len()) as u64);
         Some(node)
+    }
+
+    /// A request is not taken, and counted as such; with it ends its session.
+    fn refuse(&mut self, arrival: &Arrival) -> Option<u16> {
+        self.counted.refused += 1;
+        if let Some((session, _)) = arrival.session {
+            self.began.remove(&session);
+        }
+        None
     }
 
     fn count_owner(&mut self, node: u16, arrival: &Arrival) {
@@ -369,7 +372,7 @@ impl<'a, W: Work> Simulation<'a, W> {
     fn begin(&mut self, arrival: Arrival, (at, decoder, via): (u16, u16, u16), found: &Found) -> Open {
         let (plan, now) = (&found.plan, self.now);
         let engine = &self.cluster.engine;
-        let (mut loaded_at, mut cold_due) = (now, 0);
+        let (mut loaded_at, mut cold_due, mut coming) = (now, 0, Vec::new());
         if engine.prefetch.is_in_step() {
             cold_due = plan
                 .actions
@@ -379,8 +382,7 @@ impl<'a, W: Work> Simulation<'a, W> {
                 .sum();
             self.nodes[usize::from(via)].cold_due += cold_due;
         } else {
-            loaded_at = self.ask(at, via, plan);
-            self.note_hits(&arrival, found);
+            (loaded_at, coming) = self.ask_each(at, via, &arrival, found);
             self.keep_loaded(at, &arrival, found, loaded_at);
             loaded_at = loaded_at.max(found.ready_at);
         }
@@ -395,8 +397,6 @@ impl<'a, W: Work> Simulation<'a, W> {
             Prefetch::Timeout => loaded_at.min(now + engine.timeout_ms),
         };
         let (blocks, block_tokens) = (plan.boundary_blocks, u64::from(self.cluster.block_tokens));
-        let near = plan.actions.iter().filter(|one| !matches!(one.does, Does::Load(_))).map(|one| one.to);
-        let near = u64::from(near.max().unwrap_or(0).min(blocks)) * block_tokens;
         let planned = u64::from(blocks) * block_tokens;
         self.nodes[usize::from(at)].tokens_due += arrival.input_tokens - planned;
         let running = Running {
@@ -405,15 +405,12 @@ impl<'a, W: Work> Simulation<'a, W> {
             ends_at: None,
             rank: 0,
             stopped: 0,
-            near_tokens: near,
             arrival,
             decoder,
             via,
             cold_due,
             at_token: planned,
-            planned_tokens: if engine.prefetch.is_in_step() { near } else { planned },
-            asked_at: now,
-            loaded_at,
+            coming,
             starts_at,
             first_token_at: 0.0,
             pinned: 0,
@@ -432,9 +429,9 @@ impl<'a, W: Work> Simulation<'a, W> {
     }
 
     /// Asks the ways for what a plan loads; when the last of it is there.
-    fn ask(&mut self, at: u16, via: u16, plan: &Plan) -> f64 {
+    pub(super) fn ask(&mut self, at: u16, via: u16, actions: &[Action]) -> f64 {
         let (now, mut loaded_at) = (self.now, self.now);
-        for action in &plan.actions {
+        for action in actions {
             let Does::Load(source) = action.does else { continue };
             let node = &mut self.nodes[usize::from(at)];
             let end = match source {
@@ -462,40 +459,16 @@ impl<'a, W: Work> Simulation<'a, W> {
         let due = std::mem::take(&mut running.cold_due);
         let arrival = std::mem::take(&mut running.arrival);
         self.nodes[usize::from(via)].cold_due -= due;
-        let loaded_at = self.ask(at, via, &found.plan);
+        let loaded_at = self.ask(at, via, &found.plan.actions);
         if !again {
-            self.note_hits(&arrival, found);
+            let boundary = u64::from(found.plan.boundary_blocks);
+            self.note_hits(&arrival, &Self::coming(&found.plan, self.now), boundary, boundary);
         }
         self.keep_loaded(at, &arrival, found, loaded_at);
         let node = &mut self.nodes[usize::from(at)];
         node.loads_end = node.loads_end.max(loaded_at).max(found.ready_at);
         if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
             running.arrival = arrival;
-        }
-    }
-
-    fn note_hits(&mut self, arrival: &Arrival, found: &Found) {
-        let boundary = found.plan.boundary_blocks;
-        let hits = &mut self.counted.hits;
-        for run in found.runs.iter().filter(|run| run.from < boundary) {
-            let count = u64::from(run.to.min(boundary) - run.from);
-            match run.sources.iter().next() {
-                Some(Source::Hbm) => hits.hbm += count,
-                Some(Source::Dram) => hits.dram += count,
-                Some(Source::Disk) => hits.disk += count,
-                Some(Source::Peer) => hits.peer += count,
-                Some(Source::Cold) => hits.cold += count,
-                None => {}
-            }
-        }
-        let all = (arrival.input_tokens.div_ceil(u64::from(self.cluster.block_tokens)))
-            .min(arrival.blocks.len() as u64);
-        hits.miss += all.saturating_sub(u64::from(boundary));
-        self.counted.computed_tokens += arrival.input_tokens - found.plan.boundary_tokens;
-        self.counted.input_tokens += arrival.input_tokens;
-        if let Some(slice) = self.counted.slice(self.now) {
-            slice.hits += u64::from(boundary);
-            slice.blocks += all;
         }
     }
 

@@ -1,11 +1,13 @@
 //! What to buy, and how to set it: configurations that keep what was promised, and those of them that nothing beats.
 //!
-//! Three stages, each from the best of the one before: the engine's limits by bisection, the routers, then tiers and
-//! nodes. What nothing beats in latency, throughput and cost at once is the answer.
+//! Three stages, each from the best of the one before: the engine's limits by bisection; routers and prefetch policies; then what is
+//! bought ([`Choices`]), from point to neighbouring point, as long as there is one that nothing beats and whose neighbours have
+//! not been tried. What nothing beats in latency, throughput and cost at once is the answer.
 
 use serde::Serialize;
 use serde_json::Value;
 
+use super::choices::{Choices, Point, What};
 use super::figures::{Counted, round};
 use super::spec::{Cluster, RouterKind};
 
@@ -16,15 +18,6 @@ pub struct Promise {
     pub ttft_ms: f64,
     /// The 99th percentile of the time for each further token.
     pub tpot_ms: f64,
-}
-
-/// Which configurations may be tried.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Bounds {
-    /// Runs, at most.
-    pub runs: u32,
-    /// Nodes, at most and at least, as parts of those in the file.
-    pub nodes: (f64, f64),
 }
 
 /// One configuration that was tried.
@@ -41,6 +34,12 @@ pub struct Tried {
     pub tokens_per_s: f64,
     /// For a million of them.
     pub cost_per_million: f64,
+    /// Of all nodes.
+    pub cost_per_hour: f64,
+    /// How long drives last, by the whole writes a day that they are made for; none without drives.
+    pub drive_life_years: Option<f64>,
+    /// Requests that fit on no node.
+    pub refused: u64,
     /// Whether it keeps the promise.
     pub keeps: bool,
     /// In which stage it was tried.
@@ -48,15 +47,18 @@ pub struct Tried {
 }
 
 impl Tried {
-    /// How far it is from the promise: 0 if it keeps it.
+    /// How far it is from the promise: 0 if it keeps it. Times without the requests that are refused say nothing.
     fn excess(&self, promise: &Promise) -> f64 {
+        if self.refused > 0 {
+            return f64::INFINITY;
+        }
         (self.ttft_ms / promise.ttft_ms - 1.0).max(0.0) + (self.tpot_ms / promise.tpot_ms - 1.0).max(0.0)
     }
 
     /// Better in nothing than the other, and worse in something.
     fn is_beaten_by(&self, other: &Self) -> bool {
-        let mine = [self.ttft_ms, -self.tokens_per_s, self.cost_per_million];
-        let theirs = [other.ttft_ms, -other.tokens_per_s, other.cost_per_million];
+        let figures = |one: &Self| [one.refused as f64, one.ttft_ms, -one.tokens_per_s, one.cost_per_million];
+        let (mine, theirs) = (figures(self), figures(other));
         let no_worse = theirs.iter().zip(mine).all(|(theirs, mine)| *theirs <= mine);
         no_worse && theirs.iter().zip(mine).any(|(theirs, mine)| *theirs < mine)
     }
@@ -76,24 +78,29 @@ pub struct Searched {
 struct Search<'a, E> {
     run: &'a mut dyn FnMut(&Cluster) -> Result<Counted, E>,
     promise: Promise,
-    bounds: Bounds,
+    choices: &'a Choices,
+    runs: u32,
     tried: Vec<Tried>,
 }
 
-/// Searches; `run` runs the workload on a configuration.
+/// Searches; `run` runs the workload on a configuration, at most `runs` times.
 pub fn search<E>(
-    from: &Cluster,
+    choices: &Choices,
     promise: Promise,
-    bounds: Bounds,
+    runs: u32,
     run: &mut dyn FnMut(&Cluster) -> Result<Counted, E>,
 ) -> Result<Searched, E> {
-    let mut search = Search { run, promise, bounds, tried: Vec::new() };
-    let limited = search.limits(from)?;
+    let mut search = Search { run, promise, choices, runs, tried: Vec::new() };
+    let limited = search.limits(choices.start())?;
     let routed = search.routers(&limited)?;
     search.tiers(&routed)?;
     let runs = search.tried.len() as u32;
     let kept: Vec<Tried> = search.tried.iter().filter(|one| one.keeps).cloned().collect();
-    let some = if kept.is_empty() { search.tried } else { kept };
+    let fewest = search.tried.iter().map(|one| one.refused).min().unwrap_or(0);
+    let some = match kept.is_empty() {
+        true => search.tried.into_iter().filter(|one| one.refused == fewest).collect(),
+        false => kept,
+    };
     let mut front: Vec<Tried> =
         some.iter().filter(|one| !some.iter().any(|other| one.is_beaten_by(other))).cloned().collect();
     front.sort_by(|one, other| one.ttft_ms.total_cmp(&other.ttft_ms));
@@ -112,7 +119,7 @@ pub fn search<E>(
 
 impl<E> Search<'_, E> {
     fn left(&self) -> bool {
-        (self.tried.len() as u32) < self.bounds.runs
+        (self.tried.len() as u32) < self.runs
     }
 
     fn look(&mut self, cluster: &Cluster, stage: u8) -> Result<Tried, E> {
@@ -120,15 +127,18 @@ impl<E> Search<'_, E> {
             return Ok(known.clone());
         }
         let counted = (self.run)(cluster)?;
-        let figure =
-            |name: &str| counted.json(cluster).get(name).and_then(Value::as_f64).unwrap_or(f64::INFINITY);
+        let figures = counted.json(cluster);
+        let figure = |name: &str| figures.get(name).and_then(Value::as_f64);
         let (ttft_ms, tpot_ms) = (counted.ttft.percentile(0.99), counted.tpot.percentile(0.99));
         let tried = Tried {
             cluster: cluster.clone(),
             ttft_ms: round(ttft_ms),
             tpot_ms: round(tpot_ms),
-            tokens_per_s: figure("output_tokens_per_s"),
-            cost_per_million: figure("cost_per_million_output_tokens"),
+            tokens_per_s: figure("output_tokens_per_s").unwrap_or(0.0),
+            cost_per_million: figure("cost_per_million_output_tokens").unwrap_or(f64::INFINITY),
+            cost_per_hour: round(cluster.cost_per_hour()),
+            drive_life_years: figure("drive_life_years"),
+            refused: counted.refused,
             keeps: counted.refused == 0 && ttft_ms <= self.promise.ttft_ms && tpot_ms <= self.promise.tpot_ms,
             stage,
         };
@@ -137,9 +147,12 @@ impl<E> Search<'_, E> {
     }
 
     /// The largest chunk, and then the largest batch, with which further tokens still come in time.
-    fn limits(&mut self, from: &Cluster) -> Result<Cluster, E> {
-        let mut best = from.clone();
+    fn limits(&mut self, from: Cluster) -> Result<Cluster, E> {
+        let mut best = from;
         self.look(&best, 1)?;
+        if !self.choices.may(What::Limits) {
+            return Ok(best);
+        }
         for (low, high, chunk) in [(8u32, 15u32, true), (3, 10, false)] {
             let set = |cluster: &mut Cluster, power: u32| match chunk {
                 true => cluster.engine.chunk_tokens = 1 << power,
@@ -155,6 +168,9 @@ impl<E> Search<'_, E> {
             }
             let mut cluster = best.clone();
             set(&mut cluster, low);
+            if !self.left() && !self.tried.iter().any(|one| one.cluster == cluster) {
+                return Ok(best);
+            }
             let (old, new) = (self.look(&best, 1)?, self.look(&cluster, 1)?);
             if new.excess(&self.promise) < old.excess(&self.promise)
                 || (new.excess(&self.promise) == old.excess(&self.promise) && new.ttft_ms <= old.ttft_ms)
@@ -165,43 +181,59 @@ impl<E> Search<'_, E> {
         Ok(best)
     }
 
+    /// The best router, and with it the best prefetch policy.
     fn routers(&mut self, from: &Cluster) -> Result<Cluster, E> {
-        let mut best = self.look(from, 1)?;
+        let best = self.look(from, 1)?;
         // The oracle is what could be, not what can be had.
-        for router in RouterKind::ALL.into_iter().filter(|router| *router != RouterKind::Oracle) {
+        let routers = RouterKind::ALL.into_iter().filter(|router| *router != RouterKind::Oracle);
+        let any = self.choices.may(What::Router) && from.nodes.mixed + from.nodes.prefill > 1;
+        let routers = routers.filter(|_| any).map(|router| Cluster { router, ..from.clone() });
+        let best = self.best_of(best, routers.collect())?;
+        let mut others = Vec::new();
+        for prefetch in self.choices.prefetches() {
+            let mut cluster = best.cluster.clone();
+            cluster.engine.prefetch = *prefetch;
+            others.push(cluster);
+        }
+        Ok(self.best_of(best, others)?.cluster)
+    }
+
+    fn best_of(&mut self, mut best: Tried, others: Vec<Cluster>) -> Result<Tried, E> {
+        for cluster in others {
             if !self.left() {
                 break;
             }
-            let tried = self.look(&Cluster { router, ..from.clone() }, 2)?;
+            let tried = self.look(&cluster, 2)?;
             if (tried.excess(&self.promise), tried.ttft_ms) < (best.excess(&self.promise), best.ttft_ms) {
                 best = tried;
             }
         }
-        Ok(best.cluster)
+        Ok(best)
     }
 
-    fn tiers(&mut self, from: &Cluster) -> Result<(), E> {
-        const PARTS: [f64; 4] = [0.25, 0.5, 1.0, 2.0];
-        let scaled = |count: u32, part: f64| (f64::from(count) * part).round() as u32;
-        for nodes in [0.5, 0.75, 1.0, 1.5, 2.0] {
-            if nodes < self.bounds.nodes.0 || nodes > self.bounds.nodes.1 {
-                continue;
-            }
-            for dram in PARTS {
-                for disk in [0.0, 0.25, 0.5, 1.0, 2.0] {
-                    if !self.left() {
-                        return Ok(());
-                    }
-                    let mut cluster = from.clone();
-                    let old = &from.nodes;
-                    cluster.nodes.mixed = scaled(old.mixed, nodes).max(old.mixed.min(1));
-                    cluster.nodes.prefill = scaled(old.prefill, nodes).max(old.prefill.min(1));
-                    cluster.nodes.decode = scaled(old.decode, nodes).max(old.decode.min(1));
-                    cluster.dram.iter_mut().for_each(|tier| tier.gb *= dram);
-                    cluster.disk.iter_mut().for_each(|tier| tier.gb *= disk);
-                    cluster.disk = cluster.disk.filter(|tier| tier.gb > 0.0);
-                    self.look(&cluster, 3)?;
+    /// From point to point: next come the neighbours of the one that is the nearest to the promise, and then the cheapest, of
+    /// those that nothing beats.
+    fn tiers(&mut self, engine: &Cluster) -> Result<(), E> {
+        let start = self.choices.start_point();
+        let mut seen: Vec<(Point, Tried, bool)> = vec![(start, self.look(engine, 3)?, false)];
+        while self.left() {
+            let beaten = |one: &Tried| {
+                seen.iter().any(|(_, other, _)| (other.keeps || !one.keeps) && one.is_beaten_by(other))
+            };
+            let rank = |one: &Tried| (one.excess(&self.promise), one.cost_per_million, one.ttft_ms);
+            let open = seen.iter().enumerate().filter(|(_, (_, one, done))| !done && !beaten(one));
+            let next = open.min_by(|(_, (_, one, _)), (_, (_, other, _))| {
+                rank(one).partial_cmp(&rank(other)).unwrap_or(std::cmp::Ordering::Equal)
+            });
+            let Some(at) = next.map(|(at, _)| at) else { break };
+            seen[at].2 = true;
+            for point in self.choices.beside(seen[at].0) {
+                if !self.left() || seen.iter().any(|(other, ..)| *other == point) {
+                    continue;
                 }
+                let Some(cluster) = self.choices.at(engine, point) else { continue };
+                let tried = self.look(&cluster, 3)?;
+                seen.push((point, tried, false));
             }
         }
         Ok(())

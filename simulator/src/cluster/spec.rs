@@ -7,6 +7,7 @@ use kvarts_planner::cost::{self, Compute, Device, Roofline};
 use kvarts_store::engine::EvictionPolicy;
 use serde::{Deserialize, Serialize};
 
+use super::choices::DRIVES_MAX;
 use super::times::EngineTimes;
 
 /// A cluster file is no longer.
@@ -24,7 +25,7 @@ pub struct Cluster {
     pub block_tokens: u32,
     /// The nodes.
     pub nodes: Nodes,
-    /// Device memory for state.
+    /// Device memory of a node for state, beside the weights.
     pub hbm: Memory,
     /// Host memory for state.
     pub dram: Option<Memory>,
@@ -121,6 +122,9 @@ pub struct Disk {
     pub gb_per_s: f64,
     /// Writes.
     pub write_gb_per_s: f64,
+    /// How many drives that are, all alike.
+    #[serde(default = "one_drive")]
+    pub drives: u32,
     /// To the first byte.
     #[serde(default)]
     pub latency_ms: f64,
@@ -137,6 +141,23 @@ pub struct Disk {
 
 fn one() -> f64 {
     1.0
+}
+
+fn one_drive() -> u32 {
+    1
+}
+
+impl Disk {
+    /// As many of the same drives: room, both rates, and with the room price and endurance. `None` of none.
+    pub fn of_drives(self, drives: u32) -> Option<Self> {
+        if drives == self.drives {
+            return Some(self);
+        }
+        let part = f64::from(drives) / f64::from(self.drives.max(1));
+        let (gb, gb_per_s, write_gb_per_s) =
+            (self.gb * part, self.gb_per_s * part, self.write_gb_per_s * part);
+        (drives > 0).then_some(Self { gb, gb_per_s, write_gb_per_s, drives, ..self })
+    }
 }
 
 /// The engine's policies by their names.
@@ -208,6 +229,18 @@ pub enum Prefetch {
 }
 
 impl Prefetch {
+    /// As it is written.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Overlap => "overlap",
+            Self::WaitComplete => "wait_complete",
+            Self::BestEffort => "best_effort",
+            Self::Timeout => "timeout",
+            Self::Blocking => "blocking",
+            Self::Layerwise => "layerwise",
+        }
+    }
+
     /// Whether loads begin with the step that lets their request in, and not when the request comes.
     pub(super) fn is_in_step(self) -> bool {
         matches!(self, Self::Blocking | Self::Layerwise)
@@ -383,6 +416,14 @@ impl Cluster {
         self.nodes.mixed.saturating_add(self.nodes.prefill).saturating_add(self.nodes.decode)
     }
 
+    /// What all nodes cost an hour.
+    pub fn cost_per_hour(&self) -> f64 {
+        let each = self.price.device_hour * f64::from(self.nodes.devices)
+            + self.price.dram_gb_hour * self.dram.map_or(0.0, |dram| dram.gb)
+            + self.price.disk_gb_hour * self.disk.map_or(0.0, |disk| disk.gb);
+        each * f64::from(self.node_count())
+    }
+
     fn check(&self) -> Result<(), SpecError> {
         let refuse = |what: String| Err(SpecError(what));
         let nodes = &self.nodes;
@@ -407,6 +448,7 @@ impl Cluster {
             return refuse(format!("block_tokens: {}; between 1 and 65536 are possible", self.block_tokens));
         }
         self.check_tiers()?;
+        self.check_ways()?;
         if self.engine.batch_max == 0 || self.engine.chunk_tokens == 0 {
             return refuse("engine: batch_max and chunk_tokens are at least 1".into());
         }
@@ -419,6 +461,24 @@ impl Cluster {
             positive(name, price, 0.0, 1e9)?;
         }
         self.facts().map(drop)
+    }
+
+    /// What goes between nodes needs a way.
+    fn check_ways(&self) -> Result<(), SpecError> {
+        if self.network.is_some() || self.node_count() < 2 {
+            return Ok(());
+        }
+        let nodes = &self.nodes;
+        let what = if nodes.prefill > 0 || nodes.decode > 0 {
+            "nodes: state goes from those that prefill to those that decode"
+        } else if self.disk.is_some_and(|disk| disk.single_owner) {
+            "disk.single_owner: nodes read what another one owns from there"
+        } else if self.dual_path {
+            "dual_path: reads by another node's way come from there"
+        } else {
+            return Ok(());
+        };
+        Err(SpecError(format!("{what}, and there is no [network]: add it with its gb_per_s")))
     }
 
     fn check_tiers(&self) -> Result<(), SpecError> {
@@ -434,6 +494,7 @@ impl Cluster {
             positive("disk.write_gb_per_s", disk.write_gb_per_s, 1e-6, 1e4)?;
             positive("disk.latency_ms", disk.latency_ms, 0.0, 1e6)?;
             positive("disk.dwpd", disk.dwpd, 1e-6, 1e3)?;
+            positive("disk.drives", f64::from(disk.drives), 1.0, f64::from(DRIVES_MAX))?;
         }
         if let Some(way) = self.network {
             positive("network.gb_per_s", way.gb_per_s, 1e-6, 1e5)?;
@@ -473,11 +534,11 @@ impl Cluster {
         let block_bytes = prefix.stream_bytes;
         let times = Roofline::new(compute, device, self.nodes.devices);
         let layers = u32::try_from(geometry.layers().len()).unwrap_or(u32::MAX);
-        let state_gb = device.hbm_gb * f64::from(self.nodes.devices);
-        if self.hbm.gb > state_gb {
+        let (weights_gb, all_gb) = memory_gb(&compute, &device, self.nodes.devices);
+        if weights_gb + self.hbm.gb > all_gb {
             return Err(SpecError(format!(
-                "hbm.gb: {} for state of {state_gb} that {} x {} have in all",
-                self.hbm.gb, self.nodes.devices, self.nodes.device
+                "hbm.gb: {} GB for state and {weights_gb:.1} GB of weights of {} do not fit into the {all_gb} GB of {} x {}",
+                self.hbm.gb, self.model, self.nodes.devices, self.nodes.device
             )));
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Sheet(times) })
@@ -498,6 +559,11 @@ impl Cluster {
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Measured(measured) })
     }
+}
+
+/// 1e9 bytes of a model's weights, and of the memory of so many devices.
+pub(super) fn memory_gb(model: &Compute, device: &Device, devices: u32) -> (f64, f64) {
+    (model.params * model.weight_bytes / 1e9, device.hbm_gb * f64::from(devices))
 }
 
 /// Puts `table.name=value` into a table.

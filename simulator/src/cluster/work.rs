@@ -5,7 +5,7 @@ use std::collections::BinaryHeap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::trace::{Request, TraceError};
+use crate::trace::{Request, TOKENS_MAX, TraceError};
 
 /// One request on its way in.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -256,7 +256,8 @@ impl SessionWork {
         let mut blocks = self.shared.get(which).cloned().unwrap_or_default();
         let turns = common.uneven(self.of.turns, self.of.spread).round().max(1.0) as u64;
         if self.of.fork > 1 {
-            let more = common.uneven(self.of.append_tokens * 4.0, self.of.spread) as u64 / self.block_tokens;
+            let more = common.uneven(self.of.append_tokens * 4.0, self.of.spread).min(TOKENS_MAX as f64);
+            let more = more as u64 / self.block_tokens;
             blocks.extend((0..more).map(|n| (1 << 62) | (task << 24) | n));
         }
         let tokens = blocks.len() as u64 * self.block_tokens;
@@ -268,8 +269,10 @@ impl SessionWork {
     fn turn(&mut self, number: u32, at_ms: f64) -> Option<Arrival> {
         let of = self.of;
         let session = self.sessions.get_mut(number as usize)?.as_mut()?;
-        let append = session.dice.uneven(of.append_tokens, of.spread).max(1.0) as u64;
-        let output = session.dice.uneven(of.output_tokens, of.spread).max(1.0) as u64;
+        // What has more tokens than a request may have is refused as such, whatever they are.
+        let most = TOKENS_MAX as f64;
+        let append = session.dice.uneven(of.append_tokens, of.spread).clamp(1.0, most) as u64;
+        let output = session.dice.uneven(of.output_tokens, of.spread).clamp(1.0, most) as u64;
         let input = session.tokens + append;
         let after = input + output;
         session.tokens = after;
