@@ -14,8 +14,11 @@
 )]
 
 mod batch;
+mod directory;
 mod figures;
+mod moves;
 mod node;
+mod oracle;
 mod page;
 mod router;
 mod run;

@@ -264,7 +264,8 @@ pub enum RouterKind {
     OwnerServe,
     /// The fewest tokens among those with short read queues.
     DualPath,
-    /// Where the first token comes soonest, with every plan counted out.
+    /// The least time to the first token of a request and of those that come next: it knows them, and how long every answer
+    /// will be. No bound, but more than a real router can know.
     Oracle,
 }
 
