@@ -251,7 +251,8 @@ impl Counted {
         add("hits", json!(self.hits));
         add("computed_part", json!(part(self.computed_tokens, self.input_tokens)));
         add("hbm_duplicate_factor", json!(part(self.distinct[0].1, self.distinct[0].0)));
-        let on_disks = cluster.disk.map(|_| part(self.distinct[1].1, self.distinct[1].0));
+        let with_disks = cluster.disk.filter(|disk| disk.gb > 0.0);
+        let on_disks = with_disks.map(|_| part(self.distinct[1].1, self.distinct[1].0));
         add("disk_duplicate_factor", json!(on_disks));
         add("network_bytes", json!(self.network_bytes));
         add("owner_hit_rate", json!(part(self.to_owner, self.with_owner)));

@@ -1,11 +1,13 @@
 //! Who decides where a request goes.
 
+use std::cmp::Reverse;
+
 use kvarts_planner::route::{NodeView, Question, Weights};
 
 use super::directory::Leading;
 use super::node::{Node, Role};
 use super::run::Simulation;
-use super::spec::RouterKind;
+use super::spec::{RouterKind, Side};
 use super::work::{Arrival, Dice, Work};
 
 /// Nodes up to which each is looked at for each request; of more, some are drawn.
@@ -37,6 +39,8 @@ pub(super) struct Router {
     kind: RouterKind,
     dice: Dice,
     next: usize,
+    /// Whether the last read was by the way of the node that prefills.
+    turn: bool,
     prefillers: Vec<u16>,
     decoders: Vec<u16>,
 }
@@ -47,6 +51,7 @@ impl Default for Router {
             kind: RouterKind::Random,
             dice: Dice(0),
             next: 0,
+            turn: false,
             prefillers: Vec::new(),
             decoders: Vec::new(),
         }
@@ -63,7 +68,7 @@ impl Router {
         if decoders.is_empty() {
             decoders = of(&|role| role == Role::Mixed);
         }
-        Self { kind, dice: Dice(seed ^ 0x726f_7574_6572), next: 0, prefillers, decoders }
+        Self { kind, dice: Dice(seed ^ 0x726f_7574_6572), next: 0, turn: false, prefillers, decoders }
     }
 
     pub(super) fn choose<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> Chosen {
@@ -75,10 +80,18 @@ impl Router {
         let cold = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
         let via = match of.cluster.dual_path {
             true if decoder == node => self.shortest_way(of, node),
-            true if cold(decoder) < cold(node) => decoder,
+            true if self.other_side(of.cluster.dual_path_side, cold(node), cold(decoder)) => decoder,
             true | false => node,
         };
         Chosen { node, decoder, via }
+    }
+
+    fn other_side(&mut self, side: Side, own_ms: f64, other_ms: f64) -> bool {
+        self.turn = !self.turn;
+        match side {
+            Side::Shorter => other_ms < own_ms,
+            Side::Turns => !self.turn,
+        }
     }
 
     /// Among nodes that do both, any other's way to the cold tier may be used.
@@ -203,12 +216,22 @@ impl Router {
                 }
             })
             .collect();
-        let owner = leading.most().first();
+        // Device memory of another node is not read: what it has there only is of no use elsewhere.
+        let readable = |at: u16| {
+            let node = &of.nodes[usize::from(at)];
+            let here = |block: &&u64| {
+                node.dram.as_ref().is_some_and(|dram| dram.has(**block))
+                    || node.disk.as_ref().is_some_and(|disk| disk.has(**block))
+            };
+            arrival.blocks.iter().take_while(here).count() as u64
+        };
+        let owners = leading.all().iter().rev().take(DRAWN).map(|(at, _)| (readable(*at), Reverse(*at)));
+        let owner = owners.max().filter(|(blocks, _)| *blocks > 0);
         let question = Question {
             prompt_tokens: arrival.input_tokens,
             token_bytes: of.facts.block_bytes as f64 / block_tokens as f64,
             layers: of.facts.layers,
-            owner: owner.map(|(at, blocks)| (u32::from(*at), u64::from(*blocks) * block_tokens)),
+            owner: owner.map(|(blocks, Reverse(at))| (u32::from(at), blocks * block_tokens)),
             forked: false,
             nodes: &views,
             weights: Weights::default(),

@@ -43,6 +43,9 @@ pub struct Cluster {
     /// Reads of the cold tier may go by another node's way.
     #[serde(default)]
     pub dual_path: bool,
+    /// By which of two, where the nodes that prefill and decode a request are not the same.
+    #[serde(default)]
+    pub dual_path_side: Side,
     /// What it costs.
     #[serde(default)]
     pub price: Price,
@@ -212,6 +215,17 @@ impl Prefetch {
     pub(super) fn is_in_step(self) -> bool {
         matches!(self, Self::Blocking | Self::Layerwise)
     }
+}
+
+/// Which of two ways to the cold tier a request's state is read by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Side {
+    /// The one with the shorter queue.
+    #[default]
+    Shorter,
+    /// One and the other in turn, as without a scheduler.
+    Turns,
 }
 
 /// What an engine does.
