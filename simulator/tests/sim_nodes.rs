@@ -386,6 +386,16 @@ fn sides_in_turns_share_reads_whatever_their_queues() {
         (counted.cold_reads, counted.by_other_path)
     };
     assert_eq!((of(Side::Shorter), of(Side::Turns)), ((8, 0), (8, 4)));
+    // Two nodes that prefill in turn, one of them the longer prompts: each has turns of its own.
+    let prompts = (0..18u64).map(|n| request(n as f64 * 10_000.0, &blocks(100 * (n % 2), 8 + n % 2 * 8), 2));
+    let prompts: Vec<_> = prompts.collect();
+    let waited = |side| {
+        let mut two = cluster(side);
+        (two.nodes.prefill, two.network) = (2, Some(Way { gb_per_s: 0.5, latency_ms: 0.0 }));
+        18.0 * run(&two, &prompts).ttft.mean()
+    };
+    let over_the_network = (4 * 7 + 4 * 15) as f64 * BLOCK as f64 * (1.0 / 0.5e6 - 1.0 / 5e6);
+    near(waited(Side::Turns) - waited(Side::Shorter), over_the_network);
 }
 
 #[test]

@@ -39,8 +39,8 @@ pub(super) struct Router {
     kind: RouterKind,
     dice: Dice,
     next: usize,
-    /// Whether the last read was by the way of the node that prefills.
-    turn: bool,
+    /// Of each node, whether its last read was by its own way.
+    turns: Vec<bool>,
     prefillers: Vec<u16>,
     decoders: Vec<u16>,
 }
@@ -51,7 +51,7 @@ impl Default for Router {
             kind: RouterKind::Random,
             dice: Dice(0),
             next: 0,
-            turn: false,
+            turns: Vec::new(),
             prefillers: Vec::new(),
             decoders: Vec::new(),
         }
@@ -68,7 +68,14 @@ impl Router {
         if decoders.is_empty() {
             decoders = of(&|role| role == Role::Mixed);
         }
-        Self { kind, dice: Dice(seed ^ 0x726f_7574_6572), next: 0, turn: false, prefillers, decoders }
+        Self {
+            kind,
+            dice: Dice(seed ^ 0x726f_7574_6572),
+            next: 0,
+            turns: vec![false; nodes.len()],
+            prefillers,
+            decoders,
+        }
     }
 
     pub(super) fn choose<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> Chosen {
@@ -77,20 +84,23 @@ impl Router {
             Role::Prefill => self.decoder(of, arrival),
             Role::Mixed | Role::Decode => node,
         };
-        let cold = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
         let via = match of.cluster.dual_path {
             true if decoder == node => self.shortest_way(of, node),
-            true if self.other_side(of.cluster.dual_path_side, cold(node), cold(decoder)) => decoder,
+            true if self.other_side(of, node, decoder) => decoder,
             true | false => node,
         };
         Chosen { node, decoder, via }
     }
 
-    fn other_side(&mut self, side: Side, own_ms: f64, other_ms: f64) -> bool {
-        self.turn = !self.turn;
-        match side {
-            Side::Shorter => other_ms < own_ms,
-            Side::Turns => !self.turn,
+    fn other_side<W: Work>(&mut self, of: &Simulation<'_, W>, node: u16, decoder: u16) -> bool {
+        let queue = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
+        match of.cluster.dual_path_side {
+            Side::Shorter => queue(decoder) < queue(node),
+            // Each node by itself, or else who is next and by which way would go together.
+            Side::Turns => self.turns.get_mut(usize::from(node)).is_some_and(|own| {
+                *own = !*own;
+                !*own
+            }),
         }
     }
 
