@@ -66,6 +66,7 @@ impl<W: Work> Simulation<'_, W> {
         self.note(at, ms, stopped);
         self.nodes[usize::from(at)].busy = true;
         let end = self.now + ms;
+        self.nodes[usize::from(at)].step_ends = end;
         self.at(end, What::Step(at));
     }
 
@@ -340,7 +341,7 @@ impl<W: Work> Simulation<'_, W> {
         let block_tokens = u64::from(self.cluster.block_tokens);
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let was = std::mem::replace(&mut running.at_token, there);
-        running.rank = rank;
+        (running.rank, running.let_in_at) = (rank, self.now);
         let node = &mut self.nodes[usize::from(at)];
         node.tokens_due = node.tokens_due + was - there;
         if running.stopped > 0 || self.cluster.engine.prefetch.is_in_step() {

@@ -159,6 +159,8 @@ pub struct Counted {
     pub network_bytes: u64,
     /// Bytes written to disks.
     pub disk_bytes_written: u64,
+    /// Bytes written to the cold tier.
+    pub cold_bytes_written: u64,
     /// Requests that went to the node that has most of their prompt, of those of which some node had any.
     pub to_owner: u64,
     /// See above.
@@ -249,13 +251,16 @@ impl Counted {
         add("hits", json!(self.hits));
         add("computed_part", json!(part(self.computed_tokens, self.input_tokens)));
         add("hbm_duplicate_factor", json!(part(self.distinct[0].1, self.distinct[0].0)));
-        add("disk_duplicate_factor", json!(part(self.distinct[1].1, self.distinct[1].0)));
+        let with_disks = cluster.disk.filter(|disk| disk.gb > 0.0);
+        let on_disks = with_disks.map(|_| part(self.distinct[1].1, self.distinct[1].0));
+        add("disk_duplicate_factor", json!(on_disks));
         add("network_bytes", json!(self.network_bytes));
         add("owner_hit_rate", json!(part(self.to_owner, self.with_owner)));
         add("decode_interference", json!(round(self.interference_ms / self.decoding_ms.max(1e-9))));
         add("by_other_path", json!(part(self.by_other_path, self.cold_reads)));
         let per_day = self.disk_bytes_written as f64 / hours.max(1e-9) * 24.0;
         add("disk_bytes_written", json!(self.disk_bytes_written));
+        add("cold_bytes_written", json!(self.cold_bytes_written));
         add("disk_bytes_per_day", json!(round(per_day)));
         let disks = cluster.disk.map_or(0.0, |disk| disk.gb * 1e9 * f64::from(cluster.node_count()));
         let writes_a_day = if disks > 0.0 { per_day / disks } else { 0.0 };

@@ -4,8 +4,6 @@
 //! when the request is let in: a block that has come by then is a hit of its own source, one that has not is a miss, and so
 //! are those behind it, since state is of use only without holes. So the sum of hits and misses is what was asked for.
 
-use std::slice;
-
 use kvarts_planner::plan::{Does, Plan, Source};
 
 use super::run::{Found, Simulation};
@@ -63,6 +61,7 @@ impl<W: Work> Simulation<'_, W> {
         found: &Found,
     ) -> (f64, Vec<Coming>) {
         let (now, late) = (self.now, self.cluster.engine.prefetch.leaves_the_late());
+        let links = self.links(at, via, &found.peers);
         let (mut last, mut coming) = (now, Vec::new());
         for action in &found.plan.actions {
             let blocks = u64::from(action.to - action.from);
@@ -70,7 +69,7 @@ impl<W: Work> Simulation<'_, W> {
                 coming.push(Coming { source: Source::Hbm, blocks, begins_at: now, ends_at: now });
                 continue;
             };
-            let mut ends_at = self.ask(at, via, slice::from_ref(action));
+            let mut ends_at = self.ask_one((at, via), arrival, found, action);
             last = last.max(ends_at);
             if late && source == Source::Dram {
                 // What others load already is there no sooner than for them.
@@ -79,20 +78,11 @@ impl<W: Work> Simulation<'_, W> {
                 let ready = blocks.unwrap_or_default().iter().filter_map(|block| loading.get(block));
                 ends_at = ready.copied().fold(ends_at, f64::max);
             }
-            let begins_at = (ends_at - action.bytes as f64 / self.bytes_per_ms(at, via, source)).max(now);
+            let takes = links.get(source).map_or(0.0, |link| action.bytes as f64 / link.bytes_per_ms);
+            let begins_at = (ends_at - takes).max(now);
             coming.push(Coming { source, blocks, begins_at, ends_at });
         }
         (last, coming)
-    }
-
-    fn bytes_per_ms(&self, at: u16, via: u16, source: Source) -> f64 {
-        let node = &self.nodes[usize::from(at)];
-        match source {
-            Source::Disk => node.reads.bytes_per_ms,
-            Source::Peer => node.network.bytes_per_ms,
-            Source::Cold => self.nodes[usize::from(via)].cold.bytes_per_ms,
-            Source::Dram | Source::Hbm => node.to_dram.bytes_per_ms,
-        }
     }
 
     /// Blocks that were loaded for a request by now, or that it waits for whenever they come.

@@ -15,9 +15,12 @@
 
 mod batch;
 mod choices;
+mod directory;
 mod figures;
 mod hits;
+mod moves;
 mod node;
+mod oracle;
 mod page;
 mod router;
 mod run;
@@ -33,6 +36,6 @@ pub use page::page;
 pub use run::{RunError, Simulation};
 pub use spec::{
     Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Measured, Memory, NODES_MAX, Nodes, Policy, Prefetch,
-    Price, RouterKind, SpecError, Way,
+    Price, RouterKind, Side, SpecError, Way,
 };
 pub use times::{EngineTimes, Step};

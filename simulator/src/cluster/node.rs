@@ -28,8 +28,12 @@ pub(super) struct Node {
     pub(super) to_dram: Line,
     pub(super) reads: Line,
     pub(super) writes: Line,
+    /// What comes from other nodes, and what goes to them.
     pub(super) network: Line,
+    pub(super) sends: Line,
+    /// Reads of the cold tier, and writes: a way takes as much in each direction, at the same time.
     pub(super) cold: Line,
+    pub(super) cold_writes: Line,
     /// When blocks that are being loaded are there: who wants them too waits and does not load them again.
     pub(super) loading: IdMap<f64>,
     /// Bytes of the cold tier that requests will read by this node's way once they are let in.
@@ -54,10 +58,15 @@ pub(super) struct Node {
     /// When the loads of the step that runs have ended.
     pub(super) loads_end: f64,
     pub(super) busy: bool,
+    /// When the step that runs ends.
+    pub(super) step_ends: f64,
     /// The earliest wake-up that was asked for.
     pub(super) wakes_at: f64,
     /// Tokens that are to be computed by what waits and runs here.
     pub(super) tokens_due: u64,
+    /// Requests that are decoded here and have not ended, wherever they are by now; and the tokens of their prompts.
+    pub(super) assigned: u64,
+    pub(super) assigned_tokens: u64,
 }
 
 impl Node {
@@ -78,7 +87,9 @@ impl Node {
             reads: line(cluster.disk.map(|disk| (disk.gb_per_s, disk.latency_ms))),
             writes: line(cluster.disk.map(|disk| (disk.write_gb_per_s, disk.latency_ms))),
             network: line(cluster.network.map(|way| (way.gb_per_s, way.latency_ms))),
+            sends: line(cluster.network.map(|way| (way.gb_per_s, way.latency_ms))),
             cold: line(cluster.cold.map(|cold| (cold.gb_per_s, cold.latency_ms))),
+            cold_writes: line(cluster.cold.map(|cold| (cold.gb_per_s, cold.latency_ms))),
             loading: IdMap::default(),
             cold_due: 0,
             waiting: VecDeque::new(),
@@ -93,8 +104,11 @@ impl Node {
             chunks: Vec::new(),
             loads_end: 0.0,
             busy: false,
+            step_ends: 0.0,
             wakes_at: f64::INFINITY,
             tokens_due: 0,
+            assigned: 0,
+            assigned_tokens: 0,
         }
     }
 
@@ -113,62 +127,5 @@ impl Node {
         self.hbm.has(block)
             || self.dram.as_ref().is_some_and(|dram| dram.has(block))
             || self.disk.as_ref().is_some_and(|disk| disk.has(block))
-    }
-}
-
-/// Which nodes hold a block outside of device memory, as far as peers may know.
-#[derive(Debug, Default)]
-pub(super) struct Directory {
-    holders: IdMap<Vec<u16>>,
-}
-
-/// Holders of one block that are remembered.
-const HOLDERS_MAX: usize = 8;
-
-impl Directory {
-    pub(super) fn add(&mut self, block: u64, node: u16) {
-        let holders = self.holders.entry(block).or_default();
-        if holders.len() < HOLDERS_MAX && !holders.contains(&node) {
-            holders.push(node);
-        }
-    }
-
-    pub(super) fn remove(&mut self, block: u64, node: u16) {
-        if let Some(holders) = self.holders.get_mut(&block) {
-            holders.retain(|other| *other != node);
-            if holders.is_empty() {
-                self.holders.remove(&block);
-            }
-        }
-    }
-
-    pub(super) fn of(&self, block: u64) -> &[u16] {
-        self.holders.get(&block).map_or(&[], Vec::as_slice)
-    }
-
-    /// Nodes that hold leading blocks, and how many each.
-    pub(super) fn leading(&self, blocks: &[u64]) -> BTreeMap<u16, u32> {
-        let mut leading = BTreeMap::new();
-        let Some(first) = blocks.first() else { return leading };
-        for node in self.of(*first) {
-            leading.insert(*node, 1u32);
-        }
-        let mut alive: Vec<u16> = self.of(*first).to_vec();
-        for (at, block) in blocks.iter().enumerate().skip(1) {
-            let here = self.of(*block);
-            alive.retain(|node| here.contains(node));
-            if alive.is_empty() {
-                break;
-            }
-            for node in &alive {
-                leading.insert(*node, at as u32 + 1);
-            }
-        }
-        leading
-    }
-
-    /// Different blocks, and all copies.
-    pub(super) fn copies(&self) -> (u64, u64) {
-        (self.holders.len() as u64, self.holders.values().map(|holders| holders.len() as u64).sum())
     }
 }

@@ -1,10 +1,13 @@
 //! Who decides where a request goes.
 
+use std::cmp::Reverse;
+
 use kvarts_planner::route::{NodeView, Question, Weights};
 
+use super::directory::Leading;
 use super::node::{Node, Role};
 use super::run::Simulation;
-use super::spec::RouterKind;
+use super::spec::{RouterKind, Side};
 use super::work::{Arrival, Dice, Work};
 
 /// Nodes up to which each is looked at for each request; of more, some are drawn.
@@ -19,6 +22,8 @@ const SHORT_TOKENS: u64 = 8192;
 /// DualPath's thresholds: what can be read in 3 s, what can be computed in 5 s.
 const READ_MS: f64 = 3000.0;
 const COMPUTED_MS: f64 = 5000.0;
+/// And how much more than the mean of tokens a node that decodes may get.
+const ABOVE_MEAN: f64 = 1.05;
 
 /// Where a request goes: who prefills, who decodes, and by whose way the cold tier is read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,6 +39,8 @@ pub(super) struct Router {
     kind: RouterKind,
     dice: Dice,
     next: usize,
+    /// Of each node, whether its last read was by its own way.
+    turns: Vec<bool>,
     prefillers: Vec<u16>,
     decoders: Vec<u16>,
 }
@@ -44,6 +51,7 @@ impl Default for Router {
             kind: RouterKind::Random,
             dice: Dice(0),
             next: 0,
+            turns: Vec::new(),
             prefillers: Vec::new(),
             decoders: Vec::new(),
         }
@@ -56,24 +64,44 @@ impl Router {
             (0u16..).zip(nodes).filter(|(_, node)| role(node.role)).map(|(at, _)| at).collect()
         };
         let prefillers = of(&|role| role != Role::Decode);
-        let decoders = of(&|role| role == Role::Decode);
-        Self { kind, dice: Dice(seed ^ 0x726f_7574_6572), next: 0, prefillers, decoders }
+        let mut decoders = of(&|role| role == Role::Decode);
+        if decoders.is_empty() {
+            decoders = of(&|role| role == Role::Mixed);
+        }
+        Self {
+            kind,
+            dice: Dice(seed ^ 0x726f_7574_6572),
+            next: 0,
+            turns: vec![false; nodes.len()],
+            prefillers,
+            decoders,
+        }
     }
 
     pub(super) fn choose<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> Chosen {
         let node = self.prefiller(of, arrival);
         let decoder = match of.nodes[usize::from(node)].role {
-            Role::Prefill => self.decoder(of),
+            Role::Prefill => self.decoder(of, arrival),
             Role::Mixed | Role::Decode => node,
         };
-        let cold = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
-        let other = of.cluster.dual_path && cold(decoder) < cold(node);
-        let via = match other {
-            true => decoder,
-            false if of.cluster.dual_path && self.decoders.is_empty() => self.shortest_way(of, node),
-            false => node,
+        let via = match of.cluster.dual_path {
+            true if decoder == node => self.shortest_way(of, node),
+            true if self.other_side(of, node, decoder) => decoder,
+            true | false => node,
         };
         Chosen { node, decoder, via }
+    }
+
+    fn other_side<W: Work>(&mut self, of: &Simulation<'_, W>, node: u16, decoder: u16) -> bool {
+        let queue = |at: u16| of.nodes[usize::from(at)].cold_queue_ms(of.now);
+        match of.cluster.dual_path_side {
+            Side::Shorter => queue(decoder) < queue(node),
+            // Each node by itself, or else who is next and by which way would go together.
+            Side::Turns => self.turns.get_mut(usize::from(node)).is_some_and(|own| {
+                *own = !*own;
+                !*own
+            }),
+        }
     }
 
     /// Among nodes that do both, any other's way to the cold tier may be used.
@@ -91,14 +119,24 @@ impl Router {
         (0..DRAWN).map(|_| self.prefillers[self.dice.below(self.prefillers.len())]).collect()
     }
 
-    fn decoder<W: Work>(&mut self, of: &Simulation<'_, W>) -> u16 {
+    /// Who decodes what another node prefills: the one with the fewest requests that have not ended, those that are still on
+    /// their way to it among them. DualPath's rule looks at those first that this prompt leaves near the mean of tokens.
+    fn decoder<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> u16 {
         let some: Vec<u16> = match self.decoders.len() {
-            0 => return self.prefillers.first().copied().unwrap_or(0),
             few if few <= ALL_LOOKED_AT => self.decoders.clone(),
             many => (0..DRAWN).map(|_| self.decoders[self.dice.below(many)]).collect(),
         };
-        let load = |at: &u16| (of.nodes[usize::from(*at)].load(), of.nodes[usize::from(*at)].context, *at);
-        some.into_iter().min_by_key(load).unwrap_or(0)
+        let tokens = |at: u16| of.nodes[usize::from(at)].assigned_tokens;
+        let requests = |at: u16| of.nodes[usize::from(at)].assigned;
+        let all = arrival.input_tokens + some.iter().map(|at| tokens(*at)).sum::<u64>();
+        let most = ABOVE_MEAN * all as f64 / some.len().max(1) as f64;
+        let high =
+            |at: u16| self.kind == RouterKind::DualPath && (tokens(at) + arrival.input_tokens) as f64 > most;
+        let rank = |at: &u16| match high(*at) {
+            true => (true, tokens(*at), requests(*at), *at),
+            false => (false, requests(*at), tokens(*at), *at),
+        };
+        some.into_iter().min_by_key(rank).unwrap_or(0)
     }
 
     fn least_loaded<W: Work>(of: &Simulation<'_, W>, some: &[u16]) -> u16 {
@@ -141,20 +179,21 @@ impl Router {
         let load = |at: u16| of.nodes[usize::from(at)].load();
         let can = |at: &u16| of.nodes[usize::from(*at)].role != Role::Decode;
         let best = leading
+            .all()
             .iter()
             .filter(|(at, _)| can(at))
-            .max_by_key(|(at, blocks)| (**blocks, u64::MAX - load(**at)));
+            .max_by_key(|(at, blocks)| (*blocks, u64::MAX - load(*at), u16::MAX - *at));
         let Some((at, _)) = best else { return idle };
         let behind =
             load(*at) > load(idle) + BEHIND_REQUESTS && load(*at) as f64 > BEHIND_PART * load(idle) as f64;
         if behind { idle } else { *at }
     }
 
-    /// Nodes that have something of the prompt, and those that are looked at anyway.
-    fn candidates<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> Vec<u16> {
+    /// Nodes that are looked at: those that have the most of the prompt among them.
+    pub(super) fn candidates<W: Work>(&mut self, of: &Simulation<'_, W>, leading: &Leading) -> Vec<u16> {
         let mut some = self.some();
-        let leading = of.directory.leading(&arrival.blocks);
-        some.extend(leading.keys().filter(|at| of.nodes[usize::from(**at)].role != Role::Decode));
+        let can = |at: &u16| of.nodes[usize::from(*at)].role != Role::Decode;
+        some.extend(leading.all().iter().rev().map(|(at, _)| *at).filter(can).take(DRAWN));
         some.sort_unstable();
         some.dedup();
         some
@@ -164,11 +203,11 @@ impl Router {
         let block_tokens = u64::from(of.cluster.block_tokens);
         let leading = of.directory.leading(&arrival.blocks);
         let views: Vec<NodeView> = self
-            .candidates(of, arrival)
+            .candidates(of, &leading)
             .into_iter()
             .map(|at| {
                 let node = &of.nodes[usize::from(at)];
-                let there = u64::from(leading.get(&at).copied().unwrap_or(0));
+                let there = u64::from(leading.of(at));
                 let near = |block: &&u64| {
                     node.hbm.has(**block) || node.dram.as_ref().is_some_and(|dram| dram.has(**block))
                 };
@@ -190,12 +229,22 @@ impl Router {
                 }
             })
             .collect();
-        let owner = leading.iter().max_by_key(|(at, blocks)| (**blocks, u16::MAX - **at));
+        // Device memory of another node is not read: what it has there only is of no use elsewhere.
+        let readable = |at: u16| {
+            let node = &of.nodes[usize::from(at)];
+            let here = |block: &&u64| {
+                node.dram.as_ref().is_some_and(|dram| dram.has(**block))
+                    || node.disk.as_ref().is_some_and(|disk| disk.has(**block))
+            };
+            arrival.blocks.iter().take_while(here).count() as u64
+        };
+        let owners = leading.all().iter().rev().take(DRAWN).map(|(at, _)| (readable(*at), Reverse(*at)));
+        let owner = owners.max().filter(|(blocks, _)| *blocks > 0);
         let question = Question {
             prompt_tokens: arrival.input_tokens,
             token_bytes: of.facts.block_bytes as f64 / block_tokens as f64,
             layers: of.facts.layers,
-            owner: owner.map(|(at, blocks)| (u32::from(*at), u64::from(*blocks) * block_tokens)),
+            owner: owner.map(|(blocks, Reverse(at))| (u32::from(at), blocks * block_tokens)),
             shared_tokens: 0,
             forked: false,
             nodes: &views,
@@ -217,19 +266,5 @@ impl Router {
             (true, false) => Self::least_loaded(of, &fair),
             (true, true) => Self::least_loaded(of, &some),
         }
-    }
-
-    fn oracle<W: Work>(&mut self, of: &Simulation<'_, W>, arrival: &Arrival) -> u16 {
-        let mut best = (f64::INFINITY, 0);
-        for at in self.candidates(of, arrival) {
-            let Some(found) = of.look(at, at, arrival) else { continue };
-            // Computing waits for those before; loading goes on meanwhile.
-            let load = found.plan.load_ms + found.plan.stall_ms;
-            let ms = of.queue_ms(at).max(load) + found.plan.compute_ms;
-            if ms < best.0 {
-                best = (ms, at);
-            }
-        }
-        best.1
     }
 }

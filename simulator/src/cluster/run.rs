@@ -9,24 +9,24 @@
 //! Memory is bounded by what tiers hold and by the requests that are open.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
 use kvarts_planner::cost::Prefill;
-use kvarts_planner::plan::{Action, Does, Link, Links, Part, Plan, Question, Run, Source, Sources};
+use kvarts_planner::plan::{Does, Link, Links, Part, Plan, Question, Run, Source, Sources};
 
+use super::directory::Directory;
 use super::figures::Counted;
 use super::hits::Coming;
-use super::node::{Directory, Node, Open, Role};
+use super::moves::Peer;
+use super::node::{Node, Open, Role};
+use super::oracle::AHEAD;
 use super::router::{Chosen, Router};
-use super::spec::{Cluster, Facts, Prefetch, SpecError};
+use super::spec::{Cluster, Facts, Prefetch, RouterKind, SpecError};
 use super::tiers::Cache;
 use super::work::{Arrival, Work};
 use crate::trace::{TraceError, tokens_are_few};
-
-/// Writes that are further behind are left out: a cache need not keep everything.
-const BEHIND_MS: f64 = 5000.0;
 
 /// What happens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -49,15 +49,19 @@ pub(super) struct Running {
     pub(super) arrival: Arrival,
     /// Its place in the order of arrival.
     pub(super) number: u64,
-    decoder: u16,
+    pub(super) decoder: u16,
     /// Whose way to the cold tier it uses, and how much it will read by it once it is let in.
     pub(super) via: u16,
     cold_due: u64,
+    /// Bytes of its state that the node that decodes it has read itself.
+    pub(super) read_by_decoder: u64,
     /// Tokens whose state is there or computed.
     pub(super) at_token: u64,
     /// What comes for it from where, until it is let in.
     pub(super) coming: Vec<Coming>,
     pub(super) starts_at: f64,
+    /// When its prefill began.
+    pub(super) let_in_at: f64,
     first_token_at: f64,
     /// Tokens of the answer that are there when its prefill ends or, while it decodes, were there then.
     pub(super) made: u64,
@@ -86,9 +90,12 @@ pub struct Simulation<'a, W> {
     pub(super) facts: Facts,
     pub(super) nodes: Vec<Node>,
     pub(super) directory: Directory,
-    cold: Option<Cache>,
+    pub(super) cold: Option<Cache>,
     pub(super) work: W,
-    upcoming: Option<Arrival>,
+    pub(super) upcoming: Option<Arrival>,
+    /// What comes behind it, as far as an oracle looks; and whether that is all.
+    pub(super) ahead: VecDeque<Arrival>,
+    no_more: bool,
     events: BinaryHeap<Reverse<(u64, u64, What)>>,
     sequence: u64,
     pub(super) now: f64,
@@ -127,9 +134,11 @@ impl std::error::Error for RunError {}
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) plan: Plan,
-    runs: Vec<Run>,
+    pub(super) runs: Vec<Run>,
+    /// Who has the blocks that come from other nodes, by their places.
+    pub(super) peers: Vec<Peer>,
     /// When what others load already is there.
-    ready_at: f64,
+    pub(super) ready_at: f64,
 }
 
 impl<'a, W: Work> Simulation<'a, W> {
@@ -154,6 +163,8 @@ impl<'a, W: Work> Simulation<'a, W> {
             cold,
             work,
             upcoming: None,
+            ahead: VecDeque::new(),
+            no_more: false,
             events: BinaryHeap::new(),
             sequence: 0,
             now: 0.0,
@@ -212,18 +223,10 @@ impl<'a, W: Work> Simulation<'a, W> {
                 }
             }
         }
-        self.counted.distinct = [self.hbm_copies(), self.directory.copies()];
+        let disks = self.nodes.iter().filter_map(|node| node.disk.as_ref());
+        let in_memory = self.nodes.iter().flat_map(|node| node.hbm.blocks());
+        self.counted.distinct = [copies(in_memory), copies(disks.flat_map(|disk| disk.blocks()))];
         Ok(self.counted)
-    }
-
-    fn hbm_copies(&self) -> (u64, u64) {
-        let mut seen = crate::ids::IdMap::<()>::default();
-        let mut all = 0;
-        for node in &self.nodes {
-            all += node.hbm.len();
-            seen.extend(node.hbm.blocks().map(|block| (block, ())));
-        }
-        (seen.len() as u64, all)
     }
 
     pub(super) fn at(&mut self, at: f64, what: What) {
@@ -232,7 +235,14 @@ impl<'a, W: Work> Simulation<'a, W> {
     }
 
     fn fetch_next(&mut self) -> Result<(), RunError> {
-        self.upcoming = self.work.next().map_err(RunError::Trace)?;
+        let ahead = if self.cluster.router == RouterKind::Oracle { AHEAD } else { 0 };
+        while self.ahead.len() <= ahead && !self.no_more {
+            match self.work.next().map_err(RunError::Trace)? {
+                Some(arrival) => self.ahead.push_back(arrival),
+                None => self.no_more = true,
+            }
+        }
+        self.upcoming = self.ahead.pop_front();
         if let Some(at) = self.upcoming.as_ref().map(|arrival| arrival.at_ms) {
             self.at(at, What::Next);
         }
@@ -246,9 +256,9 @@ impl<'a, W: Work> Simulation<'a, W> {
     /// What of a prompt is where, as a node sees it, and what would be done with it. `via` is whose way to the cold tier
     /// is used.
     pub(super) fn look(&self, at: u16, via: u16, arrival: &Arrival) -> Option<Found> {
-        let (node, other) = (&self.nodes[usize::from(at)], &self.nodes[usize::from(via)]);
+        let node = &self.nodes[usize::from(at)];
         let full = self.full_blocks(arrival.input_tokens.saturating_sub(1)) as usize;
-        let (mut runs, mut ready_at) = (Vec::<Run>::new(), 0.0f64);
+        let (mut runs, mut peers, mut ready_at) = (Vec::<Run>::new(), Vec::new(), 0.0f64);
         for (block, place) in arrival.blocks.iter().take(full).zip(0u32..) {
             // What is being loaded comes to the host's memory, if there is any for state, or to blocks of the first that asked.
             let comes = node.loading.get(block).filter(|at| **at > self.now);
@@ -263,58 +273,53 @@ impl<'a, W: Work> Simulation<'a, W> {
                 None if node.hbm.has(*block) => Source::Hbm,
                 None if node.dram.as_ref().is_some_and(|dram| dram.has(*block)) => Source::Dram,
                 None if node.disk.as_ref().is_some_and(|disk| disk.has(*block)) => Source::Disk,
-                None if self.is_at_a_peer(at, *block) => Source::Peer,
-                None if self.cold.as_ref().is_some_and(|cold| cold.has(*block)) => Source::Cold,
-                None => break,
+                None => match self.peer(at, (place, *block), peers.last()) {
+                    Some(peer) => {
+                        peers.push(peer);
+                        Source::Peer
+                    }
+                    None if self.cold.as_ref().is_some_and(|cold| cold.has(*block)) => Source::Cold,
+                    None => break,
+                },
             };
             match runs.last_mut() {
                 Some(run) if run.sources == Sources::of(source) => run.to = place + 1,
                 _ => runs.push(Run { from: place, to: place + 1, sources: Sources::of(source) }),
             }
         }
-        let ways = [
-            (Source::Dram, &node.to_dram),
-            (Source::Disk, &node.reads),
-            (Source::Peer, &node.network),
-            (Source::Cold, &other.cold),
-        ];
-        let links =
-            ways.into_iter().fold(Links::NONE, |links, (source, way)| match self.cluster.engine.plans {
-                true => links.with(source, way.link(self.now)),
-                // Of a load that takes no time every plan takes all that is there.
-                false => links.with(source, Link::gb_per_s(1e9, 0.0)),
-            });
+        let links = match self.cluster.engine.plans {
+            true => self.links(at, via, &peers),
+            // Of a load that takes no time every plan takes all that is there.
+            false => [Source::Dram, Source::Disk, Source::Peer, Source::Cold]
+                .into_iter()
+                .fold(Links::NONE, |links, source| links.with(source, Link::gb_per_s(1e9, 0.0))),
+        };
         let (need, absence) = (Need::All, Absence::Required);
         let parts = [Part { group: Group(0), need, absence, layer_bytes: &self.layer_bytes, runs: &runs }];
         let block_tokens = self.cluster.block_tokens;
         let question =
             Question { block_tokens, prompt_tokens: arrival.input_tokens, parts: &parts, links: &links };
         let plan = question.plan(&self.facts.times).ok()?;
-        Some(Found { plan, runs, ready_at })
+        Some(Found { plan, runs, peers, ready_at })
     }
 
-    fn is_on_a_peer_s_disk(&self, at: u16, block: u64) -> bool {
-        let on_disk = |holder: &u16| {
-            let disk = self.nodes[usize::from(*holder)].disk.as_ref();
-            *holder != at && disk.is_some_and(|disk| disk.has(block))
-        };
-        self.directory.of(block).iter().any(on_disk)
-    }
-
-    fn is_at_a_peer(&self, at: u16, block: u64) -> bool {
-        self.cluster.network.is_some()
-            && self.directory.of(block).iter().any(|holder| {
-                let node = &self.nodes[usize::from(*holder)];
-                *holder != at
-                    && (node.dram.as_ref().is_some_and(|dram| dram.has(block))
-                        || node.disk.as_ref().is_some_and(|disk| disk.has(block)))
-            })
+    /// The ways to what a node can load from, as they are now.
+    pub(super) fn links(&self, at: u16, via: u16, peers: &[Peer]) -> Links {
+        let node = &self.nodes[usize::from(at)];
+        Links::NONE
+            .with(Source::Dram, node.to_dram.link(self.now))
+            .with(Source::Disk, node.reads.link(self.now))
+            .with(Source::Peer, self.peer_link(at, peers))
+            .with(Source::Cold, self.cold_link(at, via))
     }
 
     /// Milliseconds of computing that wait at a node.
     pub(super) fn queue_ms(&self, node: u16) -> f64 {
-        let each = self.facts.times.prefill_ms(0, 8192) / 8192.0;
-        self.nodes[usize::from(node)].tokens_due as f64 * each
+        self.nodes[usize::from(node)].tokens_due as f64 * self.token_ms()
+    }
+
+    pub(super) fn token_ms(&self) -> f64 {
+        self.facts.times.prefill_ms(0, 8192) / 8192.0
     }
 
     fn arrive(&mut self, arrival: Arrival) {
@@ -363,9 +368,11 @@ impl<'a, W: Work> Simulation<'a, W> {
 
     fn count_owner(&mut self, node: u16, arrival: &Arrival) {
         let leading = self.directory.leading(&arrival.blocks);
-        let Some(most) = leading.values().max() else { return };
+        if leading.most().is_empty() {
+            return;
+        }
         self.counted.with_owner += 1;
-        self.counted.to_owner += u64::from(leading.get(&node) == Some(most));
+        self.counted.to_owner += u64::from(leading.most().iter().any(|(owner, _)| *owner == node));
     }
 
     /// Notes when the request may begin. Unless its load waits for the step that lets it in, the ways are asked for it now.
@@ -387,7 +394,8 @@ impl<'a, W: Work> Simulation<'a, W> {
             loaded_at = loaded_at.max(found.ready_at);
         }
         let overlapped = match engine.plans {
-            true => now + plan.load_ms + plan.stall_ms,
+            // The plan saw its own ways: what others have asked a peer for meanwhile may make it later.
+            true => (now + plan.load_ms + plan.stall_ms).max(loaded_at - plan.compute_ms),
             false => loaded_at - plan.compute_ms,
         };
         let starts_at = match engine.prefetch {
@@ -399,6 +407,8 @@ impl<'a, W: Work> Simulation<'a, W> {
         let (blocks, block_tokens) = (plan.boundary_blocks, u64::from(self.cluster.block_tokens));
         let planned = u64::from(blocks) * block_tokens;
         self.nodes[usize::from(at)].tokens_due += arrival.input_tokens - planned;
+        self.nodes[usize::from(decoder)].assigned += 1;
+        self.nodes[usize::from(decoder)].assigned_tokens += arrival.input_tokens;
         let running = Running {
             number: self.arrived - 1,
             made: 0,
@@ -409,9 +419,11 @@ impl<'a, W: Work> Simulation<'a, W> {
             decoder,
             via,
             cold_due,
+            read_by_decoder: Self::read_by_decoder((at, decoder, via), found),
             at_token: planned,
             coming,
             starts_at,
+            let_in_at: now,
             first_token_at: 0.0,
             pinned: 0,
             taken: 0,
@@ -428,30 +440,6 @@ impl<'a, W: Work> Simulation<'a, W> {
         }
     }
 
-    /// Asks the ways for what a plan loads; when the last of it is there.
-    pub(super) fn ask(&mut self, at: u16, via: u16, actions: &[Action]) -> f64 {
-        let (now, mut loaded_at) = (self.now, self.now);
-        for action in actions {
-            let Does::Load(source) = action.does else { continue };
-            let node = &mut self.nodes[usize::from(at)];
-            let end = match source {
-                Source::Disk => node.reads.ask(now, action.bytes),
-                Source::Peer => {
-                    self.counted.network_bytes += action.bytes;
-                    node.network.ask(now, action.bytes)
-                }
-                Source::Cold => {
-                    self.counted.cold_reads += 1;
-                    self.counted.by_other_path += u64::from(via != at);
-                    self.nodes[usize::from(via)].cold.ask(now, action.bytes)
-                }
-                Source::Dram | Source::Hbm => node.to_dram.ask(now, action.bytes),
-            };
-            loaded_at = loaded_at.max(end);
-        }
-        loaded_at
-    }
-
     /// A request was let in whose load begins with the step.
     pub(super) fn load_in_step(&mut self, at: u16, open: Open, found: &Found) {
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
@@ -459,7 +447,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         let due = std::mem::take(&mut running.cold_due);
         let arrival = std::mem::take(&mut running.arrival);
         self.nodes[usize::from(via)].cold_due -= due;
-        let loaded_at = self.ask(at, via, &found.plan.actions);
+        let loaded_at = self.ask(at, via, &arrival, found);
         if !again {
             let boundary = u64::from(found.plan.boundary_blocks);
             self.note_hits(&arrival, &Self::coming(&found.plan, self.now), boundary, boundary);
@@ -468,49 +456,8 @@ impl<'a, W: Work> Simulation<'a, W> {
         let node = &mut self.nodes[usize::from(at)];
         node.loads_end = node.loads_end.max(loaded_at).max(found.ready_at);
         if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
+            running.read_by_decoder = Self::read_by_decoder((at, running.decoder, via), found);
             running.arrival = arrival;
-        }
-    }
-
-    /// What is loaded is in memory from then on, and who asks for it before waits for the same load.
-    fn keep_loaded(&mut self, at: u16, arrival: &Arrival, found: &Found, loaded_at: f64) {
-        let (boundary, now) = (found.plan.boundary_blocks, self.now);
-        let mut gone = Vec::new();
-        let node = &mut self.nodes[usize::from(at)];
-        if node.loading.len() > 1 << 16 {
-            node.loading.retain(|_, at| *at > now);
-        }
-        for run in found.runs.iter().filter(|run| run.from < boundary) {
-            let some =
-                arrival.blocks.get(run.from as usize..run.to.min(boundary) as usize).unwrap_or_default();
-            match run.sources.iter().next() {
-                Some(Source::Hbm) => some.iter().for_each(|block| node.hbm.touch(*block)),
-                Some(Source::Dram) => {
-                    some.iter().for_each(|block| node.dram.iter_mut().for_each(|dram| dram.touch(*block)));
-                }
-                source => {
-                    if let (Some(Source::Disk), Some(disk)) = (source, &mut node.disk) {
-                        disk.used(some);
-                    }
-                    for block in some {
-                        node.loading.insert(*block, loaded_at);
-                        if let Some(dram) = &mut node.dram {
-                            dram.put(*block, false, |block| gone.push(block));
-                            self.directory.add(*block, at);
-                        }
-                    }
-                }
-            }
-        }
-        self.forget(at, &gone);
-    }
-
-    /// What has left a tier of a node is not there any more, unless another tier has it.
-    pub(super) fn forget(&mut self, at: u16, gone: &[u64]) {
-        for block in gone {
-            if !self.nodes[usize::from(at)].holds(*block) {
-                self.directory.remove(*block, at);
-            }
         }
     }
 
@@ -519,7 +466,7 @@ impl<'a, W: Work> Simulation<'a, W> {
         let now = self.now;
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         running.made += 1;
-        let (decoder, tokens) = (running.decoder, running.arrival.input_tokens);
+        let decoder = running.decoder;
         if running.stopped == 0 || running.made == 1 {
             running.first_token_at = now;
             let ttft = now - running.arrival.at_ms;
@@ -535,42 +482,7 @@ impl<'a, W: Work> Simulation<'a, W> {
             return self.decode(at, open);
         }
         self.let_go(at, open);
-        let bytes =
-            (tokens as f64 / f64::from(self.cluster.block_tokens) * self.facts.block_bytes as f64) as u64;
-        self.counted.network_bytes += bytes;
-        // Layers went as they were computed: the last one's share is left, and what others have on the way.
-        let layers = u64::from(self.facts.layers.max(1));
-        let line = &mut self.nodes[usize::from(decoder)].network;
-        line.bytes += bytes - bytes / layers;
-        let end = line.ask(now, bytes / layers);
-        self.at(end, What::Moved(decoder, open));
-    }
-
-    /// Writes what was computed behind what is there already: to memory, to disk, to the cold tier.
-    fn write(&mut self, at: u16, blocks: &[u64]) {
-        let now = self.now;
-        let single = self.cluster.disk.is_some_and(|disk| disk.single_owner);
-        let owned: Vec<u64> = match single {
-            true => blocks.iter().copied().filter(|block| !self.is_on_a_peer_s_disk(at, *block)).collect(),
-            false => Vec::new(),
-        };
-        let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
-        for block in blocks {
-            if let Some(dram) = &mut node.dram {
-                dram.put(*block, false, |block| gone.push(block));
-            }
-            if let Some(cold) = &mut self.cold {
-                cold.put(*block, false, |_| ());
-            }
-            self.directory.add(*block, at);
-        }
-        if let Some(disk) = node.disk.as_mut().filter(|_| node.writes.queue_ms(now) < BEHIND_MS) {
-            let new = disk.put(if single { &owned } else { blocks }, |block| gone.push(block));
-            let bytes = new * self.facts.block_bytes;
-            node.writes.ask(now, bytes);
-            self.counted.disk_bytes_written += bytes;
-        }
-        self.forget(at, &gone);
+        self.move_state(at, open);
     }
 
     /// Begins to decode: all of its state is here.
@@ -624,6 +536,8 @@ impl<'a, W: Work> Simulation<'a, W> {
         let decoded = arrival.output_tokens.saturating_sub(1);
         let node = &mut self.nodes[usize::from(at)];
         node.context = node.context.saturating_sub(arrival.input_tokens + decoded);
+        node.assigned -= 1;
+        node.assigned_tokens -= arrival.input_tokens;
         self.counted.requests += 1;
         self.counted.output_tokens += arrival.output_tokens;
         self.counted.end_ms = now;
@@ -663,4 +577,14 @@ impl<'a, W: Work> Simulation<'a, W> {
             self.at(at, What::Turn(place));
         }
     }
+}
+
+/// Different blocks, and all of them.
+fn copies(blocks: impl Iterator<Item = u64>) -> (u64, u64) {
+    let (mut seen, mut all) = (crate::ids::IdMap::<()>::default(), 0);
+    for block in blocks {
+        seen.insert(block, ());
+        all += 1;
+    }
+    (seen.len() as u64, all)
 }

@@ -44,6 +44,9 @@ pub struct Cluster {
     /// Reads of the cold tier may go by another node's way.
     #[serde(default)]
     pub dual_path: bool,
+    /// By which of two, where the nodes that prefill and decode a request are not the same.
+    #[serde(default)]
+    pub dual_path_side: Side,
     /// What it costs.
     #[serde(default)]
     pub price: Price,
@@ -247,6 +250,17 @@ impl Prefetch {
     }
 }
 
+/// Which of two ways to the cold tier a request's state is read by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Side {
+    /// The one with the shorter queue.
+    #[default]
+    Shorter,
+    /// One and the other in turn, as without a scheduler.
+    Turns,
+}
+
 /// What an engine does.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -297,7 +311,8 @@ pub enum RouterKind {
     OwnerServe,
     /// The fewest tokens among those with short read queues.
     DualPath,
-    /// Where the first token comes soonest, with every plan counted out.
+    /// The least time to the first token of a request and of those that come next: it knows them, and how long every answer
+    /// will be. No bound, but more than a real router can know.
     Oracle,
 }
 

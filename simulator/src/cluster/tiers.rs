@@ -54,10 +54,6 @@ impl Cache {
         self.places.keys().copied()
     }
 
-    pub(super) fn len(&self) -> u64 {
-        self.places.len() as u64
-    }
-
     /// Whether `blocks` more blocks can be kept for requests.
     pub(super) fn fits(&self, blocks: u64) -> bool {
         self.pinned + self.taken + blocks <= self.capacity
@@ -65,6 +61,11 @@ impl Cache {
 
     pub(super) fn capacity(&self) -> u64 {
         self.capacity
+    }
+
+    /// Blocks that requests do not hold.
+    pub(super) fn room(&self) -> u64 {
+        self.capacity.saturating_sub(self.pinned + self.taken)
     }
 
     fn unlink(&mut self, at: u32) {
@@ -267,6 +268,11 @@ impl Disk {
 
     pub(super) fn has(&self, block: u64) -> bool {
         self.blocks.contains_key(&block)
+    }
+
+    /// All that it has, in no order.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = u64> {
+        self.blocks.keys().copied()
     }
 
     fn stand(&mut self, block: u64, change: impl FnOnce(&mut Kept)) {
