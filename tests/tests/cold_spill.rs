@@ -139,28 +139,32 @@ fn change(world: &World, change: impl FnMut(&mut Manifest)) {
     world.runtime.block_on(changed).unwrap();
 }
 
-/// Puts 32 blocks of 128 KiB into a namespace of their own, whose id is given.
-fn put_others(world: &World) -> NamespaceId {
+/// A store with [`PUT`] and blocks of 128 KiB of another namespace, whose id is given: both are in what goes next.
+fn filled_with_others() -> (World, NamespaceId) {
+    let mut setting =
+        Setting { layer_bytes: 64 << 10, blocks: 32, segment_bytes: 1 << 20, ..Setting::default() };
+    setting.config.refresh = Duration::from_millis(50);
+    let world = World::with("cold-spill-two", setting);
     let model = Model::new(32 << 10);
     world.store().register(&model.identity, &model.geometry).unwrap();
     let each = model.shape.block_bytes();
-    for first in (500..628).step_by(32) {
-        let memory = BufMut::zeroed((each * 32) as usize).unwrap().share();
-        for block in 0..32 {
+    for first in PUT.step_by(4) {
+        world.put(first..first + 4, None);
+        let memory = BufMut::zeroed((each * 4) as usize).unwrap().share();
+        for block in 0..4 {
             memory.copy_in((each * block) as usize, &content(first + block, each));
         }
-        let from = Placed::blocks(&model.shape, memory, 32).unwrap();
-        let keys = (first..first + 32).map(key).collect();
+        let from = Placed::blocks(&model.shape, memory, 4).unwrap();
+        let keys = (first..first + 4).map(key).collect();
         let request = PutRequest::new(model.namespace, GROUP, WHOLE, keys, from);
         world.runtime.block_on(world.store().put(request)).unwrap().unwrap();
     }
-    model.namespace
+    (world, model.namespace)
 }
 
 #[test]
 fn a_full_namespace_is_let_go_and_counted_once_and_other_namespaces_are_copied() {
-    let world = filled(|config| config.refresh = Duration::from_millis(50), None);
-    let others = put_others(&world);
+    let (world, others) = filled_with_others();
     change(&world, |manifest| {
         let entry = manifest.packs.values().next().unwrap().clone();
         for pack in 0u32.. {
@@ -188,12 +192,14 @@ fn a_full_namespace_is_let_go_and_counted_once_and_other_namespaces_are_copied()
 
 #[test]
 fn a_namespace_whose_manifest_is_damaged_does_not_keep_others_from_being_copied() {
-    let world = filled(|config| config.refresh = Duration::from_millis(50), None);
-    let others = put_others(&world);
+    let (world, others) = filled_with_others();
     let name = names::manifest(world.namespace);
     let damage = world.gate.put(&name, vec![Bytes::from_static(b"nothing")], Condition::Any);
     world.runtime.block_on(damage).unwrap();
-    world.until("it is known to be damaged", || world.count("manifest_failures") > 0);
+    world.until("it is known to be damaged", || {
+        world.cold.touch(world.namespace);
+        world.count("manifest_failures") > 0
+    });
     assert!(swept(&world) > 0);
     assert!(world.cold.known(others).is_some_and(|known| known.manifest.packs.len() == 1));
 }
