@@ -20,6 +20,8 @@ pub enum ColdError {
     Object(String, FormatError),
     /// The manifest of a namespace has no room for another pack: collect garbage, or keep less.
     Full(NamespaceId),
+    /// The manifest of a namespace has no room for another pack that is to be deleted: their grace has to pass.
+    Waiting(NamespaceId),
     /// Other writers changed the manifest each time.
     Contended(NamespaceId),
     /// The clock here and the bucket's are this many milliseconds apart: what is old cannot be told.
@@ -42,6 +44,11 @@ impl fmt::Display for ColdError {
             Self::Full(namespace) => {
                 write!(f, "namespace {namespace}: its manifest has no room for more packs")
             }
+            Self::Waiting(namespace) => write!(
+                f,
+                "namespace {namespace}: its manifest has no room for more packs that wait for their deletion: \
+                 collect garbage, with a shorter grace if theirs has not passed"
+            ),
             Self::Contended(namespace) => {
                 write!(f, "namespace {namespace}: other writers changed its manifest each time: try again")
             }

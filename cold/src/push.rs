@@ -88,8 +88,8 @@ pub struct Pusher<'a> {
     may_name: Option<Guard<'a>>,
 }
 
-/// Says whether packs of a namespace may still be named.
-type Guard<'a> = Box<dyn Fn(NamespaceId) -> bool + Send + Sync + 'a>;
+/// Says whether a pack of a namespace with these blocks may still be named.
+type Guard<'a> = Box<dyn Fn(NamespaceId, &[BlockKey]) -> bool + Send + Sync + 'a>;
 
 impl std::fmt::Debug for Pusher<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -107,11 +107,11 @@ impl<'a> Pusher<'a> {
         Self { tier, options, open: BTreeMap::new(), pushed: Pushed::default(), may_name: None }
     }
 
-    /// Asks before each change of a manifest, on what the change is made of, whether packs of this namespace may still be named. So who
-    /// deletes blocks says no first and changes the manifest then: a pack that holds them is either there to be seen, or is named
-    /// never.
+    /// Asks before each change of a manifest, on what the change is made of, whether a pack of this namespace with these blocks may
+    /// still be named. So who deletes blocks says no first and changes the manifest then: a pack that holds them is either there to be
+    /// seen, or is named never.
     #[must_use]
-    pub fn guarded(mut self, may_name: impl Fn(NamespaceId) -> bool + Send + Sync + 'a) -> Self {
+    pub fn guarded(mut self, may_name: impl Fn(NamespaceId, &[BlockKey]) -> bool + Send + Sync + 'a) -> Self {
         self.may_name = Some(Box::new(may_name));
         self
     }
@@ -221,6 +221,11 @@ impl<'a> Pusher<'a> {
         Ok(())
     }
 
+    /// Lets go of what it has taken so far and has not brought into the tier.
+    pub fn abandon(&mut self) {
+        self.open.clear();
+    }
+
     /// What has been pushed so far.
     pub fn pushed(&self) -> Pushed {
         self.pushed
@@ -232,9 +237,14 @@ impl<'a> Pusher<'a> {
         let time = Arc::clone(self.tier.access().time());
         let (blocks, bytes) = (open.builder.blocks(), open.builder.payload_bytes());
         let (mut pack, runs) = open.finish(time.wall_ms()).map_err(refused)?;
+        let id = namespace.identity.namespace_id();
+        let id = id.map_err(|_| refused(FormatError::Rule("identity")))?;
+        self.expect_room(id, &pack).await?;
+        let keys: Vec<BlockKey> =
+            runs.iter().flat_map(|(run, _)| run.blocks.iter().map(|block| block.key)).collect();
         let mut names_left = NAMES_MAX;
         loop {
-            match self.try_upload(&namespace, &pack).await {
+            match self.try_upload(id, &pack, &keys).await {
                 Err(ColdError::Condemned) if names_left > 0 => names_left -= 1,
                 Err(error) => return Err(error),
                 Ok(()) => break,
@@ -253,10 +263,19 @@ impl<'a> Pusher<'a> {
         Ok(())
     }
 
-    async fn try_upload(&self, namespace: &ExportedNamespace, pack: &Pack) -> Result<(), ColdError> {
+    /// What the manifest has no room for is not put: it would lie there for nothing until garbage collection finds it.
+    async fn expect_room(&self, id: NamespaceId, pack: &Pack) -> Result<(), ColdError> {
+        let fingerprints = pack.entry.filter.len();
+        if self.tier.manifest(id).await?.manifest.has_room(fingerprints) {
+            return Ok(());
+        }
+        // That may have been some time ago.
+        let has_room = self.tier.read_manifest(id).await?.manifest.has_room(fingerprints);
+        if has_room { Ok(()) } else { Err(ColdError::Full(id)) }
+    }
+
+    async fn try_upload(&self, id: NamespaceId, pack: &Pack, keys: &[BlockKey]) -> Result<(), ColdError> {
         let access = self.tier.access();
-        let id = namespace.identity.namespace_id();
-        let id = id.map_err(|_| refused(FormatError::Rule("identity")))?;
         let begun = access.time().now();
         access.put(&names::pack(id, pack.id), &pack.body, Condition::Any).await?;
         access.put(&names::index(id, pack.id), std::slice::from_ref(&pack.index), Condition::Any).await?;
@@ -265,7 +284,7 @@ impl<'a> Pusher<'a> {
                 // By an attempt whose answer was lost.
                 return Ok(None);
             }
-            if self.may_name.as_ref().is_some_and(|may_name| !may_name(id)) {
+            if self.may_name.as_ref().is_some_and(|may_name| !may_name(id, keys)) {
                 return Err(ColdError::Withdrawn);
             }
             let late = access.time().now().saturating_sub(begun) > self.options.upload_time;

@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use crate::access::Access;
 use crate::bucket::{Condition, Fault, Tag};
 use crate::error::ColdError;
-use crate::format::manifest::MANIFEST_BYTES_MAX;
+use crate::format::manifest::{MANIFEST_BYTES_MAX, NO_ROOM, NO_ROOM_TO_WAIT};
 use crate::format::{
     FormatError, INDEX_BYTES_MAX, IndexedRun, Manifest, PackId, PackIndex, Place, fingerprint, names,
 };
@@ -64,23 +64,52 @@ pub struct Known {
     pub tag: Option<Tag>,
     /// Every fingerprint with the number of its pack, by size.
     filter: Vec<(u32, u16)>,
-    read_at: Duration,
+    seen: Seen,
+}
+
+/// When a tier saw a manifest.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// When it was asked for, or its change was: what had been written before is in it.
+    at: Duration,
+    /// Which step of the tier that was, and which its answer.
+    asked: u64,
+    answered: u64,
+    /// Whether it is a change of this tier's own.
+    is_change: bool,
 }
 
 impl Known {
-    fn new(manifest: Manifest, tag: Option<Tag>, read_at: Duration) -> Self {
+    fn new(manifest: Manifest, tag: Option<Tag>, seen: Seen) -> Self {
         let of = |(number, pack): (u16, &crate::format::PackEntry)| {
             pack.filter.iter().map(|fingerprint| (*fingerprint, number)).collect::<Vec<_>>()
         };
         // No more packs than a u16 counts: the format's bound.
         let mut filter: Vec<(u32, u16)> = (0u16..).zip(manifest.packs.values()).flat_map(of).collect();
         filter.sort_unstable();
-        Self { manifest, tag, filter, read_at }
+        Self { manifest, tag, filter, seen }
     }
 
-    /// When it was read, by the tier's clock.
+    /// When it was asked for, by the tier's clock: what had been written by then is in it.
     pub fn read_at(&self) -> Duration {
-        self.read_at
+        self.seen.at
+    }
+
+    /// Whether this is certainly not older than `other`, of the same namespace.
+    ///
+    /// What was asked for when the other one was there already is later, and of two that were on their way at once the one with more
+    /// changes. A manifest that was deleted and begun anew has fewer changes and was written later: an answer with fewer that was written
+    /// before is an old one, whenever it comes.
+    fn is_later_than(&self, other: &Self) -> bool {
+        let (own, others) = (&self.manifest, &other.manifest);
+        if self.seen.asked > other.seen.answered {
+            let is_old = own.generation < others.generation && own.written_ms < others.written_ms;
+            return self.tag.is_none() || !is_old;
+        }
+        // A bucket may have been begun anew in between, or the clock of who wrote it be slow: then a look is lost, which costs hits. A
+        // change of our own may not be.
+        let is_after = other.tag.is_some() && own.written_ms >= others.written_ms;
+        own.generation > others.generation && (self.seen.is_change || is_after)
     }
 
     /// Memory that it takes, about.
@@ -127,6 +156,12 @@ impl Found {
 #[derive(Debug, Default)]
 struct Cache {
     manifests: BTreeMap<NamespaceId, Arc<Known>>,
+    /// Steps: requests for manifests, and their answers.
+    steps: u64,
+    /// The latest answer that is remembered no longer, of whatever namespace: what was asked for before it may be older.
+    forgotten: u64,
+    /// Puts of manifests that were given up without an answer, by the step of the last one: they may happen yet.
+    unsettled: BTreeMap<NamespaceId, u64>,
     indexes: BTreeMap<PackId, (Arc<PackIndex>, u64)>,
     index_bytes: usize,
     uses: u64,
@@ -134,6 +169,14 @@ struct Cache {
     struck: BTreeMap<PackId, u8>,
     /// How long the first byte of a range takes, decayed, in seconds.
     first_byte_seconds: Option<f64>,
+}
+
+impl Cache {
+    fn forget_manifest(&mut self, namespace: NamespaceId) {
+        if let Some(gone) = self.manifests.remove(&namespace) {
+            self.forgotten = self.forgotten.max(gone.seen.answered);
+        }
+    }
 }
 
 /// A bucket as a tier of blocks.
@@ -148,8 +191,8 @@ pub struct Tier {
 
 /// A pack that failed so often is not asked again before the next start.
 const STRIKES: u8 = 3;
-/// Indexes that a look-up reads at once.
-const INDEXES_AT_ONCE: usize = 8;
+/// Indexes that are read at once for one look-up.
+pub(crate) const INDEXES_AT_ONCE: usize = 8;
 /// Packs whose failures are remembered.
 const STRUCK_MAX: usize = 4096;
 
@@ -184,17 +227,19 @@ impl Tier {
     /// The manifest of a namespace, read now.
     pub async fn read_manifest(&self, namespace: NamespaceId) -> Result<Arc<Known>, ColdError> {
         let name = names::manifest(namespace);
-        let read_at = self.access.time().now();
+        let (at, asked) = (self.access.time().now(), self.step());
+        let seen = |answered| Seen { at, asked, answered, is_change: false };
         let known = match self.access.get(&name, MANIFEST_BYTES_MAX as u64).await {
             Ok((bytes, tag)) => {
                 let manifest = Manifest::decode(&bytes).and_then(|manifest| {
                     let is_it = manifest.namespace == namespace;
                     if is_it { Ok(manifest) } else { Err(FormatError::Rule("it is another's manifest")) }
                 });
-                Known::new(manifest.map_err(|error| ColdError::Object(name, error))?, Some(tag), read_at)
+                let manifest = manifest.map_err(|error| ColdError::Object(name, error))?;
+                Known::new(manifest, Some(tag), seen(self.step()))
             }
             Err(ColdError::Bucket(_, Fault::Missing)) => {
-                Known::new(Manifest::empty(namespace), None, read_at)
+                Known::new(Manifest::empty(namespace), None, seen(self.step()))
             }
             Err(error) => return Err(error),
         };
@@ -203,9 +248,23 @@ impl Tier {
         Ok(known)
     }
 
+    /// The number of a step: of two the later one has the larger one.
+    fn step(&self) -> u64 {
+        let mut cache = self.lock();
+        cache.steps += 1;
+        cache.steps
+    }
+
+    /// Remembers a manifest, unless one that may be later is remembered, or was: a late answer brings back nothing that was taken out.
     fn keep(&self, known: &Arc<Known>) {
         let mut cache = self.lock();
-        cache.manifests.insert(known.manifest.namespace, Arc::clone(known));
+        let namespace = known.manifest.namespace;
+        match cache.manifests.get(&namespace) {
+            None if known.seen.asked > cache.forgotten => {}
+            Some(before) if known.is_later_than(before) || self.is_stale(before) => {}
+            None | Some(_) => return,
+        }
+        cache.manifests.insert(namespace, Arc::clone(known));
         let memory =
             |cache: &Cache| cache.manifests.values().map(|known| known.memory_bytes()).sum::<usize>();
         while cache.manifests.len() > 1
@@ -213,10 +272,21 @@ impl Tier {
                 || memory(&cache) > self.options.manifest_memory)
         {
             let others = cache.manifests.values().filter(|one| !Arc::ptr_eq(one, known));
-            let oldest = others.min_by_key(|known| known.read_at).map(|known| known.manifest.namespace);
+            let oldest = others.min_by_key(|known| known.seen.at).map(|known| known.manifest.namespace);
             let Some(oldest) = oldest else { return };
-            cache.manifests.remove(&oldest);
+            cache.forget_manifest(oldest);
         }
+    }
+
+    /// Whether a manifest was read so long ago that it is used for nothing any more.
+    fn is_stale(&self, known: &Known) -> bool {
+        self.access.time().now().saturating_sub(known.seen.at) >= self.options.stale
+    }
+
+    /// Whether a put of this manifest may happen yet that this tier has given up. Its next change by this tier settles it: whatever
+    /// happens then meets another manifest than it was to replace.
+    pub fn is_unsettled(&self, namespace: NamespaceId) -> bool {
+        self.lock().unsettled.contains_key(&namespace)
     }
 
     /// Memory that manifests take now.
@@ -233,7 +303,7 @@ impl Tier {
     pub async fn manifest(&self, namespace: NamespaceId) -> Result<Arc<Known>, ColdError> {
         let remembered = self.remembered(namespace);
         let now = self.access.time().now();
-        let age = remembered.as_ref().map(|known| now.saturating_sub(known.read_at));
+        let age = remembered.as_ref().map(|known| now.saturating_sub(known.seen.at));
         if let (Some(known), Some(age)) = (&remembered, age)
             && age < self.options.refresh
         {
@@ -241,7 +311,8 @@ impl Tier {
         }
         match (self.read_manifest(namespace).await, remembered, age) {
             (Err(_), Some(known), Some(age)) if age < self.options.stale => Ok(known),
-            (outcome, ..) => outcome,
+            // What came late is not what is remembered.
+            (outcome, ..) => outcome.map(|read| self.remembered(namespace).unwrap_or(read)),
         }
     }
 
@@ -424,39 +495,83 @@ impl Tier {
         namespace: NamespaceId,
         mut change: impl FnMut(&mut Manifest) -> Result<Option<T>, ColdError>,
     ) -> Result<Option<T>, ColdError> {
-        let name = names::manifest(namespace);
         for attempt in 0..self.options.swaps.max(1) {
             let known = self.read_manifest(namespace).await?;
             let mut manifest = known.manifest.clone();
             let Some(done) = change(&mut manifest)? else { return Ok(None) };
             manifest.generation = manifest.generation.saturating_add(1);
             manifest.written_ms = self.access.time().wall_ms();
-            let bytes = manifest.encode().map_err(|error| match error {
-                FormatError::Rule(rule) if rule.starts_with("a manifest has no room") => {
-                    ColdError::Full(namespace)
-                }
-                error => ColdError::Object(name.clone(), error),
-            })?;
-            let condition = known.tag.clone().map_or(Condition::Absent, Condition::Is);
-            match self.access.put(&name, &[Bytes::from(bytes)], condition).await {
-                Ok(tag) => {
-                    let now = self.access.time().now();
-                    self.keep(&Arc::new(Known::new(manifest, Some(tag), now)));
-                    return Ok(Some(done));
-                }
-                // Another writer, or an attempt of ours whose answer was lost: the next look says which.
-                Err(ColdError::Bucket(_, Fault::Changed)) => self.access.wait_for_turn(attempt).await,
-                // A server that refuses a manifest before it has read all of it may close the connection, and its answer is lost.
-                Err(error @ ColdError::Bucket(_, Fault::Unreachable(_) | Fault::Failed(_))) => {
-                    if self.read_manifest(namespace).await?.tag == known.tag {
-                        return Err(error);
-                    }
-                    self.access.wait_for_turn(attempt).await;
-                }
-                Err(error) => return Err(error),
+            if self.swap(&known, manifest).await? {
+                return Ok(Some(done));
             }
+            self.access.wait_for_turn(attempt).await;
         }
         Err(ColdError::Contended(namespace))
+    }
+
+    /// Puts a manifest in the place of another one; says whether that was still there.
+    async fn swap(&self, known: &Known, manifest: Manifest) -> Result<bool, ColdError> {
+        let namespace = manifest.namespace;
+        let name = names::manifest(namespace);
+        let bytes = manifest.encode().map_err(|error| match error {
+            FormatError::Rule(NO_ROOM) => ColdError::Full(namespace),
+            FormatError::Rule(NO_ROOM_TO_WAIT) => ColdError::Waiting(namespace),
+            error => ColdError::Object(name.clone(), error),
+        })?;
+        let condition = known.tag.clone().map_or(Condition::Absent, Condition::Is);
+        let (at, asked) = (self.access.time().now(), self.step());
+        let mut changing = Changing { tier: self, namespace, asked, is_settled: false };
+        match self.access.put(&name, &[Bytes::from(bytes)], condition).await {
+            Ok(tag) => {
+                changing.has_happened();
+                let seen = Seen { at, asked, answered: self.step(), is_change: true };
+                self.keep(&Arc::new(Known::new(manifest, Some(tag), seen)));
+                Ok(true)
+            }
+            // Another writer, or an attempt of ours whose answer was lost: the next look says which.
+            Err(ColdError::Bucket(_, Fault::Changed)) => {
+                changing.is_settled = true;
+                Ok(false)
+            }
+            // A server that refuses a manifest before it has read all of it may close the connection, and its answer is lost.
+            Err(error @ ColdError::Bucket(_, Fault::Unreachable(_) | Fault::Failed(_))) => {
+                if self.read_manifest(namespace).await?.tag == known.tag {
+                    return Err(error);
+                }
+                changing.is_settled = true;
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// A put of a manifest that is under way. If it is given up before it is known what became of it, that is remembered.
+struct Changing<'a> {
+    tier: &'a Tier,
+    namespace: NamespaceId,
+    asked: u64,
+    is_settled: bool,
+}
+
+impl Changing<'_> {
+    /// It has, so puts that were asked for before it cannot any more.
+    fn has_happened(&mut self) {
+        self.is_settled = true;
+        let mut cache = self.tier.lock();
+        if cache.unsettled.get(&self.namespace).is_some_and(|asked| *asked < self.asked) {
+            cache.unsettled.remove(&self.namespace);
+        }
+    }
+}
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        if !self.is_settled {
+            let mut cache = self.tier.lock();
+            let last = cache.unsettled.entry(self.namespace).or_default();
+            *last = self.asked.max(*last);
+        }
     }
 }
 

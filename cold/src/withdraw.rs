@@ -3,16 +3,18 @@
 //!
 //! A pack never changes, so its other blocks go with it: that costs hits. When this has succeeded, no manifest names a pack with
 //! a deleted block that was named before, and a pusher that was told first ([`crate::Pusher::guarded`]) names none afterwards: it has
-//! to change the manifest too, and finds it changed.
+//! to change the manifest too, and finds it changed. A change that its pusher gave up without an answer, and that may happen yet, meets
+//! another manifest too.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
+use futures_util::StreamExt;
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
 use crate::error::ColdError;
-use crate::format::{Manifest, PackId, PackIndex};
-use crate::tier::{Known, Tier};
+use crate::format::{IndexedRun, Manifest, PackId, PackIndex};
+use crate::tier::{INDEXES_AT_ONCE, Known, Tier};
 
 /// What was deleted of a namespace.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -20,7 +22,7 @@ pub enum Deleted {
     /// The blocks under these keys, of every group and coordinate.
     Keys(Vec<BlockKey>),
     /// The block under this key and what descends from it. What may descend goes too: where a link leads out of the bucket,
-    /// descent cannot be known.
+    /// descent cannot be known, nor where there is too much to follow.
     Prefix(BlockKey),
     /// Everything.
     Namespace,
@@ -30,8 +32,10 @@ pub enum Deleted {
 
 /// How often it is begun again because another writer added packs meanwhile.
 const ROUNDS: u32 = 8;
-/// Packs whose indexes are read to follow links; of more all go.
-const FOLLOWED: usize = 64;
+/// Packs whose indexes are read to follow links; where there are more all go.
+const FOLLOWED: usize = 1024;
+/// Bytes of these indexes together, the same.
+const FOLLOWED_BYTES: u64 = 32 << 20;
 
 /// Condemns every pack that has some of what was deleted; gives how many. With `always` the manifest is changed even if there is none:
 /// who is about to name a pack then has to look again.
@@ -44,7 +48,7 @@ pub async fn withdraw(
     for _ in 0..ROUNDS {
         let known = tier.read_manifest(namespace).await?;
         let going = with_some(tier, &known, deleted).await;
-        if going.is_empty() && !always {
+        if going.is_empty() && !always && !tier.is_unsettled(namespace) {
             return Ok(0);
         }
         let now_ms = tier.access().time().wall_ms();
@@ -94,21 +98,22 @@ async fn with_some(tier: &Tier, known: &Known, deleted: &Deleted) -> BTreeSet<Pa
             };
             those_near(tier, known, keys, |index| keys.iter().any(|key| outlives(index, key))).await
         }
-        Deleted::Prefix(_) if known.manifest.packs.len() > FOLLOWED => all(),
+        Deleted::Prefix(_) if !can_be_followed(known) => all(),
         Deleted::Prefix(root) => {
-            let mut indexes = Vec::new();
-            for pack in known.manifest.packs.keys() {
-                match tier.index(namespace, *pack).await {
-                    Ok(index) => indexes.push(index),
-                    // Links may lead through it.
-                    Err(_) => return all(),
-                }
-            }
-            let gone = descendants(*root, indexes.iter().map(|index| &**index));
-            let has_some = |index: &&std::sync::Arc<PackIndex>| index.keys().any(|key| gone.contains(&key));
-            indexes.iter().filter(has_some).map(|index| index.id()).collect()
+            let packs = known.manifest.packs.keys().copied();
+            let links = look_at(tier, namespace, packs, links_of).await;
+            // Where an index cannot be had links may lead through it.
+            let links: Option<Vec<Vec<Link>>> = links.into_iter().map(|(_, links)| links).collect();
+            links.map_or_else(all, |links| behind(*root, &links.into_iter().flatten().collect::<Vec<_>>()))
         }
     }
+}
+
+/// Whether links can be followed through all packs of a namespace.
+fn can_be_followed(known: &Known) -> bool {
+    let packs = &known.manifest.packs;
+    let bytes = packs.values().map(|pack| u64::from(pack.index_bytes)).fold(0, u64::saturating_add);
+    packs.len() <= FOLLOWED && bytes <= FOLLOWED_BYTES
 }
 
 /// Of the packs that may have some of these keys those whose index says so.
@@ -119,38 +124,68 @@ async fn those_near(
     goes: impl Fn(&PackIndex) -> bool,
 ) -> BTreeSet<PackId> {
     let near: BTreeSet<PackId> = keys.iter().flat_map(|key| known.packs_with(key)).collect();
-    let mut going = BTreeSet::new();
-    for pack in near {
-        let index = tier.index(known.manifest.namespace, pack).await;
-        if index.map_or(true, |index| goes(&index)) {
-            going.insert(pack);
-        }
-    }
-    going
+    let looks = look_at(tier, known.manifest.namespace, near.into_iter(), goes).await;
+    looks.into_iter().filter(|(_, goes)| goes.unwrap_or(true)).map(|(pack, _)| pack).collect()
 }
 
-/// The block of this key and all that descends from it, or may.
-fn descendants<'a>(
-    root: BlockKey,
-    indexes: impl Iterator<Item = &'a PackIndex> + Clone,
-) -> BTreeSet<BlockKey> {
-    let here: BTreeSet<BlockKey> = indexes.clone().flat_map(PackIndex::keys).collect();
-    let mut gone = BTreeSet::from([root]);
-    loop {
-        let before = gone.len();
-        for run in indexes.clone().flat_map(PackIndex::runs) {
-            let behind = match run.run.parent {
-                Parent::Key(key) => gone.contains(&BlockKey(key)) || !here.contains(&BlockKey(key)),
-                Parent::Root | Parent::Unknown => false,
-            };
-            let keys = || run.run.blocks.iter().map(|block| block.key);
-            let first = if behind { Some(0) } else { keys().position(|key| gone.contains(&key)) };
-            if let Some(first) = first {
-                gone.extend(keys().skip(first));
-            }
+/// Looks at the indexes of packs, several at once; none where an index cannot be had.
+async fn look_at<T>(
+    tier: &Tier,
+    namespace: NamespaceId,
+    packs: impl Iterator<Item = PackId>,
+    look: impl Fn(&PackIndex) -> T,
+) -> Vec<(PackId, Option<T>)> {
+    let look = &look;
+    let looks = packs.map(|pack| async move {
+        let index = tier.index(namespace, pack).await.ok();
+        (pack, index.map(|index| look(&index)))
+    });
+    futures_util::stream::iter(looks).buffer_unordered(INDEXES_AT_ONCE).collect().await
+}
+
+/// The keys of a run, and what it is linked to.
+#[derive(Clone, Debug)]
+struct Link {
+    pack: PackId,
+    parent: Parent,
+    keys: Vec<BlockKey>,
+}
+
+fn links_of(index: &PackIndex) -> Vec<Link> {
+    let link = |IndexedRun { run, .. }: &IndexedRun| {
+        let keys = run.blocks.iter().map(|block| block.key).collect();
+        Link { pack: index.id(), parent: run.parent, keys }
+    };
+    index.runs().iter().map(link).collect()
+}
+
+/// The packs that have the block of this key, or what descends from it, or may: what is linked to a block that is in no pack.
+fn behind(root: BlockKey, links: &[Link]) -> BTreeSet<PackId> {
+    // Where each key stands; which runs are linked to it.
+    let mut places: BTreeMap<BlockKey, Vec<(usize, usize)>> = BTreeMap::new();
+    let mut children: BTreeMap<BlockKey, Vec<usize>> = BTreeMap::new();
+    for (run, link) in links.iter().enumerate() {
+        for (place, key) in link.keys.iter().enumerate() {
+            places.entry(*key).or_default().push((run, place));
         }
-        if gone.len() == before {
-            return gone;
+        if let Parent::Key(parent) = link.parent {
+            children.entry(BlockKey(parent)).or_default().push(run);
         }
     }
+    let mut left: Vec<BlockKey> = vec![root];
+    left.extend(children.keys().filter(|parent| !places.contains_key(*parent)));
+    let mut gone: BTreeSet<BlockKey> = left.iter().copied().collect();
+    let mut packs = BTreeSet::new();
+    while let Some(key) = left.pop() {
+        let stands = places.get(&key).into_iter().flatten().copied();
+        let linked = children.get(&key).into_iter().flatten().map(|run| (*run, 0));
+        for (run, place) in stands.chain(linked) {
+            let Some(link) = links.get(run) else { continue };
+            packs.insert(link.pack);
+            // What stands behind a block that went before went with it.
+            let new = link.keys.iter().skip(place).filter(|key| gone.insert(**key));
+            left.extend(new);
+        }
+    }
+    packs
 }

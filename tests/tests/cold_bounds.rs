@@ -1,11 +1,14 @@
 //! What bounds restores: budgets of the day, sizes, times, what is deleted meanwhile; and what is told of them.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::cold_blocks::world::{PATIENCE, Setting, World};
-use crate::cold_blocks::{GROUP, WHOLE, content, key};
+use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
+use kvarts_bucket::time::TokioTime;
 use kvarts_cold::testing::{Kind, Op, Plan};
+use kvarts_cold::{Access, Bucket, Limits, PushOptions, Pusher, Tier, TierOptions, Time};
 use kvarts_layout::BlockKey;
 use kvarts_server::cold::{ColdConfig, Offer, Wish};
 use kvarts_store::api::{
@@ -117,6 +120,53 @@ fn nothing_of_a_namespace_is_brought_while_something_of_it_is_deleted() {
     assert_eq!((world.count("restores"), world.count("delete_failures")), (0, 1));
     drop(deleting);
     assert_eq!(world.read(&ALL, Order::Blocks).0.len(), 6, "afterwards it is");
+}
+
+#[test]
+fn a_delete_in_a_namespace_that_was_not_in_use_reaches_what_others_pushed_meanwhile() {
+    let world = configured(|config| config.refresh = Duration::from_millis(50));
+    world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
+    let reads = || world.faulty.asked(Op::Get);
+    let mut before = 0;
+    world.until("it is not read again any more", || {
+        std::thread::sleep(Duration::from_millis(300));
+        std::mem::replace(&mut before, reads()) == reads()
+    });
+    world.push(100..104);
+    let target = Target::Keys { column: None, keys: vec![key(100)] };
+    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
+    deleting.told().unwrap();
+    drop(deleting);
+    assert_eq!(world.count("withdrawn_packs"), 1);
+    assert!(world.read(&[100], Order::Blocks).0.is_empty(), "it came back");
+}
+
+#[test]
+fn what_was_brought_is_given_to_no_read_after_its_time() {
+    let world = configured(|config| config.refresh = Duration::from_millis(50));
+    let clock = TokioTime::start();
+    let expires_ms = clock.wall_ms() + 1500;
+    let model = Model::new(world.shape.block_bytes() / 4);
+    let (mut run, payload) = model.run(100..104);
+    run.expires_ms = expires_ms;
+    let bucket = Arc::clone(&world.gate) as Arc<dyn Bucket>;
+    let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), 2);
+    let tier = Tier::new(access, TierOptions::default());
+    world.runtime.block_on(async {
+        let mut pusher = Pusher::new(&tier, PushOptions::default());
+        pusher.add(&model.exported(), &run, &payload).await.unwrap();
+        pusher.finish().await.unwrap();
+    });
+    world.until("the manifest is known", || {
+        world.cold.known(world.namespace).is_some_and(|known| known.may_have(&key(100)))
+    });
+    let come = || world.read(&[100, 101, 102, 103], Order::Blocks).0.len();
+    let (first, was_in_time) = (come(), clock.wall_ms() < expires_ms);
+    assert!(first == 4 || !was_in_time, "{first}");
+    while clock.wall_ms() <= expires_ms {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!((come(), come(), come()), (0, 0, 0));
 }
 
 #[test]

@@ -1,13 +1,20 @@
 //! What a sweep copies into the bucket, and what it leaves.
 #![allow(clippy::disallowed_methods, reason = "real stores on real directories, real time")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use crate::cold_blocks::world::{PATIENCE, Setting, World};
-use crate::cold_blocks::{content, key};
+use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
+use kvarts_bucket::time::TokioTime;
+use kvarts_cold::format::{Manifest, PackId, names};
 use kvarts_cold::testing::{Kind, Op, Plan};
+use kvarts_cold::{Access, Bucket, Condition, Limits, Tier, TierOptions};
+use kvarts_layout::NamespaceId;
 use kvarts_server::cold::ColdConfig;
-use kvarts_store::api::{DeleteRequest, KvStore, Order, Target};
+use kvarts_store::api::{DeleteRequest, KvStore, Order, Placed, PutRequest, Target};
+use kvarts_store::io::BufMut;
 
 /// Blocks of 256 KiB that are in the store and not in the bucket: enough for several full segments.
 const PUT: std::ops::Range<u64> = 100..132;
@@ -104,17 +111,106 @@ fn what_is_deleted_while_a_sweep_has_it_is_not_named() {
 }
 
 #[test]
+fn what_is_being_deleted_when_a_sweep_begins_is_not_copied_and_other_blocks_are() {
+    let all = swept(&filled(|_| {}, None));
+    let world = filled(|_| {}, None);
+    let target = Target::Keys { column: None, keys: vec![key(PUT.start + 1)] };
+    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
+    deleting.told().unwrap();
+    assert_eq!(swept(&world), all - 1, "the store has not deleted yet");
+    assert!(!is_named(&world, PUT.start + 1) && is_named(&world, PUT.start));
+    assert_eq!(world.count("let_go_blocks"), 0);
+    drop(deleting);
+    assert_eq!(swept(&world), all - 1, "little of a namespace is not copied again");
+}
+
+/// Changes the manifest of a world's namespace as another program does.
+fn change(world: &World, change: impl FnMut(&mut Manifest)) {
+    let bucket = Arc::clone(&world.gate) as Arc<dyn Bucket>;
+    let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), 3);
+    let tier = Tier::new(access, TierOptions::default());
+    let mut change = change;
+    let changed = tier.change(world.namespace, |manifest| {
+        change(manifest);
+        Ok(Some(()))
+    });
+    world.runtime.block_on(changed).unwrap();
+}
+
+/// A store with [`PUT`] and blocks of 128 KiB of another namespace, whose id is given: both are in what goes next.
+fn filled_with_others() -> (World, NamespaceId) {
+    let mut setting =
+        Setting { layer_bytes: 64 << 10, blocks: 32, segment_bytes: 1 << 20, ..Setting::default() };
+    setting.config.refresh = Duration::from_millis(50);
+    let world = World::with("cold-spill-two", setting);
+    let model = Model::new(32 << 10);
+    world.store().register(&model.identity, &model.geometry).unwrap();
+    let each = model.shape.block_bytes();
+    for first in PUT.step_by(4) {
+        world.put(first..first + 4, None);
+        let memory = BufMut::zeroed((each * 4) as usize).unwrap().share();
+        for block in 0..4 {
+            memory.copy_in((each * block) as usize, &content(first + block, each));
+        }
+        let from = Placed::blocks(&model.shape, memory, 4).unwrap();
+        let keys = (first..first + 4).map(key).collect();
+        let request = PutRequest::new(model.namespace, GROUP, WHOLE, keys, from);
+        world.runtime.block_on(world.store().put(request)).unwrap().unwrap();
+    }
+    (world, model.namespace)
+}
+
+#[test]
+fn a_full_namespace_is_let_go_and_counted_once_and_other_namespaces_are_copied() {
+    let (world, others) = filled_with_others();
+    change(&world, |manifest| {
+        let entry = manifest.packs.values().next().unwrap().clone();
+        for pack in 0u32.. {
+            if !manifest.has_room(entry.filter.len()) {
+                break;
+            }
+            let mut id = [7; 32];
+            id[..4].copy_from_slice(&pack.to_be_bytes());
+            manifest.packs.insert(PackId(id), entry.clone());
+        }
+    });
+    world.until("it is known to be full", || {
+        world.cold.known(world.namespace).is_some_and(|known| !known.manifest.has_room(1))
+    });
+    let before = world.faulty.asked(Op::Put);
+    let copied = swept(&world);
+    assert!(copied > 0);
+    assert_eq!(world.faulty.asked(Op::Put) - before, 2, "a pack of the other namespace, and its index");
+    assert!(world.cold.known(others).is_some_and(|known| known.manifest.packs.len() == 1));
+    assert!(!PUT.into_iter().any(|block| is_named(&world, block)));
+    let let_go = world.count("let_go_blocks");
+    assert!(let_go >= 3, "{let_go}");
+    assert_eq!((swept(&world), world.count("let_go_blocks")), (copied, let_go));
+}
+
+#[test]
+fn a_namespace_whose_manifest_is_damaged_does_not_keep_others_from_being_copied() {
+    let (world, others) = filled_with_others();
+    let name = names::manifest(world.namespace);
+    let damage = world.gate.put(&name, vec![Bytes::from_static(b"nothing")], Condition::Any);
+    world.runtime.block_on(damage).unwrap();
+    world.until("it is known to be damaged", || {
+        world.cold.touch(world.namespace);
+        world.count("manifest_failures") > 0
+    });
+    assert!(swept(&world) > 0);
+    assert!(world.cold.known(others).is_some_and(|known| known.manifest.packs.len() == 1));
+}
+
+#[test]
 fn what_cannot_be_read_or_written_is_let_go_and_counted() {
+    let all = swept(&filled(|_| {}, None));
     let world = filled(|config| config.written = 64 << 10, None);
     assert!(world.runtime.block_on(world.cold.sweep()).is_err());
-    assert_eq!(world.count("spilled_blocks"), 0);
+    assert_eq!((world.count("spilled_blocks"), world.count("let_go_blocks")), (0, all));
     assert!(world.cold.counted().today.written_bytes <= 64 << 10);
     // A block that is damaged on disk.
     let world = filled(|_| {}, None);
-    let all = {
-        let whole = filled(|_| {}, None);
-        swept(&whole)
-    };
     flip(world.directory(), &content(PUT.start + 1, world.shape.block_bytes())[..64]);
     assert_eq!(swept(&world), all - 1);
     assert_eq!(world.count("let_go_blocks"), 1);

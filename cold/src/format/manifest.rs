@@ -22,6 +22,11 @@ pub const FINGERPRINTS_MAX: usize = 1 << 20;
 pub const MANIFEST_BYTES_MAX: usize =
     HEAD + PACKS_MAX * PACK + CONDEMNED_MAX * CONDEMNED + FINGERPRINTS_MAX * 4 + HASH;
 
+/// What is said of a manifest with more packs, or more fingerprints, than it may have.
+pub(crate) const NO_ROOM: &str = "a manifest has no room for more packs";
+/// What is said of one with more packs that wait for their deletion.
+pub(crate) const NO_ROOM_TO_WAIT: &str = "a manifest has no room for more packs that wait for deletion";
+
 const HEAD: usize = 80;
 const PACK: usize = 72;
 const CONDEMNED: usize = 40;
@@ -107,6 +112,11 @@ impl Manifest {
         self.packs.values().map(|pack| pack.filter.len()).fold(0, usize::saturating_add)
     }
 
+    /// Whether there is room for another pack with this number of fingerprints.
+    pub fn has_room(&self, fingerprints: usize) -> bool {
+        self.packs.len() < PACKS_MAX && self.fingerprints().saturating_add(fingerprints) <= FINGERPRINTS_MAX
+    }
+
     /// What all packs and indexes take.
     pub fn stored_bytes(&self) -> u64 {
         self.packs.values().map(PackEntry::stored_bytes).fold(0, u64::saturating_add)
@@ -118,10 +128,10 @@ impl Manifest {
             return Err(FormatError::Rule("a manifest was written at least once"));
         }
         if self.packs.len() > PACKS_MAX || self.fingerprints() > FINGERPRINTS_MAX {
-            return Err(FormatError::Rule("a manifest has no room for more packs"));
+            return Err(FormatError::Rule(NO_ROOM));
         }
         if self.condemned.len() > CONDEMNED_MAX {
-            return Err(FormatError::Rule("a manifest has no room for more packs that wait for deletion"));
+            return Err(FormatError::Rule(NO_ROOM_TO_WAIT));
         }
         if self.condemned.keys().any(|id| self.packs.contains_key(id)) {
             return Err(FormatError::Rule("a pack counts or is to be deleted, not both"));

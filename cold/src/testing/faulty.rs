@@ -39,8 +39,12 @@ pub enum Kind {
     Lost,
     /// 429 or 503, with this Retry-After.
     Busy(Option<Duration>),
-    /// The answer takes this long.
+    /// The answer takes this long, and what was asked for happens at its end.
     Slow(Duration),
+    /// The same for a whole object or a put, and what was asked for happens at its beginning.
+    Late(Duration),
+    /// A put is given up at once, and happens so long afterwards.
+    Afterwards(Duration),
     /// A range comes in eight pieces, with so long before each.
     Trickle(Duration),
     /// No answer, ever.
@@ -84,7 +88,11 @@ struct State {
     asked: BTreeMap<Op, u64>,
     /// Every object, as listings were to be remembered.
     listed: Vec<Listed>,
+    /// Puts that were given up, and when they happen.
+    given_up: Vec<(Duration, GivenUp)>,
 }
+
+type GivenUp = (String, Vec<Bytes>, Condition);
 
 /// A bucket with faults before another one.
 pub struct Faulty {
@@ -102,8 +110,13 @@ impl std::fmt::Debug for Faulty {
 impl Faulty {
     /// A bucket without faults so far.
     pub fn new(inner: Arc<dyn Bucket>, time: Arc<dyn Time>, seed: u64) -> Arc<Self> {
-        let state =
-            State { plan: Plan::default(), random: seed | 1, asked: BTreeMap::new(), listed: Vec::new() };
+        let state = State {
+            plan: Plan::default(),
+            random: seed | 1,
+            asked: BTreeMap::new(),
+            listed: Vec::new(),
+            given_up: Vec::new(),
+        };
         Arc::new(Self { inner, time, state: Mutex::new(state) })
     }
 
@@ -173,8 +186,29 @@ impl Faulty {
         fails.then(|| kinds[dice.1 as usize % kinds.len()])
     }
 
+    /// Has happen what was given up, if its time has come.
+    async fn happen(&self) {
+        let now = self.time.now();
+        let mut due: Vec<_> =
+            self.state.lock().unwrap().given_up.extract_if(.., |(at, _)| *at <= now).collect();
+        due.sort_by_key(|(at, _)| *at);
+        for (_, (name, body, condition)) in due {
+            // There is no one to hear what came of it.
+            let _ = self.inner.put(&name, body, condition).await;
+        }
+    }
+
+    /// An answer that comes late.
+    async fn behind<T>(&self, kind: Option<Kind>, answer: T) -> T {
+        if let Some(Kind::Late(long)) = kind {
+            self.time.sleep(long).await;
+        }
+        answer
+    }
+
     /// What goes wrong before the request is made; what goes wrong behind it comes back.
     async fn before(&self, op: Op) -> Result<Option<Kind>, Fault> {
+        self.happen().await;
         let kind = self.drawn(op);
         match kind {
             Some(Kind::Outage) => Err(Fault::Unreachable("outage".to_owned())),
@@ -184,6 +218,7 @@ impl Faulty {
             Some(Kind::Changed) if op == Op::Swap => Err(Fault::Changed),
             Some(Kind::Slow(long)) => {
                 self.time.sleep(long).await;
+                self.happen().await;
                 Ok(None)
             }
             Some(Kind::Silent) => {
@@ -218,7 +253,7 @@ impl Bucket for Faulty {
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
         Box::pin(async move {
             let kind = self.before(Op::Get).await?;
-            let (bytes, tag) = self.inner.get(name, most).await?;
+            let (bytes, tag) = self.behind(kind, self.inner.get(name, most).await).await?;
             Ok((self.spoilt(kind, bytes)?, tag))
         })
     }
@@ -265,7 +300,12 @@ impl Bucket for Faulty {
         Box::pin(async move {
             let op = if condition == Condition::Any { Op::Put } else { Op::Swap };
             let kind = self.before(op).await?;
-            lost(kind, self.inner.put(name, body, condition).await?)
+            if let Some(Kind::Afterwards(long)) = kind {
+                let at = self.time.now() + long;
+                self.state.lock().unwrap().given_up.push((at, (name.to_owned(), body, condition)));
+                return Err(Fault::Unreachable("given up".to_owned()));
+            }
+            lost(kind, self.behind(kind, self.inner.put(name, body, condition).await).await?)
         })
     }
 

@@ -58,6 +58,12 @@ impl World {
         tier(Arc::new(self.time.clone()), &self.faulty, limits(), self.seed + 77)
     }
 
+    /// The same with other options.
+    pub(crate) fn other_with_options(&self, options: TierOptions) -> Tier {
+        let bucket = Arc::clone(&self.faulty) as Arc<dyn Bucket>;
+        Tier::new(Access::new(bucket, Arc::new(self.time.clone()), limits(), self.seed + 80), options)
+    }
+
     /// The same, which may not ask for more than this.
     pub(crate) fn other_with_limits(&self, limits: Limits) -> Tier {
         tier(Arc::new(self.time.clone()), &self.faulty, limits, self.seed + 79)

@@ -4,6 +4,7 @@ mod check;
 mod clocks;
 mod collect;
 mod fixture;
+mod late;
 mod push;
 mod restore;
 mod store;

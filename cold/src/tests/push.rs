@@ -8,8 +8,9 @@ use super::fixture::*;
 use crate::access::Limits;
 use crate::bucket::Fault;
 use crate::error::ColdError;
+use crate::format::manifest::{FINGERPRINTS_MAX, PACKS_MAX};
 use crate::format::names::{self, Named};
-use crate::format::{Manifest, PackBuilder, PackIndex, pack, samples};
+use crate::format::{Manifest, PackBuilder, PackId, PackIndex, pack, samples};
 use crate::push::PushOptions;
 use crate::testing::{Kind, Op, Plan};
 use crate::time::Time;
@@ -293,4 +294,71 @@ fn blocks_that_have_expired_are_not_pushed_and_not_found() {
     };
     let pushed = world.time.run(go).unwrap();
     assert_eq!((pushed.blocks, pushed.expired), (0, 3));
+}
+
+/// A manifest without room for another pack.
+fn fill(world: &World, tier: &crate::Tier) {
+    let full = tier.change(samples::namespace_id("r1"), |manifest| {
+        for pack in 0..PACKS_MAX as u32 {
+            let mut id = [0x55; 32];
+            id[..4].copy_from_slice(&pack.to_be_bytes());
+            manifest.packs.insert(PackId(id), samples::pack().entry);
+        }
+        Ok(Some(()))
+    });
+    world.time.run(full).unwrap();
+}
+
+#[test]
+fn what_a_full_namespace_has_no_room_for_is_not_put() {
+    let world = World::new();
+    let namespace = samples::namespace_id("r1");
+    fill(&world, &world.tier);
+    let names = world.memory.names();
+    // Whether that is known before or not.
+    assert_eq!(world.push(&[(7, 0, 3)]), Err(ColdError::Full(namespace)));
+    let other = world.other();
+    assert_eq!(world.time.run(push(&other, &[(7, 0, 3)], options())), Err(ColdError::Full(namespace)));
+    assert_eq!(world.memory.names(), names);
+    assert_eq!(world.faulty.asked(Op::Put), 0);
+    // As soon as there is room it is used, also by who has an old manifest.
+    let made = world.other();
+    let room = made.change(namespace, |manifest| Ok(manifest.packs.pop_first().map(|_| ())));
+    world.time.run(room).unwrap();
+    assert_eq!(world.push(&[(7, 0, 3)]).map(|pushed| pushed.packs), Ok(1));
+    assert_eq!(world.time.run(push(&other, &[(8, 0, 3)], options())), Err(ColdError::Full(namespace)));
+}
+
+#[test]
+fn a_namespace_has_room_for_as_many_packs_and_fingerprints_as_a_manifest() {
+    let mut manifest = samples::manifest();
+    let entry = samples::pack().entry;
+    let least = entry.filter.len();
+    assert!(manifest.has_room(FINGERPRINTS_MAX - manifest.fingerprints()));
+    assert!(!manifest.has_room(FINGERPRINTS_MAX - manifest.fingerprints() + 1));
+    while manifest.has_room(least) {
+        let mut id = [0x55; 32];
+        id[..4].copy_from_slice(&(manifest.packs.len() as u32).to_be_bytes());
+        manifest.packs.insert(PackId(id), entry.clone());
+        assert!(manifest.check().is_ok() || manifest.packs.len() > PACKS_MAX);
+    }
+    assert_eq!((manifest.packs.len(), manifest.check()), (PACKS_MAX, Ok(())));
+}
+
+#[test]
+fn what_was_abandoned_is_not_brought_into_the_tier() {
+    let world = World::new();
+    let go = async {
+        let mut pusher = crate::push::Pusher::new(&world.tier, options());
+        for prefix in [1, 2] {
+            let (run, payload) = samples::run("r1", prefix, 0, 3);
+            pusher.add(&samples::namespace("r1"), &run, &payload).await?;
+            if prefix == 1 {
+                pusher.abandon();
+            }
+        }
+        pusher.finish().await
+    };
+    assert_eq!(world.time.run(go).map(|pushed| (pushed.packs, pushed.blocks)), Ok((1, 3)));
+    assert_eq!((world.good(&world.other(), 1, 3), world.good(&world.other(), 2, 3)), (0, 3));
 }

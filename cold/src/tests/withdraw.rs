@@ -6,7 +6,8 @@ use kvarts_layout::BlockKey;
 
 use super::fixture::*;
 use crate::error::ColdError;
-use crate::format::samples;
+use crate::format::manifest::CONDEMNED_MAX;
+use crate::format::{PackEntry, PackId, samples};
 use crate::push::Pusher;
 use crate::testing::{Kind, Op};
 use crate::time::Time;
@@ -103,7 +104,7 @@ fn a_pusher_that_was_told_names_nothing_even_if_it_looked_before() {
     let namespace = samples::namespace_id("r1");
     let (pusher, deleter) = (world.other(), world.other());
     let mut pushing =
-        Pusher::new(&pusher, options()).guarded(|of| of != namespace || !told.load(Ordering::SeqCst));
+        Pusher::new(&pusher, options()).guarded(|of, _| of != namespace || !told.load(Ordering::SeqCst));
     let (run, payload) = samples::run("r1", 1, 0, 4);
     world.time.run(pushing.add(&samples::namespace("r1"), &run, &payload)).unwrap();
     told.store(true, Ordering::SeqCst);
@@ -120,7 +121,7 @@ fn of_a_delete_and_a_push_that_cross_the_pushed_blocks_are_gone() {
     let namespace = samples::namespace_id("r1");
     let pusher = world.other();
     let crossed = AtomicBool::new(false);
-    let may_name = |_| {
+    let may_name = |_, _: &[BlockKey]| {
         let may = !told.load(Ordering::SeqCst);
         if may && !crossed.swap(true, Ordering::SeqCst) {
             told.store(true, Ordering::SeqCst);
@@ -156,4 +157,94 @@ fn manifests_in_memory_are_bounded_by_bytes() {
     assert!(tier.remembered(first).is_some_and(|known| known.memory_bytes() > 100));
     world.time.run(tier.read_manifest(second)).unwrap();
     assert!(tier.remembered(first).is_none() && tier.remembered(second).is_some());
+}
+
+/// A manifest that has these packs besides, of which nothing lies in the bucket.
+fn claim(world: &World, packs: u32, change: impl Fn(&mut PackEntry)) {
+    let claimed = world.tier.change(samples::namespace_id("r1"), |manifest| {
+        for pack in 0..packs {
+            let mut id = [0x33; 32];
+            id[..4].copy_from_slice(&pack.to_be_bytes());
+            let mut entry = samples::pack().entry;
+            change(&mut entry);
+            manifest.packs.insert(PackId(id), entry);
+        }
+        Ok(Some(()))
+    });
+    world.time.run(claimed).unwrap();
+}
+
+/// Packs that count.
+fn packs(world: &World) -> usize {
+    let known = world.time.run(world.other().read_manifest(samples::namespace_id("r1")));
+    known.unwrap().manifest.packs.len()
+}
+
+#[test]
+fn the_delete_of_a_prefix_leaves_others_also_where_there_are_many_packs() {
+    let world = World::new();
+    world.push(&[(1, 0, 500)]).unwrap();
+    world.push(&[(2, 0, 5)]).unwrap();
+    assert_eq!(delete(&world, &Deleted::Prefix(samples::key(2, 0))), Ok(1));
+    assert_eq!(delete(&world, &Deleted::Prefix(samples::key(3, 0))), Ok(0), "nothing of it was ever there");
+    assert_eq!(packs(&world), 100);
+    assert_eq!(delete(&world, &Deleted::Prefix(samples::key(1, 250))), Ok(50));
+    assert_eq!((packs(&world), world.good(&world.other(), 1, 250)), (50, 250));
+}
+
+#[test]
+fn what_may_descend_goes_and_what_certainly_does_not_stays() {
+    let world = World::new();
+    for blocks in [(1, 0, 5), (1, 5, 10), (1, 10, 15), (2, 0, 5)] {
+        world.push(&[blocks]).unwrap();
+    }
+    // Of prefix 1 the blocks 5 to 9 are not in the bucket any more: to what 10 to 14 belong is not known.
+    assert_eq!(delete(&world, &Deleted::Keys(vec![samples::key(1, 7)])), Ok(1));
+    assert_eq!(delete(&world, &Deleted::Prefix(samples::key(9, 0))), Ok(1));
+    assert_eq!((world.good(&world.other(), 1, 15), world.good(&world.other(), 2, 5)), (5, 5));
+}
+
+#[test]
+fn of_a_prefix_everything_goes_where_there_is_too_much_to_follow() {
+    for (packs, index_bytes) in [(1025, 400), (2, 17 << 20)] {
+        let world = World::new();
+        claim(&world, packs, |entry| entry.index_bytes = index_bytes);
+        let before = world.faulty.asked(Op::Get);
+        assert_eq!(delete(&world, &Deleted::Prefix(samples::key(2, 0))), Ok(u64::from(packs)));
+        assert_eq!(world.faulty.asked(Op::Get) - before, 2, "the manifest, and no index");
+    }
+}
+
+#[test]
+fn indexes_are_read_several_at_once_for_a_delete() {
+    let world = World::new();
+    world.push(&[(1, 0, 160)]).unwrap();
+    let keys = keys(1, 160);
+    for deleted in [Deleted::Prefix(samples::key(8, 0)), Deleted::Keys(keys)] {
+        world.faulty.all(Some(Kind::Slow(std::time::Duration::from_secs(1))));
+        let before = world.time.now();
+        delete(&world, &deleted).unwrap();
+        let took = world.time.now() - before;
+        world.faulty.all(None);
+        // 32 indexes, eight at once; manifest, its reading again, and its change.
+        assert!(took.as_secs() <= 7, "{took:?}");
+    }
+}
+
+#[test]
+fn where_too_many_packs_wait_for_their_deletion_a_delete_says_so() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let namespace = samples::namespace_id("r1");
+    let waiting = world.tier.change(namespace, |manifest| {
+        for pack in 0..CONDEMNED_MAX as u32 {
+            let mut id = [0x44; 32];
+            id[..4].copy_from_slice(&pack.to_be_bytes());
+            manifest.condemned.insert(PackId(id), 1);
+        }
+        Ok(Some(()))
+    });
+    world.time.run(waiting).unwrap();
+    assert_eq!(delete(&world, &Deleted::Namespace), Err(ColdError::Waiting(namespace)));
+    assert_eq!(delete(&world, &Deleted::Keys(vec![samples::key(7, 0)])), Ok(0));
 }

@@ -1,6 +1,6 @@
 //! What is deleted does not come back from the bucket.
 //!
-//! Before the store deletes, restores of the namespace are broken off, spills of it are told not to name what they have, and
+//! Before the store deletes, restores of the namespace are broken off, sweeps are told not to name such blocks until it has, and
 //! packs with such blocks are taken out of the manifest. Only then the delete can be acknowledged. Where the bucket cannot be told,
 //! the store deletes all the same, and the caller hears that it was not acknowledged: what is in the bucket may come back.
 //!
@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use kvarts_cold::withdraw::{Deleted, withdraw};
+use kvarts_cold::{ColdError, Tier};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use kvarts_store::api::{DeleteOutcome, DeleteReply, Target};
 use kvarts_store::error::Reason;
@@ -16,12 +17,36 @@ use kvarts_store::error::Reason;
 use super::ColdTier;
 use super::counts::add;
 use super::restore::Closed;
+use super::spilling::Withdrawing;
 
-/// What the tier has to say of a delete, and a namespace of which nothing is brought until the store has deleted.
+/// What the tier has to say of a delete. Until the store has deleted too nothing of the namespace is brought, and nothing that is
+/// deleted is copied.
 #[derive(Debug)]
 pub struct Deleting<'a> {
     failed: Option<String>,
     _closed: Closed<'a>,
+    _withdrawing: Withdrawing<'a>,
+}
+
+/// Takes what is deleted out of the bucket; gives the number of packs. With `is_open` a pack of the namespace may just be named here. The
+/// bucket is not asked if it had nothing of it when it was asked last, at most `refresh` ago.
+pub(super) async fn taken_out(
+    tier: &Tier,
+    namespace: NamespaceId,
+    deleted: &Deleted,
+    is_open: bool,
+    refresh: Duration,
+) -> Result<u64, ColdError> {
+    if let Deleted::Keys(keys) | Deleted::Later(keys, ..) = deleted
+        && let Some(known) = tier.remembered(namespace)
+    {
+        let age = tier.access().time().now().saturating_sub(known.read_at());
+        let may_be_there = keys.iter().any(|key| known.may_have(key));
+        if age <= refresh && !may_be_there && !is_open && !tier.is_unsettled(namespace) {
+            return Ok(0);
+        }
+    }
+    withdraw(tier, namespace, deleted, is_open).await
 }
 
 impl ColdTier {
@@ -51,21 +76,12 @@ impl ColdTier {
 
     async fn take_out(&self, namespace: NamespaceId, deleted: Deleted, left: Duration) -> Deleting<'_> {
         let closed = self.flights.close(namespace).await;
-        let is_open = self.spilling.withdraw(namespace);
-        let outcome = match (&deleted, self.known(namespace)) {
-            // Nothing of it is there, and nothing is on its way.
-            (Deleted::Keys(keys) | Deleted::Later(keys, ..), Some(known))
-                if !is_open && !keys.iter().any(|key| known.may_have(key)) =>
-            {
-                Ok(0)
-            }
-            _ => {
-                let withdrawn = withdraw(&self.tier, namespace, &deleted, is_open);
-                match tokio::time::timeout(left, withdrawn).await {
-                    Ok(outcome) => outcome.map_err(|error| error.to_string()),
-                    Err(_) => Err("the bucket did not answer in time".to_owned()),
-                }
-            }
+        let withdrawing = self.spilling.withdraw(namespace, &deleted);
+        self.touch(namespace);
+        let taken = taken_out(&self.tier, namespace, &deleted, withdrawing.is_open, self.config.refresh);
+        let outcome = match tokio::time::timeout(left, taken).await {
+            Ok(outcome) => outcome.map_err(|error| error.to_string()),
+            Err(_) => Err("the bucket did not answer in time".to_owned()),
         };
         let failed = match outcome {
             Ok(packs) => {
@@ -77,7 +93,7 @@ impl ColdTier {
                 Some(format!("the cold tier may still have it: {why}"))
             }
         };
-        Deleting { failed, _closed: closed }
+        Deleting { failed, _closed: closed, _withdrawing: withdrawing }
     }
 }
 

@@ -33,6 +33,12 @@ impl Came {
         Some(self.index.run(self.run)?.block(self.block)?.origin)
     }
 
+    /// Whether its time to live is over.
+    pub(super) fn has_expired(&self, now_ms: u64) -> bool {
+        let expires_ms = self.index.run(self.run).map_or(0, |run| run.run.expires_ms);
+        expires_ms != 0 && expires_ms <= now_ms
+    }
+
     /// The digest of a chunk, by its number in the block.
     pub(super) fn digest(&self, chunk: u32) -> Option<u32> {
         self.index.run(self.run)?.block(self.block)?.digests.get(chunk as usize).copied()

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use super::counts::add;
 use super::restore::KEPT_FOR;
-use super::{ColdTier, STALE};
+use super::{ColdTier, stale};
 
 /// Namespaces that are kept fresh: the one that was used longest ago makes room.
 const NAMESPACES: usize = 64;
@@ -109,7 +109,7 @@ impl ColdTier {
         let now = self.tier.access().time().now();
         self.manifests.touch(namespace, now);
         let known = self.tier.remembered(namespace)?;
-        (now.saturating_sub(known.read_at()) < STALE).then_some(known)
+        (now.saturating_sub(known.read_at()) < stale(self.config.refresh)).then_some(known)
     }
 
     /// The same; of a namespace that was not in use before its manifest is waited for, so long at most.
@@ -133,5 +133,20 @@ impl ColdTier {
         };
         let _ = tokio::time::timeout(most, wait).await;
         self.known(namespace)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_manifest_is_used_until_it_is_read_again_however_seldom_that_is() {
+        for seconds in 1..=3600 {
+            let refresh = Duration::from_secs(seconds);
+            let stale = stale(refresh);
+            assert!(stale >= refresh * 2 && stale >= Duration::from_secs(900), "{seconds}");
+        }
+        assert_eq!(stale(Duration::from_secs(30)), Duration::from_secs(900));
     }
 }

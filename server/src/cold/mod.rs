@@ -14,9 +14,13 @@ mod landed;
 mod manifests;
 mod offer;
 mod path;
+mod resting;
 mod restore;
+#[cfg(test)]
+mod scenes;
 mod spare;
 mod spill;
+mod spilling;
 mod ways;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,17 +43,24 @@ pub use spare::Coming;
 
 use manifests::Manifests;
 use path::BucketPath;
+use resting::Resting;
 use restore::Flights;
-use spill::Spilling;
+use spilling::Spilling;
 use ways::Ways;
 
 /// How long the bucket may take to say at the start whether it is there.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Of a manifest that could not be read again: how old it may become.
+/// Of a manifest that could not be read again: how old it may become at least.
 const STALE: Duration = Duration::from_secs(15 * 60);
 /// What the way to the bucket is taken for before anything came over it: until the first byte, and bytes a second.
 const FIRST_BYTE: Duration = Duration::from_millis(50);
 const UNMEASURED_RATE: u64 = 125_000_000;
+
+/// How old a manifest may become that could not be read again, by how often manifests are read: two times are missed at most where that
+/// is seldom.
+fn stale(refresh: Duration) -> Duration {
+    STALE.max(refresh.saturating_mul(3))
+}
 
 /// How a server uses a bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -90,6 +101,7 @@ pub struct ColdTier {
     manifests: Manifests,
     flights: Flights,
     spilling: Spilling,
+    resting: Resting,
     ways: Ways,
     /// Bytes a second that restores brought lately; 0: none did.
     rate: AtomicU64,
@@ -146,6 +158,7 @@ impl ColdTier {
             manifests: Manifests::default(),
             flights: Flights::new(config.memory),
             spilling: Spilling::default(),
+            resting: Resting::default(),
             rate: AtomicU64::new(0),
             runtime: Handle::current(),
             tasks: Mutex::default(),

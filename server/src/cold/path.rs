@@ -110,7 +110,7 @@ impl ColdTier {
             // What comes after the look is news.
             over.borrow_and_update();
             match landed.look(key, layers) {
-                Look::Here(came) => return Where::Here(came),
+                Look::Here(came) => return self.unless_expired(came),
                 Look::InStore => return Where::Store,
                 Look::Lost => return Where::Lost,
                 // Its sender is gone when the flight is over: then there is no flight of it, or another one.
@@ -118,9 +118,15 @@ impl ColdTier {
             }
         }
         match self.kept_of(request, key).map(|landed| landed.look(key, layers)) {
-            Some(Look::Here(came)) => Where::Here(came),
+            Some(Look::Here(came)) => self.unless_expired(came),
             _ => Where::Store,
         }
+    }
+
+    /// A block that came, if it is still to live: its memory is kept for some seconds.
+    fn unless_expired(&self, came: Came) -> Where {
+        let has_expired = came.has_expired(self.tier.access().time().wall_ms());
+        if has_expired { Where::Lost } else { Where::Here(came) }
     }
 
     /// Where the blocks end that can be read from the store together with this one.

@@ -239,6 +239,8 @@ impl Flights {
         };
         let closed = Closed(self, namespace);
         end_all(flights).await;
+        // A flight may have ended by itself meanwhile, and have left what it brought.
+        self.state().let_go(|kept| kept.names.first().is_some_and(|name| name.0 == namespace));
         closed
     }
 

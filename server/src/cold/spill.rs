@@ -2,11 +2,12 @@
 //! next, in the lowest class, while the store is nearly full.
 //!
 //! The sweep is ahead of eviction rather than in it: eviction and puts never wait for it and know nothing of it. What is evicted before its
-//! turn comes, and what the bucket does not take, is let go and counted. One run is in memory at a time, beside packs that are not full.
+//! turn comes, and what the bucket does not take, is let go and counted. One run is in memory at a time, beside a pack that is not full.
+//! What is deleted meanwhile is not named (`spilling`); a namespace that the bucket does not take rests (`resting`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -21,6 +22,8 @@ use tokio::time::sleep;
 
 use super::ColdTier;
 use super::counts::add;
+use super::resting::Name;
+use super::spilling::Sweep;
 
 /// How long after each other sweeps begin.
 const EVERY: Duration = Duration::from_secs(5);
@@ -30,10 +33,8 @@ const AFTER_FAILURE: Duration = Duration::from_secs(30);
 const FULL: u64 = 80;
 /// Bytes of blocks that one sweep copies at most.
 const SWEEP_BYTES: u64 = 256 << 20;
-/// Less than this of a namespace is copied only...
+/// Less than this of a namespace is copied once in a while only.
 const PACK_LEAST: u64 = 8 << 20;
-/// ...when nothing of it was for so long.
-const LITTLE_EVERY: Duration = Duration::from_secs(15 * 60);
 /// Bytes of blocks that are gathered at once.
 const RUN_BYTES: u64 = 16 << 20;
 /// Bytes of them that are asked of the disks at once: a read of a client's waits behind no more.
@@ -42,50 +43,6 @@ const SLICE_BYTES: u64 = 1 << 20;
 const BLOCK_MOST: u64 = 64 << 20;
 /// How long a read of them may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Namespaces of which a sweep has blocks in memory, and whether something of them was deleted since.
-#[derive(Debug, Default)]
-pub(super) struct Spilling {
-    open: Mutex<BTreeMap<NamespaceId, bool>>,
-    /// When something of a namespace was copied last.
-    pushed: Mutex<BTreeMap<NamespaceId, Duration>>,
-}
-
-impl Spilling {
-    fn open(&self) -> MutexGuard<'_, BTreeMap<NamespaceId, bool>> {
-        // Each change is one step.
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn pushed(&self, namespace: NamespaceId, now: Duration) {
-        let mut pushed = self.pushed.lock().unwrap_or_else(PoisonError::into_inner);
-        pushed.retain(|_, at| now.saturating_sub(*at) < LITTLE_EVERY);
-        pushed.insert(namespace, now);
-    }
-
-    fn may_push_little(&self, namespace: NamespaceId, now: Duration) -> bool {
-        let pushed = self.pushed.lock().unwrap_or_else(PoisonError::into_inner);
-        pushed.get(&namespace).is_none_or(|at| now.saturating_sub(*at) >= LITTLE_EVERY)
-    }
-
-    /// Something is about to be deleted: what the sweep has of the namespace is named never. Gives whether it has any.
-    pub(super) fn withdraw(&self, namespace: NamespaceId) -> bool {
-        self.open().get_mut(&namespace).map(|withdrawn| *withdrawn = true).is_some()
-    }
-
-    fn may_name(&self, namespace: NamespaceId) -> bool {
-        self.open().get(&namespace) == Some(&false)
-    }
-}
-
-/// Says at the end of a sweep, however it ends, that it has nothing any more.
-struct Open<'a>(&'a Spilling);
-
-impl Drop for Open<'_> {
-    fn drop(&mut self) {
-        self.0.open().clear();
-    }
-}
 
 /// Parts of runs, and the shapes of their blocks.
 type Parts = Vec<(Leaving, Arc<BlockShape>)>;
@@ -118,54 +75,93 @@ impl ColdTier {
         stats.allocated_bytes.saturating_mul(100) >= stats.budget_bytes.saturating_mul(FULL)
     }
 
-    /// Copies what is worth it of what goes next. An error ends it: it is the bucket's.
+    /// Copies what is worth it of what goes next. An error of the bucket ends it; what is wrong with one namespace does not concern the
+    /// others.
     pub async fn sweep(&self) -> Result<(), ColdError> {
+        // Before anything is looked at: what is deleted from now on is not copied.
+        let sweep = self.spilling.begin().await;
         let options = PushOptions { memory_bytes: 64 << 20, ..PushOptions::default() };
-        let mut pusher = Pusher::new(&self.tier, options).guarded(|of| self.spilling.may_name(of));
-        let _open = Open(&self.spilling);
-        self.sweep_into(&mut pusher).await
-    }
-
-    async fn sweep_into(&self, pusher: &mut Pusher<'_>) -> Result<(), ColdError> {
+        let may_name = |of, keys: &[BlockKey]| self.spilling.may_name(of, keys);
+        let mut pusher = Pusher::new(&self.tier, options).guarded(may_name);
         let mut taken = 0;
         for (namespace, leaving) in self.worth_it().await {
-            let Some((of, parts)) = leaving else { continue };
-            self.spilling.open().insert(namespace, false);
-            self.spilling.pushed(namespace, self.tier.access().time().now());
-            for (part, shape) in parts {
+            let Some(of) = leaving else { continue };
+            let now = self.tier.access().time().now();
+            if let Some(let_go) = self.resting.let_go(namespace, now, names(&of.1)) {
+                add(&self.counts.let_go_blocks, let_go);
+                continue;
+            }
+            sweep.open(namespace);
+            let (left, swept) = self.sweep_one(&sweep, &mut pusher, (namespace, &of), &mut taken).await;
+            sweep.close(namespace);
+            let now = self.tier.access().time().now();
+            match swept {
+                Ok(()) => self.resting.succeeded(namespace),
+                Err(error) if is_of_one(&error) => {
+                    add(&self.counts.let_go_blocks, left);
+                    let seconds = self.resting.failed(namespace, now, names(&of.1)).as_secs();
+                    tracing::warn!(%namespace, %error, seconds, "nothing is copied into the cold tier for a while");
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what is worth it of a namespace, and counts it. Gives how many blocks it did not come to besides.
+    async fn sweep_one(
+        &self,
+        sweep: &Sweep<'_>,
+        pusher: &mut Pusher<'_>,
+        (namespace, of): (NamespaceId, &OfOne),
+        taken: &mut u64,
+    ) -> (u64, Result<(), ColdError>) {
+        let before = pusher.pushed();
+        let mut given = Given::default();
+        let swept = self.push_parts(sweep, pusher, of, (taken, &mut given)).await;
+        pusher.abandon();
+        let now = pusher.pushed();
+        let done = |pushed: Pushed| pushed.blocks + pushed.already_there + pushed.expired + pushed.too_large;
+        add(&self.counts.spilled_blocks, now.blocks - before.blocks);
+        add(&self.counts.spilled_bytes, now.payload_bytes - before.payload_bytes);
+        let not_done = given.blocks.saturating_sub(done(now) - done(before));
+        add(&self.counts.let_go_blocks, given.unread.saturating_add(not_done));
+        if now.packs > before.packs {
+            sweep.has_pushed(namespace, self.tier.access().time().now());
+        }
+        let all: u64 = of.1.iter().map(|(part, _)| part.keys.len() as u64).sum();
+        (all.saturating_sub(given.looked_at), swept)
+    }
+
+    /// Reads what is worth it of a namespace, and pushes it.
+    async fn push_parts(
+        &self,
+        sweep: &Sweep<'_>,
+        pusher: &mut Pusher<'_>,
+        (of, parts): &OfOne,
+        (taken, given): (&mut u64, &mut Given),
+    ) -> Result<(), ColdError> {
+        for (part, shape) in parts {
+            given.looked_at += part.keys.len() as u64;
+            for part in stretches(part, usize::MAX, |key| sweep.is_gone(part.namespace, key)) {
                 let wanted = part.keys.len() as u64;
-                let read = self.read_leaving(&part, &shape).await;
+                let read = self.read_leaving(&part, shape).await;
                 let got = read.iter().map(|(run, _)| run.blocks.len() as u64).sum::<u64>();
-                add(&self.counts.let_go_blocks, wanted.saturating_sub(got));
+                given.unread += wanted.saturating_sub(got);
                 for (run, payload) in read {
-                    let (bytes, blocks) = (payload.len() as u64, run.blocks.len() as u64);
-                    taken += bytes;
-                    let before = pusher.pushed();
-                    let added = pusher.add(&of, &run, &payload).await;
-                    self.count(before, pusher);
-                    if let Err(error) = added {
-                        add(&self.counts.let_go_blocks, blocks);
-                        return Err(error);
-                    }
+                    let bytes = payload.len() as u64;
+                    *taken += bytes;
+                    given.blocks += run.blocks.len() as u64;
+                    unless_deleted(pusher.add(of, &run, &payload).await)?;
                     // No more than the rate: the packs follow the runs.
                     sleep(Duration::from_secs_f64(bytes as f64 / self.config.rate.max(1) as f64)).await;
                 }
-                if taken >= SWEEP_BYTES {
-                    break;
-                }
+            }
+            if *taken >= SWEEP_BYTES {
+                break;
             }
         }
-        let before = pusher.pushed();
-        let flushed = pusher.flush().await;
-        self.count(before, pusher);
-        flushed
-    }
-
-    /// Counts what was pushed since.
-    fn count(&self, before: Pushed, pusher: &Pusher<'_>) {
-        let now = pusher.pushed();
-        add(&self.counts.spilled_blocks, now.blocks - before.blocks);
-        add(&self.counts.spilled_bytes, now.payload_bytes - before.payload_bytes);
+        unless_deleted(pusher.flush().await)
     }
 
     /// What is worth it of what goes next, by namespace; of a namespace nothing if it is too little for a pack and one was made
@@ -223,19 +219,7 @@ impl ColdTier {
         let known = self.known_within(one.namespace, Duration::from_secs(2)).await;
         let is_there = |key: &BlockKey| known.as_ref().is_some_and(|known| known.may_have(key));
         let most = usize::try_from(RUN_BYTES / block_bytes.max(1)).unwrap_or(1).clamp(1, 1024);
-        let mut parts: Vec<Leaving> = Vec::new();
-        let mut end = None;
-        for (place, key) in one.keys.iter().enumerate() {
-            if is_there(key) {
-                continue;
-            }
-            match parts.last_mut().filter(|last| end == Some(place) && last.keys.len() < most) {
-                Some(last) => last.keys.push(*key),
-                None => parts.push(from(one, place)),
-            }
-            end = Some(place + 1);
-        }
-        parts
+        stretches(one, most, is_there)
     }
 
     /// Reads blocks as they were put; those that are gone meanwhile are left out.
@@ -314,6 +298,54 @@ impl ColdTier {
         }
         runs.into_iter().map(|(run, from, to)| (run, payload.slice(from * each..to * each))).collect()
     }
+}
+
+/// What a sweep has done with the blocks of a namespace.
+#[derive(Default)]
+struct Given {
+    /// Came to them.
+    looked_at: u64,
+    /// They were gone, or could not be read.
+    unread: u64,
+    /// Given to the pusher.
+    blocks: u64,
+}
+
+/// Whether this is wrong with one namespace alone.
+fn is_of_one(error: &ColdError) -> bool {
+    use ColdError::{Condemned, Contended, Full, Object, Waiting};
+    matches!(error, Full(_) | Waiting(_) | Object(..) | Contended(_) | Condemned)
+}
+
+/// A pack with blocks that were deleted meanwhile is dropped, and others are not.
+fn unless_deleted(outcome: Result<(), ColdError>) -> Result<(), ColdError> {
+    if outcome == Err(ColdError::Withdrawn) { Ok(()) } else { outcome }
+}
+
+/// The blocks of parts.
+fn names(parts: &Parts) -> impl Iterator<Item = Name> + '_ {
+    let of = |part: &Leaving| (part.group.0, part.coordinate.to_u64());
+    parts.iter().flat_map(move |(part, _)| {
+        let (group, coordinate) = of(part);
+        part.keys.iter().map(move |key| (group, coordinate, *key))
+    })
+}
+
+/// The stretches of a run without some of its blocks, of so many blocks at most.
+fn stretches(one: &Leaving, most: usize, is_left_out: impl Fn(&BlockKey) -> bool) -> Vec<Leaving> {
+    let mut stretches: Vec<Leaving> = Vec::new();
+    let mut end = None;
+    for (place, key) in one.keys.iter().enumerate() {
+        if is_left_out(key) {
+            continue;
+        }
+        match stretches.last_mut().filter(|last| end == Some(place) && last.keys.len() < most) {
+            Some(last) => last.keys.push(*key),
+            None => stretches.push(from(one, place)),
+        }
+        end = Some(place + 1);
+    }
+    stretches
 }
 
 /// The layers of some blocks in ranges that are read one after the other.
