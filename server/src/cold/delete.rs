@@ -62,7 +62,7 @@ impl ColdTier {
             _ => {
                 let withdrawn = withdraw(&self.tier, namespace, &deleted, is_open);
                 match tokio::time::timeout(left, withdrawn).await {
-                    Ok(outcome) => outcome.map_err(|error| error.to_string()),
+                    Ok(outcome) => outcome.map_err(|error| told(&error)),
                     Err(_) => Err("the bucket did not answer in time".to_owned()),
                 }
             }
@@ -100,4 +100,10 @@ impl Deleting<'_> {
         }
         Ok(reply)
     }
+}
+
+/// What the caller is told of it, who may be any tenant; the log has the rest.
+fn told(error: &kvarts_cold::ColdError) -> String {
+    tracing::debug!(%error, "the bucket was not told of a delete");
+    error.for_tenants().to_owned()
 }
