@@ -5,26 +5,32 @@
 //! version 4 on).
 
 use std::fs::{self, File};
+use std::hash::BuildHasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::UNIX_EPOCH;
 
 use bytes::Bytes;
 use kvarts_cold::time::BoxFuture;
 use kvarts_cold::{Bucket, Condition, Facts, Fault, Listed, Places, Tag};
+use tokio::sync::Semaphore;
 
 /// Files that are being written; a process that died may leave some.
 const PARTIAL: &str = ".partial-";
-
-static NUMBER: AtomicU64 = AtomicU64::new(0);
+/// How often a name for one is drawn, while there is one of that name.
+const DRAWS: u32 = 8;
+/// Threads that wait for the file system at once. One that hangs keeps these, and no other thread of the process.
+const AT_ONCE: usize = 32;
 
 /// A bucket in a directory.
 #[derive(Clone, Debug)]
-pub struct Directory(Arc<PathBuf>);
+pub struct Directory {
+    path: Arc<PathBuf>,
+    turns: Arc<Semaphore>,
+}
 
 fn fault(error: &io::Error) -> Fault {
     match error.kind() {
@@ -46,31 +52,63 @@ fn modified_ms(file: &fs::Metadata) -> u64 {
     modified.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX))
 }
 
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Fault> + Send + 'static,
-) -> Result<T, Fault> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|error| Err(Fault::Unreachable(error.to_string())))
+/// A name that no process draws a second time: several on different machines write into one folder, and their numbers may be the same.
+#[allow(
+    clippy::disallowed_types,
+    reason = "names of real files, which other machines make too: no run replays them"
+)]
+fn partial() -> String {
+    let draw = || std::hash::RandomState::new().hash_one(std::process::id());
+    format!("{PARTIAL}{:016x}{:016x}", draw(), draw())
+}
+
+/// Makes a file that was not there.
+fn new_file(folder: &Path) -> io::Result<(PathBuf, File)> {
+    let mut draws = 0;
+    loop {
+        let path = folder.join(partial());
+        match File::create_new(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && draws < DRAWS => draws += 1,
+            made => return made.map(|file| (path, file)),
+        }
+    }
 }
 
 impl Directory {
     /// The bucket in this directory, which is made when the first object is put.
     pub fn new(path: impl AsRef<Path>) -> Self {
-        Self(Arc::new(path.as_ref().to_owned()))
+        Self { path: Arc::new(path.as_ref().to_owned()), turns: Arc::new(Semaphore::new(AT_ONCE)) }
+    }
+
+    /// Runs on a thread that may wait. The turn is given back when the work ends, and not when its caller gives up: work on a file system
+    /// that hangs does not end, and its threads are not to become more and more.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Self) -> Result<T, Fault> + Send + 'static,
+    ) -> Result<T, Fault> {
+        let turn = Arc::clone(&self.turns).acquire_owned().await;
+        let turn = turn.map_err(|error| Fault::Unreachable(error.to_string()))?;
+        let own = self.clone();
+        let done = tokio::task::spawn_blocking(move || {
+            let done = work(&own);
+            drop(turn);
+            done
+        });
+        done.await.unwrap_or_else(|error| Err(Fault::Unreachable(error.to_string())))
     }
 
     fn path(&self, name: &str) -> Result<PathBuf, Fault> {
         let is_plain = |part: &str| !part.is_empty() && !part.starts_with('.');
         if name.split('/').all(is_plain) {
-            Ok(self.0.join(name))
+            Ok(self.path.join(name))
         } else {
             Err(Fault::Refused(format!("{name} is no name of an object")))
         }
     }
 
     fn lock(&self) -> io::Result<File> {
-        fs::create_dir_all(&*self.0)?;
-        let file = File::options().create(true).truncate(false).write(true).open(self.0.join(".lock"))?;
+        fs::create_dir_all(&*self.path)?;
+        let file = File::options().create(true).truncate(false).write(true).open(self.path.join(".lock"))?;
         file.lock()?;
         Ok(file)
     }
@@ -78,9 +116,7 @@ impl Directory {
     /// Writes an object beside its place, flushed.
     fn stage(folder: &Path, body: &[Bytes]) -> io::Result<(PathBuf, Tag)> {
         fs::create_dir_all(folder)?;
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let partial = folder.join(format!("{PARTIAL}{}-{number}", std::process::id()));
-        let mut file = File::create(&partial)?;
+        let (partial, mut file) = new_file(folder)?;
         let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
         let tagged = written.and_then(|()| Ok(tag(&file.metadata()?)));
         if tagged.is_err() {
@@ -136,7 +172,7 @@ impl Directory {
 
     fn list_below(&self, prefix: &str, found: &mut Vec<Listed>) -> io::Result<()> {
         let folder = prefix.rsplit_once('/').map_or("", |(folder, _)| folder);
-        let mut folders = vec![(self.0.join(folder), folder.to_owned())];
+        let mut folders = vec![(self.path.join(folder), folder.to_owned())];
         while let Some((path, folder)) = folders.pop() {
             let entries = match fs::read_dir(path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -161,12 +197,37 @@ impl Directory {
         }
         Ok(())
     }
+
+    /// Files of writers that died, or counts them: their last byte was written before that time.
+    fn left_behind(&self, before_ms: u64, dry_run: bool) -> io::Result<u64> {
+        let (mut folders, mut found) = (vec![self.path.to_path_buf()], 0);
+        while let Some(folder) = folders.pop() {
+            let entries = match fs::read_dir(folder) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries?,
+            };
+            for entry in entries {
+                let entry = entry?;
+                let (kind, name) = (entry.file_type()?, entry.file_name());
+                if kind.is_dir() {
+                    folders.push(entry.path());
+                } else if kind.is_file() && name.as_encoded_bytes().starts_with(PARTIAL.as_bytes()) {
+                    // One that has its place by now is not there.
+                    let Ok(known) = entry.metadata() else { continue };
+                    let is_old = modified_ms(&known) < before_ms;
+                    let is_gone = is_old && (dry_run || fs::remove_file(entry.path()).is_ok());
+                    found += u64::from(is_gone);
+                }
+            }
+        }
+        Ok(found)
+    }
 }
 
 impl Bucket for Directory {
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
-        let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || own.read(&name, None, most)))
+        let name = name.to_owned();
+        Box::pin(self.blocking(move |own| own.read(&name, None, most)))
     }
 
     fn get_range<'a>(
@@ -175,18 +236,18 @@ impl Bucket for Directory {
         range: Range<u64>,
         into: &'a Places,
     ) -> BoxFuture<'a, Result<u64, Fault>> {
-        let (own, name) = (self.clone(), name.to_owned());
+        let name = name.to_owned();
         Box::pin(async move {
             // The thread that reads goes on if this is dropped, so it has memory of its own.
-            let (bytes, _) = blocking(move || own.read(&name, Some(range), u64::MAX)).await?;
+            let (bytes, _) = self.blocking(move |own| own.read(&name, Some(range), u64::MAX)).await?;
             into.take(0, &bytes)?;
             Ok(bytes.len() as u64)
         })
     }
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
-        let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || {
+        let name = name.to_owned();
+        Box::pin(self.blocking(move |own| {
             let known = fs::metadata(own.path(&name)?).map_err(|error| fault(&error))?;
             Ok(Facts { bytes: known.len(), tag: tag(&known), modified_ms: modified_ms(&known) })
         }))
@@ -198,13 +259,13 @@ impl Bucket for Directory {
         body: Vec<Bytes>,
         condition: Condition,
     ) -> BoxFuture<'a, Result<Tag, Fault>> {
-        let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || own.write(&name, &body, &condition)))
+        let name = name.to_owned();
+        Box::pin(self.blocking(move |own| own.write(&name, &body, &condition)))
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
-        let (own, name) = (self.clone(), name.to_owned());
-        Box::pin(blocking(move || match fs::remove_file(own.path(&name)?) {
+        let name = name.to_owned();
+        Box::pin(self.blocking(move |own| match fs::remove_file(own.path(&name)?) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             done => done.map_err(|error| fault(&error)),
         }))
@@ -216,8 +277,8 @@ impl Bucket for Directory {
         after: Option<&'a str>,
         most: usize,
     ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>> {
-        let (own, prefix, after) = (self.clone(), prefix.to_owned(), after.map(str::to_owned));
-        Box::pin(blocking(move || {
+        let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
+        Box::pin(self.blocking(move |own| {
             let mut found = Vec::new();
             own.list_below(&prefix, &mut found).map_err(|error| fault(&error))?;
             found.retain(|one| after.as_ref().is_none_or(|after| one.name > *after));
@@ -225,5 +286,9 @@ impl Bucket for Directory {
             found.truncate(most);
             Ok(found)
         }))
+    }
+
+    fn tidy<'a>(&'a self, before_ms: u64, dry_run: bool) -> BoxFuture<'a, Result<u64, Fault>> {
+        Box::pin(self.blocking(move |own| own.left_behind(before_ms, dry_run).map_err(|error| fault(&error))))
     }
 }

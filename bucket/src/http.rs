@@ -1,15 +1,18 @@
 //! HTTP for `object_store`: hyper over TCP or TLS, with the TLS provider that the rest of the program has.
 
+use std::fmt;
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use futures_util::future::BoxFuture;
-use http::{HeaderMap, Uri};
+use http::{HeaderMap, StatusCode, Uri};
+use hyper::body::{Body, Incoming};
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector as Tcp};
@@ -39,24 +42,54 @@ const BUNDLES: [&str; 4] = [
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What an answer said beside what `object_store` passes on: put into a request's extensions, filled in by the client.
-#[derive(Clone, Debug, Default)]
-pub struct Seen(Arc<Mutex<Answer>>);
+/// What is read of an answer that is a refusal.
+const REFUSAL_BYTES: usize = 16 << 10;
+/// The longest code of an error.
+const CODE_BYTES: usize = 64;
 
-/// The last answer to a request.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Answer {
-    /// Its status; zero if there was none.
-    pub status: u16,
-    /// Its `Retry-After`, in seconds.
+/// A server's refusal: all that is kept of it. Its body may quote the request, with the key's id and the token in it, and goes no further.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Refusal {
+    /// Its status.
+    pub status: StatusCode,
+    /// S3's code of the error; empty where it gave none.
+    pub code: String,
+    /// Its `Retry-After`.
     pub retry_after: Option<Duration>,
 }
 
-impl Seen {
-    /// What was seen.
-    pub fn answer(&self) -> Answer {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.status)?;
+        if self.code.is_empty() { Ok(()) } else { write!(f, ", {}", self.code) }
     }
+}
+
+impl std::error::Error for Refusal {}
+
+impl Refusal {
+    async fn of(answer: http::Response<Incoming>) -> Self {
+        let retry_after = answer.headers().get(http::header::RETRY_AFTER);
+        let seconds = retry_after.and_then(|value| value.to_str().ok()?.trim().parse().ok());
+        let (status, mut body, mut read) = (answer.status(), answer.into_body(), Vec::new());
+        while read.len() < REFUSAL_BYTES {
+            // A body that breaks off is as good as none.
+            let frame = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
+            let Some(Ok(frame)) = frame else { break };
+            let Some(piece) = frame.data_ref() else { continue };
+            read.extend_from_slice(piece.get(..REFUSAL_BYTES - read.len()).unwrap_or(piece));
+        }
+        Self { status, code: code(&read), retry_after: seconds.map(Duration::from_secs) }
+    }
+}
+
+/// The code in the body of an error; empty where none is, or it is no word.
+fn code(body: &[u8]) -> String {
+    let text = String::from_utf8_lossy(body);
+    let found = text.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
+    let is_word =
+        |code: &&str| code.len() <= CODE_BYTES && code.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    found.map(|(code, _)| code.trim()).filter(is_word).unwrap_or_default().to_owned()
 }
 
 /// When a bucket gave its last answer, by its own clock.
@@ -133,17 +166,13 @@ struct Hyper {
 #[async_trait]
 impl HttpService for Hyper {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let seen = request.extensions().get::<Seen>().cloned();
         let answer = self.client.request(request).await.map_err(|error| {
             let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Request };
             HttpError::new(kind, error)
         })?;
         self.last.note(answer.headers());
-        if let Some(seen) = seen {
-            let retry_after = answer.headers().get(http::header::RETRY_AFTER);
-            let seconds = retry_after.and_then(|value| value.to_str().ok()?.trim().parse().ok());
-            *seen.0.lock().unwrap_or_else(PoisonError::into_inner) =
-                Answer { status: answer.status().as_u16(), retry_after: seconds.map(Duration::from_secs) };
+        if !answer.status().is_success() {
+            return Err(HttpError::new(HttpErrorKind::Unknown, Refusal::of(answer).await));
         }
         let broken = |error: hyper::Error| HttpError::new(HttpErrorKind::Interrupted, error);
         Ok(answer.map(|body| HttpResponseBody::new(MapError { body, broken })))
@@ -152,11 +181,11 @@ impl HttpService for Hyper {
 
 /// A body whose errors are `object_store`'s.
 struct MapError<F> {
-    body: hyper::body::Incoming,
+    body: Incoming,
     broken: F,
 }
 
-impl<F: Fn(hyper::Error) -> HttpError + Unpin> hyper::body::Body for MapError<F> {
+impl<F: Fn(hyper::Error) -> HttpError + Unpin> Body for MapError<F> {
     type Data = bytes::Bytes;
     type Error = HttpError;
 

@@ -11,6 +11,7 @@
     reason = "a bucket is outside of the simulation: the tier above it has the seams"
 )]
 
+pub mod credentials;
 pub mod directory;
 pub mod http;
 pub mod s3;
@@ -33,8 +34,8 @@ impl fmt::Display for BadAddress {
 
 impl std::error::Error for BadAddress {}
 
-/// The bucket at an address: `s3://BUCKET[/PREFIX]`, with credentials, region and endpoint as the environment has them for
-/// other S3 programs (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...); or `file:///DIRECTORY`.
+/// The bucket at an address: `s3://BUCKET[/PREFIX]`, with credentials, region and endpoint as the environment and files have them
+/// for other S3 programs (`AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, ...); or `file:///DIRECTORY`.
 pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
     if let Some(rest) = address.strip_prefix("s3://") {
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));

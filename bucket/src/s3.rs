@@ -1,6 +1,8 @@
 //! S3, and what speaks like it.
 
+use std::error::Error as StdError;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, TryStreamExt};
@@ -14,47 +16,58 @@ use object_store::{
 };
 
 use crate::BadAddress;
-use crate::http::{Connector, Seen};
+use crate::credentials::{self, NoCredentials, Told};
+use crate::http::{Connector, Refusal};
 
 /// A bucket of S3, used below a prefix.
 #[derive(Debug)]
 pub struct S3Bucket {
     store: AmazonS3,
-    prefix: String,
+    prefix: Path,
     connector: Connector,
 }
 
+/// What the environment and the files say of credentials, region and endpoint. An `http://` endpoint is used as it is.
+pub fn environment() -> Result<AmazonS3Builder, BadAddress> {
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let plain = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
+        .iter()
+        .any(|name| variable(name).is_some_and(|endpoint| endpoint.starts_with("http://")));
+    credentials::from_files(AmazonS3Builder::from_env().with_allow_http(plain), &variable)
+}
+
 impl S3Bucket {
-    /// The bucket with credentials, region and endpoint from the environment. An `http://` endpoint is used as it is.
+    /// The bucket with credentials, region and endpoint as the environment and the files have them for other programs.
     pub fn from_env(bucket: &str, prefix: &str) -> Result<Self, BadAddress> {
-        let plain = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"]
-            .iter()
-            .any(|name| std::env::var(name).is_ok_and(|endpoint| endpoint.starts_with("http://")));
-        Self::new(AmazonS3Builder::from_env().with_allow_http(plain), bucket, prefix)
+        Self::new(environment()?, bucket, prefix)
     }
 
     /// The bucket with whatever else was set.
     pub fn new(builder: AmazonS3Builder, bucket: &str, prefix: &str) -> Result<Self, BadAddress> {
+        let bad = |error: Error| BadAddress(error.to_string());
         // Attempts are counted and spaced by the tier, which has a budget of them.
         let once = RetryConfig { max_retries: 0, ..RetryConfig::default() };
         let connector = Connector::new()?;
-        let store = builder
+        let builder = builder
             .with_bucket_name(bucket)
             .with_conditional_put(S3ConditionalPut::ETagMatch)
+            .with_disable_bulk_delete(true)
             .with_retry(once)
-            .with_http_connector(connector.clone())
-            .build();
-        let prefix = prefix.trim_matches('/');
-        let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}/") };
-        Ok(Self { store: store.map_err(|error| BadAddress(error.to_string()))?, prefix, connector })
+            .with_http_connector(connector.clone());
+        let source = Arc::clone(builder.clone().build().map_err(bad)?.credentials());
+        let store = builder.with_credentials(Arc::new(Told(source))).build().map_err(bad)?;
+        Ok(Self { store, prefix: Path::from(prefix), connector })
     }
 
     fn path(&self, name: &str) -> Path {
-        Path::from(format!("{}{name}", self.prefix))
+        // The prefix is encoded once: its `%` would be encoded again.
+        self.prefix.parts().chain(Path::from(name).parts()).collect()
     }
 
     fn name(&self, path: &Path) -> Option<String> {
-        path.as_ref().strip_prefix(self.prefix.as_str()).map(str::to_owned)
+        let own = path.as_ref().strip_prefix(self.prefix.as_ref())?;
+        let own = if self.prefix.as_ref().is_empty() { Some(own) } else { own.strip_prefix('/') };
+        own.map(str::to_owned)
     }
 
     /// Asks for an object or a range of it; gives its pieces as they come, `most` bytes of them at most.
@@ -64,18 +77,15 @@ impl S3Bucket {
         range: Option<Range<u64>>,
         most: u64,
     ) -> Result<(impl Stream<Item = Result<Bytes, Fault>> + Send + Unpin, u64, Tag), Fault> {
-        let seen = Seen::default();
-        let mut options = GetOptions { range: range.map(GetRange::Bounded), ..GetOptions::default() };
-        options.extensions.insert(seen.clone());
-        let found =
-            self.store.get_opts(&self.path(name), options).await.map_err(|error| fault(error, &seen))?;
+        let options = GetOptions { range: range.map(GetRange::Bounded), ..GetOptions::default() };
+        let found = self.store.get_opts(&self.path(name), options).await.map_err(|error| fault(&error))?;
         let length = found.range.end.saturating_sub(found.range.start);
         if length > most {
             return Err(Fault::Length);
         }
         let (tag, mut left) = (tag(&found.meta), most);
         let pieces = found.into_stream().map(move |piece| {
-            let piece = piece.map_err(|error| fault(error, &seen))?;
+            let piece = piece.map_err(|error| fault(&error))?;
             left = left.checked_sub(piece.len() as u64).ok_or(Fault::Length)?;
             Ok(piece)
         });
@@ -91,25 +101,64 @@ fn modified_ms(meta: &ObjectMeta) -> u64 {
     u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0)
 }
 
-/// What an error means for who asked.
-fn fault(error: Error, seen: &Seen) -> Fault {
-    let answer = seen.answer();
-    match (error, answer.status) {
-        (Error::NotFound { .. }, _) => Fault::Missing,
-        (Error::AlreadyExists { .. } | Error::Precondition { .. }, _) => Fault::Changed,
-        // Two conditional puts at once.
-        (_, 409) => Fault::Changed,
-        (error @ (Error::PermissionDenied { .. } | Error::Unauthenticated { .. }), _) => {
-            Fault::Denied(error.to_string())
+/// The first cause of this kind.
+pub(crate) fn cause<T: StdError + 'static>(error: &Error) -> Option<&T> {
+    let mut next: Option<&(dyn StdError + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(found) = error.downcast_ref() {
+            return Some(found);
         }
-        (_, 429 | 503) => Fault::Busy(answer.retry_after),
-        (error, 400..=499) => Fault::Refused(error.to_string()),
-        (error, 500..=599) => Fault::Failed(error.to_string()),
+        next = error.source();
+    }
+    None
+}
+
+/// The last cause: what the network, or the reader of an answer, has to say.
+pub(crate) fn why(error: &Error) -> String {
+    let mut last: &(dyn StdError + 'static) = error;
+    while let Some(next) = last.source() {
+        last = next;
+    }
+    last.to_string()
+}
+
+/// What an error means for the caller. Whatever it is goes to logs: no text in it is from a server, beside a code.
+fn fault(error: &Error) -> Fault {
+    if let Some(NoCredentials { is_refused, why }) = cause(error) {
+        let why = format!("no credentials: {why}");
+        return if *is_refused { Fault::Denied(why) } else { Fault::Unreachable(why) };
+    }
+    match (cause::<Refusal>(error), error) {
+        (Some(refusal), _) => refused(refusal),
+        (None, Error::NotSupported { .. } | Error::NotImplemented { .. } | Error::InvalidPath { .. }) => {
+            Fault::Refused(why(error))
+        }
+        (None, _) => Fault::Unreachable(why(error)),
+    }
+}
+
+fn refused(refusal: &Refusal) -> Fault {
+    let said = refusal.to_string();
+    match (refusal.status.as_u16(), refusal.code.as_str()) {
+        (404, "NoSuchBucket") => Fault::NoBucket,
+        (404, _) => Fault::Missing,
+        // 409: two conditional puts at once.
+        (304 | 409 | 412, _) => Fault::Changed,
+        (429 | 503, _) | (_, "SlowDown") => Fault::Busy(refusal.retry_after),
+        // The server did not see the end of the request in time.
+        (408, _) | (_, "RequestTimeout") => Fault::Unreachable(said),
+        (401 | 403, _) => Fault::Denied(said),
+        // S3 says of a session that ran out that the request is a bad one.
         (
-            error @ (Error::NotSupported { .. } | Error::NotImplemented { .. } | Error::InvalidPath { .. }),
-            _,
-        ) => Fault::Refused(error.to_string()),
-        (error, _) => Fault::Unreachable(error.to_string()),
+            400,
+            "ExpiredToken"
+            | "InvalidToken"
+            | "TokenRefreshRequired"
+            | "InvalidAccessKeyId"
+            | "AuthorizationHeaderMalformed",
+        ) => Fault::Denied(said),
+        (500..=599, _) => Fault::Failed(said),
+        _ => Fault::Refused(said),
     }
 }
 
@@ -146,8 +195,7 @@ impl Bucket for S3Bucket {
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
         Box::pin(async move {
-            let meta = self.store.head(&self.path(name)).await;
-            let meta = meta.map_err(|error| fault(error, &Seen::default()))?;
+            let meta = self.store.head(&self.path(name)).await.map_err(|error| fault(&error))?;
             Ok(Facts { bytes: meta.size, tag: tag(&meta), modified_ms: modified_ms(&meta) })
         })
     }
@@ -159,24 +207,22 @@ impl Bucket for S3Bucket {
         condition: Condition,
     ) -> BoxFuture<'a, Result<Tag, Fault>> {
         Box::pin(async move {
-            let seen = Seen::default();
             let mode = match condition {
                 Condition::Any => PutMode::Overwrite,
                 Condition::Absent => PutMode::Create,
                 Condition::Is(tag) => PutMode::Update(UpdateVersion { e_tag: Some(tag.0), version: None }),
             };
-            let mut options = PutOptions { mode, ..PutOptions::default() };
-            options.extensions.insert(seen.clone());
+            let options = PutOptions { mode, ..PutOptions::default() };
             let put = self.store.put_opts(&self.path(name), PutPayload::from_iter(body), options).await;
-            put.map(|put| Tag(put.e_tag.unwrap_or_default())).map_err(|error| fault(error, &seen))
+            put.map(|put| Tag(put.e_tag.unwrap_or_default())).map_err(|error| fault(&error))
         })
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
         Box::pin(async move {
-            match self.store.delete(&self.path(name)).await {
-                Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-                Err(error) => Err(fault(error, &Seen::default())),
+            match self.store.delete(&self.path(name)).await.map_err(|error| fault(&error)) {
+                Ok(()) | Err(Fault::Missing) => Ok(()),
+                Err(fault) => Err(fault),
             }
         })
     }
@@ -195,7 +241,7 @@ impl Bucket for S3Bucket {
                 None => self.store.list(Some(&folder)),
             };
             let found: Vec<ObjectMeta> =
-                listed.take(most).try_collect().await.map_err(|error| fault(error, &Seen::default()))?;
+                listed.take(most).try_collect().await.map_err(|error| fault(&error))?;
             let mut found: Vec<Listed> = found
                 .iter()
                 .filter_map(|meta| {

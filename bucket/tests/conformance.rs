@@ -37,14 +37,17 @@ fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-fn s3(port: u16) -> S3Bucket {
-    let builder = AmazonS3Builder::new()
+fn builder(port: u16) -> AmazonS3Builder {
+    AmazonS3Builder::new()
         .with_endpoint(format!("http://127.0.0.1:{port}"))
         .with_region("us-east-1")
         .with_access_key_id("some")
         .with_secret_access_key("secret")
-        .with_allow_http(true);
-    S3Bucket::new(builder, s3::BUCKET, "below/this/").unwrap()
+        .with_allow_http(true)
+}
+
+fn s3(port: u16) -> S3Bucket {
+    S3Bucket::new(builder(port), s3::BUCKET, "below/this/").unwrap()
 }
 
 fn body(text: &str) -> Vec<Bytes> {
@@ -265,4 +268,89 @@ fn what_goes_wrong_is_told_apart() {
     let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let fault = runtime.block_on(s3(gone).get("some/object", 1000)).unwrap_err();
     assert!(matches!(fault, Fault::Unreachable(_)), "{fault:?}");
+}
+
+/// An answer with an error as S3 writes it: it quotes what it was asked.
+fn error(status: &str, code: &str) -> &'static str {
+    let body = format!(
+        "<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>m</Message><AWSAccessKeyId>AKIDQUOTED</AWSAccessKeyId>\
+         <Token-0>quoted-token</Token-0><CanonicalRequest>GET x-amz-security-token:quoted-token</CanonicalRequest></Error>"
+    );
+    let length = body.len();
+    format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}").leak()
+}
+
+/// What each request to a server that answers so comes to.
+async fn all_of(bucket: &S3Bucket) -> Vec<Fault> {
+    vec![
+        bucket.get("some/object", 1000).await.unwrap_err(),
+        range(bucket, "some/object", 0..10).await.unwrap_err(),
+        bucket.put("some/object", body("xy"), Condition::Any).await.unwrap_err(),
+        bucket.put("some/object", body("xy"), Condition::Absent).await.unwrap_err(),
+        bucket.put("some/object", body("xy"), Condition::Is(Tag("t".to_owned()))).await.unwrap_err(),
+        bucket.delete("some/object").await.unwrap_err(),
+        bucket.list("some", None, 10).await.unwrap_err(),
+        bucket.list("some", Some("some/object"), 10).await.unwrap_err(),
+    ]
+}
+
+#[test]
+fn an_error_is_its_code_and_nothing_else_that_the_server_says() {
+    let cases: [Case; 11] = [
+        (error("400 Bad Request", "ExpiredToken"), |fault| matches!(fault, Fault::Denied(_))),
+        (error("400 Bad Request", "InvalidToken"), |fault| matches!(fault, Fault::Denied(_))),
+        (
+            error("403 Forbidden", "SignatureDoesNotMatch"),
+            |fault| matches!(fault, Fault::Denied(why) if why.contains("SignatureDoesNotMatch")),
+        ),
+        (error("403 Forbidden", "RequestTimeTooSkewed"), |fault| matches!(fault, Fault::Denied(_))),
+        (
+            error("401 Unauthorized", "a word and <another>"),
+            |fault| matches!(fault, Fault::Denied(why) if why == "401 Unauthorized"),
+        ),
+        (error("404 Not Found", "NoSuchBucket"), |fault| *fault == Fault::NoBucket),
+        (error("400 Bad Request", "RequestTimeout"), |fault| matches!(fault, Fault::Unreachable(_))),
+        (error("400 Bad Request", "EntityTooLarge"), |fault| matches!(fault, Fault::Refused(_))),
+        (error("301 Moved Permanently", "PermanentRedirect"), |fault| matches!(fault, Fault::Refused(_))),
+        (error("500 Internal Server Error", "InternalError"), |fault| matches!(fault, Fault::Failed(_))),
+        (error("503 Slow Down\r\nRetry-After: 3", "SlowDown"), |fault| {
+            *fault == Fault::Busy(Some(Duration::from_secs(3)))
+        }),
+    ];
+    let runtime = runtime();
+    for (answer, is_right) in cases {
+        for (at, fault) in runtime.block_on(all_of(&s3(answers(answer)))).into_iter().enumerate() {
+            assert!(is_right(&fault), "request {at}: {fault:?} to {answer}");
+            let said = format!("{fault} {fault:?}");
+            assert!(!said.contains("QUOTED") && !said.contains("quoted"), "request {at}: {said}");
+        }
+    }
+}
+
+#[test]
+fn what_lies_below_any_prefix_is_listed_under_its_name() {
+    let Some(server) = s3::Server::start() else { return };
+    let runtime = runtime();
+    for (at, prefix) in
+        ["", "a", "a//b", "~x", "/\u{e9}t\u{e9}/50%/", "a b+c", "..", "x/./y"].iter().enumerate()
+    {
+        let bucket = S3Bucket::new(builder(server.port), s3::BUCKET, prefix).unwrap();
+        runtime.block_on(async {
+            let names = [format!("kvarts-cold-1/packs/{at}/ab"), format!("kvarts-cold-1/packs/{at}/cd")];
+            for name in &names {
+                bucket.put(name, body("some bytes"), Condition::Absent).await.unwrap();
+                assert_eq!(&bucket.get(name, 100).await.unwrap().0[..], b"some bytes", "{prefix}");
+            }
+            let folder = format!("kvarts-cold-1/packs/{at}/");
+            let listed = |after: Option<String>| {
+                let (bucket, folder) = (&bucket, &folder);
+                async move {
+                    let found = bucket.list(folder, after.as_deref(), 10).await.unwrap();
+                    found.into_iter().map(|one| one.name).collect::<Vec<_>>()
+                }
+            };
+            assert_eq!(listed(None).await, names, "{prefix}");
+            assert_eq!(listed(Some(names[0].clone())).await, names[1..], "{prefix}");
+        });
+    }
 }

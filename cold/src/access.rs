@@ -10,10 +10,24 @@ use futures_util::future::{Either, select};
 
 use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
 use crate::error::ColdError;
+use crate::format::names::MANIFESTS;
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 
 const DAY_MS: u64 = 86_400_000;
+/// This part of each budget is not for blocks: when those have spent the rest, manifests can still be changed, so that deletes reach the
+/// bucket.
+const KEPT_BACK: u64 = 16;
+
+/// What a request takes from the budgets of the day, beside itself.
+#[derive(Clone, Copy, Debug, Default)]
+struct Takes {
+    written: u64,
+    /// `None` if it reads no object. What is longer than was known before is counted when it has come.
+    read: Option<u64>,
+    /// It is about a pack or an index, so part of each budget is not for it.
+    is_for_blocks: bool,
+}
 
 /// How much may be asked of a bucket.
 #[derive(Clone, Debug)]
@@ -92,6 +106,17 @@ pub struct Access {
     state: Mutex<State>,
 }
 
+impl Takes {
+    fn about(name: &str) -> Self {
+        Self { is_for_blocks: !name.starts_with(MANIFESTS), ..Self::default() }
+    }
+}
+
+/// The part of a budget that is for blocks.
+fn for_blocks(limit: u64) -> u64 {
+    limit - limit / KEPT_BACK
+}
+
 impl std::fmt::Debug for Access {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Access").field("limits", &self.limits).finish_non_exhaustive()
@@ -142,8 +167,17 @@ impl Access {
         self.time.now() < self.lock().paused_until
     }
 
-    /// Takes one request, and bytes, from the budgets of the day.
-    fn take(&self, (written, read): (u64, u64), is_retry: bool) -> Result<(), ColdError> {
+    /// Bytes of packs that may still be read today; none while the bucket is left alone or no request is left.
+    pub fn readable(&self) -> u64 {
+        let today = self.today();
+        if self.is_paused() || today.requests >= for_blocks(self.limits.requests_a_day) {
+            return 0;
+        }
+        for_blocks(self.limits.read_bytes_a_day).saturating_sub(today.read_bytes)
+    }
+
+    /// Takes one request, and bytes, from the budgets of the day. What it does not use does not stop it.
+    fn take(&self, takes: Takes, is_retry: bool) -> Result<(), ColdError> {
         let (now, day) = (self.time.now(), self.time.wall_ms() / DAY_MS);
         let mut state = self.lock();
         if now < state.paused_until {
@@ -153,13 +187,18 @@ impl Access {
             (state.day, state.today) = (day, Spent::default());
         }
         let (today, limits) = (state.today, &self.limits);
-        if today.requests >= limits.requests_a_day {
+        let own = |limit| if takes.is_for_blocks { for_blocks(limit) } else { limit };
+        let (written, read) = (takes.written, takes.read.unwrap_or(0));
+        if today.requests >= own(limits.requests_a_day) {
             return Err(ColdError::Budget("requests"));
         }
-        if today.written_bytes.saturating_add(written) > limits.written_bytes_a_day {
+        if written > 0 && today.written_bytes.saturating_add(written) > own(limits.written_bytes_a_day) {
             return Err(ColdError::Budget("bytes written"));
         }
-        if today.read_bytes.saturating_add(read) > limits.read_bytes_a_day {
+        let reads_at_least = takes.read.map_or(0, |read| read.max(1));
+        if reads_at_least > 0
+            && today.read_bytes.saturating_add(reads_at_least) > own(limits.read_bytes_a_day)
+        {
             return Err(ColdError::Budget("bytes read"));
         }
         let State { today, total, .. } = &mut *state;
@@ -194,7 +233,7 @@ impl Access {
         let now = self.time.now();
         let mut state = self.lock();
         match outcome {
-            Some(fault) if fault.is_passing() || matches!(fault, Fault::Denied(_)) => {
+            Some(fault) if fault.is_passing() || matches!(fault, Fault::Denied(_) | Fault::NoBucket) => {
                 state.total.failures += 1;
                 state.today.failures += 1;
                 state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
@@ -231,15 +270,15 @@ impl Access {
     async fn asked<'a, T>(
         &'a self,
         name: &str,
-        (written, read): (u64, u64),
+        takes: Takes,
         ask: impl Fn() -> BoxFuture<'a, Result<T, Fault>>,
     ) -> Result<T, ColdError> {
-        let bytes = written.saturating_add(read);
+        let bytes = takes.written.saturating_add(takes.read.unwrap_or(0));
         let long = Duration::from_secs(bytes.checked_div(self.limits.slowest_rate).unwrap_or(0));
         let patience = self.limits.patience.saturating_add(long);
         let mut attempt = 0;
         loop {
-            self.take((written, read), attempt > 0)?;
+            self.take(takes, attempt > 0)?;
             let outcome = match select(ask(), self.time.sleep(patience)).await {
                 Either::Left((outcome, _)) => outcome,
                 Either::Right(_) => Err(Fault::Unreachable("no answer in time".to_owned())),
@@ -260,7 +299,8 @@ impl Access {
 
     /// As [`Bucket::get`].
     pub async fn get(&self, name: &str, most: u64) -> Result<(Bytes, Tag), ColdError> {
-        let (bytes, tag) = self.asked(name, (0, 0), || self.bucket_get(name, most)).await?;
+        let takes = Takes { read: Some(0), ..Takes::about(name) };
+        let (bytes, tag) = self.asked(name, takes, || self.bucket_get(name, most)).await?;
         self.took(bytes.len() as u64);
         Ok((bytes, tag))
     }
@@ -283,7 +323,8 @@ impl Access {
                 if came == wanted { Ok(()) } else { Err(Fault::Length) }
             })
         };
-        self.asked(name, (0, wanted), ask).await
+        let takes = Takes { read: Some(wanted), ..Takes::about(name) };
+        self.asked(name, takes, ask).await
     }
 
     /// As [`Bucket::head`].
@@ -292,7 +333,7 @@ impl Access {
             let name = name.to_owned();
             Box::pin(async move { self.bucket.head(&name).await })
         };
-        self.asked(name, (0, 0), ask).await
+        self.asked(name, Takes::default(), ask).await
     }
 
     /// As [`Bucket::put`]. A conditional put that is repeated may meet its own first attempt: who gets
@@ -303,7 +344,7 @@ impl Access {
             let (name, body, condition) = (name.to_owned(), body.to_vec(), condition.clone());
             Box::pin(async move { self.bucket.put(&name, body, condition).await })
         };
-        self.asked(name, (len, 0), ask).await
+        self.asked(name, Takes { written: len, ..Takes::about(name) }, ask).await
     }
 
     /// As [`Bucket::delete`].
@@ -312,7 +353,7 @@ impl Access {
             let name = name.to_owned();
             Box::pin(async move { self.bucket.delete(&name).await })
         };
-        self.asked(name, (0, 0), ask).await
+        self.asked(name, Takes::default(), ask).await
     }
 
     /// As [`Bucket::list`].
@@ -326,6 +367,14 @@ impl Access {
             let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
             Box::pin(async move { self.bucket.list(&prefix, after.as_deref(), most).await })
         };
-        self.asked(prefix, (0, 0), ask).await
+        self.asked(prefix, Takes::default(), ask).await
+    }
+
+    /// As [`Bucket::tidy`], of what is older than `age`.
+    pub async fn tidy(&self, age: Duration, dry_run: bool) -> Result<u64, ColdError> {
+        let age_ms = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
+        let before_ms = self.time.wall_ms().saturating_sub(age_ms);
+        let tidied = self.bucket.tidy(before_ms, dry_run).await;
+        tidied.map_err(|fault| ColdError::Bucket("half-written files".to_owned(), fault))
     }
 }

@@ -51,6 +51,8 @@ pub struct Listed {
 pub enum Fault {
     /// There is no such object.
     Missing,
+    /// There is no such bucket.
+    NoBucket,
     /// The condition of a put does not hold.
     Changed,
     /// Asked too often (429, 503): not before this time has passed, where it says so.
@@ -78,6 +80,7 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing => f.write_str("there is no such object"),
+            Self::NoBucket => f.write_str("there is no such bucket"),
             Self::Changed => f.write_str("the object was changed by another writer"),
             Self::Busy(_) => f.write_str("the bucket asks for fewer requests"),
             Self::Unreachable(why) => write!(f, "the bucket is not reached: {why}"),
@@ -128,6 +131,13 @@ pub trait Bucket: Send + Sync {
         after: Option<&'a str>,
         most: usize,
     ) -> BoxFuture<'a, Result<Vec<Listed>, Fault>>;
+
+    /// Deletes what writers left half-written before that time, in milliseconds since 1970, or counts it alone. Nothing where puts leave
+    /// nothing behind.
+    fn tidy<'a>(&'a self, before_ms: u64, dry_run: bool) -> BoxFuture<'a, Result<u64, Fault>> {
+        let _ = (before_ms, dry_run);
+        Box::pin(std::future::ready(Ok(0)))
+    }
 
     /// When it gave its last answer, in milliseconds since 1970 by its own clock; nothing where it does not say.
     fn answered_ms(&self) -> Option<u64> {

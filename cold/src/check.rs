@@ -3,7 +3,7 @@
 //! Guarantee: nothing that a reader could still read is taken away. An index is made again from a pack whose every byte was verified; a
 //! pack that is gone is named no longer; a damaged pack stays, because its other blocks are proven one by one when they are read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use bytes::Bytes;
@@ -97,16 +97,22 @@ impl Checked {
     }
 }
 
-/// The namespaces that a bucket has manifests of.
+/// The namespaces of which a bucket has anything: manifests, or packs and indexes without one, left by a first push that did not end or by
+/// a manifest that was deleted.
 pub async fn namespaces(tier: &Tier) -> Result<Vec<NamespaceId>, ColdError> {
-    let mut found = Vec::new();
-    each_listed(tier, names::MANIFESTS, |listed| {
-        if let Some(Named::Manifest(namespace)) = Named::parse(&listed.name) {
-            found.push(namespace);
+    let mut found = BTreeSet::new();
+    for prefix in [names::MANIFESTS, names::PACKS, names::INDEXES] {
+        let mut after: Option<String> = None;
+        loop {
+            let page = tier.access().list(prefix, after.as_deref(), PAGE).await?;
+            let named = page.iter().filter_map(|listed| Named::parse(&listed.name));
+            found.extend(named.map(|named| named.namespace()));
+            let Some(last) = page.last().filter(|_| page.len() >= PAGE) else { break };
+            // A namespace may have thousands of packs, and the first one says that it is there.
+            after = Some(names::behind(&last.name));
         }
-    })
-    .await?;
-    Ok(found)
+    }
+    Ok(found.into_iter().collect())
 }
 
 /// Calls for each object whose name begins so. What is put or deleted meanwhile may be missed.

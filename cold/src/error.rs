@@ -67,3 +67,33 @@ impl fmt::Display for ColdError {
 }
 
 impl std::error::Error for ColdError {}
+
+impl ColdError {
+    /// What a tenant is told: what to do, and nothing of the bucket, its address and its answers.
+    pub fn for_tenants(&self) -> &'static str {
+        match self {
+            Self::Budget(_) => "the bucket may not be asked for more today",
+            Self::Contended(_) => "others were changing the same: try again",
+            _ => "the bucket was not told: try again later",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tenants_hear_nothing_of_the_bucket() {
+        let bucket = |fault| ColdError::Bucket("kvarts-cold-1/manifests/ab".to_owned(), fault);
+        for error in [
+            bucket(Fault::Denied("403 Forbidden, quoted".to_owned())),
+            bucket(Fault::Unreachable("http://quoted".to_owned())),
+            ColdError::Budget("requests"),
+            ColdError::Paused,
+        ] {
+            let told = error.for_tenants();
+            assert!(!told.contains("kvarts-cold") && !told.contains("quoted"), "{told}");
+        }
+    }
+}

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use clap::{Args, Subcommand};
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::check::namespaces;
-use kvarts_cold::{Access, ColdError, Limits, Spent, Tier, TierOptions};
+use kvarts_cold::{Access, ColdError, Fault, Limits, Spent, Tier, TierOptions};
 use kvarts_layout::NamespaceId;
 use kvarts_terminal::Failure;
 use serde::Serialize;
@@ -75,6 +75,24 @@ impl From<Spent> for Asked {
     }
 }
 
+/// What was not done for a namespace.
+#[derive(Serialize)]
+struct Trouble {
+    namespace: String,
+    what: String,
+}
+
+/// Whether the next namespace fares no better: the bucket, the budgets, the clocks, the store.
+fn ends_all(error: &ColdError) -> bool {
+    match error {
+        ColdError::Bucket(_, fault) => {
+            fault.is_passing() || matches!(fault, Fault::Denied(_) | Fault::NoBucket)
+        }
+        ColdError::Paused | ColdError::Budget(_) | ColdError::Clocks(_) | ColdError::Store(_) => true,
+        _ => false,
+    }
+}
+
 /// A bucket, and what runs the requests to it.
 struct Bucket {
     tier: Tier,
@@ -98,6 +116,33 @@ impl Bucket {
         self.runtime.block_on(asked).map_err(Failure::user)
     }
 
+    /// Does something for each of these namespaces. What is wrong with one of them does not keep the others from it. An error where nothing
+    /// was done.
+    fn each(
+        &self,
+        namespaces: &[NamespaceId],
+        mut one: impl FnMut(NamespaceId) -> Result<(), ColdError>,
+    ) -> Result<Vec<Trouble>, Failure> {
+        let mut troubles = Vec::new();
+        for (done, namespace) in namespaces.iter().enumerate() {
+            let Err(error) = one(*namespace) else { continue };
+            let is_last = ends_all(&error);
+            if is_last && done == 0 {
+                return Err(Failure::user(error));
+            }
+            let left = namespaces.len() - done - 1;
+            let what = match (is_last, left) {
+                (false, _) | (true, 0) => error.to_string(),
+                (true, left) => format!("{error}; {left} more namespaces were left as they are"),
+            };
+            troubles.push(Trouble { namespace: namespace.to_string(), what });
+            if is_last {
+                break;
+            }
+        }
+        Ok(troubles)
+    }
+
     /// The namespace that was named, or all.
     fn namespaces(&self, named: Option<NamespaceId>) -> Result<Vec<NamespaceId>, Failure> {
         let all = self.wait(namespaces(&self.tier))?;
@@ -113,6 +158,19 @@ impl Bucket {
     fn asked(&self) -> Asked {
         self.tier.access().spent().into()
     }
+}
+
+/// A line for each trouble.
+fn tell(troubles: &[Trouble], out: &mut dyn Write) -> Result<(), Failure> {
+    for Trouble { namespace, what } in troubles {
+        writeln!(out, "namespace {namespace}: {what}")?;
+    }
+    Ok(())
+}
+
+/// Exit code 1 where something was not done.
+fn verdict(troubles: &[Trouble]) -> Result<(), Failure> {
+    if troubles.is_empty() { Ok(()) } else { Err(Failure::Problems) }
 }
 
 /// How long ago that was, in the unit that fits.

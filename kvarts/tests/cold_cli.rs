@@ -146,6 +146,96 @@ fn fsck_finds_damage_repairs_indexes_and_says_what_is_left() {
     assert_eq!((code, &restored["stored"], &restored["lost"]), (1, &8.into(), &1.into()), "{restored}");
 }
 
+fn manifests(scratch: &Scratch) -> Vec<PathBuf> {
+    let root = scratch.path("bucket").join("kvarts-cold-1/manifests");
+    let mut found: Vec<PathBuf> =
+        std::fs::read_dir(root).unwrap().map(|entry| entry.unwrap().path()).collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn a_manifest_that_cannot_be_read_keeps_no_other_namespace_from_what_was_asked_for() {
+    let scratch = Scratch::new("cold-unread");
+    let cold = Cold::in_directory(&scratch);
+    let (store, _) = filled(&scratch);
+    cold.good(&["push", &store, "--all"]);
+    for (name, says) in [("damaged", "damaged"), ("newer", "newer kvarts")] {
+        let manifest = manifests(&scratch).remove(0);
+        let mut bytes = std::fs::read(&manifest).unwrap();
+        if name == "newer" {
+            bytes[8] = 2;
+        } else {
+            bytes[50] ^= 1;
+        }
+        let sound = std::fs::read(&manifest).unwrap();
+        std::fs::write(&manifest, bytes).unwrap();
+        let its_own = manifest.file_name().unwrap().to_str().unwrap().to_owned();
+        let expect = |found: &Value| {
+            let problems = found["problems"].as_array().unwrap();
+            assert_eq!((problems.len(), &problems[0]["namespace"]), (1, &its_own.as_str().into()), "{found}");
+            assert!(problems[0]["what"].as_str().unwrap().contains(says), "{found}");
+        };
+        let (code, listed) = cold.json(&["ls"]);
+        assert_eq!((code, listed["namespaces"].as_array().unwrap().len()), (1, 1), "{listed}");
+        expect(&listed);
+        let (code, out, _) = cold.run(&["ls"]);
+        assert!(code == 1 && out.contains("small") && out.contains(says), "{out}");
+        let (code, checked) = cold.json(&["fsck"]);
+        assert_eq!((code, &checked["packs"]), (1, &1.into()), "{checked}");
+        expect(&checked);
+        let new = scratch.path(name).display().to_string();
+        let (code, restored) =
+            cold.json(&["restore", "--all", "--into", &new, "--create", "--segment-mib", "1"]);
+        assert!(code == 1 && restored["stored"].as_u64().unwrap() > 0, "{restored}");
+        expect(&restored);
+        let (code, would) = cold.json(&["gc", "--most", "1", "--dry-run"]);
+        assert_eq!((code, &would["over_budget"]), (1, &1.into()), "{would}");
+        expect(&would);
+        let (code, _, error) = cold.run(&["gc", "--namespace", &its_own]);
+        assert!(code == 1 || code == 2 && error.contains(says), "{code} {error}");
+        std::fs::write(&manifest, sound).unwrap();
+    }
+    assert!(cold.good(&["fsck"])["clean"].as_bool().unwrap());
+}
+
+#[test]
+fn a_namespace_without_a_manifest_is_listed_and_collected() {
+    let scratch = Scratch::new("cold-lost");
+    let cold = Cold::in_directory(&scratch);
+    let (store, _) = filled(&scratch);
+    cold.good(&["push", &store, "--all"]);
+    let manifest = manifests(&scratch).remove(0);
+    let namespace = manifest.file_name().unwrap().to_str().unwrap().to_owned();
+    std::fs::remove_file(&manifest).unwrap();
+    let listed = cold.good(&["ls"]);
+    let without: Vec<&Value> = listed["namespaces"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|one| one["has_manifest"] == Value::Bool(false))
+        .collect();
+    assert!(without.len() == 1 && without[0]["namespace"] == namespace.as_str(), "{listed}");
+    let (code, _, error) = cold.run(&["stat", "--namespace", &namespace]);
+    assert!(code == 2 && error.contains("has no manifest"), "{error}");
+    assert_eq!(cold.good(&["fsck", "--namespace", &namespace])["orphans"], 2);
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(30 * 3600);
+    for path in objects(&scratch, "packs").into_iter().chain(objects(&scratch, "indexes")) {
+        std::fs::File::options().write(true).open(path).unwrap().set_modified(old).unwrap();
+    }
+    let half = scratch.path("bucket").join("kvarts-cold-1/packs/.partial-1-1");
+    std::fs::File::create(&half).unwrap().set_modified(old).unwrap();
+    let did = cold.good(&["gc"]);
+    assert_eq!(
+        (&did["orphans"], &did["waiting"], &did["partial"]),
+        (&1.into(), &1.into(), &1.into()),
+        "{did}"
+    );
+    assert!(!half.exists());
+    let stat = cold.good(&["stat", "--namespace", &namespace]);
+    assert_eq!(stat["condemned"].as_array().unwrap().len(), 1, "{stat}");
+}
+
 #[test]
 fn gc_says_what_it_would_do_and_deletes_nothing_before_its_grace() {
     let scratch = Scratch::new("cold-gc");

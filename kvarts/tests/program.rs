@@ -32,6 +32,8 @@ mod model_cli;
 mod offline_cli;
 mod output_cli;
 mod page;
+#[path = "../../bucket/tests/proxy/mod.rs"]
+mod proxy;
 mod quickstart;
 mod raw;
 mod reference;

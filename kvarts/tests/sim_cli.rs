@@ -72,8 +72,7 @@ fn a_run_is_printed_as_a_table_as_json_and_as_one_page_with_nothing_from_elsewhe
 
 /// What a search prints for `serve` is taken by it as it stands, and says what was found.
 fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
-    let (cluster, file) = (&best["cluster"], scratch.file("kvarts.toml"));
-    std::fs::write(&file, serve).unwrap();
+    let (cluster, file) = (&best["cluster"], scratch.file("kvarts.toml", serve));
     let config = |what: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
         let output =
@@ -118,7 +117,7 @@ fn expect_serves(scratch: &Scratch, best: &Value, serve: &str) {
 #[test]
 fn a_search_prints_the_drives_that_it_found_for_serve() {
     let scratch = Scratch::new("serve");
-    let cluster = scratch.file("cluster.toml");
+    let cluster = scratch.file("cluster.toml", CLUSTER);
     for more in [&["--drives-max", "0"][..], &["--vary", "router", "--set", "disk.drives=3"]] {
         let arguments =
             ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
@@ -132,7 +131,7 @@ fn a_search_prints_the_drives_that_it_found_for_serve() {
 #[test]
 fn bounds_of_a_search_that_are_none_are_one_line() {
     let scratch = Scratch::new("bounds");
-    let cluster = scratch.file("cluster.toml");
+    let cluster = scratch.file("cluster.toml", CLUSTER);
     let told = |more: &[&str]| {
         let arguments =
             ["search", "--sessions", "chat", "--count", "5", "--cluster", &cluster, "--ttft-ms", "60000"];
@@ -241,7 +240,7 @@ fn a_real_engine_s_recordings_are_told_by_another_one_s_times() {
 #[test]
 fn clusters_that_are_impossible_are_one_line() {
     let scratch = Scratch::new("impossible");
-    let cluster = scratch.file("cluster.toml");
+    let cluster = scratch.file("cluster.toml", CLUSTER);
     for (set, words) in [
         (
             "model=llama-3.1-70b",

@@ -1,5 +1,8 @@
 //! Many nodes: who is known to hold what, what moves between them and over which lines, and who decides where requests go.
+
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter::Cloned;
+use std::slice::Iter;
 
 use kvarts_simulator::cluster::work::TraceWork;
 use kvarts_simulator::cluster::*;
@@ -19,10 +22,12 @@ fn request(at_ms: f64, blocks: &[u64], output_tokens: u64) -> Result<Request, Tr
     Ok(Request { at_ms, input_tokens: blocks.len() as u64 * 512, output_tokens, blocks: blocks.to_vec() })
 }
 
+type Requests<'a> = Cloned<Iter<'a, Result<Request, TraceError>>>;
+
 fn simulation<'a>(
     cluster: &'a Cluster,
     requests: &'a [Result<Request, TraceError>],
-) -> Simulation<'a, TraceWork<std::iter::Cloned<std::slice::Iter<'a, Result<Request, TraceError>>>>> {
+) -> Simulation<'a, TraceWork<Requests<'a>>> {
     Simulation::new(cluster, TraceWork::new(requests.iter().cloned(), 1.0), 1).unwrap()
 }
 

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use crate::cold_blocks::world::{PATIENCE, Setting, World};
 use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
+use bytes::Bytes;
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::format::{Manifest, PackId, names};
 use kvarts_cold::testing::{Kind, Op, Plan};

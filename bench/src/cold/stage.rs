@@ -82,7 +82,7 @@ impl Stage {
                 let named = url.strip_prefix("s3://").filter(|rest| !rest.is_empty());
                 let named = named.ok_or_else(|| Failure::User(format!("{url}: use s3://BUCKET/PREFIX")))?;
                 let (bucket, prefix) = named.split_once('/').unwrap_or((named, "kvarts-bench"));
-                (None, AmazonS3Builder::from_env().with_allow_http(true), bucket, prefix)
+                (None, kvarts_bucket::s3::environment().map_err(Failure::user)?, bucket, prefix)
             }
         };
         let (bucket, prefix) = (bucket.to_owned(), format!("{prefix}/{}", std::process::id()));

@@ -134,7 +134,8 @@ pub fn fuzz_cold(data: &[u8]) {
     }
 }
 
-#[cfg(test)]
+#[cfg(any(test, feature = "testing"))]
+#[allow(dead_code, clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 pub(crate) mod samples;
 #[cfg(test)]
 mod tests;

@@ -10,8 +10,10 @@ use super::{PackId, hex};
 pub const ROOT: &str = "kvarts-cold-1/";
 /// Before the manifests.
 pub const MANIFESTS: &str = "kvarts-cold-1/manifests/";
-const PACKS: &str = "kvarts-cold-1/packs/";
-const INDEXES: &str = "kvarts-cold-1/indexes/";
+/// Before the packs of all namespaces.
+pub const PACKS: &str = "kvarts-cold-1/packs/";
+/// Before the indexes of all namespaces.
+pub const INDEXES: &str = "kvarts-cold-1/indexes/";
 
 /// What a name is that of.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -37,6 +39,26 @@ impl Named {
         let (namespace, pack) = rest.split_once('/')?;
         let (namespace, pack) = (NamespaceId(hex(namespace)?), PackId(hex(pack)?));
         Some(if is_pack { Self::Pack(namespace, pack) } else { Self::Index(namespace, pack) })
+    }
+}
+
+impl Named {
+    /// Of which namespace it is.
+    pub fn namespace(&self) -> NamespaceId {
+        match self {
+            Self::Manifest(namespace) | Self::Pack(namespace, _) | Self::Index(namespace, _) => *namespace,
+        }
+    }
+}
+
+/// A name behind all of the folder that this one lies in, and before every other folder of 64 digits; the name itself where it is not a
+/// pack's or an index's.
+pub fn behind(name: &str) -> String {
+    match Named::parse(name) {
+        // The character after the slash.
+        Some(Named::Pack(namespace, _)) => format!("{PACKS}{}0", digits(&namespace.0)),
+        Some(Named::Index(namespace, _)) => format!("{INDEXES}{}0", digits(&namespace.0)),
+        Some(Named::Manifest(_)) | None => name.to_owned(),
     }
 }
 
@@ -81,6 +103,14 @@ mod tests {
         assert_eq!(Named::parse(&index(namespace, id)), Some(Named::Index(namespace, id)));
         assert!(pack(namespace, id).starts_with(&packs(namespace)));
         assert!(index(namespace, id).starts_with(&indexes(namespace)));
+        let next = NamespaceId({
+            let mut next = namespace.0;
+            next[31] += 1;
+            next
+        });
+        assert!(pack(namespace, PackId([0xff; 32])) < behind(&pack(namespace, id)));
+        assert!(behind(&index(namespace, id)) < index(next, PackId([0; 32])));
+        assert_eq!(behind(&manifest(namespace)), manifest(namespace));
         for other in [
             "",
             ROOT,

@@ -47,31 +47,33 @@ pub(crate) fn identity(revision: &str) -> Identity {
     }
 }
 
-pub(crate) fn namespace(revision: &str) -> Arc<ExportedNamespace> {
+/// A namespace of that revision.
+pub fn namespace(revision: &str) -> Arc<ExportedNamespace> {
     Arc::new(ExportedNamespace { identity: identity(revision), geometry: Arc::new(geometry()) })
 }
 
-pub(crate) fn namespace_id(revision: &str) -> NamespaceId {
+/// Its id.
+pub fn namespace_id(revision: &str) -> NamespaceId {
     identity(revision).namespace_id().unwrap()
 }
 
 /// Bytes of a block: three layers of 48 and 16.
-pub(crate) const BLOCK: usize = 192;
+pub const BLOCK: usize = 192;
 
 /// The key of a block of a prefix.
-pub(crate) fn key(prefix: u8, block: u32) -> BlockKey {
+pub fn key(prefix: u8, block: u32) -> BlockKey {
     let mut key = [prefix; 32];
     key[..4].copy_from_slice(&block.to_le_bytes());
     BlockKey(key)
 }
 
 /// The bytes of a block.
-pub(crate) fn bytes_of(prefix: u8, block: u32) -> Vec<u8> {
+pub fn bytes_of(prefix: u8, block: u32) -> Vec<u8> {
     (0..BLOCK as u32).map(|at| (at * 7 + block * 31 + u32::from(prefix) * 101) as u8).collect()
 }
 
 /// The blocks `from..to` of a prefix, and their bytes.
-pub(crate) fn run(revision: &str, prefix: u8, from: u32, to: u32) -> (Run, Bytes) {
+pub fn run(revision: &str, prefix: u8, from: u32, to: u32) -> (Run, Bytes) {
     let shape = geometry().shape(Group(0), Coordinate::Replicated, TOKENS).unwrap();
     assert_eq!(shape.block_bytes(), BLOCK as u64);
     let mut payload = Vec::new();

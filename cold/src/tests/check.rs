@@ -1,10 +1,12 @@
 //! A check finds whatever is wrong in a bucket, repairs what can be repaired, and takes nothing that can still be read.
 
+use kvarts_layout::NamespaceId;
+
 use super::fixture::*;
 use crate::check::{Checked, Finding, Level, check, namespaces};
 use crate::error::ColdError;
 use crate::format::names::{self, Named};
-use crate::format::samples;
+use crate::format::{PackId, samples};
 use crate::testing::Kind;
 
 fn pushed() -> World {
@@ -156,4 +158,35 @@ fn what_the_bucket_does_not_answer_is_no_finding() {
     assert!(matches!(outcome, Err(ColdError::Bucket(..) | ColdError::Paused)), "{outcome:?}");
     world.faulty.all(None);
     assert!(checked(&world, Level::Full, true).found.is_empty());
+}
+
+#[test]
+fn a_namespace_is_found_by_anything_that_it_has() {
+    let world = pushed();
+    let ours = samples::namespace_id("r1");
+    let named = |world: &World| world.time.run(namespaces(&world.other())).unwrap();
+    let gone = |is_it: fn(&Named) -> bool| {
+        for name in world.memory.names() {
+            if is_it(&Named::parse(&name).unwrap()) {
+                world.memory.take(&name);
+            }
+        }
+    };
+    gone(|named| matches!(named, Named::Manifest(_)));
+    assert_eq!(named(&world), [ours]);
+    gone(is_pack);
+    assert_eq!(named(&world), [ours], "by its indexes");
+    gone(is_index);
+    assert!(named(&world).is_empty());
+    // More packs than an answer of a listing has: the next namespace is found, and the rest of this one is not listed.
+    for number in 0u32..5000 {
+        let mut id = [1; 32];
+        id[..4].copy_from_slice(&number.to_be_bytes());
+        world.memory.set(&names::pack(ours, PackId(id)), vec![1]);
+    }
+    let last = NamespaceId([0xff; 32]);
+    world.memory.set(&names::pack(last, PackId([0; 32])), vec![1]);
+    let before = world.faulty.asked_in_all();
+    assert_eq!(named(&world), [ours, last]);
+    assert_eq!(world.faulty.asked_in_all() - before, 4, "manifests, packs twice, indexes");
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::future::{join, join_all};
 
 use super::fixture::*;
-use crate::check::{Level, check};
+use crate::check::{Level, check, namespaces};
 use crate::collect::{Collected, GRACE_LEAST, Retention, collect};
 use crate::format::{names, samples};
 use crate::push::Pusher;
@@ -110,6 +110,25 @@ fn what_a_push_left_that_did_not_end_goes_two_graces_later_and_not_before() {
     assert_eq!(collected(&world, &hourly()).deleted, 1);
     assert_eq!(world.memory.names().len(), 3, "{:?}", world.memory.names());
     assert_eq!(world.good(&world.other(), 2, 5), 5);
+}
+
+#[test]
+fn what_lies_there_without_a_manifest_is_collected() {
+    let world = World::new();
+    world.push(&[(1, 0, 12)]).unwrap();
+    drop(world.memory.take(&names::manifest(samples::namespace_id("r1"))));
+    world.time.pass(2 * HOUR);
+    let (mut orphans, mut deleted) = (0, 0);
+    for _ in 0..2 {
+        let tier = world.other();
+        for namespace in world.time.run(namespaces(&tier)).unwrap() {
+            let done = world.time.run(collect(&tier, namespace, &hourly())).unwrap();
+            (orphans, deleted) = (orphans + done.orphans, deleted + done.deleted);
+        }
+        world.time.pass(2 * HOUR);
+    }
+    assert_eq!((orphans, deleted), (3, 3));
+    assert_eq!(world.memory.names(), [names::manifest(samples::namespace_id("r1"))]);
 }
 
 /// Pushes prefixes of its own and of others over hours; what of it was acknowledged.

@@ -1,5 +1,6 @@
 //! The tier over a bucket in memory whose requests fail, in virtual time.
 
+mod budgets;
 mod check;
 mod clocks;
 mod collect;

@@ -9,7 +9,7 @@ use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use serde::Serialize;
 
-use super::{Asked, BucketArgs};
+use super::{Asked, BucketArgs, Trouble};
 use crate::offline::write_json;
 
 /// The arguments of `cold fsck`.
@@ -65,8 +65,9 @@ pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
         condemned: 0,
         asked: None,
     };
-    for namespace in bucket.namespaces(arguments.namespace)? {
-        let checked = bucket.wait(check(&bucket.tier, namespace, level, arguments.repair))?;
+    let troubles = bucket.each(&bucket.namespaces(arguments.namespace)?, |namespace| {
+        let check = check(&bucket.tier, namespace, level, arguments.repair);
+        let checked = bucket.runtime.block_on(check)?;
         report.clean &= checked.is_clean();
         report.packs += checked.packs;
         report.blocks += checked.blocks;
@@ -79,7 +80,11 @@ pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
             what: found.finding.to_string(),
             repaired: found.is_repaired,
         }));
-    }
+        Ok(())
+    })?;
+    report.clean &= troubles.is_empty();
+    let problem = |Trouble { namespace, what }| Problem { namespace, what, repaired: false };
+    report.problems.extend(troubles.into_iter().map(problem));
     report.asked = Some(bucket.asked());
     if arguments.bucket.json {
         write_json(&report, out)?

@@ -10,7 +10,7 @@ use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use serde::Serialize;
 
-use super::{Asked, BucketArgs};
+use super::{Asked, BucketArgs, Trouble, tell, verdict};
 use crate::client_cmd::subject::duration;
 use crate::offline::write_json;
 use crate::sizes;
@@ -51,10 +51,14 @@ struct Report {
     deleted_bytes: u64,
     /// Packs that wait for their deletion.
     waiting: u64,
+    /// Files of a directory that writers left half-written.
+    partial: u64,
+    /// Namespaces that were left as they are, and why.
+    problems: Vec<Trouble>,
     asked: Option<Asked>,
 }
 
-/// Runs the command.
+/// Runs the command. Exit code 1 where a namespace was left as it is.
 pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if arguments.grace < GRACE_LEAST {
         return Err(Failure::user("--grace: at least 1h, as a push may be under way for some minutes"));
@@ -67,9 +71,9 @@ pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure
         dry_run: arguments.dry_run,
     };
     let mut report = Report { dry_run: arguments.dry_run, ..Report::default() };
-    for namespace in bucket.namespaces(arguments.namespace)? {
+    report.problems = bucket.each(&bucket.namespaces(arguments.namespace)?, |namespace| {
         let Collected { expired, aged, over_budget, orphans, deleted, deleted_bytes, waiting } =
-            bucket.wait(collect(&bucket.tier, namespace, &retention))?;
+            bucket.runtime.block_on(collect(&bucket.tier, namespace, &retention))?;
         report.expired += expired;
         report.aged += aged;
         report.over_budget += over_budget;
@@ -77,11 +81,19 @@ pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure
         report.deleted += deleted;
         report.deleted_bytes += deleted_bytes;
         report.waiting += waiting;
-    }
+        Ok(())
+    })?;
+    report.partial = bucket.wait(bucket.tier.access().tidy(arguments.grace, arguments.dry_run))?;
     report.asked = Some(bucket.asked());
     if arguments.bucket.json {
-        return write_json(&report, out);
+        write_json(&report, out)?
+    } else {
+        write_text(&report, out)?
     }
+    verdict(&report.problems)
+}
+
+fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     let (stop, go) = if report.dry_run {
         ("would stop counting", "would be deleted")
     } else {
@@ -102,5 +114,8 @@ pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure
         "{deleted} packs {go}, {}; {waiting} wait for their deletion",
         bytes(report.deleted_bytes)
     )?;
-    Ok(())
+    if report.partial > 0 {
+        writeln!(out, "{} files that writers left half-written {go}", grouped(report.partial))?;
+    }
+    tell(&report.problems, out)
 }

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
+use kvarts_cold::ColdError;
 use kvarts_cold::promote::{Restored, Wanted, restore_into};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_layout::NamespaceId;
@@ -13,7 +14,7 @@ use kvarts_store::home::Home;
 use kvarts_terminal::Failure;
 use serde::Serialize;
 
-use super::{Asked, Bucket, BucketArgs};
+use super::{Asked, Bucket, BucketArgs, Trouble, tell, verdict};
 use crate::fsck_cmd::watched;
 use crate::offline::import_cmd::Destination;
 use crate::offline::write_json;
@@ -46,6 +47,8 @@ struct Report {
     why: Option<String>,
     /// Bytes of ranges beside the blocks that were wanted.
     over_read_bytes: u64,
+    /// Namespaces that were not restored to their end, and why.
+    problems: Vec<Trouble>,
     asked: Option<Asked>,
 }
 
@@ -64,27 +67,28 @@ impl Report {
 /// Runs the command. Exit code 1 where a block did not come into the store.
 pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let bucket = arguments.bucket.open()?;
-    let wanted = bucket.namespaces(arguments.namespace)?;
-    let mut planned = 0;
-    for namespace in &wanted {
-        let known = bucket.wait(bucket.tier.read_manifest(*namespace))?;
+    let (mut planned, mut wanted) = (0, Vec::new());
+    let unread = bucket.each(&bucket.namespaces(arguments.namespace)?, |namespace| {
+        let known = bucket.runtime.block_on(bucket.tier.read_manifest(namespace))?;
         planned += known.manifest.packs.values().map(|pack| pack.payload_bytes).sum::<u64>();
-    }
+        wanted.push(namespace);
+        Ok(())
+    })?;
     let home = arguments.into.open(planned)?;
     let far = AtomicU64::new(0);
-    let mut report = Report::default();
+    let mut report = Report { problems: unread, ..Report::default() };
     let restored = watched(&|| (far.load(Ordering::Relaxed), planned), || {
-        wanted.iter().try_for_each(|namespace| restore(&bucket, &home, *namespace, &far, &mut report))
+        bucket.each(&wanted, |namespace| restore(&bucket, &home, namespace, &far, &mut report))
     });
     home.close().map_err(|error| Failure::User(format!("the store: {error}")))?;
-    restored?;
+    report.problems.extend(restored?);
     report.asked = Some(bucket.asked());
     if arguments.bucket.json {
         write_json(&report, out)?
     } else {
         write_text(&report, out)?
     }
-    if report.lost + report.refused == 0 { Ok(()) } else { Err(Failure::Problems) }
+    if report.lost + report.refused > 0 { Err(Failure::Problems) } else { verdict(&report.problems) }
 }
 
 fn restore(
@@ -93,9 +97,9 @@ fn restore(
     namespace: NamespaceId,
     far: &AtomicU64,
     report: &mut Report,
-) -> Result<(), Failure> {
+) -> Result<(), ColdError> {
     let (tier, options) = (&bucket.tier, FetchOptions::default());
-    let known = bucket.wait(tier.manifest(namespace))?;
+    let known = bucket.runtime.block_on(tier.manifest(namespace))?;
     // Oldest first, as prefixes were put.
     let mut packs: Vec<_> =
         known.manifest.packs.iter().map(|(pack, entry)| (entry.added_ms, *pack, entry)).collect();
@@ -118,7 +122,8 @@ fn restore(
                 keys: run.blocks.iter().map(|block| block.key).collect(),
                 durability: Durability::Durable,
             };
-            report.add(bucket.wait(restore_into(tier, home.store(), &wanted, &options))?);
+            let restored = restore_into(tier, home.store(), &wanted, &options);
+            report.add(bucket.runtime.block_on(restored)?);
             far.fetch_add(run.payload_bytes().unwrap_or(0), Ordering::Relaxed);
         }
     }
@@ -145,5 +150,5 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
             report.why.as_deref().unwrap_or("no reason was given")
         )?;
     }
-    Ok(())
+    tell(&report.problems, out)
 }

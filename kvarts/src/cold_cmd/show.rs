@@ -8,8 +8,11 @@ use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::{Align, Failure, Table};
 use serde::Serialize;
 
-use super::{BucketArgs, age};
+use super::{BucketArgs, Trouble, age, tell, verdict};
 use crate::offline::{shown, write_json};
+
+const NO_MANIFEST: &str =
+    "has no manifest: what lies there counts as nothing, and kvarts cold gc collects it";
 
 /// The arguments of `cold ls`.
 #[derive(Args, Debug)]
@@ -31,6 +34,8 @@ pub(super) struct StatArgs {
 #[derive(Serialize)]
 struct Namespaces {
     namespaces: Vec<Namespace>,
+    /// Namespaces whose manifest cannot be read, and why.
+    problems: Vec<Trouble>,
 }
 
 #[derive(Serialize)]
@@ -38,6 +43,8 @@ struct Namespace {
     namespace: String,
     /// By the index of a pack; none where none can be read.
     model: Option<String>,
+    /// Where it has none, its packs count as nothing and are to be collected.
+    has_manifest: bool,
     packs: u64,
     blocks: u64,
     payload_bytes: u64,
@@ -74,18 +81,19 @@ struct Condemned {
     at_ms: u64,
 }
 
-/// Runs `cold ls`.
+/// Runs `cold ls`. Exit code 1 where a manifest cannot be read.
 pub(super) fn list(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let bucket = arguments.bucket.open()?;
     let mut namespaces = Vec::new();
-    for id in bucket.namespaces(None)? {
-        let known = bucket.wait(bucket.tier.read_manifest(id))?;
+    let problems = bucket.each(&bucket.namespaces(None)?, |id| {
+        let known = bucket.runtime.block_on(bucket.tier.read_manifest(id))?;
         let manifest = &known.manifest;
         let one = manifest.packs.keys().next();
         let index = one.and_then(|pack| bucket.runtime.block_on(bucket.tier.index(id, *pack)).ok());
         namespaces.push(Namespace {
             namespace: id.to_string(),
             model: index.map(|index| index.namespace().identity.model.clone()),
+            has_manifest: known.tag.is_some(),
             packs: manifest.packs.len() as u64,
             blocks: manifest.packs.values().map(|pack| u64::from(pack.blocks)).sum(),
             payload_bytes: manifest.packs.values().map(|pack| pack.payload_bytes).sum(),
@@ -94,11 +102,19 @@ pub(super) fn list(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failur
             generation: manifest.generation,
             written_ms: manifest.written_ms,
         });
-    }
+        Ok(())
+    })?;
+    let listed = Namespaces { namespaces, problems };
     if arguments.bucket.json {
-        return write_json(&Namespaces { namespaces }, out);
+        write_json(&listed, out)?
+    } else {
+        write_list(&listed, out)?
     }
-    if namespaces.is_empty() {
+    verdict(&listed.problems)
+}
+
+fn write_list(Namespaces { namespaces, problems }: &Namespaces, out: &mut dyn Write) -> Result<(), Failure> {
+    if namespaces.is_empty() && problems.is_empty() {
         writeln!(out, "Nothing is in this bucket.")?;
         return Ok(());
     }
@@ -115,17 +131,23 @@ pub(super) fn list(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failur
     let mut table = Table::new(&columns);
     for one in namespaces {
         table.row([
-            one.model.map_or("-".to_owned(), |model| shown(&model)),
-            one.namespace,
+            one.model.as_ref().map_or("-".to_owned(), |model| shown(model)),
+            one.namespace.clone(),
             grouped(one.packs),
             grouped(one.blocks),
             bytes(one.payload_bytes),
             bytes(one.stored_bytes),
             grouped(one.condemned),
-            age(one.written_ms),
+            if one.has_manifest { age(one.written_ms) } else { "-".to_owned() },
         ]);
     }
-    Ok(write!(out, "{table}")?)
+    if !namespaces.is_empty() {
+        write!(out, "{table}")?;
+    }
+    for one in namespaces.iter().filter(|one| !one.has_manifest) {
+        writeln!(out, "namespace {} {NO_MANIFEST}", one.namespace)?;
+    }
+    tell(problems, out)
 }
 
 /// Runs `cold stat`.
@@ -133,6 +155,9 @@ pub(super) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Fail
     let bucket = arguments.bucket.open()?;
     let id = bucket.namespaces(Some(arguments.namespace))?.remove(0);
     let known = bucket.wait(bucket.tier.read_manifest(id))?;
+    if known.tag.is_none() {
+        return Err(Failure::User(format!("namespace {id} {NO_MANIFEST}")));
+    }
     let pack = |(pack, entry): (&_, &kvarts_cold::format::PackEntry)| Pack {
         pack: kvarts_cold::format::PackId::to_string(pack),
         artifacts: entry.runs,

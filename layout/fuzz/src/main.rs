@@ -1,4 +1,4 @@
-//! Every decoder of kvarts-layout under libFuzzer: any bytes in, no panic, no hang, bounded memory.
+//! Every decoder of kvarts-layout, and of the cold tier, under libFuzzer: any bytes in, no panic, no hang, bounded memory.
 //!
 //! `scripts/fuzz TARGET [SECONDS]` builds this with coverage counters and runs one target, named by the variable
 //! `KVARTS_FUZZ_TARGET`. Where a decoder is exact, the target also holds it to that: what is accepted encodes to
@@ -13,7 +13,7 @@ use kvarts_layout::{BlockKey, Coordinate, Geometry, Identity, IndexKey, ModelSpe
 
 type Target = fn(&[u8]);
 
-const TARGETS: [(&str, Target); 16] = [
+const TARGETS: [(&str, Target); 17] = [
     ("superblock", fuzz::fuzz_superblock),
     ("segment-header", fuzz::fuzz_segment_header),
     ("record", fuzz::fuzz_record),
@@ -30,6 +30,7 @@ const TARGETS: [(&str, Target); 16] = [
     ("config-json", config_json),
     ("chunk", kvarts_layout::codec::fuzz_chunk),
     ("export", kvarts_layout::export::fuzz_export),
+    ("cold", kvarts_cold::format::fuzz_cold),
 ];
 
 fn identity(data: &[u8]) {

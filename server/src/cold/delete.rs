@@ -80,7 +80,7 @@ impl ColdTier {
         self.touch(namespace);
         let taken = taken_out(&self.tier, namespace, &deleted, withdrawing.is_open, self.config.refresh);
         let outcome = match tokio::time::timeout(left, taken).await {
-            Ok(outcome) => outcome.map_err(|error| error.to_string()),
+            Ok(outcome) => outcome.map_err(|error| told(&error)),
             Err(_) => Err("the bucket did not answer in time".to_owned()),
         };
         let failed = match outcome {
@@ -116,4 +116,10 @@ impl Deleting<'_> {
         }
         Ok(reply)
     }
+}
+
+/// What the caller is told of it, who may be any tenant; the log has the rest.
+fn told(error: &ColdError) -> String {
+    tracing::debug!(%error, "the bucket was not told of a delete");
+    error.for_tenants().to_owned()
 }

@@ -31,12 +31,10 @@ pub enum Offer {
 impl ColdTier {
     /// How many bytes of such blocks can be offered to a look-up that has `left` to live.
     fn offered_bytes(&self, block_bytes: u64, block_tokens: u32, left: Duration) -> u64 {
-        let access = self.tier.access();
-        let (today, limits) = (access.today(), access.limits());
-        if access.is_paused() || today.requests >= limits.requests_a_day {
+        let budget = self.tier.access().readable();
+        if budget == 0 {
             return 0;
         }
-        let budget = limits.read_bytes_a_day.saturating_sub(today.read_bytes);
         // As long as nothing was brought it is not known how long it takes, and never would be.
         let Some(bytes_a_second) = self.brings() else { return budget };
         let pays = match self.config.offer {

@@ -1,6 +1,7 @@
 //! A wire between a client and a server that ends after any byte, either way, and remembers what a client said.
 //!
 //! One connection at a time is meant to be under way: bytes of all connections are counted together.
+#![allow(dead_code, reason = "each program of tests that includes this uses a part of it")]
 #![allow(clippy::disallowed_methods, reason = "real sockets and threads stand outside the simulation")]
 
 use std::io::{Read, Write};
@@ -69,8 +70,16 @@ fn lock(wire: &Mutex<Wire>) -> MutexGuard<'_, Wire> {
 impl Proxy {
     /// A wire to the server at `to`. Its threads end with the process.
     pub(crate) fn start(to: SocketAddr) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let (at, wire) = (listener.local_addr().unwrap(), Arc::<Mutex<Wire>>::default());
+        Self::on(TcpListener::bind(("127.0.0.1", 0)).unwrap(), to, Arc::default())
+    }
+
+    /// Another way in: to the server at `to`, from where `listener` is. Bytes of both are counted together.
+    pub(crate) fn beside(&self, listener: TcpListener, to: SocketAddr) -> Self {
+        Self::on(listener, to, Arc::clone(&self.wire))
+    }
+
+    fn on(listener: TcpListener, to: SocketAddr, wire: Arc<Mutex<Wire>>) -> Self {
+        let at = listener.local_addr().unwrap();
         let shared = Arc::clone(&wire);
         std::thread::spawn(move || {
             for client in listener.incoming() {

@@ -1,0 +1,124 @@
+//! A directory that others use too, and one whose file system hangs.
+#![allow(clippy::disallowed_methods, reason = "real files, real threads, real clocks")]
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use kvarts_bucket::directory::Directory;
+use kvarts_cold::{Bucket, Condition};
+use tokio::runtime::Runtime;
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kvarts-bucket-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_file_that_a_process_of_the_same_number_is_writing_is_left_alone() {
+    let scratch = Scratch::new("numbers");
+    let folder = scratch.0.join("manifests");
+    fs::create_dir_all(&folder).unwrap();
+    // In containers every server is process 1: what the other one has begun has the names that this one would choose by its number.
+    let others: Vec<PathBuf> =
+        (0..2000).map(|number| folder.join(format!(".partial-{}-{number}", std::process::id()))).collect();
+    others.iter().for_each(|path| fs::write(path, "the other's").unwrap());
+    let bucket = Directory::new(&scratch.0);
+    runtime().block_on(async {
+        for number in 0..20 {
+            let name = format!("manifests/{number}");
+            bucket.put(&name, vec![Bytes::from_static(b"ours")], Condition::Absent).await.unwrap();
+        }
+    });
+    for path in &others {
+        assert_eq!(fs::read(path).ok().as_deref(), Some(&b"the other's"[..]), "{}", path.display());
+    }
+    assert_eq!(names(&folder).len(), 2020);
+}
+
+#[test]
+fn files_of_writers_that_died_go_when_they_are_old() {
+    let scratch = Scratch::new("dead");
+    let bucket = Directory::new(&scratch.0);
+    let hours_ago = |hours: u64| SystemTime::now() - Duration::from_secs(hours * 3600);
+    let deep = scratch.0.join("packs/ab");
+    fs::create_dir_all(&deep).unwrap();
+    for (path, hours) in [
+        (scratch.0.join(".partial-1"), 30),
+        (deep.join(".partial-2"), 30),
+        (deep.join(".partial-3"), 2),
+        (deep.join("pack"), 30),
+        (scratch.0.join(".lock"), 30),
+    ] {
+        let file = File::create(path).unwrap();
+        file.set_modified(hours_ago(hours)).unwrap();
+    }
+    let since = hours_ago(24).duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis() as u64;
+    let runtime = runtime();
+    assert_eq!(runtime.block_on(bucket.tidy(since, true)), Ok(2));
+    assert_eq!(names(&deep), [".partial-2", ".partial-3", "pack"]);
+    assert_eq!(runtime.block_on(bucket.tidy(since, false)), Ok(2));
+    assert_eq!(
+        (names(&deep), names(&scratch.0)),
+        (vec![".partial-3".to_owned(), "pack".to_owned()], vec![".lock".to_owned(), "packs".to_owned()])
+    );
+    assert_eq!(runtime.block_on(Directory::new(scratch.0.join("nothing")).tidy(since, false)), Ok(0));
+}
+
+fn threads() -> usize {
+    fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+#[test]
+fn a_file_system_that_hangs_holds_so_many_threads_and_no_more() {
+    let scratch = Scratch::new("hangs");
+    // Opening a pipe that has no writer does not return.
+    let pipe = scratch.0.join("pack");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let bucket = Directory::new(&scratch.0);
+    let (runtime, before) = (runtime(), threads());
+    runtime.block_on(async {
+        let impatient = |_| tokio::time::timeout(Duration::from_millis(200), bucket.get("pack", 100));
+        for _ in 0..4 {
+            let given_up = futures_util::future::join_all((0..40).map(impatient)).await;
+            assert!(given_up.iter().all(Result::is_err), "it does not hang");
+        }
+        // Other work finds a thread.
+        tokio::task::spawn_blocking(|| ()).await.unwrap();
+    });
+    let held = threads().saturating_sub(before);
+    // It comes back: so do the threads.
+    let writer = File::options().write(true).open(&pipe).unwrap();
+    drop(writer);
+    assert!((32..48).contains(&held), "{held} threads");
+    fs::remove_file(&pipe).unwrap();
+    fs::write(&pipe, "bytes").unwrap();
+    let (bytes, _) = runtime.block_on(bucket.get("pack", 100)).unwrap();
+    assert_eq!(&bytes[..], b"bytes");
+    runtime.shutdown_background();
+}
