@@ -153,6 +153,42 @@ fn a_node_that_decodes_only_takes_room_for_answers_as_they_grow_and_stops_those_
 }
 
 #[test]
+fn with_room_in_host_memory_what_was_stopped_is_copied_there_and_back_and_never_computed_again() {
+    let swapping = |swap_gb: f64, gb_per_s: f64| {
+        let cluster = cluster(|cluster| {
+            cluster.nodes.mixed = 1;
+            (cluster.disk, cluster.network) = (None, None);
+            cluster.hbm.gb = 24.5 * 0.067_108_864;
+            cluster.dram = Some(Memory { gb: 0.0, gb_per_s, latency_ms: 0.0 });
+            (cluster.engine.swap_gb, cluster.engine.chunk_tokens) = (swap_gb, 700);
+        });
+        // Ten requests of a block and a half and of answers of three more.
+        let requests =
+            (0..10u64).map(|n| Ok(Request { input_tokens: 800, ..request(0.0, &[n], 1536).unwrap() }));
+        let work = TraceWork::new(requests, 1.0);
+        let counted = Simulation::new(&cluster, work, 1).unwrap().recording().run(|_, _| ()).unwrap();
+        assert_eq!((counted.requests, counted.refused), (10, 0));
+        let steps = counted.schedule.iter().flatten();
+        let tokens: u64 = steps.flat_map(|step| &step.tokens).map(|(_, tokens)| tokens).sum();
+        (counted, tokens)
+    };
+    let least = 10 * (800 + 1535);
+    let (again, tokens) = swapping(0.0, 50.0);
+    assert!(again.preemptions > 0 && again.swapped_bytes == 0 && tokens > least, "{tokens}");
+    let (copied, tokens) = swapping(10.0, 50.0);
+    assert!(copied.preemptions > 0);
+    assert_eq!(tokens, least, "nothing is computed twice");
+    // Copies take their time, and steps wait for them.
+    let (slow, _) = swapping(10.0, 0.5);
+    assert_eq!(slow.swapped_bytes, copied.swapped_bytes);
+    let longer = slow.swapped_bytes as f64 * (1.0 / 0.5e6 - 1.0 / 50e6);
+    assert!((slow.end_ms - copied.end_ms - longer).abs() < 1e-3 * longer, "{longer}");
+    // Room for the state of one: others are computed again.
+    let (one, tokens) = swapping(4.5 * 0.067_108_864, 50.0);
+    assert!(one.swapped_bytes > 0 && one.swapped_bytes < copied.swapped_bytes && tokens > least, "{tokens}");
+}
+
+#[test]
 fn a_load_in_the_step_makes_the_step_wait_for_all_of_it_or_for_each_layer() {
     use kvarts_planner::cost::Prefill;
     let blocks: Vec<u64> = (0..64).collect();

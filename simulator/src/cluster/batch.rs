@@ -4,7 +4,8 @@
 //! then those whose prefill is under way, then those who wait get what is left. A sequence holds the blocks of what it has
 //! computed and of what the step computes; one that needs a block where none is free stops the one that was let in last,
 //! which gives all of its blocks back, waits before all others and computes its state again, as far as its blocks have
-//! left memory by then. A step that stops a sequence lets none in. The first of those that wait is let in when blocks for its
+//! left memory by then, unless the engine has room for stopped state in the host's memory (`swap`). A step that stops a
+//! sequence lets none in. The first of those that wait is let in when blocks for its
 //! whole prompt are free; those that came after it wait, too. Nodes that decode only keep the same rule, and begin with those
 //! that were stopped: what has come from other nodes waits behind them.
 //!
@@ -24,6 +25,9 @@ use super::work::Work;
 /// Requests of a queue that are looked at for one whose time has come.
 const LOOKED_AT: usize = 64;
 
+/// Who prefills in a step, and how many tokens.
+pub(super) type Chunks = Vec<(Open, u64)>;
+
 impl<W: Work> Simulation<'_, W> {
     /// Begins a step, if there is something to do and none runs.
     pub(super) fn kick(&mut self, at: u16) {
@@ -34,15 +38,16 @@ impl<W: Work> Simulation<'_, W> {
             self.take_in(arrival);
         }
         let mut stopped = Vec::new();
+        self.nodes[usize::from(at)].loads_end = 0.0;
         self.grow(at, &mut stopped);
         let node = &mut self.nodes[usize::from(at)];
         let mut chunks = std::mem::take(&mut node.chunks);
         chunks.clear();
-        node.loads_end = 0.0;
         let mut budget =
             u64::from(self.cluster.engine.chunk_tokens).saturating_sub(node.decoding.len() as u64);
         self.go_on(at, &mut budget, &mut chunks, &mut stopped);
         if stopped.is_empty() {
+            self.swap_in(at, &mut budget, &mut chunks);
             self.admit(at, &mut budget, &mut chunks);
             self.take_moved(at, &mut budget);
         }
@@ -137,27 +142,32 @@ impl<W: Work> Simulation<'_, W> {
         true
     }
 
-    /// It gives back what it has and waits before all others.
+    /// It gives back what it has and waits before all others: to be taken back, or to be computed again.
     fn stop(&mut self, at: u16, open: Open) {
         self.name_filled(at, open);
         self.let_go(at, open);
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let node = &mut self.nodes[usize::from(at)];
-        match running.ends_at.take() {
-            Some(end) => {
-                node.decoding.retain(|Reverse((_, other))| *other != open);
-                running.made = running.arrival.output_tokens - (end - node.steps);
-                node.context -= running.target() - 1;
-                node.tokens_due += running.target();
-            }
-            None => {
-                node.prefilling.retain(|other| *other != open);
-                node.tokens_due += running.at_token;
-            }
-        }
-        (running.at_token, running.stopped) = (0, running.stopped.saturating_add(1));
-        node.waiting.push_front(open);
+        let end = running.ends_at.take();
+        let again = if let Some(end) = end {
+            node.decoding.retain(|Reverse((_, other))| *other != open);
+            running.made = running.arrival.output_tokens - (end - node.steps);
+            node.context -= running.target() - 1;
+            running.target()
+        } else {
+            node.prefilling.retain(|other| *other != open);
+            running.at_token
+        };
         self.counted.preemptions += 1;
+        if self.swap_out(at, open, end.is_some()) {
+            return;
+        }
+        let node = &mut self.nodes[usize::from(at)];
+        node.tokens_due += again;
+        node.waiting.push_front(open);
+        if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
+            (running.at_token, running.stopped) = (0, running.stopped.saturating_add(1));
+        }
     }
 
     /// Blocks that an answer has filled get their names, where these are known.
@@ -181,7 +191,7 @@ impl<W: Work> Simulation<'_, W> {
     }
 
     /// Blocks for everything up to a token are held, by name where they will be full.
-    fn hold(&mut self, at: u16, open: Open, up_to: u64) {
+    pub(super) fn hold(&mut self, at: u16, open: Open, up_to: u64) {
         let block_tokens = u64::from(self.cluster.block_tokens);
         let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
         let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
@@ -203,7 +213,7 @@ impl<W: Work> Simulation<'_, W> {
     }
 
     /// Prefills under way get what is left of the step's tokens.
-    fn go_on(&mut self, at: u16, budget: &mut u64, chunks: &mut Vec<(Open, u64)>, stopped: &mut Vec<u64>) {
+    fn go_on(&mut self, at: u16, budget: &mut u64, chunks: &mut Chunks, stopped: &mut Vec<u64>) {
         let (mut place, block_tokens) = (0, u64::from(self.cluster.block_tokens));
         while *budget > 0 {
             let Some(open) = self.nodes[usize::from(at)].prefilling.get(place).copied() else { return };
@@ -233,13 +243,13 @@ impl<W: Work> Simulation<'_, W> {
     }
 
     /// Lets in who waits, as long as there is room and the step has tokens left.
-    fn admit(&mut self, at: u16, budget: &mut u64, chunks: &mut Vec<(Open, u64)>) {
+    fn admit(&mut self, at: u16, budget: &mut u64, chunks: &mut Chunks) {
         let (mut looked, block_tokens) = (0, u64::from(self.cluster.block_tokens));
         while looked < LOOKED_AT && *budget > 0 {
             let node = &self.nodes[usize::from(at)];
             let all = (node.prefilling.len() + node.decoding.len()) as u64;
             let Some(open) = node.waiting.get(looked).copied() else { return };
-            if all >= u64::from(self.cluster.engine.batch_max) {
+            if !node.swapped.is_empty() || all >= u64::from(self.cluster.engine.batch_max) {
                 return;
             }
             let Some(running) = self.running(open) else { return };
@@ -289,26 +299,40 @@ impl<W: Work> Simulation<'_, W> {
             let shared = named.filter(|block| node.hbm.is_pinned(**block)).count() as u64;
             let full = node.running.len() as u64 >= u64::from(self.cluster.engine.batch_max);
             let needed = running.target().div_ceil(block_tokens) - shared;
-            if full || !node.waiting.is_empty() || !node.hbm.fits(needed) {
+            let others = !node.waiting.is_empty() || !node.swapped.is_empty();
+            if full || others || !node.hbm.fits(needed) {
                 return;
             }
-            let node = &mut self.nodes[usize::from(at)];
-            node.moved.pop_front();
-            node.let_in += 1;
-            let rank = node.let_in;
-            node.running.insert(rank, open);
-            self.hold(at, open, there);
-            let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
-            running.rank = rank;
-            if (running.pinned as u64 + running.taken) * block_tokens <= there {
-                running.taken += 1;
-                let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
-                node.hbm.take(1, |block| gone.push(block));
-                self.forget(at, &gone);
-            }
-            self.decode(at, open);
+            self.nodes[usize::from(at)].moved.pop_front();
+            self.decode_on(at, open, there);
             *budget -= 1;
         }
+    }
+
+    /// A sequence is let in again, behind all others.
+    pub(super) fn let_in(&mut self, at: u16, open: Open) {
+        let node = &mut self.nodes[usize::from(at)];
+        node.let_in += 1;
+        let rank = node.let_in;
+        node.running.insert(rank, open);
+        if let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) {
+            running.rank = rank;
+        }
+    }
+
+    /// A sequence whose state is in the host's memory decodes on: it holds blocks for what is there and for the next token.
+    pub(super) fn decode_on(&mut self, at: u16, open: Open, there: u64) {
+        let block_tokens = u64::from(self.cluster.block_tokens);
+        self.let_in(at, open);
+        self.hold(at, open, there);
+        let Some(running) = self.open.get_mut(open as usize).and_then(Option::as_mut) else { return };
+        if (running.pinned as u64 + running.taken) * block_tokens <= there {
+            running.taken += 1;
+            let (node, mut gone) = (&mut self.nodes[usize::from(at)], Vec::new());
+            node.hbm.take(1, |block| gone.push(block));
+            self.forget(at, &gone);
+        }
+        self.decode(at, open);
     }
 
     /// How long a step takes with the loads that began with it.

@@ -181,8 +181,10 @@ pub struct Counted {
     pub events: u64,
     /// The greatest number of requests that waited and ran at once.
     pub open_max: u64,
-    /// How often a request was stopped for want of device memory, to begin anew.
+    /// How often a request was stopped for want of device memory.
     pub preemptions: u64,
+    /// Bytes of stopped requests that went to the host's memory and came back from there.
+    pub swapped_bytes: u64,
     /// Every step, if the run was told to note them.
     pub schedule: Option<Vec<Batch>>,
     /// By time.
@@ -272,6 +274,7 @@ impl Counted {
         let million = self.output_tokens as f64 / 1e6;
         add("cost_per_million_output_tokens", json!(round(cost * hours / million.max(1e-9))));
         add("preemptions", json!(self.preemptions));
+        add("swapped_bytes", json!(self.swapped_bytes));
         add("events", json!(self.events));
         add("open_requests_max", json!(self.open_max));
         map

@@ -26,6 +26,7 @@ mod router;
 mod run;
 pub mod search;
 mod spec;
+mod swap;
 mod tiers;
 mod times;
 pub mod work;

@@ -26,6 +26,8 @@ pub(super) struct Node {
     pub(super) dram: Option<Cache>,
     pub(super) disk: Option<Disk>,
     pub(super) to_dram: Line,
+    /// What goes from device memory to the host's: state of sequences that are stopped.
+    pub(super) from_hbm: Line,
     pub(super) reads: Line,
     pub(super) writes: Line,
     /// What comes from other nodes, and what goes to them.
@@ -42,6 +44,9 @@ pub(super) struct Node {
     pub(super) waiting: VecDeque<Open>,
     /// Their state has come from the nodes that prefilled them, and waits in the host's memory for room.
     pub(super) moved: VecDeque<Open>,
+    /// They were stopped for want of memory, and their state waits in the host's memory; and room for the state of others.
+    pub(super) swapped: VecDeque<Open>,
+    pub(super) swap_blocks: u64,
     /// Prefills under way.
     pub(super) prefilling: VecDeque<Open>,
     /// Sequences that decode, by the step in which they end.
@@ -84,6 +89,7 @@ impl Node {
             dram: cluster.dram.map(|dram| Cache::new(blocks(dram.gb))),
             disk: cluster.disk.map(|disk| Disk::new(blocks(disk.gb), disk.policy.engine(), worth)),
             to_dram: line(cluster.dram.map(|dram| (dram.gb_per_s, dram.latency_ms))),
+            from_hbm: line(cluster.dram.map(|dram| (dram.gb_per_s, dram.latency_ms))),
             reads: line(cluster.disk.map(|disk| (disk.gb_per_s, disk.latency_ms))),
             writes: line(cluster.disk.map(|disk| (disk.write_gb_per_s, disk.latency_ms))),
             network: line(cluster.network.map(|way| (way.gb_per_s, way.latency_ms))),
@@ -94,6 +100,8 @@ impl Node {
             cold_due: 0,
             waiting: VecDeque::new(),
             moved: VecDeque::new(),
+            swapped: VecDeque::new(),
+            swap_blocks: blocks(cluster.engine.swap_gb),
             prefilling: VecDeque::new(),
             decoding: BinaryHeap::new(),
             running: BTreeMap::new(),
@@ -114,7 +122,8 @@ impl Node {
 
     /// Requests that wait or run here.
     pub(super) fn load(&self) -> u64 {
-        (self.waiting.len() + self.moved.len() + self.prefilling.len() + self.decoding.len()) as u64
+        let waiting = self.waiting.len() + self.moved.len() + self.swapped.len();
+        (waiting + self.prefilling.len() + self.decoding.len()) as u64
     }
 
     /// How long a read of the cold tier by this node's way waits for those that were promised before.

@@ -24,6 +24,7 @@ use super::node::{Node, Open, Role};
 use super::oracle::AHEAD;
 use super::router::{Chosen, Router};
 use super::spec::{Cluster, Facts, Prefetch, RouterKind, SpecError};
+use super::swap::Swapped;
 use super::tiers::Cache;
 use super::work::{Arrival, Work};
 use crate::trace::{TraceError, tokens_are_few};
@@ -69,8 +70,10 @@ pub(super) struct Running {
     pub(super) ends_at: Option<u64>,
     /// Its place in the order in which the node let requests in.
     pub(super) rank: u64,
-    /// How often it was stopped for want of memory.
+    /// How often it was stopped for want of memory, to be computed again.
     pub(super) stopped: u32,
+    /// What of it is in the host's memory, while it is stopped and is not computed again.
+    pub(super) swapped: Option<Swapped>,
     /// Leading blocks that are pinned, and room without names.
     pub(super) pinned: usize,
     pub(super) taken: u64,
@@ -415,6 +418,7 @@ impl<'a, W: Work> Simulation<'a, W> {
             ends_at: None,
             rank: 0,
             stopped: 0,
+            swapped: None,
             arrival,
             decoder,
             via,

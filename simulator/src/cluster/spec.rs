@@ -277,6 +277,9 @@ pub struct Engine {
     pub plans: bool,
     /// Whether device memory keeps the blocks of requests that have ended, for others to find.
     pub prefix_caching: bool,
+    /// 1e9 bytes of host memory, beside `dram`, for the state of requests that are stopped for want of device memory. What finds no
+    /// room there is computed again.
+    pub swap_gb: f64,
 }
 
 impl Default for Engine {
@@ -288,6 +291,7 @@ impl Default for Engine {
             timeout_ms: 100.0,
             plans: true,
             prefix_caching: true,
+            swap_gb: 0.0,
         }
     }
 }
@@ -468,6 +472,13 @@ impl Cluster {
             return refuse("engine: batch_max and chunk_tokens are at least 1".into());
         }
         positive("engine.timeout_ms", self.engine.timeout_ms, 0.0, 1e9)?;
+        positive("engine.swap_gb", self.engine.swap_gb, 0.0, 1e7)?;
+        if self.engine.swap_gb > 0.0 && self.dram.is_none() {
+            return refuse(
+                "engine.swap_gb: there is no [dram] whose gb_per_s says how fast state is copied: add it"
+                    .into(),
+            );
+        }
         for (name, price) in [
             ("price.device_hour", self.price.device_hour),
             ("price.dram_gb_hour", self.price.dram_gb_hour),
