@@ -142,7 +142,7 @@ fn bounds_of_a_search_that_are_none_are_one_line() {
     for (more, words) in [
         (&["--nodes-max", "0"][..], "--nodes-max"),
         (&["--nodes-max", "20000"], "--nodes-max"),
-        (&["--drives-max", "-1"], "--drives-max"),
+        (&["--drives-max=-1"], "--drives-max"),
         (&["--cost-max", "0"], "--cost-max 0: must be above 0"),
         (&["--cost-max", "nan"], "--cost-max NaN: must be above 0"),
         (&["--cost-max", "0.5"], "cost_max: the cheapest that may be tried costs"),

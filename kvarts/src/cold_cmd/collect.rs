@@ -24,7 +24,7 @@ pub(super) struct GcArgs {
     /// Packs that were added longer ago go, such as 30d
     #[arg(long, value_name = "TIME", value_parser = duration)]
     older: Option<Duration>,
-    /// The packs of each namespace take at most so much, such as 500G: those that were added first go
+    /// The packs of each namespace take at most so much, such as 100G: those that were added first go
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     most: Option<u64>,
     /// How long readers may go on with what is to be deleted; at least 1h
