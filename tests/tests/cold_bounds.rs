@@ -163,7 +163,8 @@ fn what_was_brought_is_given_to_no_read_after_its_time() {
     let come = || world.read(&[100, 101, 102, 103], Order::Blocks).0.len();
     let (first, was_in_time) = (come(), clock.wall_ms() < expires_ms);
     assert!(first == 4 || !was_in_time, "{first}");
-    while clock.wall_ms() <= expires_ms {
+    // The store expires blocks in steps of a tenth of a second; what was brought is kept in memory for five.
+    while clock.wall_ms() <= expires_ms + 500 {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!((come(), come(), come()), (0, 0, 0));
