@@ -1,5 +1,5 @@
-//! Writes, deletions and listings of a real S3 server that go wrong: what was acknowledged is there, what is wrong is an error, and what
-//! was not done can be done afterwards.
+//! Writes, deletions and listings of a real S3 server that go wrong: an acknowledged one has happened, a spoilt answer is an error, and
+//! the same can be done afterwards.
 #![allow(clippy::disallowed_methods, reason = "a real server, and its real clock")]
 
 mod proxy;

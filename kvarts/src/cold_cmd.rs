@@ -75,7 +75,7 @@ impl From<Spent> for Asked {
     }
 }
 
-/// What was not done for a namespace.
+/// Why nothing was done for a namespace.
 #[derive(Serialize)]
 struct Trouble {
     namespace: String,

@@ -219,7 +219,7 @@ fn conforms_as_whoever_runs_this() {
 
 #[test]
 fn a_directory_without_the_right_to_write_is_refused_to_an_ordinary_user() {
-    as_an_ordinary_user("is_refused_what_is_not_writable");
+    as_an_ordinary_user("lifecycle::is_refused_what_is_not_writable");
 }
 
 #[test]

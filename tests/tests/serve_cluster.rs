@@ -179,7 +179,8 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         plan: None,
     };
     // Two seconds for a token: everything is sooner loaded.
-    let times = Times::new(vec![Sample { cached: 0, new: 1000, ms: 2e6 }], None).unwrap();
+    let samples = [1, 1000].map(|new| Sample { cached: 0, new, ms: new as f64 * 2e3 });
+    let times = Times::new(samples.to_vec(), None).unwrap();
     let prompt_tokens = 13 * u64::from(BLOCK_TOKENS);
     let block_bytes = fixture::shape(group, coordinate).block_bytes();
     for is_local in [false, true] {

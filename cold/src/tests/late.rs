@@ -1,4 +1,4 @@
-//! Answers that come late, or that nobody waits for any more, bring back nothing that was taken out of a manifest.
+//! Answers that come late, or after their caller gave up, bring back nothing that was taken out of a manifest.
 
 use std::time::Duration;
 

@@ -226,7 +226,7 @@ fn play(seed: u64) -> (usize, usize) {
             scene.expect_gone(&scene.tier, "after the answer").await;
         }
     });
-    // Another node pushes what nobody deletes, so that changes meet.
+    // Another node pushes blocks that stay, so that changes meet.
     let other = tier(&scene.time, &scene.faulty, seed + 1);
     let others = async {
         for block in [100, 101] {

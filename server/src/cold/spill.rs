@@ -331,7 +331,7 @@ fn names(parts: &Parts) -> impl Iterator<Item = Name> + '_ {
     })
 }
 
-/// The stretches of a run without some of its blocks, of so many blocks at most.
+/// The stretches of a run without some of its blocks, each of `most` blocks at most.
 fn stretches(one: &Leaving, most: usize, is_left_out: impl Fn(&BlockKey) -> bool) -> Vec<Leaving> {
     let mut stretches: Vec<Leaving> = Vec::new();
     let mut end = None;

@@ -160,7 +160,7 @@ impl<W: Work> Simulation<'_, W> {
         clear.max(self.room_at(at, before))
     }
 
-    /// When so many blocks will be free, by the ends of the answers that are decoded: they are known here.
+    /// When this number of blocks will be free, by the ends of the answers that are decoded: they are known here.
     fn room_at(&self, at: u16, blocks: u64) -> f64 {
         let node = &self.nodes[usize::from(at)];
         let mut room = node.hbm.room();

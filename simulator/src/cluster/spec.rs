@@ -587,7 +587,7 @@ impl Cluster {
     }
 }
 
-/// 1e9 bytes of a model's weights, and of the memory of so many devices.
+/// 1e9 bytes of a model's weights, and of the memory of this number of devices.
 pub(super) fn memory_gb(model: &Compute, device: &Device, devices: u32) -> (f64, f64) {
     (model.params * model.weight_bytes / 1e9, device.hbm_gb * f64::from(devices))
 }
