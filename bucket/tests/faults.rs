@@ -135,7 +135,7 @@ fn a_push_whose_puts_go_wrong_leaves_nothing_that_is_wrong_and_can_be_made_again
     for (at, fault) in OF_WRITES.into_iter().enumerate() {
         for of in ["/packs/", "/indexes/", "/manifests/"] {
             let case = format!("{fault:?} of a put to {of}");
-            let stage = Stage::new(&server, format!("put-{at}{of}"));
+            let stage = Stage::new(&server, format!("put-{at}-{}", of.trim_matches('/')));
             let (port, below) = (stage.port, stage.below.as_str());
             runtime.block_on(async {
                 push(&tier(port, below), 1).await.unwrap();
@@ -207,7 +207,7 @@ fn a_collection_whose_deletions_go_wrong_is_made_again() {
     for (at, fault) in OF_WRITES.into_iter().enumerate() {
         for of in ["/packs/", "/indexes/"] {
             let case = format!("{fault:?} of a deletion in {of}");
-            let stage = Stage::new(&server, format!("delete-{at}{of}"));
+            let stage = Stage::new(&server, format!("delete-{at}-{}", of.trim_matches('/')));
             let (port, below) = (stage.port, stage.below.as_str());
             runtime.block_on(async {
                 push(&tier(port, below), 1).await.unwrap();

@@ -57,8 +57,12 @@ pub async fn withdraw(
                 // Another writer added these packs: what they have is not known.
                 return Err(ColdError::Contended(namespace));
             }
+            // Whatever was on its way when this began meets another manifest by now: by another writer, or by an attempt of ours
+            // whose answer was lost.
+            let was = &known.manifest;
+            let has_moved = (manifest.generation, manifest.written_ms) != (was.generation, was.written_ms);
             let gone = going.iter().filter(|pack| condemn(manifest, pack, now_ms)).count();
-            Ok(Some(gone as u64))
+            Ok((gone > 0 || !has_moved).then_some(gone as u64))
         });
         match changed.await {
             Err(ColdError::Contended(_)) => {}

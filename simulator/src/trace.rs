@@ -20,7 +20,7 @@ pub const TOKENS_MAX: u64 = 1 << 24;
 /// The last time, in milliseconds: three centuries.
 pub const TIME_MS_MAX: f64 = 1e13;
 
-/// Whether a request may have so many tokens.
+/// Whether a request may have these tokens of prompt and answer.
 pub fn tokens_are_few(input: u64, output: u64) -> bool {
     input.checked_add(output).is_some_and(|tokens| tokens <= TOKENS_MAX)
 }

@@ -151,7 +151,7 @@ fn so_it_does_through_the_ring_without_parents_and_with_an_endurance_budget() {
     expect_equal(IoChoice::Auto, &bounded, &requests(12, 900));
 }
 
-/// Requests of a recorded trace, at most so many.
+/// The first requests of a recorded trace, `most` at most.
 fn recorded(text: &[u8], most: usize) -> Vec<(f64, Vec<u64>)> {
     let trace = kvarts_simulator::trace::Trace::new(text).take(most);
     trace.map(|request| request.map(|request| (request.at_ms, request.blocks)).unwrap()).collect()

@@ -336,28 +336,28 @@ fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_h
 /// Two models whose blocks have as many bytes: how long their engines compute a token is told with each plan.
 #[test]
 fn blocks_that_take_longer_to_compute_stay_longer_once_their_engine_has_said_so() {
-    let left = |told: bool| {
+    let left = |told: Option<[f64; 2]>| {
         let world = SimWorld::new(4470, &WorldConfig::default());
         let options = Options { eviction: EvictionPolicy::Weighted, ..roomy(Seed(4470)) };
         let stage = SimStage::open(&world, &options).unwrap();
-        let [slow, fast] = ["slow", "fast"].map(|name| Desk::new(&stage, name));
-        if told {
-            tell_times(&slow, 10_000.0);
-            tell_times(&fast, 1.0);
+        let desks = ["one", "other"].map(|name| Desk::new(&stage, name));
+        for (desk, ms) in desks.iter().zip(told.into_iter().flatten()) {
+            tell_times(desk, ms);
         }
         for n in 0..200 {
-            for desk in [&slow, &fast] {
+            for desk in &desks {
                 let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
                 assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
             }
             stage.advance(Duration::from_secs(2));
         }
-        [&slow, &fast].map(|desk| here(desk, 0..200).len())
+        desks.map(|desk| here(&desk, 0..200).len())
     };
-    let [slow, fast] = left(false);
-    assert!(slow.abs_diff(fast) < slow.min(fast) / 2, "{slow} and {fast}");
-    let [slow, fast] = left(true);
-    assert!(slow > 3 * fast, "{slow} and {fast}");
+    let ([one, other], [slow, fast], [faster, slower]) =
+        (left(None), left(Some([10_000.0, 1.0])), left(Some([1.0, 10_000.0])));
+    assert!(one.abs_diff(other) <= 2, "{one} and {other}");
+    assert!(4 * slow > 5 * fast && slow > one, "{slow} and {fast} in place of {one} and {other}");
+    assert!(4 * slower > 5 * faster && slower > other, "{faster} and {slower} in place of {one} and {other}");
 }
 
 /// Asks for a plan with an engine that computes 1,000 tokens in `ms`.

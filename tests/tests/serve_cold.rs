@@ -91,6 +91,12 @@ fn here(client: &Client, desk: &Desk<'_>, keys: &[BlockKey]) -> usize {
     client.contains(&request).unwrap().presence.iter().filter(|one| **one == Presence::Here).count()
 }
 
+/// Everything is sooner loaded.
+fn two_seconds_a_token() -> Times {
+    let samples = [1, 1000].map(|new| Sample { cached: 0, new, ms: new as f64 * 2e3 });
+    Times::new(samples.to_vec(), None).unwrap()
+}
+
 #[test]
 fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     let bucket = Scratch::new("cold-bucket");
@@ -125,8 +131,7 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
         assert_eq!((cold.blocks, cold.bytes, cold.restore_ms), (RUN, bytes, None));
     }
     // A plan counts what the bucket would bring, at what the way there is taken for.
-    let samples = [1, 1000].map(|new| Sample { cached: 0, new, ms: new as f64 * 2e3 });
-    let times = Times::new(samples.to_vec(), None).unwrap();
+    let times = two_seconds_a_token();
     let prompt_tokens = RUN * u64::from(BLOCK_TOKENS) + 1;
     let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
     for client in [&second.client, &second.served.local(None)] {
