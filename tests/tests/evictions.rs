@@ -338,24 +338,26 @@ fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_h
 fn blocks_that_take_longer_to_compute_stay_longer_once_their_engine_has_said_so() {
     let left = |told: Option<[f64; 2]>| {
         let world = SimWorld::new(4470, &WorldConfig::default());
-        let options = Options { eviction: EvictionPolicy::Weighted, ..roomy(Seed(4470)) };
+        // Of a record of one block that block is the last one, which no weight keeps for long: here a record has four.
+        let (eviction, segment_bytes, budget_bytes) = (EvictionPolicy::Weighted, 512 << 10, 12 << 20);
+        let options = Options { eviction, segment_bytes, budget_bytes, ..roomy(Seed(4470)) };
         let stage = SimStage::open(&world, &options).unwrap();
         let desks = ["one", "other"].map(|name| Desk::new(&stage, name));
         for (desk, ms) in desks.iter().zip(told.into_iter().flatten()) {
             tell_times(desk, ms);
         }
-        for n in 0..200 {
+        for n in 0..150 {
             for desk in &desks {
-                let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
-                assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
+                let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(4 * n..4 * n + 4), 1));
+                assert!(outcomes.iter().all(|one| *one == BlockOutcome::Stored), "{n}: {outcomes:?}");
             }
             stage.advance(Duration::from_secs(2));
         }
-        desks.map(|desk| here(&desk, 0..200).len())
+        desks.map(|desk| (0..150).map(|n| here(&desk, 4 * n..4 * n + 4).len()).sum::<usize>())
     };
     let ([one, other], [slow, fast], [faster, slower]) =
         (left(None), left(Some([10_000.0, 1.0])), left(Some([1.0, 10_000.0])));
-    assert!(one.abs_diff(other) <= 2, "{one} and {other}");
+    assert!(one.abs_diff(other) <= one.min(other) / 8, "{one} and {other}");
     assert!(4 * slow > 5 * fast && slow > one, "{slow} and {fast} in place of {one} and {other}");
     assert!(4 * slower > 5 * faster && slower > other, "{faster} and {slower} in place of {one} and {other}");
 }
