@@ -226,8 +226,14 @@ impl<'a> Stage<'a> {
         }
         // Both work without, only slower: a machine that forbids it is measured as it is.
         let _ = (arena.register(store), arena.pin(&device));
-        let (_region, host) = Curve::scratch(8 << 20).map_err(Failure::user)?;
-        let curve = Curve::measure(&*device, &*RealPace::new(), &host, 8 << 20, 2).map_err(Failure::user)?;
+        let (region, host) = Curve::scratch(8 << 20).map_err(Failure::user)?;
+        // Pinned like what is copied later: of memory that is not, every way is one copy each.
+        let pinned = device.pin(&region).is_ok();
+        let curve = Curve::measure(&*device, &*RealPace::new(), &host, 8 << 20, 2);
+        if pinned {
+            device.unpin(&region);
+        }
+        let curve = curve.map_err(Failure::user)?;
         let pool = EnginePool::new(opened, subject, keys.len() as u32)?;
         let into = pool.of(0..keys.len())?;
         let hosts = layer_buffers(&race, subject);

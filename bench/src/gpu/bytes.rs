@@ -1,11 +1,12 @@
 //! What of `bench gpu` is about bytes: that those on the device are those of the blocks, and that layers which leave the
 //! device are the same when they come again.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, drain};
+use kvarts_gpudirect::error::LandError;
 use kvarts_gpudirect::gather::copy_split;
-use kvarts_gpudirect::store_layers::StoreRequest;
+use kvarts_gpudirect::store_layers::{LayerSink, StoreRequest};
 use kvarts_layout::BlockKey;
 use kvarts_store::api::{Durability, Parent};
 use kvarts_store::io::SharedBuf;
@@ -19,6 +20,8 @@ use kvarts_terminal::Failure;
 
 /// Bytes of a put by layers: less than a segment, and more than what is put whole.
 const PUT_BYTES: u64 = 192 << 20;
+/// How long a put waits for the arena.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How often layers leave.
 const ROUNDS: u64 = 3;
 
@@ -95,6 +98,19 @@ impl Stage<'_> {
         Ok(true)
     }
 
+    /// Begins a put by layers. The piece of the arena that the one before it had comes back a moment behind its answer.
+    fn begin(&self, request: &StoreRequest) -> Result<LayerSink, Failure> {
+        let begin = Instant::now();
+        loop {
+            match self.pipeline.store_layers(request.clone()) {
+                Err(LandError::ArenaFull { .. }) if begin.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                begun => return begun.map_err(Failure::user),
+            }
+        }
+    }
+
     /// Stores what is in the pool under other keys, layer by layer; whether all of it was written while it came.
     fn leaves(&self, keys: &[BlockKey]) -> Result<bool, Failure> {
         let compute = self.opened.device().stream().map_err(Failure::user)?;
@@ -102,20 +118,18 @@ impl Stage<'_> {
         let (read, mut parent, mut streamed) = (&self.race.request, Parent::Root, true);
         for (at, some) in keys.chunks(each).enumerate() {
             let first = at * each;
-            let mut sink = self
-                .pipeline
-                .store_layers(StoreRequest {
-                    namespace: read.namespace,
-                    group: read.group,
-                    coordinate: read.coordinate,
-                    parent,
-                    first_block: None,
-                    keys: some.to_vec(),
-                    from: self.pool.of(first..first + some.len())?,
-                    durability: Durability::Durable,
-                    deadline: None,
-                })
-                .map_err(Failure::user)?;
+            let request = StoreRequest {
+                namespace: read.namespace,
+                group: read.group,
+                coordinate: read.coordinate,
+                parent,
+                first_block: None,
+                keys: some.to_vec(),
+                from: self.pool.of(first..first + some.len())?,
+                durability: Durability::Durable,
+                deadline: None,
+            };
+            let mut sink = self.begin(&request)?;
             streamed &= sink.is_streamed();
             for layer in 0..self.layers() {
                 sink.store_layer(layer, &compute).map_err(Failure::user)?;

@@ -1,6 +1,5 @@
-//! A CUDA device. **Not run on hardware yet**: it builds everywhere, its absence is tested, and its calls follow the
-//! driver's documentation, as a stand-in for the driver's libraries takes it (`tests/driver`); but no machine with a GPU
-//! was at hand.
+//! A CUDA device. It builds everywhere, its absence is tested, and its calls are tested over a stand-in for the driver's
+//! libraries and over a real driver (`tests/driver`). On which hardware it has run is in `docs/GPU.md`.
 //!
 //! Libraries are loaded when they are first needed and asked for before: no driver, or one without a device, gives
 //! [`DeviceError::Absent`] with the reason, never a panic. Everything that talks to the driver stands in `sys`.
@@ -159,7 +158,7 @@ impl Cuda {
         }
         let context = Context::retain(ordinal)?;
         let mut methods = vec![Method::Each];
-        let mut notes = vec!["not run on hardware yet: report what you see".to_owned()];
+        let mut notes = Vec::new();
         if context.has_batch() {
             methods.push(Method::Batch);
         } else {

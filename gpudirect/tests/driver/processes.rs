@@ -105,9 +105,10 @@ fn a_pool_that_is_smaller_than_was_said_is_closed_again() {
         standin.fail("cuPointerGetAttribute", 2, 1);
         assert!(matches!(device.import(&engine.handle, POOL), Err(DeviceError::Call { .. })));
         assert_eq!((standin.calls("cuIpcCloseMemHandle"), device.in_use().opened), (2, 0));
-        let mut wrong = engine.handle;
-        wrong.0[0] ^= 1;
-        assert!(matches!(device.import(&wrong, POOL), Err(DeviceError::Call { .. })));
+        // A driver may not look at every byte of a name.
+        let wrong = IpcHandle(engine.handle.0.map(|byte| !byte));
+        let refused = device.import(&wrong, POOL);
+        assert!(refused.is_err(), "{refused:?}");
         let (region, buf) = host(4096);
         device.pin(&region).unwrap();
         buf.copy_in(0, &pattern(4096, 9));

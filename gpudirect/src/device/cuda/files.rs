@@ -1,4 +1,4 @@
-//! cuFile: reads of files straight into device memory. **Not run on hardware yet.**
+//! cuFile: reads of files straight into device memory. **No file has been read by it on hardware yet** (docs/GPU.md).
 //!
 //! This file may hold `unsafe`. The library is loaded by this module and not by the bindings: they do not know the name
 //! that an installation without development files has, they panic where a symbol is missing, and they make numbers that
@@ -14,11 +14,12 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::Library;
+use rustix::fs::{Mode, OFlags};
 
 use super::super::{Files, Memory, OpenFile, Registered, Route};
 use super::sys::Kind;
@@ -109,6 +110,8 @@ struct Calls {
 struct Shared {
     handle: Handle,
     users: u64,
+    /// What cuFile was given, open for as long as it has it.
+    _file: OwnedFd,
 }
 
 // SAFETY: cuFile's handles may be used from any thread, at the same time too.
@@ -203,14 +206,15 @@ impl Calls {
             shared.users += 1;
             return Ok(shared.handle);
         }
-        let file = DescribedFile { descriptor };
+        let again = open_again(descriptor)?;
+        let file = DescribedFile { descriptor: again.as_raw_fd() };
         let mut described = Described { kind: DESCRIPTOR, file, operations: std::ptr::null() };
         let mut handle: Handle = std::ptr::null_mut();
-        // SAFETY: writes one handle and reads the description during the call; the descriptor is open, and stays so
-        // while the handle lives (trait).
+        // SAFETY: writes one handle and reads the description during the call; the descriptor is open, and is kept so
+        // while the handle lives.
         let said = unsafe { (self.register_file)(&raw mut handle, &raw mut described) };
         told("cuFileHandleRegister", said)?;
-        files.insert(descriptor, Shared { handle, users: 1 });
+        files.insert(descriptor, Shared { handle, users: 1, _file: again });
         Ok(handle)
     }
 
@@ -226,6 +230,17 @@ impl Calls {
             files.remove(&descriptor);
         }
     }
+}
+
+/// The same file, opened anew for reading and nothing else: cuFile refuses one that was opened with `O_NOFOLLOW` or
+/// `O_NONBLOCK` (its error 5019), as the store opens its files.
+fn open_again(descriptor: c_int) -> Result<OwnedFd, DeviceError> {
+    let path = format!("/proc/self/fd/{descriptor}");
+    let plain = OFlags::RDONLY | OFlags::CLOEXEC;
+    let open = |flags| rustix::fs::open(path.as_str(), flags, Mode::empty());
+    // A file system without direct reads: cuFile says what it makes of it.
+    let opened = open(plain | OFlags::DIRECT).or_else(|_| open(plain));
+    opened.map_err(|error| DeviceError::Call { call: "open for cuFile", why: error.to_string() })
 }
 
 fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {

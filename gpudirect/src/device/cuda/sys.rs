@@ -1,4 +1,4 @@
-//! The calls into the CUDA driver, each with the reason why it may be made. **Not run on hardware yet.**
+//! The calls into the CUDA driver, each with the reason why it may be made.
 //!
 //! This file may hold `unsafe`. Handles are wrapped so that each lives exactly as long as its owner; the context is
 //! the device's primary one, which the engine in the same process shares. It is pushed before every call and popped

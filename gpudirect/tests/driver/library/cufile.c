@@ -2,6 +2,7 @@
 // nvidia-fs moves the bytes it cannot show. See standin.h.
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -15,6 +16,7 @@ enum {
     CUDA_MEMORY_TYPE_INVALID = 5013,
     IO_NOT_SUPPORTED = 5007,
     INVALID_FILE_TYPE = 5018,
+    INVALID_FILE_OPEN_FLAG = 5019,
     INVALID_VALUE = 5022,
     MEMORY_ALREADY_REGISTERED = 5023,
     MEMORY_NOT_REGISTERED = 5024,
@@ -156,6 +158,8 @@ struct status cuFileHandleRegister(void **to, struct description *of) {
     // The real one opens the driver by itself; ours asks that a caller has opened it, which closes it later.
     if (!opened) note("cuFileHandleRegister before cuFileDriverOpen");
     if (of->type != 1 || of->operations) return leave(INVALID_FILE_TYPE);
+    // As the real one does.
+    if (fcntl(of->of.fd, F_GETFL) & (O_APPEND | O_NONBLOCK | O_NOFOLLOW)) return leave(INVALID_FILE_OPEN_FLAG);
     for (size_t at = 0; at < made; at++)
         if (files[at]->live && files[at]->fd == of->of.fd) return leave(HANDLE_ALREADY_REGISTERED);
     if (detours && !may_detour) return leave(IO_NOT_SUPPORTED);
