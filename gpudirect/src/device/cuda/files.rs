@@ -232,8 +232,8 @@ impl Calls {
     }
 }
 
-/// The same file, opened anew for reading and nothing else: cuFile refuses one that was opened with `O_NOFOLLOW` or
-/// `O_NONBLOCK` (its error 5019), as the store opens its files.
+/// The same file, opened anew for reading and nothing else: cuFile refused the store's, which are opened with `O_NOFOLLOW`,
+/// for a flag of theirs (its error 5019).
 fn open_again(descriptor: c_int) -> Result<OwnedFd, DeviceError> {
     let path = format!("/proc/self/fd/{descriptor}");
     let plain = OFlags::RDONLY | OFlags::CLOEXEC;

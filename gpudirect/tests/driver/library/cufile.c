@@ -158,8 +158,8 @@ struct status cuFileHandleRegister(void **to, struct description *of) {
     // The real one opens the driver by itself; ours asks that a caller has opened it, which closes it later.
     if (!opened) note("cuFileHandleRegister before cuFileDriverOpen");
     if (of->type != 1 || of->operations) return leave(INVALID_FILE_TYPE);
-    // As the real one does.
-    if (fcntl(of->of.fd, F_GETFL) & (O_APPEND | O_NONBLOCK | O_NOFOLLOW)) return leave(INVALID_FILE_OPEN_FLAG);
+    // The real one refused files of the store, which have this flag; docs/GPU.md.
+    if (fcntl(of->of.fd, F_GETFL) & O_NOFOLLOW) return leave(INVALID_FILE_OPEN_FLAG);
     for (size_t at = 0; at < made; at++)
         if (files[at]->live && files[at]->fd == of->of.fd) return leave(HANDLE_ALREADY_REGISTERED);
     if (detours && !may_detour) return leave(IO_NOT_SUPPORTED);
