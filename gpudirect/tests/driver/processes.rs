@@ -105,7 +105,7 @@ fn a_pool_that_is_smaller_than_was_said_is_closed_again() {
         standin.fail("cuPointerGetAttribute", 2, 1);
         assert!(matches!(device.import(&engine.handle, POOL), Err(DeviceError::Call { .. })));
         assert_eq!((standin.calls("cuIpcCloseMemHandle"), device.in_use().opened), (2, 0));
-        // A real driver was seen not to refuse a name of which one byte differed.
+        // Of a name with one other byte a real driver said something else than this.
         let wrong = IpcHandle(engine.handle.0.map(|byte| !byte));
         let refused = device.import(&wrong, POOL);
         assert!(refused.is_err(), "{refused:?}");
