@@ -199,14 +199,15 @@ impl Calls {
     }
 
     /// The handle of a file, registered by its first user.
-    fn join(&self, descriptor: c_int) -> Result<Handle, DeviceError> {
+    fn join(&self, file: BorrowedFd<'_>) -> Result<Handle, DeviceError> {
+        let descriptor = file.as_raw_fd();
         // Locked while cuFile is asked: who comes meanwhile must find the answer.
         let mut files = self.files();
         if let Some(shared) = files.get_mut(&descriptor) {
             shared.users += 1;
             return Ok(shared.handle);
         }
-        let again = open_again(descriptor)?;
+        let again = open_again(file)?;
         let file = DescribedFile { descriptor: again.as_raw_fd() };
         let mut described = Described { kind: DESCRIPTOR, file, operations: std::ptr::null() };
         let mut handle: Handle = std::ptr::null_mut();
@@ -234,12 +235,14 @@ impl Calls {
 
 /// The same file, opened anew for reading and nothing else: cuFile refused the store's, which are opened with `O_NOFOLLOW`,
 /// for a flag of theirs (its error 5019).
-fn open_again(descriptor: c_int) -> Result<OwnedFd, DeviceError> {
-    let path = format!("/proc/self/fd/{descriptor}");
-    let plain = OFlags::RDONLY | OFlags::CLOEXEC;
-    let open = |flags| rustix::fs::open(path.as_str(), flags, Mode::empty());
-    // A file system without direct reads: cuFile says what it makes of it.
-    let opened = open(plain | OFlags::DIRECT).or_else(|_| open(plain));
+fn open_again(file: BorrowedFd<'_>) -> Result<OwnedFd, DeviceError> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    // Whether reads are direct was decided by who opened it.
+    let open = |kept: OFlags| {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | (kept & OFlags::DIRECT);
+        rustix::fs::open(path.as_str(), flags, Mode::empty())
+    };
+    let opened = rustix::fs::fcntl_getfl(file).and_then(open);
     opened.map_err(|error| DeviceError::Call { call: "open for cuFile", why: error.to_string() })
 }
 
@@ -327,7 +330,7 @@ impl Files for Straight {
         let core = &self.device.0;
         let _inside = core.context.enter()?;
         let descriptor = file.as_raw_fd();
-        let handle = self.calls.join(descriptor)?;
+        let handle = self.calls.join(file)?;
         core.files.fetch_add(1, Ordering::AcqRel);
         Ok(OpenFile(Arc::new(Open { calls: self.calls, core: Arc::clone(core), descriptor, handle })))
     }
