@@ -10,7 +10,8 @@ use kvarts_cold::restore::{Fetch, FetchOptions, Fetched, fetch, plan_all};
 use kvarts_layout::BlockKey;
 use kvarts_server::cold::{ColdTier, Wish};
 use kvarts_store::api::{
-    DeleteRequest, Durability, KvStore, Origins, Placed, ReadEvent, ReadRequest, Target,
+    BlockOutcome, DeleteRequest, Durability, KvStore, Origins, Placed, PutRequest, ReadEvent, ReadRequest,
+    Target,
 };
 use kvarts_store::io::SharedBuf;
 use kvarts_store::rt::blocking::block_on;
@@ -30,6 +31,8 @@ const MIB: f64 = (1u64 << 20) as f64;
 pub(super) const BELOW: &str = "read";
 /// Ranges at once of a tier.
 const PARALLEL: usize = 16;
+/// Bytes of a put, as of a restore's.
+const PUT_BYTES: usize = 16 << 20;
 /// How long a read may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -80,6 +83,7 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         ("bare", Box::new(|| ground.bare(&bare))),
         ("restore", Box::new(|| ground.read(&mut told))),
         ("fetch", Box::new(|| ground.fetch())),
+        ("put", Box::new(|| ground.put())),
         ("again", Box::new(|| ground.bare(&bare))),
     ];
     let rounds = take_turns(arguments.common.pairs, contestants)?;
@@ -98,7 +102,8 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     report.number("bare_requests_per_gib", ground.ranges.len() as f64 / gib);
     report.number("read_by_asked", told.read_bytes as f64 / bytes as f64);
     report.number("given_by_asked", told.given_bytes as f64 / bytes as f64);
-    for name in ["bare", "restore", "fetch"] {
+    report.median("put_ratio", rounds.speed("put", "bare"));
+    for name in ["bare", "restore", "fetch", "put"] {
         let rate = rounds.figure(name, |one| bytes as f64 / MIB / one.seconds);
         report.median(&format!("{name}_mib_s"), rate);
         report.median(&format!("{name}_cpu_s_per_gib"), rounds.figure(name, |one| one.cpu / gib));
@@ -199,6 +204,35 @@ impl Ground<'_> {
         let given = counted.counts.iter().find(|(name, ..)| *name == "given_bytes");
         told.given_bytes = given.map_or(0, |(_, _, bytes)| *bytes);
         stage.runtime.block_on(cold.stop());
+        forget(stage, &self.keys)?;
+        Ok(sample)
+    }
+
+    /// As many bytes into the store as a restore's puts bring, from memory: where this is slower than the bucket, no restore is faster.
+    fn put(&self) -> Result<Sample, Failure> {
+        let (stage, subject) = (self.stage, &self.stage.subject);
+        let block_bytes = subject.shape.block_bytes() as usize;
+        let sample = stage.timed(|| {
+            let each = (PUT_BYTES / block_bytes).max(1);
+            let mut puts = Vec::new();
+            for (number, keys) in self.keys.chunks(each).enumerate() {
+                let memory = self.into.slice(number * each * block_bytes, keys.len() * block_bytes);
+                let memory = memory.ok_or_else(|| Failure::user("blocks that are not in memory"))?;
+                let from =
+                    Placed::blocks(&subject.shape, memory, keys.len() as u32).map_err(Failure::user)?;
+                let (namespace, group, coordinate) = (subject.namespace, subject.group, subject.coordinate);
+                let mut request = PutRequest::new(namespace, group, coordinate, keys.to_vec(), from);
+                request.durability = Durability::Relaxed;
+                puts.push(stage.store().put(request));
+            }
+            for put in puts {
+                let reply = block_on(put).map_err(Failure::user)?.map_err(Failure::user)?;
+                if reply.outcomes.iter().any(|outcome| *outcome != BlockOutcome::Stored) {
+                    return Err(Failure::User(format!("not all blocks were stored: {:?}", reply.outcomes)));
+                }
+            }
+            Ok(())
+        })?;
         forget(stage, &self.keys)?;
         Ok(sample)
     }

@@ -7,7 +7,7 @@ use crate::report::{Report, digits};
 /// A figure: what it is in words, the least and the most that it may be.
 type Must = (&'static str, &'static str, Option<f64>, Option<f64>);
 
-const MUSTS: [Must; 8] = [
+const MUSTS: [Must; 9] = [
     (
         "restore_ratio",
         "speed of a read by layers until everything has come and is stored, manifest, indexes, digests and content ids included, by that of bare ranged requests for the same bytes",
@@ -16,6 +16,12 @@ const MUSTS: [Must; 8] = [
     ),
     ("read_ratio", "the same until the reader has everything", None, None),
     ("fetch_ratio", "the same without a reader and without the store: verified and dropped", None, None),
+    (
+        "put_ratio",
+        "speed of puts of the same bytes from memory by that of the bare requests: none is stored faster",
+        None,
+        None,
+    ),
     ("over_read", "bytes that were fetched of packs by bytes that were asked for", None, Some(1.125)),
     ("restore_cpu_ratio", "processor time of a restore by that of the bare requests", None, None),
     (
