@@ -28,7 +28,7 @@ use crate::tier::{Found, Tier};
 use crate::time::BoxFuture;
 
 /// The most bytes of one put of more than one block.
-const PUT_BYTES: usize = 16 << 20;
+pub const PUT_BYTES: usize = 16 << 20;
 /// The most bytes of more than one block that lie in memory together, until the last of them is stored.
 const STRETCH_BYTES: u64 = 64 << 20;
 /// Memory of a restore that is given none: for the largest block that a pack can have. What is not used of it costs nothing.

@@ -262,7 +262,17 @@ fn cold() {
     ];
     let sane_run = |json: &Value| {
         has(json, &["restore_ratio", "read_ratio", "fetch_ratio", "control", "quotable", "first_layer_ms"]);
-        has(json, &["restore_cpu_ratio", "bare_cpu_s_per_gib", "spill_p99_ratio", "restoring_p99_ratio"]);
+        has(
+            json,
+            &[
+                "put_ratio",
+                "put_mib_s",
+                "restore_cpu_ratio",
+                "bare_cpu_s_per_gib",
+                "spill_p99_ratio",
+                "restoring_p99_ratio",
+            ],
+        );
         assert_eq!((number(json, "mib"), number(json, "pairs")), (8.0, 3.0));
         assert!((1.0..=1.125).contains(&number(json, "over_read")), "{json:#}");
         assert!(number(json, "read_by_asked") >= 1.0, "{json:#}");
@@ -270,7 +280,7 @@ fn cold() {
         assert!(number(json, "sweeps") >= 3.0 && number(json, "spill_mib_s") > 0.0, "{json:#}");
         let verdicts = json["verdicts"].as_array().unwrap();
         assert!(verdicts.iter().all(|one| !one["what"].as_str().unwrap().is_empty()));
-        assert_eq!(verdicts.len(), 7, "{json:#}");
+        assert_eq!(verdicts.len(), 8, "{json:#}");
     };
     let json = bench("cold", &sizes);
     assert_eq!((&json["bucket"], number(&json, "latency_ms")), (&"loopback".into(), 2.0));

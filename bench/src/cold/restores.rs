@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvarts_cold::Tier;
 use kvarts_cold::format::names;
-use kvarts_cold::promote::Wanted;
+use kvarts_cold::promote::{PUT_BYTES, Wanted};
 use kvarts_cold::restore::{Fetch, FetchOptions, Fetched, fetch, plan_all};
 use kvarts_layout::BlockKey;
 use kvarts_server::cold::{ColdTier, Wish};
@@ -31,8 +31,6 @@ const MIB: f64 = (1u64 << 20) as f64;
 pub(super) const BELOW: &str = "read";
 /// Ranges at once of a tier.
 const PARALLEL: usize = 16;
-/// Bytes of a put, as of a restore's.
-const PUT_BYTES: usize = 16 << 20;
 /// How long a read may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -208,7 +206,7 @@ impl Ground<'_> {
         Ok(sample)
     }
 
-    /// As many bytes into the store as a restore's puts bring, from memory: where this is slower than the bucket, no restore is faster.
+    /// The blocks into the store from memory, in puts of a restore's length, all asked for at once: no restore has them stored sooner.
     fn put(&self) -> Result<Sample, Failure> {
         let (stage, subject) = (self.stage, &self.stage.subject);
         let block_bytes = subject.shape.block_bytes() as usize;

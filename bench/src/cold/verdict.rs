@@ -18,7 +18,7 @@ const MUSTS: [Must; 9] = [
     ("fetch_ratio", "the same without a reader and without the store: verified and dropped", None, None),
     (
         "put_ratio",
-        "speed of puts of the same bytes from memory by that of the bare requests: none is stored faster",
+        "speed of puts of the same bytes from memory by that of the bare requests: no restore is stored faster",
         None,
         None,
     ),
