@@ -3,13 +3,15 @@
 //!
 //! One block of [`THREADS`] threads digests one chunk. A CRC without its first and last inversion is linear: of two
 //! strings one behind the other it is that of the first, times x to the number of bits of the second, plus that of the
-//! second. So each thread takes every [`THREADS`]th word, which neighbours load together; it multiplies what it has by
-//! the same constant before each word, by four look-ups in tables that the block makes at its beginning; and at the end
-//! it multiplies by the power of x that its place is away from the end. What all threads have is added up by XOR, in any
-//! order. The inversions are one more multiplication.
+//! second; and zeros in front change nothing. So the chunk counts as if zeros filled it up in front to whole rows of
+//! [`THREADS`] words. Each thread takes one word of every row, which neighbours load together; it multiplies what it has by
+//! the same constant before each word, by four look-ups in tables that the block makes at its beginning; and at the end it
+//! multiplies by the power of x that its place is away from the end, which is the same for chunks of every length. What
+//! all threads have is added up by XOR, in any order. The inversions are one more multiplication, by a factor that only
+//! the length decides: it is kept for the next chunk.
 //!
-//! **The kernel has not been run on a GPU.** What is tested is this twin, against the digest that the store uses; and
-//! `scripts/kernels` runs the kernel's own source on the processor, a thread for each of its threads.
+//! The twin is tested against the digest that the store uses, and `scripts/kernels` runs the kernel's own source on the
+//! processor, a thread for each of its threads. What it takes on a GPU is in docs/GPU.md.
 
 /// Threads that digest one chunk.
 pub const THREADS: u32 = 256;
@@ -24,10 +26,15 @@ pub const fn multiply(a: u32, mut b: u32) -> u32 {
         if a & bit != 0 {
             product ^= b;
         }
-        b = if b & 1 == 0 { b >> 1 } else { (b >> 1) ^ POLYNOMIAL };
+        b = next(b);
         bit >>= 1;
     }
     product
+}
+
+/// A polynomial times x.
+const fn next(b: u32) -> u32 {
+    if b & 1 == 0 { b >> 1 } else { (b >> 1) ^ POLYNOMIAL }
 }
 
 /// x to the power of 2^n, for n from 0 on.
@@ -69,40 +76,26 @@ fn step(tables: &[[u32; 256]; 4], word: u32) -> u32 {
 pub fn twin(bytes: &[u8], threads: u32) -> u32 {
     let threads = threads.max(1);
     let len = bytes.len() as u64;
-    let words = len / 4;
+    let words = len.div_ceil(4);
     // Phase one: all threads make the tables.
-    let constant = power(32 * u64::from(threads));
+    let mut constant = power(32 * u64::from(threads));
     let mut tables = [[0u32; 256]; 4];
-    for (byte, table) in tables.iter_mut().enumerate() {
-        for (value, slot) in table.iter_mut().enumerate() {
-            *slot = multiply((value as u32) << (8 * byte), constant);
+    for bit in (0..32usize).rev() {
+        for (value, slot) in tables.get_mut(bit / 8).into_iter().flatten().enumerate() {
+            *slot ^= if value >> (bit % 8) & 1 == 0 { 0 } else { constant };
         }
+        constant = next(constant);
     }
-    // Phase two: each thread by itself; what it has goes into the sum.
+    // Phase two: each thread by itself; what it has goes into the sum. Words count from the end: the first may be a part of one.
+    let (gap, padding) = (words * 4 - len, words.next_multiple_of(u64::from(threads)) - words);
     let mut sum = 0;
     for thread in 0..u64::from(threads) {
         let mut mine = 0;
-        let mut at = thread;
-        while at < words {
-            mine = step(&tables, mine) ^ word_at(bytes, at * 4);
-            at += u64::from(threads);
+        let first = if thread < padding { thread + u64::from(threads) } else { thread } - padding;
+        for at in (first..words).step_by(threads as usize) {
+            mine = step(&tables, mine) ^ word_at(bytes, at * 4, gap);
         }
-        if thread < words {
-            // One stride behind its last word; the word's own 32 bits count as well.
-            let last = at - u64::from(threads);
-            mine = multiply(mine, power(8 * (len - last * 4)));
-        }
-        if thread == 0 {
-            let mut tail = 0u32;
-            for at in words * 4..len {
-                tail ^= u32::from(byte_at(bytes, at));
-                for _ in 0..8 {
-                    tail = if tail & 1 == 0 { tail >> 1 } else { (tail >> 1) ^ POLYNOMIAL };
-                }
-            }
-            mine ^= tail;
-        }
-        sum ^= mine;
+        sum ^= multiply(mine, power(32 * (u64::from(threads) - thread)));
     }
     // Phase three: the first thread adds the inversions.
     !(sum ^ multiply(u32::MAX, power(8 * len)))
@@ -112,8 +105,10 @@ fn byte_at(bytes: &[u8], at: u64) -> u8 {
     bytes.get(at as usize).copied().unwrap_or(0)
 }
 
-fn word_at(bytes: &[u8], at: u64) -> u32 {
-    (0..4).fold(0, |word, byte| word | u32::from(byte_at(bytes, at + byte)) << (8 * byte))
+/// The word at `at` of `gap` zeros and the bytes behind them.
+fn word_at(bytes: &[u8], at: u64, gap: u64) -> u32 {
+    let of = |at: u64| at.checked_sub(gap).map_or(0, |at| byte_at(bytes, at));
+    (0..4).fold(0, |word, byte| word | u32::from(of(at + byte)) << (8 * byte))
 }
 
 /// The kernel's source: one block of threads for each of `count` chunks, whose addresses, lengths and digests are three
@@ -146,7 +141,14 @@ mod tests {
 
     #[test]
     fn the_kernel_has_the_twins_constants() {
-        for part in ["#define THREADS 256\n", "#define POLYNOMIAL 0xedb88320u\n", " kvarts_crc32("] {
+        assert_eq!((32 * THREADS, 32 * 32), (1 << 13, 1 << 10));
+        for part in [
+            "#define THREADS 256\n",
+            "#define STRIDE 13\n",
+            "#define STRIDE_OF_WARP 10\n",
+            "#define POLYNOMIAL 0xedb88320u\n",
+            " kvarts_crc32(",
+        ] {
             assert!(SOURCE.contains(part), "{part}");
         }
         let table = SOURCE.split_once("POWERS[64] = {").unwrap().1.split_once("};").unwrap().0;

@@ -48,6 +48,26 @@ pub fn open_after(places: &[RingPlace], left: u32) -> u32 {
     places.partition_point(|place| place.after <= left) as u32
 }
 
+/// As long as fewer bytes than these are being read, one more layer is begun: twice what a shard's disk has at once. Each
+/// layer is a read of its own, so with many of them those that are wanted last would take the disks' pace, and the store's
+/// staging memory, from those that are wanted first.
+pub const BYTES_UNDER_WAY: u64 = 32 << 20;
+
+/// How many layers may have been begun when `left` have left and `arrived` have been read. The first has the disks to itself:
+/// the engine stands still until it is there.
+pub fn begun_after(places: &[RingPlace], left: u32, arrived: u32) -> u32 {
+    if arrived == 0 {
+        return 1.min(places.len() as u32);
+    }
+    let mut under_way = 0;
+    let busy = places.iter().skip(arrived as usize).take_while(|place| {
+        let more = under_way < BYTES_UNDER_WAY;
+        under_way += place.bytes;
+        more
+    });
+    open_after(places, left).min(arrived.saturating_add(busy.count() as u32))
+}
+
 /// How far ahead this ring always is: the least number of layers that have a place besides those that have left,
 /// until the last.
 pub fn layers_ahead(places: &[RingPlace]) -> u32 {
@@ -89,6 +109,26 @@ mod tests {
         assert_eq!([0, 1, 2, 5].map(|left| open_after(&places, left)), [2, 3, 4, 5]);
         assert_eq!(layers_ahead(&places), 2);
         assert!(super::places(&[8193], 8192).is_none());
+    }
+
+    #[test]
+    fn the_first_layer_is_read_alone_and_then_as_many_as_keep_the_disks_busy() {
+        let begun = |layer_bytes: u64, layers: usize, left, arrived| {
+            let ring = places(&vec![layer_bytes; layers], layer_bytes * layers as u64).unwrap();
+            begun_after(&ring, left, arrived)
+        };
+        let mib = 1 << 20;
+        assert_eq!([0, 1, 2, 60].map(|arrived| begun(6 * mib, 61, 0, arrived)), [1, 7, 8, 61]);
+        // The last that is begun may be larger than what is left of the bound.
+        assert_eq!([1, 5].map(|arrived| begun(100 * mib, 8, 0, arrived)), [2, 6]);
+        assert_eq!(begun(4096, 8, 0, 1), 8, "small layers");
+        // Never more than the ring has places for.
+        let ring = places(&[6 * mib; 61], 12 * mib).unwrap();
+        assert_eq!(
+            [(0, 0), (0, 1), (1, 1), (2, 2)].map(|(left, arrived)| begun_after(&ring, left, arrived)),
+            [1, 2, 3, 4]
+        );
+        assert_eq!(begun_after(&[], 0, 0), 0);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use kvarts_store::io::Region;
 
-use self::sys::{Context, Digester, Kernel, RawEvent, RawMemory, RawStream};
+use self::sys::{Context, DigestKernels, Digester, Kernel, RawEvent, RawMemory, RawStream};
 use super::{
     Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Route,
     Stream, check, within,
@@ -38,12 +38,14 @@ pub use files::{has_cufile, has_nvidia_fs};
 /// How long a wait sleeps between two looks at an event: longer each time, so that short copies are seen soon.
 const NAP_MIN: Duration = Duration::from_micros(10);
 const NAP_MAX: Duration = Duration::from_micros(200);
+/// A nap is this part of what has been waited for, within those bounds.
+const NAPS: u32 = 32;
 /// How long a wait without an end looks before it looks anew.
 const SLICE: Duration = Duration::from_secs(1);
 
 /// The gather kernel, compiled.
 const GATHER: &CStr = ptx(concat!(include_str!("../kernels/gather.ptx"), "\0"));
-/// The kernel that digests, compiled.
+/// The kernels that digest, compiled.
 const DIGESTS: &CStr = ptx(concat!(include_str!("../kernels/crc32.ptx"), "\0"));
 
 /// The kernel that stands for an engine's work, compiled.
@@ -63,7 +65,7 @@ struct Core {
     context: Context,
     kernel: Option<Kernel>,
     /// Digests chunks where they lie.
-    digests: Option<Kernel>,
+    digests: Option<DigestKernels>,
     /// Stands for an engine's work, once that was asked for.
     work: OnceLock<Result<Kernel, String>>,
     methods: Vec<Method>,
@@ -164,9 +166,11 @@ impl Cuda {
         } else {
             notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
         }
-        let digests = match Kernel::load(&context, DIGESTS, c"kvarts_crc32") {
-            Ok(kernel) => Some(kernel),
-            Err(why) => {
+        let load = |name| Kernel::load(&context, DIGESTS, name);
+        let both = || Ok(DigestKernels { few: load(c"kvarts_crc32")?, many: load(c"kvarts_crc32_many")? });
+        let digests = match both() {
+            Ok(kernels) => Some(kernels),
+            Err::<_, String>(why) => {
                 notes.push(format!("no digests on the device: {why}"));
                 None
             }
@@ -373,19 +377,20 @@ impl Device for Cuda {
 
     fn synchronize_within(&self, event: &Event, timeout: Duration) -> Result<bool, DeviceError> {
         let (event, pace) = (raw_event(event)?, RealPace::new());
-        let give_up = pace.now().plus(timeout);
-        let mut nap = NAP_MIN;
+        let begin = pace.now();
         loop {
             self.alive()?;
             if self.0.context.is_done(event)? {
                 return Ok(true);
             }
-            let left = give_up.since(pace.now());
+            let (now, waited) = (pace.now(), pace.now().since(begin));
+            let left = timeout.saturating_sub(waited);
             if left.is_zero() {
                 return Ok(false);
             }
-            pace.sleep_until(pace.now().plus(nap.min(left)));
-            nap = (nap * 2).min(NAP_MAX);
+            // A part of what has been waited for, so that waiting makes no work noticeably longer.
+            let nap = (waited / NAPS).clamp(NAP_MIN, NAP_MAX);
+            pace.sleep_until(now.plus(nap.min(left)));
         }
     }
 
@@ -411,12 +416,12 @@ impl Device for Cuda {
     fn begin_digests(&self, memory: &Memory, chunks: &[(u64, u64)]) -> Result<Digests, DeviceError> {
         self.alive()?;
         within(memory, chunks)?;
-        let kernel = self.0.digests.as_ref().ok_or(super::NO_DIGESTS)?;
+        let kernels = self.0.digests.as_ref().ok_or(super::NO_DIGESTS)?;
         let mut digester = match self.spare_digester(chunks.len()) {
             Some(one) => one,
             None => self.0.context.digester(chunks.len())?,
         };
-        let begun = self.0.context.begin_digests(kernel, &mut digester, memory.base(), chunks);
+        let begun = self.0.context.begin_digests(kernels, &mut digester, memory.base(), chunks);
         let event = match self.0.context.record(digester.stream()) {
             Ok(event) => Event(Arc::new(event)),
             Err(error) => {

@@ -14,7 +14,7 @@ struct uint4 {
 };
 static thread_local Dim threadIdx, blockIdx;
 static Dim gridDim{1}, blockDim{1};
-static pthread_barrier_t barrier;
+static pthread_barrier_t barrier, warps[32];
 
 #define __constant__ static const
 #define __device__ static
@@ -23,6 +23,16 @@ static pthread_barrier_t barrier;
 #define __shared__ static
 #define __syncthreads() pthread_barrier_wait(&barrier)
 
+// All threads of a warp come to each of them.
+static unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane) {
+    static unsigned values[1024];
+    pthread_barrier_t *warp = &warps[threadIdx.x / 32];
+    values[threadIdx.x] = value;
+    pthread_barrier_wait(warp);
+    unsigned other = values[threadIdx.x ^ lane];
+    pthread_barrier_wait(warp);
+    return other;
+}
 static void atomicXor(unsigned *to, unsigned value) { __atomic_fetch_xor(to, value, __ATOMIC_SEQ_CST); }
 
 #include "crc32.cu"
@@ -43,6 +53,8 @@ template <typename Kernel> static void launch(unsigned blocks, unsigned threads,
     // Blocks one after the other: shared memory is one variable here.
     for (unsigned block = 0; block < blocks; block++) {
         if (barriers) pthread_barrier_init(&barrier, nullptr, threads);
+        for (auto &warp : warps)
+            if (barriers) pthread_barrier_init(&warp, nullptr, 32);
         std::vector<std::thread> all;
         for (unsigned thread = 0; thread < threads; thread++)
             all.emplace_back([=] {
@@ -52,6 +64,8 @@ template <typename Kernel> static void launch(unsigned blocks, unsigned threads,
             });
         for (auto &one : all) one.join();
         if (barriers) pthread_barrier_destroy(&barrier);
+        for (auto &warp : warps)
+            if (barriers) pthread_barrier_destroy(&warp);
     }
 }
 
@@ -65,16 +79,19 @@ int main() {
     std::vector<u64> chunks, lens;
     std::vector<u32> wanted;
     for (size_t skew : {0, 1, 2, 3, 4, 7})
-        for (size_t len : {0, 1, 3, 4, 5, 1023, 1024, 1025, 4096, 4097, 65536, 100003}) {
+        for (size_t len : {0, 1, 3, 4, 5, 1023, 1024, 1025, 4096, 4096, 4097, 65536, 100003}) {
             chunks.push_back((u64)(from.data() + skew));
             lens.push_back(len);
             wanted.push_back(plain(from.data() + skew, len));
         }
-    std::vector<u32> digests(chunks.size());
-    launch(3, THREADS, true, [&] { kvarts_crc32(chunks.data(), lens.data(), digests.data(), chunks.size()); });
     int bad = 0;
-    for (size_t at = 0; at < digests.size(); at++) bad += digests[at] != wanted[at];
-    std::printf("crc32: %zu chunks, %d wrong\n", digests.size(), bad);
+    for (bool many : {false, true}) {
+        std::vector<u32> digests(chunks.size());
+        auto kernel = many ? kvarts_crc32_many : kvarts_crc32;
+        launch(3, THREADS, true, [&] { kernel(chunks.data(), lens.data(), digests.data(), chunks.size()); });
+        for (size_t at = 0; at < digests.size(); at++) bad += digests[at] != wanted[at];
+        std::printf("crc32%s: %zu chunks, %d wrong so far\n", many ? " of many" : "", digests.size(), bad);
+    }
 
     Table table{};
     size_t at = 0;

@@ -41,7 +41,7 @@ use crate::follow::Followed;
 use crate::gather::Curve;
 use crate::ring::{RingPlace, bytes_needed, places};
 
-/// How many layers are on their way before the first is asked for: one that is copied and one that is read.
+/// For how many layers a stream has memory at least: one that is copied and one that is read.
 pub const LAYERS_AHEAD: u32 = 2;
 
 /// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
@@ -168,8 +168,8 @@ impl Pipeline {
     }
 
     /// Begins to read. With [`Pipeline::with_files`] it returns when the store has said where the blocks lie, for which
-    /// it may have to read headers; the request's deadline bounds that. When this returns the first layers are on their way: at least [`LAYERS_AHEAD`], and as many as
-    /// the arena and `depth_bytes` allow.
+    /// it may have to read headers; the request's deadline bounds that. When this returns the first layer is on its way, and
+    /// the others follow it as the arena and `depth_bytes` allow.
     pub fn land(&self, request: LandRequest) -> Result<LayerStream, LandError> {
         self.check(&request)?;
         if let Some(path) = &self.direct
@@ -257,6 +257,7 @@ impl Pipeline {
             ring,
             read,
             granted: 0,
+            arrived: 0,
             has_deadline: request.deadline.is_some(),
         };
         landing.grant(0).map_err(LandError::Store)?;

@@ -19,7 +19,7 @@ use crate::error::{DeviceError, EndReason, LandError};
 use crate::follow::{Asked, Followed, Follower, keep_for_good};
 use crate::gather::{Curve, copy_split};
 use crate::pace::Worker;
-use crate::ring::{RingPlace, open_after};
+use crate::ring::{RingPlace, begun_after};
 
 /// A layer that may be used on the stream that was given.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,14 +68,16 @@ pub(super) struct Landing {
     pub(super) read: TiledRead<Box<dyn TileSource>>,
     /// Layers that have got memory.
     pub(super) granted: u32,
+    /// Layers that have been read.
+    pub(super) arrived: u32,
     pub(super) has_deadline: bool,
 }
 
 impl Landing {
-    /// Gives the read memory for every layer that has a place in the ring when `left` have left it.
+    /// Begins the layers that may be read when `left` have left the ring ([`begun_after`]).
     pub(super) fn grant(&mut self, left: u32) -> Result<(), Reason> {
-        let open = open_after(&self.places, left);
-        while self.granted < open {
+        let may = begun_after(&self.places, left, self.arrived);
+        while self.granted < may {
             let Some(place) = self.places.get(self.granted as usize) else { break };
             let Some(tile) = self.read.next_tile(place.bytes) else { break };
             let memory = self.ring.slice(place.offset as usize, place.bytes as usize);
@@ -439,7 +441,9 @@ impl<'a> StagedReader<'a> {
                 Came::Arrived(Some(Arrived::Layer { layer, blocks }))
                     if blocks == self.landing.into.blocks() =>
                 {
-                    self.copy(layer, blocks).map_err(EndReason::Device)
+                    self.landing.arrived += 1;
+                    // Before its copies are enqueued, so that the disks have work meanwhile.
+                    self.make_room().and_then(|()| self.copy(layer, blocks).map_err(EndReason::Device))
                 }
                 Came::Arrived(_) if self.landing.read.good() < self.landing.into.blocks() => {
                     shared.change(|state| state.blocks = self.landing.read.good());
@@ -519,8 +523,57 @@ impl<'a> StagedReader<'a> {
 mod tests {
     use std::time::Duration;
 
+    use kvarts_layout::plan::Tile;
+    use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
+    use kvarts_store::api::{Order, Placed, ReadSink, ReadStream, read_channel};
+
     use super::*;
     use crate::device::emulated::{Emulated, Model};
+    use crate::ring::places;
+
+    /// A source that only notes which layers were begun.
+    #[derive(Clone, Default)]
+    struct Noted(Arc<Mutex<Vec<(u32, ReadSink)>>>);
+
+    impl TileSource for Noted {
+        fn begin(&self, tile: &Tile, _: Placed) -> Result<ReadStream, Reason> {
+            let (sink, stream) = read_channel();
+            self.0.lock().unwrap().push((tile.layers.start, sink));
+            Ok(stream)
+        }
+    }
+
+    #[test]
+    fn the_first_layer_is_begun_alone_and_no_more_of_the_others_than_keep_the_disks_busy() {
+        let bytes = 4 << 20;
+        let chunk = || ChunkShape { bytes, align: 1 };
+        let layers = (0..12).map(|layer| LayerShape { layer, chunks: vec![chunk()] }).collect();
+        let shape = Arc::new(BlockShape::new(layers).unwrap());
+        let device: Arc<dyn Device> = Arc::new(Emulated::new(Model::default()));
+        let into = Destination::contiguous(&shape, device.allocate(shape.block_bytes()).unwrap(), 1).unwrap();
+        let (_region, ring) = Curve::scratch(bytes * 12).unwrap();
+        let noted = Noted::default();
+        let source: Box<dyn TileSource> = Box::new(noted.clone());
+        let mut landing = Landing {
+            copies: device.stream().unwrap(),
+            device,
+            curve: Arc::default(),
+            into,
+            first: 0,
+            places: places(&[bytes; 12], bytes * 12).unwrap(),
+            ring,
+            read: TiledRead::new(source, shape, Order::Layers, 0..12, 1),
+            granted: 0,
+            arrived: 0,
+            has_deadline: false,
+        };
+        for (arrived, begun) in [(0, 1), (1, 9), (2, 10), (6, 12), (12, 12)] {
+            landing.arrived = arrived;
+            landing.grant(0).unwrap();
+            let layers: Vec<u32> = noted.0.lock().unwrap().iter().map(|(layer, _)| *layer).collect();
+            assert_eq!(layers, (0..begun).collect::<Vec<_>>(), "{arrived} have arrived");
+        }
+    }
 
     #[test]
     fn whoever_waits_for_layers_is_told_that_what_brings_them_panicked() {

@@ -36,9 +36,12 @@ fn digests_are_the_stores_for_chunks_of_any_length_and_place() {
         assert_eq!(device.digests(&memory, &[(0, 1), (99_999, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(device.digests(&memory, &[(u64::MAX, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(standin.calls("cuLaunchKernel"), 2);
-        // More chunks than one grid has blocks.
+        // More chunks than one grid has blocks, and so many that another kernel has them.
+        for count in [3000, 5000] {
+            let many = vec![(17, 5); count];
+            assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); count]));
+        }
         let many = vec![(17, 5); 3000];
-        assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); 3000]));
         // What they work with is made once for as many chunks, and is the device's own.
         let made = standin.calls("cuStreamCreate");
         assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); 3000]));

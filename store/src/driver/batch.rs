@@ -50,6 +50,7 @@ impl ReadBatch {
     /// Hands over what may go now; the rest follows as the device catches up.
     pub fn submit(&mut self) {
         self.shared.dispatch();
+        self.shared.send();
     }
 
     /// Extents that have not ended.
@@ -72,6 +73,13 @@ impl ReadBatch {
             _ => batch.waker = Some(cx.waker().clone()),
         }
         Poll::Pending
+    }
+
+    /// The next end that has come already.
+    pub fn try_next(&mut self) -> Option<ExtentDone> {
+        let mut core = self.shared.core.borrow_mut();
+        let (extent, result) = core.batch(self.key)?.done.pop_front()?;
+        Some(ExtentDone { extent, result })
     }
 
     /// The next end, as [`ReadBatch::poll_next`] gives it.

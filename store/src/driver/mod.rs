@@ -145,6 +145,13 @@ impl Shared {
         self.wake();
     }
 
+    /// The device goes on while what has come is looked at: that is megabytes of digests.
+    fn send(&self) {
+        if let Ok(mut io) = self.io.try_borrow_mut() {
+            io.send();
+        }
+    }
+
     /// Wakes what has been collected, with nothing borrowed.
     fn wake(&self) {
         let mut wakers = std::mem::take(&mut self.core.borrow_mut().to_wake);
@@ -326,6 +333,7 @@ impl Driver {
             completions.drain(..).for_each(|completion| core.complete(completion));
             drop(core);
             self.shared.dispatch();
+            self.shared.send();
         }
         count
     }

@@ -18,6 +18,8 @@ use crate::rt::{Clock, Entropy};
 struct Script {
     under_way: VecDeque<(Token, Op)>,
     ready: Vec<Completion>,
+    /// Operations that were submitted and not sent.
+    unsent: usize,
 }
 
 impl Script {
@@ -49,9 +51,14 @@ fn range(op: &Op) -> (u64, usize) {
 impl Io for Script {
     fn submit(&mut self, token: Token, op: Op) {
         self.under_way.push_back((token, op));
+        self.unsent += 1;
     }
     fn reap(&mut self, out: &mut Vec<Completion>) {
+        self.send();
         out.append(&mut self.ready);
+    }
+    fn send(&mut self) {
+        self.unsent = 0;
     }
     fn park(&mut self, _: Option<Duration>) {}
     fn unparker(&self) -> Arc<dyn Unpark> {
@@ -688,6 +695,31 @@ fn a_batch_reports_its_extents_in_the_order_in_which_they_end() {
     assert_eq!(bench.next(&mut batch), Poll::Ready(None));
     bench.disk.borrow_mut().under_way.clear();
     bench.assert_idle(&bufs.iter().collect::<Vec<_>>());
+}
+
+#[test]
+fn what_may_go_is_with_the_device_before_anybody_looks_at_what_has_come() {
+    let bench = Bench::new(Limits { max_ops: 2, ..Limits::default() });
+    let buf = memory(1);
+    let mut batch = bench.driver.batch(Class::Foreground);
+    (0..4).for_each(|extent| batch.push(extent, FILE, 0, buf.clone()));
+    batch.submit();
+    let with_device = || (bench.under_way(), bench.disk.borrow().unsent);
+    assert_eq!((with_device(), batch.try_next()), ((2, 0), None));
+    // Room that completions make.
+    for _ in 0..2 {
+        bench.end(4096);
+    }
+    assert_eq!(with_device(), (2, 0));
+    // All that has come can be had at once, in its order.
+    let came: Vec<u64> = std::iter::from_fn(|| batch.try_next()).map(|done| done.extent).collect();
+    assert_eq!((came, batch.outstanding()), (vec![0, 1], 2));
+    for _ in 0..2 {
+        bench.end(4096);
+    }
+    assert_eq!(std::iter::from_fn(|| batch.try_next()).count(), 2);
+    assert_eq!(bench.next(&mut batch), Poll::Ready(None));
+    bench.assert_idle(&[&buf]);
 }
 
 #[test]

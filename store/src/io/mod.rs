@@ -216,6 +216,9 @@ pub trait Io {
     /// Hands submissions to the device and appends the completions that have arrived. Never blocks.
     fn reap(&mut self, out: &mut Vec<Completion>);
 
+    /// Hands submissions to the device now, for a caller that has other work before it reaps. Never blocks.
+    fn send(&mut self) {}
+
     /// Sleeps until a completion can be reaped, an [`Unpark`] is called or `timeout` passes.
     /// An unpark that came since the last park makes it return at once.
     fn park(&mut self, timeout: Option<Duration>);
@@ -271,6 +274,9 @@ impl<T: Io + ?Sized> Io for Box<T> {
     }
     fn reap(&mut self, out: &mut Vec<Completion>) {
         (**self).reap(out);
+    }
+    fn send(&mut self) {
+        (**self).send();
     }
     fn park(&mut self, timeout: Option<Duration>) {
         (**self).park(timeout);

@@ -382,6 +382,10 @@ impl Io for Ring {
         self.done.take(out);
     }
 
+    fn send(&mut self) {
+        self.flush();
+    }
+
     fn park(&mut self, timeout: Option<Duration>) {
         loop {
             self.arm_wake();

@@ -148,9 +148,9 @@ fn pending(desk: &Desk<'_>) {
     desk.store(pages(), &keys[..2], 1, Layout::FullBlock);
     let ticket = desk.stage.store().put(desk.request(pages(), &keys[2..5], 1));
     let during = find(desk, &keys, &pages_only(), None).unwrap();
-    // Between the two the put may have ended: on real threads it may be quick.
+    // On real threads the put may end before the look-up, or while it looks at one block after the other.
     let reached = during.usable.longest.blocks + during.pending;
-    assert!(reached == 5 || reached == 2, "{during:?}");
+    assert!((2..=5).contains(&reached), "{during:?}");
     desk.stage.answer(ticket).unwrap();
     let after = find(desk, &keys, &pages_only(), None).unwrap();
     assert_eq!((after.usable.longest.blocks, after.pending), (5, 0));

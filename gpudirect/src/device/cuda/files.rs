@@ -1,4 +1,5 @@
-//! cuFile: reads of files straight into device memory. **No file has been read by it on hardware yet** (docs/GPU.md).
+//! cuFile: reads of files straight into device memory. **On hardware it has read files in compatibility mode only**
+//! (docs/GPU.md).
 //!
 //! This file may hold `unsafe`. The library is loaded by this module and not by the bindings: they do not know the name
 //! that an installation without development files has, they panic where a symbol is missing, and they make numbers that
@@ -52,6 +53,10 @@ union DescribedFile {
 }
 
 const DESCRIPTOR: c_int = 1;
+
+/// The call that registers a file, and the code with which it answers where it cannot tell the file system.
+const REGISTER_FILE: &str = "cuFileHandleRegister";
+const UNKNOWN_FILE: c_int = 5027;
 
 type Handle = *mut c_void;
 
@@ -214,7 +219,7 @@ impl Calls {
         // SAFETY: writes one handle and reads the description during the call; the descriptor is open, and is kept so
         // while the handle lives.
         let said = unsafe { (self.register_file)(&raw mut handle, &raw mut described) };
-        told("cuFileHandleRegister", said)?;
+        told(REGISTER_FILE, said)?;
         files.insert(descriptor, Shared { handle, users: 1, _file: again });
         Ok(handle)
     }
@@ -248,6 +253,14 @@ fn open_again(file: BorrowedFd<'_>) -> Result<OwnedFd, DeviceError> {
 
 fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
     match said {
+        // What cuFile's own log says of it: it could not tell the file system of the disk.
+        Said { code: UNKNOWN_FILE, .. } if call == REGISTER_FILE => Err(DeviceError::Call {
+            call,
+            why: format!(
+                "cuFile's error {UNKNOWN_FILE}: it asks udev for the file system of the disk (ID_FS_USAGE), and without udev, \
+                 or in a container without /run/udev, it takes no file"
+            ),
+        }),
         Said { code: 0, .. } => Ok(()),
         Said { code, cuda: 0 } => Err(DeviceError::Call { call, why: format!("cuFile's error {code}") }),
         Said { code, cuda } => {

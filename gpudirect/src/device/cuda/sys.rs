@@ -24,8 +24,12 @@ const TABLE: usize = 160;
 /// Threads of a block, and blocks of a launch: a few multiprocessors fill a link and leave the rest to the engine.
 const THREADS: u32 = 512;
 const BLOCKS: u32 = 16;
-/// Blocks of a launch that digests.
+/// Blocks of a launch that digests, and from how many chunks on each warp has a chunk of its own: as many as keep all
+/// multiprocessors of a large device busy.
 const DIGEST_BLOCKS: u32 = 1024;
+const MANY_CHUNKS: usize = 4096;
+/// Threads of a warp.
+const WARP: u32 = 32;
 /// The flag of streams that do not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
 /// Events that let a waiting thread sleep (1) and keep no time (2).
@@ -288,6 +292,13 @@ impl Kernel {
     }
 }
 
+/// The kernels that digest: a chunk for each block of threads, and one for each warp.
+#[derive(Debug)]
+pub(super) struct DigestKernels {
+    pub(super) few: Kernel,
+    pub(super) many: Kernel,
+}
+
 /// Host memory of the driver's own, which it pins: copies with memory that is not may wait inside the driver until the
 /// device is done, where no timeout has an effect.
 #[derive(Debug)]
@@ -313,19 +324,20 @@ impl Drop for HostMemory {
 }
 
 impl HostMemory {
-    fn write(&mut self, words: impl Iterator<Item = u64>) {
-        for (at, word) in words.take(self.words).enumerate() {
-            // SAFETY: inside the memory, which the driver aligns to pages; this is the only access while it is written.
-            unsafe { self.at.cast::<u64>().add(at).write(word) };
+    /// Writes words from the word `at` on, as many as there is room for.
+    fn write(&mut self, at: usize, words: impl Iterator<Item = u64>) {
+        // SAFETY: inside the memory, which the driver aligns to pages; this is the only access while it is written.
+        let all = unsafe { std::slice::from_raw_parts_mut(self.at.cast::<u64>(), self.words) };
+        for (place, word) in all.get_mut(at..).into_iter().flatten().zip(words) {
+            *place = word;
         }
     }
 
     /// The first `count` numbers of four bytes behind the first `behind` words.
     fn read(&self, behind: usize, count: usize) -> Vec<u32> {
-        let count = count.min(self.words.saturating_sub(behind) * 2);
         // SAFETY: inside the memory, as above; the device is done with it.
-        let at = |at: usize| unsafe { self.at.cast::<u64>().add(behind).cast::<u32>().add(at).read() };
-        (0..count).map(at).collect()
+        let all = unsafe { std::slice::from_raw_parts(self.at.cast::<u32>(), self.words * 2) };
+        all.get(behind * 2..).and_then(|all| all.get(..count)).unwrap_or_default().to_vec()
     }
 }
 
@@ -841,7 +853,7 @@ impl Context {
     /// event behind it in its stream is done.
     pub(super) fn begin_digests(
         &self,
-        kernel: &Kernel,
+        kernels: &DigestKernels,
         digester: &mut Digester,
         base: u64,
         chunks: &[(u64, u64)],
@@ -852,8 +864,8 @@ impl Context {
             return Err(DeviceError::OutOfBounds);
         }
         // Addresses and lengths one behind the other, then digests.
-        let places = chunks.iter().map(|chunk| base.wrapping_add(chunk.0));
-        host.write(places.chain(chunks.iter().map(|chunk| chunk.1)));
+        host.write(0, chunks.iter().map(|chunk| base.wrapping_add(chunk.0)));
+        host.write(chunks.len(), chunks.iter().map(|chunk| chunk.1));
         let (mut addresses, mut count) = (memory.base(), chunks.len() as u64);
         let (mut lens, mut digests) = (addresses + count * 8, addresses + *room as u64 * 16);
         let bytes = chunks.len() * 16;
@@ -861,7 +873,11 @@ impl Context {
         let code =
             unsafe { (self.calls().copy_to_device)(addresses, host.at.cast_const(), bytes, stream.raw) };
         check("cuMemcpyAsync", code)?;
-        let blocks = u32::try_from(count).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
+        let (kernel, each) = match chunks.len() < MANY_CHUNKS {
+            true => (&kernels.few, 1),
+            false => (&kernels.many, u64::from(crate::crc::THREADS / WARP)),
+        };
+        let blocks = u32::try_from(count.div_ceil(each)).unwrap_or(u32::MAX).min(DIGEST_BLOCKS);
         let mut parameters = [
             (&raw mut addresses).cast::<c_void>(),
             (&raw mut lens).cast(),

@@ -89,7 +89,7 @@ result cuModuleGetFunction(struct function **to, void *handle, const char *name)
     if (!module) return leave(INVALID_HANDLE);
     char head[128];
     snprintf(head, sizeof head, ".visible .entry %s(", name);
-    int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32");
+    int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32") || !strcmp(name, "kvarts_crc32_many");
     int busy = !strcmp(name, "kvarts_wait");
     if (!strstr(module->source, head) || !(gather || crc || busy)) return leave(NOT_FOUND);
     struct function *function = calloc(1, sizeof *function);

@@ -37,7 +37,7 @@ use crate::index::Lookup;
 use crate::io::SharedBuf;
 use crate::rt::LocalTask;
 use encoded::StoredPieces;
-use submit::ExtentName;
+use submit::{ExtentName, Named};
 
 /// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.
 const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
@@ -107,8 +107,10 @@ struct ShardRead<'a> {
     spare: Vec<Step>,
     /// Extents that were pushed and whose ends have not been taken in.
     under_way: usize,
-    /// Bytes of extents under way.
+    /// Bytes of extents that the device, or the queue before it, has.
     in_flight: u64,
+    /// Extents that have ended and are to be taken in.
+    ended: VecDeque<ExtentDone>,
     /// What is to be submitted next: step, and index into `records`.
     next: (u32, usize),
     /// Extents of the last planned slice that have not been submitted.
@@ -315,6 +317,7 @@ impl<'a> ShardRead<'a> {
             spare: Vec::new(),
             under_way: 0,
             in_flight: 0,
+            ended: VecDeque::new(),
             next: (0, 0),
             queue: VecDeque::new(),
             queue_record: 0,
@@ -343,6 +346,10 @@ impl<'a> ShardRead<'a> {
                 self.drain().await;
                 return Ending::Stopped;
             }
+            // Their room in the window is free now; digests of megabytes are what taking them in costs.
+            while let Some(done) = self.batch.try_next() {
+                self.has_ended(done);
+            }
             self.submit(window).await;
             if self.is_late {
                 return Ending::Stopped;
@@ -364,15 +371,35 @@ impl<'a> ShardRead<'a> {
         }
     }
 
-    /// The next thing to happen: an extent ends, or the deadline passes.
+    /// The next thing to happen: an extent has ended, or the deadline passes.
     async fn next(&mut self) -> Option<Next> {
-        match self.job.request.deadline {
-            None => self.batch.next().await.map(Next::Extent),
-            Some(at) => match self.batch.next_by(at).await {
-                Ok(done) => done.map(Next::Extent),
-                Err(_) => Some(Next::Late),
-            },
+        if self.ended.is_empty() {
+            let done = match self.job.request.deadline {
+                None => self.batch.next().await,
+                Some(at) => match self.batch.next_by(at).await {
+                    Ok(done) => done,
+                    Err(_) => return Some(Next::Late),
+                },
+            };
+            self.has_ended(done?);
         }
+        self.ended.pop_front().map(Next::Extent)
+    }
+
+    /// The device is done with an extent.
+    fn has_ended(&mut self, done: ExtentDone) {
+        let bytes = match ExtentName(done.extent).named() {
+            Named::Header(at) => self.header_bytes(at),
+            Named::Region { bytes, .. } => bytes,
+        };
+        self.in_flight = self.in_flight.saturating_sub(bytes);
+        self.ended.push_back(done);
+    }
+
+    /// Bytes of a record's header on disk.
+    fn header_bytes(&self, at: usize) -> u64 {
+        let index = self.records.get(at).map(|record| record.index as usize);
+        index.and_then(|index| self.job.wanted.get(index)).map_or(0, |wanted| wanted.header_bytes)
     }
 
     /// Waits for what is under way, so that the caller's memory is its own again.

@@ -24,11 +24,10 @@ impl ShardRead<'_> {
     /// Takes in one extent that ended.
     pub(super) fn take_in(&mut self, done: ExtentDone) {
         let ExtentDone { extent, result } = done;
-        let (slot, region, len) = match ExtentName(extent).named() {
+        let (slot, region) = match ExtentName(extent).named() {
             Named::Header(at) => return self.take_header(at, result),
-            Named::Region { slot, region, bytes } => (slot, region, bytes),
+            Named::Region { slot, region, .. } => (slot, region),
         };
-        self.in_flight = self.in_flight.saturating_sub(len);
         let Some(Some(slice)) = self.slices.get_mut(slot) else {
             return broken_invariant("an extent of a slice that is not under way");
         };
@@ -62,7 +61,6 @@ impl ShardRead<'_> {
             return;
         };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
-        self.in_flight = self.in_flight.saturating_sub(wanted.header_bytes);
         let opened = result.map_err(Reason::from);
         match opened.and_then(|()| prove::open(self.reads, &record.segment, wanted, &buf)) {
             Ok(header) => self.header_found(at, header),
