@@ -127,12 +127,17 @@ fn ranges_go_on_while_puts_wait() {
             restore_into(&tier, &*store, &wanted, &FetchOptions::default()).await.unwrap()
         })
     };
-    // No put has an answer, and everything comes: puts of 16 MiB, which hold what was put and nothing else.
+    // No put has an answer, and everything comes: the first range is stored at once, then puts of 16 MiB gather while it is. They hold
+    // what was put and nothing else.
     let begun = Instant::now();
-    while store.puts.lock().unwrap().len() < 3 {
-        assert!(begun.elapsed() < PATIENCE, "{} puts", store.puts.lock().unwrap().len());
+    let sizes = || -> Vec<usize> {
+        store.puts.lock().unwrap().iter().map(|(request, _)| request.keys.len()).collect()
+    };
+    while sizes().iter().sum::<usize>() < blocks as usize {
+        assert!(begun.elapsed() < PATIENCE, "{:?}", sizes());
         std::thread::sleep(Duration::from_millis(2));
     }
+    assert_eq!(sizes(), [8, 16, 16, 8]);
     let mut found = Vec::new();
     for (request, reply) in store.puts.lock().unwrap().drain(..) {
         let each = model.shape.block_bytes() as usize;
