@@ -25,7 +25,7 @@ use crate::tier::{Found, Tier};
 pub struct FetchOptions {
     /// Ranges that are read at once. With the bytes of a range this bounds memory.
     pub parallel: usize,
-    /// The most bytes of a range of more than one block, and of one of some layers.
+    /// The most bytes of a range of more than one block. One of some layers of a block has at most so many, and a layer.
     pub range_bytes: u64,
     /// Blocks that lie no further apart are read as one range...
     pub gap_bytes: u64,
@@ -53,7 +53,7 @@ impl Default for FetchOptions {
     }
 }
 
-/// Ranges that each of those at once is followed by, of a restore that is long enough...
+/// A restore that is long enough has so many ranges for each of those at once...
 const TURNS: u64 = 6;
 /// ...but none is cut shorter than this: a request has a price.
 const RANGE_LEAST: u64 = 2 << 20;
@@ -173,7 +173,8 @@ pub fn bands(shape: &BlockShape, range_bytes: u64) -> Vec<Range<u32>> {
     }
 }
 
-/// A stretch of layers in as many pieces of about the same length as it takes for each to have so many bytes at most.
+/// A stretch of layers in as many pieces as it takes for each to have so many bytes at most. Layers stay whole, so a piece may have
+/// one more.
 fn cut(shape: &BlockShape, band: &Range<u32>, most: u64) -> Vec<Range<u32>> {
     let bytes = of_layers(shape, band).map_or(0, |range| range.end - range.start);
     let pieces = bytes.div_ceil(most.max(1)).clamp(1, u64::from(band.end - band.start)) as u32;
@@ -445,13 +446,19 @@ async fn ranged(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::samples;
-    use kvarts_layout::{Coordinate, Group};
+    use crate::format::samples::TOKENS;
+    use kvarts_layout::spec::{Kind, PartGeometry, Role};
+    use kvarts_layout::{Coordinate, Geometry, Group};
 
     const MIB: u64 = 1 << 20;
 
-    fn bytes(shape: &BlockShape, band: &Range<u32>) -> u64 {
-        of_layers(shape, band).map_or(0, |range| range.end - range.start)
+    /// So many layers of this length.
+    fn shape(layers: usize, bytes: u64) -> BlockShape {
+        let role = Role::Stream { bytes: bytes / u64::from(TOKENS), tokens: 1 };
+        let kind = Kind::new("kv").unwrap();
+        let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
+        let geometry = Geometry::new(&[part], &vec![vec![0]; layers]).unwrap();
+        geometry.shape(Group(0), Coordinate::Replicated, TOKENS).unwrap()
     }
 
     #[test]
@@ -463,23 +470,31 @@ mod tests {
 
     #[test]
     fn a_stretch_is_cut_into_pieces_that_follow_each_other() {
-        let namespace = samples::namespace("r1");
-        let shape = namespace
-            .geometry
-            .shape(Group(0), Coordinate::Replicated, namespace.identity.block_tokens)
-            .unwrap();
-        let layers = shape.layers().len() as u32;
-        let each = shape.layers().first().unwrap().bytes();
+        let (layers, each) = (7, 64);
+        let shape = shape(layers as usize, each);
         for from in 0..layers {
-            for most in 1..=each * u64::from(layers) + 1 {
+            for most in 0..=each * u64::from(layers) + 1 {
                 let pieces = cut(&shape, &(from..layers), most);
                 assert_eq!((pieces[0].start, pieces[pieces.len() - 1].end), (from, layers));
                 assert!(pieces.windows(2).all(|two| two[0].end == two[1].start));
-                assert!(pieces.iter().all(|piece| piece.start < piece.end));
-                let is_short =
-                    |piece: &Range<u32>| piece.end - piece.start == 1 || bytes(&shape, piece) < most + each;
-                assert!(pieces.iter().all(is_short), "{most}: {pieces:?}");
+                for piece in &pieces {
+                    let bytes = of_layers(&shape, piece).map_or(0, |range| range.end - range.start);
+                    assert!(bytes > 0 && (bytes == each || bytes < most + each), "{most}: {pieces:?}");
+                }
+                // No more requests than are needed.
+                let least = (u64::from(layers - from) * each).div_ceil(most.max(1));
+                assert!(pieces.len() as u64 <= least, "{most}: {pieces:?}");
             }
         }
+    }
+
+    #[test]
+    fn what_comes_behind_the_first_layers_is_cut() {
+        let large = shape(8, MIB);
+        assert_eq!(bands(&large, 8 * MIB), [0..1, 1..8]);
+        assert_eq!(bands(&large, 2 * MIB), [0..1, 1..2, 2..4, 4..6, 6..8]);
+        // One request brings all of it.
+        let small = shape(8, MIB / 8);
+        assert_eq!(bands(&small, MIB / 4).len(), 1);
     }
 }
