@@ -172,6 +172,10 @@ pub async fn restore_and_tell(
                 }
                 None => break,
             }
+            // More is gathered only while something is being stored: a disk that waits is time lost.
+            if putting.puts.is_empty() {
+                putting.flush(&mut restored);
+            }
         }
         putting.flush(&mut restored);
     }

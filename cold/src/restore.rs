@@ -13,6 +13,7 @@ use futures_util::future::{Either, select};
 use futures_util::{Stream, StreamExt};
 use kvarts_layout::BlockShape;
 use kvarts_store::io::{BufMut, SharedBuf};
+use tokio::sync::watch;
 
 use crate::error::ColdError;
 use crate::format::{PackIndex, names};
@@ -24,7 +25,7 @@ use crate::tier::{Found, Tier};
 pub struct FetchOptions {
     /// Ranges that are read at once. With the bytes of a range this bounds memory.
     pub parallel: usize,
-    /// The most bytes of a range of more than one block.
+    /// The most bytes of a range of more than one block. One of some layers of a block has at most so many, and a layer.
     pub range_bytes: u64,
     /// Blocks that lie no further apart are read as one range...
     pub gap_bytes: u64,
@@ -49,6 +50,21 @@ impl Default for FetchOptions {
             late_least: Duration::from_millis(200),
             by_layers: false,
         }
+    }
+}
+
+/// A restore that is long enough has so many ranges for each of those at once...
+const TURNS: u64 = 6;
+/// ...but none is cut shorter than this: a request has a price.
+const RANGE_LEAST: u64 = 2 << 20;
+
+impl FetchOptions {
+    /// For a restore of this many bytes through a tier that reads so many ranges at once. All that are under way end at about the same
+    /// time where they share the rate of a link, and nothing is stored before. So the ranges of a short restore are short.
+    pub fn for_restore(bytes: u64, at_once: usize) -> Self {
+        let standard = Self::default();
+        let each = bytes / (at_once.max(1) as u64 * TURNS);
+        Self { range_bytes: each.clamp(RANGE_LEAST, standard.range_bytes), ..standard }
     }
 }
 
@@ -83,6 +99,10 @@ impl Fetch {
     pub fn over_read(&self) -> u64 {
         let wanted: u64 = self.parts.iter().map(|part| part.range.end - part.range.start).sum();
         (self.range.end - self.range.start).saturating_sub(wanted)
+    }
+
+    fn is_of_first_layers(&self) -> bool {
+        self.parts.iter().all(|part| part.layers.start == 0)
     }
 }
 
@@ -128,8 +148,8 @@ const FIRST_BAND: u64 = 1 << 20;
 const BAND_GROWTH: u64 = 4;
 
 /// The stretches of layers in which a block is read whose layers are wanted one after the other. The first is short, so that it
-/// comes soon; there are few, because each is a request.
-pub fn bands(shape: &BlockShape) -> Vec<Range<u32>> {
+/// comes soon; there are few, because each is a request, but those of more bytes than `range_bytes` are cut.
+pub fn bands(shape: &BlockShape, range_bytes: u64) -> Vec<Range<u32>> {
     let (mut found, mut most, mut bytes): (Vec<Range<u32>>, u64, u64) = (Vec::new(), FIRST_BAND, 0);
     let mut left = shape.block_bytes();
     let mut begin = 0;
@@ -146,13 +166,30 @@ pub fn bands(shape: &BlockShape) -> Vec<Range<u32>> {
     if begin < end {
         found.push(begin..end);
     }
-    found
+    // A block of one band is read whole.
+    match found.len() {
+        0 | 1 => found,
+        _ => found.iter().flat_map(|band| cut(shape, band, range_bytes)).collect(),
+    }
+}
+
+/// A stretch of layers in as many pieces as it takes for each to have so many bytes at most. Layers stay whole, so a piece may have
+/// one more.
+fn cut(shape: &BlockShape, band: &Range<u32>, most: u64) -> Vec<Range<u32>> {
+    let bytes = of_layers(shape, band).map_or(0, |range| range.end - range.start);
+    let pieces = bytes.div_ceil(most.max(1)).clamp(1, u64::from(band.end - band.start)) as u32;
+    let layers = band.end - band.start;
+    let edge = |piece: u32| band.start + (u64::from(layers) * u64::from(piece) / u64::from(pieces)) as u32;
+    (0..pieces).map(|piece| edge(piece)..edge(piece + 1)).collect()
 }
 
 /// Which ranges are read for all layers of these blocks, in the order in which they are wanted.
 pub fn plan_all(wanted: &[(usize, Found)], options: &FetchOptions) -> Vec<Fetch> {
     let shape = wanted.first().and_then(|(_, found)| found.run()).map(|run| &run.shape);
-    let bands = shape.filter(|_| options.by_layers).map(bands).unwrap_or_default();
+    let bands = shape
+        .filter(|_| options.by_layers)
+        .map(|shape| bands(shape, options.range_bytes))
+        .unwrap_or_default();
     match bands.len() {
         0 | 1 => plan(wanted, None, options),
         _ => bands.iter().flat_map(|band| plan(wanted, Some(band), options)).collect(),
@@ -229,16 +266,32 @@ impl Fetched {
 }
 
 /// Reads ranges, several at a time, and hands on what each holds, in their order. `place` gives memory of the length of a part.
+///
+/// Later layers ask for a turn once some first layers are here. So the first layers of other restores that began with this one come
+/// before them, and behind those the blocks of one restore become whole before the next one's.
 pub fn arriving<'a>(
     tier: &'a Tier,
     fetches: Vec<Fetch>,
     options: &'a FetchOptions,
     place: impl Fn(&Part) -> Option<SharedBuf> + 'a,
 ) -> impl Stream<Item = Vec<Arrived>> + 'a {
+    let has_first = fetches.iter().any(Fetch::is_of_first_layers);
+    let (here, _) = watch::channel(!has_first);
     // Memory is asked for when the turn of a range has come.
     let reads = fetches.into_iter().map(move |fetch| {
         let places = fetch.parts.iter().map(&place).collect();
-        one(tier, fetch, places, options)
+        let (is_first, here) = (fetch.is_of_first_layers(), here.clone());
+        async move {
+            if !is_first {
+                // Its sender lives here.
+                let _ = here.subscribe().wait_for(|is_here| *is_here).await;
+            }
+            let arrived = one(tier, fetch, places, options).await;
+            if is_first {
+                here.send_replace(true);
+            }
+            arrived
+        }
     });
     futures_util::stream::iter(reads).buffered(options.parallel.max(1))
 }
@@ -388,4 +441,60 @@ async fn ranged(
         _ => {}
     }
     outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::samples::TOKENS;
+    use kvarts_layout::spec::{Kind, PartGeometry, Role};
+    use kvarts_layout::{Coordinate, Geometry, Group};
+
+    const MIB: u64 = 1 << 20;
+
+    /// So many layers of this length.
+    fn shape(layers: usize, bytes: u64) -> BlockShape {
+        let role = Role::Stream { bytes: bytes / u64::from(TOKENS), tokens: 1 };
+        let kind = Kind::new("kv").unwrap();
+        let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
+        let geometry = Geometry::new(&[part], &vec![vec![0]; layers]).unwrap();
+        geometry.shape(Group(0), Coordinate::Replicated, TOKENS).unwrap()
+    }
+
+    #[test]
+    fn ranges_of_a_short_restore_are_short() {
+        let each = |mib: u64| FetchOptions::for_restore(mib * MIB, 16).range_bytes;
+        assert_eq!([0, 64, 192, 384].map(each), [2 * MIB, 2 * MIB, 2 * MIB, 4 * MIB]);
+        assert_eq!([768, 1 << 20].map(each), [8 * MIB, 8 * MIB]);
+    }
+
+    #[test]
+    fn a_stretch_is_cut_into_pieces_that_follow_each_other() {
+        let (layers, each) = (7, 64);
+        let shape = shape(layers as usize, each);
+        for from in 0..layers {
+            for most in 0..=each * u64::from(layers) + 1 {
+                let pieces = cut(&shape, &(from..layers), most);
+                assert_eq!((pieces[0].start, pieces[pieces.len() - 1].end), (from, layers));
+                assert!(pieces.windows(2).all(|two| two[0].end == two[1].start));
+                for piece in &pieces {
+                    let bytes = of_layers(&shape, piece).map_or(0, |range| range.end - range.start);
+                    assert!(bytes > 0 && (bytes == each || bytes < most + each), "{most}: {pieces:?}");
+                }
+                // No more requests than are needed.
+                let least = (u64::from(layers - from) * each).div_ceil(most.max(1));
+                assert!(pieces.len() as u64 <= least, "{most}: {pieces:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_comes_behind_the_first_layers_is_cut() {
+        let large = shape(8, MIB);
+        assert_eq!(bands(&large, 8 * MIB), [0..1, 1..8]);
+        assert_eq!(bands(&large, 2 * MIB), [0..1, 1..2, 2..4, 4..6, 6..8]);
+        // One request brings all of it.
+        let small = shape(8, MIB / 8);
+        assert_eq!(bands(&small, MIB / 4).len(), 1);
+    }
 }

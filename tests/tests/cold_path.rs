@@ -60,13 +60,15 @@ fn a_reader_has_the_first_layers_while_the_last_ones_are_not_sent_yet() {
 
 #[test]
 fn a_reader_of_blocks_has_the_first_ones_before_the_last_are_sent() {
-    let world = World::new("cold-path-blocks", 1 << 20, 8);
+    let world = World::new("cold-path-blocks", 256 << 10, 8);
     world.gate.let_pass(Some(2));
     let (stream, _memory) = world.begin(&world.keys, Order::Blocks);
-    // Ranges of 8 MiB: two blocks each.
+    // Ranges of 2 MiB, since the restore is short: two blocks each.
     for block in 0..4 {
         assert_eq!(next(&world, &stream), ReadEvent::Block(block));
     }
+    let passes = world.gate.state.lock().unwrap().passes;
+    assert_eq!(passes, Some(0), "both ranges were needed");
     assert!(stream.try_next().is_none());
     world.gate.let_pass(None);
     for block in 4..8 {
@@ -76,10 +78,12 @@ fn a_reader_of_blocks_has_the_first_ones_before_the_last_are_sent() {
 
 #[test]
 fn no_more_ranges_are_under_way_than_memory_and_turns_allow() {
-    // Restores of 32 MiB, of four ranges at once: memory for two, and for more than sixteen ranges, which is the bound of a tier.
+    // Restores of 32 MiB, which are four first layers, and the others wait for one of these: memory for two restores, and for more than
+    // sixteen ranges, which is the bound of a tier.
     for (memory, least) in [(64 << 20, 8), (256 << 20, 16)] {
         let config = ColdConfig { memory, ..Setting::default().config };
-        let world = World::with("cold-path-bound", Setting { blocks: 128, config, ..Setting::default() });
+        let setting = Setting { layer_bytes: 2 << 20, blocks: 32, config, ..Setting::default() };
+        let world = World::with("cold-path-bound", setting);
         world.gate.let_pass(Some(0));
         let (stream, _memory) = world.begin(&world.keys, Order::Layers);
         let now = || world.gate.state.lock().unwrap().now;
@@ -88,11 +92,11 @@ fn no_more_ranges_are_under_way_than_memory_and_turns_allow() {
         std::thread::sleep(Duration::from_millis(100));
         let hedges = world.cold.counted().total.hedges;
         assert!(now() <= least + hedges && hedges <= 3, "{} ranges, {hedges} twice", now());
-        assert_eq!(world.cold.counted().under_way, 128, "what waits is known");
+        assert_eq!(world.cold.counted().under_way, 32, "what waits is known");
         world.gate.let_pass(None);
-        assert_eq!(stream.wait_end().unwrap().usable_blocks, 128);
+        assert_eq!(stream.wait_end().unwrap().usable_blocks, 32);
         let hedges = world.cold.counted().total.hedges;
-        assert!(world.gate.state.lock().unwrap().most <= least + hedges);
+        assert!(world.gate.state.lock().unwrap().most <= 16 + hedges);
         assert_eq!(world.count("refused_blocks"), 0);
     }
 }
@@ -127,12 +131,18 @@ fn ranges_go_on_while_puts_wait() {
             restore_into(&tier, &*store, &wanted, &FetchOptions::default()).await.unwrap()
         })
     };
-    // No put has an answer, and everything comes: puts of 16 MiB, which hold what was put and nothing else.
+    // No put has an answer, and everything comes: the first range is stored at once, then puts of 16 MiB gather while it is. They hold
+    // what was put and nothing else.
     let begun = Instant::now();
-    while store.puts.lock().unwrap().len() < 3 {
-        assert!(begun.elapsed() < PATIENCE, "{} puts", store.puts.lock().unwrap().len());
+    let sizes = || -> Vec<usize> {
+        store.puts.lock().unwrap().iter().map(|(request, _)| request.keys.len()).collect()
+    };
+    while sizes().iter().sum::<usize>() < blocks as usize {
+        assert!(begun.elapsed() < PATIENCE, "{:?}", sizes());
         std::thread::sleep(Duration::from_millis(2));
     }
+    // The first pack has 32 blocks, and a put is of one pack.
+    assert_eq!(sizes(), [8, 16, 8, 16]);
     let mut found = Vec::new();
     for (request, reply) in store.puts.lock().unwrap().drain(..) {
         let each = model.shape.block_bytes() as usize;
@@ -156,7 +166,7 @@ fn ranges_go_on_while_puts_wait() {
 
 #[test]
 fn what_is_read_beside_what_is_wanted_is_counted_and_at_most_an_eighth() {
-    let world = World::new("cold-path-over-read", 16 << 10, 45);
+    let world = World::new("cold-path-over-read", 8 << 10, 45);
     // A hole behind every eight blocks: it is read with them, and is an eighth of them.
     let wanted: Vec<u64> = (0..45).filter(|block| block % 9 != 8).collect();
     let (good, _) = world.read(&wanted, Order::Blocks);
@@ -166,11 +176,12 @@ fn what_is_read_beside_what_is_wanted_is_counted_and_at_most_an_eighth() {
     assert_eq!(world.count("over_read_bytes"), 4 * each);
     assert_eq!(world.gate.state.lock().unwrap().bytes, 44 * each);
     // Every other block: nothing is read beside them.
-    let world = World::new("cold-path-no-over-read", 16 << 10, 40);
+    let world = World::new("cold-path-no-over-read", 8 << 10, 40);
     let wanted: Vec<u64> = (0..40).step_by(2).collect();
     assert_eq!(world.read(&wanted, Order::Blocks).0.len(), 20);
     world.until("the restore has ended", || world.cold.counted().under_way == 0);
-    assert_eq!((world.count("over_read_bytes"), world.gate.state.lock().unwrap().bytes), (0, 20 * each));
+    let bytes = world.gate.state.lock().unwrap().bytes;
+    assert_eq!((world.count("over_read_bytes"), bytes), (0, 20 * each));
 }
 
 #[test]

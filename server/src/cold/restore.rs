@@ -412,6 +412,12 @@ impl ColdTier {
         }
         add(&self.counts.refused_blocks, refused);
         let at_once = usize::try_from(FLIGHT_BYTES / wish.block_bytes.max(1)).unwrap_or(1).clamp(1, 4096);
+        let bytes = (own.len() as u64).saturating_mul(wish.block_bytes);
+        let ranges_at_once = self.tier.options().ranges_at_once.max(1);
+        let options = FetchOptions::for_restore(bytes, ranges_at_once);
+        // All ranges of a flight wait for their turns at once, or its blocks would become whole behind the first ranges of all others.
+        let parallel = 2 * ranges_at_once;
+        let options = FetchOptions { parallel, by_layers: wish.by_layers, ..options };
         let mut beginning = Vec::new();
         for keys in own.chunks(at_once) {
             state.busy.get_or_insert((now, 0));
@@ -436,8 +442,8 @@ impl ColdTier {
         drop(state);
         for (wanted, landing) in beginning {
             let id = landing.id;
-            let how = (wish.block_bytes, wish.by_layers);
-            let task = self.runtime.spawn(Arc::clone(self).fly(wanted, how, landing));
+            let task =
+                self.runtime.spawn(Arc::clone(self).fly(wanted, wish.block_bytes, options.clone(), landing));
             if let Some(flight) = self.flights.state().flights.get_mut(&id) {
                 flight.task = Some(task.abort_handle());
             }
@@ -461,16 +467,12 @@ impl ColdTier {
     async fn fly(
         self: Arc<Self>,
         wanted: Wanted,
-        (block_bytes, by_layers): (u64, bool),
+        block_bytes: u64,
+        options: FetchOptions,
         mut landing: Landing,
     ) {
         add(&self.counts.restores, 1);
         let flown = async {
-            let standard = FetchOptions::default();
-            let each = standard.range_bytes.max(block_bytes);
-            let parallel = usize::try_from(FLIGHT_BYTES / each.max(1)).unwrap_or(1);
-            let parallel = parallel.clamp(1, standard.parallel);
-            let options = FetchOptions { parallel, by_layers, ..standard };
             let tell = |news: News<'_>| {
                 landing.landed.take(&wanted.keys, news);
                 landing.news.send_replace(());
@@ -496,7 +498,7 @@ impl ColdTier {
         add(&self.counts.restored_bytes, restored.stored.saturating_mul(block_bytes));
         add(&self.counts.over_read_bytes, restored.fetched.over_read_bytes);
         let Wanted { namespace, group, coordinate, ref keys, .. } = wanted;
-        let wish = Wish { namespace, group, coordinate, keys, block_bytes, by_layers };
+        let wish = Wish { namespace, group, coordinate, keys, block_bytes, by_layers: options.by_layers };
         let lost = wish.absent(&self.store);
         add(&self.counts.lost_blocks, lost.len() as u64);
         let now = self.tier.access().time().now();
