@@ -37,6 +37,8 @@ pub struct FetchOptions {
     pub late_least: Duration,
     /// Large blocks are read some layers at a time: the first layers of all blocks come before the last ones of any.
     pub by_layers: bool,
+    /// Later layers ask for a turn once some first layers are here, not at once.
+    pub later_wait: bool,
 }
 
 impl Default for FetchOptions {
@@ -49,6 +51,7 @@ impl Default for FetchOptions {
             late: 3,
             late_least: Duration::from_millis(200),
             by_layers: false,
+            later_wait: false,
         }
     }
 }
@@ -64,7 +67,10 @@ impl FetchOptions {
     pub fn for_restore(bytes: u64, at_once: usize) -> Self {
         let standard = Self::default();
         let each = bytes / (at_once.max(1) as u64 * TURNS);
-        Self { range_bytes: each.clamp(RANGE_LEAST, standard.range_bytes), ..standard }
+        let range_bytes = each.clamp(RANGE_LEAST, standard.range_bytes);
+        // Where there are turns for all of them, waiting would only cost the time to a first byte once more.
+        let later_wait = bytes >= range_bytes.saturating_mul(at_once as u64);
+        Self { range_bytes, later_wait, ..standard }
     }
 }
 
@@ -267,16 +273,16 @@ impl Fetched {
 
 /// Reads ranges, several at a time, and hands on what each holds, in their order. `place` gives memory of the length of a part.
 ///
-/// Later layers ask for a turn once some first layers are here. So the first layers of other restores that began with this one come
-/// before them, and behind those the blocks of one restore become whole before the next one's.
+/// Where later layers wait ([`FetchOptions::later_wait`]), the first layers of other restores that began with this one come before
+/// them, and behind those the blocks of one restore become whole before the next one's.
 pub fn arriving<'a>(
     tier: &'a Tier,
     fetches: Vec<Fetch>,
     options: &'a FetchOptions,
     place: impl Fn(&Part) -> Option<SharedBuf> + 'a,
 ) -> impl Stream<Item = Vec<Arrived>> + 'a {
-    let has_first = fetches.iter().any(Fetch::is_of_first_layers);
-    let (here, _) = watch::channel(!has_first);
+    let waits = options.later_wait && fetches.iter().any(Fetch::is_of_first_layers);
+    let (here, _) = watch::channel(!waits);
     // Memory is asked for when the turn of a range has come.
     let reads = fetches.into_iter().map(move |fetch| {
         let places = fetch.parts.iter().map(&place).collect();
@@ -459,6 +465,13 @@ mod tests {
         let part = PartGeometry { kind, role, heads: 0, align: 1, group: Group(0) };
         let geometry = Geometry::new(&[part], &vec![vec![0]; layers]).unwrap();
         geometry.shape(Group(0), Coordinate::Replicated, TOKENS).unwrap()
+    }
+
+    #[test]
+    fn later_layers_wait_only_where_there_are_more_ranges_than_turns() {
+        let wait = [1, 8, 31, 32, 256].map(|mib| FetchOptions::for_restore(mib * MIB, 16).later_wait);
+        assert_eq!(wait, [false, false, false, true, true]);
+        assert!(!FetchOptions::default().later_wait);
     }
 
     #[test]

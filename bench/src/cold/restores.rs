@@ -1,4 +1,4 @@
-//! Restores in turns with bare requests for the same ranges.
+//! Restores in turns with bare requests for the same bytes, in ranges of 8 MiB; restores cut the end of theirs smaller.
 
 use futures_util::{StreamExt, TryStreamExt};
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     let bytes = keys.len() as u64 * stage.subject.shape.block_bytes();
     let tier = stage.tier(stage.bucket(BELOW)?);
     stage.push(&tier, &keys)?;
-    // As a read by layers asks for it.
+    // As a read by layers asks for it, not cut: the better for who only reads.
     let options = FetchOptions { parallel: PARALLEL, by_layers: true, ..FetchOptions::default() };
     let fetches = stage.wait(planned(stage, &tier, &keys, &options))?;
     let over_read = Fetched::planned(&fetches).over_read_bytes;
