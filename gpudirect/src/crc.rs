@@ -1,19 +1,19 @@
 //! The digest of the store (CRC-32, IEEE) as a device computes it: a kernel, and the same scheme on the
 //! processor, line for line, by which it is tested.
 //!
-//! One block of [`THREADS`] threads digests one chunk. A CRC without its first and last inversion is linear: of two
-//! strings one behind the other it is that of the first, times x to the number of bits of the second, plus that of the
-//! second; and zeros in front change nothing. So the chunk counts as if zeros filled it up in front to whole rows of
-//! [`THREADS`] words. Each thread takes one word of every row, which neighbours load together; it multiplies what it has by
-//! the same constant before each word, by four look-ups in tables that the block makes at its beginning; and at the end it
-//! multiplies by the power of x that its place is away from the end, which is the same for chunks of every length. What
-//! all threads have is added up by XOR, in any order. The inversions are one more multiplication, by a factor that only
-//! the length decides: it is kept for the next chunk.
+//! One block of [`THREADS`] threads digests one chunk; where there are thousands, each warp of a block does. A CRC without
+//! its first and last inversion is linear: of two strings one behind the other it is that of the first, times x to the
+//! number of bits of the second, plus that of the second; and zeros in front change nothing. So the chunk counts as if
+//! zeros filled it up in front to whole rows, of as many words as there are threads. Each thread takes one word of every row,
+//! which neighbours load together; it multiplies what it has by the same constant before each word, by four look-ups in
+//! tables that the block makes at its beginning; and at the end it multiplies by the power of x that its place is away from
+//! the end, which is the same for chunks of every length. What all threads have is added up by XOR, in any order. The
+//! inversions are one more multiplication, by a factor that only the length decides: it is kept for the next chunk.
 //!
 //! The twin is tested against the digest that the store uses, and `scripts/kernels` runs the kernel's own source on the
 //! processor, a thread for each of its threads. What it takes on a GPU is in docs/GPU.md.
 
-/// Threads that digest one chunk.
+/// Threads of a block.
 pub const THREADS: u32 = 256;
 
 /// The polynomial, bits reflected: bit 31 is x^0.

@@ -109,8 +109,9 @@ struct ShardRead<'a> {
     under_way: usize,
     /// Bytes of extents that the device, or the queue before it, has.
     in_flight: u64,
-    /// Extents that have ended and are to be taken in.
+    /// Extents that have ended and are to be taken in, and their bytes.
     ended: VecDeque<ExtentDone>,
+    ended_bytes: u64,
     /// What is to be submitted next: step, and index into `records`.
     next: (u32, usize),
     /// Extents of the last planned slice that have not been submitted.
@@ -318,6 +319,7 @@ impl<'a> ShardRead<'a> {
             under_way: 0,
             in_flight: 0,
             ended: VecDeque::new(),
+            ended_bytes: 0,
             next: (0, 0),
             queue: VecDeque::new(),
             queue_record: 0,
@@ -383,23 +385,27 @@ impl<'a> ShardRead<'a> {
             };
             self.has_ended(done?);
         }
-        self.ended.pop_front().map(Next::Extent)
+        let done = self.ended.pop_front()?;
+        self.ended_bytes = self.ended_bytes.saturating_sub(self.bytes_of(&done));
+        Some(Next::Extent(done))
     }
 
     /// The device is done with an extent.
     fn has_ended(&mut self, done: ExtentDone) {
-        let bytes = match ExtentName(done.extent).named() {
-            Named::Header(at) => self.header_bytes(at),
-            Named::Region { bytes, .. } => bytes,
-        };
+        let bytes = self.bytes_of(&done);
         self.in_flight = self.in_flight.saturating_sub(bytes);
+        self.ended_bytes += bytes;
         self.ended.push_back(done);
     }
 
-    /// Bytes of a record's header on disk.
-    fn header_bytes(&self, at: usize) -> u64 {
-        let index = self.records.get(at).map(|record| record.index as usize);
-        index.and_then(|index| self.job.wanted.get(index)).map_or(0, |wanted| wanted.header_bytes)
+    fn bytes_of(&self, done: &ExtentDone) -> u64 {
+        match ExtentName(done.extent).named() {
+            Named::Region { bytes, .. } => bytes,
+            Named::Header(at) => {
+                let index = self.records.get(at).map(|record| record.index as usize);
+                index.and_then(|index| self.job.wanted.get(index)).map_or(0, |wanted| wanted.header_bytes)
+            }
+        }
     }
 
     /// Waits for what is under way, so that the caller's memory is its own again.

@@ -29,7 +29,8 @@ impl ShardRead<'_> {
     pub(super) async fn submit(&mut self, window: u64) {
         loop {
             let step = if self.queue.is_empty() { self.next.0 } else { self.queue_step };
-            if self.in_flight >= self.room(step, window) {
+            // What has come and was not looked at holds staging memory too, of which others want some.
+            if self.in_flight >= self.room(step, window) || self.ended_bytes >= window {
                 break;
             }
             if self.queue.is_empty() && !self.plan_next().await {
