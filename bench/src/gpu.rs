@@ -262,7 +262,7 @@ impl<'a> Stage<'a> {
         ]
     }
 
-    /// With headers to read, as of blocks that nobody has asked for since the store was opened.
+    /// With headers to read, as of blocks that were not asked for since the store was opened.
     fn pipelined(&self) -> Result<Sample, Failure> {
         kvarts_store::rt::blocking::block_on(self.store.forget_headers()).map_err(Failure::user)?;
         self.lands(&self.keys)

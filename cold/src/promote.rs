@@ -125,26 +125,7 @@ pub async fn restore_and_tell(
     let known = first.index.namespace();
     let refused = |error: Error| ColdError::Store(error.to_string());
     store.register(&known.identity, &known.geometry).map_err(refused)?;
-    let presence = store.contains(&ContainsRequest {
-        namespace: wanted.namespace,
-        group: wanted.group,
-        coordinate: wanted.coordinate,
-        keys: &wanted.keys,
-        lease: None,
-    });
-    let presence = presence.map_err(refused)?.presence;
-    let mut ordered: Vec<(usize, Found)> = Vec::new();
-    for (ordinal, (found, presence)) in found.into_iter().zip(presence).enumerate() {
-        match (found, presence) {
-            (Some(_), Presence::Here) => {
-                restored.already_there += 1;
-                tell(News::InStore(ordinal));
-            }
-            // A put of another client may end without it, and who waits for it here does not wait for that.
-            (Some(found), Presence::Absent | Presence::Pending) => ordered.push((ordinal, found)),
-            (None, _) => {}
-        }
-    }
+    let ordered = not_in_store(store, wanted, found, &mut restored, &mut tell).map_err(refused)?;
     let (durability, puts) = (wanted.durability, FuturesUnordered::new());
     let mut putting =
         Putting { tier, store, durability, gathered: Gathered::default(), batch: Vec::new(), puts };
@@ -183,6 +164,37 @@ pub async fn restore_and_tell(
         restored.count(put);
     }
     Ok(restored)
+}
+
+/// Those that were found in the bucket and are not in the store; of the others it is told.
+fn not_in_store(
+    store: &dyn KvStore,
+    wanted: &Wanted,
+    found: Vec<Option<Found>>,
+    restored: &mut Restored,
+    tell: &mut impl FnMut(News<'_>),
+) -> Result<Vec<(usize, Found)>, Error> {
+    let presence = store.contains(&ContainsRequest {
+        namespace: wanted.namespace,
+        group: wanted.group,
+        coordinate: wanted.coordinate,
+        keys: &wanted.keys,
+        lease: None,
+    });
+    let presence = presence?.presence;
+    let mut ordered: Vec<(usize, Found)> = Vec::new();
+    for (ordinal, (found, presence)) in found.into_iter().zip(presence).enumerate() {
+        match (found, presence) {
+            (Some(_), Presence::Here) => {
+                restored.already_there += 1;
+                tell(News::InStore(ordinal));
+            }
+            // A put of another client may end without it, and who waits for it here does not wait for that.
+            (Some(found), Presence::Absent | Presence::Pending) => ordered.push((ordinal, found)),
+            (None, _) => {}
+        }
+    }
+    Ok(ordered)
 }
 
 /// What a restore waits for.

@@ -25,7 +25,7 @@ use crate::tier::{Found, Tier};
 pub struct FetchOptions {
     /// Ranges that are read at once. With the bytes of a range this bounds memory.
     pub parallel: usize,
-    /// The most bytes of a range of more than one block. One of some layers of a block has at most so many, and a layer.
+    /// The most bytes of a range of more than one block. One of some layers of a block has at most that many, and a layer.
     pub range_bytes: u64,
     /// Blocks that lie no further apart are read as one range...
     pub gap_bytes: u64,
@@ -56,13 +56,13 @@ impl Default for FetchOptions {
     }
 }
 
-/// A restore that is long enough has so many ranges for each of those at once...
+/// A restore that is long enough has this number of ranges for each of those at once...
 const TURNS: u64 = 6;
 /// ...but none is cut shorter than this: a request has a price.
 const RANGE_LEAST: u64 = 2 << 20;
 
 impl FetchOptions {
-    /// For a restore of this many bytes through a tier that reads so many ranges at once. All that are under way end at about the same
+    /// For a restore of this many bytes through a tier that reads `at_once` ranges at once. All that are under way end at about the same
     /// time where they share the rate of a link, and nothing is stored before. So the ranges of a short restore are short.
     pub fn for_restore(bytes: u64, at_once: usize) -> Self {
         let standard = Self::default();
@@ -179,7 +179,7 @@ pub fn bands(shape: &BlockShape, range_bytes: u64) -> Vec<Range<u32>> {
     }
 }
 
-/// A stretch of layers in as many pieces as it takes for each to have so many bytes at most. Layers stay whole, so a piece may have
+/// A stretch of layers in as many pieces as it takes for each to have `most` bytes at most. Layers stay whole, so a piece may have
 /// one more.
 fn cut(shape: &BlockShape, band: &Range<u32>, most: u64) -> Vec<Range<u32>> {
     let bytes = of_layers(shape, band).map_or(0, |range| range.end - range.start);
@@ -458,7 +458,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// So many layers of this length.
+    /// `layers` layers of this length.
     fn shape(layers: usize, bytes: u64) -> BlockShape {
         let role = Role::Stream { bytes: bytes / u64::from(TOKENS), tokens: 1 };
         let kind = Kind::new("kv").unwrap();

@@ -36,7 +36,7 @@ fn digests_are_the_stores_for_chunks_of_any_length_and_place() {
         assert_eq!(device.digests(&memory, &[(0, 1), (99_999, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(device.digests(&memory, &[(u64::MAX, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(standin.calls("cuLaunchKernel"), 2);
-        // More chunks than one grid has blocks, and so many that another kernel has them.
+        // More chunks than one grid has blocks, and as many as another kernel is for.
         for count in [3000, 5000] {
             let many = vec![(17, 5); count];
             assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); count]));
