@@ -29,6 +29,9 @@ use crate::time::BoxFuture;
 
 /// The most bytes of one put of more than one block.
 pub const PUT_BYTES: usize = 16 << 20;
+/// Where nothing is being stored a put begins with these bytes already: shorter ones would leave records that are shorter than
+/// those of an ordinary put, for good.
+const PUT_LEAST: usize = 8 << 20;
 /// The most bytes of more than one block that lie in memory together, until the last of them is stored.
 const STRETCH_BYTES: u64 = 64 << 20;
 /// Memory of a restore that is given none: for the largest block that a pack can have. What is not used of it costs nothing.
@@ -154,7 +157,7 @@ pub async fn restore_and_tell(
                 None => break,
             }
             // More is gathered only while something is being stored: a disk that waits is time lost.
-            if putting.puts.is_empty() {
+            if putting.puts.is_empty() && putting.waiting() >= PUT_LEAST {
                 putting.flush(&mut restored);
             }
         }
@@ -385,14 +388,13 @@ impl Putting<'_> {
         if is_alone {
             tell(News::Came(arrived));
         }
-        let waiting: usize = self.batch.iter().map(|block| block.bytes).sum();
         let follows = self.batch.last().is_none_or(|last| {
             last.index.id() == whole.index.id()
                 && last.run == whole.run
                 && last.block.checked_add(1) == Some(whole.block)
                 && last.at + last.bytes == whole.at
         });
-        if !follows || waiting.saturating_add(whole.bytes) > PUT_BYTES {
+        if !follows || self.waiting().saturating_add(whole.bytes) > PUT_BYTES {
             self.flush(restored);
         }
         self.batch.push(whole);
@@ -417,6 +419,11 @@ impl Putting<'_> {
         self.gathered.lost.insert(part.ordinal);
         restored.lost += 1;
         restored.tell(why);
+    }
+
+    /// Bytes that were gathered.
+    fn waiting(&self) -> usize {
+        self.batch.iter().map(|block| block.bytes).sum()
     }
 
     /// Begins the put of what was gathered.

@@ -66,10 +66,11 @@ impl FetchOptions {
     /// time where they share the rate of a link, and nothing is stored before. So the ranges of a short restore are short.
     pub fn for_restore(bytes: u64, at_once: usize) -> Self {
         let standard = Self::default();
-        let each = bytes / (at_once.max(1) as u64 * TURNS);
+        let at_once = at_once.max(1) as u64;
+        let each = bytes / at_once.saturating_mul(TURNS);
         let range_bytes = each.clamp(RANGE_LEAST, standard.range_bytes);
         // Where there are turns for all of them, waiting would only cost the time to a first byte once more.
-        let later_wait = bytes >= range_bytes.saturating_mul(at_once as u64);
+        let later_wait = bytes >= range_bytes.saturating_mul(at_once);
         Self { range_bytes, later_wait, ..standard }
     }
 }
@@ -479,6 +480,8 @@ mod tests {
         let each = |mib: u64| FetchOptions::for_restore(mib * MIB, 16).range_bytes;
         assert_eq!([0, 64, 192, 384].map(each), [2 * MIB, 2 * MIB, 2 * MIB, 4 * MIB]);
         assert_eq!([768, 1 << 20].map(each), [8 * MIB, 8 * MIB]);
+        assert_eq!(FetchOptions::for_restore(u64::MAX, usize::MAX).range_bytes, 2 * MIB);
+        assert_eq!(FetchOptions::for_restore(u64::MAX, 0).range_bytes, 8 * MIB);
     }
 
     #[test]

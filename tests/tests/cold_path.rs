@@ -103,6 +103,13 @@ fn no_more_ranges_are_under_way_than_memory_and_turns_allow() {
 
 #[test]
 fn ranges_go_on_while_puts_wait() {
+    // With ranges that are shorter than the least that is put at once as well.
+    for range_bytes in [8 << 20, 2 << 20] {
+        ranges_go_on(&FetchOptions { range_bytes, ..FetchOptions::default() });
+    }
+}
+
+fn ranges_go_on(options: &FetchOptions) {
     let (model, blocks) = (Model::new(256 << 10), 48);
     let runtime = Runtime::new().unwrap();
     let clock: Arc<dyn kvarts_cold::Time> = Arc::new(TokioTime::start());
@@ -126,13 +133,11 @@ fn ranges_go_on_while_puts_wait() {
         durability: Durability::Relaxed,
     };
     let restoring = {
-        let (tier, store) = (Arc::clone(&tier), Arc::clone(&store));
-        runtime.spawn(async move {
-            restore_into(&tier, &*store, &wanted, &FetchOptions::default()).await.unwrap()
-        })
+        let (tier, store, options) = (Arc::clone(&tier), Arc::clone(&store), options.clone());
+        runtime.spawn(async move { restore_into(&tier, &*store, &wanted, &options).await.unwrap() })
     };
-    // No put has an answer, and everything comes: the first range is stored at once, then puts of 16 MiB gather while it is. They hold
-    // what was put and nothing else.
+    // No put has an answer, and everything comes: the first 8 MiB are stored at once, then puts of 16 MiB gather while they are. They
+    // hold what was put and nothing else.
     let begun = Instant::now();
     let sizes = || -> Vec<usize> {
         store.puts.lock().unwrap().iter().map(|(request, _)| request.keys.len()).collect()

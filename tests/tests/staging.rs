@@ -24,6 +24,10 @@ const LARGE: u64 = 1600;
 const ARENA: usize = 1 << 20;
 
 fn open(seed: u64) -> SimStage {
+    open_with(seed, Limits { arena_bytes: ARENA, ..Limits::default() })
+}
+
+fn open_with(seed: u64, limits: Limits) -> SimStage {
     let disk = DiskConfig { capacity: 256 << 20, ..DiskConfig::default() };
     let world = SimWorld::new(seed, &WorldConfig { disk, ..WorldConfig::default() });
     let options = Options {
@@ -31,7 +35,7 @@ fn open(seed: u64) -> SimStage {
         segment_bytes: 4 << 20,
         budget_bytes: 64 << 20,
         executors: 1,
-        limits: Limits { arena_bytes: ARENA, ..Limits::default() },
+        limits,
         ..Options::default()
     };
     SimStage::open(&world, &options).unwrap()
@@ -102,6 +106,41 @@ fn reads_that_never_stop_keep_a_large_put_and_small_ones_beside_it_no_longer_tha
         let longest = longest.max(reads - asked_at);
         assert!(longest <= 60, "seed {seed}: a small put waited for {longest} reads");
     }
+}
+
+/// A disk may be faster than digests: what it has brought holds staging memory until it was looked at.
+#[test]
+fn a_read_has_no_more_than_two_windows_of_which_nothing_was_looked_at() {
+    const PAGE: u64 = 4096;
+    const WINDOW: u64 = 256 * PAGE;
+    const BLOCKS: u64 = 1500;
+    let limits = Limits { read_window_bytes: WINDOW, ..Limits::default() };
+    let stage = open_with(11, limits);
+    let desk = Desk::new(&stage, "windows");
+    // A record each, so that each is an extent of a page.
+    (0..BLOCKS).for_each(|block| drop(stage.put(put(&desk, block..block + 1)).unwrap()));
+    let request = ReadRequest { order: Order::Blocks, ..desk.read_request(ODD, &desk.keys(0..BLOCKS)) };
+    let world = stage.world().clone();
+    let now = || (world.disk().operations().0, stage.engine().stats().counts.device_bytes_read / PAGE);
+    let before = now();
+    let stream = stage.store().read(request).unwrap();
+    let (mut seen, mut end) = (Vec::new(), None);
+    let ran = world.run_until(400_000, || {
+        let (asked, taken) = now();
+        seen.push((asked - before.0, taken - before.1));
+        end = end_of(&stream);
+        end.is_some()
+    });
+    ran.unwrap_or_else(|hang| panic!("{hang}"));
+    assert!(end.unwrap().failures.is_empty());
+    let (asked, taken) = *seen.last().unwrap();
+    assert_eq!(taken, BLOCKS);
+    // With headers or, where they are known, without.
+    let each = asked / BLOCKS;
+    assert!((1..=2).contains(&each), "{asked} reads");
+    let most = seen.iter().map(|(asked, taken)| (asked / each).saturating_sub(*taken)).max().unwrap() * each;
+    assert!(most > WINDOW / PAGE, "the disk was not faster: {most}");
+    assert!(most <= 2 * WINDOW / PAGE + 2 * each, "{most} pages");
 }
 
 #[test]

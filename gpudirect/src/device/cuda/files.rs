@@ -412,6 +412,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_file_whose_file_system_is_not_known_is_refused_with_what_to_look_at() {
+        let why = |call| told(call, Said { code: UNKNOWN_FILE, cuda: 0 }).unwrap_err().to_string();
+        assert!(
+            why(REGISTER_FILE).contains("5027: it asks udev for the file system"),
+            "{}",
+            why(REGISTER_FILE)
+        );
+        assert!(why("cuFileBufRegister").ends_with("cuFile's error 5027"), "{}", why("cuFileBufRegister"));
+    }
+
+    #[test]
     fn a_read_that_nvidia_fs_has_not_counted_did_not_come_straight() {
         let counts = |reads: &str| {
             format!("GDS Version: 1.13\nNVFS statistics(ver: 4.0)\nReads : n={reads} ok=7 err=0\n")

@@ -326,7 +326,8 @@ impl Drop for HostMemory {
 impl HostMemory {
     /// Writes words from the word `at` on, as many as there is room for.
     fn write(&mut self, at: usize, words: impl Iterator<Item = u64>) {
-        // SAFETY: inside the memory, which the driver aligns to pages; this is the only access while it is written.
+        // SAFETY: all of the memory, which are pages that the kernel has filled with zeros; this is the only access while
+        // it is written.
         let all = unsafe { std::slice::from_raw_parts_mut(self.at.cast::<u64>(), self.words) };
         for (place, word) in all.get_mut(at..).into_iter().flatten().zip(words) {
             *place = word;
@@ -335,7 +336,7 @@ impl HostMemory {
 
     /// The first `count` numbers of four bytes behind the first `behind` words.
     fn read(&self, behind: usize, count: usize) -> Vec<u32> {
-        // SAFETY: inside the memory, as above; the device is done with it.
+        // SAFETY: all of the memory, as above; the device is done with it.
         let all = unsafe { std::slice::from_raw_parts(self.at.cast::<u32>(), self.words * 2) };
         all.get(behind * 2..).and_then(|all| all.get(..count)).unwrap_or_default().to_vec()
     }
