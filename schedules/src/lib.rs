@@ -16,30 +16,45 @@
 )]
 
 // The simulated disk and the fixtures of `kvarts-tests` name the store by its crate.
+extern crate self as kvarts_contract;
 extern crate self as kvarts_store;
 
-#[path = "../../store/src/api/mod.rs"]
+#[path = "../../contract/src/api/mod.rs"]
 pub mod api;
+#[path = "../../contract/src/blocking.rs"]
+pub mod blocking;
+#[path = "../../contract/src/buffers/mod.rs"]
+pub mod buffers;
+#[path = "../../contract/src/class.rs"]
+pub mod class;
+#[path = "../../contract/src/clock.rs"]
+pub mod clock;
 #[path = "../../store/src/driver/mod.rs"]
 pub mod driver;
 #[path = "../../store/src/engine/mod.rs"]
 pub mod engine;
-#[path = "../../store/src/error/mod.rs"]
+#[path = "../../contract/src/error/mod.rs"]
 pub mod error;
-#[path = "../../store/src/events/mod.rs"]
+#[path = "../../contract/src/events/mod.rs"]
 pub mod events;
 #[path = "../../store/src/index/mod.rs"]
 pub mod index;
 #[path = "../../store/src/io/mod.rs"]
 pub mod io;
+#[path = "../../contract/src/io_error.rs"]
+pub mod io_error;
 #[path = "../../store/src/ledger/mod.rs"]
 pub mod ledger;
+#[path = "../../store/src/lend.rs"]
+pub mod lend;
 #[path = "../../store/src/memory_ids.rs"]
 mod memory_ids;
 #[path = "../../store/src/rt/mod.rs"]
 pub mod rt;
 #[path = "../../store/src/task.rs"]
 mod task;
+#[path = "../../contract/src/ticket.rs"]
+pub mod ticket;
 
 #[path = "../../tests/src/fixture.rs"]
 mod fixture;
@@ -48,7 +63,7 @@ mod sim;
 
 mod explore;
 mod scenes;
-mod sync;
+pub mod sync;
 
 pub use explore::{Failure, Schedule, run};
 pub use scenes::{Scene, all, shared_bytes};

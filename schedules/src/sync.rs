@@ -1,4 +1,4 @@
-//! The same names as in `store/src/sync`, over shuttle: each use is a moment at which another thread may go on.
+//! The same names as in `contract/src/sync`, over shuttle: each use is a moment at which another thread may go on.
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -15,20 +15,25 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use fs2::FileExt;
+use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use rustix::fs::OFlags;
 
 use crate::engine::{Executors, Options, Store};
-use crate::error::{DirectoryCause, Error, Reason};
 use crate::io::{Features, Io, IoChoice, open_io};
 use crate::rt::Launcher;
-use crate::rt::blocking::block_on;
-use crate::rt::clock::{OsEntropy, SystemClock};
 use crate::rt::glommio::GlommioLauncher;
 use crate::rt::threads::{MakeIo, ThreadLauncher};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
 use made::{Before, LOCK};
 pub use made::{make, refuse_absent};
+
+/// Segments that a budget should have, and the least size to which they shrink for it.
+const SEGMENTS_WANTED: u64 = 64;
+const SEGMENT_MIN: u64 = 32 << 20;
 
 /// On what executors run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -98,6 +103,19 @@ impl Home {
             Some((lock.before.directory.clone(), facts.dev(), facts.ino()))
         });
         Places { store: self.store.clone(), known: known.collect() }
+    }
+
+    /// Opens or makes a store in one directory, with at most `budget_bytes` on its disk and everything else as it is by default.
+    pub fn in_directory(directory: impl Into<PathBuf>, budget_bytes: u64) -> Result<Self, Error> {
+        Self::open(&HomeOptions {
+            directories: vec![directory.into()],
+            store: Options {
+                budget_bytes,
+                segment_bytes: fitting_segment(Some(budget_bytes)),
+                ..Options::default()
+            },
+            ..HomeOptions::default()
+        })
     }
 
     /// Opens the store, or makes one where the directories are empty. One process at a time has a directory. What is refused leaves
@@ -357,6 +375,12 @@ pub fn segment_bytes(directories: &[PathBuf]) -> Option<u64> {
     })
 }
 
+/// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.
+pub fn fitting_segment(budget: Option<u64>) -> u64 {
+    let share = budget.unwrap_or(u64::MAX) / SEGMENTS_WANTED;
+    (1 << share.max(SEGMENT_MIN).ilog2()).min(DEFAULT_SEGMENT_BYTES)
+}
+
 /// A segment file is a descriptor: takes all that this process may have, and says how many these are.
 fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
@@ -370,6 +394,15 @@ fn raise_descriptor_limit() -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn segments_shrink_with_a_small_budget() {
+        assert_eq!([None, Some(1 << 40), Some(16 << 30)].map(fitting_segment), [256 << 20; 3]);
+        assert_eq!(
+            [1 << 28, 1 << 30, 5 << 30].map(|bytes| fitting_segment(Some(bytes))),
+            [32 << 20, 32 << 20, 64 << 20]
+        );
+    }
 
     #[test]
     fn too_few_descriptors_for_a_full_store_are_told_of_with_what_helps() {

@@ -22,11 +22,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::clock::Entropy;
+use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::rt::Entropy;
-use kvarts_store::rt::clock::OsEntropy;
 use rustix::fs::Gid;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -330,7 +330,8 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
             "store.segment: {asked} has no effect: this store was made with segments of {own}, and keeps them"
         ));
     }
-    let segment_bytes = own.or(config.segment_bytes).unwrap_or_else(|| sizes::segment_bytes(config.budget));
+    let segment_bytes =
+        own.or(config.segment_bytes).unwrap_or_else(|| kvarts_store::home::fitting_segment(config.budget));
     notes.push(format!("segments of {}", human::bytes(segment_bytes)));
     let budget = match config.budget {
         Some(budget) => budget,

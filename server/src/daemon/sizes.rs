@@ -3,11 +3,6 @@
 
 use std::path::{Path, PathBuf};
 
-use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
-
-/// Segments that a budget should have, and the least size to which they shrink for it.
-const SEGMENTS_WANTED: u64 = 64;
-const SEGMENT_MIN: u64 = 32 << 20;
 /// Shards of a directory that `serve` makes, at most: as many executors can serve one device.
 const SHARDS_MAX: u64 = 16;
 /// Segments that a shard should have at least: emptying one is a small part of it, and so is the one that each start
@@ -23,12 +18,6 @@ pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32
     let shards = (segments / SEGMENTS_EACH).clamp(2, SHARDS_MAX);
     // A power of two: as many executors share them evenly.
     u32::try_from(1 << shards.ilog2()).unwrap_or(2)
-}
-
-/// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.
-pub(super) fn segment_bytes(budget: Option<u64>) -> u64 {
-    let share = budget.unwrap_or(u64::MAX) / SEGMENTS_WANTED;
-    (1 << share.max(SEGMENT_MIN).ilog2()).min(DEFAULT_SEGMENT_BYTES)
 }
 
 /// Memory that the index may take: a part of what this process may have, by the machine and its control group. `None`
@@ -98,11 +87,6 @@ mod tests {
     #[test]
     fn a_large_disk_gets_sixteen_shards_and_a_small_one_what_its_segments_allow() {
         let segment = 256 << 20;
-        assert_eq!([None, Some(1 << 40), Some(16 << 30)].map(segment_bytes), [segment; 3]);
-        assert_eq!(
-            [1 << 28, 1 << 30, 5 << 30].map(|bytes| segment_bytes(Some(bytes))),
-            [32 << 20, 32 << 20, 64 << 20]
-        );
         assert_eq!(shards(1 << 30, 1, 32 << 20), 2);
         assert_eq!(shards(1 << 30, 1, segment), 2);
         assert_eq!(shards(16 << 30, 1, segment), 2);

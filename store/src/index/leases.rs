@@ -17,8 +17,9 @@ use std::fmt;
 
 use super::lock;
 use crate::memory_ids::BlockFingerprint;
-use crate::rt::Nanos;
-use crate::sync::Mutex;
+use kvarts_contract::api::LeaseId;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::Mutex;
 
 /// Memory one pair or one lease takes in a B-tree that is two thirds full, about.
 const PAIR_BYTES: usize = 40;
@@ -26,10 +27,6 @@ const LEASE_BYTES: usize = 160;
 
 /// Blocks that a tenant's leases and pins hold at most, each counted in every lease that holds it: about 220 MiB of memory.
 pub const PINS_MAX: usize = 1 << 22;
-
-/// Names one lease. Never given out twice while the process lives.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct LeaseId(pub u64);
 
 /// What a lease is asked for on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

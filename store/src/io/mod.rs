@@ -10,15 +10,11 @@
 //! - the memory of an operation is held (through its [`SharedBuf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
-pub mod aligned;
-pub mod arena;
-pub mod buf;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
-pub mod error;
+mod describe;
 mod features;
 mod files;
-pub mod mem;
 mod meta;
 pub mod policy;
 mod pool;
@@ -28,9 +24,7 @@ mod ring_buffers;
 mod ring_setup;
 #[cfg(any(test, feature = "testing"))]
 pub mod scratch;
-pub mod shared;
 pub(crate) mod slots;
-pub mod stream;
 pub(crate) mod wake;
 mod workers;
 
@@ -38,35 +32,18 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use arena::{Arena, ArenaUse};
-pub use buf::{Buf, BufMut, SharedBuf};
-pub use error::{IoError, IoErrorKind};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::io_error::{DirId, FileId, Name};
+
+pub(crate) use describe::describe;
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;
-pub use mem::Region;
 pub use probe::{IoChoice, OpenError, open_io};
 pub use ring::leaked;
-
-/// A directory the store was opened with, by its place in the list given to the implementation.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct DirId(pub u16);
-
-/// An open file of one [`Io`]. Valid until its `Close`.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct FileId(pub u64);
 
 /// Chosen by the submitter; comes back in the completion.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Token(pub u64);
-
-/// A name below a directory: one or more components joined by `/`, never absolute, never `..`.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct Name {
-    /// The directory.
-    pub dir: DirId,
-    /// The path below it; empty for the directory itself.
-    pub path: Box<str>,
-}
 
 /// How a file is opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -6,11 +6,13 @@ use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::super::LocalTask;
-use super::super::clock::{OsEntropy, SystemClock};
-use super::super::mailbox::{mailbox, ticket};
+use super::super::mailbox::mailbox;
 use super::super::test_io::{TestIo, in_time};
 use super::*;
-use crate::io::{DirId, MetaOp, Name, Op, Token};
+use crate::io::{MetaOp, Op, Token};
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::io_error::{DirId, Name};
+use kvarts_contract::ticket::ticket;
 
 fn launcher() -> GlommioLauncher {
     GlommioLauncher::new(SystemClock::new(), OsEntropy::new(), Arc::new(|_| Ok(TestIo::new() as _)))
@@ -149,7 +151,7 @@ fn questions_from_another_thread_are_answered_one_by_one() {
         mailbox.attach(context.unparker);
         Box::pin(async move {
             while let Some((asked, reply)) = mailbox.recv(&*context.rt).await {
-                let reply: super::super::mailbox::Reply<u32> = reply;
+                let reply: kvarts_contract::ticket::Reply<u32> = reply;
                 let _ = reply.send(asked + 1);
             }
         })

@@ -5,9 +5,6 @@
 //! Three things implement [`Runtime`]: glommio (`glommio`), a plain thread (`local`), and the simulated
 //! world (in `kvarts-tests`, which steps the same plain executor under a seeded scheduler).
 
-pub mod blocking;
-pub mod clock;
-
 pub mod glommio;
 pub mod local;
 pub mod mailbox;
@@ -22,7 +19,9 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-pub use crate::task::{Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime};
+use kvarts_contract::clock::{Clock, Entropy};
+
+pub use crate::task::{LocalTask, Reaper, Runtime};
 
 use crate::io::{Io, Unpark};
 

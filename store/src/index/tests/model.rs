@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use proptest::sample;
 
 use super::*;
+use kvarts_contract::api::LeaseId;
 
 /// Few keys, in few partitions, some in runs at one home.
 const KEYS: usize = 24;

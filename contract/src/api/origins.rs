@@ -1,0 +1,127 @@
+//! Which production of each block several reads of it are about.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+
+use kvarts_layout::OriginId;
+
+use crate::sync::{Mutex, MutexGuard};
+
+/// What reads share that together are one: of each block they give bytes of one production only, the first that any of
+/// them met, or a miss. Without it a block that is taken out and put again by another producer between two reads would be
+/// a mix, each part of it as it was put.
+#[derive(Debug)]
+pub struct Origins(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    met: Vec<Met>,
+    /// Productions that are not to be had any more.
+    given_up: BTreeSet<(usize, OriginId)>,
+}
+
+/// A block of reads that together are one.
+#[derive(Clone, Copy, Debug, Default)]
+struct Met {
+    origin: Option<OriginId>,
+    /// Whether one of the reads has delivered something of it.
+    read: bool,
+}
+
+impl Origins {
+    fn new(met: Vec<Met>) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(State { met, given_up: BTreeSet::new() })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Of `blocks` blocks, whichever production of each is met first.
+    pub fn any(blocks: usize) -> Arc<Self> {
+        Self::new(vec![Met::default(); blocks])
+    }
+
+    /// Of blocks of which some were met before.
+    pub fn of(met: Vec<Option<OriginId>>) -> Arc<Self> {
+        let met = met.into_iter().map(|origin| Met { origin, read: origin.is_some() });
+        Self::new(met.collect())
+    }
+
+    /// How many blocks there are.
+    pub fn len(&self) -> usize {
+        self.lock().met.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What was met so far.
+    pub fn met(&self) -> Vec<Option<OriginId>> {
+        self.lock().met.iter().map(|met| met.origin).collect()
+    }
+
+    /// Whether it is known of all these blocks which production is wanted.
+    pub fn knows(&self, mut blocks: Range<usize>) -> bool {
+        let state = self.lock();
+        blocks.all(|block| state.met.get(block).is_some_and(|met| met.origin.is_some()))
+    }
+
+    /// Whether bytes of this production of a block may be given: notes it if it is the first. No bytes of a block that
+    /// there is not.
+    pub fn admit(&self, block: usize, origin: OriginId) -> bool {
+        let mut state = self.lock();
+        if state.given_up.contains(&(block, origin)) {
+            return false;
+        }
+        state.met.get_mut(block).is_some_and(|met| *met.origin.get_or_insert(origin) == origin)
+    }
+
+    /// The production of a block that was met is not to be had any more, and nothing of it was announced: the next one that is
+    /// met counts, and this one is not admitted again. False if none was met.
+    pub fn give_up(&self, block: usize) -> bool {
+        let mut state = self.lock();
+        let lost = state.met.get_mut(block).and_then(|met| met.origin.take());
+        lost.is_some_and(|origin| state.given_up.insert((block, origin)))
+    }
+
+    /// How many of some blocks are delivered now for the first time.
+    pub fn delivered(&self, blocks: impl Iterator<Item = usize>) -> u64 {
+        let mut state = self.lock();
+        let mut first = 0;
+        for block in blocks {
+            if let Some(met) = state.met.get_mut(block) {
+                first += u64::from(!std::mem::replace(&mut met.read, true));
+            }
+        }
+        first
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_production_that_is_met_is_the_only_one() {
+        let origins = Origins::any(2);
+        let [one, other] = [OriginId([1; 16]), OriginId([2; 16])];
+        assert!(origins.admit(1, one) && origins.admit(1, one) && !origins.admit(1, other));
+        assert!(!origins.admit(2, one), "there is no such block");
+        assert_eq!(origins.met(), [None, Some(one)]);
+        assert!(origins.knows(1..2) && !origins.knows(0..2) && !origins.knows(1..3));
+        assert!(!Origins::of(origins.met()).admit(1, other) && origins.admit(0, other));
+        assert!(origins.give_up(1) && !origins.give_up(1) && !origins.give_up(2));
+        assert!(!origins.admit(1, one) && origins.admit(1, other), "what was given up does not come back");
+        assert_eq!(origins.met(), [Some(other); 2]);
+    }
+
+    #[test]
+    fn a_block_that_several_reads_deliver_is_counted_once() {
+        let origins = Origins::any(3);
+        assert_eq!([origins.delivered(0..2), origins.delivered(1..4), origins.delivered(0..3)], [2, 1, 0]);
+    }
+}

@@ -1,0 +1,490 @@
+//! Staging memory: one region, handed out in page-aligned pieces.
+//!
+//! A piece returns to the arena when the last range of it is dropped, and an operation under way holds its
+//! buffers: so memory that the kernel may still write is never handed out again, whatever became of the task
+//! that asked for it. The arena never grows: its size is a hard limit, and a caller that finds it full waits.
+//!
+//! Who waits is served in the order of asking. Whatever is too large for what is free is not starved by what is smaller:
+//! a range is set apart for the caller that has waited longest, in which nothing else is handed out until all of it is free. Outside of it
+//! others go on. A piece that returns is given to those who can go on with it, and they alone are woken.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::future::poll_fn;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+use std::task::{Poll, Waker};
+
+use super::buf::BufMut;
+use super::region::{PAGE, Region};
+use crate::sync::{Mutex, MutexGuard};
+
+/// How full an arena is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ArenaUse {
+    /// Bytes that are handed out.
+    pub used: usize,
+    /// The most bytes that were ever handed out at once.
+    pub used_max: usize,
+    /// Bytes in all.
+    pub total: usize,
+}
+
+/// A caller that waits.
+#[derive(Debug)]
+struct Waiting {
+    len: usize,
+    waker: Waker,
+    /// Where his piece is, once it is his.
+    given: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Free {
+    total: usize,
+    /// Free ranges by offset; neighbours are always merged.
+    ranges: BTreeMap<usize, usize>,
+    /// Who waits, by number, the longest first; and who was given a piece and has not come for it.
+    queue: BTreeMap<u64, Waiting>,
+    next: u64,
+    /// Who has waited longest, and what is set apart for him.
+    apart: Option<(u64, Range<usize>)>,
+    used: usize,
+    used_max: usize,
+}
+
+impl Free {
+    /// A free range of `len` bytes, none of it in `apart`.
+    fn find(&self, len: usize, apart: Option<&Range<usize>>) -> Option<usize> {
+        let whole = self.total..self.total;
+        let apart = apart.unwrap_or(&whole);
+        self.ranges.iter().find_map(|(&start, &bytes)| {
+            let end = start + bytes;
+            let before = start..end.min(apart.start);
+            let behind = start.max(apart.end)..end;
+            [before, behind].into_iter().find(|part| part.end >= part.start + len).map(|part| part.start)
+        })
+    }
+
+    /// Hands out a free range.
+    fn hand_out(&mut self, offset: usize, len: usize) {
+        let Some((&start, &bytes)) = self.ranges.range(..=offset).next_back() else { return };
+        self.ranges.remove(&start);
+        if offset > start {
+            self.ranges.insert(start, offset - start);
+        }
+        if start + bytes > offset + len {
+            self.ranges.insert(offset + len, start + bytes - offset - len);
+        }
+        self.used += len;
+        self.used_max = self.used_max.max(self.used);
+    }
+
+    fn take_back(&mut self, mut offset: usize, mut len: usize) {
+        self.used -= len;
+        if let Some((&before, &bytes)) = self.ranges.range(..offset).next_back()
+            && before + bytes == offset
+        {
+            self.ranges.remove(&before);
+            (offset, len) = (before, bytes + len);
+        }
+        if let Some(after) = self.ranges.remove(&(offset + len)) {
+            len += after;
+        }
+        self.ranges.insert(offset, len);
+    }
+
+    /// Sets apart the range that is soonest free, as far as can be told: around the largest one that is. It stays the
+    /// same, or it would never be free.
+    fn set_apart(&mut self, number: u64, len: usize) {
+        let largest = self.ranges.iter().max_by_key(|(_, bytes)| **bytes).map_or(0, |(&start, _)| start);
+        let start = largest.min(self.total.saturating_sub(len));
+        self.apart.get_or_insert((number, start..start + len));
+    }
+
+    /// A free range for a caller that does not wait yet.
+    fn find_now(&self, len: usize) -> Option<usize> {
+        self.find(len, self.apart.as_ref().map(|(_, range)| range))
+    }
+
+    /// Gives pieces to those who can go on with what is free, in the order in which they came. They are to be woken.
+    fn serve(&mut self) -> Vec<Waker> {
+        let of = |(number, one): (&u64, &Waiting)| one.given.is_none().then_some((*number, one.len));
+        let waiting: Vec<(u64, usize)> = self.queue.iter().filter_map(of).collect();
+        let (mut woken, mut too_long) = (Vec::new(), usize::MAX);
+        self.apart.take_if(|(number, _)| waiting.first().is_none_or(|first| first.0 != *number));
+        for (number, len) in waiting {
+            let is_first = self.apart.as_ref().is_none_or(|(first, _)| *first == number);
+            // Where a shorter piece was not found, a longer one is not.
+            let found = match is_first {
+                true => self.find(len, None),
+                false if len < too_long => self.find(len, self.apart.as_ref().map(|(_, range)| range)),
+                false => None,
+            };
+            match (found, self.queue.get_mut(&number)) {
+                (Some(offset), Some(one)) => {
+                    one.given = Some(offset);
+                    woken.push(one.waker.clone());
+                    self.hand_out(offset, len);
+                    self.apart.take_if(|(first, _)| *first == number);
+                }
+                _ if is_first => self.set_apart(number, len),
+                _ => too_long = too_long.min(len),
+            }
+        }
+        woken
+    }
+}
+
+struct Shared {
+    region: Arc<Region>,
+    free: Mutex<Free>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Free> {
+        // Every change under the lock is whole before anything in it can panic.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One region, handed out in pieces. Cheap to clone; usable from any thread.
+#[derive(Clone)]
+pub struct Arena(Arc<Shared>);
+
+/// Returns its range to the arena when dropped.
+struct Piece {
+    arena: Arc<Shared>,
+    offset: usize,
+    len: usize,
+}
+
+/// A place in the queue, until dropped.
+struct Place<'a> {
+    arena: &'a Shared,
+    number: u64,
+    len: usize,
+}
+
+impl Place<'_> {
+    /// The piece that was given, or whom to wake.
+    fn ask(&self, waker: &Waker) -> Poll<usize> {
+        let mut free = self.arena.lock();
+        let Some(one) = free.queue.get_mut(&self.number) else { return Poll::Pending };
+        match one.given {
+            Some(offset) => {
+                free.queue.remove(&self.number);
+                Poll::Ready(offset)
+            }
+            None => {
+                one.waker.clone_from(waker);
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let woken = {
+            let mut free = self.arena.lock();
+            // Gone if the piece was fetched.
+            let Some(left) = free.queue.remove(&self.number) else { return };
+            if let Some(offset) = left.given {
+                free.take_back(offset, self.len);
+            }
+            free.serve()
+        };
+        woken.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Arena {
+    /// An arena over a whole region, of which no range is in use elsewhere.
+    pub fn new(region: Arc<Region>) -> Self {
+        let total = region.len() / PAGE * PAGE;
+        region.set_owned();
+        let free = Free {
+            total,
+            ranges: BTreeMap::from([(0, total)]),
+            queue: BTreeMap::new(),
+            next: 0,
+            apart: None,
+            used: 0,
+            used_max: 0,
+        };
+        Self(Arc::new(Shared { region, free: Mutex::new(free) }))
+    }
+
+    /// The region, for registering it.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.0.region
+    }
+
+    /// A buffer of exactly `len` bytes that begins on a page, or `None` if no free range is long enough now.
+    pub fn try_take(&self, len: usize) -> Option<BufMut> {
+        let pages = len.max(1).checked_next_multiple_of(PAGE)?;
+        let offset = {
+            let mut free = self.0.lock();
+            let offset = free.find_now(pages)?;
+            free.hand_out(offset, pages);
+            offset
+        };
+        self.piece(offset, pages, len)
+    }
+
+    /// A buffer of exactly `len` bytes as soon as there is room, or `None` if the whole arena is smaller.
+    pub async fn take(&self, len: usize) -> Option<BufMut> {
+        let pages = len.max(1).checked_next_multiple_of(PAGE)?;
+        if pages > self.0.lock().total {
+            return None;
+        }
+        let mut place = None;
+        let offset = poll_fn(|context| match &place {
+            None => match self.take_or_wait(pages, context.waker()) {
+                Ok(offset) => Poll::Ready(offset),
+                Err(waiting) => {
+                    place = Some(waiting);
+                    Poll::Pending
+                }
+            },
+            Some(place) => place.ask(context.waker()),
+        })
+        .await;
+        self.piece(offset, pages, len)
+    }
+
+    /// A free range, or a place in the queue.
+    fn take_or_wait(&self, len: usize, waker: &Waker) -> Result<usize, Place<'_>> {
+        let mut free = self.0.lock();
+        if let Some(offset) = free.find_now(len) {
+            free.hand_out(offset, len);
+            return Ok(offset);
+        }
+        let number = free.next;
+        free.next += 1;
+        free.queue.insert(number, Waiting { len, waker: waker.clone(), given: None });
+        free.set_apart(number, len);
+        Err(Place { arena: &self.0, number, len })
+    }
+
+    fn piece(&self, offset: usize, pages: usize, len: usize) -> Option<BufMut> {
+        let piece = Arc::new(Piece { arena: Arc::clone(&self.0), offset, len: pages });
+        BufMut::of(&self.0.region, offset, len).map(|buf| buf.kept_by(piece))
+    }
+
+    /// How full the arena is.
+    pub fn usage(&self) -> ArenaUse {
+        let free = self.0.lock();
+        ArenaUse { used: free.used, used_max: free.used_max, total: self.0.region.len() }
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Arena({:?})", self.usage())
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        let woken = {
+            let mut free = self.arena.lock();
+            free.take_back(self.offset, self.len);
+            free.serve()
+        };
+        woken.into_iter().for_each(Waker::wake);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn arena(pages: usize) -> Arena {
+        Arena::new(Region::anonymous(pages * PAGE).unwrap())
+    }
+
+    #[test]
+    fn a_piece_returns_when_its_last_buffer_is_dropped() {
+        let arena = arena(4);
+        let buf = arena.try_take(3 * PAGE).unwrap().share();
+        let slice = buf.slice(PAGE, 10).unwrap();
+        drop(buf);
+        assert!(arena.try_take(2 * PAGE).is_none(), "a slice still holds the piece");
+        drop(slice);
+        assert!(arena.try_take(4 * PAGE).is_some());
+        assert_eq!(arena.usage(), ArenaUse { used: 0, used_max: 4 * PAGE, total: 4 * PAGE });
+    }
+
+    #[test]
+    fn more_than_the_arena_holds_is_refused_at_once() {
+        let arena = arena(2);
+        let mut context = std::task::Context::from_waker(Waker::noop());
+        let taken = std::pin::pin!(arena.take(3 * PAGE)).poll(&mut context);
+        assert!(matches!(taken, Poll::Ready(None)));
+    }
+
+    #[test]
+    fn who_waits_is_served_when_a_piece_returns() {
+        let arena = arena(2);
+        let held = arena.try_take(PAGE).unwrap();
+        let mut context = std::task::Context::from_waker(Waker::noop());
+        let mut taken = std::pin::pin!(arena.take(2 * PAGE));
+        assert!(taken.as_mut().poll(&mut context).is_pending());
+        drop(held);
+        assert!(matches!(taken.as_mut().poll(&mut context), Poll::Ready(Some(buf)) if buf.len() == 2 * PAGE));
+    }
+
+    /// Counts how often it is woken.
+    #[derive(Default)]
+    struct Woken(std::sync::atomic::AtomicUsize);
+
+    impl std::task::Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
+
+    type Taking<'a> = std::pin::Pin<Box<dyn Future<Output = Option<BufMut>> + 'a>>;
+
+    /// A caller that asks for `pages` pages, and counts its wakes.
+    fn ask(arena: &Arena, pages: usize) -> (Taking<'_>, Arc<Woken>) {
+        (Box::pin(arena.take(pages * PAGE)), Arc::default())
+    }
+
+    fn poll((taking, woken): &mut (Taking<'_>, Arc<Woken>)) -> Option<BufMut> {
+        let waker = Waker::from(Arc::clone(woken));
+        match taking.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
+            Poll::Ready(buf) => Some(buf.expect("the arena is larger")),
+            Poll::Pending => None,
+        }
+    }
+
+    fn wakes(one: &(Taking<'_>, Arc<Woken>)) -> usize {
+        one.1.0.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    #[test]
+    fn who_asked_first_is_served_first_and_a_returned_piece_wakes_only_who_can_go_on() {
+        let arena = arena(4);
+        let mut held: Vec<BufMut> = (0..4).map(|_| arena.try_take(PAGE).unwrap()).collect();
+        let mut all: Vec<_> = (0..100).map(|_| ask(&arena, 1)).collect();
+        assert!(all.iter_mut().all(|one| poll(one).is_none()));
+        for served in 0..100 {
+            drop(held.remove(0));
+            assert_eq!(wakes(&all[served]), 1);
+            assert!(arena.try_take(PAGE).is_none(), "it is his who has waited longest");
+            held.push(poll(&mut all[served]).expect("it is his turn"));
+            let woken: usize = all.iter().map(wakes).sum();
+            assert_eq!(woken, served + 1, "no other task has been woken");
+        }
+    }
+
+    #[test]
+    fn a_large_piece_is_not_starved_by_small_ones_that_keep_coming() {
+        let arena = arena(16);
+        let mut held: std::collections::VecDeque<BufMut> =
+            (0..16).map(|_| arena.try_take(PAGE).unwrap()).collect();
+        held.rotate_left(8);
+        let mut large = ask(&arena, 8);
+        assert!(poll(&mut large).is_none());
+        let (mut rounds, mut small) = (0, 0);
+        let piece = loop {
+            if let Some(piece) = poll(&mut large) {
+                break piece;
+            }
+            // The oldest returns, and others ask at once.
+            held.pop_front();
+            for _ in 0..2 {
+                if let Some(piece) = arena.try_take(PAGE) {
+                    held.push_back(piece);
+                    small += 1;
+                }
+            }
+            rounds += 1;
+            assert!(rounds < 100, "it waits for ever");
+        };
+        assert_eq!((piece.len(), wakes(&large)), (8 * PAGE, 1));
+        assert_eq!((rounds, small), (16, 8), "others go on meanwhile");
+    }
+
+    #[test]
+    fn small_ones_go_on_beside_a_large_one_that_waits() {
+        let arena = arena(8);
+        let _long = arena.try_take(PAGE).unwrap();
+        let short = arena.try_take(6 * PAGE).unwrap();
+        let mut large = ask(&arena, 4);
+        let mut small = ask(&arena, 2);
+        assert!(poll(&mut large).is_none());
+        assert!(poll(&mut small).is_none());
+        drop(short);
+        let (large, small) = (poll(&mut large), poll(&mut small));
+        assert!(large.is_some() && small.is_some());
+    }
+
+    #[test]
+    fn who_leaves_the_queue_leaves_nothing_behind() {
+        let arena = arena(2);
+        let held = arena.try_take(2 * PAGE).unwrap();
+        let (mut first, mut second, mut third) = (ask(&arena, 2), ask(&arena, 2), ask(&arena, 1));
+        assert!(poll(&mut first).is_none() && poll(&mut second).is_none() && poll(&mut third).is_none());
+        drop(first);
+        drop(held);
+        // Given, and never fetched.
+        assert_eq!((wakes(&second), wakes(&third)), (1, 0));
+        drop(second);
+        assert_eq!(wakes(&third), 1);
+        drop(poll(&mut third).unwrap());
+        assert_eq!(arena.usage().used, 0);
+        assert!(arena.try_take(2 * PAGE).is_some(), "nothing is set apart for those who left");
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_that_are_waited_for_never_share_a_page_and_everybody_is_served(
+            steps in prop::collection::vec((1usize..=16, 0usize..4), 1..200),
+        ) {
+            let arena = arena(16);
+            let (mut held, mut waiting): (Vec<BufMut>, Vec<_>) = (Vec::new(), Vec::new());
+            for (pages, what) in steps {
+                match what {
+                    0 if !held.is_empty() => drop(held.swap_remove(pages % held.len())),
+                    1 if !waiting.is_empty() => drop(waiting.remove(pages % waiting.len())),
+                    _ => waiting.push(ask(&arena, pages)),
+                }
+                waiting.retain_mut(|one| poll(one).map(|buf| held.push(buf)).is_none());
+                let mut ranges: Vec<_> = held.iter().map(|buf| (buf.offset(), buf.len())).collect();
+                ranges.sort_unstable();
+                prop_assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+                prop_assert_eq!(arena.usage().used, held.iter().map(BufMut::len).sum::<usize>());
+            }
+            while !waiting.is_empty() {
+                prop_assert!(!held.is_empty(), "who waits for what is free waits for ever");
+                held.remove(0);
+                waiting.retain_mut(|one| poll(one).map(|buf| held.push(buf)).is_none());
+            }
+            held.clear();
+            prop_assert!(arena.try_take(16 * PAGE).is_some());
+        }
+
+        #[test]
+        fn pieces_never_share_a_page_and_all_come_back(steps in prop::collection::vec((0usize..9, any::<bool>()), 1..200)) {
+            let arena = arena(16);
+            let mut held: Vec<BufMut> = Vec::new();
+            for (pages, give_back) in steps {
+                if give_back && !held.is_empty() {
+                    held.swap_remove(pages % held.len());
+                } else if let Some(buf) = arena.try_take(pages * PAGE) {
+                    held.push(buf);
+                }
+                let mut ranges: Vec<_> = held.iter().map(|buf| (buf.offset(), buf.len().max(1))).collect();
+                ranges.sort_unstable();
+                prop_assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+            }
+            held.clear();
+            prop_assert!(arena.try_take(16 * PAGE).is_some());
+        }
+    }
+}

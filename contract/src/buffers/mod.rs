@@ -1,0 +1,12 @@
+//! Memory that disks and streams read into and write from, and that another process may share.
+
+pub mod aligned;
+pub mod arena;
+pub mod buf;
+pub mod region;
+pub mod shared;
+pub mod stream;
+
+pub use arena::{Arena, ArenaUse};
+pub use buf::{Buf, BufMut, SharedBuf};
+pub use region::Region;
