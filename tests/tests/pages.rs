@@ -272,8 +272,7 @@ fn times_of_building(text: &str) -> Vec<String> {
         let has = |some: &[&str]| words.iter().any(|word| some.contains(word));
         let is_build = has(&["build", "builds", "building", "built", "compile", "compiles", "compiling"]);
         let is_ci = sentence.contains(".ci/run") || has(&["ci"]);
-        (is_build && has(&["minute", "minutes"]))
-            || (is_ci && has(&["minute", "minutes", "second", "seconds"]))
+        (is_build && has(&["minute", "minutes"])) || (is_ci && has(&["minute", "minutes", "seconds"]))
     };
     sentences(text).into_iter().filter(is_such).collect()
 }
@@ -366,7 +365,10 @@ fn resolved(page: &str, target: &str) -> String {
     let mut parts: Vec<&str> = page.split('/').collect();
     parts.pop();
     for part in target.split('/').filter(|part| !part.is_empty() && *part != ".") {
-        if part == ".." { drop(parts.pop()) } else { parts.push(part) }
+        match part {
+            ".." => parts.truncate(parts.len().saturating_sub(1)),
+            _ => parts.push(part),
+        }
     }
     parts.join("/")
 }
