@@ -1,6 +1,7 @@
 //! Rules of the house that a script can check.
 
 mod licences;
+mod pages;
 mod rooms;
 mod scripts;
 mod tidy;
