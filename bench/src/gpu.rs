@@ -32,7 +32,7 @@ use super::layers::Race;
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, summary, take_turns};
 use super::report::{Report, digits};
 use super::setup::{self, Common, Scratch, Subject, key};
-use crate::devices::{DeviceName, Opened};
+use kvarts_gpudirect::device::name::{DeviceName, Opened};
 use kvarts_terminal::Failure;
 
 /// The arguments of `bench gpu`.

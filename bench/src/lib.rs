@@ -18,7 +18,6 @@ mod bare_server;
 mod churn;
 mod cold;
 mod crossover;
-pub mod devices;
 mod dual;
 mod encoded;
 mod fio;

@@ -1,27 +1,21 @@
 //! The command line: which subcommands there are, and how each ends.
 //!
-//! A subcommand is one variant of [`Command`] and one module with its arguments and a `run`. It writes what it has
-//! to say to the writer it is given and reports everything else as a [`Failure`]; this module alone decides about
-//! exit codes and what stands on standard error:
-//! - 0 for success: what was asked for was done, found nothing wrong, and was told in full;
-//! - 1 for problems that were found and reported;
-//! - 2 for whatever else keeps a command from its work or its answer from being written, with exactly one line that says
-//!   what; with `--json` one object with `error` stands on standard output besides;
-//! - 141, and not a word, where the reader of our output went away before its end: what a shell says of a program that a
-//!   closed pipe ended. It never means that a store is clean. Problems that were found by then stay 1.
+//! A subcommand is one variant of [`Command`] and one module with its arguments and a `run`. How each ends decides
+//! `kvarts_terminal::program`.
 
 use std::ffi::OsString;
-use std::io::{self, BufWriter, Write};
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
-use kvarts_terminal::{Failure, Refusal};
+use kvarts_terminal::Failure;
+use kvarts_terminal::program::{self, usage_fault};
 
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
-    client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd,
-    plan_cmd, serve_cmd, top,
+    client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, lab_cmd,
+    model_cmd, plan_cmd, serve_cmd, top,
 };
 
 /// What the end of the help says.
@@ -38,9 +32,6 @@ Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could n
 written, one line on standard error says why (with --json an object with \"error\" on standard output too); 141 whoever \
 read the output went away before its end.";
 
-/// Of a program that a closed pipe ended, as a shell says it.
-const CUT_OFF: u8 = 141;
-
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]
 #[command(name = "kvarts", version, after_help = format!("{LAST_WORDS}{EXIT_CODES}"), max_term_width = 80)]
@@ -52,7 +43,7 @@ struct Cli {
 #[derive(Subcommand, Debug)]
 enum Command {
     /// Measure the engine beside a bare loop over the same files
-    Bench(Box<kvarts_bench::BenchArgs>),
+    Bench(lab_cmd::HandedOver),
     /// Show or change how much a running server may have on disk
     Budget(client_cmd::BudgetArgs),
     /// Have a running server write a checkpoint, so that its next start reads little
@@ -112,7 +103,7 @@ enum Command {
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
     /// Run a trace against tiers in virtual time
-    Sim(Box<kvarts_bench::sim::SimArgs>),
+    Sim(lab_cmd::HandedOver),
     /// Show what a running server is and has done
     Stat(client_cmd::AdminArgs),
     /// Watch what a running server does: hits and misses, calls, disks, tenants, nodes
@@ -137,61 +128,7 @@ struct ManArgs {
 
 /// Runs the program with the process's arguments and standard streams.
 pub(crate) fn main() -> ExitCode {
-    let arguments: Vec<OsString> = std::env::args_os().collect();
-    let json = answers_in_json(&arguments);
-    let mut out = BufWriter::new(io::stdout().lock());
-    let result = run(arguments, &mut out);
-    ExitCode::from(end(result, json, &mut out))
-}
-
-/// Whether standard output is for a program: a refusal then goes there too. What `get` writes there are blocks.
-fn answers_in_json(arguments: &[OsString]) -> bool {
-    let mut words = arguments.iter().skip(1).take_while(|word| *word != "--");
-    words.next().is_some_and(|command| command != "get") && words.any(|word| word == "--json")
-}
-
-/// The last words of a command, and its exit code.
-fn end(result: Result<(), Failure>, json: bool, out: &mut dyn Write) -> u8 {
-    let refusal = match result {
-        Ok(()) => return told(out.flush(), 0),
-        // What was found by then is true, also where the reader goes away before the end.
-        Err(Failure::Problems) => match told(out.flush(), 1) {
-            CUT_OFF => return 1,
-            code => return code,
-        },
-        Err(Failure::Output(error)) => return told(Err(error), 2),
-        Err(Failure::User(message)) => Refusal::new("invalid", message, ""),
-        Err(Failure::Refused(refusal)) => refusal,
-    };
-    complain(&refusal.line());
-    if json {
-        let told = serde_json::json!({ "error": refusal });
-        // The line and the code have said it already.
-        let _ = writeln!(out, "{told:#}");
-    }
-    let _ = out.flush();
-    2
-}
-
-/// The exit code of a command that wrote its answer, or did not.
-fn told(written: io::Result<()>, code: u8) -> u8 {
-    match written {
-        Ok(()) => code,
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => CUT_OFF,
-        Err(error) => {
-            complain(&format!("cannot write the output: {error}"));
-            2
-        }
-    }
-}
-
-fn complain(message: &str) {
-    // If standard error is gone, the exit code is all there is left to say.
-    let _ = writeln!(io::stderr(), "kvarts: {}", one_line(message));
-}
-
-fn one_line(message: &str) -> String {
-    message.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    program::main(run)
 }
 
 fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Result<(), Failure> {
@@ -202,7 +139,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Err(error) => return Err(Failure::User(usage_fault(&error))),
     };
     match cli.command {
-        Command::Bench(arguments) => kvarts_bench::run(&arguments, out),
+        Command::Bench(arguments) => lab_cmd::run("bench", &arguments),
         Command::Budget(arguments) => client_cmd::budget(&arguments, out),
         Command::Checkpoint(arguments) => client_cmd::checkpoint(&arguments, out),
         Command::Cluster(arguments) => client_cmd::cluster(&arguments, out),
@@ -238,35 +175,11 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Scrub(arguments) => client_cmd::scrub(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
-        Command::Sim(arguments) => kvarts_bench::sim::run(&arguments, out),
+        Command::Sim(arguments) => lab_cmd::run("sim", &arguments),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
         Command::Top(arguments) => top::run(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }
-}
-
-/// What is wrong with the arguments, on one line: the parser's message without its usage text.
-fn usage_fault(error: &clap::Error) -> String {
-    use clap::error::ErrorKind;
-    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-        return "which subcommand? `--help` lists them".to_owned();
-    }
-    let text = error.render().to_string();
-    let message = text.split("\nUsage:").next().unwrap_or(&text);
-    let message = message.split("\nFor more information").next().unwrap_or(message);
-    let mut said = String::new();
-    for line in message.lines().map(str::trim).filter(|line| !line.is_empty()) {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        said += if said.is_empty() {
-            ""
-        } else if line.starts_with("tip:") {
-            "; "
-        } else {
-            " "
-        };
-        said += &words.join(" ");
-    }
-    said.strip_prefix("error: ").unwrap_or(&said).to_owned()
 }
 
 #[cfg(test)]
@@ -292,20 +205,6 @@ mod tests {
         let missing = fault(&["kvarts", "model", "show"]);
         assert_eq!(missing, "the following required arguments were not provided: <NAME|FILE>");
         assert!(fault(&["kvarts", "model", "show", "x", "--tp", "-1"]).contains("'-1'"));
-    }
-
-    #[test]
-    fn a_refusal_is_an_object_where_a_program_reads_and_never_among_the_blocks_of_a_get() {
-        let json = |words: &[&str]| answers_in_json(&words.iter().map(OsString::from).collect::<Vec<_>>());
-        assert!(json(&["kvarts", "fsck", "--json", "dir"]) && json(&["kvarts", "ls", "--json"]));
-        assert!(!json(&["kvarts", "fsck", "dir"]) && !json(&["kvarts", "fsck", "--", "--json"]));
-        assert!(!json(&["kvarts", "get", "--json", "--to", "-"]) && !json(&["kvarts", "--json"]));
-        let mut out = Vec::new();
-        assert_eq!(end(Err(Failure::User("no".to_owned())), true, &mut out), 2);
-        let said: serde_json::Value = serde_json::from_slice(&out).unwrap();
-        assert_eq!((&said["error"]["kind"], &said["error"]["message"]), (&"invalid".into(), &"no".into()));
-        let mut out = Vec::new();
-        assert_eq!((end(Err(Failure::User("no".to_owned())), false, &mut out), out.len()), (2, 0));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use kvarts_gpudirect::gather::{Curve, Point};
 use kvarts_gpudirect::pace::RealPace;
 use serde_json::{Value, json};
 
-use kvarts_bench::devices::DeviceName;
+use kvarts_gpudirect::device::name::DeviceName;
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
 

@@ -1,4 +1,4 @@
-//! The `kvarts` program: one binary, every subcommand.
+//! The `kvarts` program: every subcommand, but those that measure, which `kvarts-lab` has.
 
 mod cli;
 mod client_cmd;
@@ -11,6 +11,7 @@ mod files;
 mod fsck_cmd;
 mod gpu_cmd;
 mod identity_cmd;
+mod lab_cmd;
 mod model_cmd;
 mod offline;
 mod plan_cmd;

@@ -1,6 +1,7 @@
-//! What the commands of `kvarts` have in common: how they fail, and how they print tables.
+//! What commands have in common, whichever program they are of: how they fail and end, and how they print tables.
 
 mod failure;
+pub mod program;
 mod table;
 
 pub use failure::{Failure, Refusal};

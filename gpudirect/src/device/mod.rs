@@ -7,6 +7,7 @@
 pub mod cuda;
 pub mod emulated;
 mod files;
+pub mod name;
 
 use std::any::Any;
 use std::fmt;

@@ -5,10 +5,10 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_gpudirect::device::cuda::Cuda;
-use kvarts_gpudirect::device::emulated::{Emulated, Model};
-use kvarts_gpudirect::device::{Device, Stream};
-use kvarts_gpudirect::error::DeviceError;
+use super::cuda::Cuda;
+use super::emulated::{Emulated, Model};
+use super::{Device, Stream};
+use crate::error::DeviceError;
 
 /// `emulated` or `cuda:N`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
