@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Targets;
 
 use crate::files;
 use kvarts_server::config::{Config, LogFormat, Settings};
@@ -157,7 +157,9 @@ fn may_be_written(line: &tracing::Metadata<'_>) -> bool {
 fn log(config: &Config) -> Result<(), Failure> {
     use tracing_subscriber::filter::filter_fn;
     use tracing_subscriber::prelude::*;
-    let filter = EnvFilter::try_new(&config.log_level)
+    let filter: Targets = config
+        .log_level
+        .parse()
         .map_err(|error| Failure::User(format!("configuration: log.level: {error}")))?;
     let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let lines = match config.log_format {

@@ -1,4 +1,4 @@
 //! What of etcd's interface is used, compiled from `proto/etcd/`: messages and clients.
 #![allow(missing_docs, unreachable_pub, clippy::all, reason = "generated; the documentation is in proto/")]
 
-tonic::include_proto!("etcdserverpb");
+include!("../../proto/generated/etcdserverpb.rs");

@@ -186,14 +186,15 @@ const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 /// name of a part, and silence everything else.
 fn levels(text: String) -> Result<String, Complaint> {
     let is_level = |word: &str| LEVELS.iter().any(|level| level.eq_ignore_ascii_case(word));
-    for part in text.split(',').map(str::trim) {
+    let parts: Vec<&str> = text.split(',').map(str::trim).collect();
+    for part in &parts {
         let level = part.rsplit_once('=').map_or(part, |(_, level)| level);
         if !is_level(level) {
             let what = format!("{part:?} is no level: {}, or PART=LEVEL", LEVELS.join(", "));
             return Err(Complaint::new("log.level", &what));
         }
     }
-    Ok(text)
+    Ok(parts.join(","))
 }
 
 fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
