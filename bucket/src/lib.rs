@@ -11,9 +11,12 @@
     reason = "a bucket is outside of the simulation: the tier above it has the seams"
 )]
 
+#[cfg(feature = "s3")]
 pub mod credentials;
 pub mod directory;
+#[cfg(feature = "s3")]
 pub mod http;
+#[cfg(feature = "s3")]
 pub mod s3;
 pub mod time;
 
@@ -38,11 +41,21 @@ impl std::error::Error for BadAddress {}
 /// for other S3 programs (`AWS_ACCESS_KEY_ID`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, ...); or `file:///DIRECTORY`.
 pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
     if let Some(rest) = address.strip_prefix("s3://") {
-        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        return Ok(Arc::new(s3::S3Bucket::from_env(bucket, prefix)?));
+        return open_s3(rest);
     }
     if let Some(path) = address.strip_prefix("file://").filter(|path| path.starts_with('/')) {
         return Ok(Arc::new(directory::Directory::new(path)));
     }
     Err(BadAddress(format!("{address}: use s3://BUCKET/PREFIX or file:///DIRECTORY")))
+}
+
+#[cfg(feature = "s3")]
+fn open_s3(rest: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
+    let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+    Ok(Arc::new(s3::S3Bucket::from_env(bucket, prefix)?))
+}
+
+#[cfg(not(feature = "s3"))]
+fn open_s3(rest: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
+    Err(BadAddress(format!("s3://{rest}: this program was built without S3: build it with `--features s3`")))
 }

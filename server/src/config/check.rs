@@ -188,7 +188,7 @@ fn levels(text: String) -> Result<String, Complaint> {
     let is_level = |word: &str| LEVELS.iter().any(|level| level.eq_ignore_ascii_case(word));
     let parts: Vec<&str> = text.split(',').map(str::trim).collect();
     for part in &parts {
-        let level = part.rsplit_once('=').map_or(part, |(_, level)| level);
+        let level = part.rsplit_once('=').map_or(*part, |(_, level)| level);
         if !is_level(level) {
             let what = format!("{part:?} is no level: {}, or PART=LEVEL", LEVELS.join(", "));
             return Err(Complaint::new("log.level", &what));
