@@ -2,12 +2,10 @@
 //! blocks go last.
 #![allow(clippy::disallowed_methods, reason = "real nodes on loopback")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{GROUP, Stage, key};
+use crate::common::{self, GROUP, Stage, key};
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::NodeId;
 use kvarts_layout::{BlockKey, Coordinate};
@@ -22,6 +20,8 @@ fn column<'a>(stage: &Stage, keys: &'a [BlockKey]) -> Column<'a> {
     Column { namespace: stage.namespace, group: GROUP, coordinate: Coordinate::default(), keys }
 }
 
+/// How often a node looks for what is about to be evicted.
+const LOOKS_EVERY: Duration = Duration::from_millis(300);
 /// How long copies of puts live.
 const HOLD: Duration = Duration::from_secs(5);
 
@@ -201,7 +201,7 @@ async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
     // The chain begins at the fourth block.
     let begun = Instant::now();
     let lease = loop {
-        let reply = ask(&nodes[0], &a, keys[3], Ask::ClaimMs(2000), (0, 0)).await;
+        let reply = ask(&nodes[0], &a, keys[3], Ask::ClaimMs(1000), (0, 0)).await;
         if reply.what() == What::Granted {
             break reply.lease.unwrap();
         }
@@ -223,7 +223,7 @@ async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
     assert_eq!((nodes[0].status().owned, nodes[1].status().owned), (1, 0));
     // As long as the lease goes on, used or not.
     assert_eq!(ask(&nodes[0], &a, keys[3], Ask::RenewMs(30_000), token).await.what(), What::Granted);
-    tokio::time::sleep(Duration::from_millis(2500)).await;
+    tokio::time::sleep(Duration::from_millis(1200)).await;
     assert_eq!(favoured(&a), up_to(10));
     ask(&nodes[0], &a, keys[3], Ask::Release(true), token).await;
     assert_eq!((favoured(&a), nodes[0].status().owned), (vec![false; 12], 0));
@@ -314,7 +314,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     fill(&c, 5000);
     let small: Vec<BlockKey> = (7000..7010).map(key).collect();
     b.put(&small);
-    let nodes = start(&[&a, &b, &c], |options| options).await;
+    let nodes = start(&[&a, &b, &c], |options| NodeOptions { offer_every: LOOKS_EVERY, ..options }).await;
     let (used, unused): (Vec<BlockKey>, Vec<BlockKey>) = {
         let (used, unused): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(n, _)| n % 16 == 0);
         let keys = |of: Vec<(usize, &BlockKey)>| of.into_iter().map(|(_, key)| *key).collect();
@@ -326,7 +326,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     let others = |keys: &[BlockKey]| here(&b, keys) + here(&c, keys);
     let offers = || nodes[0].status().offers;
     // Of a chain that is no node's nothing is offered.
-    tokio::time::sleep(Duration::from_secs(6)).await;
+    tokio::time::sleep(LOOKS_EVERY * 4).await;
     assert_eq!((offers().last, others(&keys)), (0, 0));
     // One that has room owns a chain as well.
     claim(&nodes[1], &b, small[0], 60_000).await;
@@ -354,7 +354,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     );
     assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
     // What another node has is the last copy no more.
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    tokio::time::sleep(LOOKS_EVERY * 4).await;
     assert_eq!((offers().last, offers().taken), (before, taken));
     nodes.iter().for_each(|node| node.stop());
 }

@@ -1,7 +1,7 @@
 //! Compaction under puts and reads, with the power cut at its operations and with failing devices: nothing that was
 //! acknowledged is lost, no block is half there, and no byte is served that was never put.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use kvarts_tests::campaign::{
     Driven, Judge, Ledger, defects, drive, read_all, reopen, verify, work_compacting,
 };
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture;
 use kvarts_tests::sim::media::errno::EIO;
 use kvarts_tests::sim::{
@@ -23,10 +24,6 @@ use kvarts_tests::sim::{
 };
 use kvarts_tests::stage::{SimStage, Stage, ask};
 use kvarts_tests::witness::{directories, examine, problems};
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn config(seed: Seed) -> WorldConfig {
     let mut rng = seed.child("config").rng();
@@ -144,7 +141,7 @@ fn check(note: &str, seed: Seed, run: &Run, some: usize) -> u64 {
 #[test]
 fn a_power_cut_at_every_operation_under_compaction_loses_nothing_acknowledged() {
     let (mut images, mut moved, mut merged, mut encoded, mut recycled) = (0, 0, 0, 0, 0);
-    for seed in (0..seeds(3)).map(Seed) {
+    for seed in (0..seeds(1, 3)).map(Seed) {
         let whole = run(seed, 24, u64::MAX, &[]);
         assert!(whole.done, "seed {}", seed.0);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
@@ -165,7 +162,7 @@ fn a_power_cut_at_every_operation_under_compaction_loses_nothing_acknowledged() 
 #[test]
 fn power_cuts_at_random_operations_of_long_compacting_workloads_lose_nothing_acknowledged() {
     let mut encoded = 0;
-    for seed in (1000..1000 + seeds(6)).map(Seed) {
+    for seed in (1000..1000 + seeds(2, 6)).map(Seed) {
         let mut rng = seed.child("cuts").rng();
         let whole = run(seed, 70, u64::MAX, &[]);
         assert!(whole.done, "seed {}", seed.0);
@@ -183,7 +180,7 @@ fn power_cuts_at_random_operations_of_long_compacting_workloads_lose_nothing_ack
 fn writes_flushes_and_reads_that_fail_under_compaction_lose_nothing_acknowledged() {
     let mut struck = 0;
     for kind in [OpKind::Write, OpKind::Flush, OpKind::Read] {
-        for seed in (2000..2000 + seeds(2)).map(Seed) {
+        for seed in (2000..2000 + seeds(1, 2)).map(Seed) {
             for n in (1..40).step_by(5) {
                 let rule = Rule::new(Which::Kind(kind), When::Nth(n), Effect::Errno(EIO));
                 let failed = run(seed, 30, u64::MAX, &[rule]);
@@ -211,7 +208,7 @@ fn a_namespace_that_is_deleted_at_any_moment_of_a_merge_over_shards_stays_delete
         ..Options::default()
     };
     let (mut merged, mut gone) = (0, 0);
-    for moment in (0..seeds(100)).map(|n| n * 5) {
+    for moment in (0..500).step_by(depth(15, 5)) {
         let (world, note) = (SimWorld::new(17, &WorldConfig::default()), format!("after {moment} steps"));
         let stage = SimStage::open(&world, &options).unwrap();
         let desk = Desk::new(&stage, "merged and deleted");

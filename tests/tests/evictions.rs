@@ -1,7 +1,7 @@
 //! Eviction in the simulation: blocks leave one by one, holes are punched, and power cuts, faults and the checker find
 //! what the store says.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use kvarts_store::api::{
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture::BLOCK_TOKENS;
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
@@ -26,10 +27,6 @@ use kvarts_tests::witness::{directories, examine, media, problems, recoverys_blo
 const SEGMENT: u64 = 128 << 10;
 /// What a file system answers that makes no holes.
 const EOPNOTSUPP: i32 = 95;
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn here(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<u64> {
     let (group, coordinate) = pages();
@@ -132,7 +129,7 @@ fn check(seed: Seed, image: Media, ledger: &Ledger, note: &str) -> u64 {
 #[test]
 fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_undone() {
     let (mut evicted, mut punched, mut found, mut images) = (0, 0, 0, 0);
-    for seed in (4000..4000 + seeds(10)).map(Seed) {
+    for seed in (4000..4000 + seeds(4, 10)).map(Seed) {
         let whole = run(seed, 90, u64::MAX, &[]);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
         (evicted, punched) = (evicted + whole.evicted, punched + whole.punched);

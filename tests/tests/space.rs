@@ -1,7 +1,7 @@
 //! Space in the simulation: the budget is kept, full disks pass, quotas and caps hold, and the books are right
 //! throughout.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,6 +15,7 @@ use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::error::{Kind, Reason};
 use kvarts_store::events::{Cause, EventKind, Subject};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
@@ -22,10 +23,6 @@ use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 use kvarts_tests::witness::{directories, examine, problems};
 
 const SEGMENT: u64 = 128 << 10;
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn options(budget_bytes: u64) -> Options {
     Options {
@@ -71,7 +68,7 @@ fn lease(desk: &Desk<'_>, keys: std::ops::Range<u64>, tenant: u32, cap_bytes: u6
 
 #[test]
 fn a_full_store_goes_on_within_its_budget_with_its_books_right() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 2 << 20);
         let desk = Desk::new(&stage, "full");
         let mut footers = 0;
@@ -100,7 +97,7 @@ fn a_full_store_goes_on_within_its_budget_with_its_books_right() {
 
 #[test]
 fn a_lower_budget_gives_segments_back_while_the_store_is_used_and_a_higher_one_takes_them_again() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 4 << 20);
         let desk = Desk::new(&stage, "budget");
         fill(&desk, 0..150);
@@ -159,7 +156,7 @@ fn a_store_opened_with_a_lower_budget_shrinks_to_it() {
 
 #[test]
 fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_right() {
-    for seed in 0..seeds(2) {
+    for seed in 0..seeds(1, 2) {
         let mut cuts = 0;
         for steps in (0..600).step_by(23) {
             let (world, stage) = open(seed, 4 << 20);
@@ -193,7 +190,7 @@ fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_righ
 #[test]
 fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut() {
     let (mut went, mut came, mut images) = (0, 0, 0);
-    for seed in 0..seeds(2) {
+    for seed in 0..seeds(1, 2) {
         for steps in (0..900).step_by(29) {
             let (world, stage) = open(seed, 4 << 20);
             let desk = Desk::new(&stage, "gone");
@@ -297,7 +294,7 @@ fn a_full_disk_at_every_allocation_and_write_passes_without_a_restart() {
     let kinds = [OpKind::Open, OpKind::Allocate, OpKind::Write, OpKind::Flush, OpKind::SyncDir];
     for which in kinds.map(Which::Kind).into_iter().chain([Which::Allocating]) {
         let mut struck = 0;
-        for seed in 0..seeds(1) {
+        for seed in 0..seeds(1, 1) {
             for (errno, nth) in (1..12).map(|nth| (if nth % 2 == 0 { EDQUOT } else { ENOSPC }, nth)) {
                 struck += u32::from(full_disk(seed, errno, which, nth));
             }
@@ -331,7 +328,7 @@ fn live(stage: &SimStage, namespace: NamespaceId) -> u64 {
 
 #[test]
 fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 8 << 20);
         let (mine, other) = (Desk::new(&stage, "mine"), Desk::new(&stage, "other"));
         fill(&other, 0..20);
@@ -369,7 +366,7 @@ fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
 
 #[test]
 fn what_a_quota_takes_out_is_told_of_by_name() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (_world, stage) = open(seed, 8 << 20);
         let desk = Desk::new(&stage, "mine");
         let mut reader = stage.store().subscribe(None);
@@ -435,7 +432,7 @@ fn a_tenant_pins_no_more_than_its_cap_whatever_its_terms_say() {
 
 #[test]
 fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memory() {
-    for seed in (0..seeds(1)).map(Seed) {
+    for seed in (0..seeds(1, 1)).map(Seed) {
         let (world, stage) = open(seed.0, 3 << 20);
         let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
         let mut rng = seed.child("churn").rng();
@@ -520,7 +517,7 @@ fn a_namespace_that_is_filled_and_deleted_again_and_again_leaves_nothing_in_memo
 
 #[test]
 fn no_table_in_memory_grows_with_use() {
-    for seed in (0..seeds(1)).map(Seed) {
+    for seed in (0..seeds(1, 1)).map(Seed) {
         let (world, stage) = open(seed.0, 3 << 20);
         let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
         let mut rng = seed.child("churn").rng();
@@ -566,7 +563,7 @@ fn no_table_in_memory_grows_with_use() {
 
 #[test]
 fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between_segments() {
-    for seed in 0..seeds(6) {
+    for seed in 0..seeds(2, 6) {
         let opens = |budget: u64| {
             let world = SimWorld::new(seed, &WorldConfig::default());
             SimStage::open(&world, &options(budget)).is_ok()
