@@ -287,7 +287,7 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
         let desk = Desk::new(&stage, "long");
         let mut rng = Seed(4400).child(policy.name()).rng();
         let mut files = Vec::new();
-        for round in 0..400u64 {
+        for round in 0..depth(200, 400u64) {
             let first = 4 * rng.below(100);
             desk.outcomes(desk.request(pages(), &desk.keys(first..first + 4), 1));
             // Some are used again and again.
@@ -313,12 +313,14 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
 /// a few seconds, so that the blocks of several segments are equally old.
 #[test]
 fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_holes() {
+    // Four times round either way.
+    let (budget_mib, puts) = depth((6, 800), (24, 3000));
     for policy in EvictionPolicy::ALL {
         let world = SimWorld::new(4450, &WorldConfig::default());
-        let options = Options { eviction: policy, budget_bytes: 24 << 20, ..roomy(Seed(4450)) };
+        let options = Options { eviction: policy, budget_bytes: budget_mib << 20, ..roomy(Seed(4450)) };
         let stage = SimStage::open(&world, &options).unwrap();
         let desk = Desk::new(&stage, "round");
-        for n in 0..3000 {
+        for n in 0..puts {
             let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
             assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
             stage.advance(Duration::from_millis(1));
