@@ -2,8 +2,8 @@
 //! that are never read, uploads that never end, resets, storms, garbage. It answers others meanwhile, stays within its
 //! memory, keeps nothing of those who are gone, and writes no secret into its log.
 //!
-//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 500 if it is not set (2,000 by night), 10,000 for the full size;
-//! fewer where the process may not have that many descriptors, which is said on standard error.
+//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 500 if it is not set (2,000 by night), 10,000 for the
+//! full size; fewer where the process may not have that many descriptors, which is said on standard error.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -20,8 +20,9 @@ fn column<'a>(stage: &Stage, keys: &'a [BlockKey]) -> Column<'a> {
     Column { namespace: stage.namespace, group: GROUP, coordinate: Coordinate::default(), keys }
 }
 
-/// How often a node looks for what is about to be evicted.
-const LOOKS_EVERY: Duration = Duration::from_millis(300);
+/// How often a node looks for what is about to be evicted: seldom enough for what it offers to be copied, and known, before it
+/// looks again.
+const LOOKS_EVERY: Duration = Duration::from_millis(1500);
 /// How long copies of puts live.
 const HOLD: Duration = Duration::from_secs(5);
 
@@ -201,7 +202,7 @@ async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
     // The chain begins at the fourth block.
     let begun = Instant::now();
     let lease = loop {
-        let reply = ask(&nodes[0], &a, keys[3], Ask::ClaimMs(1000), (0, 0)).await;
+        let reply = ask(&nodes[0], &a, keys[3], Ask::ClaimMs(2000), (0, 0)).await;
         if reply.what() == What::Granted {
             break reply.lease.unwrap();
         }
@@ -223,7 +224,7 @@ async fn the_blocks_of_an_own_chain_go_last_while_it_is_owned() {
     assert_eq!((nodes[0].status().owned, nodes[1].status().owned), (1, 0));
     // As long as the lease goes on, used or not.
     assert_eq!(ask(&nodes[0], &a, keys[3], Ask::RenewMs(30_000), token).await.what(), What::Granted);
-    tokio::time::sleep(Duration::from_millis(1200)).await;
+    tokio::time::sleep(Duration::from_millis(2500)).await;
     assert_eq!(favoured(&a), up_to(10));
     ask(&nodes[0], &a, keys[3], Ask::Release(true), token).await;
     assert_eq!((favoured(&a), nodes[0].status().owned), (vec![false; 12], 0));
@@ -326,7 +327,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     let others = |keys: &[BlockKey]| here(&b, keys) + here(&c, keys);
     let offers = || nodes[0].status().offers;
     // Of a chain that is no node's nothing is offered.
-    tokio::time::sleep(LOOKS_EVERY * 4).await;
+    tokio::time::sleep(LOOKS_EVERY * 4 / 3).await;
     assert_eq!((offers().last, others(&keys)), (0, 0));
     // One that has room owns a chain as well.
     claim(&nodes[1], &b, small[0], 60_000).await;
@@ -354,7 +355,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     );
     assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
     // What another node has is the last copy no more.
-    tokio::time::sleep(LOOKS_EVERY * 4).await;
+    tokio::time::sleep(LOOKS_EVERY * 2).await;
     assert_eq!((offers().last, offers().taken), (before, taken));
     nodes.iter().for_each(|node| node.stop());
 }

@@ -129,12 +129,12 @@ fn check(seed: Seed, image: Media, ledger: &Ledger, note: &str) -> u64 {
 #[test]
 fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_undone() {
     let (mut evicted, mut punched, mut found, mut images) = (0, 0, 0, 0);
-    for seed in (4000..4000 + seeds(4, 10)).map(Seed) {
+    for seed in (4000..4000 + seeds(10, 10)).map(Seed) {
         let whole = run(seed, 90, u64::MAX, &[]);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
         (evicted, punched) = (evicted + whole.evicted, punched + whole.punched);
         let mut rng = seed.child("cuts").rng();
-        for _ in 0..8 {
+        for _ in 0..depth(3, 8) {
             // Most of it: at first the store is not full.
             let cut = rng.between(whole.operations / 3, whole.operations);
             let ran = run(seed, 90, cut, &[]);
@@ -148,7 +148,7 @@ fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_und
     println!(
         "{images} images, {evicted} blocks evicted, {punched} bytes punched, {found} blocks found evicted"
     );
-    assert!(evicted > 60 && punched > 512 << 10 && found > 100, "{evicted} {punched} {found}");
+    assert!(evicted > 60 && punched > 512 << 10 && found > depth(30, 100), "{evicted} {punched} {found}");
 }
 
 #[test]

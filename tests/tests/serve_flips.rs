@@ -61,7 +61,7 @@ fn all_bits() -> bool {
 
 /// Of a registration one byte in this many is changed: many of the changes are waited for until the timeout.
 fn step() -> usize {
-    if all_bits() { 1 } else { depth(5 * EVERY, 5) }
+    if all_bits() { 1 } else { depth(11, 5) }
 }
 
 /// How long a call waits of which this is changed.
