@@ -68,6 +68,7 @@ pub struct KeysFile {
     file: PathBuf,
     profile: String,
     known: Mutex<(Arc<AwsCredential>, Instant)>,
+    read_again: Duration,
 }
 
 impl fmt::Debug for KeysFile {
@@ -83,7 +84,12 @@ impl KeysFile {
     /// The keys of this profile, if the file is there and has the profile with keys.
     pub fn open(file: &Path, profile: &str) -> Result<Self, BadAddress> {
         let known = Mutex::new((Arc::new(keys(file, profile)?), Instant::now()));
-        Ok(Self { file: file.to_owned(), profile: profile.to_owned(), known })
+        Ok(Self { file: file.to_owned(), profile: profile.to_owned(), known, read_again: READ_AGAIN })
+    }
+
+    /// The same, of which what was read may be as old as this, and not a second.
+    pub fn read_again_after(self, read_again: Duration) -> Self {
+        Self { read_again, ..self }
     }
 
     fn lock(&self) -> MutexGuard<'_, (Arc<AwsCredential>, Instant)> {
@@ -94,7 +100,7 @@ impl KeysFile {
     /// What is known, and whether it is to be read again, by this caller alone.
     fn known(&self) -> (Arc<AwsCredential>, bool) {
         let mut known = self.lock();
-        let is_old = known.1.elapsed() >= READ_AGAIN;
+        let is_old = known.1.elapsed() >= self.read_again;
         if is_old {
             known.1 = Instant::now();
         }

@@ -1,8 +1,6 @@
 //! What the tier asks of a bucket, of each kind that there is: a directory, and a real S3 server where there is one.
 #![allow(clippy::disallowed_methods, reason = "real files, a real server")]
 
-mod s3;
-
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::ops::Range;
@@ -10,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::s3;
 use bytes::Bytes;
 use kvarts_bucket::directory::Directory;
 use kvarts_bucket::s3::S3Bucket;

@@ -12,6 +12,9 @@ use kvarts_cold::{Bucket, Fault};
 use object_store::aws::AmazonS3Builder;
 use tokio::runtime::Runtime;
 
+/// How old what was read of a file may be.
+const AGAIN: Duration = Duration::from_millis(50);
+
 /// A server that notes the heads of requests and has nothing.
 fn listening() -> (u16, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -48,7 +51,7 @@ fn keys_that_are_replaced_in_their_file_are_used_without_a_restart() {
     };
     write("FIRST", "one");
     let (port, heads) = listening();
-    let keys = KeysFile::open(&file, "p").unwrap();
+    let keys = KeysFile::open(&file, "p").unwrap().read_again_after(AGAIN);
     let bucket = S3Bucket::new(builder(port).with_credentials(Arc::new(keys)), "b", "").unwrap();
     let runtime = runtime();
     let ask = || {
@@ -62,17 +65,17 @@ fn keys_that_are_replaced_in_their_file_are_used_without_a_restart() {
     let is = |key: &str, token: &str| (key.to_owned(), token.to_owned());
     assert_eq!(ask(), is("FIRST", "one"));
     write("SECOND", "two");
-    std::thread::sleep(Duration::from_millis(1100));
+    std::thread::sleep(AGAIN);
     assert_eq!(ask(), is("SECOND", "two"));
     // Half of a file that is being replaced, and none.
     std::fs::write(&file, "[p]\naws_access_key_id=THI").unwrap();
-    std::thread::sleep(Duration::from_millis(1100));
+    std::thread::sleep(AGAIN);
     assert_eq!(ask(), is("SECOND", "two"));
     std::fs::remove_file(&file).unwrap();
-    std::thread::sleep(Duration::from_millis(1100));
+    std::thread::sleep(AGAIN);
     assert_eq!(ask(), is("SECOND", "two"));
     write("THIRD", "three");
-    std::thread::sleep(Duration::from_millis(1100));
+    std::thread::sleep(AGAIN);
     assert_eq!(ask(), is("THIRD", "three"));
     std::fs::remove_file(&file).unwrap();
 }

@@ -2,12 +2,11 @@
 //! the same can be done afterwards.
 #![allow(clippy::disallowed_methods, reason = "a real server, and its real clock")]
 
-mod proxy;
-mod s3;
-
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::proxy::{Fault, Proxy};
+use crate::s3;
 use kvarts_bucket::s3::S3Bucket;
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::check::{Level, check, namespaces};
@@ -19,7 +18,6 @@ use kvarts_cold::{
     Access, Bucket, ColdError, Fault as Said, Limits, PushOptions, Pushed, Pusher, Tier, TierOptions,
 };
 use object_store::aws::AmazonS3Builder;
-use proxy::{Fault, Proxy};
 use tokio::runtime::Runtime;
 
 const BLOCKS: u32 = 6;

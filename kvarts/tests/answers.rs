@@ -104,7 +104,7 @@ async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cu
     const CLIENTS: u64 = 4;
     let scene = Scene::open("answers-one-piece", "").await;
     let state = scene.daemon.state();
-    state.stall_timeout.set(Duration::from_secs(4));
+    state.stall_timeout.set(Duration::from_secs(2));
     let (ask, address) = (framed(&scene.exists(1500)), scene.daemon.grpc().unwrap().to_string());
     let mut slow: Vec<Raw> = (0..CLIENTS).map(|_| Raw::with_window(&address, 1)).collect();
     for raw in &mut slow {

@@ -192,7 +192,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     };
     // However many come then, they take each other's places.
     let more = silent(3 * PLACES);
-    tokio::time::sleep(Duration::from_millis(1500)).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
     let others = silent(PLACES);
     list(known.clone()).await.unwrap();
     drop((first, more, others, known));

@@ -15,6 +15,8 @@ use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity,
 use kvarts_wire::proto;
 
 const PAGE: u64 = 4096;
+/// How long a node is a member without a word.
+const LEASE_SECONDS: u64 = 3;
 /// How long the nodes may take to agree on anything.
 const TIMEOUT: Duration = Duration::from_secs(90);
 
@@ -53,7 +55,14 @@ impl Node {
             "--segment",
             "256 KiB",
         ]);
-        command.args(["--cluster", &self.members, "--cluster-address", &address, "--cluster-lease", "5"]);
+        command.args([
+            "--cluster",
+            &self.members,
+            "--cluster-address",
+            &address,
+            "--cluster-lease",
+            &LEASE_SECONDS.to_string(),
+        ]);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
@@ -166,7 +175,7 @@ fn nodes_join_die_leave_and_come_back_and_go_on_while_etcd_is_away() {
     for node in &nodes {
         node.until("a word about etcd", told);
     }
-    std::thread::sleep(Duration::from_secs(8));
+    std::thread::sleep(Duration::from_secs(LEASE_SECONDS * 3 / 2));
     shared(&nodes[0], &[&nodes[1], &nodes[2]], 4);
     assert!(nodes.iter().all(|node| node.until_whole(3) == again), "no new epoch");
     etcd.begin();

@@ -128,7 +128,7 @@ impl<'a> Node<'a> {
         let mut command = network.on(number, env!("CARGO_BIN_EXE_kvarts"));
         command.current_dir(&directory).args(["serve", "--listen-grpc", "127.0.0.1:7300"]);
         command.args(["--listen-metrics", "none", "--budget", "32 MiB", "--memory", "64 MiB"]);
-        command.args(["--segment", "256 KiB", "--cluster-lease", "5"]);
+        command.args(["--segment", "256 KiB", "--cluster-lease", "3"]);
         command.args(["--cluster", &format!("etcd://{etcd}:2379/kvarts/test")]);
         command.args(["--cluster-address", &format!("{own}:7400")]).arg("--cluster-secret").arg(secret);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();

@@ -2,8 +2,8 @@
 //! that are never read, uploads that never end, resets, storms, garbage. It answers others meanwhile, stays within its
 //! memory, keeps nothing of those who are gone, and writes no secret into its log.
 //!
-//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 2,000 if it is not set, 10,000 for the full size;
-//! fewer where the process may not have that many descriptors, which is said on standard error.
+//! `KVARTS_HOSTILE_CONNECTIONS` says how many idle connections there are, 500 if it is not set (2,000 by night), 10,000 for the
+//! full size; fewer where the process may not have that many descriptors, which is said on standard error.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::depth::depth;
 use crate::raw::{PAGE, Raw, TIMEOUT, framed, key, keys, page, put_messages, registration, with_token};
 use crate::scratch::Scratch;
 use bytes::Bytes;
@@ -223,7 +224,8 @@ impl Drop for Server {
 }
 
 fn idle_connections() -> usize {
-    let wanted = std::env::var("KVARTS_HOSTILE_CONNECTIONS").map_or(2_000, |text| text.parse().unwrap());
+    let wanted =
+        std::env::var("KVARTS_HOSTILE_CONNECTIONS").map_or(depth(500, 2_000), |text| text.parse().unwrap());
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     // Not raised: then there are fewer.
@@ -301,7 +303,7 @@ fn crowds_slow_readers_and_endless_uploads_cost_bounded_memory_and_leave_nothing
         }
         server.expect_served(2 + u64::from(second));
         most = most.max(server.resident());
-        std::thread::sleep(Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(200));
     }
     eprintln!(
         "{count} idle connections: {} KiB each; then {} MiB resident with 1000 streams and 200 uploads, {} MiB before",

@@ -19,6 +19,8 @@ mod cold_serve;
 mod compact_cli;
 mod daily_cli;
 mod demo_cli;
+#[path = "../../tests/src/depth.rs"]
+mod depth;
 mod documented;
 #[path = "../../tests/tests/served/etcd.rs"]
 mod etcd;

@@ -2,12 +2,10 @@
 //! blocks go last.
 #![allow(clippy::disallowed_methods, reason = "real nodes on loopback")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{GROUP, Stage, key};
+use crate::common::{self, GROUP, Stage, key};
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::NodeId;
 use kvarts_contract::api::{ContainsRequest, KvStore, Origins, Placed, Presence, ReadEnd, ReadRequest};
@@ -22,6 +20,9 @@ fn column<'a>(stage: &Stage, keys: &'a [BlockKey]) -> Column<'a> {
     Column { namespace: stage.namespace, group: GROUP, coordinate: Coordinate::default(), keys }
 }
 
+/// How often a node looks for what is about to be evicted: seldom enough for what it offers to be copied, and known, before it
+/// looks again.
+const LOOKS_EVERY: Duration = Duration::from_millis(1500);
 /// How long copies of puts live.
 const HOLD: Duration = Duration::from_secs(5);
 
@@ -314,7 +315,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     fill(&c, 5000);
     let small: Vec<BlockKey> = (7000..7010).map(key).collect();
     b.put(&small);
-    let nodes = start(&[&a, &b, &c], |options| options).await;
+    let nodes = start(&[&a, &b, &c], |options| NodeOptions { offer_every: LOOKS_EVERY, ..options }).await;
     let (used, unused): (Vec<BlockKey>, Vec<BlockKey>) = {
         let (used, unused): (Vec<_>, Vec<_>) = keys.iter().enumerate().partition(|(n, _)| n % 16 == 0);
         let keys = |of: Vec<(usize, &BlockKey)>| of.into_iter().map(|(_, key)| *key).collect();
@@ -326,7 +327,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     let others = |keys: &[BlockKey]| here(&b, keys) + here(&c, keys);
     let offers = || nodes[0].status().offers;
     // Of a chain that is no node's nothing is offered.
-    tokio::time::sleep(Duration::from_secs(6)).await;
+    tokio::time::sleep(LOOKS_EVERY * 4 / 3).await;
     assert_eq!((offers().last, others(&keys)), (0, 0));
     // One that has room owns a chain as well.
     claim(&nodes[1], &b, small[0], 60_000).await;
@@ -354,7 +355,7 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     );
     assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
     // What another node has is the last copy no more.
-    tokio::time::sleep(Duration::from_secs(7)).await;
+    tokio::time::sleep(LOOKS_EVERY * 2).await;
     assert_eq!((offers().last, offers().taken), (before, taken));
     nodes.iter().for_each(|node| node.stop());
 }

@@ -2,12 +2,10 @@
 
 #![allow(clippy::disallowed_methods, reason = "real time")]
 
-mod common;
-
 use std::time::Duration;
 
-use common::certificates::Authority;
-use common::{GROUP, Stage, key, start, start_with};
+use crate::common::certificates::Authority;
+use crate::common::{self, GROUP, Stage, key, start, start_with};
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
 use kvarts_layout::{BlockKey, Coordinate};

@@ -2,14 +2,12 @@
 //! they are, and nothing is kept of them beyond what each member may have.
 #![allow(clippy::disallowed_methods, reason = "real time, real connections")]
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::{GROUP, Stage, key, options};
+use crate::common::{self, GROUP, Stage, key, options};
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::partition::{Holders, Partition, Tag};
 use kvarts_contract::api::{Origins, Placed, ReadEnd, ReadRequest};

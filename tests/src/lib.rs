@@ -4,6 +4,7 @@ pub mod audit;
 pub mod block;
 pub mod campaign;
 pub mod conformance;
+pub mod depth;
 pub mod fixture;
 pub mod golden;
 pub mod landed;

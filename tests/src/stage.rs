@@ -292,9 +292,19 @@ pub struct Scratch(PathBuf);
 impl Scratch {
     /// The path of a directory that does not exist yet.
     pub fn new(name: &str) -> Self {
+        Self::below_folder(std::env::temp_dir(), name)
+    }
+
+    /// The same where the subject is a disk: below the folder that `KVARTS_DISK` names, if temporary files are in memory.
+    pub fn on_disk(name: &str) -> Self {
+        let folder = std::env::var_os("KVARTS_DISK").map_or_else(std::env::temp_dir, PathBuf::from);
+        Self::below_folder(folder, name)
+    }
+
+    fn below_folder(folder: PathBuf, name: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let unique = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("kvarts-{name}-{}-{unique}", std::process::id()));
+        let path = folder.join(format!("kvarts-{name}-{}-{unique}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
         Self(path)
     }

@@ -1,7 +1,7 @@
 //! Power cuts and device faults in the simulation: acknowledged blocks are there, blocks that were not acknowledged are
 //! whole or absent, and no byte is served that was never put.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -11,13 +11,10 @@ use kvarts_fsck::check::Level;
 use kvarts_fsck::store::CannotRun;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, reopen, verify, work};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::sim::media::errno::{EAGAIN, EINTR, EIO, ENOSPC};
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::witness::{directories, examine, media, problems};
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn config(seed: Seed) -> WorldConfig {
     let mut rng = seed.child("config").rng();
@@ -124,12 +121,13 @@ fn check(seed: Seed, settings: Seed, image: kvarts_tests::sim::Media, ledger: &L
 #[test]
 fn a_power_cut_at_every_operation_of_a_short_workload_loses_nothing_acknowledged() {
     let (mut images, mut deletes) = (0, 0);
-    for seed in (0..seeds(3)).map(Seed) {
+    for seed in (0..seeds(3, 3)).map(Seed) {
         let whole = run(seed, 6, u64::MAX, &[]);
         deletes += whole.ledger.deletes;
         assert!(whole.done, "seed {}", seed.0);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
-        for cut in 1..=whole.operations {
+        // Before each change every second one, of the next seed the others: R1 cuts at all of them.
+        for cut in (1 + seed.0 % depth(2, 1)..=whole.operations).step_by(depth(2, 1)) {
             let run = run(seed, 6, cut, &[]);
             for (n, crash) in (0..).zip(crashes(&run.state, seed.nth(cut), 3)) {
                 let image = run.state.image(crash);
@@ -142,7 +140,7 @@ fn a_power_cut_at_every_operation_of_a_short_workload_loses_nothing_acknowledged
     }
     println!("{images} images, {deletes} deletes");
     assert!(deletes > 0, "no delete was cut");
-    assert!(images > 100, "too few cuts to mean anything: {images}");
+    assert!(images > depth(50, 100), "too few cuts to mean anything: {images}");
 }
 
 /// Says what was being done when a check panics.
@@ -155,7 +153,7 @@ fn noted<T>(note: &str, what: impl FnOnce() -> T) -> T {
 
 #[test]
 fn power_cuts_at_random_operations_of_longer_workloads_lose_nothing_acknowledged() {
-    for seed in (1000..1000 + seeds(25)).map(Seed) {
+    for seed in (1000..1000 + seeds(4, 25)).map(Seed) {
         let mut rng = seed.child("cuts").rng();
         let whole = run(seed, 40, u64::MAX, &[]);
         assert!(whole.done, "seed {}", seed.0);
@@ -173,7 +171,7 @@ fn power_cuts_at_random_operations_of_longer_workloads_lose_nothing_acknowledged
 /// Lets the `n`th operation of a kind go wrong, for n = 1.. until none is struck any more.
 fn every_nth(which: Which, effect: Effect, persistent: bool, judge: Judge) {
     let mut struck = 0;
-    for seed in (2000..2000 + seeds(2)).map(Seed) {
+    for seed in (2000..2000 + seeds(1, 2)).map(Seed) {
         let mut n = 1;
         loop {
             let when = if persistent { When::From(n) } else { When::Nth(n) };

@@ -77,7 +77,7 @@ fn wait(stage: &HomeStage, what: impl Fn(&Store) -> bool) {
 #[test]
 fn file_systems_have_allocated_what_the_store_says_and_never_more_than_the_budget() {
     for io in [IoChoice::Auto, IoChoice::Pool] {
-        let scratch = Scratch::new("blocks");
+        let scratch = Scratch::on_disk("blocks");
         let directories = vec![scratch.below("one"), scratch.below("two")];
         let options = options(directories.clone(), io, BUDGET);
         for session in 0..3u64 {
@@ -104,7 +104,7 @@ fn file_systems_have_allocated_what_the_store_says_and_never_more_than_the_budge
 
 #[test]
 fn a_lower_budget_frees_the_disk() {
-    let scratch = Scratch::new("lower");
+    let scratch = Scratch::on_disk("lower");
     let directories = vec![scratch.path().to_owned()];
     let stage = HomeStage::over(&options(directories.clone(), IoChoice::Auto, BUDGET)).unwrap();
     let desk = Desk::new(&stage, "lower");
@@ -149,7 +149,7 @@ impl Drop for Mount {
 
 #[test]
 fn a_full_file_system_refuses_serves_and_takes_puts_again() {
-    let scratch = Scratch::new("tmpfs");
+    let scratch = Scratch::on_disk("tmpfs");
     let Some(mount) = Mount::new(scratch.path(), 8 << 20) else {
         eprintln!("NOT RUN: this process may not mount a file system of its own (it takes root)");
         return;

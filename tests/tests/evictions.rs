@@ -1,7 +1,7 @@
 //! Eviction in the simulation: blocks leave one by one, holes are punched, and power cuts, faults and the checker find
 //! what the store says.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use kvarts_planner::cost::{Sample, Times};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture::BLOCK_TOKENS;
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
@@ -26,10 +27,6 @@ use kvarts_tests::witness::{directories, examine, media, problems, recoverys_blo
 const SEGMENT: u64 = 128 << 10;
 /// What a file system answers that makes no holes.
 const EOPNOTSUPP: i32 = 95;
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn here(desk: &Desk<'_>, keys: std::ops::Range<u64>) -> Vec<u64> {
     let (group, coordinate) = pages();
@@ -132,12 +129,12 @@ fn check(seed: Seed, image: Media, ledger: &Ledger, note: &str) -> u64 {
 #[test]
 fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_undone() {
     let (mut evicted, mut punched, mut found, mut images) = (0, 0, 0, 0);
-    for seed in (4000..4000 + seeds(10)).map(Seed) {
+    for seed in (4000..4000 + seeds(10, 10)).map(Seed) {
         let whole = run(seed, 90, u64::MAX, &[]);
         assert_eq!(defects(&whole.ledger), Vec::<&_>::new(), "seed {}", seed.0);
         (evicted, punched) = (evicted + whole.evicted, punched + whole.punched);
         let mut rng = seed.child("cuts").rng();
-        for _ in 0..8 {
+        for _ in 0..depth(3, 8) {
             // Most of it: at first the store is not full.
             let cut = rng.between(whole.operations / 3, whole.operations);
             let ran = run(seed, 90, cut, &[]);
@@ -151,7 +148,7 @@ fn power_cuts_while_blocks_are_evicted_leave_each_here_or_gone_and_no_delete_und
     println!(
         "{images} images, {evicted} blocks evicted, {punched} bytes punched, {found} blocks found evicted"
     );
-    assert!(evicted > 60 && punched > 512 << 10 && found > 100, "{evicted} {punched} {found}");
+    assert!(evicted > 60 && punched > 512 << 10 && found > depth(30, 100), "{evicted} {punched} {found}");
 }
 
 #[test]
@@ -290,7 +287,7 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
         let desk = Desk::new(&stage, "long");
         let mut rng = Seed(4400).child(policy.name()).rng();
         let mut files = Vec::new();
-        for round in 0..400u64 {
+        for round in 0..depth(200, 400u64) {
             let first = 4 * rng.below(100);
             desk.outcomes(desk.request(pages(), &desk.keys(first..first + 4), 1));
             // Some are used again and again.
@@ -316,12 +313,14 @@ fn a_store_that_is_full_for_long_keeps_its_books_its_files_and_its_memory() {
 /// a few seconds, so that the blocks of several segments are equally old.
 #[test]
 fn a_store_that_is_written_round_and_round_empties_whole_segments_and_makes_no_holes() {
+    // Four times round either way.
+    let (budget_mib, puts) = depth((6, 800), (24, 3000));
     for policy in EvictionPolicy::ALL {
         let world = SimWorld::new(4450, &WorldConfig::default());
-        let options = Options { eviction: policy, budget_bytes: 24 << 20, ..roomy(Seed(4450)) };
+        let options = Options { eviction: policy, budget_bytes: budget_mib << 20, ..roomy(Seed(4450)) };
         let stage = SimStage::open(&world, &options).unwrap();
         let desk = Desk::new(&stage, "round");
-        for n in 0..3000 {
+        for n in 0..puts {
             let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
             assert_eq!(outcomes, [BlockOutcome::Stored], "{n}");
             stage.advance(Duration::from_millis(1));

@@ -7,14 +7,11 @@ use kvarts_fsck::check::Level;
 use kvarts_fsck::store::CannotRun;
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_tests::campaign::{Ledger, drive, reopen, work};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
 use kvarts_tests::witness::{
     checkers_rows, directories, examine, problems, recoverys_blocks, recoverys_rows,
 };
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn options(seed: Seed) -> Options {
     let mut rng = seed.child("options").rng();
@@ -86,7 +83,7 @@ fn agree(seed: Seed, image: Media, note: &str) -> bool {
 #[test]
 fn every_image_of_a_power_cut_is_clean_and_called_what_recovery_calls_it() {
     let mut stores = 0;
-    for seed in (0..seeds(4)).map(Seed) {
+    for seed in (0..seeds(1, 4)).map(Seed) {
         let (_, operations) = run(seed, 10, u64::MAX);
         for cut in (1..=operations).step_by(2) {
             let (state, _) = run(seed, 10, cut);
@@ -97,19 +94,19 @@ fn every_image_of_a_power_cut_is_clean_and_called_what_recovery_calls_it() {
         }
     }
     println!("{stores} images");
-    assert!(stores > 200, "too few images to mean anything: {stores}");
+    assert!(stores > depth(50, 200), "too few images to mean anything: {stores}");
 }
 
 #[test]
 fn images_of_long_runs_that_recycle_segments_are_clean_too() {
     let mut labels = std::collections::BTreeMap::<&str, u64>::new();
-    for seed in (100..100 + seeds(12)).map(Seed) {
+    for seed in (100..100 + seeds(12, 12)).map(Seed) {
         let (_, operations) = run(seed, 120, u64::MAX);
         let mut rng = seed.child("cuts").rng();
         for _ in 0..6 {
             let cut = rng.between(1, operations);
             let (state, _) = run(seed, 120, cut);
-            for crash in crashes(&state, seed.nth(cut), 3) {
+            for (n, crash) in crashes(&state, seed.nth(cut), 3).into_iter().enumerate() {
                 let note = format!("seed {}, cut {cut}, {crash:?}", seed.0);
                 let image = state.image(crash);
                 if let Ok(checked) = examine(&directories(&image), Level::Full) {
@@ -117,7 +114,10 @@ fn images_of_long_runs_that_recycle_segments_are_clean_too() {
                         *labels.entry(label).or_default() += times;
                     }
                 }
-                agree(seed, image, &note);
+                // Before each change one of three: R26 is the same.
+                if n % depth(3, 1) == 0 {
+                    agree(seed, image, &note);
+                }
             }
         }
     }

@@ -15,6 +15,7 @@ use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure, is_zero};
 use kvarts_store::engine::CompactOptions;
 use kvarts_tests::conformance::Desk;
+use kvarts_tests::depth::depth;
 use kvarts_tests::fixture::columns;
 use kvarts_tests::sim::{Seed, SimWorld, WorldConfig};
 use kvarts_tests::stage::{SimStage, drive};
@@ -73,11 +74,12 @@ fn a_flipped_bit_anywhere_in_a_structure_is_named_with_its_place() {
     let mut flips = 0;
     let mut seen = Vec::new();
     for (path, at, structure) in &structures {
-        // One of each kind is looked at byte by byte in its first sector, the others at some of their bytes.
-        let step = if seen.contains(structure) { 331 } else { 1 };
+        // One of each kind is looked at byte by byte in its first sector (before each change at every third byte: R6 flips all bits
+        // in turn), the others at some of their bytes.
+        let step = if seen.contains(structure) { 331 } else { depth(3, 1) };
         seen.push(*structure);
         let whole = if bits.is_empty() { 512 } else { PAGE };
-        for byte in (0..whole).step_by(step).chain((whole..PAGE).step_by(101)) {
+        for byte in (0..whole).step_by(step).chain((whole..PAGE).step_by(depth(997, 101))) {
             let rotating = [1u8 << (byte % 8)];
             for bit in if bits.is_empty() { &rotating[..] } else { bits } {
                 disk.tamper(path, |bytes| bytes[at + byte] ^= bit);
@@ -109,7 +111,7 @@ fn a_flipped_bit_of_a_payload_or_its_padding_is_named_with_its_record() {
         let bytes = disk.contents(path).unwrap();
         let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
         let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
-        for byte in (0..payload.next_multiple_of(PAGE)).step_by(97) {
+        for byte in (0..payload.next_multiple_of(PAGE)).step_by(depth(389, 97)) {
             let place = at + header + byte;
             disk.tamper(path, |bytes| bytes[place] ^= 1 << (byte % 8));
             let checked = examine(std::slice::from_ref(&disk), Level::Full).unwrap();
@@ -127,7 +129,7 @@ fn a_flipped_bit_of_a_payload_or_its_padding_is_named_with_its_record() {
             flips += 1;
         }
     }
-    assert!(flips > 300, "{flips}");
+    assert!(flips > depth(60, 300), "{flips}");
 }
 
 /// Puts a page elsewhere.
@@ -334,7 +336,8 @@ fn a_flipped_bit_of_a_stored_chunk_is_named_with_its_record_and_never_a_panic() 
         }
         records += 1;
         // The beginning of a stored chunk is what decoders look at first.
-        for byte in (0..payload.min(40)).chain((40..payload.next_multiple_of(PAGE)).step_by(997)) {
+        let beginning = (0..payload.min(40)).step_by(depth(3, 1));
+        for byte in beginning.chain((40..payload.next_multiple_of(PAGE)).step_by(997)) {
             let place = at + header + byte;
             let flip = |bytes: &mut Vec<u8>| bytes[place] ^= 1 << (byte % 8);
             disk.tamper(path, flip);
@@ -359,7 +362,7 @@ fn a_flipped_bit_of_a_stored_chunk_is_named_with_its_record_and_never_a_panic() 
             );
         }
     }
-    assert!(records > 6 && flips > 200, "{records} records, {flips} flips");
+    assert!(records > 6 && flips > depth(60, 200), "{records} records, {flips} flips");
     assert!(harmless <= records, "{harmless} of {flips} flips in {records} records went unseen");
 }
 

@@ -1,7 +1,7 @@
 //! Puts whose layers come one after the other, in the simulation: no block of such a put is found before the put is sealed,
 //! whatever the power does, and no other caller waits for a put that stands still.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -17,15 +17,12 @@ use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{
     Act, Aim, Driven, Judge, Ledger, Poller, act, defects, drive, read_all, reopen, verify,
 };
+use kvarts_tests::depth::seeds;
 use kvarts_tests::fixture;
 use kvarts_tests::sim::media::errno::EIO;
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage};
 use kvarts_tests::witness::{directories, examine, problems};
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 /// Records of two blocks of the first column: a put of three makes two.
 fn options() -> Options {
@@ -201,7 +198,7 @@ fn check(seed: Seed, state: &CrashState, crash: Crash, ledger: &Ledger, note: &s
 #[test]
 fn a_power_cut_at_every_operation_shows_nothing_that_was_not_sealed_and_loses_nothing_that_was() {
     let mut images = 0;
-    for seed in (0..seeds(2)).map(Seed) {
+    for seed in (0..seeds(2, 2)).map(Seed) {
         let whole = run(seed, u64::MAX, &[]);
         assert!(whole.done, "seed {}", seed.0);
         assert_eq!(defects(&whole.ledger), Vec::<&Reason>::new(), "seed {}", seed.0);

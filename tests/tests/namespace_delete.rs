@@ -14,16 +14,13 @@ use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
 use kvarts_store::engine::{Options, Store};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::seeds;
 use kvarts_tests::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
 use kvarts_tests::stage::{SimStage, Stage, ask};
 use kvarts_tests::witness::{directories, small};
 
 const BLOCKS: u64 = 10;
 const OTHERS: u64 = 3;
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn options() -> Options {
     Options { executors: 2, ..small(4) }
@@ -145,7 +142,7 @@ fn cuts(seed: Seed, stride: usize, each: &mut dyn FnMut(u64, Media)) {
 #[test]
 fn a_power_cut_at_any_step_of_a_delete_leaves_a_namespace_whole_or_gone() {
     let (mut there, mut gone, mut finished) = (0, 0, 0);
-    for seed in (0..seeds(3)).map(Seed) {
+    for seed in (0..seeds(3, 3)).map(Seed) {
         cuts(seed, 19, &mut |step, media| {
             let (is_there, half) = judge(seed.nth(step), &media, &format!("seed {}, step {step}", seed.0));
             there += u32::from(is_there);
@@ -160,7 +157,7 @@ fn a_power_cut_at_any_step_of_a_delete_leaves_a_namespace_whole_or_gone() {
 #[test]
 fn a_power_cut_while_a_delete_is_finished_leaves_it_to_be_finished() {
     let mut cut_again = 0;
-    for seed in (0..seeds(1)).map(|seed| Seed(seed + 50)) {
+    for seed in (0..seeds(1, 1)).map(|seed| Seed(seed + 50)) {
         let mut halves = Vec::new();
         cuts(seed, 17, &mut |step, media| {
             let world = SimWorld::with_media(1, &WorldConfig::default(), media.clone());

@@ -13,6 +13,9 @@ use kvarts_peer::etcd::{EtcdAccess, EtcdOptions, Registered};
 use kvarts_tests::conformance::{Desk, all};
 use kvarts_tests::stage::Scratch;
 
+/// How long a node is a member without a word.
+const LEASE_SECONDS: u32 = 3;
+
 #[test]
 fn a_node_of_three_that_registered_themselves_conforms() {
     let Some(etcd) = Etcd::start("conforms") else { return };
@@ -20,7 +23,8 @@ fn a_node_of_three_that_registered_themselves_conforms() {
         let [.., high, low] = std::process::id().to_be_bytes();
         let address = format!("127.{}.{high}.{low}:7420", 200 + number);
         let members = etcd.members();
-        let file = format!("[cluster]\nmembers = '{members}'\naddress = '{address}'\nlease = 5\n");
+        let file =
+            format!("[cluster]\nmembers = '{members}'\naddress = '{address}'\nlease = {LEASE_SECONDS}\n");
         Served::start(&format!("etcd-conforms-{number}"), &file)
     };
     let nodes: Vec<Served> = (0..3).map(node).collect();
@@ -100,7 +104,9 @@ fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is
     let node = |number: usize| {
         let [.., high, low] = std::process::id().to_be_bytes();
         let (members, address) = (etcd.members(), format!("127.{}.{high}.{low}:7422", 200 + number));
-        let file = format!("[cluster]\nmembers = '{members}'\naddress = '{address}'\nlease = 5\n{file}");
+        let file = format!(
+            "[cluster]\nmembers = '{members}'\naddress = '{address}'\nlease = {LEASE_SECONDS}\n{file}"
+        );
         Served::start(&format!("etcd-secured-{number}"), &file)
     };
     let nodes: Vec<Served> = (0..2).map(node).collect();
@@ -109,12 +115,12 @@ fn nodes_register_themselves_over_tls_with_a_password_and_who_has_another_one_is
         status.nodes.len() == 2 && status.nodes.iter().all(|node| node.is_reachable)
     });
     // Longer than a lease: it is renewed with the same token.
-    std::thread::sleep(Duration::from_secs(8));
+    std::thread::sleep(Duration::from_secs(u64::from(LEASE_SECONDS) * 3 / 2));
     assert_eq!(nodes[1].client(None).cluster_status().unwrap().nodes.len(), 2);
     let options = EtcdOptions {
         endpoints: vec![etcd.endpoint().to_string()],
         prefix: "kvarts/test".to_owned(),
-        lease: 5,
+        lease: LEASE_SECONDS,
     };
     let shown = |of: &Authority| {
         let own = Some((of_node.certificate.as_bytes(), of_node.key.as_bytes()));

@@ -14,11 +14,14 @@ use kvarts_layout::BlockKey;
 use kvarts_store::engine::Holding;
 use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::depth;
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;
 
 /// How far apart cuts are.
 const STEP: usize = 4096;
+/// Before each change one of this many cuts is tried, by night all of them. No multiple of 3: a cut's number says how it is made.
+const EVERY: usize = 4;
 /// What one call's bytes differ by from another's on the same wire: headers that were said before, window updates.
 const SLACK: usize = 512;
 /// Blocks of a request, of 24 KiB each.
@@ -153,7 +156,7 @@ fn an_upload_that_is_cut_at_any_page_leaves_no_block_and_nothing_else() {
     let bytes = scene.proxy.carried().0.len();
     let cuts = bytes.saturating_sub(SLACK).div_ceil(STEP);
     assert!(bytes as u64 > BLOCKS * 24 * 1024 && cuts > 70, "{bytes} bytes");
-    for cut in 0..cuts {
+    for cut in (0..cuts).step_by(depth(EVERY, 1)) {
         let keys = keys(cut as u64 + 1);
         let put = || scene.through.put(desk.request(pages(), &keys, 1));
         let answer = scene.cut((Way::Up, cut * STEP, Cut::turn(cut)), put, is_lost_put);
@@ -242,7 +245,7 @@ fn a_download_that_is_cut_at_any_page_never_says_more_than_has_arrived() {
     let (desk, other) = (Desk::new(&scene.through, "cut"), Desk::new(&scene.beside, "cut"));
     let keys = desk.keys(0..BLOCKS);
     assert_eq!(other.outcomes(other.request(pages(), &keys, 1)), vec![BlockOutcome::Stored; BLOCKS as usize]);
-    for order in [Order::Blocks, Order::Layers] {
+    for (first, order) in [(0, Order::Blocks), (EVERY / 2, Order::Layers)] {
         let request = || ReadRequest { order, ..desk.read_request(pages(), &keys) };
         scene.proxy.carried();
         assert_eq!(desk.read(&request()).1.failures, []);
@@ -250,7 +253,7 @@ fn a_download_that_is_cut_at_any_page_never_says_more_than_has_arrived() {
         let cuts = bytes.saturating_sub(SLACK).div_ceil(STEP);
         assert!(bytes as u64 > BLOCKS * 24 * 1024 && cuts > 70, "{bytes} bytes");
         let (mut partly, mut whole) = (0, 0);
-        for cut in 0..cuts {
+        for cut in (depth(first, 0)..cuts).step_by(depth(EVERY, 1)) {
             let read = || {
                 let request = request();
                 let (_, end) = desk.read(&request);

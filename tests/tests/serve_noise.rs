@@ -2,7 +2,7 @@
 //! changes, and messages of any bytes. The server hangs up or answers with a status that blames the client, serves clients
 //! that behave, stores nothing that was not put correctly, and keeps nothing.
 //!
-//! `KVARTS_NOISE` says how many inputs there are of each kind (120), `KVARTS_NOISE_SEED` with which they begin (0).
+//! `KVARTS_NOISE` says how many inputs there are of each kind (30, by night 120), `KVARTS_NOISE_SEED` with which they begin (0).
 
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
@@ -22,6 +22,7 @@ use kvarts_contract::api::{
 use kvarts_contract::error::Reason;
 use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::depth;
 use kvarts_tests::sim::rng::{Rng, Seed};
 use kvarts_tests::stage::ask;
 use kvarts_wire::limits;
@@ -43,7 +44,7 @@ fn number(name: &str, otherwise: u64) -> u64 {
 /// Inputs of each kind.
 fn inputs() -> std::ops::Range<u64> {
     let first = number("KVARTS_NOISE_SEED", 0);
-    first..first + number("KVARTS_NOISE", 120)
+    first..first + number("KVARTS_NOISE", depth(30, 120))
 }
 
 fn random(rng: &mut Rng, length: usize) -> Vec<u8> {
@@ -79,10 +80,12 @@ fn say_until(served: &Served, bytes: &[u8], mut done: impl FnMut() -> bool + Sen
         });
         let mut answer = [0; 16384];
         loop {
-            match stream.read(&mut answer) {
+            let answered = stream.read(&mut answer);
+            // Whatever it is; perhaps no thread waits for it any more.
+            drop(heard.send(()));
+            match answered {
                 Ok(0) => return,
-                // Perhaps no thread waits for it any more.
-                Ok(_) => drop(heard.send(())),
+                Ok(_) => {}
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::ConnectionReset, "the server does not hang up");
                     return;

@@ -1,7 +1,7 @@
 //! Space in the simulation: the budget is kept, full disks pass, quotas and caps hold, and the books are right
 //! throughout.
 //!
-//! `KVARTS_SEEDS=n` runs n seeds of each instead of the few that every build runs; a failure prints its seed.
+//! `KVARTS_SEEDS=n` runs n seeds of each instead of what `kvarts_tests::depth` says; a failure prints its seed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,6 +15,7 @@ use kvarts_fsck::check::Level;
 use kvarts_layout::{BlockKey, Coordinate, NamespaceId};
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::depth::{depth, seeds};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};
 use kvarts_tests::sim::{Crash, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
@@ -22,10 +23,6 @@ use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 use kvarts_tests::witness::{directories, examine, problems};
 
 const SEGMENT: u64 = 128 << 10;
-
-fn seeds(few: u64) -> u64 {
-    std::env::var("KVARTS_SEEDS").ok().and_then(|text| text.parse().ok()).unwrap_or(few)
-}
 
 fn options(budget_bytes: u64) -> Options {
     Options {
@@ -71,7 +68,7 @@ fn lease(desk: &Desk<'_>, keys: std::ops::Range<u64>, tenant: u32, cap_bytes: u6
 
 #[test]
 fn a_full_store_goes_on_within_its_budget_with_its_books_right() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 2 << 20);
         let desk = Desk::new(&stage, "full");
         let mut footers = 0;
@@ -100,7 +97,7 @@ fn a_full_store_goes_on_within_its_budget_with_its_books_right() {
 
 #[test]
 fn a_lower_budget_gives_segments_back_while_the_store_is_used_and_a_higher_one_takes_them_again() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 4 << 20);
         let desk = Desk::new(&stage, "budget");
         fill(&desk, 0..150);
@@ -159,7 +156,7 @@ fn a_store_opened_with_a_lower_budget_shrinks_to_it() {
 
 #[test]
 fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_right() {
-    for seed in 0..seeds(2) {
+    for seed in 0..seeds(1, 2) {
         let mut cuts = 0;
         for steps in (0..600).step_by(23) {
             let (world, stage) = open(seed, 4 << 20);
@@ -193,7 +190,7 @@ fn a_power_cut_while_segments_are_given_back_leaves_a_store_whose_books_are_righ
 #[test]
 fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut() {
     let (mut went, mut came, mut images) = (0, 0, 0);
-    for seed in 0..seeds(2) {
+    for seed in 0..seeds(1, 2) {
         for steps in (0..900).step_by(29) {
             let (world, stage) = open(seed, 4 << 20);
             let desk = Desk::new(&stage, "gone");
@@ -229,7 +226,10 @@ fn segments_that_went_with_a_lower_budget_never_look_lost_wherever_power_is_cut(
             }
         }
     }
-    assert!(went > 300 && came > 200 && images > 150, "{went} went, {came} came again, {images} images");
+    assert!(
+        went > depth(150, 300) && came > depth(100, 200) && images > depth(75, 150),
+        "{went} went, {came} came again, {images} images"
+    );
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn a_full_disk_at_every_allocation_and_write_passes_without_a_restart() {
     let kinds = [OpKind::Open, OpKind::Allocate, OpKind::Write, OpKind::Flush, OpKind::SyncDir];
     for which in kinds.map(Which::Kind).into_iter().chain([Which::Allocating]) {
         let mut struck = 0;
-        for seed in 0..seeds(1) {
+        for seed in 0..seeds(1, 1) {
             for (errno, nth) in (1..12).map(|nth| (if nth % 2 == 0 { EDQUOT } else { ENOSPC }, nth)) {
                 struck += u32::from(full_disk(seed, errno, which, nth));
             }
@@ -331,7 +331,7 @@ fn live(stage: &SimStage, namespace: NamespaceId) -> u64 {
 
 #[test]
 fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (world, stage) = open(seed, 8 << 20);
         let (mine, other) = (Desk::new(&stage, "mine"), Desk::new(&stage, "other"));
         fill(&other, 0..20);
@@ -369,7 +369,7 @@ fn a_quota_lets_the_longest_unused_of_its_namespace_go_and_nothing_of_others() {
 
 #[test]
 fn what_a_quota_takes_out_is_told_of_by_name() {
-    for seed in 0..seeds(3) {
+    for seed in 0..seeds(1, 3) {
         let (_world, stage) = open(seed, 8 << 20);
         let desk = Desk::new(&stage, "mine");
         let mut reader = stage.store().subscribe(None);
@@ -434,14 +434,15 @@ fn a_tenant_pins_no_more_than_its_cap_whatever_its_terms_say() {
 }
 
 #[test]
-fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memory() {
-    for seed in (0..seeds(1)).map(Seed) {
+fn long_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memory() {
+    let minutes = depth(20, 60);
+    for seed in (0..seeds(1, 1)).map(Seed) {
         let (world, stage) = open(seed.0, 3 << 20);
         let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
         let mut rng = seed.child("churn").rng();
         let start = stage.now();
         let (mut puts, mut steps, mut memory, mut files) = (0, 0u64, Vec::new(), Vec::new());
-        while stage.now().0 - start.0 < 3_600_000_000_000 {
+        while stage.now().0 - start.0 < minutes * 60_000_000_000 {
             let desk = &desks[rng.index(3)];
             let first = rng.below(200);
             let keys = desk.keys(first..first + rng.between(1, 4));
@@ -461,8 +462,8 @@ fn an_hour_of_churn_stays_within_the_budget_at_every_step_and_takes_no_more_memo
                 files.push(stage.engine().segments().len());
             }
         }
-        assert!(puts > 1000 && memory.len() > 20, "{puts} puts");
-        assert!(stage.engine().stats().counts.segments_recycled > 100);
+        assert!(puts > minutes * 16 && memory.len() as u64 > minutes / 3, "{puts} puts");
+        assert!(stage.engine().stats().counts.segments_recycled > minutes * 5 / 3);
         // Tables grow to what a full store needs, and stay there.
         let settled = &memory[memory.len() / 4..];
         let (least, most) = (settled.iter().min().unwrap(), settled.iter().max().unwrap());
@@ -496,7 +497,8 @@ fn a_namespace_that_is_filled_and_deleted_again_and_again_leaves_nothing_in_memo
     let (world, stage) = open(3, 3 << 20);
     let desk = Desk::new(&stage, "again");
     let mut halves = [BTreeMap::new(), BTreeMap::new()];
-    for round in 0..1000 {
+    let rounds = depth(200, 1000);
+    for round in 0..rounds {
         let outcomes = fill(&desk, round..round + 1);
         assert_eq!(outcomes, [BlockOutcome::Stored], "round {round}");
         // What is refused is not remembered either.
@@ -507,7 +509,7 @@ fn a_namespace_that_is_filled_and_deleted_again_and_again_leaves_nothing_in_memo
         assert!(stage.put(refused).is_err());
         delete_all(&desk);
         if round % 20 == 19 {
-            keep_most(&mut halves[usize::from(round >= 500)], &world, stage.engine());
+            keep_most(&mut halves[usize::from(round >= rounds / 2)], &world, stage.engine());
         }
     }
     let [before, after] = halves;
@@ -520,12 +522,13 @@ fn a_namespace_that_is_filled_and_deleted_again_and_again_leaves_nothing_in_memo
 
 #[test]
 fn no_table_in_memory_grows_with_use() {
-    for seed in (0..seeds(1)).map(Seed) {
+    let steps = depth(1600, 4000u64);
+    for seed in (0..seeds(1, 1)).map(Seed) {
         let (world, stage) = open(seed.0, 3 << 20);
         let desks = ["a", "b", "c"].map(|name| Desk::new(&stage, name));
         let mut rng = seed.child("churn").rng();
         let mut halves = [BTreeMap::new(), BTreeMap::new()];
-        for step in 0..4000u64 {
+        for step in 0..steps {
             let desk = &desks[rng.index(3)];
             let first = rng.below(4000);
             let keys = desk.keys(first..first + rng.between(1, 4));
@@ -547,11 +550,11 @@ fn no_table_in_memory_grows_with_use() {
             }
             stage.advance(Duration::from_millis(rng.below(4000)));
             if step % 20 == 19 {
-                keep_most(&mut halves[usize::from(step >= 2000)], &world, stage.engine());
+                keep_most(&mut halves[usize::from(step >= steps / 2)], &world, stage.engine());
             }
         }
         let recycled = stage.engine().stats().counts.segments_recycled;
-        assert!(recycled > 200, "seed {}: {recycled} segments were recycled", seed.0);
+        assert!(recycled > steps / 20, "seed {}: {recycled} segments were recycled", seed.0);
         let [before, after] = halves;
         assert!(before.len() > 20, "{before:?}");
         for (name, size) in after {
@@ -566,7 +569,7 @@ fn no_table_in_memory_grows_with_use() {
 
 #[test]
 fn puts_at_once_in_the_least_budget_are_stored_or_refused_and_never_lost_between_segments() {
-    for seed in 0..seeds(6) {
+    for seed in 0..seeds(2, 6) {
         let opens = |budget: u64| {
             let world = SimWorld::new(seed, &WorldConfig::default());
             SimStage::open(&world, &options(budget)).is_ok()

@@ -173,6 +173,7 @@ fn of_enum(number: i32) -> u64 {
 mod tests {
     use super::*;
     use bytes::Bytes;
+    use prost::Message;
 
     fn column() -> Option<proto::Column> {
         Some(proto::Column { group: 3, coordinate: Some(proto::Coordinate { start: 1, count: 2, of: 8 }) })
@@ -255,5 +256,105 @@ mod tests {
             let found = one.read_data(&about, &bytes, 10);
             assert_eq!(found, other.read(&ReadPart::Data(whole.clone())));
         }
+    }
+    /// Changes each bit of a message by itself, as it is on a wire. What can be read of it is the same message, or `is_found`.
+    fn each_bit<T: Message + Default + PartialEq>(message: &T, is_found: impl Fn(&T) -> bool) {
+        let bytes = message.encode_to_vec();
+        assert!(T::decode(&bytes[..]).is_ok_and(|read| read == *message) && !is_found(message));
+        let mut found = 0;
+        for bit in 0..bytes.len() * 8 {
+            let mut changed = bytes.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            let Ok(read) = T::decode(&changed[..]) else { continue };
+            if read != *message {
+                assert!(is_found(&read), "bit {bit} of {message:?}: {read:?}");
+                found += 1;
+            }
+        }
+        assert!(
+            found > bytes.len(),
+            "{found} of {} bits make another message of {message:?}",
+            bytes.len() * 8
+        );
+    }
+
+    #[test]
+    fn a_changed_bit_of_a_read_or_its_answers_is_found_by_the_digest() {
+        let layers = Some(proto::read_request::LayerRange { start: 4, end: 6 });
+        let (namespace, keys) = (vec![1; 32].into(), vec![5; 64].into());
+        let request = proto::ReadRequest { namespace, column: column(), keys, layers, class: 2 };
+        let error = Some(proto::Error { kind: 1, reason: 1, ..Default::default() });
+        let failures = vec![proto::read_end::Failure { block: 1, error }];
+        let data = Bytes::from_static(b"bytes of blocks");
+        for order in [Order::Blocks, Order::Layers] {
+            let asked = StreamDigest::of_read(order, &request);
+            each_bit(&request, |read| StreamDigest::of_read(order, read).digest() != asked.digest());
+            for part in [
+                ReadPart::Data(proto::ReadData {
+                    layer: 4,
+                    first_block: 1,
+                    blocks: 2,
+                    offset: 7,
+                    data: data.clone(),
+                }),
+                ReadPart::Layer(proto::LayerReady { layer: 4, blocks: 2 }),
+                ReadPart::Block(proto::BlockReady { block: 9 }),
+                ReadPart::End(proto::ReadEnd {
+                    usable_blocks: 1,
+                    usable_layers: 2,
+                    failures: failures.clone(),
+                }),
+            ] {
+                let crc32 = asked.clone().read(&part);
+                each_bit(&proto::ReadReply { part: Some(part), crc32 }, |reply| {
+                    reply.part.as_ref().is_none_or(|part| asked.clone().read(part) != reply.crc32)
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn a_changed_bit_of_a_put_or_its_answer_is_found_by_the_digest() {
+        let header = proto::PutHeader {
+            namespace: vec![1; 32].into(),
+            column: column(),
+            parent: Some(proto::Parent { parent: Some(Parent::Key(vec![6; 32].into())) }),
+            first_block: Some(7),
+            keys: vec![5; 32].into(),
+            layout: 1,
+            durability: 1,
+            expires_after_ms: 9,
+            origins: vec![4; 16].into(),
+        };
+        let data = proto::PutData { offset: 7, data: Bytes::from_static(b"bytes of blocks") };
+        let mut digest = StreamDigest::of_put();
+        for part in [PutPart::Header(header), PutPart::Data(data)] {
+            let before = digest.clone();
+            let crc32 = digest.put(&part);
+            each_bit(&proto::PutRequest { part: Some(part), crc32 }, |request| {
+                request.part.as_ref().is_none_or(|part| before.clone().put(part) != request.crc32)
+            });
+        }
+        let error = Some(proto::Error { kind: 3, reason: 8, ..Default::default() });
+        let outcomes = vec![proto::PutOutcome { what: 1, error: None }, proto::PutOutcome { what: 3, error }];
+        let mut reply = proto::PutReply { outcomes, crc32: 0 };
+        reply.crc32 = digest.clone().put_reply(&reply);
+        each_bit(&reply, |reply| digest.clone().put_reply(reply) != reply.crc32);
+    }
+
+    #[test]
+    fn a_changed_bit_of_a_models_identity_is_found_by_the_digest() {
+        let identity = proto::Identity {
+            model: "model".to_owned(),
+            revision: "revision".to_owned(),
+            kv_dtype: "bf16".to_owned(),
+            arrangement_engine: "engine".to_owned(),
+            block_tokens: 16,
+            spec_fingerprint: vec![8; 32].into(),
+            extras: [("name".to_owned(), "value".to_owned())].into(),
+            ..Default::default()
+        };
+        let digest = of_model(&identity, &[1; 32]);
+        each_bit(&identity, |read| of_model(read, &[1; 32]) != digest);
     }
 }

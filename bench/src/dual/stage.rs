@@ -11,7 +11,7 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy, Secret};
+use kvarts_peer::node::{ClusterNode, Column, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::Home;
 use kvarts_terminal::Failure;
@@ -166,6 +166,7 @@ impl Bench<'_> {
                 serve: ServeLimits { bytes_per_second, ..ServeLimits::default() },
                 put: PutPolicy::Store,
                 hot: None,
+                offer_every: OFFER_EVERY,
             };
             let node = ClusterNode::start(home.store().clone(), listener, options);
             nodes.push(node.map_err(Failure::User)?);

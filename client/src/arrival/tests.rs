@@ -6,6 +6,7 @@ use kvarts_contract::api::{Placed, Verify, read_channel};
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::class::Class;
 use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
+use prost::Message;
 
 /// Bytes of a block's layers: two chunks in the first, one in the second.
 const LAYERS: [&[u64]; 2] = [&[10, 6], &[8]];
@@ -239,5 +240,42 @@ fn a_message_that_is_changed_lost_doubled_or_from_elsewhere_ends_the_read() {
         }
         let other = if order == Order::Layers { Order::Blocks } else { Order::Layers };
         expect_damaged("the other call", &messages(other, &parts, &asked()), 0);
+    }
+}
+
+/// Each bit of each message as it is on the wire, by itself: one that can still be read says the same, or ends the read.
+#[test]
+fn a_message_of_which_any_bit_is_changed_announces_nothing_else() {
+    for (order, parts) in good() {
+        let good = messages(order, &parts, &asked());
+        let whole = take(order, &good).0;
+        let (mut unread, mut ended) = (0, 0);
+        for at in 0..good.len() {
+            let bytes = good[at].encode_to_vec();
+            let before = parts.iter().take(at).filter(|part| matches!(part, Part::Layer(_) | Part::Block(_)));
+            let before = &whole[..before.count()];
+            for bit in 0..bytes.len() * 8 {
+                let mut changed = bytes.clone();
+                changed[bit / 8] ^= 1 << (bit % 8);
+                let Ok(message) = proto::ReadReply::decode(&changed[..]) else {
+                    unread += 1;
+                    continue;
+                };
+                let mut messages = good.clone();
+                messages[at] = message;
+                let (events, end, _) = take(order, &messages);
+                match end {
+                    Err(Reason::Media(_)) => {
+                        ended += 1;
+                        assert_eq!(events, before, "message {at}, bit {bit}");
+                    }
+                    end => {
+                        assert_eq!(messages[at], good[at], "message {at}, bit {bit}: {end:?}");
+                        assert_eq!(events, whole, "message {at}, bit {bit}");
+                    }
+                }
+            }
+        }
+        assert!(unread > 50 && ended > 500, "{unread} could not be read, {ended} ended the read");
     }
 }

@@ -44,7 +44,7 @@ use tokio::sync::{Semaphore, watch};
 pub use chain::lease_of;
 pub use locate::{Column, Located};
 pub use network::{Called, Calls, Footing, Network};
-pub use offering::OfferCounts;
+pub use offering::{OFFER_EVERY, OfferCounts};
 pub use placing::{Fate, Placing, PutCounts, PutPolicy};
 pub use replicate::Replicated;
 pub use status::{NodeStatus, Status};
@@ -131,6 +131,8 @@ pub struct NodeOptions {
     pub put: PutPolicy,
     /// When blocks that are read from other nodes are copied here; none: never by themselves.
     pub hot: Option<Rule>,
+    /// How often last copies are looked for that are about to be evicted: [`OFFER_EVERY`] but in tests.
+    pub offer_every: Duration,
 }
 
 /// One node of a cluster, while it runs.

@@ -33,7 +33,7 @@ const LOCATE_TIMEOUT: Duration = Duration::from_millis(25);
 const TRIES: usize = 3;
 const PAUSE: Duration = Duration::from_millis(500);
 /// How often blocks are looked for that are about to be evicted.
-const EVERY: Duration = Duration::from_secs(5);
+pub const OFFER_EVERY: Duration = Duration::from_secs(5);
 /// Hundredths of the budget from which on they are, and nothing that others offer is taken for which room would have to be made.
 const FULL: u64 = 80;
 /// How often a block must have been used lately to be worth it.
@@ -142,7 +142,7 @@ pub(super) fn begin(node: &Arc<ClusterNode>, queues: Queues) {
     let sweeping = Arc::clone(node);
     node.spawn(async move {
         loop {
-            sweeping.sleep(EVERY).await;
+            sweeping.sleep(sweeping.options.offer_every).await;
             if sweeping.owned.any() && sweeping.is_nearly_full() {
                 sweeping.offer_last_copies().await;
             }

@@ -20,7 +20,7 @@ use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_peer::credentials::Credentials;
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, NodeOptions, PutPolicy, Secret};
+use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use tokio::net::TcpListener;
@@ -197,5 +197,6 @@ pub fn options(members: &Members) -> NodeOptions {
         serve: ServeLimits { memory: 32 << 20, ..ServeLimits::default() },
         put: PutPolicy::Store,
         hot: None,
+        offer_every: OFFER_EVERY,
     }
 }

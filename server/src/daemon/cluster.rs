@@ -9,7 +9,7 @@ use kvarts_cluster::members::{FILE_BYTES_MAX, Member, Members, NodeId};
 use kvarts_peer::credentials::{Credentials, Pem};
 use kvarts_peer::etcd::{EtcdAccess, Registered};
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, NodeOptions, Secret};
+use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, Secret};
 use kvarts_store::engine::Store;
 
 use super::ports::Port;
@@ -218,6 +218,7 @@ pub(super) async fn start(
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
         put: config.put,
         hot: config.hot,
+        offer_every: OFFER_EVERY,
     };
     let node = ClusterNode::start(store.clone(), listener, options)?;
     if let Some(registered) = registered {

@@ -33,7 +33,7 @@ fn names_that_could_lead_out_of_the_directory_are_refused() {
 
 #[test]
 fn a_symbolic_link_is_followed_neither_as_a_file_nor_as_a_directory() {
-    let (scratch, outside) = (Scratch::new(), Scratch::new());
+    let (scratch, outside) = (Scratch::on_disk(), Scratch::on_disk());
     let meta = meta(&scratch);
     std::os::unix::fs::symlink(outside.path(), scratch.path().join("way-out")).unwrap();
     std::os::unix::fs::symlink(outside.path().join("file"), scratch.path().join("link")).unwrap();
@@ -47,7 +47,7 @@ fn a_symbolic_link_is_followed_neither_as_a_file_nor_as_a_directory() {
 
 #[test]
 fn something_that_is_no_regular_file_is_not_opened_and_does_not_block() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let meta = meta(&scratch);
     rustix::fs::mkfifoat(CWD, scratch.path().join("pipe"), Mode::from_raw_mode(0o600)).unwrap();
     meta.execute(&MetaOp::MakeDir { name: name("dir") }).unwrap();
@@ -60,7 +60,7 @@ fn something_that_is_no_regular_file_is_not_opened_and_does_not_block() {
 
 #[test]
 fn an_opened_file_blocks_and_keeps_direct_io_if_the_file_system_has_it() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let meta = meta(&scratch);
     let file = open(&meta, "file", OpenMode { direct: true, ..MAKE }).unwrap();
     let flags = fcntl_getfl(meta.files.get(file).unwrap().as_fd()).unwrap();
@@ -70,7 +70,7 @@ fn an_opened_file_blocks_and_keeps_direct_io_if_the_file_system_has_it() {
 
 #[test]
 fn renaming_across_directories_is_refused() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let meta = meta(&scratch);
     meta.execute(&MetaOp::MakeDir { name: name("dir") }).unwrap();
     open(&meta, "file", MAKE).unwrap();
@@ -83,7 +83,7 @@ fn renaming_across_directories_is_refused() {
 
 #[test]
 fn a_directory_that_is_a_file_or_absent_is_named_in_the_error() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     open(&meta(&scratch), "file", MAKE).unwrap();
     for missing in ["file", "absent"] {
         let path = scratch.path().join(missing);
@@ -95,7 +95,7 @@ fn a_directory_that_is_a_file_or_absent_is_named_in_the_error() {
 #[test]
 fn files_are_for_their_owner_alone() {
     use std::os::unix::fs::PermissionsExt;
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let meta = meta(&scratch);
     open(&meta, "file", MAKE).unwrap();
     meta.execute(&MetaOp::MakeDir { name: name("dir") }).unwrap();

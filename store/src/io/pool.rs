@@ -228,19 +228,19 @@ mod tests {
 
     #[test]
     fn the_pool_conforms() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         conformance::all(&mut || make(&scratch, &Features::default()));
     }
 
     #[test]
     fn the_pool_conforms_without_any_feature() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         conformance::all(&mut || make(&scratch, &Features::only(&[])));
     }
 
     #[test]
     fn a_durable_write_that_the_kernel_does_not_know_is_a_write_and_a_flush() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         let path = scratch.path().join("file");
         let file = std::fs::OpenOptions::new().write(true).create_new(true).open(&path).unwrap();
         let buf = SharedBuf::new(&Region::anonymous(16).unwrap(), 0, 16).unwrap();

@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn threads_are_had_on_demand_and_warn_of_nothing() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         let io = open_io(IoChoice::Pool, &[scratch.path().to_owned()], &Features::default()).unwrap();
         assert_eq!(io.facts().backend, "pool");
         assert_eq!(io.facts().warnings, Vec::<String>::new());
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_pool_in_place_of_a_forbidden_ring_warns_in_one_line() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         let dirs = [scratch.path().to_owned()];
         let forbidden = || Err(RingError::Forbidden("no ring here".to_owned()));
         let io = choose(IoChoice::Auto, forbidden, &dirs, &Features::default()).unwrap();
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn whatever_is_chosen_a_directory_that_is_absent_is_an_error_that_names_it() {
-        let scratch = Scratch::new();
+        let scratch = Scratch::on_disk();
         let dirs = [scratch.path().join("absent")];
         for choice in [IoChoice::Auto, IoChoice::Pool] {
             let error = open_io(choice, &dirs, &Features::default()).err().unwrap();

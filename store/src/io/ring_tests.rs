@@ -25,7 +25,7 @@ fn ring(scratch: &Scratch, features: &Features) -> Option<Ring> {
 }
 
 fn conforms(features: &Features) {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     if ring(&scratch, features).is_some() {
         conformance::all(&mut || Box::new(ring(&scratch, features).unwrap()));
     }
@@ -58,7 +58,7 @@ fn the_ring_conforms_with_what_older_kernels_have() {
 
 #[test]
 fn a_disabled_feature_is_reported_as_off_and_the_others_with_a_reason() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     for feature in Feature::ALL {
         let Some(ring) = ring(&scratch, &Features { disable: [feature].into() }) else { return };
         let facts = ring.facts();
@@ -114,7 +114,7 @@ fn transfer_flags(entry: &squeue::Entry) -> u32 {
 
 #[test]
 fn a_durable_write_carries_the_flag_for_it_registered_or_not_vectored_or_not() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     for (features, flag) in
         [(Features::default(), 2), (Features { disable: [Feature::DurableWrite].into() }, 0)]
     {
@@ -141,7 +141,7 @@ fn a_durable_write_carries_the_flag_for_it_registered_or_not_vectored_or_not() {
 
 #[test]
 fn a_durable_write_that_is_two_operations_fails_if_its_flush_does() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features { disable: [Feature::DurableWrite].into() }) else {
         return;
     };
@@ -158,7 +158,7 @@ fn a_durable_write_that_is_two_operations_fails_if_its_flush_does() {
 
 #[test]
 fn a_transfer_across_two_registered_pieces_is_as_good_as_any() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let Some(registered) = &mut ring.registered else { return };
     registered.set_piece(2 * 4096);
@@ -183,7 +183,7 @@ fn a_transfer_across_two_registered_pieces_is_as_good_as_any() {
 
 #[test]
 fn an_operation_that_would_never_end_is_cancelled_when_the_ring_is_dropped() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
@@ -196,7 +196,7 @@ fn an_operation_that_would_never_end_is_cancelled_when_the_ring_is_dropped() {
 
 #[test]
 fn no_more_operations_are_in_the_kernel_than_the_completion_queue_holds() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
@@ -213,7 +213,7 @@ fn no_more_operations_are_in_the_kernel_than_the_completion_queue_holds() {
 
 #[test]
 fn memory_that_the_kernel_has_not_given_back_when_the_ring_is_dropped_is_leaked_and_counted() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let buf = SharedBuf::new(&Region::anonymous(8).unwrap(), 0, 8).unwrap();
     let file = endless(&ring);
@@ -229,7 +229,7 @@ fn memory_that_the_kernel_has_not_given_back_when_the_ring_is_dropped_is_leaked_
 
 #[test]
 fn a_completion_that_nobody_waits_for_is_counted_and_harms_nothing() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     for word in [0, 7, 1 << 40] {
         let nop = opcode::Nop::new().build().user_data(word);
@@ -246,7 +246,7 @@ fn a_completion_that_nobody_waits_for_is_counted_and_harms_nothing() {
 /// The executor sleeps on the eventfd, of which nothing is heard of an operation that the kernel never saw.
 #[test]
 fn what_the_kernel_would_not_take_is_known_before_the_executor_sleeps_and_offered_again() {
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     let Some(mut ring) = ring(&scratch, &Features::default()) else { return };
     let file = open(&mut ring, "file");
     let buf = SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap();
@@ -271,7 +271,7 @@ fn what_the_kernel_would_not_take_is_known_before_the_executor_sleeps_and_offere
 #[test]
 fn a_thread_pinned_to_one_core_keeps_the_helper_threads_off_it() {
     use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-    let scratch = Scratch::new();
+    let scratch = Scratch::on_disk();
     if ring(&scratch, &Features::default()).is_none() {
         return;
     }

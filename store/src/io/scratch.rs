@@ -14,10 +14,22 @@ impl Scratch {
     ///
     /// # Panics
     /// If it cannot be made.
-    #[allow(clippy::expect_used, reason = "a test without a directory has nothing to test")]
     pub fn new() -> Self {
+        Self::below(&std::env::temp_dir())
+    }
+
+    /// The same where the subject is a disk: below the folder that `KVARTS_DISK` names, if temporary files are in memory.
+    ///
+    /// # Panics
+    /// If it cannot be made.
+    pub fn on_disk() -> Self {
+        Self::below(&std::env::var_os("KVARTS_DISK").map_or_else(std::env::temp_dir, PathBuf::from))
+    }
+
+    #[allow(clippy::expect_used, reason = "a test without a directory has nothing to test")]
+    fn below(folder: &Path) -> Self {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("kvarts-test-{}-{number}", std::process::id()));
+        let path = folder.join(format!("kvarts-test-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a directory for temporary files that can be written");
         Self(path)
     }

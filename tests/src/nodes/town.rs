@@ -18,7 +18,7 @@ use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
-use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, PutPolicy, Secret};
+use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::Runner;
 use kvarts_store::engine::{Executors, Options, Store};
@@ -345,6 +345,7 @@ impl Town {
             serve: ServeLimits { memory: 16 << 20, connections: 64, ..ServeLimits::default() },
             put: self.rules.0,
             hot: self.rules.1,
+            offer_every: OFFER_EVERY,
         };
         let witty = Witty {
             store: store.clone(),

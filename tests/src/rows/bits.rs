@@ -233,7 +233,7 @@ pub(super) fn row() -> Row {
         id: "R6",
         what: "every bit of small whole stores flipped: raw, killed, spread, encoded, compacted, full",
         counts: "bits flipped, each looked at by engine and checker",
-        targets: [4_000, 64_000, u64::MAX],
+        targets: [2_000, 64_000, u64::MAX],
         run: |ask, target| -> Tally { until(ask, target.min(all_bits()), flip) },
     }
 }

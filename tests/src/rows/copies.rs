@@ -436,7 +436,7 @@ pub(super) fn row() -> Row {
         id: "R39",
         what: "which nodes come to have a block: puts by lease and directory, hot copies, favoured blocks",
         counts: "courses",
-        targets: [40, 4_000, 80_000],
+        targets: [20, 4_000, 80_000],
         run: |ask, target| -> Tally { until(ask, target, one) },
     }
 }

@@ -23,7 +23,7 @@ pub(super) fn power_cuts() -> Row {
         id: "R1",
         what: "power cuts at every operation of random workloads, also in recovery, three deep",
         counts: "crash images",
-        targets: [8_000, 100_000, 4_000_000],
+        targets: [4_000, 100_000, 4_000_000],
         run: |ask, target| until(ask, target, |seed, states| workload(seed, OPS, IMAGES, states)),
     }
 }

@@ -614,7 +614,7 @@ pub(super) fn row() -> Row {
         id: "R33",
         what: "nodes of a cluster in one simulation, while the network, nodes and members fail and change",
         counts: "courses",
-        targets: [60, 10_000, 200_000],
+        targets: [20, 10_000, 200_000],
         run: |ask, target| -> Tally { until(ask, target, seeds) },
     }
 }

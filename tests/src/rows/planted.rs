@@ -231,6 +231,8 @@ const LATE: u64 = 3;
 
 /// Distinct states in which a row must have found a bug.
 const STATES: u64 = 30_000;
+/// Courses of many nodes in which it must have been found: one is no single state, and takes a second.
+const COURSES: u64 = 60;
 
 /// Plants a bug on this thread, and on those that rows of the campaign start from it.
 pub fn plant(name: &str) -> Result<(), String> {
@@ -249,9 +251,8 @@ pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
         .find(|row| row.id == bug.row)
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
-    // A course of many nodes is no single state: as many as are run before each change must do.
     let is_of_nodes = ["R33", "R38", "R39"].contains(&row.id);
-    let budget = Some(if is_of_nodes { merge } else { merge.max(STATES) });
+    let budget = Some(merge.max(if is_of_nodes { COURSES } else { STATES }));
     planted::plant(Some(bug.name));
     let tier = super::Tier::Merge;
     let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });

@@ -130,7 +130,7 @@ fn promises(ledger: &Ledger) -> u128 {
 fn fresh(system: FileSystem) -> Result<Bytes, String> {
     static MADE: [OnceLock<Result<Bytes, String>>; 2] = [OnceLock::new(), OnceLock::new()];
     let make = || {
-        let scratch = Scratch::new("fresh");
+        let scratch = Scratch::on_disk("fresh");
         std::fs::create_dir_all(scratch.path()).map_err(|error| error.to_string())?;
         let image = scratch.path().join("image");
         system.make(&image)?;
@@ -173,7 +173,7 @@ fn remembered(system: FileSystem, seed: Seed, scratch: &Path) -> Result<(Log, Ve
 }
 
 fn cut(system: FileSystem, seed: Seed, states: &States) -> Result<(), String> {
-    let scratch = Scratch::new("real-cuts");
+    let scratch = Scratch::on_disk("real-cuts");
     let (log, dated) = remembered(system, seed, scratch.path())?;
     let image = scratch.path().join("image");
     for n in 0..IMAGES {
@@ -260,7 +260,7 @@ fn witness(mounted: &Mounted) -> Result<(), String> {
 }
 
 fn shut_down(system: FileSystem, seed: Seed, states: &States) -> Result<(), String> {
-    let scratch = Scratch::new("shutdown");
+    let scratch = Scratch::on_disk("shutdown");
     let (image, place) = (scratch.path().join("image"), scratch.path().join("mounted"));
     std::fs::create_dir_all(scratch.path()).map_err(|error| error.to_string())?;
     fresh(system)?.store(&image, system.image_bytes()).map_err(|error| error.to_string())?;

@@ -390,7 +390,7 @@ pub(super) fn row() -> Row {
         id: "R7",
         what: "bytes swapped, stale, misdirected, zeroed, foreign and forged, whole files too; then repaired",
         counts: "damages, each judged by engine, checker and repair",
-        targets: [1_500, 14_000, 1_000_000],
+        targets: [800, 14_000, 1_000_000],
         run: |ask, target| -> Tally { until(ask, target, strike) },
     }
 }

@@ -1,0 +1,11 @@
+//! Nodes on this machine's loopback: what they tell each other, what they read from each other, and what goes wrong.
+
+mod common;
+mod copies;
+mod cut_connections;
+#[path = "../../tests/src/depth.rs"]
+mod depth;
+mod nodes;
+#[path = "../../tests/tests/proxied/mod.rs"]
+mod proxied;
+mod strange_nodes;
