@@ -82,7 +82,7 @@ fn say_until(served: &Served, bytes: &[u8], mut done: impl FnMut() -> bool + Sen
         loop {
             let answered = stream.read(&mut answer);
             // Whatever it is; perhaps no thread waits for it any more.
-            drop(heard.send(()));
+            let _ = heard.send(());
             match answered {
                 Ok(0) => return,
                 Ok(_) => {}
