@@ -49,7 +49,6 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 pub use holding::Holding;
 pub use measure::PlannedExtent;
 pub use space::KnownNamespace;
-pub(crate) use space::free_space;
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]

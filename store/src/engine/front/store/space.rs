@@ -13,11 +13,9 @@ use crate::engine::front::router::Message;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
-use crate::engine::volume::directory::refused;
 use crate::error::units::{exact_units, whole_units};
 use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Lookup, RecordId};
-use crate::io::{DirId, DiskSpace};
 use crate::ledger::{PoolSpace, SegmentView};
 use crate::rt::mailbox::ticket;
 
@@ -269,14 +267,4 @@ impl Store {
         }
         Ok(())
     }
-}
-
-/// Free bytes of the file systems that hold these directories, each counted once.
-pub(crate) async fn free_space(driver: &crate::driver::Driver, directories: u16) -> Result<u64, Reason> {
-    let mut devices = BTreeMap::new();
-    for dir in (0..directories).map(DirId) {
-        let DiskSpace { free, device, .. } = driver.space(dir).await.map_err(|error| refused(&error))?;
-        devices.insert(device, free);
-    }
-    Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))
 }
