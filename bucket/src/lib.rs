@@ -11,6 +11,7 @@
     reason = "a bucket is outside of the simulation: the tier above it has the seams"
 )]
 
+mod causes;
 pub mod credentials;
 pub mod directory;
 pub mod http;
