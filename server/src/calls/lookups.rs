@@ -7,7 +7,7 @@ use kvarts_wire::proto;
 use super::call::Call;
 use super::fault::Outcome;
 use super::heavy::{self, heavily};
-use super::{beyond, calls, cold, directory};
+use super::{beyond, cold, directory, store};
 
 /// What can be restored of a prompt.
 pub(crate) async fn matched(call: Arc<Call>, wire: proto::MatchRequest) -> Outcome<proto::MatchReply> {
@@ -20,7 +20,7 @@ pub(crate) async fn matched(call: Arc<Call>, wire: proto::MatchRequest) -> Outco
     };
     let (entries, asked) = (heavy::of_match(&wire), wire.of_cluster.then(|| wire.clone()));
     let known = together.clone();
-    let look = move |call: &Call| calls::match_prefix(call, wire, known.as_deref());
+    let look = move |call: &Call| store::match_prefix(call, wire, known.as_deref());
     let mut found = heavily(Arc::clone(&call), entries, look).await?;
     if let Some(asked) = asked {
         found.in_cluster = directory::in_cluster(&call, &asked, &found, together.as_deref()).await?;
@@ -31,7 +31,7 @@ pub(crate) async fn matched(call: Arc<Call>, wire: proto::MatchRequest) -> Outco
 /// Which single blocks are there.
 pub(crate) async fn exists(call: Arc<Call>, wire: proto::ExistsRequest) -> Outcome<proto::ExistsReply> {
     let (entries, asked) = (heavy::of_keys(&wire.keys), wire.of_cluster.then(|| wire.clone()));
-    let found = heavily(Arc::clone(&call), entries, move |call| calls::exists(call, wire)).await?;
+    let found = heavily(Arc::clone(&call), entries, move |call| store::exists(call, wire)).await?;
     match asked {
         Some(asked) => directory::also_elsewhere(call, asked, found).await,
         None => Ok(found),

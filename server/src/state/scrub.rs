@@ -17,7 +17,7 @@ use kvarts_store::io::{Region, SharedBuf};
 use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
-use crate::state::{Bandwidth, ServerState};
+use super::Bandwidth;
 
 /// Bytes that are read at once; more only where a single layer of a block is more.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -25,8 +25,6 @@ const PIECE_BYTES: u64 = 1 << 20;
 const PIECE_BLOCKS: usize = 256;
 /// How long one piece may take, pauses not counted.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a server waits before its first run, if runs are not more often than that.
-const FIRST: Duration = Duration::from_secs(3600);
 
 /// What a run found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -128,25 +126,6 @@ impl Scrub {
         totals.last = report;
         totals.all.ended_unix_ms = report.ended_unix_ms;
         Ok(report)
-    }
-}
-
-/// Runs again and again, so long after each other, until the future is dropped.
-pub async fn keep(state: Arc<ServerState>, every: Duration, pace: u64) {
-    let mut wait = every.min(FIRST);
-    loop {
-        sleep(wait).await;
-        wait = every;
-        match state.scrub.run(&state.engine, Some(pace)).await {
-            Ok(report) => tracing::info!(
-                blocks = report.blocks_checked,
-                bytes = report.bytes_checked,
-                damaged = report.blocks_damaged,
-                passed_over = report.blocks_passed_over,
-                "scrubbed"
-            ),
-            Err(reason) => tracing::warn!(%reason, "the scrub was broken off"),
-        }
     }
 }
 

@@ -4,19 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_layout::{BlockKey, Requirements};
+use kvarts_layout::BlockKey;
 use kvarts_peer::node::Column;
 use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
-    Missing, Presence, Target, TtlRequest,
+    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Missing, Presence,
+    Target, TtlRequest,
 };
 use kvarts_store::error::Reason;
 
 use super::beyond::{self, Together};
 use super::call::Call;
+use super::entries::check_entries;
 use super::fault::{Fault, Outcome};
 use super::{cold, convert, limits};
-use crate::metrics::Lookup;
+use crate::counters::Lookup;
 use crate::state::{HeldLease, Model, Right};
 use kvarts_wire::{plans, proto};
 use tokio::time::Instant;
@@ -70,18 +71,6 @@ fn in_all(missing: &Missing) -> u64 {
 fn wire_missing(missing: &Missing) -> proto::Missing {
     let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *missing;
     proto::Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off }
-}
-
-/// Refuses what would look at more than is looked at once.
-pub(super) fn check_entries(keys: usize, requirements: &Requirements) -> Outcome<()> {
-    let columns: usize = requirements.groups().iter().map(|group| group.coordinates.len()).sum();
-    let (entries, most) = (keys.saturating_mul(columns), MAX_MATCH_ENTRIES);
-    if entries > most {
-        return Err(Fault::malformed(format!(
-            "{keys} keys times {columns} coordinates are {entries}, at most {most} are looked up at once"
-        )));
-    }
-    Ok(())
 }
 
 /// Finds the usable prefix. Its plan counts the bucket's blocks too, and other nodes' if it is told what the cluster has together.
@@ -141,7 +130,7 @@ pub(crate) fn match_prefix(
 }
 
 /// Says where a request should go.
-pub(super) fn route(call: &Call, wire: &proto::RouteRequest) -> Outcome<proto::RouteReply> {
+pub(crate) fn route(call: &Call, wire: &proto::RouteRequest) -> Outcome<proto::RouteReply> {
     let times = call.state.times.of(wire.times.as_ref())?;
     let mut nodes = plans::nodes(&wire.nodes);
     if let Some(this) = wire.this_node {

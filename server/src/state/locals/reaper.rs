@@ -9,7 +9,7 @@ use kvarts_store::io::shared;
 
 /// The thread; it ends when its last sender is gone.
 #[derive(Clone)]
-pub(super) struct Reaper(pub(super) shared::Reaper);
+pub(crate) struct Reaper(pub(crate) shared::Reaper);
 
 impl fmt::Debug for Reaper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -46,7 +46,7 @@ fn rate(node: &NodeStatus) -> u64 {
 }
 
 /// Which nodes have copies of blocks.
-pub(super) async fn lookup(call: Arc<Call>, wire: proto::LookupRequest) -> Outcome<proto::LookupReply> {
+pub(crate) async fn lookup(call: Arc<Call>, wire: proto::LookupRequest) -> Outcome<proto::LookupReply> {
     let node = node(&call)?;
     let keys = convert::keys(&wire.keys)?;
     let tags = tags(&call, &wire.namespace, wire.column.as_ref(), &keys)?;
@@ -72,7 +72,7 @@ pub(super) async fn lookup(call: Arc<Call>, wire: proto::LookupRequest) -> Outco
 }
 
 /// What the nodes of the cluster have of a prompt together, beside what this one has; they are asked unless they were before.
-pub(super) async fn in_cluster(
+pub(crate) async fn in_cluster(
     call: &Call,
     wire: &proto::MatchRequest,
     own: &proto::MatchReply,
@@ -104,7 +104,7 @@ pub(super) async fn in_cluster(
 }
 
 /// Counts blocks that are absent here as here if another node is said to have them, unless a lease is asked for.
-pub(super) async fn also_elsewhere(
+pub(crate) async fn also_elsewhere(
     call: Arc<Call>,
     wire: proto::ExistsRequest,
     mut found: proto::ExistsReply,
@@ -128,7 +128,7 @@ pub(super) async fn also_elsewhere(
 }
 
 /// Who owns a chain.
-pub(super) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome<proto::ChainReply> {
+pub(crate) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome<proto::ChainReply> {
     let node = node(&call)?;
     let key = match convert::keys(&wire.key)?.as_slice() {
         [key] => *key,
@@ -145,7 +145,7 @@ pub(super) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome
 }
 
 /// Copies blocks of other nodes to this one.
-pub(super) async fn replicate(
+pub(crate) async fn replicate(
     call: Arc<Call>,
     wire: proto::ReplicateRequest,
 ) -> Outcome<proto::ReplicateReply> {
@@ -162,7 +162,7 @@ pub(super) async fn replicate(
 }
 
 /// The cluster, as this node sees it.
-pub(super) fn status(call: &Call) -> Outcome<proto::ClusterStatusReply> {
+pub(crate) fn status(call: &Call) -> Outcome<proto::ClusterStatusReply> {
     let status = node(call)?.status();
     let one = |node: &NodeStatus| proto::ClusterNodeStatus {
         node: node.member.id.0.to_vec().into(),

@@ -12,8 +12,9 @@ use kvarts_wire::proto;
 use tokio::time::Instant;
 
 use super::call::Call;
+use super::convert;
+use super::entries::check_entries;
 use super::fault::Outcome;
-use super::{calls, convert};
 
 /// How long other nodes may take to say who has blocks.
 const LOOKUP_TIMEOUT: Duration = Duration::from_millis(50);
@@ -23,13 +24,13 @@ const UNMEASURED: Link = Link { latency_ms: 1.0, bytes_per_ms: 1.25e6, outstandi
 /// Which blocks of a prompt this node and others have together.
 #[derive(Debug, Default)]
 pub(crate) struct Together {
-    pub(super) columns: BTreeMap<(Group, Coordinate), Vec<bool>>,
+    pub(crate) columns: BTreeMap<(Group, Coordinate), Vec<bool>>,
     /// Nodes that did not say.
-    pub(super) unasked: u32,
+    pub(crate) unasked: u32,
 }
 
 /// Asks other nodes for the blocks of a match.
-pub(super) async fn together(
+pub(crate) async fn together(
     call: &Call,
     node: &ClusterNode,
     wire: &proto::MatchRequest,
@@ -39,7 +40,7 @@ pub(super) async fn together(
     let namespace = convert::namespace(&wire.namespace)?;
     call.state.models.get(&call.caller, namespace)?;
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
-    calls::check_entries(keys.len(), &requirements)?;
+    check_entries(keys.len(), &requirements)?;
     let mut together = Together::default();
     for requirement in requirements.groups() {
         for &coordinate in &requirement.coordinates {
@@ -55,7 +56,7 @@ pub(super) async fn together(
 }
 
 /// What the plan of a match may count, if there is anything: the model is the caller's. Whatever is here as well is read here.
-pub(super) fn of_plan(
+pub(crate) fn of_plan(
     call: &Call,
     request: &MatchRequest<'_>,
     together: Option<&Together>,

@@ -9,18 +9,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use kvarts_store::io::Region;
 
 /// Bytes of a name.
-pub(super) const NAME_BYTES: usize = 16;
+pub(crate) const NAME_BYTES: usize = 16;
 
 /// The memories of a session that has ended.
 type Left = Vec<Weak<Region>>;
 
 /// The sessions that have names: those that last, and those of which memory is still in use.
 #[derive(Debug, Default)]
-pub(super) struct Names(Mutex<BTreeMap<[u8; NAME_BYTES], Option<Left>>>);
+pub(crate) struct Names(Mutex<BTreeMap<[u8; NAME_BYTES], Option<Left>>>);
 
 /// A session's memories, for as long as it lasts.
 #[derive(Debug)]
-pub(super) struct Named {
+pub(crate) struct Named {
     all: Arc<Names>,
     name: Option<[u8; NAME_BYTES]>,
     regions: Left,
@@ -37,7 +37,7 @@ impl Names {
     }
 
     /// Begins a session; none if there is one of that name, or the name is no name.
-    pub(super) fn begin(self: &Arc<Self>, name: &[u8]) -> Option<Named> {
+    pub(crate) fn begin(self: &Arc<Self>, name: &[u8]) -> Option<Named> {
         let (all, regions) = (Arc::clone(self), Vec::new());
         if name.is_empty() {
             return Some(Named { all, name: None, regions });
@@ -54,7 +54,7 @@ impl Names {
     }
 
     /// Whether the session of this name lasts, or memory of it is still in use.
-    pub(super) fn is_under_way(&self, name: &[u8]) -> bool {
+    pub(crate) fn is_under_way(&self, name: &[u8]) -> bool {
         let Ok(name) = <[u8; NAME_BYTES]>::try_from(name) else { return false };
         self.lock().get(&name).is_some_and(|left| left.as_ref().is_none_or(is_used))
     }
@@ -62,19 +62,19 @@ impl Names {
 
 impl Named {
     /// Notes a memory of the session.
-    pub(super) fn shares(&mut self, region: &Arc<Region>) {
+    pub(crate) fn shares(&mut self, region: &Arc<Region>) {
         self.regions.retain(|region| region.strong_count() > 0);
         self.regions.push(Arc::downgrade(region));
     }
 
     /// The memories that are in use.
-    pub(super) fn in_use(&self) -> Vec<Arc<Region>> {
+    pub(crate) fn in_use(&self) -> Vec<Arc<Region>> {
         self.regions.iter().filter_map(Weak::upgrade).collect()
     }
 }
 
 /// Ends every way into these memories but that of devices that write already; false if one could not be cut off.
-pub(super) fn cut_off(some: &[Arc<Region>]) -> bool {
+pub(crate) fn cut_off(some: &[Arc<Region>]) -> bool {
     let cut = |region: &Arc<Region>| {
         let cut = region.cut_off();
         cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be cut off")).is_ok()

@@ -13,8 +13,8 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::limits;
-use crate::state::StallTimeout;
+use super::StallTimeout;
+use kvarts_wire::limits;
 
 /// Connections whose client has shown no token yet, oldest first.
 #[derive(Default, Debug)]
@@ -27,7 +27,7 @@ pub struct Strangers {
 
 /// A connection.
 #[derive(Clone, Debug)]
-pub(super) struct ConnectionHandle(Arc<ConnectionState>);
+pub(crate) struct ConnectionHandle(Arc<ConnectionState>);
 
 #[derive(Debug)]
 struct ConnectionState {
@@ -58,18 +58,18 @@ struct Work {
 
 /// A call under way on a connection, for as long as it lives.
 #[derive(Debug)]
-pub(super) struct ConnectionCall(ConnectionHandle);
+pub(crate) struct ConnectionCall(ConnectionHandle);
 
 /// An answer that the transport has, for as long as it lives.
 #[derive(Debug)]
-pub(super) struct Answered {
+pub(crate) struct Answered {
     connection: ConnectionHandle,
     number: u64,
 }
 
 /// A call that needs no token, for as long as it lives.
 #[derive(Debug)]
-pub(super) struct OpenCall(ConnectionHandle);
+pub(crate) struct OpenCall(ConnectionHandle);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Each change is one step.
@@ -83,7 +83,7 @@ impl Strangers {
     }
 
     /// Cuts off the oldest stranger and returns its place; none if no stranger has had long enough to show a token.
-    pub(super) fn displace(&self, now: Instant) -> Option<OwnedSemaphorePermit> {
+    pub(crate) fn displace(&self, now: Instant) -> Option<OwnedSemaphorePermit> {
         loop {
             let (_, connection) = lock(&self.connections).pop_first()?;
             let Some(connection) = connection.upgrade().map(ConnectionHandle) else { continue };
@@ -102,7 +102,7 @@ impl Strangers {
 
 impl ConnectionHandle {
     /// A connection that came in now.
-    pub(super) fn new(strangers: &Arc<Strangers>, place: Option<OwnedSemaphorePermit>) -> Self {
+    pub(crate) fn new(strangers: &Arc<Strangers>, place: Option<OwnedSemaphorePermit>) -> Self {
         let (now, number) = (Instant::now(), strangers.next.fetch_add(1, Ordering::Relaxed));
         let connection = Arc::new(ConnectionState {
             number,
@@ -119,7 +119,7 @@ impl ConnectionHandle {
     }
 
     /// A call was admitted: the client is a stranger no longer.
-    pub(super) fn begin(&self) -> ConnectionCall {
+    pub(crate) fn begin(&self) -> ConnectionCall {
         if !self.0.is_known.swap(true, Ordering::Relaxed) {
             lock(&self.0.strangers.connections).remove(&self.0.number);
         }
@@ -128,7 +128,7 @@ impl ConnectionHandle {
     }
 
     /// The transport gets an answer.
-    pub(super) fn answer(&self) -> Answered {
+    pub(crate) fn answer(&self) -> Answered {
         let mut work = lock(&self.0.work);
         let number = work.next;
         work.next += 1;
@@ -137,7 +137,7 @@ impl ConnectionHandle {
     }
 
     /// A call without a token begins, if the connection may have one more of them.
-    pub(super) fn open_call(&self) -> Option<OpenCall> {
+    pub(crate) fn open_call(&self) -> Option<OpenCall> {
         self.0.strangers.calls.fetch_add(1, Ordering::Relaxed);
         let before = self.0.open_calls.fetch_add(1, Ordering::Relaxed);
         let call = OpenCall(self.clone());
@@ -145,27 +145,27 @@ impl ConnectionHandle {
     }
 
     /// Ends the connection, with all of its streams and what is kept for them.
-    pub(super) fn cut(&self) {
+    pub(crate) fn cut(&self) {
         self.0.is_cut.store(true, Ordering::SeqCst);
         self.0.reader.wake();
     }
 
-    pub(super) fn is_cut(&self) -> bool {
+    pub(crate) fn is_cut(&self) -> bool {
         self.0.is_cut.load(Ordering::SeqCst)
     }
 
-    pub(super) fn is_known(&self) -> bool {
+    pub(crate) fn is_known(&self) -> bool {
         self.0.is_known.load(Ordering::Relaxed)
     }
 
     /// Registers the task that reads from the connection, to be woken when it is cut off.
-    pub(super) fn register(&self, waker: &Waker) {
+    pub(crate) fn register(&self, waker: &Waker) {
         self.0.reader.register(waker);
     }
 
     /// When the connection is closed unless something happens; none while something is under way. `begun` tells whether its
     /// first bytes have come.
-    pub(super) fn until(&self, stall_timeout: &StallTimeout, begun: bool) -> Option<Instant> {
+    pub(crate) fn until(&self, stall_timeout: &StallTimeout, begun: bool) -> Option<Instant> {
         if !self.is_known() {
             let stall_timeout = if begun { stall_timeout.first_request() } else { stall_timeout.get() };
             return Some(lock(&self.0.work).since + stall_timeout);
@@ -180,7 +180,7 @@ impl ConnectionHandle {
 
     /// As if all of it had been that much earlier.
     #[cfg(test)]
-    pub(super) fn age(&self, by: std::time::Duration) {
+    pub(crate) fn age(&self, by: std::time::Duration) {
         let mut work = lock(&self.0.work);
         work.since -= by;
         work.rested -= by;

@@ -28,7 +28,7 @@ struct InColumn {
 }
 
 /// Waits for the manifest of a namespace that was not in use, and for nothing else.
-pub(super) async fn prepare(call: &Call, wire: &proto::MatchRequest) {
+pub(crate) async fn prepare(call: &Call, wire: &proto::MatchRequest) {
     let Some(cold) = &call.state.decided.cold else { return };
     // What is wrong with it is told by the match.
     let Ok(namespace) = convert::namespace(&wire.namespace) else { return };
@@ -40,7 +40,7 @@ pub(super) async fn prepare(call: &Call, wire: &proto::MatchRequest) {
 }
 
 /// What the bucket adds to what was found, from memory alone.
-pub(super) fn in_cold(
+pub(crate) fn in_cold(
     call: &Call,
     request: &MatchRequest<'_>,
     own: u32,
@@ -97,7 +97,7 @@ pub(super) fn in_cold(
 }
 
 /// Which blocks of a column a look-up without a lease counts as here although only the bucket has them.
-pub(super) fn offered(
+pub(crate) fn offered(
     call: &Call,
     request: &ContainsRequest<'_>,
     model: &Model,
@@ -112,7 +112,7 @@ pub(super) fn offered(
 }
 
 /// What a match without a plan finds together with the bucket's blocks that are offered to it, if that is more than `own`.
-pub(super) fn offered_prefix(
+pub(crate) fn offered_prefix(
     call: &Call,
     request: &MatchRequest<'_>,
     model: &Model,

@@ -7,9 +7,8 @@
 use std::sync::Arc;
 
 use super::call::Call;
-use super::calls;
 use super::fault::{Fault, Outcome};
-use super::limits;
+use super::{limits, store};
 use kvarts_store::error::Reason;
 use kvarts_wire::proto;
 
@@ -59,7 +58,7 @@ impl<A: Answer> Drop for Told<A> {
     fn drop(&mut self) {
         // Its caller is gone.
         if let Some(lease) = self.1.as_ref().map(A::lease).filter(|lease| *lease != 0) {
-            calls::unlock(&self.0, &proto::UnlockRequest { lease });
+            store::unlock(&self.0, &proto::UnlockRequest { lease });
         }
     }
 }

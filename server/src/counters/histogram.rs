@@ -9,14 +9,14 @@ const FIRST_MICROS: u64 = 64;
 
 /// Counts by how long things took.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Histogram {
+pub(crate) struct Histogram {
     counts: [u64; BUCKETS],
     sum: Duration,
 }
 
 impl Histogram {
     /// Counts one.
-    pub(super) fn add(&mut self, took: Duration) {
+    pub(crate) fn add(&mut self, took: Duration) {
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let bucket = (0..BUCKETS - 1).find(|&at| micros <= FIRST_MICROS << at).unwrap_or(BUCKETS - 1);
         if let Some(count) = self.counts.get_mut(bucket) {
@@ -26,7 +26,7 @@ impl Histogram {
     }
 
     /// The bound of each bucket in seconds (none for the last), and how many took no longer.
-    pub(super) fn cumulative(&self) -> impl Iterator<Item = (Option<f64>, u64)> + '_ {
+    pub(crate) fn cumulative(&self) -> impl Iterator<Item = (Option<f64>, u64)> + '_ {
         let mut total = 0;
         self.counts.iter().enumerate().map(move |(at, count)| {
             total += count;
@@ -35,7 +35,7 @@ impl Histogram {
     }
 
     /// How long all of them took together, in seconds.
-    pub(super) fn sum(&self) -> f64 {
+    pub(crate) fn sum(&self) -> f64 {
         self.sum.as_secs_f64()
     }
 }

@@ -8,23 +8,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use kvarts_store::api::Missing;
 
 /// Tenants that are told apart.
-pub(super) const TENANTS_MAX: usize = 256;
+pub(crate) const TENANTS_MAX: usize = 256;
 /// Models of a tenant that are told apart.
-pub(super) const MODELS_MAX: usize = 32;
+pub(crate) const MODELS_MAX: usize = 32;
 /// The name of all others together.
-pub(super) const REST: &str = "other";
+pub(crate) const REST: &str = "other";
 /// The name of the model where none was registered by the name that was asked for.
-pub(super) const UNREGISTERED: &str = "unregistered";
+pub(crate) const UNREGISTERED: &str = "unregistered";
 
 /// What became of the blocks that one tenant asked for of one model.
 #[derive(Debug, Default)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     /// What lookups found: here, about to be, not here, and why not.
-    pub(super) lookups: Lookup,
+    pub(crate) lookups: Lookup,
     /// Blocks that reads delivered.
-    pub(super) delivered: u64,
+    pub(crate) delivered: u64,
     /// Blocks that reads did not deliver, by reason.
-    pub(super) missed: BTreeMap<&'static str, u64>,
+    pub(crate) missed: BTreeMap<&'static str, u64>,
 }
 
 /// What a lookup found, in blocks.
@@ -42,7 +42,7 @@ pub struct Lookup {
 
 impl Lookup {
     /// All of them with the name of what was found, as metrics tell it.
-    pub(super) fn named(&self) -> [(&'static str, u64); 9] {
+    pub(crate) fn named(&self) -> [(&'static str, u64); 9] {
         let Self { here, pending, missing, unregistered } = *self;
         let Missing { evicted, expired, deleted, out_of_service, never_stored, cut_off } = missing;
         [
@@ -59,12 +59,12 @@ impl Lookup {
     }
 
     /// Blocks that were asked for.
-    pub(super) fn asked(&self) -> u64 {
+    pub(crate) fn asked(&self) -> u64 {
         self.named().iter().map(|(_, count)| count).sum()
     }
 
     /// What another lookup found is added.
-    pub(super) fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         self.here += other.here;
         self.pending += other.pending;
         self.missing.evicted += other.missing.evicted;
@@ -79,16 +79,16 @@ impl Lookup {
 
 /// Of all tenants.
 #[derive(Debug, Default)]
-pub(super) struct Usages(BTreeMap<String, BTreeMap<String, Usage>>);
+pub(crate) struct Usages(BTreeMap<String, BTreeMap<String, Usage>>);
 
 impl Usages {
     /// Where this is counted.
-    pub(super) fn of(&mut self, tenant: &str, model: &str) -> &mut Usage {
+    pub(crate) fn of(&mut self, tenant: &str, model: &str) -> &mut Usage {
         place(place(&mut self.0, tenant, TENANTS_MAX), model, MODELS_MAX)
     }
 
     /// Each with its tenant and its model.
-    pub(super) fn each(&self) -> impl Iterator<Item = (&str, &str, &Usage)> {
+    pub(crate) fn each(&self) -> impl Iterator<Item = (&str, &str, &Usage)> {
         self.0.iter().flat_map(|(tenant, models)| {
             models.iter().map(move |(model, usage)| (tenant.as_str(), model.as_str(), usage))
         })
@@ -102,11 +102,11 @@ fn place<'a, V: Default>(all: &'a mut BTreeMap<String, V>, name: &str, most: usi
 
 /// Names that are told apart: the first ones, up to a limit.
 #[derive(Debug, Default)]
-pub(super) struct Names(BTreeSet<String>);
+pub(crate) struct Names(BTreeSet<String>);
 
 impl Names {
     /// The name under which this one is counted.
-    pub(super) fn told(&mut self, name: String) -> String {
+    pub(crate) fn told(&mut self, name: String) -> String {
         if self.0.contains(&name) {
             return name;
         }

@@ -18,7 +18,7 @@ const INDEX_PART: u64 = 4;
 
 /// Shards of each directory of a store that is made: up to sixteen, fewer where the budget has less than 32 segments for
 /// each.
-pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32 {
+pub(crate) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32 {
     let segments = budget / (directories as u64).max(1) / segment_bytes.max(1);
     let shards = (segments / SEGMENTS_EACH).clamp(2, SHARDS_MAX);
     // A power of two: as many executors share them evenly.
@@ -26,14 +26,14 @@ pub(super) fn shards(budget: u64, directories: usize, segment_bytes: u64) -> u32
 }
 
 /// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.
-pub(super) fn segment_bytes(budget: Option<u64>) -> u64 {
+pub(crate) fn segment_bytes(budget: Option<u64>) -> u64 {
     let share = budget.unwrap_or(u64::MAX) / SEGMENTS_WANTED;
     (1 << share.max(SEGMENT_MIN).ilog2()).min(DEFAULT_SEGMENT_BYTES)
 }
 
 /// Memory that the index may take: a part of what this process may have, by the machine and its control group. `None`
 /// where neither says.
-pub(super) fn index_bytes() -> Option<u64> {
+pub(crate) fn index_bytes() -> Option<u64> {
     let machine = read("/proc/meminfo").and_then(|text| total(&text));
     let group = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
     let group = group.iter().find_map(|path| read(path)?.trim().parse::<u64>().ok());
