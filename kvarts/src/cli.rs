@@ -18,6 +18,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvarts_terminal::{Failure, Refusal};
 
+use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
     client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, model_cmd,
@@ -31,12 +32,6 @@ runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to
 `drain`, `reload`, `resume` and `scrub`.
 
 ";
-
-/// What the end of the program says; part of the help.
-pub(crate) const EXIT_CODES: &str = "\
-Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
-written, one line on standard error says why (with --json an object with \"error\" on standard output too); 141 whoever \
-read the output went away before its end.";
 
 /// Of a program that a closed pipe ended, as a shell says it.
 const CUT_OFF: u8 = 141;
