@@ -19,6 +19,7 @@ mod churn;
 mod cold;
 mod crossover;
 pub mod devices;
+mod digits;
 mod dual;
 mod encoded;
 mod fio;
