@@ -8,9 +8,9 @@
 use std::io::Write;
 
 use clap::Args;
+use kvarts_contract::api::Verify;
 use kvarts_layout::arrange::AUTO_FULL_BLOCK_BYTES;
 use kvarts_layout::{BlockKey, Layout, ModelSpec};
-use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
 use serde_json::{Value, json};
 

@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, Verify};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::Region;
+use kvarts_contract::class::Class;
 use kvarts_layout::{BlockKey, Layout};
-use kvarts_store::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, Verify};
 use kvarts_store::driver::Limits;
 use kvarts_store::engine::{CompactOptions, CompactReport, Options, Store};
-use kvarts_store::io::Region;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 
 use super::bare::{Bare, Plan};
 use super::fio::Fio;

@@ -5,12 +5,12 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::{KvStore, MatchRequest, Order, Placed, ReadRequest, Verify};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, NamespaceId, Requirements};
-use kvarts_store::api::{KvStore, MatchRequest, Order, Placed, ReadRequest, Verify};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 use rustix::event::EventfdFlags;
 
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};

@@ -12,16 +12,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_layout::BlockKey;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsRequest, KvStore, LeaseTerms, Order, Parent, Placed, PutReply, ReadEvent, ReadRequest, Verify,
 };
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Error;
+use kvarts_contract::ticket::Ticket;
+use kvarts_layout::BlockKey;
 use kvarts_store::engine::{CompactOptions, CompactReport, Counts, Options, Store};
-use kvarts_store::error::Error;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::mailbox::Ticket;
 
 use super::report::Report;
 use super::setup::{self, Common, Scratch, Subject, expect_stored, key, mix};

@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::{Args, ValueEnum};
+use kvarts_contract::api::{KvStore, Order, Parent, Placed, PutRequest};
+use kvarts_contract::blocking::block_on;
 use kvarts_layout::{BlockKey, Geometry};
-use kvarts_store::api::{KvStore, Order, Parent, Placed, PutRequest};
 use kvarts_store::home::RuntimeChoice;
-use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tonic::transport::Channel;
@@ -315,7 +315,7 @@ fn fill(
             keys: some.to_vec(),
             from: Placed::blocks(&shape, from, some.len() as u32).map_err(Failure::user)?,
             layout: None,
-            durability: kvarts_store::api::Durability::Durable,
+            durability: kvarts_contract::api::Durability::Durable,
             expires_after: None,
             origins: None,
             deadline: None,

@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, ModelSpec, NamespaceId,
 };
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Features, IoChoice, Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::io::{Features, IoChoice};
 
 use super::report::Report;
 use kvarts_terminal::Failure;
@@ -236,8 +237,8 @@ impl Subject {
 }
 
 type PutAnswer = Result<
-    Result<kvarts_store::api::PutReply, kvarts_store::error::Error>,
-    kvarts_store::rt::mailbox::Abandoned,
+    Result<kvarts_contract::api::PutReply, kvarts_contract::error::Error>,
+    kvarts_contract::ticket::Abandoned,
 >;
 
 /// Whether every block of a put was stored.

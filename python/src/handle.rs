@@ -6,14 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use kvarts_client::Client as Remote;
-use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{Durability, KvStore};
-use kvarts_store::batch::{
+use kvarts_contract::api::{Durability, KvStore};
+use kvarts_contract::batch::{
     BatchKind, CLOSED, Completion as Told, EventFds, Lane, Memory, Pages as Batches, PagesOptions, Terms,
 };
-use kvarts_store::error::{Error, Reason};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::home::Home;
-use kvarts_store::rt::{Clock, Nanos};
 use pyo3::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

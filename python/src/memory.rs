@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_store::io::Region;
+use kvarts_contract::buffers::Region;
 use pyo3::prelude::*;
 use pyo3::types::PyMemoryView;
 

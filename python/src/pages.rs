@@ -4,9 +4,9 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::api::{DeleteRequest, Parent, Target};
-use kvarts_store::batch::{BatchId, BatchKind, Lane, Memory, Terms};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{DeleteRequest, Parent, Target};
+use kvarts_contract::batch::{BatchId, BatchKind, Lane, Memory, Terms};
+use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use kvarts_store::io::{Region, SharedBuf};
+use kvarts_contract::buffers::{Region, SharedBuf};
 
 use crate::buffer::Held;
 

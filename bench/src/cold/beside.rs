@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use kvarts_cold::promote::restore_into;
 use kvarts_cold::restore::FetchOptions;
+use kvarts_contract::api::{KvStore, Placed, ReadRequest};
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::BlockKey;
 use kvarts_server::cold::ColdTier;
-use kvarts_store::api::{KvStore, Placed, ReadRequest};
-use kvarts_store::io::SharedBuf;
 use kvarts_terminal::Failure;
 
 use super::ColdArgs;

@@ -7,14 +7,14 @@ use kvarts_cold::Tier;
 use kvarts_cold::format::names;
 use kvarts_cold::promote::{PUT_BYTES, Wanted};
 use kvarts_cold::restore::{Fetch, FetchOptions, Fetched, fetch, plan_all};
-use kvarts_layout::BlockKey;
-use kvarts_server::cold::{ColdTier, Wish};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, DeleteRequest, Durability, KvStore, Origins, Placed, PutRequest, ReadEvent, ReadRequest,
     Target,
 };
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_layout::BlockKey;
+use kvarts_server::cold::{ColdTier, Wish};
 use kvarts_terminal::Failure;
 use object_store::ObjectStoreExt;
 

@@ -6,11 +6,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::api::{KvStore, Placed, PutRequest};
+use kvarts_contract::buffers::BufMut;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity};
-use kvarts_store::api::{KvStore, Placed, PutRequest};
-use kvarts_store::io::BufMut;
 use kvarts_terminal::Failure;
 
 use super::Bench;

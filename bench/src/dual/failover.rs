@@ -6,8 +6,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use kvarts_cluster::members::{Member, NodeId};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_layout::BlockKey;
-use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_terminal::Failure;
 
 use super::stage::{CLUSTER, Model, SECRET, Trio, chain_keys};

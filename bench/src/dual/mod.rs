@@ -18,7 +18,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use kvarts_store::io::BufMut;
+use kvarts_contract::buffers::BufMut;
 use kvarts_terminal::Failure;
 use tokio::runtime::Runtime;
 

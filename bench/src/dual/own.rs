@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use kvarts_store::io::BufMut;
+use kvarts_contract::buffers::BufMut;
 use kvarts_terminal::Failure;
 
 use super::Bench;

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvarts_cluster::members::{Member, Members};
+use kvarts_contract::api::{KvStore, Origins, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, Column, NodeOptions, PutPolicy, Secret};
-use kvarts_store::api::{KvStore, Origins, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::Home;
-use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_terminal::Failure;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;

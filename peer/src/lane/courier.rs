@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_layout::StoreId;
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
 use kvarts_wire::convert;
 
 use super::arrival::{Arrival, Doubted, end_early};

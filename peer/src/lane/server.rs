@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use kvarts_store::io::{Arena, Region};
+use kvarts_contract::buffers::{Arena, Region};
 
 use super::bell::Bell;
 use super::hello::Member;

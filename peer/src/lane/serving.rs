@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::buffers::Arena;
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
-use kvarts_store::io::Arena;
 
 use super::bell::Bell;
 use super::hello::Member;

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use kvarts_contract::class::Class;
 use kvarts_layout::BlockKey;
-use kvarts_store::rt::Class;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tonic::Code;
@@ -48,7 +48,7 @@ pub(crate) struct Call {
 
 impl Call {
     /// The deadline by the engine's clock.
-    pub(crate) fn engine_deadline(&self) -> kvarts_store::rt::Nanos {
+    pub(crate) fn engine_deadline(&self) -> kvarts_contract::clock::Nanos {
         let left = self.deadline.saturating_duration_since(Instant::now());
         self.state.clock().now().plus(left)
     }

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvarts_contract::api::{Order, ReadEnd, TiledRequest, Verify, wanted_layers};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, BlockShape};
-use kvarts_store::api::{Order, ReadEnd, TiledRequest, Verify, wanted_layers};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Class;
 
 use super::call::Call;
 use super::fault::{self, Fault, Outcome};

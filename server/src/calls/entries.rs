@@ -1,7 +1,7 @@
 //! How much a look-up may look at.
 
+use kvarts_contract::api::MAX_MATCH_ENTRIES;
 use kvarts_layout::Requirements;
-use kvarts_store::api::MAX_MATCH_ENTRIES;
 
 use super::fault::{Fault, Outcome};
 

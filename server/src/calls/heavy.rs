@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::call::Call;
 use super::fault::{Fault, Outcome};
 use super::{limits, store};
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
 use kvarts_wire::proto;
 
 /// Bytes of a specification that are as much work as one entry of a look-up.

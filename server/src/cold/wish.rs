@@ -1,7 +1,7 @@
 //! Blocks that a read wants, and which of them are not here.
 
+use kvarts_contract::api::{ContainsRequest, KvStore, Presence};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{ContainsRequest, KvStore, Presence};
 
 /// Blocks that a read wants.
 #[derive(Clone, Copy, Debug)]

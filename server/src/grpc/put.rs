@@ -7,8 +7,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvarts_store::error::Reason;
-use kvarts_store::io::BufMut;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::error::Reason;
 use prost::Message;
 use tonic::body::Body;
 

@@ -38,7 +38,7 @@ impl Receiving {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::rt::blocking::block_on;
+    use kvarts_contract::blocking::block_on;
     use std::task::{Context, Poll, Waker};
 
     #[test]

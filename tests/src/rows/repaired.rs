@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Options as CheckOptions;
 use kvarts_fsck::disk::{MemoryDisk, Step};
 use kvarts_fsck::repair::{Site, repair};
 use kvarts_fsck::window::Tally as Bytes;
 use kvarts_layout::format::Structure;
 use kvarts_layout::format::seal::claimed_structure;
-use kvarts_store::error::Reason;
 
 use super::stores::{Answers, Prepared, look};
 use crate::witness::problems;

@@ -17,8 +17,8 @@ use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
+use kvarts_contract::error::Reason;
 
 /// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
 /// names them; where it cannot be read, all records of the index are looked through.

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::driver::Driver;
 use crate::engine::volume::directory::refused;
-use crate::error::Reason;
-use crate::io::{DirId, DiskSpace};
+use crate::io::DiskSpace;
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::DirId;
 
 /// Free bytes of the file systems that hold these directories, each counted once.
 pub(crate) async fn free_space(driver: &Driver, directories: u16) -> Result<u64, Reason> {

@@ -11,7 +11,7 @@ use super::image::Image;
 use super::log::Log;
 use crate::engine::shared::names::Namespace;
 use crate::engine::volume::segment::{Hold, Segment, SegmentState, entry, record_bytes};
-use crate::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// What a record would be at a place.
 pub(crate) struct Sheet {

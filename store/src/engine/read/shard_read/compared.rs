@@ -2,12 +2,12 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::api::Verify;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
 use crate::engine::read::wanted::Wanted;
-use crate::error::Reason;
-use crate::io::SharedBuf;
+use kvarts_contract::api::Verify;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
 
 /// A region that is in, and what its chunks are compared with.
 pub(super) struct RegionIn<'a> {
