@@ -23,8 +23,9 @@ use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_store::engine::{Options, Store};
 use serde_json::json;
 
-use super::report::{Report, digits};
+use super::report::Report;
 use super::setup::{self, Common, Scratch, Subject, key, progress};
+use crate::digits::digits;
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;

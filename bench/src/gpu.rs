@@ -28,9 +28,10 @@ use kvarts_store::engine::Options;
 use serde_json::json;
 
 use super::bare::Bare;
+use super::digits::digits;
 use super::layers::Race;
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, summary, take_turns};
-use super::report::{Report, digits};
+use super::report::Report;
 use super::setup::{self, Common, Scratch, Subject, key};
 use kvarts_gpudirect::device::name::{DeviceName, Opened};
 use kvarts_terminal::Failure;

@@ -18,6 +18,7 @@ mod bare_server;
 mod churn;
 mod cold;
 mod crossover;
+mod digits;
 mod dual;
 mod encoded;
 mod fio;

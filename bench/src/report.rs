@@ -4,6 +4,7 @@ use std::io::Write;
 
 use serde_json::{Map, Value, json};
 
+use super::digits::digits;
 use super::pairs::{Summary, quotable};
 use super::verdict;
 use kvarts_terminal::Failure;
@@ -87,16 +88,6 @@ impl Report {
         }
         writeln!(out, "Verdict: {}", verdict.1)?;
         Ok(())
-    }
-}
-
-/// As many digits as a measurement deserves.
-pub(crate) fn digits(value: f64) -> String {
-    match value.abs() {
-        size if size >= 100.0 => format!("{value:.0}"),
-        size if size >= 10.0 => format!("{value:.1}"),
-        size if size >= 0.1 || size == 0.0 => format!("{value:.3}"),
-        _ => format!("{value:.5}"),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::report::digits;
+use super::digits::digits;
 
 /// What is expected of a figure.
 enum Expected {

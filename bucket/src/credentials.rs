@@ -14,8 +14,8 @@ use object_store::aws::{AmazonS3Builder, AwsCredential, AwsCredentialProvider};
 use object_store::{CredentialProvider, Error};
 
 use crate::BadAddress;
+use crate::causes::{cause, why};
 use crate::http::Refusal;
-use crate::s3;
 
 /// The longest file that is read.
 const FILE_BYTES: u64 = 1 << 20;
@@ -54,11 +54,11 @@ impl CredentialProvider for Told {
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
         self.0.get_credential().await.map_err(|error| {
-            if s3::cause::<NoCredentials>(&error).is_some() {
+            if cause::<NoCredentials>(&error).is_some() {
                 return error;
             }
-            let is_refused = s3::cause::<Refusal>(&error).is_some();
-            NoCredentials { is_refused, why: s3::why(&error) }.into()
+            let is_refused = cause::<Refusal>(&error).is_some();
+            NoCredentials { is_refused, why: why(&error) }.into()
         })
     }
 }

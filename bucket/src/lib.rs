@@ -12,6 +12,8 @@
 )]
 
 #[cfg(feature = "s3")]
+mod causes;
+#[cfg(feature = "s3")]
 pub mod credentials;
 pub mod directory;
 #[cfg(feature = "s3")]

@@ -1,6 +1,5 @@
 //! S3, and what speaks like it.
 
-use std::error::Error as StdError;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,6 +15,7 @@ use object_store::{
 };
 
 use crate::BadAddress;
+use crate::causes::{cause, why};
 use crate::credentials::{self, NoCredentials, Told};
 use crate::http::{Connector, Refusal};
 
@@ -99,27 +99,6 @@ fn tag(meta: &ObjectMeta) -> Tag {
 
 fn modified_ms(meta: &ObjectMeta) -> u64 {
     u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0)
-}
-
-/// The first cause of this kind.
-pub(crate) fn cause<T: StdError + 'static>(error: &Error) -> Option<&T> {
-    let mut next: Option<&(dyn StdError + 'static)> = Some(error);
-    while let Some(error) = next {
-        if let Some(found) = error.downcast_ref() {
-            return Some(found);
-        }
-        next = error.source();
-    }
-    None
-}
-
-/// The last cause: what the network, or the reader of an answer, has to say.
-pub(crate) fn why(error: &Error) -> String {
-    let mut last: &(dyn StdError + 'static) = error;
-    while let Some(next) = last.source() {
-        last = next;
-    }
-    last.to_string()
 }
 
 /// What an error means for the caller. Whatever it is goes to logs: no text in it is from a server, beside a code.

@@ -8,8 +8,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::{Either, select};
 
-use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use crate::bucket::{Bucket, Condition, Facts, Listed, Tag};
 use crate::error::ColdError;
+use crate::fault::Fault;
 use crate::format::names::MANIFESTS;
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};

@@ -1,11 +1,10 @@
 //! The seam of the network: what is asked of an object storage.
 
-use std::fmt;
 use std::ops::Range;
-use std::time::Duration;
 
 use bytes::Bytes;
 
+use crate::fault::Fault;
 use crate::places::Places;
 use crate::time::BoxFuture;
 
@@ -45,56 +44,6 @@ pub struct Listed {
     /// When it was written, in milliseconds since 1970, by the bucket's clock.
     pub modified_ms: u64,
 }
-
-/// Why a bucket did not do what was asked.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Fault {
-    /// There is no such object.
-    Missing,
-    /// There is no such bucket.
-    NoBucket,
-    /// The condition of a put does not hold.
-    Changed,
-    /// Asked too often (429, 503): not before this time has passed, where it says so.
-    Busy(Option<Duration>),
-    /// Not reached, or broken off: whether it happened is not known.
-    Unreachable(String),
-    /// The server failed: whether it happened is not known.
-    Failed(String),
-    /// The credentials are refused.
-    Denied(String),
-    /// The answer is not as long as it must be.
-    Length,
-    /// Refused for good.
-    Refused(String),
-}
-
-impl Fault {
-    /// Whether the same request can succeed later.
-    pub fn is_passing(&self) -> bool {
-        matches!(self, Self::Busy(_) | Self::Unreachable(_) | Self::Failed(_) | Self::Length)
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("there is no such object"),
-            Self::NoBucket => f.write_str("there is no such bucket"),
-            Self::Changed => f.write_str("the object was changed by another writer"),
-            Self::Busy(_) => f.write_str("the bucket asks for fewer requests"),
-            Self::Unreachable(why) => write!(f, "the bucket is not reached: {why}"),
-            Self::Failed(why) => {
-                write!(f, "the bucket's server failed; if it does so again, its own log says why: {why}")
-            }
-            Self::Denied(why) => write!(f, "the bucket refuses the credentials: {why}"),
-            Self::Length => f.write_str("the answer has the wrong length"),
-            Self::Refused(why) => write!(f, "the bucket refuses: {why}"),
-        }
-    }
-}
-
-impl std::error::Error for Fault {}
 
 /// An object storage. Puts are atomic: an object is there whole or not at all. No caller trusts what comes back.
 pub trait Bucket: Send + Sync {

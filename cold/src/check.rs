@@ -9,8 +9,9 @@ use std::fmt;
 use bytes::Bytes;
 use kvarts_layout::NamespaceId;
 
-use crate::bucket::{Condition, Fault, Listed};
+use crate::bucket::{Condition, Listed};
 use crate::error::ColdError;
+use crate::fault::Fault;
 use crate::format::names::{self, Named};
 use crate::format::pack::verify;
 use crate::format::{FormatError, PackId};

@@ -4,7 +4,7 @@ use std::fmt;
 
 use kvarts_layout::NamespaceId;
 
-use crate::bucket::Fault;
+use crate::fault::Fault;
 use crate::format::FormatError;
 
 /// Why something was not done. Whatever it was: a restore that fails is a miss, a push that fails leaves nothing visible.

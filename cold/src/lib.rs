@@ -26,6 +26,7 @@ pub mod bucket;
 pub mod check;
 pub mod collect;
 pub mod error;
+pub mod fault;
 pub mod format;
 pub mod places;
 pub mod promote;
@@ -39,8 +40,9 @@ pub mod time;
 pub mod withdraw;
 
 pub use access::{Access, Limits, Spent};
-pub use bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+pub use bucket::{Bucket, Condition, Facts, Listed, Tag};
 pub use error::ColdError;
+pub use fault::Fault;
 pub use places::Places;
 pub use push::{PushOptions, Pushed, Pusher};
 pub use tier::{Found, Tier, TierOptions};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvarts_contract::buffers::{BufMut, SharedBuf};
 
-use crate::bucket::Fault;
+use crate::fault::Fault;
 
 /// Where the bytes of a range go: what is wanted of it to its places, what lies between to none. Never takes more bytes than the
 /// range has.

@@ -444,7 +444,7 @@ async fn ranged(
     match (&outcome, first_byte.get()) {
         (Ok(()), Some(time)) => tier.measured(time.as_secs_f64()),
         // Collected, or lost: its index is of no use.
-        (Err(ColdError::Bucket(_, crate::bucket::Fault::Missing)), _) => tier.forget(index.id()),
+        (Err(ColdError::Bucket(_, crate::fault::Fault::Missing)), _) => tier.forget(index.id()),
         _ => {}
     }
     outcome

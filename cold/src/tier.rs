@@ -10,8 +10,9 @@ use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::access::Access;
-use crate::bucket::{Condition, Fault, Tag};
+use crate::bucket::{Condition, Tag};
 use crate::error::ColdError;
+use crate::fault::Fault;
 use crate::format::manifest::{MANIFEST_BYTES_MAX, NO_ROOM, NO_ROOM_TO_WAIT};
 use crate::format::{
     FormatError, INDEX_BYTES_MAX, IndexedRun, Manifest, PackId, PackIndex, Place, fingerprint, names,

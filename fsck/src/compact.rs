@@ -33,9 +33,10 @@ mod unfinished;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-pub use elsewhere::{Directory, Target, elsewhere};
+pub use elsewhere::{Target, elsewhere};
 pub use in_place::{Place, in_place};
 pub use refusal::{Refusal, refuse_unsound};
+pub use unfinished::Directory;
 pub use unfinished::{expect_free, is_unfinished};
 
 /// How payloads are arranged.

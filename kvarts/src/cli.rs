@@ -12,6 +12,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvarts_terminal::Failure;
 use kvarts_terminal::program::{self, usage_fault};
 
+use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
     client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, lab_cmd,
@@ -25,12 +26,6 @@ runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to
 `drain`, `reload`, `resume` and `scrub`.
 
 ";
-
-/// What the end of the program says; part of the help.
-pub(crate) const EXIT_CODES: &str = "\
-Exit codes: 0 done, nothing wrong was found; 1 problems were found; 2 it could not be done, or its answer could not be \
-written, one line on standard error says why (with --json an object with \"error\" on standard output too); 141 whoever \
-read the output went away before its end.";
 
 /// A storage engine for the KV-cache artifacts of language models.
 #[derive(Parser, Debug)]

@@ -22,7 +22,7 @@ use kvarts_fsck::store::{Store, survey};
 use kvarts_layout::StoreId;
 
 use crate::client_cmd::{self, ServerArgs};
-use crate::fsck_cmd::{open, show_progress};
+use crate::fsck_cmd::{cannot_run, open, show_progress};
 use kvarts_server::human;
 use kvarts_terminal::Failure;
 
@@ -176,7 +176,7 @@ fn in_use(directory: &Path) -> Failure {
 /// The store that the directories hold, or where it is damaged.
 fn look(disks: &[Arc<dyn Disk>]) -> Result<Result<Store, Refusal>, Failure> {
     let mut found = Findings::default();
-    let store = survey(disks, &mut found)?;
+    let store = survey(disks, &mut found).map_err(cannot_run)?;
     found.sort();
     if let Err(refusal) = refuse_unsound(store.as_ref(), &found) {
         return Ok(Err(refusal));

@@ -18,10 +18,10 @@ use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::repair::{self, Action, Site};
 use kvarts_fsck::report::Report;
-use kvarts_fsck::store::survey;
+use kvarts_fsck::store::{CannotRun, survey};
 use kvarts_fsck::window::Tally;
 
-use crate::cli::EXIT_CODES;
+use crate::exit_codes::EXIT_CODES;
 use kvarts_server::human;
 use kvarts_terminal::{Failure, Refusal};
 
@@ -159,7 +159,7 @@ fn put_right(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failure> {
     }
     let options = arguments.options();
     let disks: Vec<Arc<dyn Disk>> = sites.iter().map(|site| Arc::clone(&site.disk)).collect();
-    let actions = repair::repair(&sites, &options, &Tally::default())?.actions;
+    let actions = repair::repair(&sites, &options, &Tally::default()).map_err(cannot_run)?.actions;
     let mut report =
         RepairReport { dry_run: arguments.dry_run, actions, report: examine(&disks, &options, false)? };
     report.report.after_dry_run = report.dry_run && !report.actions.is_empty();
@@ -208,7 +208,7 @@ fn refuse_what_is_no_store(directories: &[PathBuf]) -> Result<(), Failure> {
         let disk = RealDisk::open(directory, true, false).map_err(|error| refused(directory, &error, ""))?;
         sites.push(Site { disk: Arc::new(disk), writer: None });
     }
-    Ok(repair::refused(&sites)?)
+    repair::refused(&sites).map_err(cannot_run)
 }
 
 fn write(report: &Report, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
@@ -224,7 +224,7 @@ pub(crate) fn examine(disks: &[Arc<dyn Disk>], options: &Options, measure: bool)
     let begin = Instant::now();
     let mut found = Findings::default();
     let tally = Tally::default();
-    let Some(store) = survey(disks, &mut found)? else {
+    let Some(store) = survey(disks, &mut found).map_err(cannot_run)? else {
         found.sort();
         let checked = Checked { findings: found, ..Checked::default() };
         return Ok(Report::new(&checked, options.level, (0, begin.elapsed().as_secs_f64())));
@@ -323,6 +323,11 @@ fn progress(bytes: u64, planned: u64, seconds: f64) -> String {
     let left = planned.saturating_sub(bytes) as f64;
     let eta = if rate > 0.0 { format!("at most {:.0} s left", left / rate) } else { "just begun".to_owned() };
     format!("{percent}% of {}, {}/s, {eta}", human::bytes(planned), human::bytes(rate as u64))
+}
+
+/// Why a store could not be looked at, as an answer.
+pub(crate) fn cannot_run(cannot: CannotRun) -> Failure {
+    Failure::Refused(Refusal::new(cannot.kind(), cannot.what(), cannot.advice()))
 }
 
 #[cfg(test)]

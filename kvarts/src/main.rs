@@ -7,6 +7,7 @@ mod compact_cmd;
 mod config_cmd;
 mod demo;
 mod doctor;
+mod exit_codes;
 mod files;
 mod fsck_cmd;
 mod gpu_cmd;

@@ -49,7 +49,7 @@ impl Place {
         let disks = fsck_cmd::open(&self.directories(), self.live)?;
         let mut found = Findings::default();
         let shown = self.directory.display();
-        let Some(store) = survey(&disks, &mut found)? else {
+        let Some(store) = survey(&disks, &mut found).map_err(fsck_cmd::cannot_run)? else {
             return Err(Failure::User(format!(
                 "{shown} holds a store that was never finished: nothing is in it"
             )));

@@ -3,10 +3,10 @@
 //! The functions and the structure are those of the stable ABI from Python 3.11 on; 3.10 has the same ones.
 //!
 //! A kept buffer is given back by a thread that has the interpreter's lock. The thread that drops it, perhaps one of a
-//! device, only puts it into a list ([`settle`]).
+//! device, only puts it into a list ([`crate::left`]).
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use kvarts_contract::buffers::Region;
 use kvarts_contract::buffers::region::PAGE;
@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{self, Tensor};
 use crate::error::invalid;
+use crate::left::{Leaving, leave};
 
 /// `Py_buffer`.
 #[repr(C)]
@@ -42,7 +43,8 @@ unsafe extern "C" {
     fn PyBuffer_IsContiguous(view: *const View, order: c_char) -> c_int;
 }
 
-/// What keeps an object's memory where it is.
+/// What keeps an object's memory where it is, until it is dropped.
+#[allow(dead_code, reason = "its end is what it is for")]
 pub(crate) enum Held {
     /// A view by the buffer protocol.
     View(Lent),
@@ -59,35 +61,20 @@ unsafe impl Send for Lent {}
 // SAFETY: as above; no code does anything with a reference to it.
 unsafe impl Sync for Lent {}
 
-/// Buffers that wait for a thread that has the interpreter's lock.
-static LEFT: Mutex<Vec<Held>> = Mutex::new(Vec::new());
-
 impl Drop for Lent {
     fn drop(&mut self) {
         if let Some(view) = self.0.take() {
-            leave(Held::View(Self(Some(view))));
+            leave(Box::new(Self(Some(view))));
         }
     }
 }
 
-/// Leaves a buffer for the thread that has the interpreter's lock next.
-pub(crate) fn leave(held: Held) {
-    LEFT.lock().unwrap_or_else(PoisonError::into_inner).push(held);
-}
-
-/// Gives back what was left.
-pub(crate) fn settle(py: Python<'_>) {
-    let left = std::mem::take(&mut *LEFT.lock().unwrap_or_else(PoisonError::into_inner));
-    for held in left {
-        match held {
-            Held::View(mut lent) => {
-                if let Some(mut view) = lent.0.take() {
-                    // SAFETY: `PyObject_GetBuffer` filled it, it lies where it lay then, it is released once, and this thread
-                    // has the interpreter's lock (`py`).
-                    unsafe { PyBuffer_Release(&raw mut *view) };
-                }
-            }
-            Held::Tensor(tensor) => tensor.release(py),
+impl Leaving for Lent {
+    fn release(mut self: Box<Self>, _: Python<'_>) {
+        if let Some(mut view) = self.0.take() {
+            // SAFETY: `PyObject_GetBuffer` filled it, it lies where it lay then, it is released once, and this thread has the
+            // interpreter's lock.
+            unsafe { PyBuffer_Release(&raw mut *view) };
         }
     }
 }

@@ -9,8 +9,8 @@ use pyo3::prelude::*;
 
 use crate::error::OrRaise;
 use crate::guarded::Guarded;
+use crate::handle::Handle;
 use crate::missing::Missing;
-use crate::pages::Handle;
 use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
 

@@ -2,17 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use kvarts_client::{Client as Remote, ConnectOptions, Via};
-use kvarts_contract::api::KvStore;
-use kvarts_contract::batch::CLOSED;
 use kvarts_contract::buffers::shared;
-use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::error::{Error, Reason};
-use kvarts_store::home::Home;
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -20,81 +15,13 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::buffer;
 use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
+use crate::handle::{Core, Handle, HandleOptions};
 use crate::identity::{Cut, Wanted};
-use crate::memory::{Adopted, Memory, Registry};
-use crate::pages::{Handle, HandleOptions, Pages};
+use crate::left;
+use crate::memory::{Adopted, Memory};
+use crate::pages::Pages;
 use crate::waiting;
 use crate::watching::{self, Events};
-
-/// What a client and its handles share.
-pub(crate) struct Core {
-    pub(crate) store: Arc<dyn KvStore>,
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) registry: Registry,
-    call_timeout: Duration,
-    path: &'static str,
-    pub(crate) remote: Option<Remote>,
-    home: Mutex<Option<Home>>,
-    handles: Mutex<Vec<Weak<Handle>>>,
-    closed: AtomicBool,
-}
-
-impl Core {
-    pub(crate) fn of_server(remote: Remote, call_timeout: Duration) -> Arc<Self> {
-        let path = remote.path().name();
-        Arc::new(Self {
-            store: Arc::new(remote.clone()),
-            clock: Arc::clone(remote.clock()),
-            registry: Registry::default(),
-            call_timeout,
-            path,
-            remote: Some(remote),
-            home: Mutex::new(None),
-            handles: Mutex::default(),
-            closed: AtomicBool::new(false),
-        })
-    }
-
-    pub(crate) fn of_home(home: Home, call_timeout: Duration) -> Arc<Self> {
-        Arc::new(Self {
-            store: Arc::new(home.store().clone()),
-            clock: Arc::clone(home.store().clock()),
-            registry: Registry::default(),
-            call_timeout,
-            path: "embedded",
-            remote: None,
-            home: Mutex::new(Some(home)),
-            handles: Mutex::default(),
-            closed: AtomicBool::new(false),
-        })
-    }
-
-    /// When a call must have ended that may take `timeout` seconds. Without a timeout of its own it has the client's.
-    pub(crate) fn deadline(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Nanos>> {
-        let left = match timeout {
-            Some(seconds) => waiting::duration(py, "timeout", seconds)?,
-            None => self.call_timeout,
-        };
-        Ok(Some(self.clock.now().plus(left)))
-    }
-
-    /// Refuses what is asked of a client that was closed.
-    pub(crate) fn alive(&self, py: Python<'_>) -> PyResult<()> {
-        let closed = self.closed.load(Ordering::SeqCst);
-        if closed { Err(CLOSED).or_raise(py) } else { Ok(()) }
-    }
-
-    fn keep(&self, handle: &Arc<Handle>) {
-        let mut handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
-        handles.retain(|handle| handle.strong_count() > 0);
-        handles.push(Arc::downgrade(handle));
-    }
-
-    fn handles(&self) -> Vec<Arc<Handle>> {
-        let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
-        handles.iter().filter_map(Weak::upgrade).collect()
-    }
-}
 
 /// A store: see the stub.
 #[pyclass(frozen, weakref, module = "kvarts")]
@@ -234,7 +161,7 @@ impl Client {
     fn memory(&self, py: Python<'_>, nbytes: usize) -> PyResult<Memory> {
         let core = self.core.get()?;
         core.alive(py)?;
-        buffer::settle(py);
+        left::settle(py);
         if nbytes == 0 {
             return Err(invalid(py, "nbytes", "at least 1"));
         }
@@ -275,7 +202,7 @@ impl Client {
     ) -> PyResult<Memory> {
         let core = self.core.get()?;
         core.alive(py)?;
-        buffer::settle(py);
+        left::settle(py);
         let (address, len, held, owner) = match (buffer.extract::<usize>(), nbytes) {
             (Ok(address), Some(len)) => (address, len, None, None),
             (Ok(_), None) => return Err(invalid(py, "nbytes", "needed where buffer is an address")),
@@ -351,7 +278,7 @@ impl Client {
         py.detach(|| handles.iter().for_each(|handle| handle.pages.close()));
         let is_free = || handles.iter().all(|handle| handle.is_free());
         let free = waiting::until(py, &*core.clock, deadline, is_free)?;
-        buffer::settle(py);
+        left::settle(py);
         if !free {
             return Err(late(py, "a disk or a thread still uses buffers of a batch"));
         }

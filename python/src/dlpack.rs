@@ -5,8 +5,8 @@ use std::ffi::{CStr, c_void};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::buffer::{Held, leave};
 use crate::error::invalid;
+use crate::left::{Leaving, leave};
 
 const NAME: &CStr = c"dltensor";
 const USED: &CStr = c"used_dltensor";
@@ -44,9 +44,8 @@ unsafe impl Send for Tensor {}
 // SAFETY: as above.
 unsafe impl Sync for Tensor {}
 
-impl Tensor {
-    /// Gives it back, with the interpreter's lock.
-    pub(crate) fn release(mut self, _: Python<'_>) {
+impl Leaving for Tensor {
+    fn release(mut self: Box<Self>, _: Python<'_>) {
         let managed = std::mem::replace(&mut self.0, std::ptr::null_mut());
         // SAFETY: it was taken over with its capsule's new name, and it is given back once.
         unsafe {
@@ -60,7 +59,7 @@ impl Tensor {
 impl Drop for Tensor {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            leave(Held::Tensor(Self(std::mem::replace(&mut self.0, std::ptr::null_mut()))));
+            leave(Box::new(Self(std::mem::replace(&mut self.0, std::ptr::null_mut()))));
         }
     }
 }

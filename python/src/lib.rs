@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //! - Memory of Python objects is kept by whatever has a range of it, an operation under way among them; it is given back to
-//!   the interpreter by a thread that has the interpreter's lock (`buffer`).
+//!   the interpreter by a thread that has the interpreter's lock (`left`).
 //! - The interpreter's lock is not held while anything waits or digests.
 //! - In a process that was forked nothing is called and nothing is dropped: locks may be held there for ever (`guarded`).
 #![cfg_attr(
@@ -18,8 +18,10 @@ mod completion;
 mod dlpack;
 mod error;
 mod guarded;
+mod handle;
 mod identity;
 mod keys;
+mod left;
 mod memory;
 mod missing;
 mod open;
@@ -27,6 +29,7 @@ mod pages;
 mod places;
 mod planning;
 mod reading;
+mod registry;
 mod waiting;
 mod watching;
 

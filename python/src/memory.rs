@@ -1,71 +1,18 @@
 //! Memory that is known by its address: pools that disks write into, and memory that an engine made known once.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::buffers::Region;
 use pyo3::prelude::*;
 use pyo3::types::PyMemoryView;
 
 use crate::buffer::{self, Held};
-use crate::client::Core;
 use crate::error::late;
 use crate::guarded::Guarded;
+use crate::handle::Core;
+use crate::left;
+use crate::registry::Known;
 use crate::waiting;
-
-/// A stretch of this process's memory that the store knows.
-pub(crate) struct Known {
-    start: usize,
-    len: usize,
-    region: Arc<Region>,
-    /// Where in the region the stretch begins.
-    origin: usize,
-    /// What keeps the stretch where it is, if the region does not.
-    _held: Option<Held>,
-}
-
-/// All of them, by address. None overlaps another.
-#[derive(Default)]
-pub(crate) struct Registry(RwLock<BTreeMap<usize, Arc<Known>>>);
-
-impl Registry {
-    /// The bytes at an address, if they are known.
-    pub(crate) fn find(&self, address: usize, len: usize) -> Option<SharedBuf> {
-        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let (_, known) = all.range(..=address).next_back()?;
-        let at = address - known.start;
-        if at.checked_add(len)? > known.len {
-            return None;
-        }
-        SharedBuf::new(&known.region, known.origin.checked_add(at)?, len)
-    }
-
-    /// Bytes that are known from an address on.
-    pub(crate) fn room(&self, address: usize) -> usize {
-        let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let known = all.range(..=address).next_back();
-        known.map_or(0, |(_, known)| known.len.saturating_sub(address - known.start))
-    }
-
-    /// Makes a stretch known; nothing if it meets another.
-    fn insert(&self, known: Known) -> Option<Arc<Known>> {
-        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let end = known.start.checked_add(known.len)?;
-        if all.range(..end).next_back().is_some_and(|(start, other)| start + other.len > known.start) {
-            return None;
-        }
-        let known = Arc::new(known);
-        all.insert(known.start, Arc::clone(&known));
-        Some(known)
-    }
-
-    fn remove(&self, known: &Arc<Known>) {
-        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        if all.get(&known.start).is_some_and(|here| Arc::ptr_eq(here, known)) {
-            all.remove(&known.start);
-        }
-    }
-}
 
 /// Forgets a stretch.
 struct Registered {
@@ -112,8 +59,7 @@ impl Memory {
                 (region, origin, None)
             }
         };
-        let known =
-            core.registry.insert(Known { start: address, len: nbytes, region, origin, _held: held })?;
+        let known = core.registry.insert(Known { start: address, len: nbytes, region, origin, held })?;
         let registered = Guarded::new(Mutex::new(Some(Registered { core: Arc::clone(core), known })));
         Some(Self { registered, mode, owner, address, nbytes })
     }
@@ -151,7 +97,7 @@ impl Memory {
 
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        buffer::settle(py);
+        left::settle(py);
         let slot = self.registered.get()?;
         let registered = || slot.lock().unwrap_or_else(PoisonError::into_inner);
         let parts = registered().as_ref().map(|all| (Arc::clone(&all.core), Arc::clone(&all.known)));
@@ -166,7 +112,7 @@ impl Memory {
         let closed = registered().take();
         py.detach(|| drop((closed, known)));
         // Its buffer is the caller's again.
-        buffer::settle(py);
+        left::settle(py);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
-use crate::pages::Handle;
+use crate::handle::Handle;
 use crate::{keys, waiting};
 
 /// Why blocks are not there: see the stub.

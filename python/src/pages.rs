@@ -1,158 +1,26 @@
 //! Handles on blocks: batches that are answered later, and the same as calls that wait.
 
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use kvarts_contract::api::{DeleteRequest, Durability, Parent, Target};
-use kvarts_contract::batch::{
-    BatchId, BatchKind, Completion as Told, EventFds, Lane, Memory, Pages as Batches, PagesOptions, Terms,
-};
-use kvarts_contract::error::{Error, Reason};
-use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_contract::api::{DeleteRequest, Parent, Target};
+use kvarts_contract::batch::{BatchId, BatchKind, Lane, Memory, Terms};
+use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::blocks::{self, Asked};
-use crate::buffer;
 use crate::calls::{self, Lease, Match};
-use crate::client::Core;
 use crate::completion::Completion;
 use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
-use crate::identity::Cut;
+use crate::handle::{self, Handle};
+use crate::left;
 use crate::missing::{self, Missing};
 use crate::places::{self, Laid};
 use crate::planning::Times;
 use crate::reading::{self, ByLayers, Layers};
 use crate::{keys, waiting};
-
-/// How often a thread that waits looks for signals.
-const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-
-/// What is said of a handle beside the identity.
-pub(crate) struct HandleOptions {
-    pub(crate) durable: bool,
-    pub(crate) ttl: Option<Duration>,
-    pub(crate) lanes: bool,
-    pub(crate) batches_max: usize,
-    pub(crate) timeout: Duration,
-}
-
-/// What a handle is, for the calls on it and for what they give.
-pub(crate) struct Handle {
-    pub(crate) core: Arc<Core>,
-    pub(crate) cut: Cut,
-    pub(crate) namespace: NamespaceId,
-    pub(crate) pages: Batches,
-    options: PagesOptions,
-    timeout: Duration,
-    shapes: Vec<(Group, Coordinate, BlockShape)>,
-    /// Reads and calls that wait: how many have memory now.
-    pub(crate) calls: Arc<AtomicU64>,
-}
-
-impl Handle {
-    pub(crate) fn new(core: &Arc<Core>, cut: Cut, options: &HandleOptions) -> Result<Arc<Self>, Error> {
-        let namespace = core.store.register(&cut.identity, &cut.geometry)?;
-        let batches = PagesOptions {
-            durability: if options.durable { Durability::Durable } else { Durability::Relaxed },
-            expires_after: options.ttl,
-            batches_max: options.batches_max,
-            until_free: true,
-            event_fds: if options.lanes { EventFds::PerLane } else { EventFds::One },
-            ..PagesOptions::new(namespace)
-        };
-        let pages = Batches::new(Arc::clone(&core.store), batches.clone())?;
-        let mut shapes: Vec<(Group, Coordinate, BlockShape)> = Vec::new();
-        for (group, _, coordinate, shape) in &cut.columns {
-            if !shapes.iter().any(|(known, other, _)| (known, other) == (group, coordinate)) {
-                shapes.push((*group, *coordinate, shape.clone()));
-            }
-        }
-        let (core, timeout) = (Arc::clone(core), options.timeout);
-        Ok(Arc::new(Self {
-            core,
-            cut,
-            namespace,
-            pages,
-            options: batches,
-            timeout,
-            shapes,
-            calls: Arc::default(),
-        }))
-    }
-
-    /// Whether no batch and no call has memory any more.
-    pub(crate) fn is_free(&self) -> bool {
-        self.pages.is_free() && self.calls.load(Ordering::SeqCst) == 0
-    }
-
-    pub(crate) fn terms(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Terms> {
-        let left = match timeout {
-            Some(seconds) => waiting::duration(py, "timeout", seconds)?,
-            None => self.timeout,
-        };
-        Ok(Terms { deadline: Some(self.core.clock.now().plus(left)), ..Terms::default() })
-    }
-
-    /// Asks and waits for the answer.
-    fn call(
-        &self,
-        py: Python<'_>,
-        kind: BatchKind,
-        asked: &Asked<'_>,
-        laid: Option<&Laid>,
-        terms: &Terms,
-    ) -> PyResult<Told> {
-        let options = PagesOptions { event_fds: EventFds::One, batches_max: 1, ..self.options.clone() };
-        let batches = Batches::new(Arc::clone(&self.core.store), options).or_raise(py)?;
-        let memory = laid.map_or(Memory::Nowhere, |laid| laid.memory(&self.shapes));
-        py.detach(|| batches.submit(kind, &asked.blocks, &memory, terms)).or_raise(py)?;
-        let told = wait(py, &batches, None);
-        if told.is_err() {
-            // Ctrl-C: the exception does not leave before the batch has let go of the memory.
-            batches.close();
-            waiting::until_free(py, || batches.is_free());
-        }
-        told?.into_iter().next().ok_or(Reason::Bug("a batch without an answer")).or_raise(py)
-    }
-}
-
-/// Waits for completions, at most as long as is said; none if nothing is under way.
-fn wait(py: Python<'_>, batches: &Batches, seconds: Option<Duration>) -> PyResult<Vec<Told>> {
-    let mut left = seconds;
-    loop {
-        let mut told = Vec::new();
-        py.detach(|| batches.drain(&mut told));
-        if !told.is_empty() || batches.under_way() == 0 {
-            return Ok(told);
-        }
-        let look = Duration::new(LOOK.tv_sec.unsigned_abs(), LOOK.tv_nsec as u32);
-        let some = left.map_or(look, |left| left.min(look));
-        if some.is_zero() {
-            return Ok(told);
-        }
-        let pause = Timespec { tv_sec: 0, tv_nsec: i64::from(some.subsec_nanos()) };
-        let rung = py.detach(|| {
-            let mut readable: Vec<PollFd<'_>> = Vec::new();
-            for lane in Lane::ALL {
-                let bell = batches.event_fd(lane);
-                if !readable.iter().any(|known| known.as_fd().as_raw_fd() == bell.as_raw_fd()) {
-                    readable.push(PollFd::from_borrowed_fd(bell, PollFlags::IN));
-                }
-            }
-            // Interrupted by a signal: that is looked at right below.
-            poll(&mut readable, Some(&pause)).unwrap_or(0)
-        });
-        if rung == 0 {
-            left = left.map(|left| left.saturating_sub(some));
-        }
-        py.check_signals()?;
-    }
-}
 
 fn lane(py: Python<'_>, name: &str) -> PyResult<Lane> {
     match name {
@@ -176,7 +44,7 @@ impl Pages {
     fn handle(&self, py: Python<'_>) -> PyResult<&Arc<Handle>> {
         let handle = self.handle.get()?;
         handle.core.alive(py)?;
-        buffer::settle(py);
+        left::settle(py);
         Ok(handle)
     }
 
@@ -211,7 +79,7 @@ impl Pages {
         let (asked, laid, terms) = prepare(handle, kind, keys, buffers, (group, rank), change, timeout)?;
         let told = handle.call(py, kind, &asked, laid.as_ref(), &terms);
         drop(laid);
-        buffer::settle(py);
+        left::settle(py);
         told.map(Completion)
     }
 }
@@ -365,7 +233,7 @@ impl Pages {
             Some(lane) => handle.pages.drain_lane(lane, &mut told),
             None => handle.pages.drain(&mut told),
         });
-        buffer::settle(py);
+        left::settle(py);
         Ok(told.into_iter().map(Completion).collect())
     }
 
@@ -373,8 +241,8 @@ impl Pages {
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<Completion>> {
         let handle = self.handle(py)?;
         let left = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
-        let told = self::wait(py, &handle.pages, left)?;
-        buffer::settle(py);
+        let told = handle::wait(py, &handle.pages, left)?;
+        left::settle(py);
         Ok(told.into_iter().map(Completion).collect())
     }
 
@@ -392,7 +260,7 @@ impl Pages {
         let deadline = handle.core.deadline(py, timeout)?;
         py.detach(|| handle.pages.close());
         let free = waiting::until(py, &*handle.core.clock, deadline, || handle.is_free())?;
-        buffer::settle(py);
+        left::settle(py);
         if free { Ok(()) } else { Err(late(py, "a disk or a thread still uses buffers of a batch")) }
     }
 

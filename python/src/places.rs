@@ -14,7 +14,7 @@ use pyo3::types::{PyList, PyTuple};
 use crate::blocks::Asked;
 use crate::buffer::{self, Held};
 use crate::error::{OrRaise, invalid};
-use crate::memory::Registry;
+use crate::registry::Registry;
 
 /// Blocks in the slots of a pool: see the stub.
 #[pyclass(frozen, module = "kvarts")]

@@ -14,9 +14,9 @@ use pyo3::types::PyDict;
 
 use crate::error::{OrRaise, exception, invalid, late};
 use crate::guarded::Guarded;
-use crate::pages::Handle;
+use crate::handle::Handle;
 use crate::places::{self, Laid};
-use crate::{blocks, buffer, waiting};
+use crate::{blocks, left, waiting};
 
 /// A layer that is usable now: see the stub.
 #[pyclass(frozen, module = "kvarts")]
@@ -131,7 +131,7 @@ impl Layers {
             }
         }
         py.detach(|| drop(stream));
-        buffer::settle(py);
+        left::settle(py);
         Ok(None)
     }
 
@@ -173,7 +173,7 @@ impl Layers {
         let core = &reading.handle.core;
         let deadline = core.deadline(py, None)?;
         let free = waiting::until(py, &*core.clock, deadline, || reading.memory.strong_count() == 0)?;
-        buffer::settle(py);
+        left::settle(py);
         if free { Ok(()) } else { Err(late(py, "a disk still writes to buffers of this read")) }
     }
 }

@@ -12,9 +12,9 @@ use kvarts_wire::proto::{self, event::What};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::client::Core;
 use crate::error::OrRaise;
 use crate::guarded::Guarded;
+use crate::handle::Core;
 use crate::waiting;
 
 /// Events that are taken at once.

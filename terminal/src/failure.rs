@@ -2,8 +2,6 @@
 
 use std::io;
 
-use kvarts_fsck::store::CannotRun;
-
 /// Why a subcommand did not do what it was asked.
 #[derive(Debug)]
 pub enum Failure {
@@ -46,12 +44,6 @@ impl Refusal {
             Some(advice) => format!("{}: {advice}", self.message),
             None => self.message.clone(),
         }
-    }
-}
-
-impl From<CannotRun> for Failure {
-    fn from(cannot: CannotRun) -> Self {
-        Self::Refused(Refusal::new(cannot.kind(), cannot.what(), cannot.advice()))
     }
 }
 

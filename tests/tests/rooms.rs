@@ -8,6 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use super::circles::circles;
+
 /// Lines of code of a room, without tests, comments and empty lines.
 const ROOM_LINES_MAX: usize = 4000;
 
@@ -179,26 +181,6 @@ fn arrows(files: &[(String, String)], rooms: &BTreeSet<String>) -> Arrows {
         }
     }
     arrows
-}
-
-/// Sets of rooms each of which leads to each other.
-fn circles(arrows: &Arrows) -> BTreeSet<BTreeSet<String>> {
-    let reach = |from: &str| {
-        let (mut reached, mut next) = (BTreeSet::new(), vec![from.to_owned()]);
-        while let Some(room) = next.pop() {
-            let behind = arrows.keys().filter(|(start, _)| *start == room).map(|(_, end)| end.clone());
-            next.extend(behind.filter(|room| reached.insert(room.clone())).collect::<Vec<_>>());
-        }
-        reached
-    };
-    let all: BTreeMap<String, BTreeSet<String>> =
-        arrows.keys().map(|(from, _)| (from.clone(), reach(from))).collect();
-    let mut circles = BTreeSet::new();
-    for (room, reached) in all.iter().filter(|(room, reached)| reached.contains(*room)) {
-        let back = |other: &&String| all.get(*other).is_some_and(|reached| reached.contains(room));
-        circles.insert(reached.iter().filter(back).cloned().collect());
-    }
-    circles
 }
 
 /// Circles as complaints: the rooms, and each arrow between them with a file that needs it.

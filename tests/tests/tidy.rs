@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 /// Rooms whose sources are held to the rules.
-const ROOMS: [&str; 20] = [
+const ROOMS: [&str; 21] = [
     "layout",
     "contract",
     "store",
@@ -25,6 +25,7 @@ const ROOMS: [&str; 20] = [
     "schedules",
     "tests",
     "python",
+    "fuzz",
 ];
 /// Words that stand where a comment should name who or what is meant, or how many.
 const VAGUE: [&[&str]; 7] = [

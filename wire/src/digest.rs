@@ -258,7 +258,10 @@ mod tests {
         }
     }
     /// Changes each bit of a message by itself, as it is on a wire. What can be read of it is the same message, or `is_found`.
-    fn each_bit<T: Message + Default + PartialEq + std::fmt::Debug>(message: &T, is_found: impl Fn(&T) -> bool) {
+    fn each_bit<T: Message + Default + PartialEq + std::fmt::Debug>(
+        message: &T,
+        is_found: impl Fn(&T) -> bool,
+    ) {
         let bytes = message.encode_to_vec();
         assert!(T::decode(&bytes[..]).is_ok_and(|read| read == *message) && !is_found(message));
         let mut found = 0;

@@ -9,12 +9,12 @@ use kvarts_cold::restore::FetchOptions;
 use kvarts_contract::api::{KvStore, Placed, ReadRequest};
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::BlockKey;
-use kvarts_server::cold::{ColdConfig, ColdTier};
+use kvarts_server::cold::ColdTier;
 use kvarts_terminal::Failure;
 
 use super::ColdArgs;
 use super::restores::{BELOW, forget, wanted};
-use super::stage::Stage;
+use super::stage::{Stage, config};
 use crate::pairs::{Summary, summary};
 use crate::report::Report;
 use crate::setup::{self, key, mix};
@@ -111,25 +111,6 @@ fn tell(report: &mut Report, name: &str, ([ratio, quiet, loud], rate): ([Summary
     report.median(&format!("{name}_p99_ms_alone"), quiet);
     report.median(&format!("{name}_p99_ms"), loud);
     report.number(&format!("{name}_mib_s"), rate / MIB);
-}
-
-/// A tier of a server that may spill this number of bytes a second.
-pub(super) fn config(rate: u64) -> ColdConfig {
-    ColdConfig {
-        bucket: String::new(),
-        requests: u64::MAX,
-        written: u64::MAX,
-        read: u64::MAX,
-        refresh: Duration::from_secs(60),
-        memory: 256 << 20,
-        // Sweeps are begun by the benchmark.
-        spill: false,
-        uses: 0,
-        age: Duration::ZERO,
-        token_bytes: None,
-        rate,
-        offer: kvarts_server::cold::Offer::Never,
-    }
 }
 
 /// Own reads while sweeps copy blocks into the bucket, each sweep into an empty one.

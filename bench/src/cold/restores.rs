@@ -19,8 +19,7 @@ use kvarts_terminal::Failure;
 use object_store::ObjectStoreExt;
 
 use super::ColdArgs;
-use super::beside::config;
-use super::stage::Stage;
+use super::stage::{Stage, config};
 use crate::pairs::{Contestant, Sample, summary, take_turns};
 use crate::report::Report;
 use crate::setup;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_bucket::http::Connector;
@@ -13,6 +14,7 @@ use kvarts_cold::{Access, Bucket, ColdError, Limits, PushOptions, Pusher, Tier, 
 use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Run};
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, ContentId, OriginId};
+use kvarts_server::cold::{ColdConfig, Offer};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::Home;
 use kvarts_terminal::Failure;
@@ -205,5 +207,24 @@ impl Stage {
 
     pub(super) fn close(self) {
         self.runtime.shutdown_background();
+    }
+}
+
+/// A tier of a server that may spill this number of bytes a second.
+pub(super) fn config(rate: u64) -> ColdConfig {
+    ColdConfig {
+        bucket: String::new(),
+        requests: u64::MAX,
+        written: u64::MAX,
+        read: u64::MAX,
+        refresh: Duration::from_secs(60),
+        memory: 256 << 20,
+        // Sweeps are begun by the benchmark.
+        spill: false,
+        uses: 0,
+        age: Duration::ZERO,
+        token_bytes: None,
+        rate,
+        offer: Offer::Never,
     }
 }

@@ -12,10 +12,10 @@ use kvarts_server::cold::ColdTier;
 use kvarts_terminal::Failure;
 
 use super::ColdArgs;
-use super::beside::{Reader, config, phases};
+use super::beside::{Reader, phases};
 use super::objects::Trouble;
 use super::restores::{forget, wanted};
-use super::stage::Stage;
+use super::stage::{Stage, config};
 use crate::report::Report;
 use crate::setup::key;
 

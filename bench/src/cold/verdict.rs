@@ -2,7 +2,8 @@
 
 use serde_json::json;
 
-use crate::report::{Report, digits};
+use crate::digits::digits;
+use crate::report::Report;
 
 /// A figure: what it is in words, the least and the most that it may be.
 type Must = (&'static str, &'static str, Option<f64>, Option<f64>);

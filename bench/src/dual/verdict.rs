@@ -2,7 +2,8 @@
 
 use serde_json::json;
 
-use crate::report::{Report, digits};
+use crate::digits::digits;
+use crate::report::Report;
 
 /// How much a figure must be.
 #[derive(Clone, Copy, Debug)]

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use crate::bucket::{Bucket, Condition, Facts, Listed, Tag};
+use crate::fault::Fault;
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 
-use crate::bucket::{Bucket, Condition, Facts, Fault, Listed, Tag};
+use crate::bucket::{Bucket, Condition, Facts, Listed, Tag};
+use crate::fault::Fault;
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 

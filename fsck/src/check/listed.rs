@@ -7,8 +7,8 @@ use kvarts_layout::format::recovery::{Decision, Found, Later, Proof, RecordSight
 use kvarts_layout::format::trailer::{SealReason, Trailer};
 use kvarts_layout::format::{PAGE_BYTES, Position};
 
-use super::Level;
-use super::one::{Outcome, Subject};
+use super::options::Level;
+use super::outcome::{Outcome, Subject};
 use crate::findings::{self, Finding, Findings};
 use crate::holes::touched;
 use crate::names::Names;

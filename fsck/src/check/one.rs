@@ -1,90 +1,17 @@
 //! The check of one segment: what its ends say, then its records.
 
-use kvarts_layout::format::checkpoint::{SEGMENT_FREE, SegmentState};
-use kvarts_layout::format::footer::Footer;
+use kvarts_layout::format::checkpoint::SEGMENT_FREE;
 use kvarts_layout::format::recovery::{Decision, HeaderSeen, Scan, TrailerSeen, segment_row};
-use kvarts_layout::format::trailer::Trailer;
 use kvarts_layout::format::{PAGE_BYTES, Unsound};
 
-use super::{Accounting, Level, listed};
+use super::listed;
+use super::options::Level;
+use super::outcome::{Accounting, Outcome, SegmentReport, Subject};
 use crate::disk::DiskFile;
-use crate::findings::{self, Finding, Findings, Place};
-use crate::segment::{Ends, Keyring, disagreement};
-use crate::walk::{self, Met, Scanned, Target};
+use crate::findings::{self, Finding, Findings};
+use crate::segment::{Ends, disagreement};
+use crate::walk::{self, Target};
 use crate::window::{Tally, Window};
-
-/// Which segment, and what is known of it.
-#[derive(Clone, Copy, Debug)]
-pub struct Subject<'a> {
-    /// What proves it.
-    pub keyring: &'a Keyring,
-    /// Its shard.
-    pub shard: u32,
-    /// Its number.
-    pub segment: u32,
-    /// What the newest whole checkpoint says.
-    pub known: Option<&'a SegmentState>,
-    /// How many live records that checkpoint lists in it.
-    pub listed: u64,
-    /// How much is looked at.
-    pub level: Level,
-}
-
-impl Subject<'_> {
-    /// A place in it.
-    pub fn place(&self, offset: Option<u64>) -> Place {
-        Place { shard: Some(self.shard), segment: Some(self.segment), offset }
-    }
-}
-
-/// What the recovery table made of a segment.
-#[derive(Debug, Default)]
-pub enum Outcome {
-    /// The file could not be looked at.
-    #[default]
-    Unseen,
-    /// Nothing in it counts.
-    Free,
-    /// It is neither read nor recycled.
-    Quarantined,
-    /// Its footer counts; the records were looked at unless the check was quick.
-    Sealed {
-        /// The generation.
-        generation: u64,
-        /// The trailer.
-        trailer: Trailer,
-        /// The footer.
-        footer: Footer,
-        /// The records that are as the footer says, if they were looked at.
-        good: Vec<Met>,
-        /// Whole records that the footer leaves out.
-        unlisted: Vec<Met>,
-    },
-    /// It was walked.
-    Walked {
-        /// Why: a tail, or a rescan.
-        scan: Scan,
-        /// What was found.
-        scanned: Scanned,
-    },
-}
-
-/// What the check of one segment found.
-#[derive(Debug, Default)]
-pub struct SegmentReport {
-    /// What was found.
-    pub findings: Findings,
-    /// Records that count.
-    pub records: u64,
-    /// Blocks in them.
-    pub blocks: u64,
-    /// Where the bytes are.
-    pub accounting: Accounting,
-    /// What the segment is.
-    pub outcome: Outcome,
-    /// Both ends, if they were read.
-    pub ends: Option<Ends>,
-}
 
 /// Checks one segment.
 pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) -> SegmentReport {

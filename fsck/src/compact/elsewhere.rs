@@ -18,16 +18,10 @@ use super::inventory::{Inventory, Role};
 use super::plan::Plan;
 use super::sink::{Sink, Start, Statement, write_checkpoint};
 use super::source::{Reader, shard_of};
-use super::{Options, Progress, Refusal, Report, unfinished};
-use crate::disk::{Disk, DiskWriter};
+use super::unfinished::{self, Directory, SUPERBLOCK_MADE};
+use super::{Options, Progress, Refusal, Report};
 use crate::segment::Keyring;
 use crate::store::Store;
-
-/// The superblock until it counts.
-pub(super) const SUPERBLOCK_MADE: &str = "superblock.new";
-
-/// A directory of the new store: to be looked at, to be written.
-pub type Directory = (Arc<dyn Disk>, Arc<dyn DiskWriter>);
 
 /// Where a store goes.
 #[derive(Clone, Debug)]

@@ -10,7 +10,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_layout::format::body::{Blocks, Definition, Parent};
+use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::codec::Encoding;
+use kvarts_layout::format::body::{
+    Blocks, Definition, ENCODING_RAW, EXTENSION_ENCRYPTION, Parent, layout_from_code,
+};
 use kvarts_layout::format::checkpoint::{Items, RecordState, SegmentState};
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::names::{segment_name, shard_name};
@@ -20,7 +24,7 @@ use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockShape, Coordinate, Group, Identity};
 
 use super::graves::Graves;
-use super::refusal::{Refusal, damaged_at, refuse_unsound};
+use super::refusal::{Refusal, refuse_unsound};
 use crate::check::{Level, Options as CheckOptions, Outcome, SegmentReport, Stated, each_segment};
 use crate::checkpoint::{Known, read_slot};
 use crate::findings::Findings;
@@ -291,7 +295,7 @@ impl Inventory {
                             "a record without its namespace",
                         ));
                     };
-                    movable &= super::source::is_movable(blocks);
+                    movable &= is_movable(blocks);
                     self.offer((at, &segment), (&entry, &holes), (blocks, space), now_ms, offered);
                 }
                 Content::Unknown(_) => movable = false,
@@ -632,4 +636,18 @@ impl ShardState {
             last_access_s,
         })
     }
+}
+
+/// Whether this program can rewrite such a record.
+fn is_movable(blocks: &Blocks) -> bool {
+    let encoded = blocks.encoding == ENCODING_RAW || Encoding::from_code(blocks.encoding).is_some();
+    let known =
+        encoded && layout_from_code(blocks.layout).is_some() && blocks.layout_version == LAYOUT_VERSION;
+    let encrypted = blocks.extensions.iter().any(|one| one.id == EXTENSION_ENCRYPTION);
+    known && !encrypted && blocks.unknown_critical().is_none()
+}
+
+/// Damage that metadata shows only when it is put together.
+fn damaged_at(store: &Store, segment: &Segment, entry: &Entry, what: &str) -> Refusal {
+    Refusal::Damaged(format!("{} at {}: {what}", path(store, segment), entry.offset))
 }

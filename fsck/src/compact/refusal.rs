@@ -6,10 +6,8 @@
 use std::fmt;
 use std::io;
 
-use kvarts_layout::format::footer::Entry;
 use kvarts_layout::format::names::{segment_name, shard_name};
 
-use super::inventory::{self, Segment};
 use crate::findings::{CHECKPOINT_NEWER, Finding, Findings};
 use crate::remedy::{Remedy, advice, missing_directories, remedy};
 use crate::store::Store;
@@ -120,9 +118,4 @@ fn place_of(store: Option<&Store>, finding: &Finding) -> String {
             format!("{}{}", expected.unwrap_or_default(), found.unwrap_or_default())
         }
     }
-}
-
-/// Damage that metadata shows only when it is put together.
-pub(super) fn damaged_at(store: &Store, segment: &Segment, entry: &Entry, what: &str) -> Refusal {
-    Refusal::Damaged(format!("{} at {}: {what}", inventory::path(store, segment), entry.offset))
 }

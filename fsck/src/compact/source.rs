@@ -9,9 +9,7 @@
 use kvarts_layout::Layout;
 use kvarts_layout::arrange::{LAYOUT_VERSION, RunLayout, Span};
 use kvarts_layout::codec::{Codec, Encoding, StoredPlaces, pays};
-use kvarts_layout::format::body::{
-    BlockName, Blocks, ENCODING_RAW, EXTENSION_ENCRYPTION, layout_code, layout_from_code,
-};
+use kvarts_layout::format::body::{BlockName, Blocks, ENCODING_RAW, layout_code, layout_from_code};
 use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
@@ -23,15 +21,6 @@ use crate::store::Store;
 
 /// Chunks that tell whether a record is worth compressing.
 const SAMPLES: usize = 4;
-
-/// Whether this program can rewrite such a record.
-pub(super) fn is_movable(blocks: &Blocks) -> bool {
-    let encoded = blocks.encoding == ENCODING_RAW || Encoding::from_code(blocks.encoding).is_some();
-    let known =
-        encoded && layout_from_code(blocks.layout).is_some() && blocks.layout_version == LAYOUT_VERSION;
-    let encrypted = blocks.extensions.iter().any(|one| one.id == EXTENSION_ENCRYPTION);
-    known && !encrypted && blocks.unknown_critical().is_none()
-}
 
 /// A record that is to be written; its local ids are set where it goes.
 #[derive(Debug)]

@@ -16,8 +16,13 @@ use kvarts_layout::StoreId;
 use kvarts_layout::format::names::{FileName, SUPERBLOCK, UNFINISHED_COPY, shard_name};
 
 use super::Refusal;
-use super::elsewhere::{Directory, SUPERBLOCK_MADE};
-use crate::disk::{ALIGN, Aligned, Disk, Node, NodeKind};
+use crate::disk::{ALIGN, Aligned, Disk, DiskWriter, Node, NodeKind};
+
+/// The superblock until it counts.
+pub(super) const SUPERBLOCK_MADE: &str = "superblock.new";
+
+/// A directory of the new store: to be looked at, to be written.
+pub type Directory = (Arc<dyn Disk>, Arc<dyn DiskWriter>);
 
 /// Names that may stand in an empty directory.
 const HARMLESS: [&str; 2] = ["lock", "lost+found"];

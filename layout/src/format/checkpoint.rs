@@ -18,8 +18,9 @@ use rkyv::{Archive, Deserialize, Serialize};
 use super::body::{Epoch, Tombstone, first_failure, from_archive, is_frugal, to_archive};
 use super::field::Field;
 use super::footer::Defined;
+use super::position::Position;
 use super::seal::{
-    Draft, KIND, LONG_PREFIX, Long, OFFSET, Position, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
+    Draft, KIND, LONG_PREFIX, Long, OFFSET, REST_TAG, Secret, Structure, TOTAL_BYTES, prove_fixed,
     prove_long, prove_page, require_kind_zero, require_readable, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};

@@ -11,9 +11,9 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::body::{Blocks, Epoch, Tombstones, from_archive, is_frugal, to_archive};
 use super::field::Field;
+use super::position::Position;
 use super::seal::{
-    Draft, LONG_PREFIX, Position, REST_TAG, Secret, Structure, TAG, prove_long, require_kind_zero,
-    require_zero,
+    Draft, LONG_PREFIX, REST_TAG, Secret, Structure, TAG, prove_long, require_kind_zero, require_zero,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{MAX_HEADER_BYTES, MAX_SEGMENT_BYTES, PAGE, PAGE_BYTES, page_align};

@@ -6,9 +6,10 @@ use super::checkpoint::{CheckpointHeader, CheckpointReader};
 use super::field::Field;
 use super::footer::Footer;
 use super::names::FileName;
+use super::position::Position;
 use super::record::{self, Prefix};
 use super::seal::{
-    BODY_BYTES, FORMAT_VERSION, LONG_PREFIX, Position, Secret, Structure, TOTAL_BYTES, claimed_position,
+    BODY_BYTES, FORMAT_VERSION, LONG_PREFIX, Secret, Structure, TOTAL_BYTES, claimed_position,
     claimed_structure, reseal,
 };
 use super::segment::SegmentHeader;

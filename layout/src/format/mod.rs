@@ -17,6 +17,7 @@ pub mod footer;
 pub mod fuzz;
 pub mod marks;
 pub mod names;
+mod position;
 pub mod record;
 pub mod recovery;
 pub mod seal;
@@ -33,7 +34,8 @@ mod golden_tests;
 mod samples;
 
 pub use field::Field;
-pub use seal::{Position, Secret, Structure, is_zero};
+pub use position::Position;
+pub use seal::{Secret, Structure, is_zero};
 pub use unsound::{Damage, EncodeError, Unsound};
 
 /// The version of the format that this crate writes, and the newest that it reads. Frozen: what it means never changes.

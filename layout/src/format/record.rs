@@ -14,8 +14,9 @@
 
 use super::body::{Blocks, Definition, Epoch, Tombstones, from_archive, to_archive};
 use super::field::Field;
+use super::position::Position;
 use super::seal::{
-    BODY_BYTES, Draft, KIND, LONG_PREFIX, Position, REST_TAG, Secret, Structure, prove_fixed, prove_long,
+    BODY_BYTES, Draft, KIND, LONG_PREFIX, REST_TAG, Secret, Structure, prove_fixed, prove_long,
     require_readable, require_zero, total_bytes,
 };
 use super::unsound::{Damage, EncodeError, Unsound};

@@ -15,6 +15,7 @@
 use std::fmt;
 
 use super::field::Field;
+use super::position::Position;
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{MAX_CHUNK_IMAGE_BYTES, MAX_FOOTER_BYTES, MAX_HEADER_BYTES, OLDEST, PAGE, SECTOR, VERSION};
 use crate::ids::StoreId;
@@ -37,56 +38,6 @@ impl Secret {
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret(..)")
-    }
-}
-
-/// A place on disk, and which of the things that were there in turn.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct Position {
-    /// The store.
-    pub store: StoreId,
-    /// The shard. For a superblock: the index of the directory.
-    pub shard: u32,
-    /// The segment. For a checkpoint: which of the two files. For a superblock: zero.
-    pub segment: u32,
-    /// Counts what the segment file held in turn. For a checkpoint or superblock: its sequence.
-    pub generation: u64,
-    /// Bytes from the start of the file, a multiple of 4096.
-    pub offset: u64,
-}
-
-impl Position {
-    /// The same file, generation and store at another offset.
-    pub const fn at(self, offset: u64) -> Self {
-        Self { offset, ..self }
-    }
-
-    /// The same place under another generation.
-    pub const fn under(self, generation: u64) -> Self {
-        Self { generation, ..self }
-    }
-
-    fn to_bytes(self) -> [u8; 40] {
-        let mut bytes = [0u8; 40];
-        let start = STORE.offset;
-        for (field, value) in [
-            (STORE, self.store.0.as_slice()),
-            (SHARD, &self.shard.to_le_bytes()),
-            (SEGMENT, &self.segment.to_le_bytes()),
-            (GENERATION, &self.generation.to_le_bytes()),
-            (OFFSET, &self.offset.to_le_bytes()),
-        ] {
-            let place = bytes.iter_mut().skip(field.offset.saturating_sub(start));
-            place.zip(value).for_each(|(place, value)| *place = *value);
-        }
-        bytes
-    }
-}
-
-impl fmt::Display for Position {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { store, shard, segment, generation, offset } = self;
-        write!(f, "store {store} shard {shard} segment {segment} generation {generation} offset {offset}")
     }
 }
 
@@ -438,6 +389,23 @@ fn crc_of_fixed(fixed: &[u8]) -> u32 {
     hasher.finalize()
 }
 
+/// A position as the tag's domain has it: its fields in the order of the preamble.
+fn bytes_of(position: &Position) -> [u8; 40] {
+    let mut bytes = [0u8; 40];
+    let start = STORE.offset;
+    for (field, value) in [
+        (STORE, position.store.0.as_slice()),
+        (SHARD, &position.shard.to_le_bytes()),
+        (SEGMENT, &position.segment.to_le_bytes()),
+        (GENERATION, &position.generation.to_le_bytes()),
+        (OFFSET, &position.offset.to_le_bytes()),
+    ] {
+        let place = bytes.iter_mut().skip(field.offset.saturating_sub(start));
+        place.zip(value).for_each(|(place, value)| *place = *value);
+    }
+    bytes
+}
+
 fn tag_of_fixed(structure: Structure, fixed: &[u8], position: &Position, secret: &Secret) -> [u8; 16] {
     let before = fixed.get(..TAG.offset).unwrap_or_default();
     let after = fixed.get(TAG.end()..).unwrap_or_default();
@@ -447,7 +415,7 @@ fn tag_of_fixed(structure: Structure, fixed: &[u8], position: &Position, secret:
 fn tag_of(domain: &[u8; 24], position: &Position, secret: &Secret, content: &[&[u8]]) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new_keyed(&secret.0);
     hasher.update(domain);
-    hasher.update(&position.to_bytes());
+    hasher.update(&bytes_of(position));
     if crate::planted!("format-drifts") {
         hasher.update(b"x");
     }

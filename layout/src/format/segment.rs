@@ -7,8 +7,9 @@
 //! - It repeats the store's secret, so that a lost superblock does not cost the segments.
 
 use super::field::Field;
+use super::position::Position;
 use super::seal::{
-    Draft, OFFSET, Position, Secret, Structure, claimed_position, prove_page, require_kind_zero, require_zero,
+    Draft, OFFSET, Secret, Structure, claimed_position, prove_page, require_kind_zero, require_zero,
 };
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, SECTOR, is_segment_size};

@@ -8,7 +8,8 @@
 //!   A user who can write the superblock owns the store.
 
 use super::field::Field;
-use super::seal::{Draft, OFFSET, Position, Secret, Structure, claimed_position, prove_page, require_zero};
+use super::position::Position;
+use super::seal::{Draft, OFFSET, Secret, Structure, claimed_position, prove_page, require_zero};
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{PAGE, PAGE_BYTES, SECTOR, VERSION, is_segment_size};
 use crate::ids::StoreId;

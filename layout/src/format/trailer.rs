@@ -7,7 +7,8 @@
 //! - Everything but padding lies in the first sector: it is written whole or not at all.
 
 use super::field::Field;
-use super::seal::{Draft, OFFSET, Position, Secret, Structure, prove_page, require_kind_zero, require_zero};
+use super::position::Position;
+use super::seal::{Draft, OFFSET, Secret, Structure, prove_page, require_kind_zero, require_zero};
 use super::unsound::{Damage, EncodeError, Unsound};
 use super::{MAX_FOOTER_BYTES, MAX_SEGMENT_BYTES, PAGE, PAGE_BYTES, SECTOR};
 

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use super::seal::Position;
+use super::position::Position;
 use crate::ids::StoreId;
 
 /// Why bytes are not a sound structure of this store at this place.

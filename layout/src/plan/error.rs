@@ -1,6 +1,5 @@
 //! Why a plan was refused. Every variant is the caller's to fix; none is about what lies on disk.
 
-use super::MemoryId;
 use std::fmt;
 
 /// Why a read or a write cannot be planned.
@@ -76,57 +75,3 @@ impl fmt::Display for PlanError {
 }
 
 impl std::error::Error for PlanError {}
-
-/// Why chunks cannot be placed in memory so.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PlacementError {
-    /// No block has a place, or more than a placement may hold.
-    Blocks,
-    /// The number of targets is not the number of parts in a block.
-    Parts {
-        /// Targets given.
-        found: usize,
-        /// Parts in a block.
-        expected: u32,
-    },
-    /// A stride smaller than the chunk it steps over.
-    Stride {
-        /// Canonical index of the part.
-        part: u32,
-        /// The stride.
-        stride: u64,
-        /// Bytes of a chunk of that part.
-        bytes: u64,
-    },
-    /// Two blocks have the same slot.
-    DuplicateSlot {
-        /// The slot.
-        slot: u32,
-    },
-    /// Two parts of one memory overlap, or interleave with different strides.
-    Overlap {
-        /// The memory.
-        memory: MemoryId,
-    },
-    /// A chunk would end past 63 bits.
-    Overflow,
-}
-
-impl fmt::Display for PlacementError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Blocks => f.write_str("a placement is for 1 to 16777216 blocks"),
-            Self::Parts { found, expected } => {
-                write!(f, "{found} targets for {expected} parts: give one for each part of a block")
-            }
-            Self::Stride { part, stride, bytes } => {
-                write!(f, "part {part} has chunks of {bytes} bytes but a stride of {stride}")
-            }
-            Self::DuplicateSlot { slot } => write!(f, "slot {slot} is given to two blocks"),
-            Self::Overlap { memory } => write!(f, "parts overlap in memory {}", memory.0),
-            Self::Overflow => f.write_str("a place lies past the end of any memory"),
-        }
-    }
-}
-
-impl std::error::Error for PlacementError {}

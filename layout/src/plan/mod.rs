@@ -6,6 +6,7 @@
 //! pieces of a payload in file order. Neither holds data, and neither does work for a step before it is asked.
 
 mod error;
+mod options;
 mod pieces;
 mod placement;
 mod read;
@@ -16,12 +17,13 @@ mod write;
 #[cfg(test)]
 mod tests;
 
-pub use error::{PlacementError, PlanError};
+pub use error::PlanError;
+pub use options::{DEFAULT_MAX_EXTENT, DEFAULT_MAX_GAP, DEFAULT_MAX_REGION, Order, ReadOptions};
 pub use pieces::{Piece, Pieces};
-pub use placement::{Address, MAX_PLACED_BLOCKS, MemoryId, MemorySpan, PartTarget, Placement};
-pub use read::{
-    DEFAULT_MAX_EXTENT, DEFAULT_MAX_GAP, DEFAULT_MAX_REGION, Order, ReadOptions, ReadPlan, RecordRead,
+pub use placement::{
+    Address, MAX_PLACED_BLOCKS, MemoryId, MemorySpan, PartTarget, Placement, PlacementError,
 };
+pub use read::{ReadPlan, RecordRead};
 pub use step::{Extent, Landing, RangePlace, ReadRange, Region, Step};
 pub use tiles::{Tile, TileChunk, TileRange, Tiles};
 pub use write::{WritePiece, WritePlan, WriteSource, WriteSummary};

@@ -10,8 +10,9 @@
 //!
 //! No two chunks of a placement overlap: it is checked when it is made, so that no plan has to.
 
-use super::{PlacementError, PlanError};
+use super::PlanError;
 use crate::shape::BlockShape;
+use std::fmt;
 use std::ops::Range;
 
 /// The most blocks one placement may be for.
@@ -421,6 +422,60 @@ fn check_interleaved(parts: &mut Vec<Placed>) -> Result<(), PlacementError> {
     parts.clear();
     Ok(())
 }
+
+/// Why chunks cannot be placed in memory so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PlacementError {
+    /// No block has a place, or more than a placement may hold.
+    Blocks,
+    /// The number of targets is not the number of parts in a block.
+    Parts {
+        /// Targets given.
+        found: usize,
+        /// Parts in a block.
+        expected: u32,
+    },
+    /// A stride smaller than the chunk it steps over.
+    Stride {
+        /// Canonical index of the part.
+        part: u32,
+        /// The stride.
+        stride: u64,
+        /// Bytes of a chunk of that part.
+        bytes: u64,
+    },
+    /// Two blocks have the same slot.
+    DuplicateSlot {
+        /// The slot.
+        slot: u32,
+    },
+    /// Two parts of one memory overlap, or interleave with different strides.
+    Overlap {
+        /// The memory.
+        memory: MemoryId,
+    },
+    /// A chunk would end past 63 bits.
+    Overflow,
+}
+
+impl fmt::Display for PlacementError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Blocks => f.write_str("a placement is for 1 to 16777216 blocks"),
+            Self::Parts { found, expected } => {
+                write!(f, "{found} targets for {expected} parts: give one for each part of a block")
+            }
+            Self::Stride { part, stride, bytes } => {
+                write!(f, "part {part} has chunks of {bytes} bytes but a stride of {stride}")
+            }
+            Self::DuplicateSlot { slot } => write!(f, "slot {slot} is given to two blocks"),
+            Self::Overlap { memory } => write!(f, "parts overlap in memory {}", memory.0),
+            Self::Overflow => f.write_str("a place lies past the end of any memory"),
+        }
+    }
+}
+
+impl std::error::Error for PlacementError {}
 
 #[cfg(test)]
 mod tests {

@@ -9,8 +9,8 @@
 //!
 //! Pieces are not stored: a region keeps runs of blocks, and the plan expands them when asked.
 
+use super::options::ReadOptions;
 use super::placement::{MemoryId, PartTarget, Placed, Placement};
-use super::read::ReadOptions;
 use crate::arrange::PartPlace;
 
 /// What is announced at once, and how to read it. A buffer: it is filled again and again, and keeps its memory.

@@ -29,8 +29,9 @@ use crate::ids::{Fingerprint, Group};
 use crate::shape::MAX_LAYERS;
 
 use super::error::SpecError;
-use super::geometry::{Geometry, MAX_PARTS, MAX_PARTS_PER_LAYER, PartGeometry, Role};
+use super::geometry::{Geometry, PartGeometry, Role};
 use super::kind::{Kind, MAX_KIND_BYTES};
+use super::limits::{MAX_PARTS, MAX_PARTS_PER_LAYER};
 
 /// The most bytes a canonical encoding may have: no geometry within its limits needs more.
 pub const MAX_CANONICAL_BYTES: usize = 1 << 18;

@@ -6,7 +6,7 @@ use crate::coord::{Coordinate, TpError};
 use crate::ids::Group;
 use crate::shape::{MAX_BLOCK_BYTES, MAX_BLOCK_TOKENS, MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_LAYERS, ShapeError};
 
-use super::geometry::{MAX_PARTS, MAX_PARTS_PER_LAYER};
+use super::limits::{MAX_PARTS, MAX_PARTS_PER_LAYER};
 
 /// Why numbers are not a model geometry, or why it has no shape for what was asked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -48,8 +48,9 @@ use crate::ids::Group;
 use crate::shape::MAX_LAYERS;
 
 use super::error::SpecError;
-use super::geometry::{Geometry, MAX_PARTS_PER_LAYER, PartGeometry, Role};
+use super::geometry::{Geometry, PartGeometry, Role};
 use super::kind::Kind;
+use super::limits::MAX_PARTS_PER_LAYER;
 use super::{Absence, LayerKind, ModelSpec, Part};
 
 /// The most bytes a spec's text may have.

@@ -19,12 +19,8 @@ use crate::shape::{
 
 use super::error::SpecError;
 use super::kind::Kind;
+use super::limits::{MAX_PARTS, MAX_PARTS_PER_LAYER};
 use super::ratio::{Ratio, lcm};
-
-/// The most different parts a geometry may have.
-pub const MAX_PARTS: usize = 1024;
-/// The most parts one layer may have.
-pub const MAX_PARTS_PER_LAYER: usize = 64;
 
 /// How the bytes of a part depend on tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

@@ -13,6 +13,7 @@ mod error;
 pub mod form;
 mod geometry;
 mod kind;
+mod limits;
 mod ratio;
 mod requirements;
 pub mod shipped;
@@ -23,10 +24,9 @@ mod write;
 pub use canonical::{CanonicalError, MAX_CANONICAL_BYTES};
 pub use error::SpecError;
 pub use form::{FormError, FormFault, MAX_SPEC_BYTES, Place};
-pub use geometry::{
-    Geometry, GroupGeometry, MAX_PARTS, MAX_PARTS_PER_LAYER, PartGeometry, PrefixBytes, Role, RoleClass,
-};
+pub use geometry::{Geometry, GroupGeometry, PartGeometry, PrefixBytes, Role, RoleClass};
 pub use kind::{KNOWN_KINDS, Kind, MAX_KIND_BYTES};
+pub use limits::{MAX_PARTS, MAX_PARTS_PER_LAYER};
 pub use ratio::Ratio;
 pub use requirements::RequireError;
 

@@ -16,12 +16,11 @@ use kvarts_cluster::registry::{KEYS_MAX, MEMBERS_KEY, View, node_key, registrati
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::node::ClusterNode;
 pub use access::EtcdAccess;
 use client::Etcd;
 
 /// The pause before etcd is asked again.
-const PAUSE: Duration = Duration::from_millis(500);
+pub(crate) const PAUSE: Duration = Duration::from_millis(500);
 
 /// Where a cluster registers its members.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -80,26 +79,14 @@ impl Registered {
         self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Has a node take over the members as they change, for as long as it runs.
-    pub async fn follow(self, node: Arc<ClusterNode>) {
-        let mut members = self.shared.members.subscribe();
-        self.shared.taken.send_replace(Some((*node.members()).clone()));
-        loop {
-            let new = members.borrow_and_update().clone();
-            if let Some(new) = new.filter(|new| new.epoch() > node.members().epoch()) {
-                let (epoch, count) = (new.epoch(), new.list().len());
-                match node.change_members(new) {
-                    Ok(()) => tracing::info!(epoch, nodes = count, "the members have changed"),
-                    Err(reason) => tracing::warn!(epoch, %reason, "members that cannot be taken over"),
-                }
-                self.shared.taken.send_replace(Some((*node.members()).clone()));
-            }
-            tokio::select! {
-                changed = members.changed() => if changed.is_err() { return },
-                () = tokio::time::sleep(PAUSE) => {}
-            }
-            node.set_trouble(self.trouble());
-        }
+    /// The members that are registered, as they change.
+    pub(crate) fn members(&self) -> watch::Receiver<Option<Members>> {
+        self.shared.members.subscribe()
+    }
+
+    /// These members were taken over.
+    pub(crate) fn took(&self, members: Members) {
+        self.shared.taken.send_replace(Some(members));
     }
 }
 

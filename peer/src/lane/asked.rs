@@ -15,7 +15,7 @@ use kvarts_wire::{convert, proto};
 use super::delivery::chunk_count;
 use super::frame::message;
 use super::limits::{CHUNKS_MAX, KEYS_MAX, NAMESPACES_MAX, PIECE_BYTES_MAX, TIMEOUT_MAX};
-use super::server::Served;
+use super::serving::Served;
 use super::wire::Broken;
 
 /// The namespaces that a peer has shown to know.

@@ -18,7 +18,6 @@ use kvarts_wire::{convert, proto};
 
 use super::asked::wire_origins;
 use super::bell::Bell;
-use super::courier::Courier;
 use super::delivery::chunk_count;
 use super::frame::{Kind, frame};
 use super::hello::Member;
@@ -247,7 +246,7 @@ pub(super) struct Shared {
     pub(super) member: Member,
     pub(super) bell: Arc<Bell>,
     pub(super) counters: Counters,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
 }
 
 impl Shared {
@@ -258,20 +257,9 @@ impl Shared {
 }
 
 /// A peer's store as a way to bytes.
-pub struct LaneClient(Arc<Shared>);
+pub struct LaneClient(pub(super) Arc<Shared>);
 
 impl LaneClient {
-    /// A way to the node `peer`, which answers at `address`. The connection is made by a thread of its own, again and again; until
-    /// there is one, reads are refused at once.
-    pub fn connect(address: SocketAddr, peer: StoreId, member: Member) -> std::io::Result<Arc<Self>> {
-        let (bell, counters, state) = (Bell::new()?, Counters::default(), Mutex::default());
-        let shared = Arc::new(Shared { address, peer, member, bell, counters, state });
-        let (courier, host) = (Courier::new(Arc::clone(&shared)), Arc::clone(&shared.member.host));
-        // No thread waits for its end.
-        drop(host.thread("kvarts-lane", Box::new(move || courier.run()))?);
-        Ok(Arc::new(Self(shared)))
-    }
-
     /// Lets blocks of this namespace be read, also in later connections. A caller that has not all of an identity, the tenant's
     /// salt included, cannot.
     pub fn open(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Reason> {

@@ -1,22 +1,25 @@
 //! The thread of one peer: it makes the connection, again and again, and takes what comes over it. It alone writes to the
 //! memory of pieces and ends their streams, so that a stream that has ended has let go of its memory.
 
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
+use kvarts_layout::StoreId;
 use kvarts_wire::convert;
 
 use super::arrival::{Arrival, Doubted, end_early};
 use super::asked::wire_origins;
-use super::client::{AWAY, Open, Shared, wire_read};
+use super::bell::Bell;
+use super::client::{AWAY, Counters, LaneClient, Open, Shared, wire_read};
 use super::frame::{Head, Incoming, Kind, bare, frame, message};
-use super::host::Ready;
+use super::hello::Member;
 use super::limits::{AGAIN, ANSWER_BYTES_MAX, CONNECT, SILENCE, STALL};
-use super::wire::{Broken, Wire};
+use super::wire::{Broken, Ready, Wire};
 
 /// Bytes that are passed over at once.
 const SCRATCH_BYTES: usize = 64 << 10;
@@ -39,6 +42,19 @@ struct Link {
     heard: Nanos,
     /// The peer was asked whether it is there, and nothing came since.
     pinged: bool,
+}
+
+impl LaneClient {
+    /// A way to the node `peer`, which answers at `address`. The connection is made by a thread of its own, again and again; until
+    /// there is one, reads are refused at once.
+    pub fn connect(address: SocketAddr, peer: StoreId, member: Member) -> std::io::Result<Arc<Self>> {
+        let (bell, counters, state) = (Bell::new()?, Counters::default(), Mutex::default());
+        let shared = Arc::new(Shared { address, peer, member, bell, counters, state });
+        let (courier, host) = (Courier::new(Arc::clone(&shared)), Arc::clone(&shared.member.host));
+        // No thread waits for its end.
+        drop(host.thread("kvarts-lane", Box::new(move || courier.run()))?);
+        Ok(Arc::new(Self(shared)))
+    }
 }
 
 impl Courier {

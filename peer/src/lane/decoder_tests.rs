@@ -23,7 +23,7 @@ use super::asked::{Asked, Namespaces};
 use super::client::{Counters, Outline, Wanted};
 use super::frame::{HEAD_BYTES, Head, Incoming, Kind, bare, frame};
 use super::limits::{CHUNKS_MAX, KEYS_MAX, MAGIC, PIECE_BYTES_MAX, REQUEST_BYTES_MAX, TIMEOUT_MAX};
-use super::server::Served;
+use super::serving::Served;
 use super::tests::{SERVER, geometry, identity, keys, member, places, shape};
 use super::wire::{Broken, Wire};
 use crate::path::{Path, Piece};

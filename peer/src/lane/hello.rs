@@ -15,10 +15,9 @@ use kvarts_layout::StoreId;
 use kvarts_wire::proto;
 
 use super::frame::{Head, Incoming, Kind, bare, frame, message};
-use super::host::{Host, Ready};
 use super::limits::{CLUSTER_BYTES_MAX, HELLO, HELLO_BYTES_MAX, MAGIC, VERSION};
 use super::secured::Secured;
-use super::wire::{Broken, Wire, moved};
+use super::wire::{Broken, Host, Ready, Wire, moved};
 use crate::credentials::Credentials;
 
 /// What all nodes of a cluster know, and only they.

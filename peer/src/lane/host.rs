@@ -1,39 +1,15 @@
-//! What the lane's threads run on: the machine's threads, connections and sleep, or those of a simulation, where one thread
-//! runs at a time and time passes only while all of them sleep.
+//! The machine that the lane's threads run on: its threads, connections and sleep.
 
-use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread::Builder;
 use std::time::Duration;
 
-use super::bell::{self, Bell};
-use super::wire::{Plain, Wire};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// What of a wire is waited for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Ready {
-    /// That something comes.
-    ToReceive,
-    /// That there is room.
-    ToSend,
-    /// Either.
-    ForBoth,
-}
-
-/// Waits for the end of a thread.
-pub type Join = Box<dyn FnOnce() + Send>;
-
-/// Threads, connections and sleep.
-pub trait Host: Send + Sync + fmt::Debug {
-    /// Starts a thread.
-    fn thread(&self, name: &'static str, body: Box<dyn FnOnce() + Send>) -> io::Result<Join>;
-    /// Makes a connection to a node that serves bytes.
-    fn connect(&self, address: SocketAddr, within: Duration) -> io::Result<Arc<dyn Wire>>;
-    /// Sleeps until the bell is rung, or the wire is ready, or the time is over; perhaps not as long.
-    fn sleep(&self, bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>);
-}
+use super::bell::Bell;
+use super::wire::{Host, Join, Plain, Ready, Wire};
 
 /// The machine that this runs on.
 #[derive(Clone, Copy, Debug, Default)]
@@ -51,6 +27,53 @@ impl Host for Machine {
     }
 
     fn sleep(&self, bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>) {
-        bell::sleep(bell, wire, timeout);
+        sleep(bell, wire, timeout);
+    }
+}
+
+/// Sleeps until the bell is rung, or until the wire is ready, or the time is over.
+fn sleep(bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>) {
+    let timeout = timeout.map(timespec);
+    let wire = wire.map(|(wire, ready)| (wire.descriptor(), ready));
+    let wire = wire.as_ref().map(|(wire, ready)| PollFd::new(wire, flags(*ready)));
+    let bell = bell.map(|bell| PollFd::new(&bell.event, PollFlags::IN));
+    // An error is a signal: the caller looks and comes back.
+    let _ = match (bell, wire) {
+        (Some(bell), Some(wire)) => poll(&mut [bell, wire], timeout.as_ref()),
+        (Some(one), None) | (None, Some(one)) => poll(&mut [one], timeout.as_ref()),
+        (None, None) => poll(&mut [], timeout.as_ref()),
+    };
+}
+
+fn flags(ready: Ready) -> PollFlags {
+    match ready {
+        Ready::ToReceive => PollFlags::IN,
+        Ready::ToSend => PollFlags::OUT,
+        Ready::ForBoth => PollFlags::IN | PollFlags::OUT,
+    }
+}
+
+fn timespec(time: Duration) -> Timespec {
+    // A little longer, so that who sleeps until a point in time has passed it then.
+    let time = time.saturating_add(Duration::from_micros(50));
+    Timespec { tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX), tv_nsec: time.subsec_nanos().into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bell_that_was_rung_before_its_thread_sleeps_wakes_it_once() {
+        let bell = Bell::new().unwrap();
+        assert!(!bell.answer());
+        bell.ring();
+        bell.ring();
+        sleep(Some(&bell), None, None);
+        assert!(bell.answer() && !bell.answer());
+        sleep(Some(&bell), None, Some(Duration::ZERO));
+        bell.ring();
+        sleep(Some(&bell), None, None);
+        assert!(bell.answer());
     }
 }

@@ -23,6 +23,7 @@ mod bell;
 #[path = "../../tests/common/certificates.rs"]
 mod certificates;
 mod client;
+mod connection;
 mod courier;
 #[cfg(test)]
 mod decoder_tests;
@@ -39,6 +40,7 @@ mod secured;
 mod secured_tests;
 mod sender;
 mod server;
+mod serving;
 mod session;
 #[cfg(test)]
 mod tests;
@@ -47,6 +49,7 @@ mod wire;
 pub use bell::Bell;
 pub use client::{ClientCounts, LaneClient};
 pub use hello::{Member, Secret};
-pub use host::{Host, Join, Machine, Ready};
-pub use server::{LaneServer, ServeCounts, ServeLimits, Served};
-pub use wire::{Broken, Wire};
+pub use host::Machine;
+pub use server::{LaneServer, ServeCounts};
+pub use serving::{ServeLimits, Served};
+pub use wire::{Broken, Host, Join, Ready, Wire};

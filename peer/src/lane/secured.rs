@@ -15,8 +15,7 @@ use kvarts_layout::StoreId;
 use rustix::io::Errno;
 use tokio_rustls::rustls::{ClientConnection, Connection, Error, ServerConnection};
 
-use super::host::{Host, Ready};
-use super::wire::{Broken, Wire};
+use super::wire::{Broken, Host, Ready, Wire};
 use crate::credentials::{self, Credentials, Purpose};
 
 /// Bytes that are sealed at once, some records.

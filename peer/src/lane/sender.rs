@@ -27,13 +27,12 @@ use kvarts_wire::{fault, proto};
 
 use super::asked::Asked;
 use super::bell::Bell;
+use super::connection::Connection;
 use super::delivery::Delivery;
 use super::frame::{Kind, bare, frame};
-use super::host::Ready;
 use super::limits::{STALL, TAKING_RATE};
-use super::server::Serving;
-use super::session::Connection;
-use super::wire::{Broken, Wire, moved};
+use super::serving::Serving;
+use super::wire::{Broken, Ready, Wire, moved};
 use crate::path::Piece;
 
 /// What of the memory this connection has.

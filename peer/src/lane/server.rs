@@ -1,55 +1,18 @@
 //! The side that serves: it takes connections, and has two threads for each.
 
-use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use kvarts_contract::buffers::{Arena, Region};
-use kvarts_contract::error::Reason;
-use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::engine::Store;
 
 use super::bell::Bell;
 use super::hello::Member;
-use super::host::Join;
 use super::limits::{ACCEPT_PAUSE, PIECE_BYTES_MAX};
 use super::rate::Rate;
+use super::serving::{Counters, Place, ServeLimits, Served, Serving};
 use super::session;
-use super::wire::{Plain, Wire};
-use crate::path::Path;
-
-/// Where blocks for peers come from.
-pub trait Served: Path {
-    /// The bytes of a block of a column, or why there is none: [`Reason::UnknownNamespace`] where the namespace is not here.
-    fn shape(&self, namespace: NamespaceId, group: Group, at: Coordinate) -> Result<Arc<BlockShape>, Reason>;
-}
-
-impl Served for Store {
-    fn shape(&self, namespace: NamespaceId, group: Group, at: Coordinate) -> Result<Arc<BlockShape>, Reason> {
-        Self::shape(self, namespace, group, at).map_err(|error| error.0)
-    }
-}
-
-/// How much a node does for others.
-#[derive(Clone, Copy, Debug)]
-pub struct ServeLimits {
-    /// Connections at a time.
-    pub connections: usize,
-    /// Bytes of memory that pieces for all peers have together, from the disk until the connection has them.
-    pub memory: usize,
-    /// Bytes of it that one connection may have.
-    pub connection_memory: u64,
-    /// Bytes a second, over all connections; none: as many as there are.
-    pub bytes_per_second: Option<u64>,
-}
-
-impl Default for ServeLimits {
-    fn default() -> Self {
-        let (memory, connection_memory) = (256 << 20, 64 << 20);
-        Self { connections: 256, memory, connection_memory, bytes_per_second: None }
-    }
-}
+use super::wire::{Join, Plain, Wire};
 
 /// What was served so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -68,62 +31,6 @@ pub struct ServeCounts {
     pub doubts: u64,
     /// Bytes of memory that pieces have now.
     pub memory: u64,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) let_in: AtomicU64,
-    pub(super) cut: AtomicU64,
-    pub(super) pieces: AtomicU64,
-    pub(super) bytes: AtomicU64,
-    pub(super) doubts: AtomicU64,
-}
-
-/// The connections that there are.
-#[derive(Debug, Default)]
-struct Registry {
-    wires: BTreeMap<u64, Arc<dyn Wire>>,
-    next: u64,
-    stopping: bool,
-}
-
-/// What all connections share.
-pub(super) struct Serving {
-    pub(super) served: Arc<dyn Served>,
-    pub(super) member: Member,
-    pub(super) limits: ServeLimits,
-    pub(super) arena: Arena,
-    pub(super) rate: Rate,
-    pub(super) counters: Counters,
-    registry: Mutex<Registry>,
-    /// A connection has ended, or it is time to stop.
-    changed: Arc<Bell>,
-}
-
-impl Serving {
-    fn lock(&self) -> MutexGuard<'_, Registry> {
-        // Every change is one step.
-        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn is_stopping(&self) -> bool {
-        self.lock().stopping
-    }
-}
-
-/// A place among the connections, given back when the connection has ended.
-pub(super) struct Place {
-    pub(super) serving: Arc<Serving>,
-    pub(super) wire: Arc<dyn Wire>,
-    number: u64,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.wire.close();
-        self.serving.lock().wires.remove(&self.number);
-        self.serving.changed.ring();
-    }
 }
 
 /// Serves until it is stopped or dropped.

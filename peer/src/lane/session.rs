@@ -1,8 +1,7 @@
 //! One connection as its server hears it: who calls, which namespaces it knows, what it asks for.
 
-use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,50 +9,15 @@ use kvarts_contract::clock::Nanos;
 
 use super::asked::{Asked, Namespaces};
 use super::bell::Bell;
+use super::connection::Connection;
 use super::frame::{Head, Incoming, Kind};
-use super::host::Ready;
 use super::limits::{DOUBT_EVERY, DOUBTS_MAX, IDENTITY_BYTES_MAX, PIECES_MAX, REQUEST_BYTES_MAX, STALL};
 use super::sender::Sender;
-use super::server::Place;
-use super::wire::Broken;
+use super::serving::Place;
+use super::wire::{Broken, Ready};
 
 /// How long a thread that waits for nothing in particular sleeps at once.
 const LONG: Duration = Duration::from_secs(3600);
-
-/// What was heard and not seen to yet.
-#[derive(Debug, Default)]
-pub(super) struct Heard {
-    pub(super) pieces: VecDeque<(u64, Asked)>,
-    /// Blocks that did not match at the receiver.
-    pub(super) doubts: VecDeque<Asked>,
-    pub(super) cancelled: Vec<u64>,
-    pub(super) pings: u32,
-    /// Pieces that have no answer yet.
-    pub(super) open: BTreeSet<u64>,
-    /// The connection has ended.
-    pub(super) gone: bool,
-}
-
-/// What the two threads of a connection share.
-#[derive(Debug)]
-pub(super) struct Connection {
-    heard: Mutex<Heard>,
-    /// Wakes the one that sends.
-    pub(super) bell: Arc<Bell>,
-}
-
-impl Connection {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Heard> {
-        // Every change is one step.
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the other thread.
-    pub(super) fn end(&self) {
-        self.lock().gone = true;
-        self.bell.ring();
-    }
-}
 
 /// How many blocks may still be read again because they did not match at the receiver, which can say so of any.
 #[derive(Debug)]

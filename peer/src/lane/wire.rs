@@ -1,10 +1,14 @@
-//! What a lane's bytes go over: a TCP connection, as it is or encrypted ([`super::secured`]).
+//! What a lane stands on. A host: the machine's threads, connections and sleep ([`super::host`]), or those of a simulation, where
+//! one thread runs at a time and time passes only while all of them sleep. A wire: what the lane's bytes go over, a TCP connection
+//! as it is or encrypted ([`super::secured`]).
 //!
 //! Nothing here waits. Who has nothing to do sleeps at the descriptor ([`super::bell`]).
 
 use std::fmt;
+use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_contract::buffers::stream::Stretch;
@@ -13,7 +17,7 @@ use kvarts_layout::StoreId;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, sockopt};
 
-use super::host::Host;
+use super::bell::Bell;
 
 /// A stream of bytes in both directions. [`Errno::AGAIN`] says that there is nothing to receive now, or no room to send: who
 /// could not send comes again with the same bytes.
@@ -38,6 +42,30 @@ pub trait Wire: Send + Sync + fmt::Debug {
     fn send_from(&self, from: &mut Stretch) -> Result<usize, Errno>;
     /// Ends the stream in both directions: a thread that sleeps at it wakes.
     fn close(&self);
+}
+
+/// What of a wire is waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ready {
+    /// That something comes.
+    ToReceive,
+    /// That there is room.
+    ToSend,
+    /// Either.
+    ForBoth,
+}
+
+/// Waits for the end of a thread.
+pub type Join = Box<dyn FnOnce() + Send>;
+
+/// Threads, connections and sleep.
+pub trait Host: Send + Sync + fmt::Debug {
+    /// Starts a thread.
+    fn thread(&self, name: &'static str, body: Box<dyn FnOnce() + Send>) -> io::Result<Join>;
+    /// Makes a connection to a node that serves bytes.
+    fn connect(&self, address: SocketAddr, within: Duration) -> io::Result<Arc<dyn Wire>>;
+    /// Sleeps until the bell is rung, or the wire is ready, or the time is over; perhaps not as long.
+    fn sleep(&self, bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>);
 }
 
 /// A TCP connection as it is.

@@ -12,12 +12,9 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::{Request, Status};
 
 use super::Secret;
-use super::network::{Calls, Footing};
+use super::network::{CONNECT_TIMEOUT, Calls, Footing};
 use super::questions::Questions;
 use crate::read::{Runner, in_time};
-
-/// How long a connection may take to be made.
-pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Look-ups that wait to be sent.
 const WAITING: usize = 32;

@@ -5,6 +5,7 @@
 
 mod chain;
 mod feeder;
+mod following;
 mod gather;
 mod holder;
 mod incoming;
@@ -292,7 +293,7 @@ impl ClusterNode {
 
     /// Takes over the members that are registered, as they change, and keeps this node registered.
     pub fn follow(self: &Arc<Self>, registered: Registered) {
-        self.spawn(registered.follow(Arc::clone(self)));
+        self.spawn(following::follow(Arc::clone(self), registered));
     }
 
     /// Why the members cannot be followed, for who asks how this node does; empty if they can.

@@ -14,12 +14,13 @@ use tonic::codegen::{BoxFuture, Service, StdError, http};
 use tonic::transport::{Channel, Endpoint};
 
 use super::gather::Gathered;
-use super::link::CONNECT_TIMEOUT;
 use super::stream;
 use crate::credentials::Credentials;
 use crate::lane::Host;
 use crate::read::Runner;
 
+/// How long a connection may take to be made.
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a connection that nothing is said on is tried, and how long the answer may take.
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);

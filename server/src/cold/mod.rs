@@ -22,6 +22,7 @@ mod spare;
 mod spill;
 mod spilling;
 mod ways;
+mod wish;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,8 +39,8 @@ use tokio::task::JoinHandle;
 pub use counts::{Counted, Counts};
 pub use delete::Deleting;
 pub use offer::{OFFERED_MOST, Offer};
-pub use restore::Wish;
 pub use spare::Coming;
+pub use wish::Wish;
 
 use manifests::Manifests;
 use path::BucketPath;

@@ -10,7 +10,7 @@ use kvarts_contract::api::Presence;
 
 use super::ColdTier;
 use super::counts::add;
-use super::restore::Wish;
+use super::wish::Wish;
 
 /// The longest that bringing what is offered may take: half of the time that connectors give a look-up and the load after it, unless they
 /// are told otherwise.

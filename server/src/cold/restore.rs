@@ -15,9 +15,9 @@ use kvarts_cold::promote::{Memory, News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_cold::tier::Known;
 use kvarts_cold::time::BoxFuture;
-use kvarts_contract::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
+use kvarts_contract::api::{Durability, ReadRequest};
 use kvarts_contract::buffers::{Arena, BufMut, Region, SharedBuf};
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, NamespaceId};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 
@@ -25,6 +25,7 @@ use super::ColdTier;
 use super::counts::add;
 use super::landed::Landed;
 use super::spare::{Coming, Spare};
+use super::wish::{Name, Wish};
 
 /// A block of more bytes is not brought: it takes too much memory.
 const BLOCK_MOST: u64 = 64 << 20;
@@ -45,46 +46,6 @@ const MANIFEST_TIMEOUT: Duration = Duration::from_secs(2);
 const FAILED_FOR: Duration = Duration::from_secs(10);
 /// How many of those are remembered.
 const FAILED_MOST: usize = 1 << 14;
-
-/// Blocks that a read wants.
-#[derive(Clone, Copy, Debug)]
-pub struct Wish<'a> {
-    /// Their namespace.
-    pub namespace: NamespaceId,
-    /// Their group.
-    pub group: Group,
-    /// Their coordinate.
-    pub coordinate: Coordinate,
-    /// Their keys.
-    pub keys: &'a [BlockKey],
-    /// Bytes of each.
-    pub block_bytes: u64,
-    /// Whether their first layers are wanted before the last ones of any.
-    pub by_layers: bool,
-}
-
-/// A block by its whole name.
-type Name = (NamespaceId, u32, u64, BlockKey);
-
-impl Wish<'_> {
-    fn name(&self, key: &BlockKey) -> Name {
-        (self.namespace, self.group.0, self.coordinate.to_u64(), *key)
-    }
-
-    /// Which of the blocks cannot be read here now, and whether a put of them is under way.
-    pub(super) fn missing(&self, store: &dyn KvStore) -> Vec<(BlockKey, bool)> {
-        let Self { namespace, group, coordinate, keys, .. } = *self;
-        let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
-        let Ok(found) = store.contains(&request) else { return Vec::new() };
-        let missing = keys.iter().zip(&found.presence).filter(|(_, one)| **one != Presence::Here);
-        missing.map(|(key, one)| (*key, *one == Presence::Pending)).collect()
-    }
-
-    /// Which of the blocks are not here, and no put brings them.
-    fn absent(&self, store: &dyn KvStore) -> Vec<BlockKey> {
-        self.missing(store).into_iter().filter(|(_, is_pending)| !is_pending).map(|(key, _)| key).collect()
-    }
-}
 
 /// Blocks on their way.
 #[derive(Clone, Debug)]

@@ -14,7 +14,7 @@ use kvarts_peer::read::LastResort;
 
 use super::ColdTier;
 use super::counts::add;
-use super::restore::Wish;
+use super::wish::Wish;
 
 /// What a read takes of the bucket.
 #[derive(Clone, Debug, Default)]

@@ -1,6 +1,5 @@
 //! From settings to a configuration that can be: every value checked, every absent one decided.
 
-use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,6 +13,8 @@ use kvarts_store::home::RuntimeChoice;
 use kvarts_store::io::{Features, IoChoice};
 
 use super::cold;
+use super::complaint::Complaint;
+use super::decided::{Decided, number, sized};
 use super::form::Settings;
 use super::memory;
 use super::size;
@@ -24,60 +25,6 @@ use super::{
 };
 use crate::human;
 use crate::state::auth::Gate;
-
-/// What is wrong with a configuration, and where.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Complaint {
-    place: String,
-    what: String,
-}
-
-impl Complaint {
-    pub(super) fn new(place: &str, what: &str) -> Self {
-        Self { place: place.to_owned(), what: what.to_owned() }
-    }
-
-    /// What is wrong, without its place.
-    pub fn what(&self) -> &str {
-        &self.what
-    }
-}
-
-impl fmt::Display for Complaint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "configuration: {}: {}", self.place, self.what)
-    }
-}
-
-impl std::error::Error for Complaint {}
-
-/// Where what was decided comes from.
-pub(super) struct Decided(Vec<Setting>);
-
-impl Decided {
-    /// What a setting is: what was set, else the default, which is noted.
-    pub(super) fn or(
-        &mut self,
-        name: &'static str,
-        set: Option<&String>,
-        default: impl fmt::Display,
-    ) -> String {
-        if let Some(set) = set {
-            return set.clone();
-        }
-        let value = default.to_string();
-        self.0.push(Setting { name, value: value.clone(), from: "default" });
-        value
-    }
-}
-
-pub(super) fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
-    text.trim().parse().map_err(|_| Complaint::new(name, &format!("{text:?} is no number that can be")))
-}
-
-pub(super) fn sized(name: &str, text: &str) -> Result<u64, Complaint> {
-    size::parse(text).map_err(|complaint| Complaint::new(name, &complaint.what))
-}
 
 fn address(name: &str, text: &str) -> Result<Option<SocketAddr>, Complaint> {
     if text == "none" {
@@ -331,7 +278,7 @@ fn budget(text: Option<&str>) -> Result<(Option<u64>, Option<u32>), Complaint> {
     match text.map(|text| (text, size::percent(text))) {
         None => Ok((None, None)),
         Some((text, None)) => Ok((Some(sized(name, text)?), None)),
-        Some((_, Some(part))) => Ok((None, Some(part.map_err(|fault| Complaint::new(name, &fault.what))?))),
+        Some((_, Some(part))) => Ok((None, Some(part.map_err(|fault| Complaint::new(name, fault.what()))?))),
     }
 }
 

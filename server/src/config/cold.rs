@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::check::{Complaint, Decided, number, sized};
+use super::complaint::Complaint;
+use super::decided::{Decided, number, sized};
 use super::form::Settings;
 use crate::cold::{ColdConfig, Offer};
 

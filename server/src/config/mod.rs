@@ -7,6 +7,8 @@
 
 mod check;
 mod cold;
+mod complaint;
+mod decided;
 mod form;
 mod memory;
 pub mod size;
@@ -15,7 +17,7 @@ mod socket;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-pub use check::Complaint;
+pub use complaint::Complaint;
 pub use form::{Settings, reference};
 use kvarts_cluster::hot::Rule;
 use kvarts_gpudirect::cufile::Wish;

@@ -14,7 +14,7 @@ mod opened;
 mod places;
 mod ports;
 mod ready;
-pub(crate) mod sizes;
+mod scrubs;
 mod socket;
 
 use std::net::SocketAddr;
@@ -35,9 +35,9 @@ use tokio::task::JoinHandle;
 use crate::config::{Config, TlsFiles};
 use crate::grpc::{self, Identity, Listeners, Tls};
 use crate::human;
-use crate::local::{LocalLimits, Locals};
 use crate::metrics;
-use crate::scrub;
+use crate::sizes;
+use crate::state::locals::{LocalLimits, Locals};
 use crate::state::{Decided, ServerState, SetLimit};
 use kvarts_wire::local::limits::{SESSIONS_MAX, UNKNOWN_MAX};
 
@@ -301,7 +301,7 @@ async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
 /// Looks at all blocks again and again, if that is wanted.
 fn start_scrub(config: &Config, state: &Arc<ServerState>) -> Option<JoinHandle<()>> {
     let pace = config.scrub_pace;
-    config.scrub_every.map(|every| tokio::spawn(scrub::keep(Arc::clone(state), every, pace)))
+    config.scrub_every.map(|every| tokio::spawn(scrubs::keep(Arc::clone(state), every, pace)))
 }
 
 /// Tells what the server does at the metrics address, and remembers it for the status page.

@@ -5,10 +5,10 @@ use kvarts_contract::error::Reason;
 use kvarts_layout::StoreId;
 use kvarts_store::engine::Stats;
 
-use super::call::Call;
 use super::fault::{Fault, Outcome};
+use crate::calls::call::Call;
 use crate::cold::ColdTier;
-use crate::daemon::sizes;
+use crate::sizes;
 use crate::state::ServerState;
 use kvarts_wire::proto;
 
@@ -23,7 +23,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         scanned_bytes: report.scanned_bytes,
     };
     let StoreId(store) = stats.store;
-    let client = |facts: crate::local::ClientFacts| proto::stats_reply::LocalClient {
+    let client = |facts: crate::state::locals::ClientFacts| proto::stats_reply::LocalClient {
         tenant: facts.tenant,
         pid: facts.peer.pid,
         uid: facts.peer.uid,

@@ -1,7 +1,7 @@
 //! An answer until the client has it: its call lasts as long, and with it the tenant's turn and all that it took for the call.
 //!
 //! The transport takes a message before the client makes room for it, and keeps it for as long as the client likes. So
-//! whatever is large in it says when it is really gone, and a connection whose client takes nothing is cut off (`connection`).
+//! whatever is large in it says when it is really gone, and a connection whose client takes nothing is cut off (`state/connections.rs`).
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use http_body::{Frame, SizeHint};
 use tonic::Status;
 use tonic::body::Body;
 
-use super::call::Call;
-use super::connection::Answered;
+use crate::calls::call::Call;
+use crate::state::connections::{Answered, ConnectionHandle};
 
 /// Messages from this size on are followed until they are gone. Smaller ones the transport copies, or has a few of.
 pub(super) const FOLLOWED_BYTES: usize = 1024;
@@ -53,7 +53,7 @@ pub(super) struct Answer {
 impl Answer {
     /// The same body, with which the call lives.
     pub(super) fn of(call: Arc<Call>, body: Body) -> Body {
-        let answered = call.connection.as_ref().map(super::connection::ConnectionHandle::answer);
+        let answered = call.connection.as_ref().map(ConnectionHandle::answer);
         let guard = Arc::new(AnswerGuard { _call: call, _answered: answered });
         Body::new(Self { body, guard })
     }

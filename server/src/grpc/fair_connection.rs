@@ -18,8 +18,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tonic::transport::server::Connected;
 
-use super::connection::ConnectionHandle;
 use super::limits;
+use crate::state::connections::ConnectionHandle;
 use crate::state::{ServerState, StallTimeout};
 
 /// Bytes that a connection moves before the others of its thread are polled.

@@ -9,23 +9,16 @@
 )]
 
 mod admin;
+mod admission;
 mod answer;
-pub(crate) mod beyond;
-pub(crate) mod call;
-pub(crate) mod calls;
-mod cold;
-mod connection;
-pub(crate) mod directory;
 mod fair_connection;
 pub mod frame;
 mod health;
-pub(crate) mod heavy;
-pub(crate) mod lookups;
 mod messages;
 mod models;
-pub(crate) mod put;
-pub(crate) mod read;
-pub mod request;
+mod put;
+mod read;
+mod request;
 mod serve;
 mod services;
 mod unsent;
@@ -33,6 +26,5 @@ mod watch;
 
 use kvarts_wire::{convert, digest, fault, limits};
 
-pub use connection::Strangers;
 pub use serve::{Identity, Listeners, Tls, incoming_tcp, serve, transport};
 pub use services::one_message;

@@ -8,10 +8,10 @@ use kvarts_layout::identity::nearest;
 use kvarts_store::engine::KnownNamespace;
 use prost::Message;
 
-use super::call::Call;
 use super::fault::{Fault, Outcome};
-use super::heavy::{self, heavily};
 use super::{convert, digest, limits};
+use crate::calls::call::Call;
+use crate::calls::heavy::{self, heavily};
 use crate::human;
 use crate::state::{Model, ModelLimits};
 use kvarts_wire::proto;

@@ -13,7 +13,7 @@ use tonic::transport::{Certificate, Server, ServerTlsConfig};
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tower::layer::util::{Identity as NoLayer, Stack};
 
-use super::call::AuthLayer;
+use super::admission::AuthLayer;
 use super::fair_connection::{self, FairConnection};
 use super::services::{Reads, Services};
 use super::{health, limits};

@@ -15,14 +15,16 @@ use tonic::server::NamedService;
 use tonic::{Request, Response, Status, Streaming};
 use tower::Service;
 
-use super::call::{Call, answer};
+use super::admission::answer;
 use super::digest::StreamDigest;
 use super::fault::{Fault, Outcome};
 use super::frame::{self, ReadBody};
-use super::heavy::{self, heavily};
 use super::messages::Messages;
-use super::read::Download;
-use super::{admin, calls, directory, limits, lookups, models, read, watch};
+use super::{admin, limits, models, read, watch};
+use crate::calls::call::Call;
+use crate::calls::download::Download;
+use crate::calls::heavy::{self, heavily};
+use crate::calls::{directory, lookups, store};
 use kvarts_wire::proto;
 use kvarts_wire::proto::{
     admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
@@ -70,30 +72,30 @@ impl Store for Services {
     }
 
     async fn unlock(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
-        answer(request, |call, wire| async move { Ok(calls::unlock(&call, &wire)) }).await
+        answer(request, |call, wire| async move { Ok(store::unlock(&call, &wire)) }).await
     }
 
     async fn pin(&self, request: Request<proto::PinRequest>) -> Answer<proto::PinReply> {
         answer(request, |call, wire| {
-            heavily(call, heavy::of_keys(&wire.keys), move |call| calls::pin(call, wire))
+            heavily(call, heavy::of_keys(&wire.keys), move |call| store::pin(call, wire))
         })
         .await
     }
 
     async fn unpin(&self, request: Request<proto::UnlockRequest>) -> Answer<proto::UnlockReply> {
-        answer(request, |call, wire| async move { Ok(calls::unlock(&call, &wire)) }).await
+        answer(request, |call, wire| async move { Ok(store::unlock(&call, &wire)) }).await
     }
 
     async fn list_pins(&self, request: Request<proto::ListPinsRequest>) -> Answer<proto::ListPinsReply> {
-        answer(request, |call, wire| async move { calls::list_pins(&call, &wire) }).await
+        answer(request, |call, wire| async move { store::list_pins(&call, &wire) }).await
     }
 
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
         answer(request, |call, wire| async move {
             let held = Arc::clone(&call);
-            let cold = calls::shorten_in_cold(&held, &wire).await;
+            let cold = store::shorten_in_cold(&held, &wire).await;
             let keys = heavy::of_keys(&wire.keys);
-            let reply = heavily(call, keys, move |call| calls::set_ttl(call, wire)).await?;
+            let reply = heavily(call, keys, move |call| store::set_ttl(call, wire)).await?;
             cold.map_or(Ok(()), |cold| cold.told())?;
             Ok(reply)
         })
@@ -104,15 +106,15 @@ impl Store for Services {
         &self,
         request: Request<proto::SetDefaultTtlRequest>,
     ) -> Answer<proto::SetDefaultTtlReply> {
-        answer(request, |call, wire| async move { calls::set_default_ttl(&call, &wire) }).await
+        answer(request, |call, wire| async move { store::set_default_ttl(&call, &wire) }).await
     }
 
     async fn renew(&self, request: Request<proto::RenewRequest>) -> Answer<proto::RenewReply> {
-        answer(request, |call, wire| async move { calls::renew(&call, &wire) }).await
+        answer(request, |call, wire| async move { store::renew(&call, &wire) }).await
     }
 
     async fn delete(&self, request: Request<proto::DeleteRequest>) -> Answer<proto::DeleteReply> {
-        answer(request, calls::delete).await
+        answer(request, store::delete).await
     }
 }
 
@@ -142,7 +144,7 @@ impl Directory for Services {
 impl Plans for Services {
     async fn route(&self, request: Request<proto::RouteRequest>) -> Answer<proto::RouteReply> {
         answer(request, |call, wire| {
-            heavily(call, heavy::of_route(&wire), move |call| calls::route(call, &wire))
+            heavily(call, heavy::of_route(&wire), move |call| store::route(call, &wire))
         })
         .await
     }

@@ -16,8 +16,8 @@ use kvarts_contract::buffers::SharedBuf;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::answer::followed;
-use super::call::Call;
 use super::frame::{Outgoing, Slot};
+use crate::calls::call::Call;
 
 /// Lives for as long as some bytes of a read are unsent.
 struct UnsentMark {

@@ -12,9 +12,9 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::call::Call;
 use super::convert;
 use super::fault::{Fault, Outcome};
+use crate::calls::call::Call;
 use crate::state::Right;
 use kvarts_wire::proto;
 use kvarts_wire::proto::event::What;

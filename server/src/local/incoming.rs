@@ -16,7 +16,8 @@ use super::limits::{
     SMALL_BODY_BYTES, STALL,
 };
 use super::line::Line;
-use super::{Locals, socket};
+use super::socket;
+use crate::state::locals::Locals;
 use crate::state::parts::Part;
 
 /// Why a connection ends.

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use super::Peer;
+use crate::state::locals::Peer;
 
 /// A connected socket that does not block.
 pub(super) struct Line(AsyncFd<UnixStream>);

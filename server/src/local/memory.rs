@@ -9,8 +9,9 @@ use kvarts_store::engine::Store;
 
 use tokio::runtime::Handle;
 
+use super::Mode;
 use super::pinned::{Pinned, Ready};
-use super::{Locals, Mode};
+use crate::state::locals::Locals;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 

@@ -20,7 +20,7 @@ use kvarts_store::engine::Store;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::Locals;
+use crate::state::locals::Locals;
 
 /// How long a client that wants memory waits for its pages at most.
 const TIMEOUT: Duration = Duration::from_secs(5);

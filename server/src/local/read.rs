@@ -23,8 +23,8 @@ use super::limits::{ARRIVED_BYTES, CONFIRM_EVERY, CONFIRMED_MAX};
 use super::memory::Memory;
 use super::outbox::Outbox;
 use super::places;
-use crate::grpc::call::Call;
-use crate::grpc::read::{self, Download};
+use crate::calls::call::Call;
+use crate::calls::download::{self, Download};
 use kvarts_wire::convert::wire_end;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::limits;
@@ -220,7 +220,7 @@ impl Reading {
     /// The frame that says how it ended; that is counted here.
     fn end(&self, end: &ReadEnd) -> Vec<u8> {
         self.call.end(Code::Ok);
-        read::count(&self.call, &self.asked, end, None);
+        download::count(&self.call, &self.asked, end, None);
         let origin = |origin: Option<OriginId>| origin.map_or_else(Bytes::new, |id| id.0.to_vec().into());
         let met = self.origins.iter().flat_map(|origins| origins.met());
         let wire = proto::LocalEnd {

@@ -31,16 +31,17 @@ use super::incoming::{Ended, Incoming, Next, broken};
 use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
 use super::line::Line;
 use super::memory::Memory;
-use super::named::{self, Named};
 use super::outbox::Outbox;
 use super::put::Putting;
 use super::read::{Doubts, Reading};
 use super::short::{Over, Short, Shorts};
-use super::{ClientFacts, Entry, Mode, Peer, read};
-use crate::grpc::call::{self, Call, Method};
-use crate::grpc::calls;
-use crate::grpc::heavy::{self, heavily};
-use crate::grpc::lookups;
+use super::{Mode, read};
+use crate::calls::call::{self, Call};
+use crate::calls::heavy::{self, heavily};
+use crate::calls::methods::{self, Method};
+use crate::calls::{lookups, store};
+use crate::state::locals::named::{self, Named};
+use crate::state::locals::{ClientFacts, Entry, Peer};
 use crate::state::parts::Part;
 use crate::state::{Right, ServerState};
 use kvarts_wire::codec::decode;
@@ -437,7 +438,7 @@ impl Session {
                 let how = LookUp {
                     entries: heavy::of_match,
                     hold: |wire: &proto::MatchRequest| wire.lease_ms,
-                    work: |call, wire| calls::match_prefix(call, wire, None),
+                    work: |call, wire| store::match_prefix(call, wire, None),
                     of_cluster: |wire| wire.of_cluster,
                     whole: |call, wire| Box::pin(lookups::matched(call, wire)),
                 };
@@ -447,7 +448,7 @@ impl Session {
                 let how = LookUp {
                     entries: |wire: &proto::ExistsRequest| heavy::of_keys(&wire.keys),
                     hold: |wire: &proto::ExistsRequest| wire.lease_ms,
-                    work: calls::exists,
+                    work: store::exists,
                     of_cluster: |wire| wire.of_cluster,
                     whole: |call, wire| Box::pin(lookups::exists(call, wire)),
                 };
@@ -457,14 +458,14 @@ impl Session {
                 let answer = self.call("/kvarts.v1.Store/Unlock", |session, call| {
                     let wire: proto::UnlockRequest = decode(body)?;
                     session.leases.remove(&wire.lease);
-                    Ok(calls::unlock(call, &wire))
+                    Ok(store::unlock(call, &wire))
                 });
                 self.answer(id, answer);
             }
             Kind::Renew => {
                 let answer = self.call("/kvarts.v1.Store/Renew", |session, call| {
                     let wire: proto::RenewRequest = decode(body)?;
-                    let reply = calls::renew(call, &wire)?;
+                    let reply = store::renew(call, &wire)?;
                     session.renewed(wire.lease, wire.hold_ms);
                     Ok(reply)
                 });
@@ -483,7 +484,7 @@ impl Session {
         LookUp { entries, hold, work, of_cluster, whole }: LookUp<Q, A>,
     ) {
         let method: Outcome<_> =
-            call::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
+            methods::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
         let begun = method.and_then(|method| self.admit(method, None)).and_then(|call| {
             let ready = self.has_room_for_leases().and_then(|()| decode::<Q>(body));
             let ready = ready.inspect_err(|fault| call.end(fault.code));
@@ -545,7 +546,7 @@ impl Session {
 
     /// Does a call that waits for nothing.
     fn call<M>(&mut self, path: &str, work: impl FnOnce(&mut Self, &Arc<Call>) -> Outcome<M>) -> Outcome<M> {
-        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let method = methods::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
         let call = self.admit(method, None)?;
         let answer = work(self, &call);
         call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
@@ -600,7 +601,7 @@ impl Session {
             true => (Order::Blocks, "/kvarts.v1.Reads/Get"),
             false => (Order::Layers, "/kvarts.v1.Reads/GetLayers"),
         };
-        let method = call::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let method = methods::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
         let begun = read::begin(&call, &self.memories, (&self.outbox, &self.doubts), (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
@@ -627,7 +628,7 @@ impl Session {
     fn put(&mut self, id: u64, body: Bytes) -> Outcome<()> {
         let wire: proto::LocalPut = decode(body)?;
         let method =
-            call::method("/kvarts.v1.Store/Put").ok_or(Reason::Bug("a method that the table lacks"))?;
+            methods::method("/kvarts.v1.Store/Put").ok_or(Reason::Bug("a method that the table lacks"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
         let checked = Putting::check(&call, &self.memories, wire);
         let putting = checked.inspect_err(|fault| call.end(fault.code))?;

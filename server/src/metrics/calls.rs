@@ -2,10 +2,10 @@
 
 use std::fmt::Write;
 
-use super::histogram::Histogram;
-use super::text::{Value, head};
-use super::usage::Usage;
-use super::{CallName, Counted};
+use super::lines::{Value, head};
+use crate::counters::histogram::Histogram;
+use crate::counters::usage::Usage;
+use crate::counters::{CallName, Counted};
 
 /// Tells everything that the server counts of calls.
 pub(super) fn calls(out: &mut String, counted: &Counted) {
@@ -118,8 +118,8 @@ mod tests {
 
     use kvarts_contract::api::Missing;
 
-    use super::super::{Ended, Lookup, Metrics};
     use super::*;
+    use crate::counters::{Ended, Lookup, Metrics};
 
     #[test]
     fn a_hit_ratio_by_tenant_and_model_can_be_made() {

@@ -6,7 +6,7 @@ use kvarts_peer::lane::ServeCounts;
 use kvarts_peer::node::{HotCounts, OfferCounts, PutCounts, Status};
 use kvarts_peer::read::{Brought, FAILURES, PathStatus};
 
-use super::text::{Value, head, one};
+use super::lines::{Value, head, one};
 
 /// Tells everything of a cluster; a server that belongs to none tells nothing.
 pub(super) fn cluster(out: &mut String, status: &Status) {

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use kvarts_cold::{Limits, Spent};
 
-use super::text::{head, one};
+use super::lines::{head, one};
 use crate::cold::{Counted, Counts};
 
 /// Tells everything of a cold tier; a server without one tells nothing.

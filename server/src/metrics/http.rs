@@ -5,14 +5,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use super::answer::Answer;
 use super::{page, prefixes, segments, text};
 use crate::state::{Caller, Right, ServerState};
 use kvarts_layout::NamespaceId;
-use serde_json::Value;
 
 /// The most bytes of a request that are read.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
@@ -124,42 +124,4 @@ fn header<'a>(request: &'a [u8], name: &str) -> Option<&'a [u8]> {
         let (found, value) = line.split_at(at);
         found.eq_ignore_ascii_case(name.as_bytes()).then(|| value.get(1..).unwrap_or_default().trim_ascii())
     })
-}
-
-/// What is answered.
-pub(super) struct Answer {
-    pub(super) status: &'static str,
-    pub(super) kind: &'static str,
-    /// More lines of its head, each with its end.
-    pub(super) more: String,
-    pub(super) body: String,
-}
-
-impl Answer {
-    pub(super) fn plain(status: &'static str, body: String) -> Self {
-        Self { status, kind: "text/plain; charset=utf-8", more: String::new(), body }
-    }
-
-    fn json(told: &Value) -> Self {
-        Self { kind: "application/json", ..Self::plain("200 OK", told.to_string()) }
-    }
-
-    pub(super) fn with(mut self, more: &str) -> Self {
-        self.more.push_str(more);
-        self
-    }
-
-    async fn send(&self, stream: &mut TcpStream, has_body: bool) -> std::io::Result<()> {
-        let Self { status, kind, more, body } = self;
-        let length = body.len();
-        let head = format!(
-            "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\ncache-control: no-store\r\n\
-             x-content-type-options: nosniff\r\nconnection: close\r\n{more}\r\n"
-        );
-        stream.write_all(head.as_bytes()).await?;
-        if has_body {
-            stream.write_all(body.as_bytes()).await?;
-        }
-        stream.shutdown().await
-    }
 }

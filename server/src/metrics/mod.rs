@@ -1,171 +1,17 @@
-//! What is counted, and how it is told to Prometheus.
-//!
-//! Every miss has a reason; calls are counted by the path they came by, the method, its class and the tenant, with their bytes;
-//! how long they took is a histogram without tenants. Blocks are counted by tenant and model (`usage.rs`). The engine's own
-//! counters are read when metrics are asked for.
+//! How a server's counters and its state are told: to Prometheus, and to the status page.
 
+mod answer;
 mod calls;
 mod cluster;
 mod cold;
-mod histogram;
 pub mod history;
 pub mod http;
+mod lines;
 mod page;
 mod prefixes;
 mod process;
 mod segments;
 mod text;
-mod usage;
-
-use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
-
-use histogram::Histogram;
-pub use usage::Lookup;
-use usage::{Names, UNREGISTERED, Usages};
-
-/// By what calls are told apart.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct CallName {
-    /// The way they came: grpc, or local.
-    pub path: &'static str,
-    /// What was called.
-    pub method: &'static str,
-    /// What it was for: a class of the engine, or none.
-    pub class: &'static str,
-    /// For whom.
-    pub tenant: String,
-}
-
-/// How a call ended.
-#[derive(Clone, Copy, Debug)]
-pub struct Ended {
-    /// The name of its gRPC code.
-    pub code: &'static str,
-    /// How long it took.
-    pub took: Duration,
-    /// How long its first layer took, if it was a read of layers that delivered one.
-    pub first_layer: Option<Duration>,
-    /// Bytes of blocks that came.
-    pub bytes_in: u64,
-    /// Bytes of blocks that went.
-    pub bytes_out: u64,
-}
-
-#[derive(Debug, Default)]
-struct Calls {
-    /// How they ended, by the name of the code.
-    ended: BTreeMap<&'static str, u64>,
-    bytes_in: u64,
-    bytes_out: u64,
-}
-
-/// What a server counts itself.
-#[derive(Debug, Default)]
-pub struct Metrics {
-    counted: Mutex<Counted>,
-    /// The last hour.
-    pub history: history::History,
-}
-
-#[derive(Debug, Default)]
-struct Counted {
-    calls: BTreeMap<CallName, Calls>,
-    tenants: Names,
-    /// By path, method and class. Not by tenant: each has many buckets.
-    took: BTreeMap<(&'static str, &'static str, &'static str), Histogram>,
-    /// By path and class.
-    first_layer: BTreeMap<(&'static str, &'static str), Histogram>,
-    /// By method.
-    under_way: BTreeMap<&'static str, u64>,
-    /// By method and by what was missing.
-    refused: BTreeMap<(&'static str, &'static str), u64>,
-    /// What was asked for and what became of it.
-    usages: Usages,
-    /// Clients of a path, by the mode they are in.
-    modes: BTreeMap<&'static str, i64>,
-}
-
-impl Metrics {
-    fn lock(&self) -> MutexGuard<'_, Counted> {
-        // Counters stay whole whatever panics beside them.
-        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What the history keeps of the counters.
-    fn sample(&self) -> history::Sample {
-        let counted = self.lock();
-        let mut sample = history::Sample::default();
-        for (_, _, usage) in counted.usages.each() {
-            sample.found += usage.lookups.here;
-            sample.asked += usage.lookups.asked();
-        }
-        for calls in counted.calls.values() {
-            sample.bytes_in += calls.bytes_in;
-            sample.bytes_out += calls.bytes_out;
-        }
-        sample
-    }
-
-    /// A call was let in.
-    pub fn call_began(&self, method: &'static str) {
-        *self.lock().under_way.entry(method).or_default() += 1;
-    }
-
-    /// A call that was let in has ended.
-    pub fn call_ended(&self, mut name: CallName, how: Ended) {
-        let mut counted = self.lock();
-        if let Some(under_way) = counted.under_way.get_mut(name.method) {
-            *under_way = under_way.saturating_sub(1);
-        }
-        counted.took.entry((name.path, name.method, name.class)).or_default().add(how.took);
-        if let Some(took) = how.first_layer {
-            counted.first_layer.entry((name.path, name.class)).or_default().add(took);
-        }
-        name.tenant = counted.tenants.told(name.tenant);
-        let calls = counted.calls.entry(name).or_default();
-        *calls.ended.entry(how.code).or_default() += 1;
-        calls.bytes_in += how.bytes_in;
-        calls.bytes_out += how.bytes_out;
-    }
-
-    /// A call was not let in, for want of this.
-    pub fn refused(&self, method: &'static str, want: &'static str) {
-        *self.lock().refused.entry((method, want)).or_default() += 1;
-    }
-
-    /// A lookup found this of what it was asked for.
-    pub fn looked_up(&self, tenant: &str, model: &str, found: Lookup) {
-        self.lock().usages.of(tenant, model).lookups.add(&found);
-    }
-
-    /// A lookup asked for blocks of a model that was never registered, or not since the start.
-    pub fn looked_up_unregistered(&self, tenant: &str, blocks: u64) {
-        let found = Lookup { unregistered: blocks, ..Lookup::default() };
-        self.looked_up(tenant, UNREGISTERED, found);
-    }
-
-    /// Counts a read that ended: blocks delivered, and those that were not, by reason.
-    pub fn read_ended(&self, tenant: &str, model: &str, delivered: u64, missed: BTreeMap<&'static str, u64>) {
-        let mut counted = self.lock();
-        let usage = counted.usages.of(tenant, model);
-        usage.delivered += delivered;
-        for (reason, blocks) in missed {
-            *usage.missed.entry(reason).or_default() += blocks;
-        }
-    }
-
-    /// A read asked for blocks of a model that was never registered, or not since the start.
-    pub fn read_unregistered(&self, tenant: &str, blocks: u64) {
-        self.read_ended(tenant, UNREGISTERED, 0, [("REASON_UNKNOWN_NAMESPACE", blocks)].into());
-    }
-
-    /// A client came (1) or went (-1), in this mode.
-    pub fn client(&self, mode: &'static str, change: i64) {
-        *self.lock().modes.entry(mode).or_default() += change;
-    }
-}
 
 /// What a node of a cluster without any members, and a server with a cold tier, tell besides: for the list of all metrics.
 #[doc(hidden)]
@@ -174,22 +20,4 @@ pub fn told_besides() -> String {
     cluster::cluster(&mut out, &cluster::nothing());
     cold::cold(&mut out, &cold::nothing());
     out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_call_is_under_way_until_it_ends() {
-        let metrics = Metrics::default();
-        let name = CallName { path: "grpc", method: "get", class: "foreground", tenant: "a".to_owned() };
-        metrics.call_began("get");
-        assert_eq!(metrics.lock().under_way["get"], 1);
-        let took = Duration::from_millis(2);
-        let how = Ended { code: "OK", took, first_layer: None, bytes_in: 0, bytes_out: 10 };
-        metrics.call_ended(name.clone(), how);
-        let counted = metrics.lock();
-        assert_eq!((counted.under_way["get"], counted.calls[&name].bytes_out), (0, 10));
-    }
 }

@@ -2,7 +2,7 @@
 //! are part of the program; all figures are made in the browser from what is told beside them (`http.rs`), so no name is ever put
 //! into a page's text by the server.
 
-use super::http::Answer;
+use super::answer::Answer;
 
 /// The page may load only what comes from this server, and no other page may frame it.
 const POLICY: &str = "content-security-policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \

@@ -4,7 +4,7 @@ use std::fs;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use super::text::one;
+use super::lines::one;
 
 /// Ticks of the kernel's clock in a second, as it shows them to programs: the same on all machines that Kvarts runs on.
 const TICKS: f64 = 100.0;

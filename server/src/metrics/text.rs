@@ -1,40 +1,16 @@
 //! Metrics as Prometheus reads them.
 
-use std::fmt::{self, Write};
+use std::fmt::Write;
 use std::sync::Arc;
 
 use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::engine::{Counts, Stats};
 
-use super::Metrics;
-use super::usage::{REST, TENANTS_MAX};
+use super::lines::{Value, head, one};
+use crate::counters::usage::{REST, TENANTS_MAX};
 use crate::state::{ServerState, Tenant};
 use kvarts_wire::limits;
-
-/// A label's value: quotes, backslashes and line ends are escaped.
-pub(super) struct Value<'a>(pub(super) &'a str);
-
-impl fmt::Display for Value<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.chars().try_for_each(|character| match character {
-            '"' => f.write_str("\\\""),
-            '\\' => f.write_str("\\\\"),
-            '\n' => f.write_str("\\n"),
-            other => f.write_char(other),
-        })
-    }
-}
-
-pub(super) fn head(out: &mut String, name: &str, kind: &str, help: &str) {
-    // Writing to a string cannot fail.
-    let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-}
-
-pub(super) fn one(out: &mut String, name: &str, kind: &str, help: &str, value: impl fmt::Display) {
-    head(out, name, kind, help);
-    let _ = writeln!(out, "{name} {value}");
-}
 
 /// What executors count of their devices, and what it means.
 const DEVICE_COUNTERS: [(&str, &str); 7] = [
@@ -85,8 +61,7 @@ fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64);
 pub(super) async fn render(state: &ServerState) -> String {
     let io = state.engine.io().await.unwrap_or_default();
     let mut out = String::with_capacity(16 << 10);
-    let Metrics { counted, .. } = &*state.metrics;
-    super::calls::calls(&mut out, &counted.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+    super::calls::calls(&mut out, &state.metrics.lock());
     engine(&mut out, state);
     queues(&mut out, &io);
     scrub(&mut out, state);

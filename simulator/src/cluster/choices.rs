@@ -6,7 +6,7 @@
 
 use kvarts_planner::cost;
 
-use super::spec::{Cluster, NODES_MAX, Prefetch, memory_gb};
+use super::spec::{Cluster, DRIVES_MAX, NODES_MAX, Prefetch, memory_gb};
 
 /// What a search may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,9 +49,6 @@ impl What {
         Self::NAMES.iter().find(|(known, _)| *known == name).map(|(_, what)| *what)
     }
 }
-
-/// The most drives of a node.
-pub const DRIVES_MAX: u32 = 1024;
 
 /// What a search must stay within.
 #[derive(Clone, PartialEq, Debug)]

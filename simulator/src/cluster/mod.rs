@@ -31,12 +31,12 @@ mod tiers;
 mod times;
 pub mod work;
 
-pub use choices::{Bounds, Choices, DRIVES_MAX, What};
+pub use choices::{Bounds, Choices, What};
 pub use figures::{Batch, Counted, Histogram, Hits, Slice};
 pub use page::page;
 pub use run::{RunError, Simulation};
 pub use spec::{
-    Cluster, Cold, Disk, Engine, FILE_BYTES_MAX, Facts, Measured, Memory, NODES_MAX, Nodes, Policy, Prefetch,
-    Price, RouterKind, Side, SpecError, Way,
+    Cluster, Cold, DRIVES_MAX, Disk, Engine, FILE_BYTES_MAX, Facts, Memory, NODES_MAX, Nodes, Policy,
+    Prefetch, Price, RouterKind, Side, SpecError, Way,
 };
-pub use times::{EngineTimes, Step};
+pub use times::{EngineTimes, Measured, Step};

@@ -7,11 +7,12 @@ use kvarts_planner::cost::{self, Compute, Device, Roofline};
 use kvarts_store::engine::EvictionPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::choices::DRIVES_MAX;
-use super::times::EngineTimes;
+use super::times::{EngineTimes, Measured};
 
 /// A cluster file is no longer.
 pub const FILE_BYTES_MAX: usize = 1 << 20;
+/// The most drives of a node.
+pub const DRIVES_MAX: u32 = 1024;
 /// The most nodes.
 pub const NODES_MAX: u32 = 1 << 14;
 
@@ -52,30 +53,6 @@ pub struct Cluster {
     pub price: Price,
     /// Times of an engine's own, in place of a shipped model's and a device's: `model` and `device` are then names only.
     pub measured: Option<Measured>,
-}
-
-/// An engine whose steps were measured: a step takes the sum of these.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Measured {
-    /// Bytes of a block of all layers.
-    pub block_bytes: u64,
-    /// Layers.
-    pub layers: u32,
-    /// Every step.
-    pub step_ms: f64,
-    /// Each token that is computed.
-    #[serde(default)]
-    pub token_us: f64,
-    /// Each sequence that is in it.
-    #[serde(default)]
-    pub sequence_us: f64,
-    /// Each pair of a token that is computed and one before it.
-    #[serde(default)]
-    pub pair_ns: f64,
-    /// A step that computes prompts, however many, besides: it goes through other kernels.
-    #[serde(default)]
-    pub prefill_ms: f64,
 }
 
 /// How many nodes of which kind.

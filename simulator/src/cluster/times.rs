@@ -2,7 +2,31 @@
 
 use kvarts_planner::cost::{self, Decode, Kind, Prefill, Roofline, Told};
 
-use super::spec::Measured;
+use serde::{Deserialize, Serialize};
+
+/// An engine whose steps were measured: a step takes the sum of these.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measured {
+    /// Bytes of a block of all layers.
+    pub block_bytes: u64,
+    /// Layers.
+    pub layers: u32,
+    /// Every step.
+    pub step_ms: f64,
+    /// Each token that is computed.
+    #[serde(default)]
+    pub token_us: f64,
+    /// Each sequence that is in it.
+    #[serde(default)]
+    pub sequence_us: f64,
+    /// Each pair of a token that is computed and one before it.
+    #[serde(default)]
+    pub pair_ns: f64,
+    /// A step that computes prompts, however many, besides: it goes through other kernels.
+    #[serde(default)]
+    pub prefill_ms: f64,
+}
 
 /// See the module.
 #[derive(Clone, Copy, PartialEq, Debug)]

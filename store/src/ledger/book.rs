@@ -3,23 +3,9 @@
 use std::sync::Arc;
 
 use super::lock;
-use super::report::{SegmentView, Space};
+use super::report::{Phase, SegmentView, Space};
 use kvarts_contract::sync::Mutex;
 use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-/// What a segment is to its book.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Phase {
-    /// It holds nothing.
-    #[default]
-    Free,
-    /// Records are being appended.
-    Open,
-    /// It takes no more records.
-    Full,
-    /// It failed, or cannot be told: it takes no more records, and what is not known to be something is dead.
-    Lost,
-}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {

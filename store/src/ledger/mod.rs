@@ -35,9 +35,9 @@ use kvarts_contract::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWr
 
 pub(crate) use account::Known;
 pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};
-pub use book::{Book, Phase};
+pub use book::Book;
 pub(crate) use making_room::MakingRoom;
-pub use report::{SegmentView, ShardSpace, Space, SpaceReport};
+pub use report::{Phase, SegmentView, ShardSpace, Space, SpaceReport};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

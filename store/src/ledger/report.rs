@@ -3,7 +3,6 @@
 use std::ops::AddAssign;
 
 use super::account::NamespaceSpace;
-use super::book::Phase;
 
 /// What bytes on disk are. The module's documentation says what each word means.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -35,6 +34,20 @@ impl AddAssign for Space {
         self.free += other.free;
         self.overhead += other.overhead;
     }
+}
+
+/// What a segment is to its book.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Phase {
+    /// It holds nothing.
+    #[default]
+    Free,
+    /// Records are being appended.
+    Open,
+    /// It takes no more records.
+    Full,
+    /// It failed, or cannot be told: it takes no more records, and what is not known to be something is dead.
+    Lost,
 }
 
 /// One segment file.

@@ -11,7 +11,6 @@ use kvarts_peer::read::Runner;
 use tokio::sync::Notify;
 
 use super::tasks::{Owner, Tasks};
-use super::wire::Pipe;
 use crate::sim::log::Mixer;
 use crate::sim::{Rng, Seed, SimClock};
 
@@ -56,7 +55,8 @@ struct State {
     nodes: BTreeMap<usize, Weak<ClusterNode>>,
     /// How often the connection for calls was broken.
     broken: BTreeMap<Way, u64>,
-    pipes: Vec<Weak<Pipe>>,
+    /// Connections that carry bytes, by the way that one of their directions goes: whether they are broken.
+    pipes: Vec<(Way, Weak<AtomicBool>)>,
     /// What the next connections for bytes meet, and after how many bytes.
     faults: Vec<(Way, Fault, u64)>,
     /// After how many messages of its feed the connection for calls breaks, counted from now.
@@ -168,9 +168,10 @@ impl Net {
 
     /// Breaks the connections that carry bytes, from one node to another.
     pub fn break_pipes(&self, is_meant: impl Fn(Way) -> bool) {
-        let pipes: Vec<Arc<Pipe>> = self.lock().pipes.iter().filter_map(Weak::upgrade).collect();
-        pipes.iter().filter(|pipe| is_meant(pipe.way)).for_each(|pipe| pipe.reset());
-        self.lock().pipes.retain(|pipe| pipe.strong_count() > 0);
+        let mut state = self.lock();
+        state.pipes.retain(|(_, is_reset)| is_reset.strong_count() > 0);
+        let meant = state.pipes.iter().filter(|(way, _)| is_meant(*way));
+        meant.filter_map(|(_, is_reset)| is_reset.upgrade()).for_each(|it| it.store(true, Ordering::SeqCst));
     }
 
     /// The connection for calls of this way, by how often it was broken.
@@ -212,8 +213,8 @@ impl Net {
         Some((fault, after))
     }
 
-    pub(super) fn keep(&self, pipe: &Arc<Pipe>) {
-        self.lock().pipes.push(Arc::downgrade(pipe));
+    pub(super) fn keep(&self, way: Way, is_reset: &Arc<AtomicBool>) {
+        self.lock().pipes.push((way, Arc::downgrade(is_reset)));
     }
 
     /// The connection for calls this way breaks after `after` more messages of a stream.

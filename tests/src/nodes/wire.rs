@@ -31,7 +31,7 @@ struct Flow {
 
 /// One direction of a connection.
 pub struct Pipe {
-    pub(super) way: Way,
+    way: Way,
     net: Arc<Net>,
     is_blocked: Arc<AtomicBool>,
     /// Of both directions.
@@ -56,7 +56,7 @@ impl Pipe {
             is_reset: Arc::clone(is_reset),
             flow: Mutex::new(flow),
         });
-        net.keep(&pipe);
+        net.keep(way, is_reset);
         pipe
     }
 
@@ -65,7 +65,7 @@ impl Pipe {
     }
 
     /// Both sides are told that it is broken.
-    pub(super) fn reset(&self) {
+    fn reset(&self) {
         self.is_reset.store(true, Ordering::SeqCst);
     }
 

@@ -15,8 +15,8 @@ use kvarts_fsck::findings::Finding;
 use kvarts_layout::format::PAGE;
 
 use super::pool::{States, until};
+use super::repaired::repaired;
 use super::stores::{Answers, Make, Name, Prepared, Zone, free_segments, look, prepared, zones};
-use super::swaps::repaired;
 use super::{Row, Tally};
 use crate::sim::Seed;
 use crate::sim::log::Mixer;

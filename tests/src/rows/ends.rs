@@ -13,8 +13,8 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::format::{PAGE, Structure};
 
 use super::bits::{changed, quarantined};
+use super::repaired::repaired;
 use super::stores::{Answers, Make, Prepared, look, prepared, structures};
-use super::swaps::repaired;
 use crate::sim::Seed;
 
 /// A sealed segment with holes among its records.

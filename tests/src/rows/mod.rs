@@ -23,6 +23,7 @@ pub mod planted;
 mod pool;
 mod real;
 mod registered;
+mod repaired;
 mod scene;
 mod schedules;
 pub mod scripts;

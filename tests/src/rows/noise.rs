@@ -15,8 +15,8 @@ use kvarts_layout::format::{PAGE, Structure};
 
 use super::bits::changed;
 use super::pool::{States, until};
+use super::repaired::put_right;
 use super::stores::{KEYS, Make, Prepared, files, key, look, payload_bytes, prepared, structures};
-use super::swaps::put_right;
 use super::{Row, Tally};
 use crate::sim::log::Mixer;
 use crate::sim::{Rng, Seed};

@@ -6,28 +6,22 @@
 //! that changes an answer. A repair leaves a store that is clean, that lost nothing good, that serves no block in part, and
 //! in which a second repair finds nothing to do.
 
-use std::collections::BTreeSet;
-use std::sync::Arc;
-
-use kvarts_contract::error::Reason;
-use kvarts_fsck::check::{Checked, Options as CheckOptions};
-use kvarts_fsck::disk::{MemoryDisk, Step};
-use kvarts_fsck::repair::{Site, repair};
-use kvarts_fsck::window::Tally as Bytes;
+use kvarts_fsck::check::Checked;
+use kvarts_fsck::disk::MemoryDisk;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::format::record::{self, Body, Fields};
-use kvarts_layout::format::seal::{claimed_position, claimed_structure};
+use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::{PAGE, Position, Secret, Structure};
 
 use super::bits::{changed, names, quarantined};
 use super::pool::{States, until};
+use super::repaired::repaired;
 use super::stores::{
     Make, Prepared, Zone, files, key, look, payload_bytes, prepared, stranger, structures, zones,
 };
 use super::{Row, Tally};
 use crate::sim::log::Mixer;
 use crate::sim::{Rng, Seed};
-use crate::witness::problems;
 
 /// Bytes that a device writes wholly or not at all.
 const SECTOR: usize = 512;
@@ -266,38 +260,6 @@ fn forge(store: &Prepared, disks: &[MemoryDisk], rng: &mut Rng) -> Option<(Strin
     Some((what, vec![(at, path.clone(), offset), (at, path, end - PAGE)]))
 }
 
-/// Repairs a store; a second repair finds nothing to do.
-pub(super) fn put_right(disks: &[MemoryDisk]) -> Result<(), String> {
-    let site =
-        |disk: &MemoryDisk| Site { disk: Arc::new(disk.clone()), writer: Some(Arc::new(disk.clone())) };
-    let sites: Vec<Site> = disks.iter().map(site).collect();
-    let options = CheckOptions { threads: 1, ..CheckOptions::default() };
-    repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
-    disks.iter().try_for_each(in_order)?;
-    let again = repair(&sites, &options, &Bytes::default()).map_err(|why| why.to_string())?;
-    let open: Vec<_> = again.actions.iter().filter(|action| action.failed.is_none()).collect();
-    if open.is_empty() { Ok(()) } else { Err(format!("repaired twice: {open:?}")) }
-}
-
-/// What a trailer names is durable before it.
-fn in_order(disk: &MemoryDisk) -> Result<(), String> {
-    let mut unsynced = BTreeSet::new();
-    for step in disk.steps() {
-        match step {
-            Step::Write(path, at, bytes) => {
-                let trailer = claimed_structure(&bytes) == Some(Structure::Trailer);
-                if trailer && unsynced.contains(&path) {
-                    return Err(format!("{path}: what the trailer at {at} names is not durable before it"));
-                }
-                unsynced.insert(path);
-            }
-            Step::Sync(path) => drop(unsynced.remove(&path)),
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
 fn strike(seed: Seed, states: &States) -> Result<(), String> {
     strike_at(Make::ALL[(seed.0 % Make::ALL.len() as u64) as usize], seed, states)
 }
@@ -353,35 +315,6 @@ fn is_named(checked: &Checked, damage: &Damage) -> bool {
     }
     let near = |(_, path, _): &Place| names(checked, path, &|_| true);
     damage.places.iter().any(near)
-}
-
-/// A repaired store is clean, opens, serves what it served before and nothing half. Only blocks of records that the
-/// checker has counted as lost may go.
-pub(super) fn repaired(
-    store: &Prepared,
-    disks: &[MemoryDisk],
-    before: &super::stores::Answers,
-    doomed: u64,
-) -> Result<(), String> {
-    put_right(disks).map_err(|why| format!("repair: {why}"))?;
-    let checked = look(disks).map_err(|why| format!("after repair: {why}"))?;
-    if !checked.findings.is_clean() {
-        return Err(format!("after repair it is not clean: {}", problems(&checked)));
-    }
-    let (after, _) = store.ask(disks).map_err(|why| format!("after repair: {why}"))?;
-    let mut dropped = Vec::new();
-    for (name, answer) in &after.blocks {
-        match (&before.blocks[name], answer) {
-            (_, Err(reason)) if !matches!(reason, Reason::NotHere(_)) => {
-                return Err(format!("after repair {name:?} is half there: {reason}"));
-            }
-            // What came back with a damaged tombstone may go again with it.
-            (Ok(_), Err(_)) if store.sound.blocks[name].is_ok() => dropped.push(*name),
-            _ => {}
-        }
-    }
-    let within = dropped.len() as u64 <= doomed;
-    if within { Ok(()) } else { Err(format!("repair has dropped {dropped:?}, which were good")) }
 }
 
 /// Row R7.

@@ -1,7 +1,8 @@
 //! What stands at a page of a segment: one classification for the engine and for the checker.
 
+use super::super::position::Position;
 use super::super::record::{self, Body, Prefix};
-use super::super::seal::{Position, Secret, Structure, claimed_structure, prove_fixed, require_readable};
+use super::super::seal::{Secret, Structure, claimed_structure, prove_fixed, require_readable};
 use super::Found;
 
 /// What was found at a page of a segment.

@@ -4,9 +4,9 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::local::LocalLimits;
 use crate::local::frame::{Kind, bare};
 use crate::local::limits::RECEIVING_BYTES_MAX;
+use crate::state::locals::LocalLimits;
 
 /// What comes out of a stream of bytes, and why it ended, if it did.
 #[derive(Default, PartialEq, Debug)]

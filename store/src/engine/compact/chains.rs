@@ -20,8 +20,9 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Layout};
 
 use super::gather::{Gathered, Taken, gather};
-use super::relocate::{Head, Moved, expires_ms, write};
-use super::segments::{live_by_segment, room};
+use super::head::Head;
+use super::relocate::{Moved, expires_ms, write};
+use super::room::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;

@@ -13,7 +13,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::encode::Cold;
 use super::relocate::relocate;
-use super::segments::{live_by_segment, room};
+use super::room::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Moves;
 use crate::engine::shard::Shard;

@@ -15,7 +15,7 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::format::page_align;
 
 use super::gather::{Taken, pause};
-use super::relocate::Head;
+use super::head::Head;
 use crate::engine::read::Reads;
 use crate::engine::shard::Shard;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};

@@ -11,7 +11,9 @@ pub(crate) mod encode;
 #[cfg(test)]
 mod encode_tests;
 pub(crate) mod gather;
+pub(crate) mod head;
 pub(crate) mod relocate;
+mod room;
 pub(crate) mod segments;
 #[cfg(test)]
 pub(super) mod tests;

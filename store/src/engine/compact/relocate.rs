@@ -25,15 +25,15 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::codec::StoredPlaces;
-use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Extension, Parent, layout_code};
+use kvarts_layout::format::body::{Blocks, ENCODING_RAW, Parent, layout_code};
 use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
 use super::encode::{Cold, encode_run};
 use super::gather::{Gathered, Taken, gather, memory, pause};
+use super::head::Head;
 use crate::engine::shard::Shard;
 use crate::engine::shared::quota;
-use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::volume::Volume;
@@ -76,21 +76,6 @@ impl Moved {
         self.bytes_raw += other.bytes_raw;
         self.bytes_encoded += other.bytes_encoded;
     }
-}
-
-/// What the new record says beside its blocks.
-#[derive(Clone, Debug)]
-pub(crate) struct Head {
-    pub(crate) class: Arc<RecordClass>,
-    pub(crate) created_ms: u64,
-    /// In the steps of the index; 0 for never.
-    pub(crate) expires: u32,
-    pub(crate) expires_ms: u64,
-    pub(crate) extensions: Vec<Extension>,
-    pub(crate) first_block: Option<u32>,
-    pub(crate) parent: Parent,
-    /// The sequence that tombstones are compared with.
-    pub(crate) sequence: u64,
 }
 
 /// Moves the live ones among the wanted blocks of a record of this shard. A record whose prefix is known is split

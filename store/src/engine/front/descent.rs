@@ -6,7 +6,7 @@
 //! goes on with the rest, until a look at everything finds nothing more; and where more descends from the key than a
 //! shard could ever remember to be deleted, it ends with that.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,6 +16,7 @@ use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
+use super::links::{Ask, Link, Links, Listed};
 use super::router::{Message, Router};
 use crate::engine::read::Reads;
 use crate::engine::read::listing::parent_of;
@@ -37,29 +38,6 @@ const LINKS_MAX: usize = 1 << 20;
 const ANSWER_LINKS: usize = 1 << 16;
 /// How often a search looks at what is new because blocks were moved under it.
 const REPEATS_MAX: u32 = 8;
-
-/// A parent and a child of it.
-type Link = (BlockKey, BlockKey);
-
-/// Segments that need not be looked at again, and their generations then: nothing is added to them.
-type Listed = BTreeMap<u32, u64>;
-
-/// What a shard is asked for.
-pub(crate) struct Ask {
-    pub(crate) shard: u32,
-    namespace: Arc<Namespace>,
-    listed: Listed,
-    /// The first segment.
-    from: u32,
-}
-
-/// What a shard has.
-pub(crate) struct Links {
-    links: Vec<Link>,
-    listed: Listed,
-    /// The segment to go on with, if there is more.
-    next: Option<u32>,
-}
 
 /// The links of live blocks of a namespace that this shard lists.
 pub(crate) async fn links(

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use kvarts_layout::identity::TenantSalt;
 
+use super::free_space::free_space;
 use super::limits::Limits;
 use super::memory_audit::{self, Table};
 use super::router::{Message, Router};
-use super::store::free_space;
 use super::{descent, expiry, leaving, snapshot};
 use crate::driver::{Driver, Metrics, UrgentReads};
 use crate::engine::compact::chains::{self, Shards};

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use kvarts_layout::prefix::Requirement;
 use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
+use super::column::Column;
 use super::restore;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::index::{self, BlockFingerprint, LeaseError, Lookup};
+use crate::index::{self, LeaseError, Lookup};
 use kvarts_contract::api::LeaseId;
 use kvarts_contract::api::{
     LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES,
@@ -17,14 +18,6 @@ use kvarts_contract::error::{Reason, ShapeCause};
 
 /// How often a match is repeated because what it leased was evicted meanwhile.
 const ROUNDS_MAX: usize = 8;
-
-/// The blocks of one group at one coordinate, and what the index says of each.
-pub(super) struct Column {
-    pub(super) group: Group,
-    pub(super) coordinate: Coordinate,
-    prints: Vec<BlockFingerprint>,
-    pub(super) found: Vec<Lookup>,
-}
 
 /// Answers a match.
 pub(crate) fn match_prefix(shared: &Shared, request: &MatchRequest<'_>) -> Result<MatchReply, Reason> {

@@ -4,7 +4,7 @@ use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_planner::cost::Prefill;
 use kvarts_planner::plan::{Links, MAX_RUNS, Part, Question, Run, Source, Sources};
 
-use super::lookup::Column;
+use super::column::Column;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::index::Lookup;

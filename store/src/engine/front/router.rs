@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use kvarts_layout::BlockKey;
 
-use super::descent;
+use super::links::{Ask, Links};
 use super::memory_audit::Table;
 use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
-use crate::engine::compact::relocate::{Head, Moved};
+use crate::engine::compact::head::Head;
+use crate::engine::compact::relocate::Moved;
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::LendPart;
@@ -58,7 +59,7 @@ pub(crate) enum Message {
         reply: Answer,
     },
     /// Say which blocks of a namespace stand behind which in this shard.
-    Links(descent::Ask, Reply<Result<descent::Links, Reason>>),
+    Links(Ask, Reply<Result<Links, Reason>>),
     /// List the blocks from this cursor on; `shards` is the number of shards of the store.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Name blocks of a shard that are near their eviction and were used at least so often.

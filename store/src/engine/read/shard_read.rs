@@ -11,6 +11,7 @@
 //! there and copied out, and other tasks have their turn in between.
 
 mod arrive;
+mod compared;
 mod encoded;
 mod submit;
 

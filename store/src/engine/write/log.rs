@@ -15,7 +15,7 @@ use kvarts_layout::format::PAGE;
 use kvarts_layout::plan::{WritePlan, WriteSource};
 
 use super::draft::{Draft, Payload, Written};
-use super::place::Image;
+use super::image::Image;
 use crate::engine::space::Space;
 use crate::engine::tasks::write_barrier::WriteBarrier;
 use crate::engine::volume::Volume;

@@ -2,6 +2,7 @@
 
 pub(crate) mod delete;
 pub(crate) mod draft;
+mod image;
 pub(crate) mod log;
 pub(crate) mod place;
 pub(crate) mod put;

@@ -7,19 +7,11 @@ use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::{self, PAGE_BYTES, page_align};
 
 use super::draft::{Draft, Payload, Room, Written, footer_share};
+use super::image::Image;
 use super::log::Log;
 use crate::engine::shared::names::Namespace;
 use crate::engine::volume::segment::{Hold, Segment, SegmentState, entry, record_bytes};
 use kvarts_contract::error::Reason;
-
-/// A record's images in the order in which they are written, at its place.
-pub(crate) struct Image {
-    pub(crate) segment: Rc<Segment>,
-    /// Where the headers begin, those of definitions that come with it included.
-    pub(crate) offset: u64,
-    pub(crate) headers: Vec<u8>,
-    pub(crate) written: Written,
-}
 
 /// What a record would be at a place.
 pub(crate) struct Sheet {

@@ -13,13 +13,10 @@ use crate::engine::front::router::Message;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
-use crate::engine::volume::directory::refused;
 use crate::index::{BlockFingerprint, Lookup, RecordId};
-use crate::io::DiskSpace;
 use crate::ledger::{PoolSpace, SegmentView};
 use kvarts_contract::error::units::{exact_units, whole_units};
 use kvarts_contract::error::{Error, Reason};
-use kvarts_contract::io_error::DirId;
 use kvarts_contract::ticket::ticket;
 
 /// A namespace that a store knows.
@@ -270,14 +267,4 @@ impl Store {
         }
         Ok(())
     }
-}
-
-/// Free bytes of the file systems that hold these directories, each counted once.
-pub(crate) async fn free_space(driver: &crate::driver::Driver, directories: u16) -> Result<u64, Reason> {
-    let mut devices = BTreeMap::new();
-    for dir in (0..directories).map(DirId) {
-        let DiskSpace { free, device, .. } = driver.space(dir).await.map_err(|error| refused(&error))?;
-        devices.insert(device, free);
-    }
-    Ok(devices.values().fold(0, |sum: u64, free| sum.saturating_add(*free)))
 }

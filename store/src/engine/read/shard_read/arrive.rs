@@ -5,13 +5,13 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::plan::Pieces;
 
+use super::compared::{Compared, RegionIn, damaged};
 use super::submit::{ExtentName, Named};
 use super::{HeaderState, OUTSIDE, Record, RegionState, ShardRead, encoded};
 use crate::driver::ExtentDone;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
 use crate::engine::read::prove;
-use crate::engine::read::wanted::Wanted;
 use crate::engine::tasks::notify::Section;
 use kvarts_contract::api::Verify;
 use kvarts_contract::error::{Reason, broken_invariant};
@@ -150,17 +150,6 @@ impl ShardRead<'_> {
     }
 }
 
-/// A region that is in, and what its chunks are compared with.
-pub(super) struct RegionIn<'a> {
-    pub(super) wanted: &'a Wanted,
-    pub(super) header: &'a Header,
-    /// Where it was read to; none if it landed in its place.
-    pub(super) staging: Option<&'a SharedBuf>,
-    /// Why it was not read, if so.
-    pub(super) failed: Option<Reason>,
-    pub(super) verify: Verify,
-}
-
 /// Verifies the chunks of a region and copies what was staged.
 fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample: &mut u64) {
     let RegionIn { wanted, header, staging, failed, verify } = region;
@@ -204,29 +193,5 @@ fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample
     if !pieces.is_done() {
         // What was passed over was neither compared nor copied.
         job.fail_run(wanted.run.clone(), &OUTSIDE);
-    }
-}
-
-/// The digest that a chunk was put with, if it is known, and the one that its bytes have.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Compared {
-    pub(super) expected: Option<u32>,
-    pub(super) found: u32,
-}
-
-/// Notes a chunk that is not what was put. Where it is not `certain` that it was read so, its block stays in service:
-/// a read into memory of our own will tell.
-pub(super) fn damaged(job: &ReadJob, wanted: &Wanted, ordinal: u32, digest: Compared, certain: bool) {
-    if job.has_failed(ordinal) {
-        return;
-    }
-    let Compared { expected, found } = digest;
-    let expected = expected.unwrap_or_default();
-    let (shard, segment, offset) = (wanted.shard, wanted.segment, wanted.offset);
-    let reason = Reason::Digest { shard, segment, offset, expected, found };
-    let still_there = job.fail_there(wanted, ordinal, &reason);
-    if certain && still_there {
-        job.shared.counters.chunks_damaged.fetch_add(1, Relaxed);
-        job.quarantine(wanted, ordinal);
     }
 }

@@ -10,7 +10,7 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{RangePlace, ReadOptions, ReadRange, Step};
 
-use super::arrive::{Compared, RegionIn, damaged};
+use super::compared::{Compared, RegionIn, damaged};
 use super::{OUTSIDE, ShardRead};
 use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;

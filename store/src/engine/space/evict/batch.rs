@@ -9,7 +9,8 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::choose::{self, Leaving, Victims, is_punchable};
+use super::choose::{self, Leaving, Victims, is_boundary};
+use super::coldest::{Footers, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::visibility::{BlockOf, Departure};
@@ -38,9 +39,6 @@ const GAP_PARTS: u64 = 4;
 const PUNCH_BYTES: u64 = 1 << 20;
 /// Steps for which a block stays that has lost the blocks before it: they may be on their way.
 const ORPHAN_GRACE: u16 = 8;
-
-/// Footers of segments, with the generation that they were read of.
-pub(crate) type Footers = BTreeMap<u32, (u64, Footer)>;
 
 /// What became of an attempt to make room.
 #[derive(Debug)]
@@ -522,11 +520,6 @@ impl Space {
         }
         made
     }
-}
-
-/// Whether blocks of a class are good for one boundary only.
-pub(crate) fn is_boundary(class: &RecordClass) -> bool {
-    class.namespace.spec.geometry.group(class.group).is_some_and(|group| group.class.is_boundary())
 }
 
 /// What else is here under a block's key and is of no use without it: its other coordinates, and with a block of a

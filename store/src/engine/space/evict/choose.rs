@@ -26,14 +26,12 @@ use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
 
-use super::batch::{Footers, is_boundary};
-use super::coldest::{LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers};
+use super::coldest::{Footers, LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers, is_punchable};
 use crate::engine::shared::policy::{Candidate, Chosen, Policy};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
-use crate::engine::volume::Volume;
-use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::volume::segment::Segment;
 use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 
 /// Blocks that are listed for one choice beyond the first segment's, about.
@@ -48,11 +46,6 @@ pub(crate) struct Leaving {
 
 /// What goes, by segment and by the page at which the record begins.
 pub(crate) type Victims = BTreeMap<u32, BTreeMap<u32, Leaving>>;
-
-/// Whether blocks of a segment may go and be given back at this moment.
-pub(crate) fn is_punchable(volume: &Volume, segment: &Segment) -> bool {
-    segment.state.get() == SegmentState::Sealed && volume.is_unread(segment) && !segment.is_unpunchable()
-}
 
 /// What the blocks of a class have in common.
 #[derive(Clone, Copy, Debug)]
@@ -491,4 +484,9 @@ fn share_of(record: &RecordInfo, lives: u16, whole: bool) -> u64 {
         false => u64::from(record.payload_pages) * PAGE_BYTES / u64::from(record.blocks.get()),
     };
     bytes.max(1)
+}
+
+/// Whether blocks of a class are good for one boundary only.
+pub(crate) fn is_boundary(class: &RecordClass) -> bool {
+    class.namespace.spec.geometry.group(class.group).is_some_and(|group| group.class.is_boundary())
 }

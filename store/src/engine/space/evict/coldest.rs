@@ -6,14 +6,15 @@
 //! next. So a choice costs what a few segments hold, however many blocks and segments there are, and each segment's
 //! turn comes.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use super::batch::Footers;
-use super::choose::is_punchable;
+use kvarts_layout::format::footer::Footer;
+
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
-use crate::engine::volume::segment::Segment;
+use crate::engine::volume::segment::{Segment, SegmentState};
 
 /// Segments whose blocks are listed before it is asked whether that is enough. A put that waits for room waits for their
 /// footers, behind other puts' writes: in a store that is written round and round the first one is enough.
@@ -22,6 +23,14 @@ pub(crate) const LOOKED_AT: usize = 2;
 pub(crate) const OLDEST_PARTS: u64 = 16;
 /// Segments whose blocks are listed for one choice, at most.
 const LISTED_MAX: usize = 64;
+
+/// Footers of segments, with the generation that they were read of.
+pub(crate) type Footers = BTreeMap<u32, (u64, Footer)>;
+
+/// Whether blocks of a segment may go and be given back at this moment.
+pub(crate) fn is_punchable(volume: &Volume, segment: &Segment) -> bool {
+    segment.state.get() == SegmentState::Sealed && volume.is_unread(segment) && !segment.is_unpunchable()
+}
 
 /// The segments from which blocks may go, those first of which the oldest part is the oldest; of one age in log order.
 pub(crate) async fn coldest(space: &Space, section: &mut Section<'_>) -> Vec<Rc<Segment>> {

@@ -40,8 +40,8 @@ use crate::engine::space::Space;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::write::draft::{Draft, Payload, Written};
+use crate::engine::write::image::Image as RecordImage;
 use crate::engine::write::log::Log;
-use crate::engine::write::place;
 use crate::index::Reservation;
 use crate::io::policy::{Action, Stage, decide};
 use crate::ledger::Promise;
@@ -428,7 +428,7 @@ async fn seal(
 
 /// Headers that have their places, and when each record expires.
 struct Headers {
-    images: Vec<(place::Image, u32)>,
+    images: Vec<(RecordImage, u32)>,
     outcome: Result<(), Reason>,
 }
 

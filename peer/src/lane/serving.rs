@@ -1,0 +1,104 @@
+//! What all connections of the side that serves share, and the place of each among them.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvarts_contract::buffers::Arena;
+use kvarts_contract::error::Reason;
+use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_store::engine::Store;
+
+use super::bell::Bell;
+use super::hello::Member;
+use super::rate::Rate;
+use super::wire::Wire;
+use crate::path::Path;
+
+/// Where blocks for peers come from.
+pub trait Served: Path {
+    /// The bytes of a block of a column, or why there is none: [`Reason::UnknownNamespace`] where the namespace is not here.
+    fn shape(&self, namespace: NamespaceId, group: Group, at: Coordinate) -> Result<Arc<BlockShape>, Reason>;
+}
+
+impl Served for Store {
+    fn shape(&self, namespace: NamespaceId, group: Group, at: Coordinate) -> Result<Arc<BlockShape>, Reason> {
+        Self::shape(self, namespace, group, at).map_err(|error| error.0)
+    }
+}
+
+/// How much a node does for others.
+#[derive(Clone, Copy, Debug)]
+pub struct ServeLimits {
+    /// Connections at a time.
+    pub connections: usize,
+    /// Bytes of memory that pieces for all peers have together, from the disk until the connection has them.
+    pub memory: usize,
+    /// Bytes of it that one connection may have.
+    pub connection_memory: u64,
+    /// Bytes a second, over all connections; none: as many as there are.
+    pub bytes_per_second: Option<u64>,
+}
+
+impl Default for ServeLimits {
+    fn default() -> Self {
+        let (memory, connection_memory) = (256 << 20, 64 << 20);
+        Self { connections: 256, memory, connection_memory, bytes_per_second: None }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) let_in: AtomicU64,
+    pub(super) cut: AtomicU64,
+    pub(super) pieces: AtomicU64,
+    pub(super) bytes: AtomicU64,
+    pub(super) doubts: AtomicU64,
+}
+
+/// The connections that there are.
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    pub(super) wires: BTreeMap<u64, Arc<dyn Wire>>,
+    pub(super) next: u64,
+    pub(super) stopping: bool,
+}
+
+/// What all connections share.
+pub(super) struct Serving {
+    pub(super) served: Arc<dyn Served>,
+    pub(super) member: Member,
+    pub(super) limits: ServeLimits,
+    pub(super) arena: Arena,
+    pub(super) rate: Rate,
+    pub(super) counters: Counters,
+    pub(super) registry: Mutex<Registry>,
+    /// A connection has ended, or it is time to stop.
+    pub(super) changed: Arc<Bell>,
+}
+
+impl Serving {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Registry> {
+        // Every change is one step.
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.lock().stopping
+    }
+}
+
+/// A place among the connections, given back when the connection has ended.
+pub(super) struct Place {
+    pub(super) serving: Arc<Serving>,
+    pub(super) wire: Arc<dyn Wire>,
+    pub(super) number: u64,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.wire.close();
+        self.serving.lock().wires.remove(&self.number);
+        self.serving.changed.ring();
+    }
+}
