@@ -32,7 +32,7 @@ impl Host for Machine {
 }
 
 /// Sleeps until the bell is rung, or until the wire is ready, or the time is over.
-fn sleep(bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>) {
+pub(super) fn sleep(bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeout: Option<Duration>) {
     let timeout = timeout.map(timespec);
     let wire = wire.map(|(wire, ready)| (wire.descriptor(), ready));
     let wire = wire.as_ref().map(|(wire, ready)| PollFd::new(wire, flags(*ready)));

@@ -40,9 +40,9 @@ fn play(answer: Vec<u8>, stays: bool) -> SocketAddr {
         loop {
             match incoming.next(&wire, |_| Some(1 << 20)) {
                 Ok(Some((head, _))) if head.kind == Kind::Read => break,
-                Ok(None) => super::bell::sleep(
+                Ok(None) => super::host::sleep(
                     None,
-                    Some((&wire, super::host::Ready::ToReceive)),
+                    Some((&wire, super::wire::Ready::ToReceive)),
                     Some(Duration::from_secs(60)),
                 ),
                 Ok(_) => {}
@@ -184,9 +184,9 @@ fn a_peer_owes_no_more_bytes_than_it_may_however_many_pieces_wait() {
     let mut next = || loop {
         match incoming.next(&wire, |_| Some(1 << 20)).unwrap() {
             Some((head, _)) => return head,
-            None => super::bell::sleep(
+            None => super::host::sleep(
                 None,
-                Some((&wire, super::host::Ready::ToReceive)),
+                Some((&wire, super::wire::Ready::ToReceive)),
                 Some(Duration::from_secs(60)),
             ),
         }
