@@ -6,8 +6,8 @@ use futures_util::future::join;
 
 use super::fixture::*;
 use crate::access::Limits;
-use crate::bucket::Fault;
 use crate::error::ColdError;
+use crate::fault::Fault;
 use crate::format::manifest::{FINGERPRINTS_MAX, PACKS_MAX};
 use crate::format::names::{self, Named};
 use crate::format::{Manifest, PackBuilder, PackId, PackIndex, pack, samples};
