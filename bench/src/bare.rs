@@ -11,10 +11,12 @@ use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use kvarts_store::engine::PlannedExtent;
-use kvarts_store::io::{
-    Completion, DirId, FileId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, SharedBuf, Token, open_io,
+use kvarts_contract::{
+    buffers::{Region, SharedBuf},
+    io_error::{DirId, FileId, Name},
 };
+use kvarts_store::engine::PlannedExtent;
+use kvarts_store::io::{Completion, Io, MetaOp, Op, OpenMode, Reply, Token, open_io};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::setup::Common;

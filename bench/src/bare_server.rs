@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use crc32fast::Hasher;
-use kvarts_store::api::Order;
+use kvarts_contract::api::Order;
 use prost::Message;
 use tokio::sync::mpsc;
 use tonic::body::Body;

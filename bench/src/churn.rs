@@ -12,19 +12,20 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_layout::{BlockKey, ModelSpec};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Durability, KvStore, Order, Parent, Placed, PutRequest, ReadEvent, ReadRequest, Verify,
 };
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
+use kvarts_contract::events::{RING_BYTES, ring_events};
+use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::events::{RING_BYTES, ring_events};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
 use super::report::{Report, digits};
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;
@@ -137,7 +138,7 @@ impl Churn<'_> {
         };
         let reply = block_on(self.store.put(request)).map_err(|_| Failure::user("the store ended"))?;
         let outcomes = reply.map_err(Failure::user)?.outcomes;
-        let stored = |outcome: &_| matches!(outcome, kvarts_store::api::BlockOutcome::Stored);
+        let stored = |outcome: &_| matches!(outcome, kvarts_contract::api::BlockOutcome::Stored);
         self.refused += outcomes.iter().filter(|outcome| !stored(outcome)).count() as u64;
         self.puts += 1;
         if self.puts.is_multiple_of(READ_EVERY) {

@@ -8,9 +8,9 @@
 use std::io::Write;
 
 use clap::Args;
+use kvarts_contract::api::Verify;
 use kvarts_layout::arrange::AUTO_FULL_BLOCK_BYTES;
 use kvarts_layout::{BlockKey, Layout, ModelSpec};
-use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
 use serde_json::{Value, json};
 
@@ -18,7 +18,8 @@ use super::bare::Bare;
 use super::layers::Race;
 use super::pairs::{Contestant, Summary, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 const LAYERS: u64 = 16;

@@ -8,18 +8,19 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_layout::BlockKey;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsRequest, KvStore, LeaseTerms, Order, Placed, ReadEvent, ReadRequest, Verify,
 };
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
+use kvarts_layout::BlockKey;
 use kvarts_store::engine::{CompactOptions, Options, Store};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 
 use super::pairs::{Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, expect_stored, key, mix};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, expect_stored, key, mix};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;
@@ -121,7 +122,7 @@ fn fill(
     for keys in keys.chunks(8) {
         let len = subject.shape.block_bytes() as usize * keys.len();
         let from = memory.slice(0, len).ok_or_else(|| Failure::user("no memory"))?;
-        let request = subject.put(keys.to_vec(), kvarts_store::api::Parent::Root, from, None)?;
+        let request = subject.put(keys.to_vec(), kvarts_contract::api::Parent::Root, from, None)?;
         expect_stored(&block_on(store.put(request)))?;
     }
     Ok(())

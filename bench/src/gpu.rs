@@ -13,6 +13,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use kvarts_contract::api::Verify;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
 use kvarts_gpudirect::cufile::{self, Decision, Found, Mode, Wish};
 use kvarts_gpudirect::device::{Batch, Direction, Memory, Method, Piece, Stream, cuda, drain};
 use kvarts_gpudirect::gather::{Curve, copy_split};
@@ -21,17 +24,15 @@ use kvarts_gpudirect::pipeline::Next;
 use kvarts_gpudirect::{Arena, Destination, LandRequest, Pipeline};
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockKey, BlockShape, Layout};
-use kvarts_store::api::Verify;
 use kvarts_store::engine::Options;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
 use serde_json::json;
 
 use super::bare::Bare;
 use super::layers::Race;
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, summary, take_turns};
 use super::report::{Report, digits};
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use crate::devices::{DeviceName, Opened};
 use kvarts_terminal::Failure;
 
@@ -264,7 +265,7 @@ impl<'a> Stage<'a> {
 
     /// With headers to read, as of blocks that were not asked for since the store was opened.
     fn pipelined(&self) -> Result<Sample, Failure> {
-        kvarts_store::rt::blocking::block_on(self.store.forget_headers()).map_err(Failure::user)?;
+        kvarts_contract::blocking::block_on(self.store.forget_headers()).map_err(Failure::user)?;
         self.lands(&self.keys)
     }
 

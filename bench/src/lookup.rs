@@ -6,15 +6,16 @@ use std::io::Write;
 use std::time::Instant;
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, MatchRequest, PlanTerms};
 use kvarts_layout::prefix::{Absence, Need, Requirement, Requirements};
 use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_planner::cost::{Roofline, Times, device, model};
-use kvarts_store::api::{KvStore, MatchRequest, PlanTerms};
 use kvarts_store::engine::{Options, Store};
 
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 /// Blocks of one put: sixteen records of 4,096.

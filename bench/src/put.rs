@@ -12,20 +12,22 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, Parent, PutReply};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Error;
+use kvarts_contract::ticket::Ticket;
 use kvarts_layout::ModelSpec;
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
-use kvarts_store::api::{KvStore, Parent, PutReply};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::error::Error;
-use kvarts_store::io::{MetaOp, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::mailbox::Ticket;
+use kvarts_store::io::MetaOp;
 use serde_json::json;
 
 use super::bare::{Bare, Extent};
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -17,14 +17,16 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use clap::Args;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_simulator::disk::{Distinct, Lockstep, Machine, Replay};
 use kvarts_store::engine::Store;
-use kvarts_store::io::{Features, Io, IoChoice, SharedBuf, open_io};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::io::{Features, Io, IoChoice, open_io};
 use serde::Deserialize;
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, progress};
 use crate::sim::disk::{Beside, StoreArgs};
 use kvarts_terminal::Failure;
 

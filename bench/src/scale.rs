@@ -11,14 +11,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, TtlRequest};
+use kvarts_contract::blocking::block_on;
 use kvarts_layout::{BlockKey, ModelSpec};
-use kvarts_store::api::{KvStore, TtlRequest};
 use kvarts_store::engine::{Compaction, Done, Limits, Options, Store, WorkDone};
-use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use kvarts_server::human;
 use kvarts_terminal::Failure;
 

@@ -1,4 +1,4 @@
-//! What every benchmark needs first: a scratch directory, a store in it, a model, keys, and blocks in the store.
+//! What every benchmark needs first: a store in its directory (`scratch`), a model, keys, and blocks in the store.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -6,16 +6,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::Args;
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, ModelSpec, NamespaceId,
 };
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{Features, IoChoice, Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::io::{Features, IoChoice};
 
 use super::report::Report;
 use kvarts_terminal::Failure;
@@ -52,45 +53,13 @@ pub(super) struct Common {
     pub(super) cores: Vec<usize>,
 }
 
-/// A directory of this run, removed at the end unless it is to be kept.
-#[derive(Debug)]
-pub(super) struct Scratch {
-    path: PathBuf,
-    keep: bool,
-}
-
-impl Scratch {
-    /// Makes it; refused if the file system has less room than `bytes`.
-    pub(super) fn new(common: &Common, bytes: u64) -> Result<Self, Failure> {
-        let below = common.dir.clone().unwrap_or_else(|| PathBuf::from("."));
-        let fault = |error: &dyn std::fmt::Display| Failure::User(format!("{}: {error}", below.display()));
-        std::fs::create_dir_all(&below).map_err(|error| fault(&error))?;
-        let space = rustix::fs::statvfs(&below).map_err(|error| fault(&error))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
-        if free < bytes {
-            return Err(fault(&format!("{} MiB free, the run needs {}", free >> 20, bytes >> 20)));
-        }
-        let path = below.join(format!("kvarts-bench-{}", std::process::id()));
-        std::fs::create_dir(&path).map_err(|error| fault(&error))?;
-        Ok(Self { path, keep: common.keep })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if !self.keep {
-            // What cannot be removed is named after this program: the user finds it.
-            let _ = std::fs::remove_dir_all(&self.path);
-        }
-    }
-}
-
-/// Opens a store in `directory`.
+/// Opens a store in `directory`, and makes the directories above it: the engine refuses those, which may be a disk that is not mounted,
+/// but here all of them are the run's own.
 pub(super) fn open(common: &Common, directory: &Path, store: Options) -> Result<Home, Failure> {
+    if let Some(above) = directory.parent() {
+        std::fs::create_dir_all(above)
+            .map_err(|error| Failure::User(format!("{}: {error}", above.display())))?;
+    }
     let options = HomeOptions {
         directories: vec![directory.to_owned()],
         io: common.io,
@@ -236,17 +205,21 @@ impl Subject {
 }
 
 type PutAnswer = Result<
-    Result<kvarts_store::api::PutReply, kvarts_store::error::Error>,
-    kvarts_store::rt::mailbox::Abandoned,
+    Result<kvarts_contract::api::PutReply, kvarts_contract::error::Error>,
+    kvarts_contract::ticket::Abandoned,
 >;
 
 /// Whether every block of a put was stored.
 pub(super) fn expect_stored(answer: &PutAnswer) -> Result<(), Failure> {
     match answer {
-        Ok(Ok(reply)) => match reply.outcomes.iter().find(|outcome| **outcome != BlockOutcome::Stored) {
-            None => Ok(()),
-            Some(other) => Err(Failure::User(format!("a put was not stored: {other:?}"))),
-        },
+        Ok(Ok(reply)) => {
+            let mut others = reply.outcomes.iter().filter(|outcome| **outcome != BlockOutcome::Stored);
+            let Some(first) = others.next() else { return Ok(()) };
+            let (count, all) = (others.count() + 1, reply.outcomes.len());
+            Err(Failure::User(format!(
+                "{count} of {all} blocks of a put were not stored, the first: {first:?}"
+            )))
+        }
         Ok(Err(error)) => Err(Failure::user(error)),
         Err(_) => Err(Failure::user("the store ended")),
     }

@@ -10,16 +10,17 @@ use std::io::Write;
 use std::time::Instant;
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, ReadStream, Verify};
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
 use kvarts_layout::{BlockKey, ModelSpec};
 use kvarts_planner::plan::Link;
-use kvarts_store::api::{KvStore, Order, Placed, ReadEvent, ReadRequest, ReadStream, Verify};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
 use serde_json::json;
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use kvarts_terminal::Failure;
 
 /// Blocks of one put.

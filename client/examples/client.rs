@@ -5,13 +5,13 @@
 use std::error::Error;
 
 use kvarts_client::{Client, ConnectOptions};
+use kvarts_contract::api::{KvStore, Placed, PutRequest, ReadRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::Identity;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::spec::shipped;
-use kvarts_store::api::{KvStore, Placed, PutRequest, ReadRequest};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
 
 const BLOCK_TOKENS: u32 = 64;
 

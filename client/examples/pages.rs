@@ -6,12 +6,12 @@
 use std::error::Error;
 
 use kvarts_client::{Client, ConnectOptions};
+use kvarts_contract::api::{KvStore, Placed};
+use kvarts_contract::batch::{Completion, Lane, Pages, PagesOptions};
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::ModelSpec;
 use kvarts_layout::{BlockKey, BlockShape, Identity};
-use kvarts_store::api::{KvStore, Placed};
-use kvarts_store::batch::{Completion, Lane, Pages, PagesOptions};
-use kvarts_store::io::SharedBuf;
 use rustix::event::{PollFd, PollFlags, poll};
 
 const PAGE_BYTES: u64 = 256 << 10;

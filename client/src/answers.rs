@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use http::uri::PathAndQuery;
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
 use tonic::transport::Channel;
 use tonic::{Request, Status};
 use tonic_prost::ProstCodec;

@@ -7,9 +7,9 @@
 
 use std::ops::Range;
 
+use kvarts_contract::api::{Order, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, BlockShape};
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
-use kvarts_store::error::Reason;
 
 use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::fault;

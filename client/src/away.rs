@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// The cause that says most.
 pub(super) fn deepest(error: &dyn StdError) -> String {
@@ -86,7 +86,7 @@ pub(super) fn of_transport(server: &str, error: &(dyn StdError + 'static)) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::error::Kind;
+    use kvarts_contract::error::Kind;
 
     #[test]
     #[allow(clippy::disallowed_methods, reason = "a test makes the socket that it may not use")]

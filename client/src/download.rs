@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, wanted_layers};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, wanted_layers};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Class;
 use tonic::{Code, Status, Streaming};
 
 use super::arrival::Arrival;

@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{Geometry, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, KvStore, LeaseId,
     MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence,
     SnapshotCursor, SnapshotPage, Subscription, Target, TtlReply, TtlRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::events::EventLog;
-use kvarts_store::rt::Nanos;
-use kvarts_store::rt::mailbox::{Ticket, ticket};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::events::EventLog;
+use kvarts_contract::ticket::{Ticket, ticket};
+use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 use super::messages::{self, millis};
 use super::remote::{AGAIN, Remote, in_time, while_lost};

@@ -6,7 +6,7 @@
 //!
 //! Calls of the trait that answer at once (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, with
 //! a bound. They may be called from any thread but the client's own. Batches of opaque pages with an eventfd are
-//! [`kvarts_store::batch::Pages`] over a client, as over any store.
+//! [`kvarts_contract::batch::Pages`] over a client, as over any store.
 #![cfg_attr(
     not(test),
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
@@ -28,16 +28,16 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms, MatchReply,
     MatchRequest, Presence, PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor,
     SnapshotPage, Subscription, TtlReply, TtlRequest,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::{Region, shared};
-use kvarts_store::rt::mailbox::Ticket;
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::buffers::{Region, shared};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Ticket;
+use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, NamespaceId};
 
 use grpc_path::GrpcPath;
 use kvarts_planner::cost::Times;
@@ -253,7 +253,7 @@ impl Client {
 
     /// Reads into memory; each layer is announced when it is there.
     pub fn layers(&self, request: ReadRequest) -> Result<ReadStream, Error> {
-        self.read(ReadRequest { order: kvarts_store::api::Order::Layers, ..request })
+        self.read(ReadRequest { order: kvarts_contract::api::Order::Layers, ..request })
     }
 
     /// Holds blocks against eviction, a day at most. Over the local path a lease ends with the connection at the latest, over

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvarts_layout::UsablePrefix;
-use kvarts_layout::prefix::Coverage;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, ContainsRequest, LeaseTerms, MatchReply, MatchRequest, Missing, Presence,
 };
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
+use kvarts_layout::UsablePrefix;
+use kvarts_layout::prefix::Coverage;
 
 use super::remote::lease;
 use kvarts_wire::{convert, plans, proto};

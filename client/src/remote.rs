@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
+use kvarts_contract::api::{LeaseId, MAX_REQUEST_BLOCKS, Placed};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::SystemClock;
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, IdentityCause, Reason};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{LeaseId, MAX_REQUEST_BLOCKS, Placed};
-use kvarts_store::error::{Error, IdentityCause, Reason};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::clock::SystemClock;
-use kvarts_store::rt::{Clock, Nanos};
 use tokio::runtime::{Handle, Runtime};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};

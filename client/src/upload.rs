@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use bytes::BytesMut;
+use kvarts_contract::api::{BlockOutcome, Durability, Parent, PutReply, PutRequest};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Reply;
 use kvarts_layout::{BlockShape, Layout};
-use kvarts_store::api::{BlockOutcome, Durability, Parent, PutReply, PutRequest};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::rt::mailbox::Reply;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 

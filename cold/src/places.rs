@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvarts_store::io::{BufMut, SharedBuf};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
 
 use crate::bucket::Fault;
 

@@ -11,14 +11,14 @@ use std::time::Duration;
 
 use futures_util::stream::FuturesUnordered;
 use futures_util::{Stream, StreamExt};
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutReply, PutRequest,
+};
+use kvarts_contract::buffers::{Arena, BufMut, Region, SharedBuf};
+use kvarts_contract::error::Error;
 use kvarts_layout::export::Run;
 use kvarts_layout::format::body;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutReply, PutRequest,
-};
-use kvarts_store::error::Error;
-use kvarts_store::io::{Arena, BufMut, Region, SharedBuf};
 
 use crate::error::ColdError;
 use crate::format::PackIndex;

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use futures_util::future::{Either, select};
 use futures_util::{Stream, StreamExt};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_layout::BlockShape;
-use kvarts_store::io::{BufMut, SharedBuf};
 use tokio::sync::watch;
 
 use crate::error::ColdError;

@@ -11,9 +11,9 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_store::engine::Store;
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
 
 pub use crate::buddy::{ArenaUse, PIECE_MIN};
 use crate::buddy::{Buddy, size};

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use kvarts_store::error::{Kind, Reason};
+use kvarts_contract::error::{Kind, Reason};
 
 /// Why a device did not do what it was asked.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(EndReason::Device(DeviceError::Lost(String::new())).kind(), Kind::Miss);
         assert_eq!(EndReason::Deadline.kind(), Kind::Deadline);
         assert_eq!(
-            EndReason::Store(Reason::NoSpace(kvarts_store::error::SpaceCause::Disk)).kind(),
+            EndReason::Store(Reason::NoSpace(kvarts_contract::error::SpaceCause::Disk)).kind(),
             Kind::Refused
         );
         assert_eq!(LandError::ArenaFull { wanted: 2, free: 1 }.kind(), Kind::Retry);

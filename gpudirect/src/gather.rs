@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvarts_store::io::{Region, SharedBuf};
+use kvarts_contract::buffers::{Region, SharedBuf};
 
 use crate::device::{Batch, Device, Direction, Method, Piece, Stream, drain};
 use crate::error::DeviceError;

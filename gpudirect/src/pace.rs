@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvarts_store::rt::clock::SystemClock;
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::SystemClock;
+use kvarts_contract::clock::{Clock, Nanos};
 
 /// A clock that can be waited for.
 pub trait Pace: Send + Sync + fmt::Debug {

@@ -6,20 +6,20 @@
 //! has left and hands it to the store, which writes it. [`LayerSink::seal`] waits for the copies and makes the blocks.
 //! Until then no lookup finds them: a sink that is dropped, or whose device fails, leaves nothing on disk or in the arena.
 //!
-//! Where the store cannot take them one by one ([`KvStore::put_layers`](kvarts_store::api::KvStore::put_layers) says
+//! Where the store cannot take them one by one ([`KvStore::put_layers`](kvarts_contract::api::KvStore::put_layers) says
 //! when), the arena holds all layers and they are put at [`LayerSink::seal`].
 
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvarts_contract::api::{Durability, LayeredPut, Parent, Placed, PutReply, PutRequest, StepGate};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Ticket;
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{Durability, LayeredPut, Parent, Placed, PutReply, PutRequest, StepGate};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Nanos;
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::mailbox::Ticket;
 
 use crate::destination::Destination;
 use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
@@ -349,7 +349,7 @@ fn why(ended: Result<PutReply, Error>) -> Reason {
         Err(error) => error.0,
         Ok(reply) => {
             let refused = reply.outcomes.into_iter().find_map(|outcome| match outcome {
-                kvarts_store::api::BlockOutcome::Refused(reason) => Some(reason),
+                kvarts_contract::api::BlockOutcome::Refused(reason) => Some(reason),
                 _ => None,
             });
             refused.unwrap_or(Reason::Bug("a put that ended by itself"))

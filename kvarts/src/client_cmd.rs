@@ -26,14 +26,14 @@ use std::io::Write;
 use std::time::Duration;
 
 use clap::Args;
-use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Missing, Order, Placed, ReadEnd, ReadRequest,
     Target, Verify,
 };
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
+use kvarts_layout::{BlockKey, NamespaceId};
 use serde_json::json;
 
 pub(crate) use admin::{BudgetArgs, DrainArgs, budget, checkpoint, drain, reload, scrub};

@@ -3,8 +3,8 @@
 use std::io::Write;
 
 use clap::{Args, Subcommand};
-use kvarts_store::rt::Entropy;
-use kvarts_store::rt::clock::OsEntropy;
+use kvarts_contract::clock::Entropy;
+use kvarts_contract::clock::OsEntropy;
 use serde_json::json;
 
 use crate::serve_cmd::ServeArgs;

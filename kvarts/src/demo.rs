@@ -17,14 +17,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use kvarts_layout::BlockKey;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, KvStore, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest, Verify,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockKey;
 use serde::Serialize;
 
 use ground::{Ground, Prefix, Server};
@@ -327,7 +327,7 @@ impl Prefix<'_> {
             keys: keys.to_vec(),
             from: self.placed(keys.len())?,
             layout: None,
-            durability: kvarts_store::api::Durability::Durable,
+            durability: kvarts_contract::api::Durability::Durable,
             expires_after: None,
             origins: None,
             deadline: None,

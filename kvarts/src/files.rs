@@ -8,8 +8,8 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use kvarts_store::rt::Entropy;
-use kvarts_store::rt::clock::OsEntropy;
+use kvarts_contract::clock::Entropy;
+use kvarts_contract::clock::OsEntropy;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use kvarts_terminal::Failure;

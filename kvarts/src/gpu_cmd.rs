@@ -4,12 +4,12 @@ use std::io::Write;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_gpudirect::cufile::{self, Wish};
 use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, cuda, drain};
 use kvarts_gpudirect::error::DeviceError;
 use kvarts_gpudirect::gather::{Curve, Point};
 use kvarts_gpudirect::pace::RealPace;
-use kvarts_store::io::SharedBuf;
 use serde_json::{Value, json};
 
 use kvarts_bench::devices::DeviceName;

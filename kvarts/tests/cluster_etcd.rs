@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use crate::etcd::Etcd;
 use kvarts_client::{Client, ConnectOptions};
+use kvarts_contract::api::{BlockOutcome, KvStore, Placed, PutRequest, ReadRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{BlockOutcome, KvStore, Placed, PutRequest, ReadRequest};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
 use kvarts_wire::proto;
 
 const PAGE: u64 = 4096;

@@ -6,14 +6,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvarts_client::{Client, ConnectOptions};
-use kvarts_layout::identity::Arrangement;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, KvStore, Order, Placed, PutRequest, ReadEvent, ReadRequest, ReadStream,
 };
-use kvarts_store::error::Kind;
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::error::Kind;
+use kvarts_layout::identity::Arrangement;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_wire::{convert, proto};
 
 const BLOCK_BYTES: u64 = 64 << 10;

@@ -8,15 +8,15 @@ use crate::s3;
 use crate::scratch::Scratch;
 use crate::served::Server;
 use kvarts_client::{Client, ConnectOptions, Via};
-use kvarts_layout::identity::Arrangement;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_server::state::auth::TokenHash;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, KvStore, Order, Placed, Presence, PutRequest, ReadEvent, ReadRequest,
     ReadStream,
 };
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_layout::identity::Arrangement;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
+use kvarts_server::state::auth::TokenHash;
 use kvarts_wire::{convert, proto};
 
 const BLOCK: usize = 64 << 10;

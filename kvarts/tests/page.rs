@@ -5,12 +5,12 @@ use crate::browser::Browser;
 use crate::scratch::Scratch;
 use crate::served::{Server, http};
 use kvarts_client::{Client, ConnectOptions};
+use kvarts_contract::api::{KvStore, Order, Placed, ReadRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::Geometry;
 use kvarts_layout::identity::IdentityForm;
 use kvarts_layout::key::text_keys;
-use kvarts_store::api::{KvStore, Order, Placed, ReadRequest};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 
 /// A name of a model that would be an element, and run a script, if it were ever taken for markup.

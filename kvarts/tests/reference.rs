@@ -287,7 +287,7 @@ fn the_vectors_for_other_languages_are_what_the_program_makes() {
     let announced = [request.clone(), [2, 0, 1].map(number).concat()].concat();
     let wire =
         proto::ReadRequest { namespace: vec![1; 32].into(), keys: vec![2; 32].into(), ..Default::default() };
-    let mut read = StreamDigest::of_read(kvarts_store::api::Order::Layers, &wire);
+    let mut read = StreamDigest::of_read(kvarts_contract::api::Order::Layers, &wire);
     let layer = proto::LayerReady { layer: 0, blocks: 1 };
     assert_eq!(read.read(&ReadPart::Layer(layer)), crc32(&announced));
     let header =

@@ -7,14 +7,14 @@ use std::process::{Child, Command, Output, Stdio};
 
 use crate::scratch::Scratch;
 use kvarts_client::{Client, ConnectOptions};
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
 };
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 
 const PAGE: u64 = 4096;
 

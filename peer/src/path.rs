@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use kvarts_store::api::{Origins, ReadRequest, ReadStream};
+use kvarts_contract::api::{Origins, ReadRequest, ReadStream};
+use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
 
 /// Some layers of some blocks, as part of a larger read.
 #[derive(Clone, Debug)]
@@ -21,7 +21,7 @@ pub struct Piece {
 /// A way to bytes.
 pub trait Path: Send + Sync {
     /// Begins to read a piece. What the stream announces is complete, verified, and of the production that `origins` names, as
-    /// [`KvStore::read`](kvarts_store::api::KvStore::read) says. A stream that is dropped cancels the piece, but its memory may
+    /// [`KvStore::read`](kvarts_contract::api::KvStore::read) says. A stream that is dropped cancels the piece, but its memory may
     /// be written to until the last clone of the request's places is gone.
     fn read(&self, piece: Piece) -> Result<ReadStream, Reason>;
 }

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use common::{GROUP, Stage, key};
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::NodeId;
+use kvarts_contract::api::{ContainsRequest, KvStore, Origins, Placed, Presence, ReadEnd, ReadRequest};
 use kvarts_layout::{BlockKey, Coordinate};
 use kvarts_peer::node::{ClusterNode, Column, Fate, NodeOptions, OfferCounts, PutPolicy};
-use kvarts_store::api::{ContainsRequest, KvStore, Origins, Placed, Presence, ReadEnd, ReadRequest};
 use kvarts_wire::proto;
 use proto::chain_reply::What;
 use proto::chain_request::Ask;
@@ -82,7 +82,7 @@ fn here(stage: &Stage, keys: &[BlockKey]) -> usize {
 
 async fn read(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) -> ReadEnd {
     let bytes = stage.shape.block_bytes() as usize * keys.len();
-    let memory = kvarts_store::io::BufMut::zeroed(bytes).unwrap().share();
+    let memory = kvarts_contract::buffers::BufMut::zeroed(bytes).unwrap().share();
     let into = Placed::blocks(&stage.shape, memory.clone(), keys.len() as u32).unwrap();
     let request = ReadRequest::new(stage.namespace, GROUP, Coordinate::default(), keys.to_vec(), into);
     let stream = node.read(request, &stage.shape, &Origins::any(keys.len())).unwrap();

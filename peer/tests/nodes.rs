@@ -166,9 +166,10 @@ async fn read(
     node: &std::sync::Arc<ClusterNode>,
     stage: &Stage,
     keys: &[BlockKey],
-) -> kvarts_store::api::ReadEnd {
-    use kvarts_store::api::{Origins, Placed, ReadRequest};
-    let memory = kvarts_store::io::BufMut::zeroed(stage.shape.block_bytes() as usize * keys.len()).unwrap();
+) -> kvarts_contract::api::ReadEnd {
+    use kvarts_contract::api::{Origins, Placed, ReadRequest};
+    let memory =
+        kvarts_contract::buffers::BufMut::zeroed(stage.shape.block_bytes() as usize * keys.len()).unwrap();
     let into = Placed::blocks(&stage.shape, memory.share(), keys.len() as u32).unwrap();
     let request = ReadRequest::new(stage.namespace, GROUP, Coordinate::default(), keys.to_vec(), into);
     let stream = node.read(request, &stage.shape, &Origins::any(keys.len())).unwrap();

@@ -1,7 +1,7 @@
 //! The blocks of a request: keys, and of each its group and rank.
 
+use kvarts_contract::batch::Block;
 use kvarts_layout::{BlockShape, Coordinate, Group};
-use kvarts_store::batch::Block;
 use pyo3::prelude::*;
 
 use crate::error::invalid;

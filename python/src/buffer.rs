@@ -8,8 +8,8 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_store::io::Region;
-use kvarts_store::io::mem::PAGE;
+use kvarts_contract::buffers::Region;
+use kvarts_contract::buffers::region::PAGE;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi::PyObject;
 use pyo3::prelude::*;

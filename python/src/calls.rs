@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::api::{self, ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{self, ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
+use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;

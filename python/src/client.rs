@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use kvarts_client::{Client as Remote, ConnectOptions, Via};
-use kvarts_store::api::KvStore;
-use kvarts_store::batch::CLOSED;
-use kvarts_store::error::{Error, Reason};
+use kvarts_contract::api::KvStore;
+use kvarts_contract::batch::CLOSED;
+use kvarts_contract::buffers::shared;
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, Reason};
 use kvarts_store::home::Home;
-use kvarts_store::io::shared;
-use kvarts_store::rt::{Clock, Nanos};
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -387,9 +387,9 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
 
 /// A file in memory for pages, shared as an engine's would be: this process verifies what disks write into it, where it lies. A
 /// server that verifies memory of a client's copies all of it for that, because it never touches what it does not own.
-fn made(remote: &Remote, bytes: usize) -> Result<(Arc<kvarts_store::io::Region>, OwnedFd), Error> {
+fn made(remote: &Remote, bytes: usize) -> Result<(Arc<kvarts_contract::buffers::Region>, OwnedFd), Error> {
     let fault = |error: std::io::Error| Error(Reason::Config(format!("shared memory: {error}")));
-    let page = kvarts_store::io::mem::PAGE;
+    let page = kvarts_contract::buffers::region::PAGE;
     let whole = bytes.checked_next_multiple_of(page).ok_or(Error(Reason::TooMany("bytes")))? as u64;
     let file = shared::sealed(whole).map_err(fault)?;
     let region = remote.adopt(file.try_clone().map_err(fault)?, whole)?;
@@ -409,8 +409,8 @@ fn engines_file(
     fd: i32,
     offset: u64,
     len: usize,
-) -> PyResult<(Arc<kvarts_store::io::Region>, usize)> {
-    let page = kvarts_store::io::mem::PAGE as u64;
+) -> PyResult<(Arc<kvarts_contract::buffers::Region>, usize)> {
+    let page = kvarts_contract::buffers::region::PAGE as u64;
     let all = offset.checked_add(len as u64).filter(|_| offset.is_multiple_of(page));
     let all = all.and_then(|all| all.checked_next_multiple_of(page));
     let all = all.ok_or_else(|| invalid(py, "offset", "the offset is whole pages of 4096 bytes"))?;

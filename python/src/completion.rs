@@ -1,6 +1,6 @@
 //! The answer to a batch.
 
-use kvarts_store::batch::{BatchKind, Completion as Told};
+use kvarts_contract::batch::{BatchKind, Completion as Told};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

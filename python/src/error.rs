@@ -1,7 +1,7 @@
 //! Reasons as exceptions: one class for each kind, of `kvarts.errors`.
 
-use kvarts_store::batch::{CANCELLED, CLOSED};
-use kvarts_store::error::{Error, Kind, Reason};
+use kvarts_contract::batch::{CANCELLED, CLOSED};
+use kvarts_contract::error::{Error, Kind, Reason};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;

@@ -35,8 +35,8 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     }
     let mut found = Vec::new();
     for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
-        if found.len() >= kvarts_store::api::MAX_REQUEST_BLOCKS {
-            let most = kvarts_store::api::MAX_REQUEST_BLOCKS;
+        if found.len() >= kvarts_contract::api::MAX_REQUEST_BLOCKS {
+            let most = kvarts_contract::api::MAX_REQUEST_BLOCKS;
             return Err(invalid(py, "keys", format!("more than {most}: use several batches")));
         }
         found.push(match item?.cast_into::<PyBytes>() {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use kvarts_store::io::{Region, SharedBuf};
+use kvarts_contract::buffers::{Region, SharedBuf};
 use pyo3::prelude::*;
 use pyo3::types::PyMemoryView;
 

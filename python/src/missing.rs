@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kvarts_store::api::{self, ContainsRequest, MAX_REQUEST_BLOCKS};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{self, ContainsRequest, MAX_REQUEST_BLOCKS};
+use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;

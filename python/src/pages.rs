@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{DeleteRequest, Durability, Parent, Target};
-use kvarts_store::batch::{
+use kvarts_contract::api::{DeleteRequest, Durability, Parent, Target};
+use kvarts_contract::batch::{
     BatchId, BatchKind, Completion as Told, EventFds, Lane, Memory, Pages as Batches, PagesOptions, Terms,
 };
-use kvarts_store::error::{Error, Reason};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use kvarts_contract::api::Placed;
+use kvarts_contract::batch::Memory;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{Coordinate, Group};
-use kvarts_store::api::Placed;
-use kvarts_store::batch::Memory;
-use kvarts_store::io::SharedBuf;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 

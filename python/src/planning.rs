@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use kvarts_contract::api::Planned;
 use kvarts_planner::cost::{self, Prefill, Roofline, Sample};
 use kvarts_planner::plan::{Does, Source};
-use kvarts_store::api::Planned;
 use pyo3::prelude::*;
 
 use crate::error::invalid;

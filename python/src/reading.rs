@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadStream};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadStream};
+use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -253,9 +253,9 @@ pub(crate) fn begin(handle: &Arc<Handle>, wanted: ByLayers<'_, '_>) -> PyResult<
 fn one(
     py: Python<'_>,
     shape: &kvarts_layout::BlockShape,
-    pages: &[kvarts_store::io::SharedBuf],
-) -> PyResult<kvarts_store::api::Placed> {
-    let mut all = kvarts_store::api::Placed::scattered(shape, pages).or_raise(py)?;
+    pages: &[kvarts_contract::buffers::SharedBuf],
+) -> PyResult<kvarts_contract::api::Placed> {
+    let mut all = kvarts_contract::api::Placed::scattered(shape, pages).or_raise(py)?;
     match (all.pop(), all.is_empty()) {
         (Some((which, placed)), true) => {
             // In the order of the keys again.

@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use kvarts_contract::api::{EventKind, Sequence, Subscription};
+use kvarts_contract::error::Reason;
+use kvarts_contract::events::{Event as Told, Subject};
 use kvarts_layout::{BlockKey, Group, NamespaceId};
-use kvarts_store::api::{EventKind, Sequence, Subscription};
-use kvarts_store::error::Reason;
-use kvarts_store::events::{Event as Told, Subject};
 use kvarts_wire::fault;
 use kvarts_wire::proto::{self, event::What};
 use pyo3::prelude::*;

@@ -9,7 +9,7 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 
 use crate::scenes::Scene;
 use crate::sim::{Rng, Seed};
-use crate::sync::{Race, plant};
+use kvarts_contract::sync::{Race, plant};
 
 /// Decisions after which a schedule is taken to hang.
 const STEPS_MAX: usize = 2_000_000;

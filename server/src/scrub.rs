@@ -8,13 +8,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvarts_contract::api::{KvStore, Order, Placed, ReadEnd, ReadRequest, Verify};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::plan::{Tile, Tiles};
 use kvarts_layout::{BlockKey, BlockShape, IndexKey};
-use kvarts_store::api::{KvStore, Order, Placed, ReadEnd, ReadRequest, Verify};
 use kvarts_store::engine::Store;
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
 use crate::state::{Bandwidth, ServerState};

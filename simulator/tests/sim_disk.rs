@@ -6,11 +6,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_store::engine::{EvictionPolicy, Store};
 use kvarts_store::io::scratch::Scratch;
-use kvarts_store::io::{
-    Completion, Features, Io, IoChoice, IoFacts, Op, Region, Reply, SharedBuf, Token, Unpark, open_io,
-};
+use kvarts_store::io::{Completion, Features, Io, IoChoice, IoFacts, Op, Reply, Token, Unpark, open_io};
 
 use kvarts_simulator::disk::{Figures, Happened, Lockstep, Machine, MemoryIo, Replay, Settings};
 

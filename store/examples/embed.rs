@@ -4,16 +4,16 @@
 
 use std::error::Error;
 
+use kvarts_contract::api::{KvStore, MatchRequest, Placed, PutRequest, ReadEvent, ReadRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::BufMut;
 use kvarts_layout::Identity;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::shipped;
-use kvarts_store::api::{KvStore, MatchRequest, Placed, PutRequest, ReadEvent, ReadRequest};
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::blocking::block_on;
 
 const BLOCK_TOKENS: u32 = 64;
 

@@ -19,13 +19,13 @@ use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use rustix::fs::OFlags;
 
 use crate::engine::{Executors, Options, Store};
-use crate::error::{DirectoryCause, Error, Reason};
 use crate::io::{Features, Io, IoChoice, open_io};
 use crate::rt::Launcher;
-use crate::rt::blocking::block_on;
-use crate::rt::clock::{OsEntropy, SystemClock};
 use crate::rt::glommio::GlommioLauncher;
 use crate::rt::threads::{MakeIo, ThreadLauncher};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
 use made::{Before, LOCK};
 pub use made::{make, refuse_absent};

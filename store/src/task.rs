@@ -35,7 +35,7 @@ impl Nanos {
 /// What a task works for. Classes share an executor by weight; see [`Class::shares`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Class {
-    /// Reads that an engine waits for and that are so small ([`SMALL_READ_BYTES`](crate::api::SMALL_READ_BYTES)) that
+    /// Reads that an engine waits for and that are so small ([`SMALL_READ_BYTES`](kvarts_contract::api::SMALL_READ_BYTES)) that
     /// a place behind large ones would be all of their time. The engine makes them of foreground reads itself.
     Small,
     /// Reads that an engine waits for.

@@ -9,6 +9,7 @@
 
 use std::collections::BTreeMap;
 
+use kvarts_contract::io_error::DirId;
 use kvarts_layout::format::footer::{Content, Footer};
 use kvarts_layout::format::names::{SUPERBLOCK, segment_name, shard_name};
 use kvarts_layout::format::segment::SegmentHeader;
@@ -16,7 +17,6 @@ use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::trailer::{self, Trailer};
 use kvarts_layout::format::{PAGE_BYTES, Position, Secret, page_align};
 use kvarts_store::engine::Store;
-use kvarts_store::io::DirId;
 use kvarts_store::ledger::{Phase, SegmentView, Space, SpaceReport};
 
 use crate::sim::Media;

@@ -12,16 +12,16 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvarts_layout::NamespaceId;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Durability, KvStore, LeaseId,
     LeaseTerms, Order, Parent, Placed, Presence, PutReply, PutRequest, ReadEvent, ReadRequest, ReadStream,
     Target, Verify,
 };
+use kvarts_contract::error::{Error, Kind, Reason};
+use kvarts_contract::ticket::{Abandoned, Ticket};
+use kvarts_contract::{class::Class, clock::Nanos};
+use kvarts_layout::NamespaceId;
 use kvarts_store::engine::{CompactOptions, CompactReport, Executors, Options, Store};
-use kvarts_store::error::{Error, Kind, Reason};
-use kvarts_store::rt::mailbox::{Abandoned, Ticket};
-use kvarts_store::rt::{Class, Nanos};
 
 use self::ledger::Known;
 pub use self::ledger::Ledger;

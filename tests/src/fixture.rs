@@ -6,13 +6,13 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use kvarts_contract::api::Placed;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::error::Reason;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
-use kvarts_store::api::Placed;
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Region, SharedBuf};
 
 use crate::sim::rng::Seed;
 

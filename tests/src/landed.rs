@@ -10,6 +10,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutRequest, Verify,
+};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::class::Class;
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, LandError};
@@ -20,13 +25,8 @@ use kvarts_gpudirect::store_layers::StoreRequest;
 use kvarts_gpudirect::{Arena, Destination};
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, Durability, KvStore, Parent, Placed, Presence, PutRequest, Verify,
-};
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 
 use crate::fixture::{self, ODD, PAGES};
 use crate::stage::Scratch;

@@ -11,21 +11,21 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvarts_layout::arrange::LAYOUT_VERSION;
-use kvarts_layout::plan::WritePlan;
-use kvarts_layout::{
-    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
-};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms,
     MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, Missing, Order, PIN_BYTES, Parent,
     Placed, Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Sequence,
     SnapshotCursor, SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason, ShapeCause};
-use kvarts_store::events::{Cause, EventKind, EventLog, Subject};
-use kvarts_store::rt::mailbox::{Ticket, ticket};
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, Reason, ShapeCause};
+use kvarts_contract::events::{Cause, EventKind, EventLog, Subject};
+use kvarts_contract::ticket::{Ticket, ticket};
+use kvarts_layout::arrange::LAYOUT_VERSION;
+use kvarts_layout::plan::WritePlan;
+use kvarts_layout::{
+    BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, Layout, NamespaceId, RunLayout,
+};
 
 /// A block's name: namespace, group, coordinate, key.
 type Name = (NamespaceId, Group, Coordinate, BlockKey);

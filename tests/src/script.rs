@@ -7,16 +7,16 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_layout::prefix::{Absence, Need, Requirement};
-use kvarts_layout::{BlockKey, IndexKey, Layout, NamespaceId, Requirements, UsablePrefix};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteReply, DeleteRequest, Durability, LeaseId, LeaseTerms, MatchRequest,
     Order, Parent, Presence, PutRequest, ReadEnd, ReadEvent, ReadRequest, SnapshotCursor, Subscription,
     Target, TtlRequest, Verify,
 };
-use kvarts_store::error::{Error, Reason, ShapeCause};
-use kvarts_store::events::record::Content;
-use kvarts_store::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Reason, ShapeCause};
+use kvarts_contract::events::record::Content;
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::{BlockKey, IndexKey, Layout, NamespaceId, Requirements, UsablePrefix};
 
 use crate::fixture::{self, Style};
 use crate::sim::Rng;

@@ -3,15 +3,15 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use kvarts_layout::{Geometry, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     Missing, Presence, PutReply, PutRequest, ReadRequest, ReadSink, ReadStream, Sequence, SnapshotCursor,
     SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::events::EventLog;
-use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::events::EventLog;
+use kvarts_contract::ticket::{Reply, Ticket, ticket};
+use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 /// A put, and whom to answer.
 pub type Asked = (PutRequest, Reply<Result<PutReply, Error>>);

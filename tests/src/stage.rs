@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvarts_store::api::{KvStore, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream};
+use kvarts_contract::api::{KvStore, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream};
+use kvarts_contract::clock::ManualClock;
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::Error;
+use kvarts_contract::events::record::Content;
+use kvarts_contract::ticket::Ticket;
 use kvarts_store::engine::{EvictionPolicy, Executors, Limits, Options, Store};
-use kvarts_store::error::Error;
-use kvarts_store::events::record::Content;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::rt::clock::ManualClock;
-use kvarts_store::rt::mailbox::Ticket;
-use kvarts_store::rt::{Clock, Nanos};
 
 use crate::audit;
 use crate::model::Model;

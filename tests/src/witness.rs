@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use kvarts_contract::io_error::DirId;
 use kvarts_fsck::check::{Checked, Level, Options as CheckOptions, check};
 use kvarts_fsck::disk::{Disk, MemoryDisk, Node, NodeKind, Step};
 use kvarts_fsck::findings::{self, Findings};
@@ -11,7 +12,6 @@ use kvarts_fsck::store::{CannotRun, survey};
 use kvarts_fsck::window::Tally;
 use kvarts_layout::format::recovery::{RECORD_ROWS, SEGMENT_ROWS, Severity};
 use kvarts_store::engine::{Limits, Options, RecoveryReport, Store};
-use kvarts_store::io::DirId;
 
 use crate::campaign::{Driven, Ledger, drive, work};
 use crate::sim::{Media, Rng, Seed, SimWorld, WorldConfig};

@@ -7,20 +7,21 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, KvStore, LeaseId, MAX_REQUEST_BLOCKS, Placed, Presence, PutReply, ReadEnd, ReadEvent,
     ReadRequest, ReadSink,
 };
-use kvarts_store::batch::{
+use kvarts_contract::batch::{
     BatchId, BatchKind, Block, CANCELLED, Completion, EventFds, Lane, Memory, Pages, PagesOptions, Terms,
 };
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Kind, Reason, SpaceCause};
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::engine::Options;
-use kvarts_store::error::{Error, Kind, Reason, SpaceCause};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{IoChoice, Region, SharedBuf};
-use kvarts_store::rt::Nanos;
+use kvarts_store::io::IoChoice;
 use kvarts_tests::scripted::Scripted;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

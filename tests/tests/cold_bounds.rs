@@ -9,13 +9,13 @@ use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::testing::{Kind, Op, Plan};
 use kvarts_cold::{Access, Bucket, Limits, PushOptions, Pusher, Tier, TierOptions, Time};
-use kvarts_layout::BlockKey;
-use kvarts_server::cold::{ColdConfig, Offer, Wish};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     DeleteOutcome, DeleteReply, Digests, Order, Origins, Placed, Presence, ReadRequest, Target,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::io::BufMut;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockKey;
+use kvarts_server::cold::{ColdConfig, Offer, Wish};
 
 const ALL: [u64; 6] = [0, 1, 2, 3, 4, 5];
 

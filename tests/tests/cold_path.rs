@@ -12,8 +12,10 @@ use kvarts_cold::promote::{Wanted, restore_into};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan};
 use kvarts_cold::{Access, Limits, PushOptions, Pusher, Tier, TierOptions};
+use kvarts_contract::api::{
+    BlockOutcome, Durability, Order, Presence, PutReply, ReadEvent, ReadStream, Target,
+};
 use kvarts_server::cold::ColdConfig;
-use kvarts_store::api::{BlockOutcome, Durability, Order, Presence, PutReply, ReadEvent, ReadStream, Target};
 use kvarts_tests::scripted::Scripted;
 use tokio::runtime::Runtime;
 

@@ -11,12 +11,12 @@ use crate::cold_blocks::{content, key};
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
 use kvarts_cold::testing::{Kind, Op};
+use kvarts_contract::api::{Order, ReadEnd, ReadEvent, ReadSink, ReadStream, read_channel};
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, OriginId};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::{Copies, NodePaths, OWN};
-use kvarts_store::api::{Order, ReadEnd, ReadEvent, ReadSink, ReadStream, read_channel};
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
 
 /// The path of the other node in these worlds: the own disks are the first.
 const PEER: PathId = PathId(1);

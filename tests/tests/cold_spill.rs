@@ -11,10 +11,10 @@ use kvarts_bucket::time::TokioTime;
 use kvarts_cold::format::{Manifest, PackId, names};
 use kvarts_cold::testing::{Kind, Op, Plan};
 use kvarts_cold::{Access, Bucket, Condition, Limits, Tier, TierOptions};
+use kvarts_contract::api::{DeleteRequest, KvStore, Order, Placed, PutRequest, Target};
+use kvarts_contract::buffers::BufMut;
 use kvarts_layout::NamespaceId;
 use kvarts_server::cold::ColdConfig;
-use kvarts_store::api::{DeleteRequest, KvStore, Order, Placed, PutRequest, Target};
-use kvarts_store::io::BufMut;
 
 /// Blocks of 256 KiB that are in the store and not in the bucket: enough for several full segments.
 const PUT: std::ops::Range<u64> = 100..132;

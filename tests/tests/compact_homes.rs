@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use kvarts_contract::api::{BlockOutcome, DeleteRequest, Parent, PutRequest, Target as Dead};
 use kvarts_fsck::check::{Level, Options as CheckOptions, check};
 use kvarts_fsck::compact::{LayoutChoice, Options, Place, Progress, Target, elsewhere, in_place};
 use kvarts_fsck::disk::{Disk, DiskWriter, RealDisk, RealWriter};
@@ -13,7 +14,6 @@ use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_fsck::window::Tally;
 use kvarts_layout::{Coordinate, Group, Layout, StoreId};
-use kvarts_store::api::{BlockOutcome, DeleteRequest, Parent, PutRequest, Target as Dead};
 use kvarts_store::home::{HomeOptions, RuntimeChoice};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;

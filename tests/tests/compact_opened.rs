@@ -6,6 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, Order, Parent, Presence, PutRequest, ReadRequest,
+    Target as Dead,
+};
 use kvarts_fsck::check::{Level, Options as CheckOptions};
 use kvarts_fsck::compact::{
     LayoutChoice, Options as CompactOptions, Place, Progress, Report, Target, elsewhere, in_place,
@@ -17,10 +21,6 @@ use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
 use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::{Coordinate, Group, Layout, OriginId, StoreId};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, Order, Parent, Presence, PutRequest, ReadRequest,
-    Target as Dead,
-};
 use kvarts_store::engine::Options;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;

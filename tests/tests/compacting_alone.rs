@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, DeleteRequest, Parent, PutRequest, Target};
+use kvarts_contract::clock::Clock;
 use kvarts_layout::{Coordinate, Group, Layout};
-use kvarts_store::api::{BlockOutcome, DeleteRequest, Parent, PutRequest, Target};
 use kvarts_store::engine::{Compaction, Counts, Limits, Options};
-use kvarts_store::rt::Clock;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::sim::{SimWorld, WorldConfig};

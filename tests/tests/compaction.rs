@@ -6,11 +6,11 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use kvarts_fsck::check::Level;
-use kvarts_fsck::store::CannotRun;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Parent, Presence, PutRequest, Target,
 };
+use kvarts_fsck::check::Level;
+use kvarts_fsck::store::CannotRun;
 use kvarts_store::engine::{CompactOptions, Limits, Options, Store};
 use kvarts_tests::campaign::{
     Driven, Judge, Ledger, defects, drive, read_all, reopen, verify, work_compacting,

@@ -6,10 +6,10 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Level;
 use kvarts_fsck::store::CannotRun;
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::Reason;
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, drive, read_all, reopen, verify, work};
 use kvarts_tests::sim::media::errno::{EAGAIN, EINTR, EIO, ENOSPC};
 use kvarts_tests::sim::{Crash, CrashState, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, DeleteRequest, Durability, Order, Parent, PutRequest, ReadEvent, ReadRequest, ReadStream,
     Target, Verify,
 };
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_store::engine::Options;
-use kvarts_store::error::Reason;
-use kvarts_store::rt::{Class, Nanos};
 use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};

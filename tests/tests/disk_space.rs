@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvarts_store::api::BlockOutcome;
+use kvarts_contract::api::BlockOutcome;
+use kvarts_contract::error::{Kind, Reason, SpaceCause};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::error::{Kind, Reason, SpaceCause};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::IoChoice;
 use kvarts_tests::audit;

@@ -3,17 +3,17 @@
 
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    Arrived, ContainsRequest, KvStore, LeaseTerms, Order, ReadEvent, ReadRequest, Verify,
+};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Kind, Reason};
+use kvarts_contract::io_error::DirId;
 use kvarts_layout::Layout;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
 use kvarts_layout::plan::Tile;
-use kvarts_store::api::{
-    Arrived, ContainsRequest, KvStore, LeaseTerms, Order, ReadEvent, ReadRequest, Verify,
-};
 use kvarts_store::engine::{CompactOptions, CompactReport, Limits, Options};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::io::DirId;
-use kvarts_store::rt::Nanos;
 use kvarts_tests::campaign::reopen;
 use kvarts_tests::conformance::Desk;
 use kvarts_tests::fixture::{self, Style};
@@ -290,7 +290,7 @@ fn a_power_cut_after_an_encoding_and_a_clean_start_find_encoded_records() {
                 order: Order::Layers,
                 into: into.clone(),
                 verify: Verify::Always,
-                class: kvarts_store::rt::Class::Foreground,
+                class: kvarts_contract::class::Class::Foreground,
                 deadline: None,
             };
             let stream = opened.store.read(request).unwrap();

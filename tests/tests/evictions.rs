@@ -6,13 +6,13 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, MatchRequest, PlanTerms, Presence, Target,
+};
 use kvarts_fsck::check::Level;
 use kvarts_layout::Requirements;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_planner::cost::{Sample, Times};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, MatchRequest, PlanTerms, Presence, Target,
-};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};

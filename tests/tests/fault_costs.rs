@@ -8,15 +8,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
+use kvarts_contract::api::{BlockOutcome, ContainsRequest, Presence};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::error::{Kind, Reason};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy},
+};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::{Kind, Reason};
 use kvarts_store::io::{Features, Io, IoChoice, open_io};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::clock::{OsEntropy, SystemClock};
 use kvarts_store::rt::glommio::GlommioLauncher;
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
-use kvarts_store::rt::{Body, Class, Clock, Entropy, Join, Launcher};
+use kvarts_store::rt::{Body, Join, Launcher};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::crash::Crash;
 use kvarts_tests::sim::media::errno::EIO;
@@ -333,7 +337,7 @@ fn a_close_reaches_every_executor_also_those_that_take_no_more_requests() {
     let (store, _threads) = drive(&world, Store::open(&world.launcher(), &options)).unwrap().unwrap();
     world.settle();
     // No executor takes anything out of the mailboxes until the world goes on.
-    use kvarts_store::api::KvStore;
+    use kvarts_contract::api::KvStore;
     let stage = Bare(store.clone());
     let desk = Desk::new(&stage, "full");
     let puts: Vec<_> = (0..40).map(|n| store.put(desk.request(pages(), &desk.keys(n..n + 1), 1))).collect();
@@ -383,7 +387,7 @@ impl<L: Launcher> Launcher for Mined<L> {
 struct Bare(Store);
 
 impl Stage for Bare {
-    fn store(&self) -> &dyn kvarts_store::api::KvStore {
+    fn store(&self) -> &dyn kvarts_contract::api::KvStore {
         &self.0
     }
 
@@ -397,7 +401,7 @@ impl Stage for Bare {
 
     fn rest(&self) {}
 
-    fn now(&self) -> kvarts_store::rt::Nanos {
+    fn now(&self) -> kvarts_contract::clock::Nanos {
         self.0.clock().now()
     }
 
@@ -421,7 +425,7 @@ fn a_dead_executor(mined: Mined<impl Launcher>) {
     // A block that no executor can deliver is not promised.
     let (group, coordinate) = pages();
     let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &keys, lease: None };
-    use kvarts_store::api::KvStore;
+    use kvarts_contract::api::KvStore;
     let found = store.contains(&request).unwrap().presence;
     for (key, presence) in keys.iter().zip(found) {
         assert_eq!(presence == Presence::Here, alive(key), "{key}");

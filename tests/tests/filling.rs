@@ -1,7 +1,7 @@
 //! Segments are filled to their end: a run of blocks that does not fit is written as two records, and is there as a
 //! whole or not at all like any other.
 
-use kvarts_store::api::{BlockOutcome, Durability, KvStore};
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore};
 use kvarts_store::engine::{Limits, Options};
 use kvarts_store::ledger::Phase;
 use kvarts_tests::conformance::{Desk, pages};

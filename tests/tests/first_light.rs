@@ -4,18 +4,19 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use kvarts_contract::api::{
+    BlockOutcome, Digests, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
+};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Kind;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, NamespaceId};
-use kvarts_store::api::{
-    BlockOutcome, Digests, Durability, KvStore, Order, Parent, Placed, PutRequest, ReadRequest, Verify,
-};
 use kvarts_store::engine::Options;
-use kvarts_store::error::Kind;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{IoChoice, Region, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::io::IoChoice;
 
 struct Scratch(PathBuf);
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use kvarts_contract::api::KvStore;
 use kvarts_fsck::check::Options as CheckOptions;
 use kvarts_fsck::contents::{Contents, Fate, read};
 use kvarts_fsck::disk::{Disk, MemoryDisk};
@@ -14,7 +15,6 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::export::{Frame, HEAD_BYTES, Head, Reading};
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
-use kvarts_store::api::KvStore;
 use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::sim::{Media, Seed, WorldConfig};
 use kvarts_tests::witness::{directories, small, worked};

@@ -9,17 +9,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use kvarts_contract::api::{Durability, KvStore, Parent, PutRequest};
+use kvarts_contract::blocking::block_on;
 use kvarts_fsck::check::{Level, Options as CheckOptions, check};
 use kvarts_fsck::contents::read;
 use kvarts_fsck::disk::{Disk, OpenError, RealDisk};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
-use kvarts_store::api::{Durability, KvStore, Parent, PutRequest};
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::IoChoice;
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture::{self, Style};
 
 struct Scratch(PathBuf);

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
+use kvarts_contract::api::BlockOutcome;
 use kvarts_fsck::check::{Level, Options, Outcome, each_segment};
 use kvarts_fsck::disk::{Disk, MemoryDisk, NodeKind, Step};
 use kvarts_fsck::findings::Findings;
@@ -14,7 +15,6 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::format::record::Body;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
-use kvarts_store::api::BlockOutcome;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Rng, Seed, SimWorld, WorldConfig};
 use kvarts_tests::stage::{SimStage, small_options};

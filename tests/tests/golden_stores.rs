@@ -9,16 +9,16 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Level;
 use kvarts_fsck::disk::MemoryDisk;
 use kvarts_fsck::store::CannotRun;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, VERSION};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::Reason;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::IoChoice;
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::golden::{content, folders, home, load};
 use kvarts_tests::sim::Seed;
 use kvarts_tests::witness::{directories, dump, examine, problems, small, worked};
@@ -90,7 +90,7 @@ impl Scratch {
         Self(path)
     }
 
-    fn open(&self) -> Result<Home, kvarts_store::error::Error> {
+    fn open(&self) -> Result<Home, kvarts_contract::error::Error> {
         Home::open(&HomeOptions {
             directories: vec![self.0.clone()],
             io: IoChoice::Pool,
@@ -110,7 +110,7 @@ impl Drop for Scratch {
 fn keys(store: &Store) -> BTreeSet<String> {
     let (mut all, mut cursor) = (BTreeSet::new(), None);
     loop {
-        let page = block_on(kvarts_store::api::KvStore::snapshot(store, cursor)).unwrap().unwrap();
+        let page = block_on(kvarts_contract::api::KvStore::snapshot(store, cursor)).unwrap().unwrap();
         let line = |key: &kvarts_layout::IndexKey| {
             format!("{} {} {} {}", key.namespace, key.key, key.group.0, key.coordinate.to_u64())
         };

@@ -5,6 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Presence, PutRequest, ReadEvent, ReadRequest,
+    Verify,
+};
+use kvarts_contract::class::Class;
 use kvarts_fsck::check::{Level, Options as CheckOptions};
 use kvarts_fsck::contents::{Contents, Fate, State, read};
 use kvarts_fsck::disk::{Disk, DiskWriter, MemoryDisk};
@@ -15,12 +20,7 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::{PAGE, Structure};
 use kvarts_layout::{BlockKey, Coordinate, Layout, NamespaceId};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, Durability, KvStore, Order, Presence, PutRequest, ReadEvent, ReadRequest,
-    Verify,
-};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
-use kvarts_store::rt::Class;
 use kvarts_tests::audit;
 use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::conformance::{Desk, pages};

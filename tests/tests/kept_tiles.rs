@@ -1,13 +1,16 @@
 //! Tiles that came whole and are kept: given again while their blocks lie where they were read from, and never else.
 
-use kvarts_layout::plan::Tile;
-use kvarts_layout::{BlockKey, Layout};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, DeleteRequest, Digests, Order, Parent, Placed, PutRequest, ReadEvent, ReadRequest, Target,
     TileBytes, TiledRead, Verify,
 };
+use kvarts_contract::{
+    buffers::{Region, SharedBuf},
+    io_error::DirId,
+};
+use kvarts_layout::plan::Tile;
+use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::engine::{CompactOptions, Options, StoreTiles, TileIdentity, TileRuns};
-use kvarts_store::io::{DirId, Region, SharedBuf};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::sim::{SimWorld, WorldConfig};
@@ -95,7 +98,7 @@ fn a_tile_that_is_kept_is_given_as_it_was_read_with_all_that_is_told_of_a_read()
         let mut read = begin(&stage, &desk, order, Verify::Always);
         assert!(read.accepts(&kept.tile));
         let stream = read.source().recall(&kept.tile, &kept.identity).unwrap().unwrap();
-        let memory = kvarts_store::api::TileMemory {
+        let memory = kvarts_contract::api::TileMemory {
             tile: kept.tile.clone(),
             buf: SharedBuf::new(&Region::anonymous(4096).unwrap(), 0, 4096).unwrap(),
             placed: kept.placed.clone(),

@@ -5,15 +5,15 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{KvStore, Order, Placed, ReadRequest, Verify};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, Next, Pipeline};
 use kvarts_gpudirect::{Arena, Destination};
-use kvarts_store::api::{KvStore, Order, Placed, ReadRequest, Verify};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::rt::Class;
 use kvarts_tests::fixture::{self, ODD, PAGES, all_heads};
 
 use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict};

@@ -9,6 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, KvStore, Presence};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_gpudirect::Arena;
 use kvarts_gpudirect::Destination;
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
@@ -19,10 +23,6 @@ use kvarts_gpudirect::ipc::Opened;
 use kvarts_gpudirect::pace::{Pace, RealPace};
 use kvarts_gpudirect::pipeline::{LandRequest, Next, Pipeline};
 use kvarts_gpudirect::store_layers::StoreRequest;
-use kvarts_store::api::{BlockOutcome, KvStore, Presence};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::fixture;
 use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, is_here, run, store_request, strict, until};
 

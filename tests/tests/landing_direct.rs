@@ -6,16 +6,17 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{DeleteRequest, KvStore, Target, Verify};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::{DirectUse, FAILURES_MAX, LandRequest, LayerEnd, Next, Pipeline};
 use kvarts_gpudirect::{Destination, DeviceArena};
-use kvarts_store::api::{DeleteRequest, KvStore, LendRequest, Target, Verify};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::lend::LendRequest;
 use kvarts_tests::fixture::{self, PAGES, all_heads};
 use kvarts_tests::landed::{
     BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_by_the_engine, run, strict, until,

@@ -7,12 +7,12 @@ use std::cell::RefCell;
 use std::pin::pin;
 use std::task::{Context, Waker};
 
+use kvarts_contract::api::{DeleteRequest, KvStore, Target};
+use kvarts_contract::clock::Clock;
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::DirId;
 use kvarts_fsck::check::Level;
-use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::Reason;
-use kvarts_store::io::DirId;
-use kvarts_store::rt::Clock;
 use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{
     Act, Aim, Driven, Judge, Ledger, Poller, act, defects, drive, read_all, reopen, verify,

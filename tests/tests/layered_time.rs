@@ -6,9 +6,9 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 use std::time::Duration;
 
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Level;
 use kvarts_store::engine::{Limits, Options};
-use kvarts_store::error::Reason;
 use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{Act, Aim, Driven, Judge, Ledger, Poller, act, drive, read_all};
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};

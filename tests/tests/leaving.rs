@@ -4,14 +4,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, Presence, PutRequest, Target,
 };
+use kvarts_contract::error::Reason;
+use kvarts_contract::events::record::{Content, EventRecorder, replay};
+use kvarts_contract::events::{Cause, EventKind, Subject};
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
 use kvarts_store::engine::{Limits, Options};
-use kvarts_store::error::Reason;
-use kvarts_store::events::record::{Content, EventRecorder, replay};
-use kvarts_store::events::{Cause, EventKind, Subject};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::sim::media::errno::EIO;
@@ -245,8 +245,13 @@ fn a_changed_time_to_live_is_in_the_next_checkpoint() {
     put_each(&desk, &keys);
     let (group, coordinate) = pages();
     let ttl = Some(Duration::from_secs(60));
-    let request =
-        kvarts_store::api::TtlRequest { namespace: desk.namespace, group, coordinate, keys: &keys[..1], ttl };
+    let request = kvarts_contract::api::TtlRequest {
+        namespace: desk.namespace,
+        group,
+        coordinate,
+        keys: &keys[..1],
+        ttl,
+    };
     assert_eq!(stage.store().set_ttl(&request).unwrap().changed, [true]);
     drive(stage.world(), stage.engine().checkpoint()).unwrap().unwrap();
     let config = WorldConfig::default();
@@ -270,8 +275,13 @@ fn a_shorter_time_that_ran_out_before_a_checkpoint_is_forgotten_in_a_crash_and_t
     }
     let (group, coordinate) = pages();
     let ttl = Some(Duration::from_secs(60));
-    let request =
-        kvarts_store::api::TtlRequest { namespace: desk.namespace, group, coordinate, keys: &keys[..1], ttl };
+    let request = kvarts_contract::api::TtlRequest {
+        namespace: desk.namespace,
+        group,
+        coordinate,
+        keys: &keys[..1],
+        ttl,
+    };
     assert_eq!(stage.store().set_ttl(&request).unwrap().changed, [true]);
     stage.advance(Duration::from_secs(100));
     assert_eq!(here(&desk, &keys), [false, true], "it is over");

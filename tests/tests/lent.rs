@@ -9,18 +9,19 @@ use std::path::{Path, PathBuf};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, Parent, Placed, Presence, PutRequest,
+    ReadRequest, Target,
+};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::DEFAULT_MAX_REGION;
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity, Layout, NamespaceId};
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LendRequest, NotLent, Parent,
-    PinnedExtents, PinnedLayer, Placed, Presence, PutRequest, ReadRequest, Target,
-};
 use kvarts_store::engine::{CompactOptions, Compaction, Limits, Options, Store};
-use kvarts_store::error::Reason;
 use kvarts_store::home::{Home, HomeOptions};
 use kvarts_store::io::IoChoice;
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::{Class, Nanos};
+use kvarts_store::lend::{LendRequest, NotLent, PinnedExtents, PinnedLayer};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, ODD, Style};
 use kvarts_tests::landed::until;
@@ -77,7 +78,7 @@ fn refusal(store: &Store, request: LendRequest) -> NotLent {
 
 /// The bytes of each range of a layer, through its descriptor.
 fn ranges(lent: &PinnedExtents, layer: &PinnedLayer) -> Vec<Vec<u8>> {
-    let read = |range: &kvarts_store::api::FileRange| {
+    let read = |range: &kvarts_store::lend::FileRange| {
         assert!(range.offset.is_multiple_of(4096) && range.bytes.is_multiple_of(4096), "{range:?}");
         assert!(range.bytes > 0 && range.bytes <= u64::from(DEFAULT_MAX_REGION), "{range:?}");
         // Aligned memory, as for any direct read.

@@ -4,10 +4,10 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use kvarts_contract::error::{Error, Kind, Reason};
 use kvarts_layout::Layout;
 use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use kvarts_layout::format::{PAGE, names};
-use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 use kvarts_store::io::IoChoice;
 use kvarts_tests::conformance::{Desk, pages};

@@ -5,13 +5,13 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use kvarts_contract::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, PutRequest, Target};
 use kvarts_fsck::check::Options as CheckOptions;
 use kvarts_fsck::contents::{Fate, read};
 use kvarts_fsck::disk::Disk;
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::survey;
 use kvarts_fsck::window::Tally;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, PutRequest, Target};
 use kvarts_store::engine::{Options, Store};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Crash, CrashState, Media, Seed, SimWorld, WorldConfig};
@@ -39,7 +39,8 @@ fn put(desk: &Desk<'_>, keys: std::ops::Range<u64>, producer: u64) {
     for n in keys {
         // One by one: they fall into all shards.
         let request = desk.request(pages(), &desk.keys(n..n + 1), producer);
-        let request = PutRequest { parent: kvarts_store::api::Parent::Unknown, first_block: None, ..request };
+        let request =
+            PutRequest { parent: kvarts_contract::api::Parent::Unknown, first_block: None, ..request };
         assert_eq!(desk.outcomes(request), [BlockOutcome::Stored]);
     }
 }

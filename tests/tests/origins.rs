@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, DeleteRequest, KvStore, Order, Origins, Placed, ReadEnd, ReadRequest, ReadStream, Target,
     TileBytes, TiledRead,
 };
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::error::Reason;
+use kvarts_layout::{BlockKey, Coordinate, Group, Layout};
 use kvarts_store::engine::{CompactOptions, StoreTiles};
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Region, SharedBuf};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::{SimWorld, WorldConfig};
@@ -266,17 +266,17 @@ fn what_is_lent_says_whose_it_is_and_a_read_of_the_rest_is_of_the_same() {
     fill(&desk, 1);
     let keys = desk.keys(0..BLOCKS);
     let (group, coordinate) = pages();
-    let request = kvarts_store::api::LendRequest {
+    let request = kvarts_store::lend::LendRequest {
         namespace: desk.namespace,
         group,
         coordinate,
         keys: keys.clone(),
         layers: Some(0..1),
-        class: kvarts_store::rt::Class::Foreground,
+        class: kvarts_contract::class::Class::Foreground,
         deadline: None,
     };
     let engine = stage.home().store();
-    let lent = kvarts_store::rt::blocking::block_on(engine.lend(request)).unwrap();
+    let lent = kvarts_contract::blocking::block_on(engine.lend(request)).unwrap();
     assert!(lent.origins().met().iter().all(Option::is_some));
     let target = Target::Keys { column: Some(pages()), keys: keys[..1].to_vec() };
     let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
@@ -284,7 +284,7 @@ fn what_is_lent_says_whose_it_is_and_a_read_of_the_rest_is_of_the_same() {
     desk.store(pages(), &keys[..1], 2, Layout::LayerBlock);
     let read = desk.read_request(pages(), &keys);
     let stream = engine.read_part(read, lent.origins(), 0).unwrap();
-    let end = kvarts_store::rt::blocking::block_on(std::future::poll_fn(|context| stream.poll_end(context)));
+    let end = kvarts_contract::blocking::block_on(std::future::poll_fn(|context| stream.poll_end(context)));
     let end = end.unwrap();
     assert_eq!(end.failures, [(0, Reason::NotHere(keys[0]))]);
 }

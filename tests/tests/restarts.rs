@@ -1,8 +1,8 @@
 //! A store that is stopped, or cut off, and started again and again keeps what it has: a start takes room for what it
 //! writes and no more.
 
+use kvarts_contract::api::{BlockOutcome, ContainsRequest, Presence};
 use kvarts_fsck::check::Level;
-use kvarts_store::api::{BlockOutcome, ContainsRequest, Presence};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::{Crash, Effect, Media, OpKind, Rule, SimWorld, When, Which, WorldConfig};

@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use crate::served::Served;
 use kvarts_client::{Client, ConnectOptions};
-use kvarts_layout::identity::Arrangement;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
-use kvarts_store::api::KvStore;
-use kvarts_store::batch::{
+use kvarts_contract::api::KvStore;
+use kvarts_contract::batch::{
     BatchKind, Block, CANCELLED, Completion, Lane, Memory, Pages, PagesOptions, Terms,
 };
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Nanos;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Kind, Reason};
+use kvarts_layout::identity::Arrangement;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 

@@ -7,16 +7,16 @@ use std::time::{Duration, Instant};
 
 use crate::served::{Beside, NOT_AMONG_NODES, Served};
 use kvarts_client::Client;
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms, Presence, PutRequest,
+    ReadRequest,
+};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
 use kvarts_planner::cost::{Sample, Times};
 use kvarts_planner::plan::Source;
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms, Presence, PutRequest,
-    ReadRequest,
-};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::Scratch;

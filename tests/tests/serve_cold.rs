@@ -11,17 +11,17 @@ use std::time::Duration;
 
 use crate::served::{Beside, ClientStage, Served};
 use kvarts_client::Client;
+use kvarts_contract::api::{
+    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms,
+    Presence, ReadEvent, ReadRequest, Target,
+};
+use kvarts_contract::error::Kind;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, Layout, Requirements};
 use kvarts_planner::cost::{Sample, Times};
 use kvarts_planner::plan::Source;
 use kvarts_server::cold::{ColdTier, Offer};
 use kvarts_server::config::{Config, Settings};
-use kvarts_store::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms,
-    Presence, ReadEvent, ReadRequest, Target,
-};
-use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, BLOCK_TOKENS};
 use kvarts_tests::stage::{Scratch, ask};

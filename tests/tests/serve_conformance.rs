@@ -1,10 +1,10 @@
 //! A client of a server promises what the embedded engine promises.
 
 use crate::served::ClientStage;
+use kvarts_contract::api::{BlockOutcome, KvStore};
+use kvarts_contract::error::Kind;
 use kvarts_planner::cost::{Roofline, Times, device, model};
 use kvarts_planner::route::{Action, Candidate, NodeView, Question, Route, Weights};
-use kvarts_store::api::{BlockOutcome, KvStore};
-use kvarts_store::error::Kind;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Stage;

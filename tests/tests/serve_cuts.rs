@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use crate::proxied::{Cut, Proxy, Way, panics};
 use crate::served::{Beside, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
+use kvarts_contract::api::{BlockOutcome, KvStore, Order, PutReply, ReadEnd, ReadRequest};
+use kvarts_contract::error::{Error, Kind, Reason};
 use kvarts_layout::BlockKey;
-use kvarts_store::api::{BlockOutcome, KvStore, Order, PutReply, ReadEnd, ReadRequest};
 use kvarts_store::engine::Holding;
-use kvarts_store::error::{Error, Kind, Reason};
 use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
@@ -208,7 +208,7 @@ fn an_upload_in_pieces_that_is_cut_leaves_each_block_whole_or_absent() {
 
 /// Which of these blocks a look-up finds.
 fn present(desk: &Desk<'_>, keys: &[BlockKey]) -> Vec<u32> {
-    use kvarts_store::api::{ContainsRequest, Presence};
+    use kvarts_contract::api::{ContainsRequest, Presence};
     let (group, coordinate) = pages();
     let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys, lease: None };
     let found = desk.stage.store().contains(&request).unwrap().presence;
@@ -385,7 +385,7 @@ fn an_answer_that_stands_still_in_its_middle_ends_by_the_callers_timeout() {
         assert_eq!(present(&desk, &keys), all);
         let bytes = scene.proxy.carried().1 * third / 3;
         scene.proxy.cut_after(Way::Down, bytes, Cut::Still);
-        let asked = client.0.contains(&kvarts_store::api::ContainsRequest {
+        let asked = client.0.contains(&kvarts_contract::api::ContainsRequest {
             namespace: desk.namespace,
             group: pages().0,
             coordinate: pages().1,

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 
 use crate::served;
 use crate::served::ClientStage;
-use kvarts_store::error::Kind;
+use kvarts_contract::error::Kind;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::stage::Stage;
 use tonic_health::pb::HealthCheckRequest;

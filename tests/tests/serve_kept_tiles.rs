@@ -5,11 +5,11 @@ use std::task::{Context, Poll, Waker};
 
 use crate::served::{ClientStage, Served};
 use kvarts_client::Client;
+use kvarts_contract::api::{DeleteRequest, KvStore, Order, ReadEnd, ReadRequest, Target};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_server::state::auth::TokenHash;
-use kvarts_store::api::{DeleteRequest, KvStore, Order, ReadEnd, ReadRequest, Target};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 
@@ -141,16 +141,16 @@ impl<'a> Of<'a> {
         for (at, key) in (0..).zip(&self.keys) {
             fixture::write_block(&from, at, &fixture::content(key, group, coordinate, producer, &shape));
         }
-        let request = kvarts_store::api::PutRequest {
+        let request = kvarts_contract::api::PutRequest {
             namespace: self.namespace,
             group,
             coordinate,
-            parent: kvarts_store::api::Parent::Root,
+            parent: kvarts_contract::api::Parent::Root,
             first_block: Some(0),
             keys: self.keys.clone(),
             from,
             layout: None,
-            durability: kvarts_store::api::Durability::Durable,
+            durability: kvarts_contract::api::Durability::Durable,
             expires_after: None,
             origins: None,
             deadline: None,
@@ -170,8 +170,8 @@ impl<'a> Of<'a> {
             layers: None,
             order: Order::Layers,
             into: into.clone(),
-            verify: kvarts_store::api::Verify::Always,
-            class: kvarts_store::rt::Class::Foreground,
+            verify: kvarts_contract::api::Verify::Always,
+            class: kvarts_contract::class::Class::Foreground,
             deadline: None,
         };
         let end = self.client.read(request).unwrap().wait_blocking();

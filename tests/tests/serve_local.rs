@@ -9,9 +9,11 @@ use std::sync::Arc;
 
 use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
-use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest};
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Arena, SharedBuf};
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest,
+};
+use kvarts_contract::buffers::{Arena, SharedBuf};
+use kvarts_contract::error::Reason;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use rustix::fs::MemfdFlags;

@@ -13,12 +13,12 @@ use crate::raw::{
 };
 use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, Pinned};
-use kvarts_layout::{BlockKey, Layout, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, KvStore, LeaseTerms, Presence, ReadRequest, Target,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Arena, Region, SharedBuf, shared};
+use kvarts_contract::buffers::{Arena, Region, SharedBuf, shared};
+use kvarts_contract::error::Reason;
+use kvarts_layout::{BlockKey, Layout, NamespaceId};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::{Stage, ask};
@@ -441,7 +441,8 @@ fn a_client_that_dies_while_it_puts_leaves_blocks_whole_or_absent() {
         expect_nothing_left(&stage.served);
         stage.rest();
         let request = desk.read_request(pages(), &keys);
-        let (_, end) = desk.read(&ReadRequest { order: kvarts_store::api::Order::Blocks, ..request.clone() });
+        let (_, end) =
+            desk.read(&ReadRequest { order: kvarts_contract::api::Order::Blocks, ..request.clone() });
         let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
         assert!(
             end.failures.iter().all(|(_, reason)| matches!(reason, Reason::NotHere(_) | Reason::InFlight))

@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 
 use crate::served::{ClientStage, Served};
 use kvarts_client::{Client, ConnectOptions, Via};
-use kvarts_layout::BlockKey;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, KvStore, Placed, Presence, ReadEvent, ReadRequest, ReadStream,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Region, SharedBuf, shared};
+use kvarts_contract::buffers::{Region, SharedBuf, shared};
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockKey;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_wire::local::frame::{Head, Kind};

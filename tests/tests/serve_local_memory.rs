@@ -10,9 +10,9 @@ use crate::raw::{
     BLOCK, Raw, column, expect_nothing_left, expect_served, key_bytes, local_put, local_read, places,
 };
 use crate::served::{ClientStage, Served};
+use kvarts_contract::api::{BlockOutcome, ReadRequest};
+use kvarts_contract::buffers::{SharedBuf, shared};
 use kvarts_layout::BlockKey;
-use kvarts_store::api::{BlockOutcome, ReadRequest};
-use kvarts_store::io::{SharedBuf, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::local::frame::Kind;
 use kvarts_wire::proto;
@@ -113,7 +113,7 @@ fn of_a_put_only_the_blocks_that_changed_are_refused() {
     let found: Vec<bool> = reply.outcomes.iter().map(stored).collect();
     assert_eq!(found, [true, true, false, true, false, false]);
     let request = desk.read_request(pages(), &keys);
-    let (_, end) = desk.read(&ReadRequest { order: kvarts_store::api::Order::Blocks, ..request });
+    let (_, end) = desk.read(&ReadRequest { order: kvarts_contract::api::Order::Blocks, ..request });
     let failed: Vec<u32> = end.failures.iter().map(|(block, _)| *block).collect();
     assert_eq!(failed, [2, 4, 5]);
 }

@@ -10,7 +10,7 @@ mod served;
 
 use std::sync::{Mutex, PoisonError};
 
-use kvarts_store::api::BlockOutcome;
+use kvarts_contract::api::BlockOutcome;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::local::frame::{Head, Kind, bare};
 use kvarts_wire::local::limits::HEAD_BYTES;

@@ -16,8 +16,10 @@ use crate::proxied::{Proxy, panics};
 use crate::served::{Beside, ClientStage, Served};
 use bytes::Bytes;
 use kvarts_client::{Client, ConnectOptions, Via};
-use kvarts_store::api::{BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Order, ReadRequest, Target};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, KvStore, Order, ReadRequest, Target,
+};
+use kvarts_contract::error::Reason;
 use kvarts_tests::audit;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::sim::rng::{Rng, Seed};

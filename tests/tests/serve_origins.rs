@@ -2,8 +2,8 @@
 #![allow(clippy::disallowed_methods, reason = "a real server stands outside the simulation")]
 
 use crate::served::ClientStage;
+use kvarts_contract::api::{DeleteRequest, KvStore, Target};
 use kvarts_layout::Layout;
-use kvarts_store::api::{DeleteRequest, KvStore, Target};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 use kvarts_tests::stage::ask;

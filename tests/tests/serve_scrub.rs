@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::served::ClientStage;
+use kvarts_contract::api::{ContainsRequest, KvStore, Presence};
 use kvarts_layout::{BlockKey, Layout};
-use kvarts_store::api::{ContainsRequest, KvStore, Presence};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
 

@@ -5,16 +5,16 @@ use std::time::Duration;
 use crate::plain;
 use crate::served::Served;
 use kvarts_client::{Client, Pinned};
-use kvarts_layout::prefix::{Absence, Need, Requirement};
-use kvarts_layout::{BlockKey, NamespaceId, Requirements};
-use kvarts_server::state::auth::TokenHash;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Durability, KvStore, LeaseId, LeaseTerms, MatchReply, MatchRequest, Order, Parent,
     PutRequest, ReadEnd, ReadRequest, Verify,
 };
-use kvarts_store::error::{Error, Kind, Reason};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Kind, Reason};
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::{BlockKey, NamespaceId, Requirements};
+use kvarts_server::state::auth::TokenHash;
 use kvarts_tests::fixture::{self, Style};
 use kvarts_wire::proto;
 use tonic::transport::Endpoint;

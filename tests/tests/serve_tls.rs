@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use crate::served::Served;
 use kvarts_client::{Client, ConnectOptions};
+use kvarts_contract::api::KvStore;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_store::api::KvStore;
 use kvarts_tests::fixture;
 use kvarts_tests::stage::Scratch;
 

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use crate::served::{Beside, ClientStage, Served};
 use kvarts_client::Client;
+use kvarts_contract::api::{DeleteRequest, KvStore, Target};
+use kvarts_contract::blocking::block_on;
 use kvarts_layout::Layout;
 use kvarts_server::state::auth::TokenHash;
-use kvarts_store::api::{DeleteRequest, KvStore, Target};
-use kvarts_store::rt::blocking::block_on;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::proto;
 use kvarts_wire::proto::event::What;

@@ -6,14 +6,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvarts_fsck::check::Level;
-use kvarts_layout::{BlockKey, Coordinate, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, Presence, PutRequest, Target,
 };
+use kvarts_contract::error::{Kind, Reason};
+use kvarts_contract::events::{Cause, EventKind, Subject};
+use kvarts_fsck::check::Level;
+use kvarts_layout::{BlockKey, Coordinate, NamespaceId};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::events::{Cause, EventKind, Subject};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture::{self, Style};
 use kvarts_tests::sim::media::errno::{EDQUOT, ENOSPC};

@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-use kvarts_layout::{Coordinate, Group};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Order, Parent, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream,
 };
+use kvarts_contract::error::Reason;
+use kvarts_layout::{Coordinate, Group};
 use kvarts_store::engine::{Limits, Options};
-use kvarts_store::error::Reason;
 use kvarts_tests::conformance::Desk;
 use kvarts_tests::fixture;
 use kvarts_tests::sim::{DiskConfig, Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};

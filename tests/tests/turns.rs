@@ -4,18 +4,19 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvarts_layout::plan::Tile;
-use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, BlockOutcome, Durability, KvStore, Late, Order, Parent, Placed, PutRequest, ReadRequest,
     StepGate, TiledRead, TiledRequest, Verify,
 };
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
+use kvarts_layout::plan::Tile;
+use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_store::engine::{Options, StoreTiles};
-use kvarts_store::error::Reason;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{IoChoice, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::{Class, Nanos};
+use kvarts_store::io::IoChoice;
 use kvarts_tests::fixture::{self, PAGES, all_heads};
 
 const BLOCKS: u32 = 6;

@@ -6,6 +6,8 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvarts_contract::api::{BlockOutcome, ReadEnd};
+use kvarts_contract::error::Reason;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::prefix::{Absence, Boundary, Need, Requirement};
 use kvarts_layout::spec::{Kind, PartGeometry, Role, shipped};
@@ -13,8 +15,6 @@ use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Fingerprint, Geometry, Group, Identity, ModelSpec, NamespaceId,
     OriginId, Requirements,
 };
-use kvarts_store::api::{BlockOutcome, ReadEnd};
-use kvarts_store::error::Reason;
 
 use super::fault::{self, Fault, Outcome};
 use super::limits;

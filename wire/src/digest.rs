@@ -5,7 +5,7 @@
 //! anything is done with it. `proto/kvarts/v1/types.proto` says what exactly is digested; this is its one implementation.
 
 use crc32fast::Hasher;
-use kvarts_store::api::Order;
+use kvarts_contract::api::Order;
 
 use crate::proto;
 use proto::parent::Parent;

@@ -4,8 +4,8 @@
 //! status. A reason that this file does not know travels as its kind and its text.
 
 use bytes::Bytes;
+use kvarts_contract::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause, SpaceCause};
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause, SpaceCause};
 use prost::Message;
 use tonic::{Code, Status};
 
@@ -449,7 +449,8 @@ mod tests {
         let all = crate::limits::KEYS_MAX as u32;
         let key = |block: u32| BlockKey([block as u8; 32]);
         let failures = (0..all).map(|block| (block, Reason::NotHere(key(block)))).collect();
-        let end = kvarts_store::api::ReadEnd { usable_blocks: 0, usable_layers: 1, failures, held_bytes: 0 };
+        let end =
+            kvarts_contract::api::ReadEnd { usable_blocks: 0, usable_layers: 1, failures, held_bytes: 0 };
         let wire = crate::convert::wire_end(&end);
         assert!(wire.encoded_len() <= 4 << 20, "{}", wire.encoded_len());
         for (failure, (block, reason)) in wire.failures.iter().zip(&end.failures) {
@@ -464,7 +465,7 @@ mod tests {
             _ => Reason::remote(text.clone()),
         };
         let outcomes =
-            (0..all).map(|at| kvarts_store::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();
+            (0..all).map(|at| kvarts_contract::api::BlockOutcome::Refused(refused(at))).collect::<Vec<_>>();
         let outcomes = crate::convert::wire_outcomes(&outcomes);
         let reply = proto::PutReply { outcomes, crc32: 0 };
         assert!(reply.encoded_len() <= 4 << 20, "{}", reply.encoded_len());

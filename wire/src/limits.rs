@@ -49,7 +49,7 @@ pub const TIMES_KEPT: usize = 64;
 /// Watchers of events that one tenant may have: each looks at the events of all tenants.
 pub const WATCHERS_MAX: usize = 16;
 /// The most keys of one request: the engine's own limit.
-pub const KEYS_MAX: usize = kvarts_store::api::MAX_REQUEST_BLOCKS;
+pub const KEYS_MAX: usize = kvarts_contract::api::MAX_REQUEST_BLOCKS;
 /// The most bytes that one put or read may be about, in all.
 pub const REQUEST_BYTES_MAX: u64 = 1 << 40;
 /// Bytes of a put that are written at once: whole blocks, at least one.

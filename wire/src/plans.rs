@@ -1,11 +1,11 @@
 //! Plans and routes as messages of the contract, and back.
 
+use kvarts_contract::api::{Beyond, DiskLink, PlanTerms, Planned};
+use kvarts_contract::error::Reason;
 use kvarts_layout::Group;
 use kvarts_planner::cost::{Compute, Device, Kind, Roofline, Sample, Sparse, Times, Told};
 use kvarts_planner::plan::{Action, Does, Link, Plan, Reason as Why, Source};
 use kvarts_planner::route::{self, Candidate, Class, NodeView, Route, Weights};
-use kvarts_store::api::{Beyond, DiskLink, PlanTerms, Planned};
-use kvarts_store::error::Reason;
 
 use super::fault::{Fault, Outcome};
 use super::limits::PLAN_SAMPLES_MAX;

@@ -6,16 +6,17 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::api::{KvStore, Placed, PutRequest};
+use kvarts_contract::buffers::BufMut;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Group, Identity};
-use kvarts_store::api::{KvStore, Placed, PutRequest};
-use kvarts_store::io::BufMut;
 use kvarts_terminal::Failure;
 
 use super::Bench;
 use super::stage::{BLOCK_TOKENS, Model, chain_keys};
 use crate::report::Report;
+use crate::setup;
 
 /// Blocks of one look-up.
 const KEYS: u64 = 4096;
@@ -134,7 +135,7 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
         let bytes = bytes.ok_or_else(|| Failure::user("memory that is too short"))?;
         let from = Placed::blocks(&shape, bytes, keys.len() as u32).map_err(Failure::user)?;
         let put = PutRequest::new(namespace, Group(0), Coordinate::default(), keys, from);
-        bench.runtime.block_on(a.store().put(put)).map_err(Failure::user)?.map_err(Failure::user)?;
+        setup::expect_stored(&bench.runtime.block_on(a.store().put(put)))?;
     }
     let begun = Instant::now();
     let two = bench.join(vec![a, b], &[None, None])?;

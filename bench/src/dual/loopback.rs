@@ -9,6 +9,10 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::{Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, read_channel};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::error::Reason;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::plan::Order;
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
@@ -17,10 +21,6 @@ use kvarts_layout::{
 };
 use kvarts_peer::lane::{LaneClient, LaneServer, Machine, Member, Secret, ServeLimits, Served};
 use kvarts_peer::path::{Path, Piece};
-use kvarts_store::api::{Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, read_channel};
-use kvarts_store::error::Reason;
-use kvarts_store::io::{BufMut, SharedBuf};
-use kvarts_store::rt::clock::{OsEntropy, SystemClock};
 use kvarts_terminal::Failure;
 
 use super::{Bench, PATIENCE};

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::{Origins, Placed, ReadRequest};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::class::Class;
 use kvarts_layout::BlockKey;
-use kvarts_store::api::{Origins, Placed, ReadRequest};
-use kvarts_store::io::{BufMut, SharedBuf};
-use kvarts_store::rt::Class;
 use kvarts_terminal::Failure;
 
 use super::stage::{Model, Trio, chain_keys};

@@ -3,14 +3,14 @@
 
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::{Durability, Parent};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_gpudirect::device::{Batch, Direction, Method, Piece, drain};
 use kvarts_gpudirect::error::LandError;
 use kvarts_gpudirect::gather::copy_split;
 use kvarts_gpudirect::store_layers::{LayerSink, StoreRequest};
 use kvarts_layout::BlockKey;
-use kvarts_store::api::{Durability, Parent};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
 use serde_json::{Value, json};
 
 use super::Stage;

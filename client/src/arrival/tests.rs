@@ -2,10 +2,10 @@
 
 use super::*;
 use bytes::Bytes;
+use kvarts_contract::api::{Placed, Verify, read_channel};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
 use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
-use kvarts_store::api::{Placed, Verify, read_channel};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
 
 /// Bytes of a block's layers: two chunks in the first, one in the second.
 const LAYERS: [&[u64]; 2] = [&[10, 6], &[8]];

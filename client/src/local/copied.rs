@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvarts_layout::plan::{Tile, TileChunk};
-use kvarts_layout::{BlockShape, OriginId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, BlockOutcome, Late, Order, Origins, Parent, Placed, PutReply, PutRequest, ReadEvent,
     ReadRequest, ReadSink, ReadStream, TileBytes, TileSource, TiledRead, TiledRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::rt::mailbox::{Reply, Ticket, ticket};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::{Reply, Ticket, ticket};
+use kvarts_layout::plan::{Tile, TileChunk};
+use kvarts_layout::{BlockShape, OriginId};
 
 use super::Inner;
 use super::link::Link;

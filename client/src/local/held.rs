@@ -14,8 +14,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::mem::PAGE;
-use kvarts_store::io::shared;
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::buffers::shared;
 
 use super::reading::Reading;
 use kvarts_wire::local::Mode;

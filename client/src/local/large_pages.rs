@@ -10,8 +10,8 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use kvarts_store::io::aligned::LARGE_PAGE;
-use kvarts_store::io::{Region, shared};
+use kvarts_contract::buffers::aligned::LARGE_PAGE;
+use kvarts_contract::buffers::{Region, shared};
 
 /// Bytes between two looks at whether the memory is still in use: some 80 ms of a processor.
 const STEP: usize = 32 << 20;

@@ -5,13 +5,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use kvarts_layout::BlockShape;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, PutReply, PutRequest, ReadEvent, ReadProgress, ReadRequest, ReadSink,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::rt::mailbox::Reply;
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Reply;
+use kvarts_layout::BlockShape;
 use kvarts_wire::proto;
 use tokio::sync::watch;
 

@@ -24,17 +24,17 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, MatchReply, MatchRequest,
     Order, Placed, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor, SnapshotPage,
     Subscription, TtlReply, TtlRequest, read_channel,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::mem::PAGE;
-use kvarts_store::io::{Arena, Region, SharedBuf, shared};
-use kvarts_store::rt::Nanos;
-use kvarts_store::rt::mailbox::{Ticket, ticket};
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::buffers::{Arena, Region, SharedBuf, shared};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::{Ticket, ticket};
+use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
 
 use super::grpc_path::GrpcPath;
 use super::remote::Remote;

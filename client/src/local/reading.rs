@@ -7,10 +7,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvarts_contract::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, OriginId};
-use kvarts_store::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
-use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
 
 use kvarts_wire::fault;
 use kvarts_wire::local::{Mode, parts};
@@ -230,10 +230,10 @@ impl Reading {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvarts_contract::api::{Placed, Verify, read_channel};
+    use kvarts_contract::buffers::{Region, SharedBuf};
+    use kvarts_contract::class::Class;
     use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
-    use kvarts_store::api::{Placed, Verify, read_channel};
-    use kvarts_store::io::{Region, SharedBuf};
-    use kvarts_store::rt::Class;
 
     #[test]
     fn what_one_part_has_met_is_what_the_next_one_asks_for() {

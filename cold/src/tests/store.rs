@@ -6,12 +6,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use kvarts_contract::api::{Durability, KvStore, Order, Origins, Placed, ReadRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Arena, Region, SharedBuf};
+use kvarts_contract::clock::{OsEntropy, SystemClock};
 use kvarts_layout::{Coordinate, Group};
-use kvarts_store::api::{Durability, KvStore, Order, Origins, Placed, ReadRequest};
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::io::{Arena, Features, Io, IoChoice, Region, SharedBuf, open_io};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::clock::{OsEntropy, SystemClock};
+use kvarts_store::io::{Features, Io, IoChoice, open_io};
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
 
 use super::fixture::*;

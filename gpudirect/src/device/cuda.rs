@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::Region;
+use kvarts_contract::buffers::Region;
 
 use self::sys::{Context, DigestKernels, Digester, Kernel, RawEvent, RawMemory, RawStream};
 use super::{

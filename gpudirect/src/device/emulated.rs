@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Nanos;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::clock::Nanos;
 
 use self::memory::Shared as SharedMemory;
 use self::stream::{EventState, Op, Queue};

@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::{Region, SharedBuf};
+use kvarts_contract::buffers::{Region, SharedBuf};
 
 use crate::error::DeviceError;
 

@@ -16,11 +16,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
-use kvarts_store::api::{LendRequest, PinnedChunk, PinnedExtents, Verify};
+use kvarts_contract::api::Verify;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::lend::{LendRequest, PinnedChunk, PinnedExtents};
 
 use super::stream::{CopyQueue, Layer, LayerStream, StagedReader};
 use super::{LAYERS_AHEAD, LandRequest, Pipeline};

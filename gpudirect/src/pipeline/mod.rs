@@ -21,11 +21,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{KvStore, Order, Origins, TileSource, TiledRead, TiledRequest, Verify};
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{KvStore, Order, Origins, TileSource, TiledRead, TiledRequest, Verify};
 use kvarts_store::engine::Store;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::{Class, Nanos};
 
 use direct::DirectPath;
 pub use direct::{DirectUse, FAILURES_MAX};

@@ -8,10 +8,10 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use kvarts_store::api::{Arrived, Late, TileSource, TiledRead};
-use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::api::{Arrived, Late, TileSource, TiledRead};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
 
 use crate::destination::Destination;
 use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
@@ -523,9 +523,9 @@ impl<'a> StagedReader<'a> {
 mod tests {
     use std::time::Duration;
 
+    use kvarts_contract::api::{Order, Placed, ReadSink, ReadStream, read_channel};
     use kvarts_layout::plan::Tile;
     use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
-    use kvarts_store::api::{Order, Placed, ReadSink, ReadStream, read_channel};
 
     use super::*;
     use crate::device::emulated::{Emulated, Model};

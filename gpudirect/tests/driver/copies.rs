@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::DeviceError;
-use kvarts_store::io::{Region, SharedBuf};
 
 use crate::standin::{Kit, Standin, here, inside, until};
 

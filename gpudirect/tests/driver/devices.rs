@@ -4,12 +4,12 @@
 
 use std::time::{Duration, Instant};
 
+use kvarts_contract::api::BlockOutcome;
+use kvarts_contract::blocking::block_on;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Device, Method};
 use kvarts_gpudirect::error::EndReason;
 use kvarts_gpudirect::pipeline::Next;
-use kvarts_store::api::BlockOutcome;
-use kvarts_store::rt::blocking::block_on;
 
 use crate::pipeline::{LAYERS, Pool, Site, take_all};
 use crate::standin::{Kit, Standin, here, inside, until};

@@ -4,9 +4,9 @@
 use std::process::Stdio;
 use std::time::Instant;
 
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
-use kvarts_store::io::{Region, SharedBuf};
 
 use crate::bare::Bare;
 use crate::standin::{Kit, again};

@@ -4,11 +4,11 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
+use kvarts_contract::blocking::block_on;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, Route, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::pipeline::Next;
-use kvarts_store::rt::blocking::block_on;
 
 use crate::copies::{host, pattern, there_and_back};
 use crate::files::file;

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kvarts_contract::buffers::Region;
 use kvarts_gpudirect::device::cuda::{Cuda, count};
 use kvarts_gpudirect::device::{Batch, Device, Direction, InUse, Method, Piece, drain};
 use kvarts_gpudirect::error::DeviceError;
-use kvarts_store::io::Region;
 
 use crate::copies::host;
 use crate::standin::{Kit, here, inside, until};

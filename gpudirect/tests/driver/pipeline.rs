@@ -6,6 +6,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, Verify};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
@@ -17,12 +21,8 @@ use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::plan::{MemoryId, PartTarget};
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest, Verify};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 
 use crate::copies::pattern;
 use crate::standin::{Kit, Standin, here, inside, until};

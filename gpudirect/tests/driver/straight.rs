@@ -5,13 +5,13 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::Verify;
 use kvarts_gpudirect::DeviceArena;
 use kvarts_gpudirect::device::Method;
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Device, InUse, Piece, Route, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason};
 use kvarts_gpudirect::pipeline::{DirectUse, LandRequest, Next};
-use kvarts_store::api::Verify;
 
 use crate::copies::pattern;
 use crate::files::file;

@@ -3,9 +3,9 @@
 use std::io::Write;
 
 use kvarts_client::Client;
+use kvarts_contract::api::{ContainsRequest, KvStore, MAX_REQUEST_BLOCKS, Missing};
 use kvarts_layout::BlockKey;
 use kvarts_server::human::grouped;
-use kvarts_store::api::{ContainsRequest, KvStore, MAX_REQUEST_BLOCKS, Missing};
 use kvarts_terminal::Failure;
 use serde_json::{Value, json};
 

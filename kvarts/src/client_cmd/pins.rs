@@ -4,9 +4,9 @@ use std::io::Write;
 use std::time::Duration;
 
 use clap::Args;
+use kvarts_contract::api::{KvStore, LeaseId};
 use kvarts_layout::NamespaceId;
 use kvarts_layout::spec::shipped::distance;
-use kvarts_store::api::{KvStore, LeaseId};
 use serde_json::{Value, json};
 
 use super::subject::{self, Subject};

@@ -4,8 +4,8 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
+use kvarts_contract::api::{PlanTerms, Planned};
 use kvarts_planner::cost::{Roofline, Times};
-use kvarts_store::api::{PlanTerms, Planned};
 use kvarts_terminal::Failure;
 use serde_json::{Value, json};
 

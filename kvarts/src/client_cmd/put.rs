@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore, Parent, PutRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::BlockKey;
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, PutRequest};
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::blocking::block_on;
 use serde_json::json;
 
 use super::subject::{self, Subject};

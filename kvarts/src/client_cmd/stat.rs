@@ -120,7 +120,7 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
 /// Runs `resume`.
 pub(crate) fn resume(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
-    let why = |error: &kvarts_store::error::Error| format!("the store still takes no writes: {error}");
+    let why = |error: &kvarts_contract::error::Error| format!("the store still takes no writes: {error}");
     let before = client.resume().map_err(|error| Failure::user(why(&error)))?;
     if arguments.server.json {
         let before = Some(before).filter(|before| !before.is_empty());

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use kvarts_contract::api::KvStore;
+use kvarts_contract::error::Reason;
 use kvarts_layout::identity::IdentityForm;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::{Absence, Need, Requirement, WindowPolicy};
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, ModelSpec, NamespaceId, Requirements,
 };
-use kvarts_store::api::KvStore;
-use kvarts_store::error::Reason;
 
 use super::keys_of;
 use crate::{files, model_cmd};

@@ -6,6 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
+use kvarts_contract::api::{KvStore, Placed};
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::WindowPolicy;
@@ -13,8 +15,6 @@ use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, KeyChain, NamespaceId, Requirements,
 };
-use kvarts_store::api::{KvStore, Placed};
-use kvarts_store::io::SharedBuf;
 
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_terminal::Failure;

@@ -10,14 +10,15 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
+use kvarts_contract::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_layout::export::{Reading, Run, Totals};
 use kvarts_layout::format::{DEFAULT_SEGMENT_BYTES, body};
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::api::{BlockOutcome, Durability, KvStore, Parent, Placed, PutRequest};
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::{IoChoice, Region, SharedBuf};
-use kvarts_store::rt::blocking::block_on;
+use kvarts_store::io::IoChoice;
 use serde::Serialize;
 
 use super::frames::Source;

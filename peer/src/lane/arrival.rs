@@ -3,11 +3,11 @@
 
 use std::sync::atomic::Ordering;
 
+use kvarts_contract::api::{ReadEnd, ReadEvent};
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::error::Reason;
 use kvarts_layout::plan::Order;
 use kvarts_layout::{OriginId, planted};
-use kvarts_store::api::{ReadEnd, ReadEvent};
-use kvarts_store::error::Reason;
-use kvarts_store::io::stream::Stretch;
 use kvarts_wire::{fault, proto};
 use rustix::io::Errno;
 

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvarts_contract::api::{TiledRequest, Verify};
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockKey, BlockShape, Identity, NamespaceId, OriginId};
-use kvarts_store::api::{TiledRequest, Verify};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::{Class, Nanos};
 use kvarts_wire::{convert, proto};
 
 use super::delivery::chunk_count;

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Waker};
 
 use bytes::Bytes;
+use kvarts_contract::api::{Origins, ReadProgress, ReadRequest, ReadSink, ReadStream, read_channel};
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
-use kvarts_store::api::{Origins, ReadProgress, ReadRequest, ReadSink, ReadStream, read_channel};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::{Class, Nanos};
 use kvarts_wire::{convert, proto};
 
 use super::asked::wire_origins;

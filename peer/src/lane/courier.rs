@@ -6,8 +6,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_wire::convert;
 
 use super::arrival::{Arrival, Doubted, end_early};

@@ -7,12 +7,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
+use kvarts_contract::api::{Origins, ReadEvent, ReadProgress, ReadRequest, ReadStream, Verify, read_channel};
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId, StoreId};
-use kvarts_store::api::{Origins, ReadEvent, ReadProgress, ReadRequest, ReadStream, Verify, read_channel};
-use kvarts_store::error::Reason;
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::{Class, Nanos};
 use kvarts_wire::proto;
 use proptest::prelude::*;
 use prost::Message;

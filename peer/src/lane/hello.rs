@@ -10,8 +10,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvarts_contract::clock::{Clock, Entropy, Nanos};
 use kvarts_layout::StoreId;
-use kvarts_store::rt::{Clock, Entropy, Nanos};
 use kvarts_wire::proto;
 
 use super::frame::{Head, Incoming, Kind, bare, frame, message};

@@ -9,11 +9,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use kvarts_contract::api::{Origins, ReadEnd, ReadEvent, ReadRequest, ReadStream};
+use kvarts_contract::clock::ManualClock;
+use kvarts_contract::error::{Kind as ErrorKind, Reason};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockKey, Geometry, OriginId, StoreId};
-use kvarts_store::api::{Origins, ReadEnd, ReadEvent, ReadRequest, ReadStream};
-use kvarts_store::error::{Kind as ErrorKind, Reason};
-use kvarts_store::rt::clock::ManualClock;
 use kvarts_wire::proto;
 
 use super::delivery::Delivery;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
 
 /// What may go out at once after a pause.
 const BURST: Duration = Duration::from_millis(50);

@@ -9,9 +9,9 @@ use std::io::{self, BufRead, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_layout::StoreId;
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::{Clock, Nanos};
 use rustix::io::Errno;
 use tokio_rustls::rustls::{ClientConnection, Connection, Error, ServerConnection};
 

@@ -6,12 +6,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::Origins;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::clock::Clock;
 use kvarts_layout::StoreId;
 use kvarts_layout::plan::Order;
-use kvarts_store::api::Origins;
-use kvarts_store::io::BufMut;
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::Clock;
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
@@ -277,7 +277,7 @@ fn a_flipped_bit_ends_an_encrypted_lane() {
 fn one_who_connects_and_says_nothing_is_cut_after_a_time() {
     let authority = Authority::new();
     let (listener, far) = (listener(), secured(SERVER, &pem(&authority, &authority, SERVER, false)));
-    let clock = kvarts_store::rt::clock::ManualClock::new(0);
+    let clock = kvarts_contract::clock::ManualClock::new(0);
     let far = Member { clock: clock.clone(), ..far };
     let _silent = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let wire = far.accept(Arc::new(Plain::new(listener.accept().unwrap().0))).unwrap();

@@ -14,13 +14,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    Digests, Origins, Placed, ReadEnd, ReadRequest, ReadStream, TiledRequest, Verify,
+};
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, OriginId};
-use kvarts_store::api::{Digests, Origins, Placed, ReadEnd, ReadRequest, ReadStream, TiledRequest, Verify};
-use kvarts_store::error::Reason;
-use kvarts_store::io::BufMut;
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::{Class, Nanos};
 use kvarts_wire::{fault, proto};
 
 use super::asked::Asked;

@@ -5,10 +5,10 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::buffers::{Arena, Region};
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Arena, Region};
 
 use super::bell::Bell;
 use super::hello::Member;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
 
 use super::asked::{Asked, Namespaces};
 use super::bell::Bell;

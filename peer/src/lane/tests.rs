@@ -8,22 +8,22 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    KvStore, Origins, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel,
+};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::identity::{Arrangement, TenantSalt};
 use kvarts_layout::plan::Order;
 use kvarts_layout::spec::{Kind as Name, PartGeometry, Role};
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId, StoreId,
 };
-use kvarts_store::api::{
-    KvStore, Origins, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel,
-};
 use kvarts_store::engine::Options;
-use kvarts_store::error::{Kind, Reason};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::clock::{OsEntropy, SystemClock};
-use kvarts_store::rt::{Clock, Nanos};
 
 use super::*;
 use crate::path::{Path, Piece};
@@ -392,7 +392,7 @@ impl Path for Made {
     fn read(&self, piece: Piece) -> Result<ReadStream, Reason> {
         let (Piece { request, origins, .. }, (sink, stream)) = (piece, read_channel());
         self.reads.fetch_add(1, Ordering::SeqCst);
-        if request.verify == kvarts_store::api::Verify::Always {
+        if request.verify == kvarts_contract::api::Verify::Always {
             self.verified.fetch_add(request.keys.len() as u64, Ordering::SeqCst);
         }
         if self.holds.load(Ordering::SeqCst) {

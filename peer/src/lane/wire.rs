@@ -7,9 +7,9 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_layout::StoreId;
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::{Clock, Nanos};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, sockopt};
 

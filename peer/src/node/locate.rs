@@ -5,8 +5,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::api::{ContainsRequest, KvStore, Presence};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{ContainsRequest, KvStore, Presence};
 use kvarts_wire::proto;
 
 use super::{ClusterNode, wire};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use kvarts_cluster::members::Member;
-use kvarts_store::rt::Entropy;
+use kvarts_contract::clock::Entropy;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, StdError, http};
 use tonic::transport::{Channel, Endpoint};

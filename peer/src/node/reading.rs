@@ -10,9 +10,9 @@ use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
 use kvarts_cluster::paths::PathId;
+use kvarts_contract::api::{Origins, ReadRequest, ReadStream, TiledRequest, read_channel};
+use kvarts_contract::error::Error;
 use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
-use kvarts_store::api::{Origins, ReadRequest, ReadStream, TiledRequest, read_channel};
-use kvarts_store::error::Error;
 
 use super::locate::Asked;
 use super::{ClusterNode, Column};
@@ -173,7 +173,7 @@ impl ClusterNode {
         MultiTiles::new(request, shape, (origins, copies), &self.paths, &self.footing.runner)
     }
 
-    /// Reads as [`KvStore::read`](kvarts_store::api::KvStore::read) does, and takes what other nodes have.
+    /// Reads as [`KvStore::read`](kvarts_contract::api::KvStore::read) does, and takes what other nodes have.
     pub fn read(
         self: &Arc<Self>,
         request: ReadRequest,

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, BlockShape, OriginId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Durability, KvStore, MAX_REQUEST_BLOCKS, Order, Origins, Parent, Placed, PutRequest,
     ReadRequest, Verify,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::Class;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::{BlockKey, BlockShape, OriginId};
 
 use super::{ClusterNode, Column};
 

@@ -10,7 +10,7 @@ use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{Order, Tile};
 
 /// Pieces are not smaller than this for the sake of a path that has some of their blocks: a request costs something too, and
-/// what is no longer than [`SMALL_READ_BYTES`](kvarts_store::api::SMALL_READ_BYTES) goes before other reads at a disk.
+/// what is no longer than [`SMALL_READ_BYTES`](kvarts_contract::api::SMALL_READ_BYTES) goes before other reads at a disk.
 pub(crate) const PIECE_BYTES_LEAST: u64 = 512 << 10;
 /// Nor larger, however fast the paths are.
 const PIECE_BYTES_MOST: u64 = 4 << 20;

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::{Arrived, Dealer, PathSet, Piece};
 use kvarts_cluster::paths::PathId;
+use kvarts_contract::api::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadSink, ReadStream};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_layout::plan::Tile;
 use kvarts_layout::planted;
-use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadEvent, ReadProgress, ReadSink, ReadStream};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, ForRequest, News};
 use super::cut::{Whole, after_first, piece_bytes, place};

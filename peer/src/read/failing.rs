@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::{PathSet, Piece};
 use kvarts_cluster::paths::PathId;
+use kvarts_contract::api::{Order, ReadEnd};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::plan::Tile;
-use kvarts_store::api::{Order, ReadEnd};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::rt::Nanos;
 
 use super::OWN;
 use super::cut::place;

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
+use kvarts_contract::clock::Nanos;
 use kvarts_layout::plan::Tile;
-use kvarts_store::rt::Nanos;
 
 use super::OWN;
 use super::drive::{Member, Reading};

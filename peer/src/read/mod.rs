@@ -25,12 +25,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
-use kvarts_layout::BlockShape;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     MAX_REQUEST_BLOCKS, Origins, Placed, ReadSink, ReadStream, TiledRequest, read_channel, wanted_layers,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockShape;
 
 use last::Last;
 
@@ -128,7 +128,7 @@ impl MultiRead {
     }
 }
 
-/// Reads by several paths, as [`KvStore::read`](kvarts_store::api::KvStore::read) does by one: the same events, and an error
+/// Reads by several paths, as [`KvStore::read`](kvarts_contract::api::KvStore::read) does by one: the same events, and an error
 /// only where no path has the block.
 pub fn read(read: MultiRead, nodes: &Arc<NodePaths>, runner: &Arc<dyn Runner>) -> Result<ReadStream, Reason> {
     read.check(runner.now())?;

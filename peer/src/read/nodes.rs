@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::{Arrived, Dealer, PathSet, READ_PATHS_MAX};
 use kvarts_cluster::paths::{PathId, Paths};
-use kvarts_store::error::{Kind, Reason};
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Kind, Reason};
 
 use super::bell::{Bell, News};
 use super::cut::PIECE_BYTES_LEAST;
@@ -357,7 +357,7 @@ impl fmt::Debug for NodePaths {
 mod tests {
     use super::*;
     use crate::path::Piece;
-    use kvarts_store::api::ReadStream;
+    use kvarts_contract::api::ReadStream;
 
     struct Nowhere;
 

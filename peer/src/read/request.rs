@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use kvarts_cluster::paths::PathId;
+use kvarts_contract::api::{Digests, Order, Placed, ReadEnd, ReadSink, ReadStream};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::Tile;
-use kvarts_store::api::{Digests, Order, Placed, ReadEnd, ReadSink, ReadStream};
-use kvarts_store::error::Reason;
-use kvarts_store::io::{BufMut, SharedBuf};
-use kvarts_store::rt::Nanos;
 
 use super::bell::{Bell, News};
 use super::scratch::Grant;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{Either, select};
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::{Clock, Nanos};
 use tokio::runtime::Handle;
 
 /// A task that may run anywhere.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvarts_store::io::{Arena, BufMut, Region};
+use kvarts_contract::buffers::{Arena, BufMut, Region};
 
 /// What all reads of a node take of. Pages come as they are first used, and stay for the next piece.
 #[derive(Debug)]

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kvarts_contract::api::{Origins, Placed, ReadStream, TileSource, TiledRequest};
+use kvarts_contract::error::Reason;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::Tile;
-use kvarts_store::api::{Origins, Placed, ReadStream, TileSource, TiledRequest};
-use kvarts_store::error::Reason;
 
 use super::{Copies, MultiRead, NodePaths, Runner, read};
 

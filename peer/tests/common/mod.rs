@@ -12,17 +12,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvarts_cluster::members::{Member, Members, NodeId};
+use kvarts_contract::api::{BlockOutcome, DeleteRequest, KvStore, Placed, PutRequest, Target};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::BufMut;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_peer::credentials::Credentials;
 use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, NodeOptions, PutPolicy, Secret};
-use kvarts_store::api::{BlockOutcome, DeleteRequest, KvStore, Placed, PutRequest, Target};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::blocking::block_on;
 use tokio::net::TcpListener;
 
 /// A directory that goes with its owner.

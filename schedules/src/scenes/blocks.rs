@@ -12,9 +12,9 @@ use crate::index::{
     BlockFingerprint, Deleted, Eviction, Index, LeaseTerms, Location, Lookup, RecordId, RecordInfo,
     Reservation,
 };
-use crate::rt::Nanos;
-use crate::sync::Race;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::Race;
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 const NOW: Nanos = Nanos(10);
 const TENANT: u32 = 1;

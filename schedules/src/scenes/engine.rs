@@ -12,19 +12,24 @@ use kvarts_layout::{BlockKey, NamespaceId};
 use shuttle::thread;
 
 use super::Scene;
-use crate::api::{
+use crate::engine::{EvictionPolicy, Limits, Options, Store};
+use crate::fixture::{self, PAGES, Style, all_heads};
+use crate::io::{Completion, Io, IoFacts, Op, Token, Unpark};
+use crate::rt::local::LocalExecutor;
+use crate::rt::{Body, Join, Launcher};
+use crate::sim::{DiskConfig, Seed, SimClock, SimDisk, SimIo};
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Parent, Presence,
     PutRequest, ReadEvent, ReadRequest, Target, Verify,
 };
-use crate::engine::{EvictionPolicy, Limits, Options, Store};
-use crate::error::Error;
-use crate::fixture::{self, PAGES, Style, all_heads};
-use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
-use crate::rt::clock::{ManualClock, SeededEntropy};
-use crate::rt::local::LocalExecutor;
-use crate::rt::{Body, Class, Clock, Entropy, Join, Launcher};
-use crate::sim::{DiskConfig, Seed, SimClock, SimDisk, SimIo};
-use crate::sync::{Event, Race};
+use kvarts_contract::buffers::Region;
+use kvarts_contract::clock::{ManualClock, SeededEntropy};
+use kvarts_contract::error::Error;
+use kvarts_contract::sync::{Event, Race};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy},
+};
 
 /// What an executor sleeps for at most when something is under way that it looks at again and again. What recurs, like
 /// checkpoints, is set for later than that and never comes.

@@ -10,13 +10,15 @@ use shuttle::thread;
 
 use super::Scene;
 use crate::io::wake::Wake;
-use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
-use crate::rt::clock::{ManualClock, SeededEntropy};
+use crate::io::{Completion, Io, IoFacts, Op, Token, Unpark};
 use crate::rt::local::LocalExecutor;
-use crate::rt::mailbox::{Abandoned, Mailbox, Reply, SendError, Sender, mailbox, ticket};
-use crate::rt::{Class, Clock};
-use crate::sync::atomic::{AtomicU32, Ordering};
-use crate::sync::{Event, Race};
+use crate::rt::mailbox::{Mailbox, SendError, Sender, mailbox};
+use kvarts_contract::buffers::Region;
+use kvarts_contract::clock::{ManualClock, SeededEntropy};
+use kvarts_contract::sync::atomic::{AtomicU32, Ordering};
+use kvarts_contract::sync::{Event, Race};
+use kvarts_contract::ticket::{Abandoned, Reply, ticket};
+use kvarts_contract::{class::Class, clock::Clock};
 
 pub(super) fn scenes() -> Vec<Scene> {
     let scene = |name, play, finds, cost| Scene { name, play, finds, cost };

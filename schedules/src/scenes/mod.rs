@@ -7,7 +7,7 @@ mod streams;
 
 pub use engine::shared_bytes;
 
-use crate::sync::Race;
+use kvarts_contract::sync::Race;
 
 /// A few threads and what must be true of them.
 #[derive(Clone, Copy, Debug)]

@@ -8,9 +8,9 @@ use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 use shuttle::thread;
 
 use super::Scene;
-use crate::api::{ReadEnd, ReadEvent, StepGate, read_channel};
-use crate::events::{Cause, EventKind, EventLog, Subject};
-use crate::sync::{Event, Race};
+use kvarts_contract::api::{ReadEnd, ReadEvent, StepGate, read_channel};
+use kvarts_contract::events::{Cause, EventKind, EventLog, Subject};
+use kvarts_contract::sync::{Event, Race};
 
 pub(super) fn scenes() -> Vec<Scene> {
     let scene = |name, play, finds, cost| Scene { name, play, finds, cost };

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use kvarts_cold::withdraw::{Deleted, withdraw};
 use kvarts_cold::{ColdError, Tier};
+use kvarts_contract::api::{DeleteOutcome, DeleteReply, Target};
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{DeleteOutcome, DeleteReply, Target};
-use kvarts_store::error::Reason;
 
 use super::ColdTier;
 use super::counts::add;

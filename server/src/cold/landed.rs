@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvarts_cold::format::PackIndex;
 use kvarts_cold::promote::News;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::{BlockKey, OriginId};
-use kvarts_store::io::SharedBuf;
 
 /// Some layers of a block, or all.
 #[derive(Clone, Debug)]

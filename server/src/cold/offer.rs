@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use kvarts_store::api::Presence;
+use kvarts_contract::api::Presence;
 
 use super::ColdTier;
 use super::counts::add;

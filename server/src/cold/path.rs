@@ -7,13 +7,13 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, Weak};
 
-use kvarts_layout::BlockKey;
-use kvarts_peer::path::{Path, Piece};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Digests, Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink, ReadStream, Verify,
     read_channel,
 };
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockKey;
+use kvarts_peer::path::{Path, Piece};
 
 use super::ColdTier;
 use super::counts::add;

@@ -15,9 +15,9 @@ use kvarts_cold::promote::{Memory, News, Restored, Wanted, restore_and_tell};
 use kvarts_cold::restore::FetchOptions;
 use kvarts_cold::tier::Known;
 use kvarts_cold::time::BoxFuture;
+use kvarts_contract::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
+use kvarts_contract::buffers::{Arena, BufMut, Region, SharedBuf};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::{ContainsRequest, Durability, KvStore, Presence, ReadRequest};
-use kvarts_store::io::{Arena, BufMut, Region, SharedBuf};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 

@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_cold::{ColdError, PushOptions, Pushed, Pusher};
+use kvarts_contract::api::{Digests, Leaving, Order, Origins, Placed, ReadRequest, Verify};
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::class::Class;
 use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Run};
 use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, BlockShape, ContentId, NamespaceId};
-use kvarts_store::api::{Digests, Leaving, Order, Origins, Placed, ReadRequest, Verify};
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::Class;
 use tokio::time::sleep;
 
 use super::ColdTier;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
+use kvarts_contract::api::{Origins, ReadRequest, ReadStream, TiledRequest};
+use kvarts_contract::error::Error;
 use kvarts_layout::BlockShape;
 use kvarts_peer::read::{Copies, MultiRead, MultiTiles, NodePaths, OWN, OnTokio, Runner, read};
-use kvarts_store::api::{Origins, ReadRequest, ReadStream, TiledRequest};
 use kvarts_store::engine::Store;
-use kvarts_store::error::Error;
 use tokio::runtime::Handle;
 
 use super::ColdTier;

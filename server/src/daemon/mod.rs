@@ -22,11 +22,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::clock::Entropy;
+use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::rt::Entropy;
-use kvarts_store::rt::clock::OsEntropy;
 use rustix::fs::Gid;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;

@@ -4,12 +4,12 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use kvarts_contract::clock::Entropy;
+use kvarts_contract::clock::OsEntropy;
 use kvarts_peer::node::ClusterNode;
 use kvarts_peer::read::NodePaths;
 use kvarts_store::engine::Store;
 use kvarts_store::home::Home;
-use kvarts_store::rt::Entropy;
-use kvarts_store::rt::clock::OsEntropy;
 use rustix::fs::Gid;
 use tokio::net::{TcpListener, UnixListener};
 

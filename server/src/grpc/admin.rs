@@ -1,9 +1,9 @@
 //! Watching and running a server.
 
 use kvarts_cold::Spent;
+use kvarts_contract::error::Reason;
 use kvarts_layout::StoreId;
 use kvarts_store::engine::Stats;
-use kvarts_store::error::Reason;
 
 use super::call::Call;
 use super::fault::{Fault, Outcome};

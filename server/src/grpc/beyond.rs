@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kvarts_contract::api::{Beyond, BeyondColumn, MatchRequest};
 use kvarts_layout::{Coordinate, Group};
 use kvarts_peer::node::{ClusterNode, Column};
 use kvarts_planner::plan::{Link, Source};
-use kvarts_store::api::{Beyond, BeyondColumn, MatchRequest};
 use kvarts_wire::proto;
 use tokio::time::Instant;
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
-use kvarts_store::rt::Class;
+use kvarts_contract::class::Class;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tonic::body::Body;
@@ -110,7 +110,7 @@ pub(crate) struct Call {
 
 impl Call {
     /// The deadline by the engine's clock.
-    pub(crate) fn engine_deadline(&self) -> kvarts_store::rt::Nanos {
+    pub(crate) fn engine_deadline(&self) -> kvarts_contract::clock::Nanos {
         let left = self.deadline.saturating_duration_since(Instant::now());
         self.state.clock().now().plus(left)
     }

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_layout::{BlockKey, Requirements};
-use kvarts_peer::node::Column;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchRequest,
     Missing, Presence, Target, TtlRequest,
 };
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
+use kvarts_layout::{BlockKey, Requirements};
+use kvarts_peer::node::Column;
 
 use super::beyond::{self, Together};
 use super::call::Call;

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kvarts_contract::api::{ContainsRequest, MatchRequest, Presence};
 use kvarts_layout::prefix::UsablePrefix;
 use kvarts_layout::{BlockShape, Coordinate, Group};
-use kvarts_store::api::{ContainsRequest, MatchRequest, Presence};
 use kvarts_wire::proto;
 use tokio::time::Instant;
 

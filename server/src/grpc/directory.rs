@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::error::Reason;
 use kvarts_layout::BlockKey;
 use kvarts_peer::node::{ClusterNode, Column, NodeStatus};
-use kvarts_store::error::Reason;
 use kvarts_wire::proto;
 use tokio::time::Instant;
 

@@ -10,7 +10,7 @@ use super::call::Call;
 use super::calls;
 use super::fault::{Fault, Outcome};
 use super::limits;
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
 use kvarts_wire::proto;
 
 /// Bytes of a specification that are as much work as one entry of a look-up.

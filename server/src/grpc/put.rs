@@ -9,13 +9,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use kvarts_contract::api::{BlockOutcome, Digests, Durability, Parent, Placed, PutReply, PutRequest};
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::{Ticket, ticket};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId, OriginId};
 use kvarts_peer::node::{Column, Fate, Placing};
-use kvarts_store::api::{BlockOutcome, Digests, Durability, Parent, Placed, PutReply, PutRequest};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::{BufMut, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::mailbox::{Ticket, ticket};
 use prost::Message;
 use tonic::body::Body;
 

@@ -11,16 +11,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use kvarts_layout::plan::{Tile, TileChunk, TileRange};
-use kvarts_layout::{BlockKey, BlockShape};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, Digests, Late, Order, Placed, ReadEnd, ReadProgress, TileBytes, TileMemory, TileSource,
     TiledRead, TiledRequest, Verify, wanted_layers,
 };
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_layout::plan::{Tile, TileChunk, TileRange};
+use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_store::engine::TileRuns;
-use kvarts_store::error::Reason;
-use kvarts_store::io::{BufMut, SharedBuf};
-use kvarts_store::rt::Class;
 use tokio::sync::mpsc::Sender;
 use tokio::time::Instant;
 use tonic::Code;

@@ -195,7 +195,7 @@ impl http_body::Body for Arriving {
 mod tests {
     use super::*;
     use http_body::Body as _;
-    use kvarts_store::rt::blocking::block_on;
+    use kvarts_contract::blocking::block_on;
     use std::pin::pin;
     use std::task::Waker;
 

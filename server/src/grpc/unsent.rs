@@ -12,7 +12,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::SharedBuf;
+use kvarts_contract::buffers::SharedBuf;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 use super::answer::followed;

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kvarts_contract::events::{Cause, Event, EventKind, Gap, Sequence, Subject};
 use kvarts_layout::NamespaceId;
-use kvarts_store::events::{Cause, Event, EventKind, Gap, Sequence, Subject};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;

@@ -3,9 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use kvarts_contract::buffers::{Region, shared};
+use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Region, shared};
 
 use tokio::runtime::Handle;
 
@@ -35,7 +35,7 @@ impl Memory {
         let malformed = |what: &str| Fault::malformed(format!("share: {what}"));
         let mode =
             Mode::from_wire(wire.mode).ok_or_else(|| malformed("mode: say direct, adopted or copied"))?;
-        if wire.bytes == 0 || !wire.bytes.is_multiple_of(kvarts_store::io::mem::PAGE as u64) {
+        if wire.bytes == 0 || !wire.bytes.is_multiple_of(kvarts_contract::buffers::region::PAGE as u64) {
             return Err(malformed("bytes: whole pages of 4096, at least one"));
         }
         if file.is_none() && mode == Mode::Adopted {

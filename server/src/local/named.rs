@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use kvarts_store::io::Region;
+use kvarts_contract::buffers::Region;
 
 /// Bytes of a name.
 pub(super) const NAME_BYTES: usize = 16;
@@ -99,7 +99,7 @@ impl Drop for Named {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::io::{SharedBuf, shared};
+    use kvarts_contract::buffers::{SharedBuf, shared};
 
     #[test]
     fn a_session_is_under_way_until_nobody_uses_its_memory() {

@@ -14,9 +14,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::buffers::aligned::LARGE_PAGE;
+use kvarts_contract::buffers::{Region, shared};
 use kvarts_store::engine::Store;
-use kvarts_store::io::aligned::LARGE_PAGE;
-use kvarts_store::io::{Region, shared};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 

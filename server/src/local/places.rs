@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvarts_contract::api::Placed;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{MemoryId, PartTarget};
-use kvarts_store::api::Placed;
-use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
 
 use super::memory::Memory;
 use kvarts_wire::fault::{Fault, Outcome};

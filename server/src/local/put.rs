@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crc32fast::Hasher;
-use kvarts_store::api::{BlockOutcome, Digests, Placed};
-use kvarts_store::error::Reason;
-use kvarts_store::io::BufMut;
+use kvarts_contract::api::{BlockOutcome, Digests, Placed};
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::error::Reason;
 
 use super::limits::{COPY_BYTES, DIGEST_BYTES};
 use super::memory::Memory;

@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use kvarts_layout::OriginId;
-use kvarts_layout::plan::Tile;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Digests, Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, SMALL_READ_BYTES, Verify,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_layout::OriginId;
+use kvarts_layout::plan::Tile;
 use tokio::time::Instant;
 use tonic::Code;
 

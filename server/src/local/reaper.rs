@@ -5,7 +5,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, mpsc};
 
-use kvarts_store::io::shared;
+use kvarts_contract::buffers::shared;
 
 /// The thread; it ends when its last sender is gone.
 #[derive(Clone)]

@@ -116,7 +116,7 @@ fn usage(out: &mut String, counted: &Counted) {
 mod tests {
     use std::time::Duration;
 
-    use kvarts_store::api::Missing;
+    use kvarts_contract::api::Missing;
 
     use super::super::{Ended, Lookup, Metrics};
     use super::*;

@@ -3,9 +3,9 @@
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
+use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::engine::{Counts, Stats};
-use kvarts_store::rt::Clock;
 
 use super::Metrics;
 use super::usage::{REST, TENANTS_MAX};

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvarts_store::api::Missing;
+use kvarts_contract::api::Missing;
 
 /// Tenants that are told apart.
 pub(super) const TENANTS_MAX: usize = 256;

@@ -10,13 +10,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
-use kvarts_layout::BlockShape;
-use kvarts_layout::plan::Tile;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Digests, Instead, Order, Origins, Placed, ReadEnd, ReadEvent, ReadSink, ReadStream, ShortTile,
     TiledRequest, read_channel,
 };
-use kvarts_store::error::{Kind, Reason};
+use kvarts_contract::error::{Kind, Reason};
+use kvarts_layout::BlockShape;
+use kvarts_layout::plan::Tile;
 use tokio::runtime::Handle;
 
 use super::ServerState;
@@ -70,7 +70,7 @@ impl Again {
         elsewhere.then(|| Self { state, shape, damaged: Arc::default() })
     }
 
-    /// As [`TileSource::instead`](kvarts_store::api::TileSource::instead), for a tile of this read.
+    /// As [`TileSource::instead`](kvarts_contract::api::TileSource::instead), for a tile of this read.
     pub(super) fn instead(
         &self,
         (request, origins): (&TiledRequest, &Arc<Origins>),

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 
+use kvarts_contract::api::{Order, Origins, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel};
+use kvarts_contract::error::Error;
 use kvarts_layout::BlockShape;
-use kvarts_store::api::{Order, Origins, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel};
-use kvarts_store::error::Error;
 
 use super::ServerState;
 use crate::cold::Wish;

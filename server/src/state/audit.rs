@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::{Clock, Nanos};
 
 /// Lines in one span of time.
 const LINES: u32 = 100;
@@ -40,7 +40,7 @@ impl Audit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::rt::clock::ManualClock;
+    use kvarts_contract::clock::ManualClock;
 
     #[test]
     fn a_flood_is_told_of_in_so_many_lines_a_second() {

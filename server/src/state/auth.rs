@@ -10,7 +10,7 @@ use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use kvarts_store::rt::Clock;
+use kvarts_contract::clock::Clock;
 use tokio::sync::Notify;
 
 use super::tenant::Tenant;
@@ -331,7 +331,7 @@ impl Gatekeeper {
 mod tests {
     use super::*;
     use crate::state::tenant::TenantLimits;
-    use kvarts_store::rt::clock::ManualClock;
+    use kvarts_contract::clock::ManualClock;
 
     fn gate() -> Gate {
         let token = |name: &str, number, expires| Token {
@@ -361,7 +361,7 @@ mod tests {
         let forever = keeper.caller(Some(b"Bearer kvarts_a"), 990).unwrap();
         assert!(keeper.read().lets_in_for(&forever, Right::Read, u64::MAX - 1) > 0);
         let ended = ManualClock::new(1_000_000);
-        kvarts_store::rt::blocking::block_on(keeper.taken_away(&caller, Right::Read, &*ended));
+        kvarts_contract::blocking::block_on(keeper.taken_away(&caller, Right::Read, &*ended));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! events would tell it how much happens elsewhere. What a tenant is shown is a permutation of them that only the
 //! server can undo, another one for each tenant and each start: two numbers are equal or not, and nothing else.
 
-use kvarts_store::events::Sequence;
+use kvarts_contract::events::Sequence;
 
 const ROUNDS: u32 = 4;
 

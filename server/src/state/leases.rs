@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvarts_store::api::LeaseId;
-use kvarts_store::rt::Nanos;
+use kvarts_contract::api::LeaseId;
+use kvarts_contract::clock::Nanos;
 
 use super::Model;
 

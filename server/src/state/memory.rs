@@ -15,8 +15,8 @@ use std::io;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvarts_store::io::arena::{Arena, ArenaUse};
-use kvarts_store::io::{Buf, BufMut, Region};
+use kvarts_contract::buffers::arena::{Arena, ArenaUse};
+use kvarts_contract::buffers::{Buf, BufMut, Region};
 
 use super::parts::{Part, Parts};
 use super::tile_cache::{CachedTile, TileCache, TileStart};
@@ -212,7 +212,7 @@ impl AsRef<[u8]> for SharedBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::rt::blocking::block_on;
+    use kvarts_contract::blocking::block_on;
     use kvarts_wire::limits;
 
     #[test]

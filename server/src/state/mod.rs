@@ -30,11 +30,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use kvarts_contract::api::KvStore;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::clock::{Clock, Entropy};
 use kvarts_peer::node::ClusterNode;
-use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
-use kvarts_store::io::BufMut;
-use kvarts_store::rt::{Clock, Entropy};
 use tokio::sync::{Notify, Semaphore};
 
 pub use audit::Audit;

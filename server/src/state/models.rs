@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use kvarts_contract::api::KvStore;
+use kvarts_contract::error::{Error, Reason};
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::KvStore;
-use kvarts_store::error::{Error, Reason};
 
 use super::Caller;
 use kvarts_wire::limits::LAYER_MEMORY;

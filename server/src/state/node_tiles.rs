@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    Instead, Order, Placed, ReadStream, ShortTile, TileSource, TiledRead, TiledRequest,
+};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Reason};
 use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_peer::node::Column;
 use kvarts_peer::read::MultiTiles;
-use kvarts_store::api::{Instead, Order, Placed, ReadStream, ShortTile, TileSource, TiledRead, TiledRequest};
 use kvarts_store::engine::{StoreTiles, TileIdentity, TileRuns};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::rt::Nanos;
 
 use super::ServerState;
 use super::again::Again;

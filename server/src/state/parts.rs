@@ -271,7 +271,7 @@ impl Drop for Place<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::rt::blocking::block_on;
+    use kvarts_contract::blocking::block_on;
     use std::pin::Pin;
     use std::task::{Context, Poll, Waker};
 

@@ -52,7 +52,7 @@ impl Puts {
 mod tests {
     use super::*;
     use crate::state::tenant::TenantLimits;
-    use kvarts_store::rt::blocking::block_on;
+    use kvarts_contract::blocking::block_on;
     use std::pin::pin;
     use std::task::{Context, Poll, Waker};
 

@@ -14,11 +14,11 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::api::Placed;
+use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_store::api::Placed;
 use kvarts_store::engine::TileIdentity;
-use kvarts_store::io::SharedBuf;
 
 /// Parts of the memory of requests: the main one and the small one.
 pub(super) const PARTS: usize = 2;

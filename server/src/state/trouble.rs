@@ -4,10 +4,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use kvarts_contract::api::BlockOutcome;
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::NamespaceId;
-use kvarts_store::api::BlockOutcome;
 use kvarts_store::engine::Health;
-use kvarts_store::error::{Kind, Reason};
 
 use super::Audit;
 
@@ -114,7 +114,7 @@ impl Trouble {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvarts_store::error::SpaceCause;
+    use kvarts_contract::error::SpaceCause;
 
     #[test]
     fn a_full_disk_is_told_once_when_it_begins_and_once_when_it_ends() {

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use kvarts_contract::events::EventKind;
 use kvarts_layout::BlockKey;
-use kvarts_store::events::EventKind;
 
 /// What happened.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

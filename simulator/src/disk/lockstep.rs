@@ -12,9 +12,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::io::{
-    Completion, FileId, Io, IoFacts, MetaOp, Name, Op, Region, Reply, SharedBuf, Token, Unpark,
+use kvarts_contract::{
+    buffers::{Region, SharedBuf},
+    io_error::{FileId, Name},
 };
+use kvarts_store::io::{Completion, Io, IoFacts, MetaOp, Op, Reply, Token, Unpark};
 
 use super::pages::Pages;
 

@@ -10,12 +10,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use kvarts_contract::clock::{Clock, Entropy, Nanos};
+use kvarts_contract::clock::{ManualClock, SeededEntropy};
+use kvarts_contract::error::Error;
 use kvarts_store::engine::{Options, Store};
-use kvarts_store::error::Error;
 use kvarts_store::io::Io;
-use kvarts_store::rt::clock::{ManualClock, SeededEntropy};
 use kvarts_store::rt::local::LocalExecutor;
-use kvarts_store::rt::{Body, Clock, Entropy, Join, Launcher, Nanos};
+use kvarts_store::rt::{Body, Join, Launcher};
 
 /// The wall clock at the beginning, in milliseconds since 1970.
 const BEGINNING_MS: u64 = 1_800_000_000_000;

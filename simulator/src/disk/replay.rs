@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, ModelSpec, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, Durability, KvStore, Order, Parent, Placed, Presence, PutReply,
     PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadStream, Subscription, Verify,
 };
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::events::Subject;
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, ModelSpec, NamespaceId};
 use kvarts_store::engine::{Compaction, EvictionPolicy, Limits, Options, Store};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::events::Subject;
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
 
 use super::events::{Happened, Kind, Tally, block_of, key_of};
 use super::machine::Machine;
@@ -202,7 +202,7 @@ impl<'a> Replay<'a> {
     fn wait<T>(&self, future: impl Future<Output = T>) -> Result<T, String> {
         match self.machine {
             Some(machine) => machine.wait(future),
-            None => Ok(kvarts_store::rt::blocking::block_on(future)),
+            None => Ok(kvarts_contract::blocking::block_on(future)),
         }
     }
 

@@ -10,11 +10,12 @@ use std::task::{Context, Poll};
 
 use super::Shared;
 use super::operations::{Request, Work};
-use crate::io::FileId;
-use crate::io::buf::SharedBuf;
-use crate::io::error::IoError;
 use crate::io::slots::Key;
-use crate::task::{Class, LocalTask, Nanos};
+use crate::task::LocalTask;
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::io_error::FileId;
+use kvarts_contract::io_error::IoError;
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// The end of one extent of a [`ReadBatch`].
 #[derive(Clone, PartialEq, Eq, Debug)]

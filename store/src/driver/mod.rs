@@ -27,14 +27,14 @@ use std::time::Duration;
 
 pub use self::batch::{ExtentDone, ReadBatch};
 use self::operations::{Core, Outcome, Request, Work};
-use crate::io::buf::{Buf, BufMut, SharedBuf};
-use crate::io::error::{IoError, IoErrorKind};
 use crate::io::slots::Key;
-use crate::io::{
-    Completion, DirEntry, DirId, DiskSpace, FileId, Io, KeptFile, MetaOp, Name, OpenMode, Reply,
-};
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::task::{Class, LocalTask, Nanos, Runtime};
+use crate::io::{Completion, DirEntry, DiskSpace, Io, KeptFile, MetaOp, OpenMode, Reply};
+use crate::task::{LocalTask, Runtime};
+use kvarts_contract::buffers::buf::{Buf, BufMut, SharedBuf};
+use kvarts_contract::io_error::{DirId, FileId, Name};
+use kvarts_contract::io_error::{IoError, IoErrorKind};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// The classes of reads that an engine waits for: the first of [`Class::ALL`].
 const URGENT: [Class; 2] = [Class::Small, Class::Foreground];

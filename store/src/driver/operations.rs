@@ -19,13 +19,15 @@ use std::task::Waker;
 
 use super::schedule::Schedule;
 use super::{Limits, Metrics, URGENT, UrgentReads};
-use crate::io::buf::SharedBuf;
-use crate::io::error::{IoError, IoErrorKind, OpKind, Subject, describe};
-use crate::io::mem::PAGE;
+use crate::io::describe;
 use crate::io::ring::{MOVED_MAX, RANGES_MAX};
 use crate::io::slots::{Key, Slots};
-use crate::io::{Completion, FileId, Io, MetaOp, Op, Reply, Token};
-use crate::task::Class;
+use crate::io::{Completion, Io, MetaOp, Op, Reply, Token};
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::class::Class;
+use kvarts_contract::io_error::FileId;
+use kvarts_contract::io_error::{IoError, IoErrorKind, OpKind, Subject};
 
 /// How often an interrupted transfer is tried again.
 const TRIES_MAX: u16 = 16;

@@ -6,7 +6,7 @@
 //! and a large transfer at the head is never overtaken, so that it cannot starve. The queues are threaded through
 //! an array with one place for each slot: queueing allocates nothing, and leaving in the middle costs nothing.
 
-use crate::task::Class;
+use kvarts_contract::class::Class;
 
 const NONE: u32 = u32::MAX;
 /// Bytes for each share and turn.

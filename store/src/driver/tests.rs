@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use super::*;
 use crate::driver::ExtentDone;
-use crate::io::mem::{PAGE, Region};
-use crate::io::{Arena, IoFacts, Op, Token, Unpark};
-use crate::rt::{Clock, Entropy};
+use crate::io::{IoFacts, Op, Token, Unpark};
+use kvarts_contract::buffers::Arena;
+use kvarts_contract::buffers::region::{PAGE, Region};
+use kvarts_contract::clock::{Clock, Entropy};
 
 /// A device whose completions the test makes up.
 #[derive(Default)]
@@ -342,9 +343,10 @@ fn a_result_larger_than_the_request_is_an_error() {
 #[test]
 fn memory_that_a_client_took_away_is_no_fault_of_the_disk() {
     let bench = Bench::new(Limits::default());
-    let file = crate::io::shared::sealed(PAGE as u64).unwrap();
-    let reaper: crate::io::shared::Reaper = Arc::new(drop);
-    let foreign = crate::io::shared::map_foreign(file, PAGE as u64, Box::new(()), &reaper).unwrap();
+    let file = kvarts_contract::buffers::shared::sealed(PAGE as u64).unwrap();
+    let reaper: kvarts_contract::buffers::shared::Reaper = Arc::new(drop);
+    let foreign =
+        kvarts_contract::buffers::shared::map_foreign(file, PAGE as u64, Box::new(()), &reaper).unwrap();
     let buf = SharedBuf::new(&foreign, 0, PAGE).unwrap();
     let mut read = bench.read(0, &buf);
     bench.end(-14);

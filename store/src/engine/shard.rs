@@ -13,8 +13,8 @@ use super::volume::segment::RecordPlace;
 use super::volume::{Spawn, Volume};
 use super::write::log::Log;
 use crate::driver::Driver;
-use crate::io::{Arena, DirId};
-use crate::rt::Nanos;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::{buffers::Arena, io_error::DirId};
 
 /// What moves of blocks remember from one to the next.
 #[derive(Default)]

@@ -17,8 +17,8 @@ use std::fmt;
 
 use super::lock;
 use crate::memory_ids::BlockFingerprint;
-use crate::rt::Nanos;
-use crate::sync::Mutex;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::Mutex;
 
 /// Memory one pair or one lease takes in a B-tree that is two thirds full, about.
 const PAIR_BYTES: usize = 40;

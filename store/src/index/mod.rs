@@ -45,8 +45,8 @@ use groups::{Groups, partition_of};
 use leases::{Leases, Pins};
 use table::{Slot, State, Table};
 
-use crate::sync::atomic::AtomicU32;
-use crate::sync::{Mutex, MutexGuard, Race, RwLock, RwLockReadGuard, RwLockWriteGuard, planted};
+use kvarts_contract::sync::atomic::AtomicU32;
+use kvarts_contract::sync::{Mutex, MutexGuard, Race, RwLock, RwLockReadGuard, RwLockWriteGuard, planted};
 
 /// Partitions of an index as a power of two, unless asked otherwise.
 const PARTITION_BITS: u32 = 8;

@@ -1,11 +1,11 @@
 //! Matching under a lease, and eviction, which leases forbid.
 
 use super::{
-    BlockFingerprint, Groups, Index, LeaseError, LeaseId, LeaseTerms, Location, Lookup, State, lock, read,
-    write,
+    BlockFingerprint, Groups, Index, LeaseError, LeaseTerms, Location, Lookup, State, lock, read, write,
 };
-use crate::rt::Nanos;
-use crate::sync::{Race, planted};
+use kvarts_contract::api::LeaseId;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::{Race, planted};
 
 /// What became of an eviction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

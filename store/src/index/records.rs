@@ -23,8 +23,8 @@ use kvarts_layout::format::PAGE_BYTES;
 use super::{read, write};
 use crate::ledger::{Ledger, Live};
 use crate::memory_ids::RecordId;
-use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use crate::sync::{PLAIN, Race, RwLock, planted};
+use kvarts_contract::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use kvarts_contract::sync::{PLAIN, Race, RwLock, planted};
 
 /// Locks, a power of two; the low bits of a record's number choose one.
 const SHARDS: u32 = 16;

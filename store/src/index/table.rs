@@ -15,8 +15,8 @@ mod merge;
 
 use super::{EPOCHS, Heat, Location, Lookup, RecordId};
 use crate::memory_ids::BlockFingerprint;
-use crate::sync::PLAIN;
-use crate::sync::atomic::{AtomicU16, Ordering::Relaxed};
+use kvarts_contract::sync::PLAIN;
+use kvarts_contract::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// Slots past the last home when a table is built, and how many are added when they are used up.
 const TAIL: usize = 8;

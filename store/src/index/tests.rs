@@ -6,7 +6,7 @@ use std::num::NonZeroU16;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::*;
-use crate::rt::Nanos;
+use kvarts_contract::clock::Nanos;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 const NEVER: LeaseTerms = LeaseTerms { until: None, tenant: 1, cap_bytes: u64::MAX };

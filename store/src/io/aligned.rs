@@ -80,7 +80,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::io::shared::sealed;
+    use kvarts_contract::buffers::shared::sealed;
 
     #[test]
     fn mappings_begin_where_a_large_page_can_and_leave_nothing_behind() {

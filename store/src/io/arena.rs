@@ -15,9 +15,9 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::task::{Poll, Waker};
 
-use super::buf::BufMut;
-use super::mem::{PAGE, Region};
-use crate::sync::{Mutex, MutexGuard};
+use kvarts_contract::buffers::buf::BufMut;
+use kvarts_contract::buffers::region::{PAGE, Region};
+use kvarts_contract::sync::{Mutex, MutexGuard};
 
 /// How full an arena is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -15,7 +15,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::mem::{PAGE, Region};
+use kvarts_contract::buffers::region::{PAGE, Region};
 
 /// Bytes that are copied at once out of another process's file where they are only looked at: they stay in the
 /// processor's nearest caches.
@@ -468,7 +468,7 @@ mod tests {
     fn memory_that_one_fills_is_reached_by_no_other_way() {
         let mut buf = BufMut::zeroed(2 * PAGE).unwrap();
         assert!(SharedBuf::new(buf.region(), 0, 1).is_none(), "a second writer");
-        let arena = crate::io::Arena::new(Region::anonymous(4 * PAGE).unwrap());
+        let arena = kvarts_contract::buffers::Arena::new(Region::anonymous(4 * PAGE).unwrap());
         let piece = arena.try_take(PAGE).unwrap();
         assert!(
             SharedBuf::new(piece.region(), 0, 1).is_none() && SharedBuf::new(arena.region(), 0, 1).is_none()

@@ -14,9 +14,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::buf::SharedBuf;
-use super::mem::{PAGE, Region};
-use super::{Completion, DirEntry, DirId, EntryKind, FileId, Io, MetaOp, Name, Op, OpenMode, Reply, Token};
+use super::{Completion, DirEntry, EntryKind, Io, MetaOp, Op, OpenMode, Reply, Token};
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::{PAGE, Region};
+use kvarts_contract::io_error::{DirId, FileId, Name};
 
 const ENOENT: i32 = 2;
 const EBADF: i32 = 9;

@@ -4,7 +4,8 @@ use std::fmt;
 
 use rustix::io::Errno;
 
-use super::{FileId, MetaOp, Name};
+use super::MetaOp;
+use kvarts_contract::io_error::{FileId, Name};
 
 /// The kind of an [`IoError`]; what the engine does about it stands in [`policy`](super::policy).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -220,7 +221,7 @@ pub(crate) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::DirId;
+    use kvarts_contract::io_error::DirId;
 
     #[test]
     fn an_error_says_what_where_and_why() {

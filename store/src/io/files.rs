@@ -8,9 +8,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use super::FileId;
 use super::slots::{Key, Slots};
 use super::workers::lock;
+use kvarts_contract::io_error::FileId;
 
 /// The number of the next file that any table of this process takes in.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);

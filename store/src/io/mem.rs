@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use memmap2::{Advice, MmapMut};
 
-use super::buf::SharedBuf;
-use super::shared::Foreign;
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::shared::Foreign;
 
 /// The alignment of a region's base, and what direct I/O asks of offsets, lengths and memory.
 pub const PAGE: usize = 4096;

@@ -18,9 +18,10 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::files::Files;
-use super::mem::PAGE;
 use super::workers::{Done, Workers};
-use super::{Completion, DirEntry, DirId, EntryKind, FileId, MetaOp, Name, OpenMode, Reply, Token};
+use super::{Completion, DirEntry, EntryKind, MetaOp, OpenMode, Reply, Token};
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::io_error::{DirId, FileId, Name};
 
 /// A directory with more names than this is none of ours.
 const LISTING_MAX: usize = 1 << 20;

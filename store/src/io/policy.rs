@@ -1,6 +1,6 @@
 //! What the engine does about a failed operation: one function, so that there is one answer.
 
-use super::error::{IoError, IoErrorKind};
+use kvarts_contract::io_error::{IoError, IoErrorKind};
 
 /// What the operation was for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -84,8 +84,8 @@ pub fn decide(error: &IoError, stage: Stage) -> Action {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::FileId;
-    use crate::io::error::{OpKind, Subject};
+    use kvarts_contract::io_error::FileId;
+    use kvarts_contract::io_error::{OpKind, Subject};
 
     const KINDS: [IoErrorKind; 11] = [
         IoErrorKind::Eof,

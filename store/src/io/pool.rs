@@ -13,15 +13,16 @@ use std::time::Duration;
 use rustix::fs::fdatasync;
 use rustix::io::{Errno, ReadWriteFlags, preadv, pwritev, pwritev2};
 
-use super::buf::SharedBuf;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
-use super::mem::{IoVec, Region};
 use super::meta::{Meta, MetaThreads, punch};
 use super::ring::RANGES_MAX;
 use super::wake::Wake;
 use super::workers::{Done, Workers};
-use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::{IoVec, Region};
+use kvarts_contract::io_error::FileId;
 
 /// Operations that are at the disks at once: enough for what one executor reads ahead in pieces of 1 MiB.
 pub(super) const THREADS: usize = 4;

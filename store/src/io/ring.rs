@@ -25,17 +25,18 @@ use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{EnterFlags, IoUring, opcode, squeue};
 use rustix::io::Errno;
 
-use super::buf::SharedBuf;
 use super::features::{Feature, Features, Outcomes};
 use super::files::{Files, KeptFile, OpenFile};
-use super::mem::{IoVec, Region};
 use super::meta::{Meta, MetaThreads};
 use super::ring_buffers::Registered;
 use super::ring_setup::{Setup, make};
 use super::slots::{Key, Slots};
 use super::wake::Wake;
 use super::workers::Done;
-use super::{Completion, FileId, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::{IoVec, Region};
+use kvarts_contract::io_error::FileId;
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
 const WAKE: u64 = u64::MAX;

@@ -12,9 +12,9 @@ use io_uring::Submitter;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::buf::SharedBuf;
-use super::mem::{IoVec, Region};
 use super::ring_setup::view;
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::{IoVec, Region};
 
 /// The most that the kernel registers in one place of the table.
 const PIECE: usize = 1 << 30;

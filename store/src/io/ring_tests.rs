@@ -6,7 +6,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
 use crate::io::scratch::Scratch;
-use crate::io::{DirId, FileId, MetaOp, Name, OpenMode, Reply, conformance};
+use crate::io::{MetaOp, OpenMode, Reply, conformance};
+use kvarts_contract::io_error::{DirId, FileId, Name};
 
 /// A ring, or nothing where the machine forbids it, which is said where no test harness hides it.
 fn ring(scratch: &Scratch, features: &Features) -> Option<Ring> {

@@ -23,8 +23,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 
-use super::aligned::Mapping;
-use super::mem::{PAGE, Region};
+use kvarts_contract::buffers::aligned::Mapping;
+use kvarts_contract::buffers::region::{PAGE, Region};
 
 /// What `fstatfs` says of a file in memory. Those of huge pages are another kind: they can run out of pages, which
 /// kills a process that touches one.
@@ -265,7 +265,7 @@ pub fn replace(file: impl AsFd, range: Range<u64>) -> io::Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::SharedBuf;
+    use kvarts_contract::buffers::SharedBuf;
 
     #[test]
     fn what_is_handed_out_is_seen_by_both_and_cannot_be_shortened() {

@@ -6,8 +6,8 @@ use std::os::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
 
-use super::buf::SharedBuf;
-use super::mem::IoVec;
+use kvarts_contract::buffers::buf::SharedBuf;
+use kvarts_contract::buffers::region::IoVec;
 
 /// Ranges that the kernel is given at once, at most.
 const AT_ONCE: usize = 64;
@@ -150,7 +150,7 @@ impl Stretch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::BufMut;
+    use kvarts_contract::buffers::BufMut;
     use std::os::unix::net::UnixStream;
 
     fn some(len: usize, byte: impl Fn(usize) -> u8) -> SharedBuf {

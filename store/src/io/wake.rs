@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Unpark;
-use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Event, Race, planted};
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::sync::{Event, Race, planted};
 
 /// The wake-up of one [`Io`](super::Io).
 #[derive(Debug)]

@@ -12,8 +12,8 @@ use kvarts_layout::NamespaceId;
 
 use super::{Live, MakingRoom, lock};
 use crate::memory_ids::{BlockFingerprint, RecordId};
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use crate::sync::{Mutex, OnceLock, Race, planted};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvarts_contract::sync::{Mutex, OnceLock, Race, planted};
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {

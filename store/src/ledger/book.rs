@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::lock;
 use super::report::{SegmentView, Space};
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvarts_contract::sync::Mutex;
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// What a segment is to its book.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

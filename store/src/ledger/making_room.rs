@@ -5,7 +5,7 @@ use std::future::poll_fn;
 use std::task::{Poll, Waker};
 
 use super::lock;
-use crate::sync::Mutex;
+use kvarts_contract::sync::Mutex;
 
 /// The turn. A task that gives up waiting leaves no trace.
 #[derive(Debug, Default)]

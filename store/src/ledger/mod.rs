@@ -30,8 +30,8 @@ use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::NamespaceId;
 
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use crate::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvarts_contract::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub(crate) use account::Known;
 pub use account::{Account, NamespaceSpace, OverQuota, Pool, PoolSpace, Promise};

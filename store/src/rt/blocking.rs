@@ -30,7 +30,7 @@ pub fn block_on<T>(future: impl Future<Output = T>) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rt::mailbox::ticket;
+    use kvarts_contract::ticket::ticket;
 
     #[test]
     #[allow(clippy::disallowed_methods, reason = "the other side must be another thread")]

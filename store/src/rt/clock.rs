@@ -6,9 +6,9 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use super::{Clock, Entropy, Nanos};
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::clock::{Clock, Entropy, Nanos};
+use kvarts_contract::sync::Mutex;
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 
 /// The machine's clocks.
 #[derive(Debug)]

@@ -26,8 +26,12 @@ use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::tasks::{Handle, Tasks};
 use super::threads::{MakeIo, start_thread};
-use super::{Body, Class, Clock, Entropy, ExecutorContext, Join, Launcher, Nanos, Runtime};
+use super::{Body, ExecutorContext, Join, Launcher, Runtime};
 use crate::io::Io;
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy, Nanos},
+};
 
 /// What glommio registers with the kernel for its own I/O, of which there is next to none: its least. An executor
 /// locks about three times as much, far below the usual limit of 8 MiB.

@@ -10,7 +10,8 @@ use super::super::clock::{OsEntropy, SystemClock};
 use super::super::mailbox::{mailbox, ticket};
 use super::super::test_io::{TestIo, in_time};
 use super::*;
-use crate::io::{DirId, MetaOp, Name, Op, Token};
+use crate::io::{MetaOp, Op, Token};
+use kvarts_contract::io_error::{DirId, Name};
 
 fn launcher() -> GlommioLauncher {
     GlommioLauncher::new(SystemClock::new(), OsEntropy::new(), Arc::new(|_| Ok(TestIo::new() as _)))

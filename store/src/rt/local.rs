@@ -15,8 +15,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::tasks::{Handle, Tasks};
-use super::{Body, Class, Clock, Entropy, ExecutorContext, LocalTask, Nanos, Reaper, Runtime};
+use super::{Body, ExecutorContext, LocalTask, Reaper, Runtime};
 use crate::io::{Io, Unpark};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy, Nanos},
+};
 
 /// How many tasks run between two looks at the device.
 const TURN: u32 = 64;

@@ -12,7 +12,8 @@ use proptest::prelude::*;
 use super::super::clock::{ManualClock, SeededEntropy, SystemClock};
 use super::super::test_io::{TestIo, in_time};
 use super::*;
-use crate::io::{MetaOp, Name, Op, Token};
+use crate::io::{MetaOp, Op, Token};
+use kvarts_contract::io_error::Name;
 
 fn executor() -> (LocalExecutor, Arc<ManualClock>) {
     let clock = ManualClock::new(0);
@@ -248,7 +249,7 @@ fn the_reaper_is_called_after_tasks_ran_and_while_they_run_on() {
             done.len()
         }
     }));
-    let name = Name { dir: crate::io::DirId(0), path: "x".into() };
+    let name = Name { dir: kvarts_contract::io_error::DirId(0), path: "x".into() };
     let op = || Op::Meta(MetaOp::List { name: name.clone() });
     io.borrow_mut().submit(Token(1), op());
     executor.run_until_idle(10);

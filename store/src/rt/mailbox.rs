@@ -14,9 +14,10 @@ use std::pin::Pin;
 use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use super::{Clock, Nanos, Runtime};
+use super::Runtime;
 use crate::io::Unpark;
-use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, Race, planted};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::sync::{Condvar, Mutex, MutexGuard, OnceLock, Race, planted};
 
 /// A lock that a panicking thread poisoned still guards whole data: nothing here panics half-way.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -22,7 +22,11 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-pub use crate::task::{Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime};
+pub use crate::task::{LocalTask, Reaper, Runtime};
+pub use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy, Nanos},
+};
 
 use crate::io::{Io, Unpark};
 

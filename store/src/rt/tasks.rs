@@ -17,10 +17,14 @@ use std::rc::Rc;
 use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-use super::{Class, Clock, Entropy, LocalTask, Nanos, Reaper, Runtime};
+use super::{LocalTask, Reaper, Runtime};
 use crate::io::Unpark;
-use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, MutexGuard, Race, planted};
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::sync::{Mutex, MutexGuard, Race, planted};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy, Nanos},
+};
 
 /// A task of one executor. The generation tells it from later tasks in the same slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use crate::io::{Completion, Io, IoFacts, Op, Region, Token, Unpark};
+use crate::io::{Completion, Io, IoFacts, Op, Token, Unpark};
+use kvarts_contract::buffers::Region;
 
 pub(super) struct TestIo {
     event: Arc<Event>,

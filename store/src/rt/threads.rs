@@ -14,8 +14,9 @@ use std::thread::{Builder, JoinHandle};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::local::LocalExecutor;
-use super::{Body, Clock, Entropy, Join, Launcher};
+use super::{Body, Join, Launcher};
 use crate::io::Io;
+use kvarts_contract::clock::{Clock, Entropy};
 
 /// Makes the way to the disks of executor `index`, on the thread that will use it. An error says why it cannot.
 pub type MakeIo = Arc<dyn Fn(usize) -> Result<Rc<RefCell<dyn Io>>, String> + Send + Sync>;

@@ -2,14 +2,14 @@
 
 use std::cell::RefCell;
 
-use kvarts_layout::BlockShape;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Durability, KvStore, LayeredPut, Parent, Placed, PutRequest, StepGate,
 };
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
+use kvarts_layout::BlockShape;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
-use kvarts_store::io::SharedBuf;
-use kvarts_store::rt::Nanos;
 
 use super::{Ledger, Name, Poller, Put, content, key, register};
 use crate::fixture;
@@ -139,7 +139,7 @@ impl Layered {
         let asked = ledger.borrow_mut().next();
         let answer = self.stream.seal().await;
         // Its ticket has been taken; the rest says what the answer is about.
-        let (_, ticket) = kvarts_store::rt::mailbox::ticket();
+        let (_, ticket) = kvarts_contract::ticket::ticket();
         let put = Put { names: self.names, durable: self.bring.durable, asked, deadline: None, ticket };
         match answer {
             Ok(Ok(reply)) => ledger.borrow_mut().answered(&put, reply),

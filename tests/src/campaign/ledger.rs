@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvarts_store::api::{BlockOutcome, ContainsRequest, KvStore, Presence, PutReply};
+use kvarts_contract::api::{BlockOutcome, ContainsRequest, KvStore, Presence, PutReply};
+use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
-use kvarts_store::error::Reason;
 
 use super::{Found, Judge, Name, Put, content, key, register};
 use crate::fixture;

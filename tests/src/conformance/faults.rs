@@ -1,8 +1,8 @@
 //! What is refused, with which reason, and that nothing comes of it.
 
+use kvarts_contract::api::{LeaseTerms, MAX_REQUEST_BLOCKS, MatchRequest, PutRequest, ReadRequest};
+use kvarts_contract::error::{Error, Kind, Reason};
 use kvarts_layout::{Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{LeaseTerms, MAX_REQUEST_BLOCKS, MatchRequest, PutRequest, ReadRequest};
-use kvarts_store::error::{Error, Kind, Reason};
 
 use super::{Case, Desk, lookups, pages, placed};
 use crate::fixture;
@@ -144,7 +144,7 @@ fn match_column(
     group: Group,
     coordinate: Coordinate,
     tenant: Option<u32>,
-) -> Result<kvarts_store::api::MatchReply, Error> {
+) -> Result<kvarts_contract::api::MatchReply, Error> {
     use kvarts_layout::prefix::{Absence, Need, Requirement};
     let (coordinates, need, absence) = (vec![coordinate], Need::All, Absence::Required);
     let groups = vec![Requirement { group, coordinates, need, absence }];

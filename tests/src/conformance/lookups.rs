@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    ContainsRequest, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES, PlanTerms,
+};
+use kvarts_contract::error::{Error, Kind, Reason};
 use kvarts_layout::prefix::{Absence, Coverage, Need, Requirement, UNLIMITED};
 use kvarts_layout::{BlockKey, Coordinate, Group, Layout, Requirements};
 use kvarts_planner::cost::{Compute, Device, Prefill, Roofline, Times};
 use kvarts_planner::plan::Source;
-use kvarts_store::api::{
-    ContainsRequest, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest, PIN_BYTES, PlanTerms,
-};
-use kvarts_store::error::{Error, Kind, Reason};
 
 use super::{Case, Desk, pages};
 use crate::fixture;
@@ -202,7 +202,7 @@ fn lease_ends(desk: &Desk<'_>) {
     let lease = find(desk, &keys, &pages_only(), terms).unwrap().lease.unwrap();
     assert!(store.unlock(lease));
     assert!(!store.unlock(lease));
-    assert!(!store.unlock(kvarts_store::api::LeaseId(u64::MAX)));
+    assert!(!store.unlock(kvarts_contract::api::LeaseId(u64::MAX)));
     let lease = find(desk, &keys, &pages_only(), terms).unwrap().lease.unwrap();
     if desk.stage.advance(Duration::from_secs(6)) {
         assert!(!store.unlock(lease), "a lease that ended by itself cannot be ended");

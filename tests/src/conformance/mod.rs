@@ -9,11 +9,11 @@ mod puts;
 mod reads;
 mod space;
 
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, Durability, Order, Parent, Placed, PutRequest, ReadEnd, ReadEvent, ReadRequest, Verify,
 };
-use kvarts_store::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, NamespaceId};
 
 use crate::fixture::{self, Style};
 use crate::stage::Stage;

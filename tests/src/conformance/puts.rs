@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, Durability, Parent, PutRequest};
+use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::{Layout, OriginId};
-use kvarts_store::api::{BlockOutcome, Durability, Parent, PutRequest};
-use kvarts_store::error::{Kind, Reason};
 
 use super::{Case, Desk, pages};
 use crate::fixture::{self, Style};

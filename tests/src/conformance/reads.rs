@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, Order, ReadEvent, ReadRequest, Verify};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 use kvarts_layout::Layout;
-use kvarts_store::api::{BlockOutcome, Order, ReadEvent, ReadRequest, Verify};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Class;
 
 use super::{Case, Desk, pages};
 use crate::fixture::{self, Style};
@@ -156,7 +156,7 @@ fn dropped_stream(desk: &Desk<'_>) {
 fn far_deadline(desk: &Desk<'_>) {
     let keys = desk.keys(0..4);
     let deadline = Some(desk.stage.now().plus(Duration::from_secs(3600)));
-    let put = kvarts_store::api::PutRequest { deadline, ..desk.request(pages(), &keys, 1) };
+    let put = kvarts_contract::api::PutRequest { deadline, ..desk.request(pages(), &keys, 1) };
     assert_eq!(desk.outcomes(put), vec![BlockOutcome::Stored; 4]);
     let request = ReadRequest { deadline, ..desk.read_request(pages(), &keys) };
     let (_, end) = desk.read(&request);

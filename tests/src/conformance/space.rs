@@ -3,14 +3,14 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, Layout, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, LeaseTerms, MAX_REQUEST_BLOCKS,
     Parent, Presence, PutRequest, Sequence, Target, TtlRequest,
 };
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::events::record::Content;
-use kvarts_store::events::{Cause, EventKind, Subject};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::events::record::Content;
+use kvarts_contract::events::{Cause, EventKind, Subject};
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, Layout, NamespaceId};
 
 use super::{Case, Desk, pages};
 use crate::fixture;
@@ -279,7 +279,7 @@ fn set_ttl(desk: &Desk<'_>) {
     }
 }
 
-fn lease_on(desk: &Desk<'_>, keys: &[BlockKey], hold: Duration) -> kvarts_store::api::LeaseId {
+fn lease_on(desk: &Desk<'_>, keys: &[BlockKey], hold: Duration) -> kvarts_contract::api::LeaseId {
     let (group, coordinate) = pages();
     let lease = Some(LeaseTerms { hold, tenant: desk.chain as u32, cap_bytes: u64::MAX });
     let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys, lease };
@@ -385,7 +385,7 @@ fn gap(desk: &Desk<'_>) {
     assert!(store.subscribe(Some(now)).try_next(1).is_ok());
     let page = ask(desk.stage, store.snapshot(None)).unwrap();
     if let Some(next) = page.next {
-        let stale = kvarts_store::api::SnapshotCursor { sequence: earlier, ..next };
+        let stale = kvarts_contract::api::SnapshotCursor { sequence: earlier, ..next };
         assert_eq!(ask(desk.stage, store.snapshot(Some(stale))), Err(Error(Reason::EventGap)));
     }
 }

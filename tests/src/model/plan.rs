@@ -1,11 +1,11 @@
 //! The plan of a restore as the model has it: block by block, over a way that nothing was measured of.
 
+use kvarts_contract::api::{DiskLink, MatchRequest, PlanTerms, Planned};
+use kvarts_contract::error::Reason;
 use kvarts_layout::prefix::Need;
 use kvarts_layout::{Coordinate, Group, LayerShape};
 use kvarts_planner::cost::Prefill;
 use kvarts_planner::plan::{Link, Links, MeasuredLink, Part, Question, Run, Source, Sources};
-use kvarts_store::api::{DiskLink, MatchRequest, PlanTerms, Planned};
-use kvarts_store::error::Reason;
 
 /// Plans the restore of what is here; `layers` are all that the model has.
 pub(super) fn plan(

@@ -3,13 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, IndexKey, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     DeleteOutcome, DeleteReply, DeleteRequest, LeaseId, MAX_REQUEST_BLOCKS, SnapshotCursor, SnapshotPage,
     Target, TtlReply, TtlRequest,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::events::{Cause, EventKind, Subject};
+use kvarts_contract::error::Reason;
+use kvarts_contract::events::{Cause, EventKind, Subject};
+use kvarts_layout::{BlockKey, IndexKey, NamespaceId};
 
 use super::{Model, Name, State};
 

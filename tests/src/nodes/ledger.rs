@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_cluster::ownership::Token;
+use kvarts_contract::api::{Placed, ReadEnd, ReadEvent, ReadStream};
+use kvarts_contract::clock::Nanos;
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockKey, BlockShape};
-use kvarts_store::api::{Placed, ReadEnd, ReadEvent, ReadStream};
-use kvarts_store::rt::Nanos;
 
 use crate::conformance::pages;
 use crate::fixture;

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_peer::node::ClusterNode;
 use kvarts_peer::read::Runner;
-use kvarts_store::rt::{Clock, Nanos};
 use tokio::sync::Notify;
 
 use super::tasks::{Owner, Tasks};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_peer::read::{Runner, Task};
-use kvarts_store::rt::{Clock, Nanos};
 
 use crate::sim::{Rng, SimClock};
 

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_layout::planted;
 use kvarts_peer::lane::{Join, Ready};
-use kvarts_store::rt::{Clock, Nanos};
 
 use super::wire::End;
 use crate::sim::SimClock;

@@ -12,16 +12,16 @@ use std::time::Duration;
 
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::members::{Member, Members, NodeId};
+use kvarts_contract::api::{KvStore, ReadEvent, ReadStream, read_channel};
+use kvarts_contract::clock::SeededEntropy;
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
 use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, PutPolicy, Secret};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::Runner;
-use kvarts_store::api::{KvStore, ReadEvent, ReadStream, read_channel};
 use kvarts_store::engine::{Executors, Options, Store};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::clock::SeededEntropy;
-use kvarts_store::rt::{Clock, Nanos};
 use tonic::codegen::BoxFuture;
 
 use super::calls::Caller;

@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_peer::lane::{Ready, Wire};
-use kvarts_store::io::stream::Stretch;
-use kvarts_store::rt::{Clock, Nanos};
 use rustix::io::Errno;
 
 use super::net::{Fault, Net, Way};

@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Checked;
 use kvarts_fsck::findings::Finding;
 use kvarts_layout::format::PAGE;
-use kvarts_store::error::Reason;
 
 use super::pool::{States, until};
 use super::stores::{Answers, Make, Name, Prepared, Zone, free_segments, look, prepared, zones};

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     ContainsRequest, DeleteRequest, Durability, LeaseId, Parent, Presence, PutRequest, Target,
 };
+use kvarts_layout::{BlockKey, Coordinate, Group};
 use kvarts_store::engine::{CompactOptions, Limits, Options};
 
 use super::pool::States;
@@ -155,8 +155,8 @@ impl Life<'_> {
             ended.map_err(|hang| hang.to_string())?;
         }
         // A delete that was refused promises nothing.
-        let refused = |reply: &kvarts_store::api::DeleteReply| {
-            reply.outcomes.iter().any(|one| matches!(one, kvarts_store::api::DeleteOutcome::Refused(_)))
+        let refused = |reply: &kvarts_contract::api::DeleteReply| {
+            reply.outcomes.iter().any(|one| matches!(one, kvarts_contract::api::DeleteOutcome::Refused(_)))
         };
         if deleted.is_ok_and(|reply| !refused(&reply)) {
             gone.extend(keys);

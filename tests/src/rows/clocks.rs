@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_layout::BlockKey;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, LeaseId, LeaseTerms, Presence, PutRequest, TtlRequest,
 };
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_layout::BlockKey;
 use kvarts_store::engine::{Limits, Options};
-use kvarts_store::rt::{Clock, Nanos};
 
 use super::pool::{States, until};
 use super::scripts::{Beside, tell};

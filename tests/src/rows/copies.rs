@@ -10,14 +10,14 @@ use std::time::Duration;
 use kvarts_cluster::hot::Rule;
 use kvarts_cluster::ownership::Token;
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, KvStore, Order, Origins, Parent, Presence, PutRequest, ReadRequest,
+};
+use kvarts_contract::clock::Clock;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_peer::node::{ClusterNode, Column, Fate, Placing, PutPolicy, lease_of};
 use kvarts_peer::read::Runner;
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, KvStore, Order, Origins, Parent, Presence, PutRequest, ReadRequest,
-};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::rt::Clock;
 use kvarts_wire::proto;
 use proto::chain_reply::What;
 use proto::chain_request::Ask;

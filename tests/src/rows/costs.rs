@@ -7,16 +7,16 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Coordinate, Group};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, Durability, LeaseTerms, PIN_BYTES, Presence, PutRequest,
     Target,
 };
+use kvarts_contract::clock::Clock;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::io_error::DirId;
+use kvarts_layout::{BlockKey, Coordinate, Group};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::io::DirId;
 use kvarts_store::ledger::Phase;
-use kvarts_store::rt::Clock;
 
 use super::growth::SMALL;
 use super::pool::{States, until};

@@ -4,6 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::{BlockOutcome, KvStore, Order, Placed, Presence, ReadEvent, ReadRequest, Verify};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::class::Class;
 use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
@@ -11,9 +14,6 @@ use kvarts_gpudirect::gather::Curve;
 use kvarts_gpudirect::pace::ModelPace;
 use kvarts_gpudirect::pipeline::Pipeline;
 use kvarts_gpudirect::{Arena, DeviceArena};
-use kvarts_store::api::{BlockOutcome, KvStore, Order, Placed, Presence, ReadEvent, ReadRequest, Verify};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
 
 use super::pool::{States, until};
 use super::{Row, Tally};

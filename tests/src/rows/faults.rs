@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_store::error::Reason;
+use kvarts_contract::error::Reason;
 
 use super::pool::{States, until};
 use super::scene::{Ran, Stage, config, mix, options, run_work};

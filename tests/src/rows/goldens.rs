@@ -4,9 +4,9 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use kvarts_contract::api::KvStore;
 use kvarts_fsck::check::Level;
 use kvarts_layout::IndexKey;
-use kvarts_store::api::KvStore;
 use kvarts_store::engine::Store;
 
 use super::pool::{States, caught};

@@ -5,12 +5,12 @@
 
 use std::time::Duration;
 
-use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
-use kvarts_layout::{Coordinate, Group, Requirements};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, DeleteRequest, Durability, MatchRequest, Order, Parent, PutRequest, ReadEnd, ReadEvent,
     ReadRequest, Target,
 };
+use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
+use kvarts_layout::{Coordinate, Group, Requirements};
 use kvarts_store::engine::{Done, EvictionPolicy, Limits, Options, WorkDone};
 
 use super::pool::{States, until};

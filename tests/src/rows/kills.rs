@@ -14,13 +14,13 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use kvarts_client::{Client, ConnectOptions};
-use kvarts_layout::NamespaceId;
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, DeleteOutcome, DeleteRequest, Durability, KvStore, Order, Parent, PutRequest, ReadRequest,
     Target, Verify,
 };
-use kvarts_store::rt::Class;
-use kvarts_store::rt::blocking::block_on;
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::class::Class;
+use kvarts_layout::NamespaceId;
 
 use super::pool::{States, until};
 use super::{Ask, Row, Tally};
@@ -299,7 +299,7 @@ fn check(client: &Client, writer: usize, record: &Record) -> Result<(), String> 
         let key = &keys[n as usize];
         let failed = end.failures.iter().find(|(block, _)| *block == at).map(|(_, reason)| reason);
         let wrong = match failed {
-            Some(kvarts_store::error::Reason::NotHere(_)) if !known.durable => continue,
+            Some(kvarts_contract::error::Reason::NotHere(_)) if !known.durable => continue,
             Some(reason) => format!("{reason}"),
             None => {
                 let found = fixture::read_block(&into, at, &shape);

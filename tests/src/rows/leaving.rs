@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, Layout};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Presence, PutReply,
     PutRequest, ReadEvent, ReadRequest, Target,
 };
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Ticket;
+use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::engine::{CompactOptions, Holding, Limits, Options, Store};
-use kvarts_store::error::{Error, Reason};
-use kvarts_store::rt::mailbox::Ticket;
 
 use super::pool::{States, until};
 use super::{Row, Tally};

@@ -11,17 +11,17 @@ use std::time::Duration;
 use kvarts_cluster::members::Members;
 use kvarts_cluster::ownership::Token;
 use kvarts_cluster::partition::Tag;
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, Order, Origins, Parent, Presence,
+    PutRequest, ReadRequest, Target,
+};
+use kvarts_contract::clock::Clock;
+use kvarts_contract::error::Kind;
 use kvarts_fsck::check::Level;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
 use kvarts_peer::node::{Column, lease_of};
 use kvarts_peer::read::Runner;
-use kvarts_store::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, Order, Origins, Parent, Presence,
-    PutRequest, ReadRequest, Target,
-};
 use kvarts_store::engine::{Limits, Options};
-use kvarts_store::error::Kind;
-use kvarts_store::rt::Clock;
 use kvarts_wire::proto;
 use proto::chain_reply::What;
 use proto::chain_request::Ask;

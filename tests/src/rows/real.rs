@@ -8,10 +8,10 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use kvarts_contract::error::{Error, Reason};
 use kvarts_fsck::check::Level;
 use kvarts_fsck::disk::{Disk, OpenError, RealDisk};
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::error::{Error, Reason};
 use kvarts_store::home::{Home, HomeOptions, RuntimeChoice};
 
 use super::pool::{States, until};

@@ -8,8 +8,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use kvarts_contract::io_error::DirId;
 use kvarts_store::engine::{Limits, Options, Store};
-use kvarts_store::io::DirId;
 
 use crate::campaign::{Budgets, Driven, Ledger, Mix, Work, aftermath, defects, observe, work_on};
 use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvarts_store::api::KvStore;
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::api::KvStore;
+use kvarts_contract::clock::{Clock, Nanos};
 
 use super::Row;
 use super::pool::until;

@@ -12,8 +12,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvarts_contract::error::Error;
 use kvarts_store::engine::{Executors, Limits, Options, Store};
-use kvarts_store::error::Error;
 
 use super::pool::{States, until};
 use super::{Ask, Row, Tally, Tier, Violation};

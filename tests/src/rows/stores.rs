@@ -8,6 +8,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use kvarts_contract::api::{
+    ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Placed, PutRequest, ReadEvent,
+    ReadRequest, ReadStream, Target, Verify,
+};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::{Checked, Level, Options as CheckOptions};
 use kvarts_fsck::contents as offline;
 use kvarts_fsck::disk::{Disk, MemoryDisk};
@@ -18,13 +24,7 @@ use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Secret, Structure};
 use kvarts_layout::{BlockKey, Layout, NamespaceId, StoreId};
-use kvarts_store::api::{
-    ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Placed, PutRequest, ReadEvent,
-    ReadRequest, ReadStream, Target, Verify,
-};
 use kvarts_store::engine::{CompactOptions, EvictionPolicy, Options, Store};
-use kvarts_store::error::Reason;
-use kvarts_store::rt::Class;
 
 use crate::campaign::{Driven, Opened, drive, reopen};
 use crate::conformance::Desk;

@@ -9,6 +9,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use kvarts_contract::error::Reason;
 use kvarts_fsck::check::{Checked, Options as CheckOptions};
 use kvarts_fsck::disk::{MemoryDisk, Step};
 use kvarts_fsck::repair::{Site, repair};
@@ -17,7 +18,6 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::seal::{claimed_position, claimed_structure};
 use kvarts_layout::format::{PAGE, Position, Secret, Structure};
-use kvarts_store::error::Reason;
 
 use super::bits::{changed, names, quarantined};
 use super::pool::{States, until};

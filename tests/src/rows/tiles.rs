@@ -5,14 +5,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvarts_layout::plan::Tile;
-use kvarts_layout::{BlockKey, Layout};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, BlockOutcome, DeleteRequest, Order, Parent, Placed, PutRequest, ReadRequest, Target, TileBytes,
     TileMemory, TiledRead,
 };
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_layout::plan::Tile;
+use kvarts_layout::{BlockKey, Layout};
 use kvarts_store::engine::{CompactOptions, Limits, Options, StoreTiles, TileIdentity, TileRuns};
-use kvarts_store::io::{Region, SharedBuf};
 
 use super::pool::{States, until};
 use super::{Row, Tally};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_contract::clock::{Clock, Nanos};
 
 /// Time as a simulated machine sees it.
 #[derive(Debug)]

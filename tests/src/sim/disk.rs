@@ -13,11 +13,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::{
-    Completion, DirId, FileId, Io, IoFacts, MetaOp, Op, OpenMode, Region, Reply, SharedBuf, Token, Unpark,
-    mem,
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::{
+    buffers::{Region, SharedBuf, region},
+    io_error::{DirId, FileId},
 };
-use kvarts_store::rt::{Clock, Nanos};
+use kvarts_store::io::{Completion, Io, IoFacts, MetaOp, Op, OpenMode, Reply, Token, Unpark};
 
 use super::clock::SimClock;
 use super::crash::CrashState;
@@ -434,7 +435,7 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
     }
 }
 
-fn named(name: &kvarts_store::io::Name) -> (Result<Option<OpenFile>, i32>, Option<DirId>, Arc<str>) {
+fn named(name: &kvarts_contract::io_error::Name) -> (Result<Option<OpenFile>, i32>, Option<DirId>, Arc<str>) {
     (Ok(None), Some(name.dir), format!("{}/{}", name.dir.0, name.path).into())
 }
 

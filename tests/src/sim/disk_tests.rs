@@ -1,6 +1,7 @@
 //! The simulated disk keeps and loses exactly what a disk may.
 
-use kvarts_store::io::{EntryKind, Name};
+use kvarts_contract::io_error::Name;
+use kvarts_store::io::EntryKind;
 use proptest::prelude::*;
 
 use super::super::crash::Crash;

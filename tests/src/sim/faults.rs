@@ -5,7 +5,8 @@
 
 use std::time::Duration;
 
-use kvarts_store::io::{DirId, MetaOp, Op};
+use kvarts_contract::io_error::DirId;
+use kvarts_store::io::{MetaOp, Op};
 
 /// The kinds of operations.
 #[allow(missing_docs, reason = "named as the operations are")]

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use kvarts_store::rt::Nanos;
+use kvarts_contract::clock::Nanos;
 
 /// How many events are kept for reading.
 const TAIL: usize = 400;

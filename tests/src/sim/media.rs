@@ -8,7 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use kvarts_store::io::{DirEntry, DirId, EntryKind};
+use kvarts_contract::io_error::DirId;
+use kvarts_store::io::{DirEntry, EntryKind};
 
 use super::log::Mixer;
 

@@ -3,7 +3,7 @@
 //! Each part of a simulation draws from its own branch, so that one more draw in one part leaves the others as
 //! they were: a shrunk or extended workload meets the same disk.
 
-use kvarts_store::rt::clock::Xoshiro;
+use kvarts_contract::clock::Xoshiro;
 
 use super::log::Mixer;
 

@@ -10,9 +10,10 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::rt::clock::SeededEntropy;
+use kvarts_contract::clock::SeededEntropy;
+use kvarts_contract::clock::{Clock, Entropy, Nanos};
 use kvarts_store::rt::local::LocalExecutor;
-use kvarts_store::rt::{Body, Clock, Entropy, Join, Launcher, Nanos};
+use kvarts_store::rt::{Body, Join, Launcher};
 
 use super::clock::SimClock;
 use super::disk::{DiskConfig, SimDisk};

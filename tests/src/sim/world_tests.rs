@@ -1,8 +1,14 @@
 //! The simulated world: executors, time and hangs.
 
-use kvarts_store::io::{Completion, DirId, Io, MetaOp, Name, Op, OpenMode, Region, Reply, SharedBuf, Token};
-use kvarts_store::rt::mailbox::{Mailbox, mailbox, ticket};
-use kvarts_store::rt::{Class, ExecutorContext};
+use kvarts_contract::class::Class;
+use kvarts_contract::ticket::ticket;
+use kvarts_contract::{
+    buffers::{Region, SharedBuf},
+    io_error::{DirId, Name},
+};
+use kvarts_store::io::{Completion, Io, MetaOp, Op, OpenMode, Reply, Token};
+use kvarts_store::rt::ExecutorContext;
+use kvarts_store::rt::mailbox::{Mailbox, mailbox};
 
 use super::super::crash::Crash;
 use super::super::faults::{Effect, OpKind, Rule, When, Which};
@@ -64,7 +70,7 @@ impl Driver {
 }
 
 /// Executor `index` answers each number by writing it to its file, flushed, after a nap.
-fn scribe(index: usize, mailbox: Mailbox<(u8, kvarts_store::rt::mailbox::Reply<i32>)>) -> Body {
+fn scribe(index: usize, mailbox: Mailbox<(u8, kvarts_contract::ticket::Reply<i32>)>) -> Body {
     Box::new(move |context| {
         mailbox.attach(Arc::clone(&context.unparker));
         Box::pin(async move {
@@ -94,7 +100,7 @@ fn scribe(index: usize, mailbox: Mailbox<(u8, kvarts_store::rt::mailbox::Reply<i
     })
 }
 
-type Question = (u8, kvarts_store::rt::mailbox::Reply<i32>);
+type Question = (u8, kvarts_contract::ticket::Reply<i32>);
 
 fn scribes(world: &SimWorld, executors: usize) -> Vec<kvarts_store::rt::mailbox::Sender<Question>> {
     let launch = |index| {
@@ -211,7 +217,7 @@ fn a_killed_world_tells_whoever_joins_and_whoever_waits() {
     world.run_until(10, || false).unwrap_err();
     world.kill();
     assert!(join.join().is_err_and(|why| why.contains("killed")));
-    assert_eq!(ticket.try_take(), Some(Err(kvarts_store::rt::mailbox::Abandoned)));
+    assert_eq!(ticket.try_take(), Some(Err(kvarts_contract::ticket::Abandoned)));
     assert!(!world.step());
 }
 

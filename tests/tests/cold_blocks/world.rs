@@ -14,16 +14,16 @@ use kvarts_cold::{
     Access, Bucket, Condition, Facts, Fault, Limits, Listed, Places, PushOptions, Pusher, Tag, Tier,
     TierOptions,
 };
-use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
-use kvarts_peer::read::{Copies, NodePaths};
-use kvarts_server::cold::{ColdConfig, ColdTier, Coming, Offer, Wish};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, KvStore, Order, Origins, Placed, Presence, PutRequest, ReadEnd,
     ReadRequest, ReadStream,
 };
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
+use kvarts_peer::read::{Copies, NodePaths};
+use kvarts_server::cold::{ColdConfig, ColdTier, Coming, Offer, Wish};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
-use kvarts_store::io::{BufMut, SharedBuf};
 use kvarts_tests::stage::Scratch;
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;

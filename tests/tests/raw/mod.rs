@@ -9,9 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvarts_contract::api::BlockOutcome;
+use kvarts_contract::buffers::{Region, shared};
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_store::api::BlockOutcome;
-use kvarts_store::io::{Region, shared};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_wire::local::frame::{Head, Kind, frame};
 use kvarts_wire::local::limits::{HEAD_BYTES, MAGIC};

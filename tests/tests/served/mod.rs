@@ -9,10 +9,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvarts_client::{Client, ConnectOptions, Via};
+use kvarts_contract::api::KvStore;
+use kvarts_contract::clock::Nanos;
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
-use kvarts_store::api::KvStore;
-use kvarts_store::rt::Nanos;
 use kvarts_tests::stage::{Scratch, Stage};
 use tokio::runtime::Runtime;
 

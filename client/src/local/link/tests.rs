@@ -2,11 +2,11 @@
 
 use std::task::{Context, Waker};
 
+use kvarts_contract::api::{ReadStream, Verify, read_channel};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::ticket::ticket;
 use kvarts_layout::{BlockKey, ChunkShape, Coordinate, Group, LayerShape, NamespaceId};
-use kvarts_store::api::{ReadStream, Verify, read_channel};
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Class;
-use kvarts_store::rt::mailbox::ticket;
 
 use super::*;
 

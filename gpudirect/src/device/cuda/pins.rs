@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvarts_store::io::Region;
+use kvarts_contract::buffers::Region;
 
 use super::sys::Context;
 use crate::error::DeviceError;

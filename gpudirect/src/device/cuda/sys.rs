@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUpointer_attribute as Ask;
-use kvarts_store::io::Region;
+use kvarts_contract::buffers::Region;
 
 use super::super::{Batch, Direction, Memory, Piece};
 use super::calls::{Calls, Code};

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvarts_store::io::{Region, SharedBuf};
+use kvarts_contract::buffers::{Region, SharedBuf};
 use memmap2::MmapOptions;
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_store::io::SharedBuf;
+use kvarts_contract::buffers::SharedBuf;
 
 use super::super::{Direction, Piece};
 use super::{Core, lock};

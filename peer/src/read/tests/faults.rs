@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
-use kvarts_store::api::{Order, ReadEnd, ReadEvent};
-use kvarts_store::error::Reason;
+use kvarts_contract::api::{Order, ReadEnd, ReadEvent};
+use kvarts_contract::error::Reason;
 use proptest::prelude::*;
 
 use super::harness::*;

@@ -13,13 +13,13 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
-use kvarts_layout::{BlockKey, BlockShape, ChunkShape, Coordinate, Group, LayerShape, NamespaceId, OriginId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Order, Origins, Placed, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, read_channel,
 };
-use kvarts_store::error::Reason;
-use kvarts_store::io::{Region, SharedBuf};
-use kvarts_store::rt::Nanos;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
+use kvarts_layout::{BlockKey, BlockShape, ChunkShape, Coordinate, Group, LayerShape, NamespaceId, OriginId};
 
 use crate::path::{Path, Piece};
 use crate::read::drive::Reading;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
-use kvarts_store::api::Order;
+use kvarts_contract::api::Order;
 
 use super::harness::*;
 use crate::read::OWN;

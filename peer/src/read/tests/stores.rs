@@ -7,20 +7,21 @@ use std::sync::Arc;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::paths::PathId;
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::spec::{Kind, PartGeometry, Role};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
-use kvarts_store::api::{
+use kvarts_contract::api::{
     Arrived, BlockOutcome, DeleteRequest, KvStore, Order, Origins, Placed, PutRequest, ReadEvent,
     ReadRequest, Target, TiledRead, TiledRequest, Verify,
 };
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::clock::{OsEntropy, SystemClock};
+use kvarts_contract::{class::Class, clock::Clock};
+use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
+use kvarts_layout::spec::{Kind, PartGeometry, Role};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::io::scratch::Scratch;
-use kvarts_store::io::{Features, Io, IoChoice, Region, SharedBuf, open_io};
-use kvarts_store::rt::blocking::block_on;
-use kvarts_store::rt::clock::{OsEntropy, SystemClock};
+use kvarts_store::io::{Features, Io, IoChoice, open_io};
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
-use kvarts_store::rt::{Class, Clock};
 use tokio::runtime::Runtime;
 
 use super::harness::origin;
@@ -159,7 +160,7 @@ impl Two {
         Copies::of(vec![PathSet::default().with(OWN).with(PEER); BLOCKS as usize])
     }
 
-    fn begin(&self, order: Order) -> (kvarts_store::api::ReadStream, Placed) {
+    fn begin(&self, order: Order) -> (kvarts_contract::api::ReadStream, Placed) {
         let into = memory(&self.shape);
         let mut request = ReadRequest::new(self.namespace, Group(0), Coordinate::Replicated, keys(), into);
         request.order = order;

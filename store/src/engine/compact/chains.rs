@@ -30,9 +30,9 @@ use crate::engine::shared::record_class::RecordForm;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::put::shard_of;
-use crate::error::Reason;
 use crate::index::{Lookup, RecordId};
-use crate::rt::mailbox::{Reply, ticket};
+use kvarts_contract::error::Reason;
+use kvarts_contract::ticket::{Reply, ticket};
 
 /// Small records that one survey of a shard lists at most.
 const SURVEY_MAX: usize = 64 << 10;

@@ -19,9 +19,9 @@ use crate::engine::shard::Moves;
 use crate::engine::shard::Shard;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{RecordPlace, Segment, SegmentState};
-use crate::error::Reason;
 use crate::index::RecordId;
-use crate::rt::Nanos;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Reason;
 
 /// Records that did not pay that a shard remembers; then it forgets them all.
 const KNOWN_MAX: usize = 64 << 10;

@@ -20,8 +20,8 @@ use crate::engine::read::Reads;
 use crate::engine::shard::Shard;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::volume::Volume;
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
+use kvarts_contract::error::Reason;
 
 /// Chunks of a record that are tried before all of them are encoded, and the most bytes of each.
 const SAMPLES: usize = 4;

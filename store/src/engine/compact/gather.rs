@@ -28,10 +28,13 @@ use crate::engine::tasks::notify::yield_now;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
 use crate::engine::volume::segment::record_range;
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
-use crate::io::{Buf, BufMut, FileId, IoError};
-use crate::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{
+    buffers::{Buf, BufMut},
+    io_error::{FileId, IoError},
+};
 
 /// Bytes of one device read: a foreground read that comes meanwhile waits for no more than this.
 const EXTENT_BYTES: u64 = 512 << 10;

@@ -22,7 +22,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use self::relocate::Moved;
-use crate::rt::{Nanos, Runtime};
+use crate::rt::Runtime;
+use kvarts_contract::clock::Nanos;
 
 /// What a compaction may do.
 #[derive(Clone, Copy, PartialEq, Debug)]

@@ -38,10 +38,10 @@ use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
-use crate::error::{Reason, SpaceCause};
 use crate::index::{Location, Lookup, RecordId};
-use crate::io::Buf;
-use crate::rt::Class;
+use kvarts_contract::buffers::Buf;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Reason, SpaceCause};
 
 /// What a move did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

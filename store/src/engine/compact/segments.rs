@@ -16,8 +16,8 @@ use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::error::Reason;
 use crate::index::{RecordCursor, RecordId, RecordInfo};
+use kvarts_contract::error::Reason;
 
 /// Live bytes of each segment of a shard that has some, by its book.
 pub(crate) fn live_by_segment(volume: &Volume) -> BTreeMap<u32, u64> {

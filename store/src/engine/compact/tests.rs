@@ -13,17 +13,19 @@ use super::encode::Cold;
 use super::gather::{Gathered, gather};
 use super::relocate::head_of;
 use super::relocate::{Moved, relocate, write};
-use crate::api::{Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify, read_channel};
 use crate::engine::read::job::{self, ReadPart};
 use crate::engine::read::shard_read;
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
 use crate::engine::space::evict::batch::Made;
 use crate::engine::volume::segment::SegmentState;
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Deleted, Heat, LeaseTerms, Location, Lookup, RecordId, Recovered};
-use crate::io::{Region, SharedBuf};
-use crate::rt::Class;
+use kvarts_contract::api::{
+    Order, Placed, ReadEnd, ReadEvent, ReadRequest, ReadStream, Verify, read_channel,
+};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 
 /// What is raw stays raw.
 pub(in crate::engine) const KEEP: Cold = Cold { after: None, only: false };

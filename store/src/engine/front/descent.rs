@@ -17,7 +17,6 @@ use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
 use super::router::{Message, Router};
-use crate::api::DeleteRequest;
 use crate::engine::read::Reads;
 use crate::engine::read::listing::parent_of;
 use crate::engine::shared::Shared;
@@ -27,9 +26,10 @@ use crate::engine::tasks::notify::{Section, with_deadline};
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::delete::{self, Answer};
-use crate::error::Reason;
 use crate::rt::Runtime;
-use crate::rt::mailbox::{Reply, ticket};
+use kvarts_contract::api::DeleteRequest;
+use kvarts_contract::error::Reason;
+use kvarts_contract::ticket::{Reply, ticket};
 
 /// Links that a search keeps at most: about 100 MiB. One search runs at a time, of each tenant in its turn.
 const LINKS_MAX: usize = 1 << 20;

@@ -31,10 +31,16 @@ use crate::engine::volume::directory;
 use crate::engine::write::delete::{self, DeletePart};
 use crate::engine::write::put::layers::{self, LayersPart};
 use crate::engine::write::put::{self, PutPart};
-use crate::error::{Error, Reason};
-use crate::io::{Arena, DirId, IoFacts, Region};
-use crate::rt::mailbox::{Mailbox, Reply};
-use crate::rt::{Body, Class, ExecutorContext, LocalTask, Nanos, Runtime};
+use crate::io::IoFacts;
+use crate::rt::mailbox::Mailbox;
+use crate::rt::{Body, ExecutorContext, LocalTask, Runtime};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::Reply;
+use kvarts_contract::{
+    buffers::{Arena, Region},
+    io_error::DirId,
+};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 struct Executor {
     rt: Rc<dyn Runtime>,

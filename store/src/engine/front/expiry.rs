@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
-use crate::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
 use crate::engine::shared::due::stretch_of;
@@ -14,8 +13,9 @@ use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
-use crate::error::{Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
+use kvarts_contract::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
+use kvarts_contract::error::{Reason, SpaceCause};
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
 /// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.

@@ -9,12 +9,12 @@ use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use crate::api::Leaving;
 use crate::engine::compact::relocate::expires_ms;
 use crate::engine::read::Reads;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::error::Reason;
+use kvarts_contract::api::Leaving;
+use kvarts_contract::error::Reason;
 
 /// Segments that one question looks at.
 const SEGMENTS: usize = 4;

@@ -6,11 +6,14 @@ use kvarts_layout::prefix::Requirement;
 use kvarts_layout::{BlockKey, Coordinate, Group, UsablePrefix};
 
 use super::restore;
-use crate::api::{LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::error::{Reason, ShapeCause};
-use crate::index::{self, BlockFingerprint, LeaseError, LeaseId, Lookup};
+use crate::index::{self, BlockFingerprint, LeaseError, Lookup};
+use kvarts_contract::api::LeaseId;
+use kvarts_contract::api::{
+    LeaseTerms, MAX_MATCH_ENTRIES, MAX_REQUEST_BLOCKS, MatchReply, MatchRequest, PIN_BYTES,
+};
+use kvarts_contract::error::{Reason, ShapeCause};
 
 /// How often a match is repeated because what it leased was evicted meanwhile.
 const ROUNDS_MAX: usize = 8;

@@ -1,10 +1,10 @@
 //! Which of many blocks are here, each by itself, and a lease on those that are.
 
 use super::lookup::not_given;
-use crate::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, PIN_BYTES, Presence};
 use crate::engine::shared::Shared;
-use crate::error::Reason;
 use crate::index::{self, Lookup};
+use kvarts_contract::api::{ContainsReply, ContainsRequest, MAX_REQUEST_BLOCKS, PIN_BYTES, Presence};
+use kvarts_contract::error::Reason;
 
 /// Answers from the index alone. With a lease, each block that is said to be here was pinned in that moment.
 pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result<ContainsReply, Reason> {

@@ -5,11 +5,11 @@ use kvarts_planner::cost::Prefill;
 use kvarts_planner::plan::{Links, MAX_RUNS, Part, Question, Run, Source, Sources};
 
 use super::lookup::Column;
-use crate::api::{MatchRequest, PlanTerms, Planned};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::error::Reason;
 use crate::index::Lookup;
+use kvarts_contract::api::{MatchRequest, PlanTerms, Planned};
+use kvarts_contract::error::Reason;
 
 /// Bytes by layer of what one requirement asks of a block, and where its blocks are.
 type Owned = (Vec<u64>, Vec<Run>);

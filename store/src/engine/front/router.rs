@@ -6,7 +6,6 @@ use kvarts_layout::BlockKey;
 
 use super::descent;
 use super::memory_audit::Table;
-use crate::api::{DeleteRequest, Leaving, SnapshotCursor, SnapshotPage};
 use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
@@ -22,10 +21,13 @@ use crate::engine::volume::directory::{self, Found};
 use crate::engine::write::delete::{self, Answer, DeletePart};
 use crate::engine::write::put::PutPart;
 use crate::engine::write::put::layers::LayersPart;
-use crate::error::{Error, Reason};
 use crate::index::RecordId;
-use crate::io::{DirId, IoFacts, Region};
-use crate::rt::mailbox::{Reply, SendError, Sender, Ticket, ticket};
+use crate::io::IoFacts;
+use crate::rt::mailbox::{SendError, Sender};
+use kvarts_contract::api::{DeleteRequest, Leaving, SnapshotCursor, SnapshotPage};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::{Reply, Ticket, ticket};
+use kvarts_contract::{buffers::Region, io_error::DirId};
 
 /// What other threads ask of an executor.
 pub(crate) enum Message {

@@ -1,10 +1,10 @@
 //! What is here, by whole names: pages of a snapshot. They are read from what the segments list, on the executor that owns
 //! them, and the index says what of it is live.
 
-use crate::api::{SnapshotCursor, SnapshotPage};
 use crate::engine::read::Reads;
-use crate::error::Reason;
-use crate::events::PAGE_BLOCKS;
+use kvarts_contract::api::{SnapshotCursor, SnapshotPage};
+use kvarts_contract::error::Reason;
+use kvarts_contract::events::PAGE_BLOCKS;
 
 /// The page at a cursor: blocks of one segment of the cursor's shard, and where the next begins.
 pub(crate) async fn page(reads: &Reads, shards: u32, cursor: SnapshotCursor) -> Result<SnapshotPage, Reason> {

@@ -23,11 +23,6 @@ use super::limits::Limits;
 use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
-use crate::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, DiskLink, KvStore, LayeredPut, LeaseId,
-    MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor,
-    SnapshotPage, Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
-};
 use crate::driver::{Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
@@ -38,13 +33,21 @@ use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
 use crate::engine::write::delete;
 use crate::engine::write::put::{self, layers};
-use crate::error::{Error, Reason};
 use crate::index::IndexMemory;
-use crate::io::{IoFacts, Region};
+use crate::io::IoFacts;
 use crate::ledger::SpaceReport;
-use crate::rt::mailbox::{SendError, Sender, Ticket, mailbox, ticket};
-use crate::rt::{Clock, Join, Launcher};
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::rt::mailbox::{SendError, Sender, mailbox};
+use crate::rt::{Join, Launcher};
+use kvarts_contract::api::{
+    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, DiskLink, KvStore, LayeredPut, LeaseId,
+    MatchReply, MatchRequest, PutReply, PutRequest, ReadRequest, ReadStream, Sequence, SnapshotCursor,
+    SnapshotPage, Subscription, Target, TileSource, TiledRequest, TtlReply, TtlRequest,
+};
+use kvarts_contract::buffers::Region;
+use kvarts_contract::clock::Clock;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::ticket::{Ticket, ticket};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
@@ -146,7 +149,7 @@ impl Inner {
 /// The executors of a store, to be joined after it was closed.
 pub type Executors = Vec<Box<dyn Join + Send>>;
 
-fn lost<T>(answer: Result<T, crate::rt::mailbox::Abandoned>) -> Result<T, Reason> {
+fn lost<T>(answer: Result<T, kvarts_contract::ticket::Abandoned>) -> Result<T, Reason> {
     answer.map_err(|_| Reason::Busy("the store is closing"))
 }
 

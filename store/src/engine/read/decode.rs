@@ -10,7 +10,7 @@ use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::codec::{Codec, CodecError, Encoding, StoredPlaces};
 use kvarts_layout::format::body::{Blocks, ENCODING_RAW};
 
-use crate::io::SharedBuf;
+use kvarts_contract::buffers::SharedBuf;
 
 /// Scratch memory that is kept between chunks: a longer chunk's is given back.
 const KEPT_BYTES_MAX: usize = 4 << 20;

@@ -11,9 +11,9 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::quota_events::Unnamed;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
-use crate::events::{Cause, EventKind, Subject};
 use crate::index::Lookup;
-use crate::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::events::{Cause, EventKind, Subject};
 
 /// Tells of what waits for this shard.
 pub(crate) async fn tell(volume: &Volume) {

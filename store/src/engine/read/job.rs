@@ -18,16 +18,16 @@ use kvarts_layout::plan::{Placement, ReadOptions, ReadPlan, RecordRead};
 
 use super::request::{Subject, check, name};
 use super::wanted::{Wanted, WantedChunk, by_shard, find};
-use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
 use crate::engine::shared::Shared;
 use crate::engine::shared::disk_path::Underway;
 use crate::engine::shared::grace::Arrival;
 use crate::engine::shared::visibility::BlockOf;
-use crate::error::{Reason, broken_invariant};
 use crate::index::{BlockFingerprint, Lookup};
-use crate::rt::{Class, Nanos};
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use crate::sync::{Mutex, MutexGuard, Race, planted};
+use kvarts_contract::api::{Order, Origins, ReadEnd, ReadEvent, ReadProgress, ReadRequest, ReadSink};
+use kvarts_contract::error::{Reason, broken_invariant};
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use kvarts_contract::sync::{Mutex, MutexGuard, Race, planted};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// What the executors of one read share.
 pub(crate) struct ReadJob {

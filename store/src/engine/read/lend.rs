@@ -19,10 +19,6 @@ use super::job::make_plan;
 use super::prove;
 use super::request::{check_count, check_in_time, check_unequal, count_use};
 use super::wanted::{Wanted, by_shard, find};
-use crate::api::{
-    FileRange, LendRequest, NotLent, Order, Origins, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer,
-    wanted_layers,
-};
 use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
@@ -30,11 +26,14 @@ use crate::engine::shared::grace::Arrival;
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Hold;
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup};
-use crate::io::SharedBuf;
-use crate::rt::mailbox::{Reply, Ticket, ticket};
-use crate::rt::{Class, LocalTask, Nanos};
+use crate::lend::{FileRange, LendRequest, NotLent, PinnedChunk, PinnedExtents, PinnedFile, PinnedLayer};
+use crate::rt::LocalTask;
+use kvarts_contract::api::{Order, Origins, wanted_layers};
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
+use kvarts_contract::ticket::{Reply, Ticket, ticket};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// Bytes of headers that one part has under way.
 const HEADER_BYTES: usize = 1 << 20;

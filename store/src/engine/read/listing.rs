@@ -16,9 +16,9 @@ use super::Reads;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState, entry};
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, OwnerCursor, RecordInfo};
-use crate::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 
 /// A live block of a record, by its whole name.
 pub(crate) struct Named {

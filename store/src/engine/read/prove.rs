@@ -12,8 +12,8 @@ use super::header_cache::Header;
 use super::wanted::Wanted;
 use crate::engine::read::Reads;
 use crate::engine::volume::segment::{RecordPlace, Segment};
-use crate::error::Reason;
-use crate::io::SharedBuf;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::Reason;
 
 fn place_of(segment: &Segment, offset: u64) -> RecordPlace {
     RecordPlace { segment: segment.number, generation: segment.generation.get(), offset }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
-use crate::api::{MAX_REQUEST_BLOCKS, ReadRequest, SMALL_READ_BYTES, wanted_layers};
 use crate::engine::shared::Shared;
-use crate::error::Reason;
 use crate::index::BlockFingerprint;
-use crate::rt::{Class, Nanos};
+use kvarts_contract::api::{MAX_REQUEST_BLOCKS, ReadRequest, SMALL_READ_BYTES, wanted_layers};
+use kvarts_contract::error::Reason;
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// What is found out of a read once, whatever part of it is read then.
 #[derive(Clone, Debug)]

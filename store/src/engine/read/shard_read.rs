@@ -27,16 +27,16 @@ use super::header_cache::Header;
 use super::job::{MemoryGuard, ReadJob, ReadPart};
 use super::single_flight::{Flight, Role};
 use super::wanted::Wanted;
-use crate::api::Verify;
 use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
 use crate::engine::tasks::notify::{Section, with_deadline};
 use crate::engine::volume::segment::{Hold, Segment};
-use crate::error::{Reason, broken_invariant};
 use crate::index::Lookup;
-use crate::io::SharedBuf;
 use crate::rt::LocalTask;
 use encoded::StoredPieces;
+use kvarts_contract::api::Verify;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::{Reason, broken_invariant};
 use submit::{ExtentName, Named};
 
 /// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.

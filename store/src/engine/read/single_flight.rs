@@ -15,8 +15,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use super::header_cache::Header;
 use super::job::ReadJob;
 use super::wanted::{Wanted, WantedChunk};
-use crate::api::{Order, Verify};
 use crate::engine::tasks::notify::{Notify, Section};
+use kvarts_contract::api::{Order, Verify};
 
 /// What must be equal for reads to share: record (segment, generation, offset), blocks of it, layers, order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]

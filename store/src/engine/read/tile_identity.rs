@@ -17,9 +17,11 @@ use kvarts_layout::plan::Tile;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, OriginId};
 
 use super::job::ReadJob;
-use crate::api::{Order, Origins, ReadEnd, ReadEvent, ReadStream, TiledRequest, Verify, read_channel};
 use crate::engine::shared::Shared;
 use crate::index::BlockFingerprint;
+use kvarts_contract::api::{
+    Order, Origins, ReadEnd, ReadEvent, ReadStream, TiledRequest, Verify, read_channel,
+};
 
 /// Blocks that follow each other in a record, and the use of the segment in which it lies.
 #[derive(Clone, Debug)]

@@ -10,8 +10,8 @@ use kvarts_layout::format::PAGE_BYTES;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::volume::segment::record_range;
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Location, RecordInfo};
+use kvarts_contract::error::Reason;
 
 /// A run of blocks of one record that a read wants.
 #[derive(Debug)]

@@ -26,10 +26,10 @@ use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::Segment;
-use crate::error::{Reason, SpaceCause};
 use crate::index::{
     EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, Lookup, RecordId, RecordInfo, Recovered,
 };
+use kvarts_contract::error::{Reason, SpaceCause};
 
 /// Blocks that go into the index at once: the more, the better the caches serve; this many take 24 MiB meanwhile.
 const BATCH_BLOCKS: usize = 1 << 20;

@@ -7,8 +7,9 @@ use crate::engine::space::evict::probe;
 use crate::engine::volume::Volume;
 use crate::engine::volume::directory::refused;
 use crate::engine::volume::segment::Segment;
-use crate::error::{DirectoryCause, Reason};
-use crate::io::{EntryKind, FileId, IoError, IoErrorKind, MetaOp, OpenMode, Reply};
+use crate::io::{EntryKind, MetaOp, OpenMode, Reply};
+use kvarts_contract::error::{DirectoryCause, Reason};
+use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
 
 /// Operations under way at once.
 const AT_ONCE: usize = 64;

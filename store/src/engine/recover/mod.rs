@@ -43,8 +43,12 @@ use crate::engine::volume::directory::refused;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
-use crate::error::Reason;
-use crate::io::{BufMut, FileId, IoError, IoErrorKind, MetaOp, Reply};
+use crate::io::{MetaOp, Reply};
+use kvarts_contract::error::Reason;
+use kvarts_contract::{
+    buffers::BufMut,
+    io_error::{FileId, IoError, IoErrorKind},
+};
 use observe::Ends;
 
 /// Footers that are read ahead of the one being taken in, and questions for holes beside them.

@@ -14,7 +14,7 @@ use super::files::SegmentFile;
 use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::Checkpoint;
 use crate::engine::volume::pages::{CLASS, memory};
-use crate::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// Segments whose ends are read at once.
 const AT_ONCE: usize = 64;

@@ -27,8 +27,8 @@ use crate::engine::shared::names::Namespace;
 use crate::engine::space::evict::pages::{Holes, Lying, hole_end, touched};
 use crate::engine::volume::pages::Pages;
 use crate::engine::volume::segment::entry;
-use crate::error::Reason;
-use crate::io::FileId;
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::FileId;
 
 /// What is scanned, and what is known of it from elsewhere.
 #[derive(Clone, Copy, Debug)]

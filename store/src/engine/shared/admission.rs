@@ -18,9 +18,9 @@ use std::time::Duration;
 use kvarts_planner::keep::askings;
 
 use crate::index::BlockFingerprint;
-use crate::rt::Nanos;
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::Mutex;
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Rows of the sketch, and counters of each: four MiB altogether.
 const ROWS: usize = 4;

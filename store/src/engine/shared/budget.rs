@@ -11,10 +11,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 
 use super::{Birth, Shared};
-use crate::error::units::whole_units;
-use crate::error::{Reason, SpaceCause};
 use crate::ledger::{ShardSpace, Space, SpaceReport};
-use crate::sync::atomic::{AtomicBool, AtomicU64};
+use kvarts_contract::error::units::whole_units;
+use kvarts_contract::error::{Reason, SpaceCause};
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64};
 
 /// What two checkpoint files of one shard take besides their items.
 const CHECKPOINT_BYTES: u64 = 64 << 10;

@@ -9,10 +9,10 @@ use std::sync::{Arc, PoisonError};
 use kvarts_planner::plan::{Link, MeasuredLink};
 
 use super::Shared;
-use crate::api::DiskLink;
-use crate::rt::{Class, Nanos};
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use kvarts_contract::api::DiskLink;
+use kvarts_contract::sync::Mutex;
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// See the module.
 #[derive(Debug, Default)]

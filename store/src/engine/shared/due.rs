@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::PoisonError;
 
-use crate::sync::{Mutex, MutexGuard};
+use kvarts_contract::sync::{Mutex, MutexGuard};
 
 /// Steps of expiry in one stretch: ten seconds.
 const STRETCH: u32 = 100;

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use crate::index::BlockFingerprint;
-use crate::rt::Nanos;
-use crate::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use crate::sync::{Mutex, MutexGuard};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use kvarts_contract::sync::{Mutex, MutexGuard};
 
 /// Blocks that may be favoured at a time, with about 40 bytes of memory each.
 const BLOCKS_MAX: usize = 1 << 18;

@@ -16,8 +16,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-use crate::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use crate::sync::{Mutex, MutexGuard, Race, planted};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use kvarts_contract::sync::{Mutex, MutexGuard, Race, planted};
 
 /// Counts the reads on their way. Cloned handles are of the same counters.
 #[derive(Clone, Debug, Default)]

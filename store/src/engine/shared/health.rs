@@ -9,11 +9,11 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 use super::Shared;
-use crate::error::{LatchCause, Reason};
 use crate::index::Lookup;
-use crate::io::IoError;
-use crate::sync::Mutex;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::error::{LatchCause, Reason};
+use kvarts_contract::io_error::IoError;
+use kvarts_contract::sync::Mutex;
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
 
 /// How an open store is.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

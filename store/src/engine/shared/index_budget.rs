@@ -7,7 +7,7 @@
 
 use super::Shared;
 use super::quota;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 /// Bytes of an entry in a table that has just grown.
 const ENTRY_BYTES: u64 = 29;

@@ -15,9 +15,9 @@ use kvarts_layout::{BlockShape, Coordinate, Fingerprint, Group, Identity, Namesp
 use kvarts_planner::cost::Prefill;
 use kvarts_planner::keep;
 
-use crate::error::{IdentityCause, Reason};
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use kvarts_contract::error::{IdentityCause, Reason};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Shapes that are kept of a namespace: a model has as many as it has groups and ranks, and may be asked for more.
 const SHAPES_MAX: usize = 256;

@@ -19,11 +19,11 @@ use std::sync::{Arc, PoisonError};
 
 use super::Shared;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Lookup, OwnerCursor, RecordId, RecordInfo};
 use crate::ledger::{Account, Known, MakingRoom, OverQuota, Pool, Promise};
-use crate::rt::blocking::block_on;
-use crate::sync::{Mutex, MutexGuard};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::error::Reason;
+use kvarts_contract::sync::{Mutex, MutexGuard};
 
 /// Each time at least this part of the limit is freed.
 const SHARE: u64 = 16;

@@ -13,7 +13,7 @@ use super::Shared;
 use super::recently_gone::Gone;
 use super::record_class::RecordClass;
 use crate::index::{BlockFingerprint, Eviction, Location, RecordInfo};
-use crate::sync::{Mutex, MutexGuard};
+use kvarts_contract::sync::{Mutex, MutexGuard};
 
 /// Blocks that may wait to be told of.
 const WAITING_MAX: usize = 1 << 16;

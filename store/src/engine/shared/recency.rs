@@ -12,8 +12,8 @@
 use std::time::Duration;
 
 use crate::index::EPOCHS;
-use crate::rt::Nanos;
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A step lasts no longer, in seconds, in a store that was opened not long ago.
 pub(crate) const EPOCH_S: u64 = 64;

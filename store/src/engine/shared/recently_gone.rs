@@ -12,9 +12,9 @@ use std::ops::Range;
 use std::sync::PoisonError;
 
 use super::Shared;
-use crate::api::Missing;
 use crate::index::{BlockFingerprint, Lookup};
-use crate::sync::{PLAIN, RwLock, RwLockReadGuard};
+use kvarts_contract::api::Missing;
+use kvarts_contract::sync::{PLAIN, RwLock, RwLockReadGuard};
 
 /// Departures that are remembered, about.
 const PLACES: usize = if PLAIN { 1 << 18 } else { 64 };

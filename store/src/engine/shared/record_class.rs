@@ -12,9 +12,9 @@ use kvarts_layout::arrange::RunLayout;
 use kvarts_layout::{BlockShape, Coordinate, Group, Layout};
 
 use super::names::Namespace;
-use crate::error::Reason;
 use crate::ledger::Ledger;
-use crate::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use kvarts_contract::error::Reason;
+use kvarts_contract::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// How the bytes of records are laid out and encoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -13,10 +13,11 @@ use kvarts_layout::planted;
 
 use super::Shared;
 use crate::engine::tasks::notify::with_deadline;
-use crate::rt::mailbox::Ticket;
-use crate::rt::{LocalTask, Nanos};
-use crate::sync::OnceLock;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::rt::LocalTask;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::sync::OnceLock;
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::ticket::Ticket;
 
 /// How long a shard waits for what another one gives. It takes a checkpoint and a change of the directory, milliseconds
 /// on a device that works.

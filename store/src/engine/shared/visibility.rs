@@ -12,10 +12,10 @@ use super::names::Namespace;
 use super::recently_gone::Gone;
 use super::record_class::RecordClass;
 use super::{EXPIRY_STEP_MS, Shared};
-use crate::events::{Cause, EventKind, Subject};
 use crate::index::{
     BlockFingerprint, Deleted, Eviction, Location, RecordError, RecordId, RecordInfo, Ticket,
 };
+use kvarts_contract::events::{Cause, EventKind, Subject};
 
 /// A block, by its key in the class of its record.
 #[derive(Clone, Copy)]

@@ -20,8 +20,8 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::TombstoneSet;
-use crate::error::Reason;
 use crate::index::{Eviction, Lookup};
+use kvarts_contract::error::Reason;
 
 /// Blocks that go without a turn for others.
 const BLOCKS_AT_ONCE: usize = 64;

@@ -22,10 +22,11 @@ use kvarts_layout::planted;
 use super::evict::batch::Made;
 use crate::engine::space::Space;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::error::{Reason, SpaceCause};
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::io::{MetaOp, OpenMode};
 use crate::rt::Runtime;
+use kvarts_contract::error::{Reason, SpaceCause};
+use kvarts_contract::io_error::{FileId, IoError};
 
 /// How often room is made by holes for one segment, before one is emptied for it.
 const ROUNDS_MAX: u32 = 8;

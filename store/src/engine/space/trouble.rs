@@ -13,10 +13,10 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
 use crate::engine::space::Space;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, IoErrorKind};
-use crate::rt::{Class, Nanos};
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// How often in a row it is gone on elsewhere at once.
 const DETOURS_AT_ONCE: u32 = 4;

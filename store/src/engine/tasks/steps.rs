@@ -6,8 +6,8 @@
 //! follow from the seed, however busy the machine is.
 
 use super::notify::yield_now;
-use crate::rt::{Clock, Nanos};
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Steps after which others have their turn.
 pub(crate) const AT_ONCE: u64 = 512;

@@ -16,9 +16,16 @@ use kvarts_layout::format::{self, Unsound};
 
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
-use crate::error::{DirectoryCause, Reason, SpaceCause};
-use crate::io::{Arena, DirId, EntryKind, IoError, IoErrorKind, MetaOp, Name, OpenMode};
-use crate::rt::{Class, Clock, Entropy};
+use crate::io::{EntryKind, MetaOp, OpenMode};
+use kvarts_contract::error::{DirectoryCause, Reason, SpaceCause};
+use kvarts_contract::{
+    buffers::Arena,
+    io_error::{DirId, IoError, IoErrorKind, Name},
+};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy},
+};
 
 /// What a store is made with where there is none.
 #[derive(Clone, Copy, Debug)]

@@ -8,9 +8,9 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
 use super::Volume;
 use super::segment::Segment;
-use crate::error::Reason;
-use crate::io::BufMut;
-use crate::rt::Class;
+use kvarts_contract::buffers::BufMut;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
 
 impl Volume {
     /// The footer of a sealed segment, from disk.

@@ -23,10 +23,13 @@ use self::tombstones::TombstoneSet;
 use super::shared::Shared;
 use super::tasks::notify::Notify;
 use crate::driver::Driver;
-use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::{Arena, BufMut, DirId, IoError, Name};
 use crate::rt::LocalTask;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{
+    buffers::{Arena, BufMut},
+    io_error::{DirId, IoError, Name},
+};
 
 /// Runs a task of a shard beside what else its executor does.
 pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;

@@ -7,10 +7,13 @@ use std::collections::VecDeque;
 
 use crate::driver::ReadInto;
 use crate::engine::volume::Volume;
-use crate::error::Reason;
-use crate::io::mem::PAGE;
-use crate::io::{BufMut, FileId, IoError};
-use crate::rt::Class;
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{
+    buffers::BufMut,
+    io_error::{FileId, IoError},
+};
 
 /// Bytes of one read.
 const WINDOW_BYTES: usize = 1 << 20;

@@ -24,10 +24,10 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use crate::driver::Driver;
 use crate::engine::tasks::notify::{Notify, Reached};
-use crate::error::{Reason, SpaceCause};
 use crate::index::RecordInfo;
-use crate::io::{FileId, IoError, IoErrorKind};
 use crate::ledger::{Book, Phase};
+use kvarts_contract::error::{Reason, SpaceCause};
+use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
 
 /// What a segment is to its shard.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

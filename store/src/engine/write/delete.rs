@@ -27,19 +27,20 @@ use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 
 use super::draft::Draft;
 use super::log::Log;
-use crate::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
-use crate::error::{Error, Reason};
-use crate::events::Cause;
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
-use crate::rt::mailbox::Reply;
-use crate::rt::{Class, Nanos, Runtime};
-use crate::sync::atomic::Ordering;
-use crate::sync::{Mutex, MutexGuard};
+use crate::rt::Runtime;
+use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::events::Cause;
+use kvarts_contract::sync::atomic::Ordering;
+use kvarts_contract::sync::{Mutex, MutexGuard};
+use kvarts_contract::ticket::Reply;
+use kvarts_contract::{class::Class, clock::Nanos};
 
 /// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
 const TOMBSTONE_BYTES: u64 = 160;

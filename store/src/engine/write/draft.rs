@@ -9,12 +9,12 @@ use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::format::record::Body;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 
-use crate::api::Placed;
 use crate::engine::shared::names::Namespace;
 use crate::engine::volume::segment::{Hold, Segment};
-use crate::error::Reason;
 use crate::index::RecordInfo;
-use crate::io::Buf;
+use kvarts_contract::api::Placed;
+use kvarts_contract::buffers::Buf;
+use kvarts_contract::error::Reason;
 
 /// Bytes that a footer needs for a record at most, besides its blocks and extensions.
 const FOOTER_RECORD_BYTES: u64 = 256;

@@ -16,15 +16,18 @@ use kvarts_layout::plan::{WritePlan, WriteSource};
 
 use super::draft::{Draft, Payload, Written};
 use super::place::Image;
-use crate::api::StepGate;
 use crate::engine::space::Space;
 use crate::engine::tasks::write_barrier::WriteBarrier;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, fault};
-use crate::error::Reason;
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{Buf, BufMut, IoError};
-use crate::rt::Class;
+use kvarts_contract::api::StepGate;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{
+    buffers::{Buf, BufMut},
+    io_error::IoError,
+};
 
 /// The most buffers of one vectored write: what the kernel takes at once.
 const VECTOR_MAX: usize = 1000;

@@ -10,7 +10,7 @@ use super::draft::{Draft, Payload, Room, Written, footer_share};
 use super::log::Log;
 use crate::engine::shared::names::Namespace;
 use crate::engine::volume::segment::{Hold, Segment, SegmentState, entry, record_bytes};
-use crate::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// A record's images in the order in which they are written, at its place.
 pub(crate) struct Image {

@@ -23,18 +23,19 @@ use kvarts_layout::plan::WritePlan;
 use kvarts_layout::{BlockKey, Layout, OriginId};
 
 use super::log::Log;
-use crate::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::segment::record_range;
-use crate::error::{Error, Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Reservation, Ticket as Claim};
-use crate::rt::mailbox::Reply;
-use crate::rt::{LocalTask, Nanos};
-use crate::sync::{Mutex, MutexGuard};
+use crate::rt::LocalTask;
+use kvarts_contract::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::{Error, Reason, SpaceCause};
+use kvarts_contract::sync::{Mutex, MutexGuard};
+use kvarts_contract::ticket::Reply;
 
 /// Blocks of one record at most, whatever their size: the index counts them in sixteen bits.
 const RECORD_BLOCKS_MAX: u32 = 4096;

@@ -8,9 +8,9 @@ use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 
 use super::log::Log;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::error::Reason;
-use crate::io::IoError;
-use crate::rt::Class;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::IoError;
 
 impl Log {
     pub(crate) fn seal_in_background(self: &Rc<Self>, segment: Rc<Segment>) {

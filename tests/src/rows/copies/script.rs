@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use kvarts_contract::clock::Clock;
 use kvarts_layout::BlockKey;
 use kvarts_peer::node::{Fate, PutPolicy};
-use kvarts_store::rt::Clock;
 use proto::chain_reply::What;
 use proto::chain_request::Ask;
 

@@ -3,10 +3,10 @@
 use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 use super::{FULL, Store};
-use crate::api::Leaving;
 use crate::engine::front::router::Message;
-use crate::error::{Error, Reason};
-use crate::rt::mailbox::{Ticket, ticket};
+use kvarts_contract::api::Leaving;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::ticket::{Ticket, ticket};
 
 impl Store {
     /// The number of shards: [`Store::leaving`] is asked of each.

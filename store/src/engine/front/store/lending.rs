@@ -1,10 +1,10 @@
 //! Lending blocks as they lie in files, to a reader that reads them himself.
 
 use super::{FULL, Store, lost};
-use crate::api::{LendRequest, NotLent, PinnedExtents};
 use crate::engine::front::router::Message;
 use crate::engine::read::lend;
-use crate::error::Reason;
+use crate::lend::{LendRequest, NotLent, PinnedExtents};
+use kvarts_contract::error::Reason;
 
 impl Store {
     /// Says where blocks lie in segment files, and holds the segments until the answer is dropped: for a reader whose

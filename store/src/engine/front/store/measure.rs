@@ -1,7 +1,7 @@
 //! What a benchmark needs of a store besides its promises: where the bytes of a read lie, and a cold start for it.
 //!
 //! Nothing here changes what is stored. It is public so that the program can put a bare loop over the very same
-//! extents beside the engine; it is not part of [`KvStore`](crate::api::KvStore), and clients have no use for it.
+//! extents beside the engine; it is not part of [`KvStore`](kvarts_contract::api::KvStore), and clients have no use for it.
 
 use std::num::NonZeroU16;
 use std::ops::Range;
@@ -12,16 +12,16 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{Address, Landing, Step};
 
 use super::{Store, lost, send};
-use crate::api::ReadRequest;
 use crate::engine::front::memory_audit::{self, Table};
 use crate::engine::front::router::Message;
 use crate::engine::read::job;
 use crate::engine::tasks::steps::Done;
 use crate::engine::write::put::shard_of;
-use crate::error::{Error, Reason, SpaceCause};
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
-use crate::io::SharedBuf;
-use crate::rt::mailbox::ticket;
+use kvarts_contract::api::ReadRequest;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::error::{Error, Reason, SpaceCause};
+use kvarts_contract::ticket::ticket;
 
 /// One device read of a read's plan, headers not counted.
 #[derive(Clone, Debug)]
@@ -50,8 +50,8 @@ impl Store {
         let mut extents = Vec::new();
         let mut step = Step::default();
         let records: Range<u32> = match request.order {
-            crate::api::Order::Layers => 0..wanted.len() as u32,
-            crate::api::Order::Blocks => 0..1,
+            kvarts_contract::api::Order::Layers => 0..wanted.len() as u32,
+            kvarts_contract::api::Order::Blocks => 0..1,
         };
         for number in 0..plan.steps() {
             for slice in records.clone() {

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use kvarts_layout::plan::Tile;
 
 use super::{FULL, Store};
-use crate::api::{
-    Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
-};
 use crate::engine::front::router::Message;
 use crate::engine::read::job::{self, Expected, ReadPart};
 use crate::engine::read::request::{self, Subject, Wish};
 use crate::engine::read::tile_identity::{TileIdentity, TileOf, TileRuns};
-use crate::error::{Error, Reason};
+use kvarts_contract::api::{
+    Origins, Placed, ReadRequest, ReadStream, TileSource, TiledRead, TiledRequest, read_channel,
+};
+use kvarts_contract::error::{Error, Reason};
 
 impl Store {
     /// Reads tile by tile, as the caller has memory. It is one read: of each block all tiles are of one production, and a
@@ -39,7 +39,7 @@ impl Store {
         Ok(StoreTiles { store: self.clone(), request, subject, origins })
     }
 
-    /// Reads as [`KvStore::read`](crate::api::KvStore::read) does, and of each block only the production that `origins`
+    /// Reads as [`KvStore::read`](kvarts_contract::api::KvStore::read) does, and of each block only the production that `origins`
     /// has for it, or the first that is met: a block that was replaced meanwhile is not here. For a read of which other parts
     /// come another way; its first block is number `first` of `origins`.
     pub fn read_part(

@@ -14,12 +14,13 @@ use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::volume::directory::refused;
-use crate::error::units::{exact_units, whole_units};
-use crate::error::{Error, Reason};
 use crate::index::{BlockFingerprint, Lookup, RecordId};
-use crate::io::{DirId, DiskSpace};
+use crate::io::DiskSpace;
 use crate::ledger::{PoolSpace, SegmentView};
-use crate::rt::mailbox::ticket;
+use kvarts_contract::error::units::{exact_units, whole_units};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::io_error::DirId;
+use kvarts_contract::ticket::ticket;
 
 /// A namespace that a store knows.
 #[derive(Clone, Debug)]

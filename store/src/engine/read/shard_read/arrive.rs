@@ -7,15 +7,15 @@ use kvarts_layout::plan::Pieces;
 
 use super::submit::{ExtentName, Named};
 use super::{HeaderState, OUTSIDE, Record, RegionState, ShardRead, encoded};
-use crate::api::Verify;
 use crate::driver::ExtentDone;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
 use crate::engine::read::prove;
 use crate::engine::read::wanted::Wanted;
 use crate::engine::tasks::notify::Section;
-use crate::error::{Reason, broken_invariant};
-use crate::io::{IoError, SharedBuf};
+use kvarts_contract::api::Verify;
+use kvarts_contract::error::{Reason, broken_invariant};
+use kvarts_contract::{buffers::SharedBuf, io_error::IoError};
 
 /// Decoding costs this many times as much as copying.
 const DECODE_COST: u64 = 16;

@@ -16,7 +16,7 @@ use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
 use crate::engine::read::wanted::WantedChunk;
-use crate::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// How its extents are formed. Regions are small, unless one stored chunk is longer.
 const OPTIONS: ReadOptions =

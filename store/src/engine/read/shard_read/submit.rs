@@ -10,12 +10,12 @@ use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
 use super::encoded::StoredPieces;
 use super::{HeaderState, OUTSIDE, QueuedExtent, RegionState, ShardRead, SliceRead};
-use crate::api::Order;
 use crate::engine::read::job::MemoryGuard;
 use crate::engine::read::prove;
 use crate::engine::tasks::notify::with_deadline;
-use crate::error::broken_invariant;
-use crate::io::{BufMut, SharedBuf};
+use kvarts_contract::api::Order;
+use kvarts_contract::buffers::{BufMut, SharedBuf};
+use kvarts_contract::error::broken_invariant;
 
 /// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
 /// queue behind the tenth, nor behind those of shards that have less of it to read.

@@ -17,7 +17,6 @@ use kvarts_layout::spec::Geometry;
 use kvarts_layout::{BlockKey, Coordinate, Group, Identity, Layout, StoreId};
 use rustix::fs::FallocateFlags;
 
-use crate::api::Placed;
 use crate::driver::Driver;
 use crate::engine::compact::thin;
 use crate::engine::recover::{RecoveryReport, recover};
@@ -28,10 +27,18 @@ use crate::engine::shared::{Birth, Shared};
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::index::{Lookup, RecordCursor};
 use crate::io::scratch::Scratch;
-use crate::io::{Arena, DirId, Features, IoChoice, Region, SharedBuf, open_io};
-use crate::rt::clock::{ManualClock, SeededEntropy};
+use crate::io::{Features, IoChoice, open_io};
 use crate::rt::local::LocalExecutor;
-use crate::rt::{Class, Clock, Entropy};
+use kvarts_contract::api::Placed;
+use kvarts_contract::clock::{ManualClock, SeededEntropy};
+use kvarts_contract::{
+    buffers::{Arena, Region, SharedBuf},
+    io_error::DirId,
+};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy},
+};
 
 pub(in crate::engine) const SEGMENT_BYTES: u64 = 128 << 10;
 pub(in crate::engine) const BLOCK_BYTES: u64 = 5000;

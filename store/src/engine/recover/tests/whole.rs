@@ -6,7 +6,7 @@ use super::harness::{Place, SEGMENT_BYTES, World, contents_of, remove};
 use crate::engine::recover::recover;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::SegmentState;
-use crate::error::Reason;
+use kvarts_contract::error::Reason;
 
 /// Forty records of two blocks: some sealed segments and an open one.
 fn filled() -> Place {
@@ -299,7 +299,7 @@ fn a_checkpoint_that_does_not_fit_the_budget_is_refused_unless_the_store_is_over
         let before = world.shared.space();
         assert_eq!(before.0, before.1);
         let refused = checkpoint::write(&world.shard.volume).await.unwrap_err();
-        assert!(matches!(refused, crate::error::Reason::NoSpace(_)), "{refused}");
+        assert!(matches!(refused, kvarts_contract::error::Reason::NoSpace(_)), "{refused}");
         assert_eq!(world.shared.space(), before);
     });
     assert_eq!(place.recovered().0.checkpoint, Some(1));

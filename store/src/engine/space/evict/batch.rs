@@ -17,10 +17,11 @@ use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::error::Reason;
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
-use crate::io::{FileId, IoErrorKind, MetaOp, Reply};
-use crate::sync::atomic::Ordering::Relaxed;
+use crate::io::{MetaOp, Reply};
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::{FileId, IoErrorKind};
+use kvarts_contract::sync::atomic::Ordering::Relaxed;
 
 /// Segments that are recycled before hollow ones go for the sake of what is buried.
 const RECYCLED_BETWEEN: u64 = 8;

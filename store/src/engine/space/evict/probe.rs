@@ -8,7 +8,8 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
 use crate::engine::space::Space;
 use crate::engine::volume::pages::{CLASS, memory};
-use crate::io::{FileId, IoError, IoErrorKind, MetaOp, OpenMode};
+use crate::io::{MetaOp, OpenMode};
+use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
 
 /// The name that the file has until it is open. One that a power cut leaves is removed by the next start.
 pub(crate) const NAME: &str = "hole-probe";

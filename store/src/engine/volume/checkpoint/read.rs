@@ -12,8 +12,9 @@ use kvarts_layout::format::{PAGE, PAGE_BYTES, Position};
 use crate::engine::volume::Volume;
 use crate::engine::volume::pages::Pages;
 use crate::engine::volume::tombstones::TombstoneSet;
-use crate::error::Reason;
-use crate::io::{FileId, IoError, MetaOp, OpenMode};
+use crate::io::{MetaOp, OpenMode};
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::{FileId, IoError};
 
 /// What a checkpoint says of a record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

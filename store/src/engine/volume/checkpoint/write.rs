@@ -16,11 +16,12 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
 use crate::engine::volume::tombstones::Listed;
-use crate::error::Reason;
 use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
-use crate::io::{FileId, IoError, MetaOp, OpenMode};
-use crate::rt::Class;
+use crate::io::{MetaOp, OpenMode};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::{FileId, IoError};
 
 /// Tombstones in one chunk: they are the largest items, 72 bytes.
 const TOMBSTONES_MAX: usize = 8 << 10;

@@ -15,9 +15,16 @@ use kvarts_layout::format::{PAGE, Secret, VERSION};
 use super::{Found, Plan, Top, read, refused, superblock_name};
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
-use crate::error::{DirectoryCause, Reason};
-use crate::io::{Arena, DirId, IoError, MetaOp, Name, OpenMode};
-use crate::rt::{Class, Clock, Entropy};
+use crate::io::{MetaOp, OpenMode};
+use kvarts_contract::error::{DirectoryCause, Reason};
+use kvarts_contract::{
+    buffers::Arena,
+    io_error::{DirId, IoError, Name},
+};
+use kvarts_contract::{
+    class::Class,
+    clock::{Clock, Entropy},
+};
 
 /// Makes a store where there is none.
 pub(super) async fn make(

@@ -15,15 +15,15 @@ use kvarts_layout::format::page_align;
 use kvarts_layout::format::record::Body;
 
 use super::{HEADER_BLOCK_BYTES, HEADER_BYTES, PutJob};
-use crate::api::{Durability, Parent};
 use crate::engine::shared::quota;
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
-use crate::error::{Reason, SpaceCause};
 use crate::index::{BlockFingerprint, RecordId};
 use crate::ledger::Promise;
-use crate::rt::Class;
+use kvarts_contract::api::{Durability, Parent};
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Reason, SpaceCause};
 
 /// A run is cut only if the piece that fits has at least this many bytes, and this part of the run.
 const PIECE_BYTES_MIN: u64 = 32 << 10;

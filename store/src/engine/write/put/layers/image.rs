@@ -6,13 +6,13 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::plan::{WritePiece, WritePlan, WriteSource};
 
 use super::Place;
-use crate::api::Placed;
 use crate::driver::Transfer;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::Segment;
-use crate::error::Reason;
-use crate::io::{Buf, IoError};
-use crate::rt::Class;
+use kvarts_contract::api::Placed;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::Reason;
+use kvarts_contract::{buffers::Buf, io_error::IoError};
 
 /// The most pieces of one write that is made without a copy.
 const PIECES_MAX: usize = 512;
