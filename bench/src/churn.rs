@@ -24,7 +24,8 @@ use kvarts_store::engine::{Options, Store};
 use serde_json::json;
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use crate::digits::digits;
 use kvarts_terminal::Failure;
 

@@ -18,7 +18,8 @@ use super::bare::Bare;
 use super::layers::Race;
 use super::pairs::{Contestant, Summary, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 const LAYERS: u64 = 16;

@@ -19,7 +19,8 @@ use kvarts_store::engine::{CompactOptions, Options, Store};
 
 use super::pairs::{Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, expect_stored, key, mix};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, expect_stored, key, mix};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -21,7 +21,8 @@ use kvarts_store::engine::Options;
 
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 /// The arguments of `bench fsck`.

@@ -32,7 +32,8 @@ use super::digits::digits;
 use super::layers::Race;
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, summary, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_gpudirect::device::name::{DeviceName, Opened};
 use kvarts_terminal::Failure;
 

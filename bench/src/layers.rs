@@ -20,7 +20,8 @@ use super::bare::{Bare, Plan};
 use super::fio::Fio;
 use super::pairs::{Contestant, Rounds, Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 /// Gibibyte and mebibyte, as numbers to divide by.
@@ -289,8 +290,7 @@ fn fill_in(report: &mut Report, race: &Race, rounds: &Rounds) {
     report.median("ratio", rounds.speed("engine", "bare"));
     report.control("control", rounds.speed("again", "bare"));
     let gib = bytes / GIB;
-    report.median("cpu_over_device", rounds.paired("engine", "bare", |a, b| (a.cpu - b.cpu) / gib));
-    report.median("cpu_ratio", rounds.paired("engine", "checking", |a, b| a.cpu / b.cpu));
+    report.median("cpu_over_checking", rounds.paired("engine", "checking", |a, b| a.cpu / b.cpu));
     report.median("cpu_control", rounds.paired("again", "bare", |a, b| a.cpu / b.cpu));
     report.median("cpu_s_per_gib_engine", rounds.figure("engine", |sample| sample.cpu / gib));
     report.median("cpu_s_per_gib_bare", rounds.figure("bare", |sample| sample.cpu / gib));

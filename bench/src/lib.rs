@@ -34,6 +34,7 @@ mod put;
 mod replay;
 mod report;
 mod scale;
+mod scratch;
 mod serve;
 mod setup;
 pub mod sim;
@@ -93,8 +94,14 @@ enum BenchCommand {
     Gpu(gpu::GpuArgs),
 }
 
-/// Runs one of the subcommands.
+/// Runs one of the subcommands. What it made on this machine is gone when it ends, however that is.
 pub fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
+    let done = measure(arguments, out);
+    scratch::last_word();
+    done
+}
+
+fn measure(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     match &arguments.command {
         BenchCommand::Layers(arguments) => layers::run(arguments, out),
         BenchCommand::Put(arguments) => put::run(arguments, out),

@@ -13,7 +13,7 @@ use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, NamespaceId, Requirements};
 use rustix::event::EventfdFlags;
 
-use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
+use super::pairs::{Contestant, LEAST_SHORT_ROUNDS, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
 use super::setup;
 use kvarts_client::{Client, ConnectOptions, Via};
@@ -141,7 +141,7 @@ pub(super) fn run(
         reader("copied", "copied"),
     ];
     // A cold read is long enough for half as many rounds.
-    let rounds = take_turns_within(TIME, pairs.div_ceil(2), contestants)?;
+    let rounds = take_turns_within(TIME, LEAST_SHORT_ROUNDS, pairs.div_ceil(2), contestants)?;
     report.fact("local_pairs", rounds.count());
     let gib = subject.bytes() as f64 / (1u64 << 30) as f64;
     report.median("local_ratio", rounds.speed("local", "embedded"));

@@ -14,7 +14,8 @@ use kvarts_store::engine::{Options, Store};
 
 use super::pairs::{Contestant, Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 /// Blocks of one put: sixteen records of 4,096.

@@ -24,7 +24,8 @@ use kvarts_layout::BlockKey;
 use kvarts_store::engine::{CompactOptions, CompactReport, Counts, Options, Store};
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, expect_stored, key, mix};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, expect_stored, key, mix};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;
@@ -64,6 +65,13 @@ pub(super) struct MixedArgs {
     rate_ms: u64,
 }
 
+impl MixedArgs {
+    /// Reads of one phase.
+    fn each(&self) -> u32 {
+        self.reads.div_ceil(self.phases)
+    }
+}
+
 /// What the writer and the compaction look at, and tell.
 #[derive(Default)]
 struct Load {
@@ -82,6 +90,16 @@ struct Side {
 }
 
 impl Side {
+    /// The 99th percentile of every second phase by that of the others: what nothing but time makes of it. Asked for before the reads are
+    /// sorted.
+    fn control(&self, each: usize) -> f64 {
+        let every_second = |first: usize| {
+            let phases = self.seconds.chunks(each).skip(first).step_by(2);
+            Self { seconds: phases.flatten().copied().collect(), ..Self::default() }.percentile(990)
+        };
+        every_second(1) / every_second(0)
+    }
+
     /// The value that `thousandths` of a thousand reads do not pass.
     fn percentile(&mut self, thousandths: usize) -> f64 {
         self.seconds.sort_by(f64::total_cmp);
@@ -131,7 +149,7 @@ pub(super) fn run(arguments: &MixedArgs, out: &mut dyn Write) -> Result<(), Fail
     report.fact("layer_bytes", hot.layer_bytes);
     report.fact("reads", arguments.reads);
     report.number("write_mib_s", rate / MIB);
-    tell(&mut report, &mut idle, &mut busy);
+    tell(&mut report, arguments.each() as usize, &mut idle, &mut busy);
     report.number("put_mib_s", load.put_bytes.load(Ordering::Relaxed) as f64 / MIB / busy.time);
     report.number("put_mib_s_wanted", wanted / MIB);
     work(&mut report, &before, &after, &compacted);
@@ -139,7 +157,8 @@ pub(super) fn run(arguments: &MixedArgs, out: &mut dyn Write) -> Result<(), Fail
     report.write(common.json, out)
 }
 
-fn tell(report: &mut Report, idle: &mut Side, busy: &mut Side) {
+fn tell(report: &mut Report, each: usize, idle: &mut Side, busy: &mut Side) {
+    report.number("p99_control", idle.control(each));
     for (name, thousandths) in [("p50", 500), ("p99", 990), ("p999", 999)] {
         let (quiet, loud) = (idle.percentile(thousandths), busy.percentile(thousandths));
         report.number(&format!("{name}_ms_idle"), quiet * 1e3);
@@ -170,7 +189,7 @@ fn phases(
     load: &Load,
     (idle, busy): (&mut Side, &mut Side),
 ) -> Result<(), Failure> {
-    let each = arguments.reads.div_ceil(arguments.phases);
+    let each = arguments.each();
     let mut state = 7;
     // One phase of each that does not count.
     hot.read_some(store, each / 4, &mut state, &mut Side::default())?;

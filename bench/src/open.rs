@@ -20,7 +20,8 @@ use super::bare::{Bare, Extent, Plan};
 use super::lookup::{fill, room};
 use super::pairs::{Contestant, Rounds, Sample, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch};
+use super::scratch::Scratch;
+use super::setup::{self, Common};
 use kvarts_terminal::Failure;
 
 /// The longest read of the bare loop.

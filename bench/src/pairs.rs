@@ -14,8 +14,10 @@ use kvarts_terminal::Failure;
 /// The control's bounds outside of which a run says nothing.
 const CONTROL: std::ops::RangeInclusive<f64> = 0.95..=1.05;
 
-/// Rounds that are run however long they take: fewer say nothing.
-const LEAST_ROUNDS: u32 = 9;
+/// Rounds that are run however long they take: of fewer there is no interval of 95%.
+pub(super) const LEAST_ROUNDS: u32 = 6;
+/// The same where single rounds are short: the interval leaves out the extremes.
+pub(super) const LEAST_SHORT_ROUNDS: u32 = 9;
 
 /// One run of one contestant.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,14 +48,22 @@ pub(super) struct Summary {
     pub(super) high: f64,
 }
 
-/// Lets the contestants take turns: one round that does not count, then `rounds` that do.
-pub(super) fn take_turns(rounds: u32, contestants: Vec<Contestant<'_>>) -> Result<Rounds, Failure> {
-    take_turns_within(Duration::MAX, rounds, contestants)
+impl Summary {
+    /// One by another, with the widest interval that theirs allow.
+    pub(super) fn by(&self, other: &Self) -> Self {
+        Self { median: self.median / other.median, low: self.low / other.high, high: self.high / other.low }
+    }
 }
 
-/// The same, on a slow machine fewer rounds: none begins after this time, unless there were not [`LEAST_ROUNDS`].
+/// Lets the contestants take turns: one round that does not count, then `rounds` that do.
+pub(super) fn take_turns(rounds: u32, contestants: Vec<Contestant<'_>>) -> Result<Rounds, Failure> {
+    take_turns_within(Duration::MAX, LEAST_ROUNDS, rounds, contestants)
+}
+
+/// The same, on a slow machine fewer rounds: none begins after this time, unless there were not the least that there must be.
 pub(super) fn take_turns_within(
     time: Duration,
+    least: u32,
     rounds: u32,
     mut contestants: Vec<Contestant<'_>>,
 ) -> Result<Rounds, Failure> {
@@ -61,7 +71,7 @@ pub(super) fn take_turns_within(
     let names = contestants.iter().map(|(name, _)| *name).collect();
     let mut samples = vec![Vec::new(); contestants.len()];
     for round in 0..=rounds {
-        if round > LEAST_ROUNDS && begin.elapsed() >= time {
+        if round > least && begin.elapsed() >= time {
             break;
         }
         let mut order: Vec<usize> = (0..contestants.len()).collect();
@@ -188,7 +198,7 @@ mod tests {
     fn a_slow_machine_has_fewer_rounds_but_not_too_few() {
         let rounds = |time, rounds| {
             let contestant: Contestant<'_> = ("a", Box::new(|| Ok(Sample::default())));
-            take_turns_within(time, rounds, vec![contestant]).unwrap().count()
+            take_turns_within(time, 9, rounds, vec![contestant]).unwrap().count()
         };
         assert_eq!((rounds(Duration::ZERO, 30), rounds(Duration::ZERO, 3)), (9, 3));
         assert_eq!(rounds(Duration::MAX, 30), 30);

@@ -26,7 +26,8 @@ use serde_json::json;
 use super::bare::{Bare, Extent};
 use super::pairs::{Contestant, Rounds, Sample, Summary, cpu_seconds, take_turns};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key};
 use kvarts_terminal::Failure;
 
 const MIB: f64 = (1u64 << 20) as f64;

@@ -25,7 +25,8 @@ use kvarts_store::io::{Features, Io, IoChoice, open_io};
 use serde::Deserialize;
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, progress};
 use crate::sim::disk::{Beside, StoreArgs};
 use kvarts_terminal::Failure;
 

@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::digits::digits;
 use super::pairs::{Summary, quotable};
-use super::verdict;
+use super::verdict::Verdict;
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
 
@@ -60,11 +60,6 @@ impl Report {
         self.json.insert(name.to_owned(), Value::Array(rows));
     }
 
-    /// A number that was reported under this name.
-    pub(super) fn value(&self, name: &str) -> Option<f64> {
-        self.json.get(name)?.as_f64()
-    }
-
     /// A line for people.
     pub(crate) fn note(&mut self, line: impl Into<String>) {
         self.notes.push(line.into());
@@ -72,9 +67,9 @@ impl Report {
 
     /// Writes it.
     pub(crate) fn write(mut self, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
-        let verdict = verdict::of(&self.json);
+        let verdict = Verdict::of(&self.json);
         if json {
-            self.json.insert("verdict".to_owned(), verdict::as_json(&verdict));
+            verdict.write(&mut self.json);
             self.json.insert("notes".to_owned(), json!(self.notes));
             serde_json::to_writer_pretty(&mut *out, &self.json).map_err(std::io::Error::from)?;
             return Ok(writeln!(out)?);
@@ -83,10 +78,10 @@ impl Report {
         let mut table = Table::new(&columns);
         self.lines.into_iter().for_each(|line| table.row(line));
         write!(out, "{table}")?;
-        for note in self.notes {
-            writeln!(out, "{note}")?;
+        for line in self.notes.into_iter().chain(verdict.lines()) {
+            writeln!(out, "{line}")?;
         }
-        writeln!(out, "Verdict: {}", verdict.1)?;
+        writeln!(out, "Verdict: {}", verdict.text)?;
         Ok(())
     }
 }

@@ -18,7 +18,8 @@ use kvarts_store::engine::{Compaction, Done, Limits, Options, Store, WorkDone};
 use serde_json::{Value, json};
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use kvarts_server::human;
 use kvarts_terminal::Failure;
 

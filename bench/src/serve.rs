@@ -20,9 +20,10 @@ use tonic::transport::Channel;
 
 use super::bare_server::BareServer;
 use super::local::{self, Filled, Ping};
-use super::pairs::{Contestant, Sample, cpu_seconds, take_turns_within};
+use super::pairs::{Contestant, LEAST_SHORT_ROUNDS, Sample, cpu_seconds, take_turns_within};
 use super::report::Report;
-use super::setup::{self, Common, Scratch, key};
+use super::scratch::{Scratch, Undo};
+use super::setup::{self, Common, key};
 use kvarts_client::{Client, ConnectOptions, endpoint};
 use kvarts_server::config::{Config, Settings};
 use kvarts_server::daemon::Daemon;
@@ -96,6 +97,7 @@ struct Ground {
     /// Many pages that are looked up.
     many: proto::ReadRequest,
     bytes: u64,
+    _socket: Option<Undo>,
 }
 
 /// Runs the benchmark.
@@ -187,7 +189,7 @@ fn large_reads(
         reader("least", least, warm),
         reader("hot", &hot.served, hot),
     ];
-    let rounds = take_turns_within(GRPC_TIME, pairs, contestants)?;
+    let rounds = take_turns_within(GRPC_TIME, LEAST_SHORT_ROUNDS, pairs, contestants)?;
     report.fact("grpc_pairs", rounds.count());
     let gib = warm.bytes as f64 / GIB;
     report.median("grpc_ratio", rounds.speed("serve", "bare"));
@@ -213,6 +215,7 @@ fn prepare(
     (io_disable, hot): (Option<&str>, bool),
 ) -> Result<Ground, Failure> {
     let text = |value: &dyn std::fmt::Display| Some(value.to_string());
+    let (socket, undo) = socket(scratch, name)?;
     let settings = Settings {
         directories: text(&scratch.path().join(name).display()),
         budget: text(&format!("{} MiB", arguments.mib * 2 + 512)),
@@ -222,7 +225,7 @@ fn prepare(
         cache: if hot { None } else { text(&0) },
         grpc: text(&"127.0.0.1:0"),
         metrics: text(&"none"),
-        socket: text(&socket(scratch, name).display()),
+        socket: text(&socket.display()),
         ..Settings::default()
     };
     let config = Config::resolve(None, |_| None, &settings).map_err(Failure::user)?;
@@ -237,7 +240,7 @@ fn prepare(
     let match_page = Geometry::opaque(MATCH_PAGE_BYTES).map_err(Failure::user)?;
     let many = fill(&client, &match_page, 16, MATCH_PAGE_BYTES * local::MATCH_KEYS)?.0;
     let served = connect(runtime, &options)?;
-    Ok(Ground { daemon, served, request, small, many, bytes })
+    Ok(Ground { daemon, served, request, small, many, bytes, _socket: undo })
 }
 
 fn endpoint_of(daemon: &Daemon) -> Result<String, Failure> {
@@ -269,12 +272,16 @@ fn bare_file(scratch: &Scratch, messages: u64) -> Result<BareServer, Failure> {
 }
 
 /// Where a server's socket is: in the run's directory, or where its path is short enough.
-fn socket(scratch: &Scratch, name: &str) -> PathBuf {
+fn socket(scratch: &Scratch, name: &str) -> Result<(PathBuf, Option<Undo>), Failure> {
     let inside = scratch.path().join(format!("{name}.sock"));
     if inside.as_os_str().len() < 100 {
-        return inside;
+        return Ok((inside, None));
     }
-    std::env::temp_dir().join(format!("kvarts-bench-{}-{name}.sock", std::process::id()))
+    let outside = std::env::temp_dir().join(format!("kvarts-bench-{}-{name}.sock", std::process::id()));
+    let gone = outside.clone();
+    // A server that ended well has removed it.
+    let (undo, ()) = Undo::of(|| Ok(()), move || drop(std::fs::remove_file(gone))).map_err(Failure::User)?;
+    Ok((outside, Some(undo)))
 }
 
 /// Starts the bare server; gives its endpoint.

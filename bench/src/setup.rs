@@ -1,4 +1,4 @@
-//! What every benchmark needs first: a scratch directory, a store in it, a model, keys, and blocks in the store.
+//! What every benchmark needs first: a store in its directory (`scratch`), a model, keys, and blocks in the store.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -53,45 +53,13 @@ pub(super) struct Common {
     pub(super) cores: Vec<usize>,
 }
 
-/// A directory of this run, removed at the end unless it is to be kept.
-#[derive(Debug)]
-pub(super) struct Scratch {
-    path: PathBuf,
-    keep: bool,
-}
-
-impl Scratch {
-    /// Makes it; refused if the file system has less room than `bytes`.
-    pub(super) fn new(common: &Common, bytes: u64) -> Result<Self, Failure> {
-        let below = common.dir.clone().unwrap_or_else(|| PathBuf::from("."));
-        let fault = |error: &dyn std::fmt::Display| Failure::User(format!("{}: {error}", below.display()));
-        std::fs::create_dir_all(&below).map_err(|error| fault(&error))?;
-        let space = rustix::fs::statvfs(&below).map_err(|error| fault(&error))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
-        if free < bytes {
-            return Err(fault(&format!("{} MiB free, the run needs {}", free >> 20, bytes >> 20)));
-        }
-        let path = below.join(format!("kvarts-bench-{}", std::process::id()));
-        std::fs::create_dir(&path).map_err(|error| fault(&error))?;
-        Ok(Self { path, keep: common.keep })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if !self.keep {
-            // What cannot be removed is named after this program: the user finds it.
-            let _ = std::fs::remove_dir_all(&self.path);
-        }
-    }
-}
-
-/// Opens a store in `directory`.
+/// Opens a store in `directory`, and makes the directories above it: the engine refuses those, which may be a disk that is not mounted,
+/// but here all of them are the run's own.
 pub(super) fn open(common: &Common, directory: &Path, store: Options) -> Result<Home, Failure> {
+    if let Some(above) = directory.parent() {
+        std::fs::create_dir_all(above)
+            .map_err(|error| Failure::User(format!("{}: {error}", above.display())))?;
+    }
     let options = HomeOptions {
         directories: vec![directory.to_owned()],
         io: common.io,
@@ -244,10 +212,14 @@ type PutAnswer = Result<
 /// Whether every block of a put was stored.
 pub(super) fn expect_stored(answer: &PutAnswer) -> Result<(), Failure> {
     match answer {
-        Ok(Ok(reply)) => match reply.outcomes.iter().find(|outcome| **outcome != BlockOutcome::Stored) {
-            None => Ok(()),
-            Some(other) => Err(Failure::User(format!("a put was not stored: {other:?}"))),
-        },
+        Ok(Ok(reply)) => {
+            let mut others = reply.outcomes.iter().filter(|outcome| **outcome != BlockOutcome::Stored);
+            let Some(first) = others.next() else { return Ok(()) };
+            let (count, all) = (others.count() + 1, reply.outcomes.len());
+            Err(Failure::User(format!(
+                "{count} of {all} blocks of a put were not stored, the first: {first:?}"
+            )))
+        }
         Ok(Err(error)) => Err(Failure::user(error)),
         Err(_) => Err(Failure::user("the store ended")),
     }

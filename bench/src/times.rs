@@ -19,7 +19,8 @@ use kvarts_store::engine::{Options, Store};
 use serde_json::json;
 
 use super::report::Report;
-use super::setup::{self, Common, Scratch, Subject, key, progress};
+use super::scratch::Scratch;
+use super::setup::{self, Common, Subject, key, progress};
 use kvarts_terminal::Failure;
 
 /// Blocks of one put.

@@ -4,16 +4,19 @@
 use crate::s3;
 use crate::scratch::Scratch;
 
-use std::process::Command;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// A model whose blocks are small.
 const MODEL: [&str; 2] = ["--model", "deepseek-v4-flash"];
 
-/// A directory that must be empty again at the end.
-/// Runs one, and gives the object that it prints.
+/// Runs one in a directory that must be empty again at the end, and gives the object that it prints.
 fn bench(name: &str, arguments: &[&str]) -> Value {
     bench_in(name, arguments, &[])
 }
@@ -80,8 +83,7 @@ fn has(json: &Value, fields: &[&str]) {
 fn layers() {
     let common = ["--mib", "4", "--record-mib", "2", "--pairs", "3"];
     let json = bench("layers", &[&common[..], &MODEL].concat());
-    let fields =
-        ["ratio", "cpu_over_device", "cpu_ratio", "first_layer_ratio", "control", "quotable", "backend"];
+    let fields = ["ratio", "cpu_over_checking", "first_layer_ratio", "control", "quotable", "backend"];
     has(&json, &fields);
     assert_eq!(number(&json, "bytes"), number(&json, "blocks") * number(&json, "block_bytes"));
     assert_eq!(
@@ -141,7 +143,7 @@ fn mixed() {
     let json = bench("mixed", &sizes);
     has(
         &json,
-        &["p99_ratio", "p50_ratio", "read_mib_s_idle", "read_mib_s_busy", "put_mib_s", "blocks_moved"],
+        &["p99_ratio", "p99_control", "read_mib_s_idle", "read_mib_s_busy", "put_mib_s", "blocks_moved"],
     );
     assert_eq!(number(&json, "reads"), 100.0);
     assert_eq!(number(&json, "records_failed"), 0.0);
@@ -249,6 +251,8 @@ fn cold() {
         "8",
         "--block-tokens",
         "1",
+        "--own-block-tokens",
+        "1",
         "--reads",
         "20",
         "--pairs",
@@ -296,13 +300,143 @@ fn cold() {
 #[test]
 fn cold_trouble() {
     let sizes = ["--mib", "8", "--block-tokens", "1", "--reads", "20", "--pairs", "3", "--latency-ms", "0"];
-    let json = bench("cold", &[&sizes[..], &["--only", "trouble"]].concat());
+    let json = bench("cold", &[&sizes[..], &["--own-block-tokens", "1", "--only", "trouble"]].concat());
     let ways = ["outage", "busy", "slow", "truncated", "altered"].map(|way| format!("{way}_p99_ratio"));
     let worst = ways.iter().map(|way| number(&json, way)).fold(0.0, f64::max);
     // Numbers that are parsed are the printed ones up to their last digit.
     let by_working = number(&json, "trouble_p99_ratio") * number(&json, "working_p99_ratio");
     assert!((by_working / worst - 1.0).abs() < 1e-9, "{json:#}");
     assert_eq!(json["verdicts"].as_array().unwrap().len(), 1, "{json:#}");
+}
+
+/// Two nodes that serve, one that reads: the smallest that all its parts together can be, but for those that end a node.
+#[test]
+fn dual() {
+    let sizes = ["--mib", "16", "--rate", "4096", "--pairs", "3", "--announce", "1000", "--limiter", "nodes"];
+    let json = bench("dual", &[&sizes[..], &["--only", "peers,directory"]].concat());
+    has(&json, &["equal_ratio", "equal_control", "three_to_one_sum_ratio", "lookup_round_trips"]);
+    assert_eq!((number(&json, "mib"), number(&json, "announced_blocks")), (16.0, 1000.0));
+    assert_eq!(json["limiter"], "nodes");
+    let verdicts = json["verdicts"].as_array().unwrap();
+    assert_eq!(verdicts.len(), 7, "{json:#}");
+    for one in verdicts {
+        let [low, high] = [0, 1].map(|end| one["reach"][end].as_f64().unwrap());
+        assert!(low <= number(one, "value") && number(one, "value") <= high, "{one:#}");
+    }
+}
+
+/// A node in a process of its own, which is killed.
+#[test]
+fn dual_failover() {
+    let sizes = ["--mib", "16", "--rate", "64", "--pairs", "3", "--limiter", "nodes", "--only", "trouble"];
+    let json = bench("dual", &sizes);
+    has(&json, &["collapse_ratio", "own_p99_ratio", "failover_longest_pause_s", "after_failover_s"]);
+    assert_eq!((number(&json, "failover_kills"), number(&json, "failover_errors")), (3.0, 0.0));
+}
+
+/// Interrupts a bench once it has made files; gives its exit code, and what it printed.
+fn interrupted(scratch: &Scratch, arguments: &[&str], signal: Signal) -> (Option<i32>, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    command.arg("bench").args(arguments).arg("--dir").arg(&scratch.0).env("TMPDIR", &scratch.0);
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let pid = Pid::from_child(&child);
+    let begun = Instant::now();
+    while files(&scratch.0) == 0 && begun.elapsed() < Duration::from_secs(30) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    kill_process(pid, signal).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8(said).unwrap())
+}
+
+/// Plain files below a directory.
+fn files(below: &Path) -> usize {
+    let entries = std::fs::read_dir(below).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.file_type() {
+            Ok(kind) if kind.is_dir() => files(&entry.path()),
+            Ok(kind) => usize::from(kind.is_file()),
+            Err(_) => 0,
+        })
+        .sum()
+}
+
+/// What each bench is that makes a directory, with more than a moment's work ahead of it.
+const LONG: [&[&str]; 15] = [
+    &["layers"],
+    &["put"],
+    &["match"],
+    &["open"],
+    &["churn"],
+    &["scale"],
+    &["mixed"],
+    &["encoded"],
+    &["fsck"],
+    &["serve"],
+    &["dual"],
+    &["cold"],
+    &["crossover"],
+    &["times"],
+    &["gpu"],
+];
+
+fn expect_nothing_is_left(benches: &[&[&str]]) {
+    for (number, arguments) in benches.iter().enumerate() {
+        let scratch = Scratch::new(&format!("interrupted-{}", arguments[0]));
+        let (signal, code) = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)][number % 3];
+        assert_eq!(interrupted(&scratch, arguments, signal), (Some(code), String::new()), "{arguments:?}");
+        let left: Vec<_> = std::fs::read_dir(&scratch.0).unwrap().collect();
+        assert!(left.is_empty(), "bench {} leaves {left:?} behind", arguments[0]);
+    }
+}
+
+#[test]
+fn a_bench_that_is_interrupted_leaves_nothing() {
+    expect_nothing_is_left(&[&["layers"], &["serve"], &["cold"]]);
+}
+
+/// All of them write for a moment, which takes a while.
+#[test]
+#[ignore = "nightly: scripts/documented nightly"]
+fn none_of_all_benches_leaves_anything_when_it_is_interrupted() {
+    let help = Command::new(env!("CARGO_BIN_EXE_kvarts")).args(["bench", "--help"]).output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let commands = help.split("\nCommands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let names = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next());
+    // A trace makes no directory, and a replay needs a trace.
+    let names: BTreeSet<&str> = names.filter(|name| !["trace", "replay", "help"].contains(name)).collect();
+    assert_eq!(names, LONG.map(|arguments| arguments[0]).into_iter().collect(), "{help}");
+    expect_nothing_is_left(&LONG);
+}
+
+/// The server that a bench started ends with it: the directory could not be removed for good otherwise.
+#[test]
+#[ignore = "nightly: scripts/documented nightly"]
+fn a_bench_that_is_interrupted_takes_its_server_with_it() {
+    let scratch = Scratch::new("interrupted-server");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    let sizes = ["--mib", "16", "--rate", "64", "--pairs", "3", "--limiter", "nodes", "--only", "trouble"];
+    command.args(["bench", "dual", "--dir"]).arg(&scratch.0).args(sizes).stdin(Stdio::null());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let pid = Pid::from_child(&child);
+    let socket = || {
+        let directory = scratch.0.join(format!("kvarts-bench-{}", pid.as_raw_nonzero()));
+        directory.join("failover").join("socket")
+    };
+    while !socket().exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before it was interrupted");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let client = std::os::unix::net::UnixStream::connect(socket());
+    kill_process(pid, Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 0);
+    // Its end of the connection is closed.
+    let mut client = client.unwrap();
+    client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let end = std::io::Read::read_to_end(&mut client, &mut Vec::new());
+    assert!(end.is_ok() || end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset));
 }
 
 #[test]

@@ -16,6 +16,7 @@ mod cluster_namespaces;
 mod cold_cli;
 mod cold_cluster;
 mod cold_serve;
+mod commands;
 mod compact_cli;
 mod daily_cli;
 mod demo_cli;

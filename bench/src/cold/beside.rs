@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvarts_cold::promote::restore_into;
 use kvarts_cold::restore::FetchOptions;
 use kvarts_contract::api::{KvStore, Placed, ReadRequest};
 use kvarts_contract::buffers::SharedBuf;
@@ -13,9 +12,9 @@ use kvarts_server::cold::ColdTier;
 use kvarts_terminal::Failure;
 
 use super::ColdArgs;
-use super::restores::{BELOW, forget, wanted};
+use super::restores::{BELOW, forget, restored};
 use super::stage::{Stage, config};
-use crate::pairs::{Summary, summary};
+use crate::pairs::{LEAST_ROUNDS, Summary, summary};
 use crate::report::Report;
 use crate::setup::{self, key, mix};
 
@@ -24,8 +23,9 @@ const MIB: f64 = (1u64 << 20) as f64;
 const OWN: [u64; 2] = [12, 13];
 /// The same of what is spilled.
 const SPILLED: u64 = 14;
-/// Bytes of the blocks that own reads want.
-const OWN_BYTES: u64 = 256 << 20;
+/// Bytes of the blocks that own reads want, and of those that are spilled beside them: each sweep copies both.
+const OWN_BYTES: u64 = 64 << 20;
+const SPILLED_BYTES: u64 = 128 << 20;
 /// How long a phase's work goes on before its reads begin.
 const RUN_UP: Duration = Duration::from_millis(50);
 
@@ -39,17 +39,17 @@ pub(super) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(super) fn new(stage: &'a Stage, series: u64, most: u64) -> Result<Self, Failure> {
-        let block_bytes = stage.subject.shape.block_bytes();
+        let block_bytes = stage.own.shape.block_bytes();
         let blocks = (OWN_BYTES.min(most) / block_bytes).max(4);
         let keys: Vec<BlockKey> = (0..blocks).map(|block| key(series, block)).collect();
-        stage.subject.fill(stage.store(), &keys, 4, None)?;
+        stage.own.fill(stage.store(), &keys, 4, None)?;
         Ok(Self { stage, series, blocks, into: setup::memory(block_bytes as usize)? })
     }
 
     /// The 99th percentile of this number of reads of one block each, in seconds.
     fn p99(&self, reads: u32, state: &mut u64) -> Result<f64, Failure> {
         let mut seconds = Vec::new();
-        let subject = &self.stage.subject;
+        let subject = &self.stage.own;
         for _ in 0..reads {
             let keys = vec![key(self.series, mix(state) % self.blocks)];
             let into = Placed::blocks(&subject.shape, self.into.clone(), 1).map_err(Failure::user)?;
@@ -70,17 +70,17 @@ impl<'a> Reader<'a> {
 /// What loud phases do, again and again: gives the bytes of one turn.
 pub(super) type Work<'a> = dyn Fn() -> Result<u64, Failure> + Sync + 'a;
 
-/// Quiet and loud phases in turns: the ratio of each pair, and bytes a second of the work.
-pub(super) fn phases(
-    reader: &Reader<'_>,
-    arguments: &ColdArgs,
-    work: &Work<'_>,
-) -> Result<([Summary; 3], f64), Failure> {
+/// Quiet and loud phases in turns.
+pub(super) fn phases(reader: &Reader<'_>, arguments: &ColdArgs, work: &Work<'_>) -> Result<Phases, Failure> {
     let (mut quiet, mut loud, mut state) = (Vec::new(), Vec::new(), 5);
     let (bytes, mut seconds) = (AtomicU64::new(0), 0.0);
     reader.p99(arguments.reads, &mut state)?;
-    for pair in 0..arguments.common.pairs {
-        setup::progress(&format!("phase {} of {}", pair + 1, arguments.common.pairs));
+    let (began, pairs) = (Instant::now(), arguments.common.pairs);
+    for pair in 0..pairs {
+        if pair >= LEAST_ROUNDS && began.elapsed() >= arguments.time() {
+            break;
+        }
+        setup::progress(&format!("phase {} of {pairs}", pair + 1));
         quiet.push(reader.p99(arguments.reads, &mut state)?);
         let is_over = AtomicBool::new(false);
         let begun = Instant::now();
@@ -102,20 +102,45 @@ pub(super) fn phases(
     }
     setup::progress("");
     let ratios = quiet.iter().zip(&loud).map(|(quiet, loud)| loud / quiet).collect();
+    // Each quiet phase by the one before it: what nothing but time makes of the figure.
+    let control = quiet.windows(2).map(|pair| pair[1] / pair[0]).collect();
     let of = |values: Vec<f64>| summary(values.into_iter().map(|one| one * 1e3).collect());
-    Ok(([summary(ratios), of(quiet), of(loud)], bytes.load(Ordering::Relaxed) as f64 / seconds))
+    Ok(Phases {
+        ratio: summary(ratios),
+        control: summary(control),
+        alone_ms: of(quiet),
+        beside_ms: of(loud),
+        rate: bytes.load(Ordering::Relaxed) as f64 / seconds,
+    })
 }
 
-fn tell(report: &mut Report, name: &str, ([ratio, quiet, loud], rate): ([Summary; 3], f64)) {
-    report.median(&format!("{name}_p99_ratio"), ratio);
-    report.median(&format!("{name}_p99_ms_alone"), quiet);
-    report.median(&format!("{name}_p99_ms"), loud);
-    report.number(&format!("{name}_mib_s"), rate / MIB);
+/// What phases came to.
+pub(super) struct Phases {
+    pub(super) ratio: Summary,
+    control: Summary,
+    alone_ms: Summary,
+    beside_ms: Summary,
+    /// Bytes a second of the work.
+    rate: f64,
+}
+
+impl Phases {
+    pub(super) fn tell(&self, report: &mut Report, name: &str) {
+        report.median(&format!("{name}_p99_ratio"), self.ratio);
+        report.median(&format!("{name}_p99_control"), self.control);
+        report.median(&format!("{name}_p99_ms_alone"), self.alone_ms);
+        report.median(&format!("{name}_p99_ms"), self.beside_ms);
+    }
+
+    fn tell_with_rate(&self, report: &mut Report, name: &str) {
+        self.tell(report, name);
+        report.number(&format!("{name}_mib_s"), self.rate / MIB);
+    }
 }
 
 /// Own reads while sweeps copy blocks into the bucket, each sweep into an empty one.
 pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) -> Result<(), Failure> {
-    let most = arguments.mib << 20;
+    let most = (arguments.mib << 20).min(SPILLED_BYTES);
     let reader = Reader::new(stage, OWN[0], most)?;
     let blocks = (most / stage.subject.shape.block_bytes()).max(4);
     let keys: Vec<BlockKey> = (0..blocks).map(|block| key(SPILLED, block)).collect();
@@ -143,7 +168,7 @@ pub(super) fn spill(stage: &Stage, arguments: &ColdArgs, report: &mut Report) ->
         stage.clean(&below)?;
         Ok(spilled)
     };
-    tell(report, "spill", phases(&reader, arguments, &work)?);
+    phases(&reader, arguments, &work)?.tell_with_rate(report, "spill");
     report.fact("sweeps", sweeps.into_inner());
     Ok(())
 }
@@ -157,11 +182,10 @@ pub(super) fn restore(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     stage.push(&tier, &keys)?;
     let options = FetchOptions::default();
     let work = || {
-        let restored =
-            stage.wait(restore_into(&tier, stage.store(), &wanted(stage, &keys), &options))?.stored;
+        restored(stage, &tier, &keys, &options)?;
         forget(stage, &keys)?;
-        Ok(restored * stage.subject.shape.block_bytes())
+        Ok(keys.len() as u64 * stage.subject.shape.block_bytes())
     };
-    tell(report, "restoring", phases(&reader, arguments, &work)?);
+    phases(&reader, arguments, &work)?.tell_with_rate(report, "restoring");
     stage.clean(BELOW)
 }

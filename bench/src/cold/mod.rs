@@ -3,14 +3,13 @@
 //!
 //! The storage is one of the benchmark's own on loopback, with a latency and a rate (`objects`), or a real one that is named. Blocks
 //! and their packs are in `stage`, the turns of restores in `restores`, own reads beside other work in `beside`, and beside
-//! failures in `trouble`. What the figures must be is in `verdict`.
+//! failures in `trouble`.
 
 mod beside;
 mod objects;
 mod restores;
 mod stage;
 mod trouble;
-mod verdict;
 
 use std::io::Write;
 use std::time::Duration;
@@ -19,7 +18,8 @@ use clap::{Args, ValueEnum};
 use kvarts_terminal::Failure;
 
 use crate::report::Report;
-use crate::setup::{self, Common, Scratch};
+use crate::scratch::Scratch;
+use crate::setup::{self, Common};
 use objects::Manners;
 use stage::Stage;
 
@@ -49,11 +49,17 @@ pub(super) struct ColdArgs {
     /// MiB a second that a spill may copy, as `cold.rate`; 0 is no limit
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     spill_mib: u64,
-    /// Own reads of each phase
-    #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
+    /// Own reads of each phase, of one block each
+    #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u32).range(10..=1_000_000))]
     reads: u32,
+    /// Tokens of a block of own reads
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    own_block_tokens: u32,
+    /// Seconds for which rounds of one part are begun; there are never fewer than six, or --pairs if that is less
+    #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    seconds: u64,
     /// What is measured
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Part::value_variants().iter().copied())]
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Part::Restore, Part::Spill])]
     only: Vec<Part>,
 }
 
@@ -71,6 +77,11 @@ enum Part {
 }
 
 impl ColdArgs {
+    /// Until when rounds of a part are begun that begins now.
+    fn time(&self) -> Duration {
+        Duration::from_secs(self.seconds)
+    }
+
     /// Bytes a second that a spill may copy.
     fn spill_rate(&self) -> u64 {
         if self.spill_mib == 0 { u64::MAX } else { self.spill_mib << 20 }
@@ -114,7 +125,6 @@ pub(super) fn run(arguments: &ColdArgs, out: &mut dyn Write) -> Result<(), Failu
     if is_wanted(Part::Trouble) {
         trouble::measure(&stage, arguments, &mut report)?;
     }
-    verdict::judge(&mut report);
     stage.close();
     home.close().map_err(Failure::user)?;
     report.write(common.json, out)

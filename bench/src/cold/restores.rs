@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvarts_cold::Tier;
 use kvarts_cold::format::names;
-use kvarts_cold::promote::{PUT_BYTES, Wanted};
+use kvarts_cold::promote::{PUT_BYTES, Wanted, restore_into};
 use kvarts_cold::restore::{Fetch, FetchOptions, Fetched, fetch, plan_all};
 use kvarts_contract::api::{
     BlockOutcome, DeleteRequest, Durability, KvStore, Origins, Placed, PutRequest, ReadEvent, ReadRequest,
@@ -20,7 +20,7 @@ use object_store::ObjectStoreExt;
 
 use super::ColdArgs;
 use super::stage::{Stage, config};
-use crate::pairs::{Contestant, Sample, summary, take_turns};
+use crate::pairs::{Contestant, LEAST_ROUNDS, Sample, summary, take_turns_within};
 use crate::report::Report;
 use crate::setup;
 
@@ -83,7 +83,8 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         ("put", Box::new(|| ground.put())),
         ("again", Box::new(|| ground.bare(&bare))),
     ];
-    let rounds = take_turns(arguments.common.pairs, contestants)?;
+    let rounds = take_turns_within(arguments.time(), LEAST_ROUNDS, arguments.common.pairs, contestants)?;
+    report.fact("restore_pairs", rounds.count());
     report.median("restore_ratio", rounds.speed("restore", "bare"));
     // The first round does not count.
     let of = |seconds: &[f64]| seconds.iter().skip(1).copied().collect::<Vec<f64>>();
@@ -134,6 +135,20 @@ pub(super) fn wanted(stage: &Stage, keys: &[BlockKey]) -> Wanted {
         coordinate: stage.subject.coordinate,
         keys: keys.to_vec(),
         durability: Durability::Relaxed,
+    }
+}
+
+/// Restores blocks, every one of which has to be stored.
+pub(super) fn restored(
+    stage: &Stage,
+    tier: &Tier,
+    keys: &[BlockKey],
+    options: &FetchOptions,
+) -> Result<(), Failure> {
+    let restored = stage.wait(restore_into(tier, stage.store(), &wanted(stage, keys), options))?;
+    match restored.stored == keys.len() as u64 {
+        true => Ok(()),
+        false => Err(Failure::User(format!("{} of {} blocks were restored", restored.stored, keys.len()))),
     }
 }
 

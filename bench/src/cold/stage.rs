@@ -39,6 +39,8 @@ pub(super) struct Stage {
     store: Store,
     pub(super) runtime: Runtime,
     pub(super) subject: Subject,
+    /// The same model in blocks of the length that own reads want.
+    pub(super) own: Subject,
     exported: Arc<ExportedNamespace>,
     /// The benchmark's own storage.
     pub(super) objects: Option<Arc<Objects>>,
@@ -60,13 +62,15 @@ impl Stage {
         let geometry = spec.geometry();
         let group = geometry.groups().first().ok_or_else(|| Failure::user("a model without state"))?.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
-        let shape = geometry.shape(group, coordinate, arguments.block_tokens).map_err(Failure::user)?;
+        let longer = arguments.block_tokens.max(arguments.own_block_tokens);
+        let shape = geometry.shape(group, coordinate, longer).map_err(Failure::user)?;
         // What is spilled lies in segments that are full, and each has several blocks.
         let wanted = (arguments.mib << 17).clamp(1 << 20, 64 << 20);
         let segment_bytes = wanted.max(4 * shape.block_bytes()).next_power_of_two();
         let options = Options { budget_bytes: budget, segment_bytes, ..Options::default() };
         let home = setup::open(&arguments.common, &directory.join("store"), options)?;
         let subject = Subject::new(home.store(), &spec, Some(arguments.block_tokens))?;
+        let own = Subject::new(home.store(), &spec, Some(arguments.own_block_tokens))?;
         let identity = setup::identity(spec.name(), arguments.block_tokens, geometry);
         let exported = Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry.clone()) });
         let (objects, builder, bucket, prefix) = match arguments.bucket.as_deref() {
@@ -89,7 +93,7 @@ impl Stage {
         };
         let (bucket, prefix) = (bucket.to_owned(), format!("{prefix}/{}", std::process::id()));
         let store = home.store().clone();
-        let stage = Self { store, runtime, subject, exported, objects, builder, bucket, prefix };
+        let stage = Self { store, runtime, subject, own, exported, objects, builder, bucket, prefix };
         Ok((stage, home))
     }
 

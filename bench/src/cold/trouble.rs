@@ -14,8 +14,9 @@ use kvarts_terminal::Failure;
 use super::ColdArgs;
 use super::beside::{Reader, phases};
 use super::objects::Trouble;
-use super::restores::{forget, wanted};
+use super::restores::{forget, restored, wanted};
 use super::stage::{Stage, config};
+use crate::pairs::Summary;
 use crate::report::Report;
 use crate::setup::key;
 
@@ -44,9 +45,9 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
     stage.subject.fill(stage.store(), &spilled, 4, None)?;
     let options = FetchOptions::default();
     // The manifest and the indexes are known, as to a server at work.
-    stage.wait(restore_into(&tier, stage.store(), &wanted(stage, &keys), &options))?;
+    restored(stage, &tier, &keys, &options)?;
     forget(stage, &keys)?;
-    let (mut worst, mut working) = (0.0_f64, f64::NAN);
+    let (mut worst, mut working) = (None::<Summary>, None);
     let troubles = Trouble::ALL.map(|(name, trouble)| (name, Some(trouble)));
     for (number, (name, trouble)) in (0..).zip([("working", None)].into_iter().chain(troubles)) {
         let before = objects.troubled();
@@ -87,19 +88,21 @@ pub(super) fn measure(stage: &Stage, arguments: &ColdArgs, report: &mut Report) 
         let measured = phases(&reader, arguments, &work);
         objects.set(None);
         stage.runtime.block_on(cold.stop());
-        let ([ratio, quiet, loud], _) = measured?;
+        let measured = measured?;
         if trouble.is_some() && objects.troubled() == before {
             return Err(Failure::User(format!("the bucket was asked nothing while it should fail: {name}")));
         }
         match trouble {
-            Some(_) => worst = worst.max(ratio.median),
-            None => working = ratio.median,
+            Some(_) => {
+                worst = worst.filter(|worst| worst.median > measured.ratio.median).or(Some(measured.ratio))
+            }
+            None => working = Some(measured.ratio),
         }
-        report.median(&format!("{name}_p99_ratio"), ratio);
-        report.median(&format!("{name}_p99_ms_alone"), quiet);
-        report.median(&format!("{name}_p99_ms"), loud);
+        measured.tell(report, name);
         stage.clean(&format!("{BELOW}-{name}"))?;
     }
-    report.number("trouble_p99_ratio", worst / working);
+    if let (Some(worst), Some(working)) = (worst, working) {
+        report.median("trouble_p99_ratio", worst.by(&working));
+    }
     stage.clean(BELOW)
 }

@@ -16,6 +16,7 @@ use kvarts_terminal::Failure;
 use super::Bench;
 use super::stage::{BLOCK_TOKENS, Model, chain_keys};
 use crate::report::Report;
+use crate::setup;
 
 /// Blocks of one look-up.
 const KEYS: u64 = 4096;
@@ -134,7 +135,7 @@ fn announce(bench: &Bench<'_>, directory: &Path, report: &mut Report) -> Result<
         let bytes = bytes.ok_or_else(|| Failure::user("memory that is too short"))?;
         let from = Placed::blocks(&shape, bytes, keys.len() as u32).map_err(Failure::user)?;
         let put = PutRequest::new(namespace, Group(0), Coordinate::default(), keys, from);
-        bench.runtime.block_on(a.store().put(put)).map_err(Failure::user)?.map_err(Failure::user)?;
+        setup::expect_stored(&bench.runtime.block_on(a.store().put(put)))?;
     }
     let begun = Instant::now();
     let two = bench.join(vec![a, b], &[None, None])?;

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use kvarts_cluster::members::{Member, NodeId};
@@ -10,9 +11,10 @@ use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_layout::BlockKey;
 use kvarts_terminal::Failure;
 
-use super::stage::{CLUSTER, Model, SECRET, Trio, chain_keys};
+use super::stage::{CLUSTER, Model, SECRET, SEGMENT_MIB, Trio, chain_keys};
 use super::{Bench, PAUSE};
 use crate::report::Report;
+use crate::scratch::Undo;
 
 /// How often it is killed.
 const KILLS: usize = 3;
@@ -56,7 +58,7 @@ pub(super) fn measure(bench: &Bench<'_>, directory: &Path, report: &mut Report) 
     let memory = BufMut::zeroed(bytes).map_err(Failure::user)?.share();
     let mut seen = Seen::default();
     for _ in 0..KILLS {
-        let server = Server::start(directory, serve_rate)?;
+        let server = Server::start(directory, bench.budget_bytes(), serve_rate)?;
         trio.until_known(&bench.runtime, &keys, 2)?;
         // Over the connections that are made when they are first wanted.
         trio.read(&keys, &memory)?;
@@ -103,16 +105,20 @@ impl Seen {
 }
 
 /// A node in another process: killed when it is dropped.
-struct Server(Child);
+struct Server {
+    _undo: Undo,
+}
 
 impl Server {
-    fn start(directory: &Path, serve_rate: Option<u64>) -> Result<Self, Failure> {
+    fn start(directory: &Path, budget_bytes: u64, serve_rate: Option<u64>) -> Result<Self, Failure> {
         let program = std::env::current_exe().map_err(Failure::user)?;
         let at = |name: &str| directory.join(name).display().to_string();
         let log = std::fs::File::create(directory.join("log")).map_err(Failure::user)?;
         let rate = serve_rate.map(|rate| ["--cluster-serve-rate".to_owned(), rate.to_string()]);
-        let child = Command::new(program)
-            .args(["serve", "--dir", &at("c"), "--budget", "4 GiB", "--segment", "64 MiB"])
+        let mut command = Command::new(program);
+        command
+            .args(["serve", "--dir", &at("c"), "--budget", &format!("{budget_bytes}")])
+            .args(["--segment", &format!("{SEGMENT_MIB} MiB")])
             .args(["--listen-grpc", "none", "--listen-metrics", "none", "--log-level", "warn"])
             .args(["--listen-socket", &at("socket"), "--cluster", &at("members.toml")])
             .args(["--cluster-name", CLUSTER, "--cluster-secret", &at("secret")])
@@ -120,10 +126,17 @@ impl Server {
             .env_remove("KVARTS_CONFIG")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(log)
-            .spawn();
-        let mut server = Self(child.map_err(Failure::user)?);
-        let pipe = server.0.stdout.take().ok_or_else(|| Failure::user("a server without output"))?;
+            .stderr(log);
+        let child = Arc::new(Mutex::new(None));
+        let killed = Arc::clone(&child);
+        let begin = || {
+            let mut begun = command.spawn().map_err(|error| error.to_string())?;
+            let pipe = begun.stdout.take();
+            *child.lock().unwrap_or_else(PoisonError::into_inner) = Some(begun);
+            pipe.ok_or_else(|| "a server without output".to_owned())
+        };
+        let (undo, pipe) = Undo::of(begin, move || kill(&killed)).map_err(Failure::User)?;
+        let server = Self { _undo: undo };
         let mut line = String::new();
         // One line, or none if it ended.
         BufReader::new(pipe).read_line(&mut line).map_err(Failure::user)?;
@@ -135,10 +148,10 @@ impl Server {
     }
 }
 
-impl Drop for Server {
-    fn drop(&mut self) {
+fn kill(child: &Mutex<Option<Child>>) {
+    if let Some(mut child) = child.lock().unwrap_or_else(PoisonError::into_inner).take() {
         // It may have ended already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = child.kill();
+        let _ = child.wait();
     }
 }

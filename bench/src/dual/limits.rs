@@ -11,6 +11,8 @@ use std::process::{Command, Output};
 use kvarts_peer::node::ClusterNode;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+use crate::scratch::Undo;
+
 /// What may go out at once after a pause: a few of the largest packets.
 const BURST: &str = "256k";
 
@@ -25,21 +27,11 @@ pub(super) enum Limiter {
     Nodes,
 }
 
-/// A network of this run's own; it is gone when this is dropped.
-#[derive(Debug)]
-struct Network(String);
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        // What stays behind has the number of this process in its name.
-        let _ = Command::new("ip").args(["netns", "del", &self.0]).output();
-    }
-}
-
 /// What limits the paths of this run.
 #[derive(Debug)]
 pub(super) struct Limits {
-    network: Option<Network>,
+    /// A network of this run's own; it is gone when this is dropped.
+    network: Option<Undo>,
 }
 
 fn run(program: &str, arguments: &str) -> Result<(), String> {
@@ -61,8 +53,14 @@ impl Limits {
     /// Those of the kernel: the calling thread is in the new network from now on, and so is what it starts.
     pub(super) fn of_kernel() -> Result<Self, String> {
         let name = format!("kvarts-bench-{}", std::process::id());
-        run("ip", &format!("netns add {name}"))?;
-        let limits = Self { network: Some(Network(name.clone())) };
+        let gone = name.clone();
+        let made = Undo::of(
+            || run("ip", &format!("netns add {name}")),
+            // What stays behind has the number of this process in its name.
+            move || drop(run("ip", &format!("netns del {gone}"))),
+        );
+        let (network, ()) = made?;
+        let limits = Self { network: Some(network) };
         let path = format!("/run/netns/{name}");
         let told = |error: std::io::Error| format!("{path}: {error}");
         let file = File::open(&path).map_err(told)?;

@@ -3,7 +3,7 @@
 //!
 //! Peers alone are here; the own disk is in `own`, a path that collapses and what a node's own reads lose in `trouble`, a node
 //! that is killed in `failover`, the lane beside a bare pump in `loopback`, the directory in `directory`; the nodes that
-//! they all need in `stage`. What the figures must be is in `verdict`.
+//! they all need in `stage`.
 
 mod directory;
 mod failover;
@@ -12,7 +12,6 @@ mod loopback;
 mod own;
 mod stage;
 mod trouble;
-mod verdict;
 
 use std::io::Write;
 use std::time::Duration;
@@ -24,7 +23,8 @@ use tokio::runtime::Runtime;
 
 use crate::pairs::{Contestant, Sample, Summary, summary, take_turns};
 use crate::report::Report;
-use crate::setup::{Common, Scratch};
+use crate::scratch::Scratch;
+use crate::setup::Common;
 use limits::{Limiter, Limits};
 use stage::{Trio, chain_keys};
 
@@ -99,7 +99,8 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
             Limits::of_nodes()
         }
     };
-    let scratch = Scratch::new(common, (arguments.mib << 20) * 8 + (3 << 30))?;
+    // Two reads' blocks on each of two nodes, which may lie in segments that are not full; no part begins before the last one's are gone.
+    let scratch = Scratch::new(common, (arguments.mib << 20) * 5 + (4 << 30))?;
     let bench = Bench { arguments, runtime: Runtime::new().map_err(Failure::user)?, limits };
     report.fact("mib", arguments.mib);
     report.fact("rate_mib", arguments.rate);
@@ -109,25 +110,25 @@ fn measure(arguments: &DualArgs) -> Result<Report, Failure> {
     let is_wanted = |part| arguments.only.contains(&part);
     let peers = [("equal", [rate / 2, rate / 2]), ("three_to_one", [rate / 4 * 3, rate / 4])];
     for (name, rates) in peers.into_iter().filter(|_| is_wanted(Part::Peers)) {
-        let trio = bench.trio(&scratch.path().join(name), rates)?;
+        let part = scratch.part(name)?;
+        let trio = bench.trio(part.path(), rates)?;
         peers_alone(&bench, &trio, (name, rates), &mut report)?;
     }
     if is_wanted(Part::Own) {
-        own::measure(&bench, &scratch.path().join("own"), &mut report)?;
+        own::measure(&bench, scratch.part("own")?.path(), &mut report)?;
     }
     if is_wanted(Part::Trouble) {
-        trouble::measure(&bench, &scratch.path().join("trouble"), &mut report)?;
-        failover::measure(&bench, &scratch.path().join("failover"), &mut report)?;
+        trouble::measure(&bench, scratch.part("trouble")?.path(), &mut report)?;
+        failover::measure(&bench, scratch.part("failover")?.path(), &mut report)?;
     }
     bench.limits.limit(&[]).map_err(Failure::User)?;
     if is_wanted(Part::Loopback) {
         loopback::measure(&bench, &mut report)?;
     }
     if is_wanted(Part::Directory) {
-        directory::measure(&bench, scratch.path(), &mut report)?;
+        directory::measure(&bench, scratch.part("directory")?.path(), &mut report)?;
     }
     report.note("all nodes are on this machine, and share its processors and its disk");
-    verdict::judge(&mut report);
     Ok(report)
 }
 
@@ -159,6 +160,10 @@ fn peers_alone(
         summary(triples().map(|((a, c), both)| of(a, c, both)).collect())
     };
     report.median(&format!("{name}_ratio"), figure(|a, c, both| a.seconds.min(c.seconds) / both.seconds));
+    if rates[0] == rates[1] {
+        // Two paths that are the same.
+        report.median(&format!("{name}_control"), figure(|a, c, _| a.seconds / c.seconds));
+    }
     let sum = (rates[0] + rates[1]) as f64;
     let of_sum = summary(rounds.of("both").iter().map(|both| bytes as f64 / both.seconds / sum).collect());
     report.median(&format!("{name}_sum_ratio"), of_sum);

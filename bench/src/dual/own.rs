@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use kvarts_contract::buffers::BufMut;
 use kvarts_terminal::Failure;
@@ -15,12 +15,13 @@ use super::Bench;
 use super::stage::{Trio, chain_keys};
 use crate::pairs::{Contestant, summary, take_turns};
 use crate::report::Report;
+use crate::scratch::Undo;
 
 const GROUPS: &str = "/sys/fs/cgroup/blkio";
 
 /// A control group of some threads; they go back when it is dropped.
 struct Throttle {
-    group: PathBuf,
+    _undo: Undo,
 }
 
 impl Throttle {
@@ -30,10 +31,12 @@ impl Throttle {
         let device = fs::metadata(directory).map_err(|error| told(directory, error))?.dev();
         let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
         let group = Path::new(GROUPS).join(format!("kvarts-bench-{}", std::process::id()));
-        fs::create_dir(&group).map_err(|error| told(&group, error))?;
-        let throttle = Self { group };
+        let gone = group.clone();
+        let make = || fs::create_dir(&group).map_err(|error| told(&group, error));
+        let (undo, ()) = Undo::of(make, move || give_back(&gone))?;
+        let throttle = Self { _undo: undo };
         let set = |name: &str, value: &str| {
-            let path = throttle.group.join(name);
+            let path = group.join(name);
             fs::write(&path, value).map_err(|error| told(&path, error))
         };
         set("blkio.throttle.read_bps_device", &format!("{major}:{minor} {bytes}"))?;
@@ -42,14 +45,12 @@ impl Throttle {
     }
 }
 
-impl Drop for Throttle {
-    fn drop(&mut self) {
-        // What has ended meanwhile is in no group any more; a group that is not empty stays behind.
-        for thread in fs::read_to_string(self.group.join("tasks")).unwrap_or_default().lines() {
-            let _ = fs::write(Path::new(GROUPS).join("tasks"), thread);
-        }
-        let _ = fs::remove_dir(&self.group);
+fn give_back(group: &Path) {
+    // What has ended meanwhile is in no group any more; a group that is not empty stays behind.
+    for thread in fs::read_to_string(group.join("tasks")).unwrap_or_default().lines() {
+        let _ = fs::write(Path::new(GROUPS).join("tasks"), thread);
     }
+    let _ = fs::remove_dir(group);
 }
 
 fn threads() -> BTreeSet<String> {

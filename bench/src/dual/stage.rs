@@ -30,6 +30,8 @@ pub(super) const SECRET: &[u8] = b"a secret of a benchmark of 32 bytes";
 pub(super) const BLOCK_TOKENS: u32 = 64;
 /// Blocks of one put.
 const PUT_BLOCKS: usize = 4;
+/// MiB of a segment.
+pub(super) const SEGMENT_MIB: u64 = 64;
 
 /// The model whose blocks are read.
 #[derive(Clone)]
@@ -65,7 +67,7 @@ impl Model {
             let from = Placed::blocks(&self.shape, memory, some.len() as u32).map_err(Failure::user)?;
             let put = PutRequest::new(self.namespace, self.group, self.coordinate, some.to_vec(), from);
             let put = PutRequest { origins: Some(vec![OriginId([0x5a; 16]); some.len()]), ..put };
-            runtime.block_on(store.put(put)).map_err(Failure::user)?.map_err(Failure::user)?;
+            setup::expect_stored(&runtime.block_on(store.put(put)))?;
         }
         Ok(())
     }
@@ -86,6 +88,8 @@ pub(super) struct Trio {
 impl Drop for Trio {
     fn drop(&mut self) {
         self.nodes.iter().for_each(|node| node.stop());
+        // Their directories go next: until executors have ended, files of theirs take room on the disk.
+        self.homes.drain(..).for_each(Home::abandon);
     }
 }
 
@@ -105,10 +109,14 @@ impl Bench<'_> {
 
     /// A store.
     pub(super) fn home(&self, directory: &Path) -> Result<Home, Failure> {
-        // No store holds more than the blocks of two reads; nothing that is measured may be evicted.
-        let budget_bytes = (self.arguments.mib << 20) / 4 * 9 + (4 << 30);
-        let options = Options { budget_bytes, segment_bytes: 64 << 20, ..Options::default() };
+        let (budget_bytes, segment_bytes) = (self.budget_bytes(), SEGMENT_MIB << 20);
+        let options = Options { budget_bytes, segment_bytes, ..Options::default() };
         setup::open(&self.arguments.common, directory, options)
+    }
+
+    /// What a store may have. None holds more than the blocks of two reads; nothing that is measured may be evicted.
+    pub(super) fn budget_bytes(&self) -> u64 {
+        (self.arguments.mib << 20) / 4 * 9 + (4 << 30)
     }
 
     /// Blocks of a read.
@@ -187,7 +195,7 @@ impl Trio {
         &self.nodes[self.nodes.len() - 1]
     }
 
-    /// Waits until the reader knows of `copies` copies of each block.
+    /// Waits until the reader knows of `copies` copies of each block, and no less.
     pub(super) fn until_known(
         &self,
         runtime: &Runtime,
@@ -200,14 +208,35 @@ impl Trio {
         let tags: Vec<_> = keys.iter().map(|key| column.tag(key)).collect();
         loop {
             let located = runtime.block_on(self.reader().locate(&tags, std::time::Duration::from_secs(1)));
-            if located.copies.iter().all(|nodes| nodes.len() == copies) {
+            let fewer = located.copies.iter().filter(|nodes| nodes.len() < copies).count();
+            if fewer == 0 {
                 return Ok(());
             }
             if begun.elapsed() > PATIENCE {
-                return Err(Failure::user("the directory does not know where the blocks are"));
+                let (all, unasked) = (keys.len(), located.unasked.len());
+                return Err(Failure::User(format!(
+                    "after {} s the directory knows fewer than {copies} copies of {fewer} of {all} blocks, {unasked} of which it could not be asked for; {}",
+                    PATIENCE.as_secs(),
+                    self.stores()
+                )));
             }
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
+    }
+
+    /// What became of the stores, for a run that goes no further.
+    fn stores(&self) -> String {
+        let told = self.homes.iter().enumerate().map(|(number, home)| {
+            let stats = home.store().stats();
+            format!(
+                "store {number} has {} blocks in {} of {} MiB, and evicted {}",
+                stats.index.blocks,
+                stats.allocated_bytes >> 20,
+                stats.budget_bytes >> 20,
+                stats.counts.blocks_evicted
+            )
+        });
+        told.collect::<Vec<_>>().join(", ")
     }
 
     /// One read of these blocks by layers.
