@@ -110,7 +110,7 @@ const CLIENTS: &[Step] = &[
         &["4 of 4 blocks, 8 MiB"],
     ),
     lay("cmp BLOCKS FILE"),
-    step("kvarts ls", &["llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8 MiB"]),
+    step("kvarts ls", &["llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8"]),
     step("kvarts stat", &["recovery", "0 problems at the last start"]),
     step("kvarts resume", &[]),
     step("kvarts pin | delete", &["4 of 4 blocks are held"])
