@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvarts_contract::api::{Order, ReadEnd, ReadEvent, ReadRequest, ReadSink, wanted_layers};
 use kvarts_contract::class::Class;
@@ -12,14 +11,9 @@ use tonic::{Code, Status, Streaming};
 
 use super::arrival::Arrival;
 use super::remote::{AGAIN, Remote, while_lost};
+use super::timeouts::{GRACE, LONGEST};
 use kvarts_wire::proto;
 use kvarts_wire::{convert, fault};
-
-/// How long after its deadline a server may take to say how a read ended.
-pub(super) const GRACE: Duration = Duration::from_millis(500);
-
-/// A caller may give any timeout: no clock has room for all of it.
-pub(super) const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// What can be said of a read before it is sent; the shape of its blocks.
 pub(super) fn check(remote: &Remote, request: &ReadRequest) -> Result<Arc<BlockShape>, Reason> {

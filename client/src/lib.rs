@@ -21,6 +21,7 @@ mod local;
 mod messages;
 mod peer;
 mod remote;
+mod timeouts;
 mod upload;
 
 use std::fmt;

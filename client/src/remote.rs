@@ -19,7 +19,7 @@ use tonic::{Code, Request, Response, Status};
 
 use super::answers;
 use super::away::{self, deepest};
-use super::download::{GRACE, LONGEST};
+use super::timeouts::{GRACE, LONGEST};
 use super::{ConnectOptions, THREADS_MAX};
 use kvarts_wire::proto;
 use kvarts_wire::{convert, digest, fault, limits};

@@ -10,8 +10,8 @@ use kvarts_layout::{BlockShape, Layout};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::download::{GRACE, LONGEST};
 use super::remote::Remote;
+use super::timeouts::{GRACE, LONGEST};
 use kvarts_wire::digest::StreamDigest;
 use kvarts_wire::proto;
 use kvarts_wire::proto::put_request::Part;

@@ -336,7 +336,9 @@ fn dual_failover() {
 
 /// Interrupts a bench once it has made files; gives its exit code, and what it printed.
 fn interrupted(scratch: &Scratch, arguments: &[&str], signal: Signal) -> (Option<i32>, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+    // A shell has its background jobs ignore what a terminal sends, and these tests with them.
+    let mut command = Command::new("env");
+    command.arg("--default-signal=INT,TERM,HUP").arg(env!("CARGO_BIN_EXE_kvarts"));
     command.arg("bench").args(arguments).arg("--dir").arg(&scratch.0).env("TMPDIR", &scratch.0);
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let pid = Pid::from_child(&child);

@@ -69,7 +69,7 @@ fn patience(flip: Option<(usize, u8)>) -> Duration {
     if flip.is_some() { TIMEOUT } else { PATIENCE }
 }
 
-/// So many of all changes are found damaged, or more, where all places have their turn.
+/// The least number of changes that are found damaged: this, where all places have their turn.
 fn of_all(damaged: usize) -> usize {
     if is_nightly() || all_bits() { damaged } else { damaged / (2 * EVERY) }
 }

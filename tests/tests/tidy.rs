@@ -83,6 +83,8 @@ const UNSAFE_FILES: &[&str] = &[
     "store/src/io/ring_buffers.rs",
     // Checked ranges as the vectors that recvmsg and sendmsg take.
     "contract/src/buffers/stream.rs",
+    // Reads and writes another process's memory by its file.
+    "contract/src/buffers/foreign.rs",
     // Maps a file in memory that cannot be shortened.
     "contract/src/buffers/shared.rs",
     // One view between two names of the same C structure.

@@ -111,7 +111,12 @@ struct Server {
 
 impl Server {
     fn start(directory: &Path, budget_bytes: u64, serve_rate: Option<u64>) -> Result<Self, Failure> {
-        let program = std::env::current_exe().map_err(Failure::user)?;
+        // The one that serves is beside this one, and of the same build.
+        let program = std::env::current_exe().map_err(Failure::user)?.with_file_name("kvarts");
+        if !program.is_file() {
+            let what = format!("there is no {}: build `kvarts` beside `kvarts-lab`", program.display());
+            return Err(Failure::user(what));
+        }
         let at = |name: &str| directory.join(name).display().to_string();
         let log = std::fs::File::create(directory.join("log")).map_err(Failure::user)?;
         let rate = serve_rate.map(|rate| ["--cluster-serve-rate".to_owned(), rate.to_string()]);

@@ -105,7 +105,7 @@ pub(super) async fn read(
     // Memory of a caller that waits no longer is not written to any more: a copy is never cut short.
     let copied = tokio::select! {
         copied = copy_all(&mut read, &link, (order, &into), &sink) => copied,
-        () = super::passed(&*clock, deadline) => Err(Stop::Late),
+        () = super::deadlines::passed(&*clock, deadline) => Err(Stop::Late),
         () = super::given_up(|| sink.is_cancelled()) => Err(Stop::Gone),
     };
     let end = match copied {
@@ -187,7 +187,7 @@ pub(super) async fn put(
 ) {
     let answer = tokio::select! {
         answer = pieces((&inner, &link), &request, &shape, &reply) => answer,
-        () = super::passed(&*inner.remote.clock, request.deadline) => Err(Reason::DeadlinePassed),
+        () = super::deadlines::passed(&*inner.remote.clock, request.deadline) => Err(Reason::DeadlinePassed),
         () = super::given_up(|| reply.is_cancelled()) => return,
     };
     drop(request);

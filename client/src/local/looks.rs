@@ -8,39 +8,26 @@ use std::time::Duration;
 use kvarts_contract::api::{
     ContainsReply, PutReply, PutRequest, ReadEvent, ReadProgress, ReadRequest, ReadSink,
 };
-use kvarts_contract::clock::{Clock, Nanos};
+use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::Reply;
 use kvarts_layout::BlockShape;
 use kvarts_wire::proto;
 use tokio::sync::watch;
 
+use super::deadlines::{late, passed};
 use super::link::Link;
 use super::reading::{SharedPlaces, Wanted};
 use super::{Inner, copied, wire};
-use crate::download::{GRACE, LONGEST};
 use crate::upload;
 
 /// How often it is looked for what has become late, or is not wanted any more.
 const LOOK: Duration = Duration::from_millis(25);
 
-/// When a request with this deadline is answered at the latest, by this side.
-pub(super) fn late(deadline: Option<Nanos>) -> Option<Nanos> {
-    Some(deadline?.plus(GRACE))
-}
-
 /// What becomes of an attempt to connect.
 type Made = watch::Receiver<Option<Result<Arc<Link>, Reason>>>;
 /// The last attempt.
 pub(super) type Soon = Option<Made>;
-
-/// Ends when the server should have answered, and does not; never where there is no deadline.
-pub(super) async fn passed(clock: &dyn Clock, deadline: Option<Nanos>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep(deadline.since(clock.now()).min(LONGEST) + GRACE).await,
-        None => std::future::pending().await,
-    }
-}
 
 /// Ends soon after it is not wanted any more.
 pub(super) async fn given_up(is: impl Fn() -> bool) {

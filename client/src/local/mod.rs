@@ -7,6 +7,7 @@
 //! memories shared again. Leases ended with it. Memory of reads that were under way is kept until it cannot be written to.
 
 mod copied;
+mod deadlines;
 mod held;
 mod large_pages;
 mod link;
@@ -44,7 +45,7 @@ use kvarts_wire::local::frame::Kind;
 use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
 use kvarts_wire::proto;
 use link::{Link, Owner};
-use looks::{Soon, given_up, passed};
+use looks::{Soon, given_up};
 use reading::{Files, SharedPlaces, Wanted};
 
 use wire::Whom;
@@ -285,7 +286,7 @@ impl Inner {
         let places = self.places(&request.into, shape, &layers);
         let places = places.ok_or(Reason::Bug("memory that is not shared"))?;
         let (sink, stream) = read_channel();
-        let timeouts = (self.timeout_us(request.deadline), looks::late(request.deadline));
+        let timeouts = (self.timeout_us(request.deadline), deadlines::late(request.deadline));
         let deadline = request.deadline;
         let wanted = Wanted { request, shape: Arc::clone(shape), part: None };
         link.read(wanted, places, timeouts, sink)?;
@@ -472,7 +473,7 @@ impl KvStore for LocalPath {
         match self.inner.ready() {
             Some(link) => {
                 // What cannot be sent is answered with why.
-                let _ = link.look(&message, keys, looks::late(deadline), reply);
+                let _ = link.look(&message, keys, deadlines::late(deadline), reply);
                 self.inner.look(deadline);
             }
             None => self.inner.remote.spawn(looks::look(
@@ -530,7 +531,7 @@ impl KvStore for LocalPath {
         match (places, self.inner.ready()) {
             (Some(places), Some(link)) => {
                 let deadline = request.deadline;
-                let timeouts = (self.inner.timeout_us(deadline), looks::late(deadline));
+                let timeouts = (self.inner.timeout_us(deadline), deadlines::late(deadline));
                 link.read(Wanted { request, shape, part: None }, places, timeouts, sink)?;
                 self.inner.look(deadline);
                 Ok(stream.brought_by(link.bring()))

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 pub use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, NamespaceId};
 
-use super::{Placed, TiledRequest};
+use super::Placed;
 use crate::error::{Reason, ShapeCause};
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::ticket::Abandoned;
@@ -105,15 +105,6 @@ impl ReadRequest {
             class: Class::Foreground,
             deadline: None,
         }
-    }
-
-    /// What is wanted of blocks of this shape, and where.
-    pub fn tiled(self, shape: &BlockShape) -> (TiledRequest, Placed) {
-        let Self { namespace, group, coordinate, keys, order, into, verify, class, deadline, .. } = self;
-        let layers = self.layers.unwrap_or(0..shape.layers().len() as u32);
-        let tiled =
-            TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
-        (tiled, into)
     }
 }
 

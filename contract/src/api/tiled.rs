@@ -474,5 +474,16 @@ impl<S, M> fmt::Debug for TiledRead<S, M> {
     }
 }
 
+impl ReadRequest {
+    /// What is wanted of blocks of this shape, and where.
+    pub fn tiled(self, shape: &BlockShape) -> (TiledRequest, Placed) {
+        let Self { namespace, group, coordinate, keys, order, into, verify, class, deadline, .. } = self;
+        let layers = self.layers.unwrap_or(0..shape.layers().len() as u32);
+        let tiled =
+            TiledRequest { namespace, group, coordinate, keys, layers, order, verify, class, deadline };
+        (tiled, into)
+    }
+}
+
 #[cfg(test)]
 mod tests;

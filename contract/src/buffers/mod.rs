@@ -3,9 +3,11 @@
 pub mod aligned;
 pub mod arena;
 pub mod buf;
+mod foreign;
 pub mod region;
 pub mod shared;
 pub mod stream;
+pub mod vectors;
 
 pub use arena::{Arena, ArenaUse};
 pub use buf::{Buf, BufMut, SharedBuf};

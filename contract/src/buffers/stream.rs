@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
 
 use super::buf::SharedBuf;
-use super::region::IoVec;
+use super::vectors::IoVec;
 
 /// Ranges that the kernel is given at once, at most.
 const AT_ONCE: usize = 64;

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use super::features::Feature;
 use super::slots::{Key, Slots};
 use super::workers::lock;
 use kvarts_contract::io_error::FileId;
@@ -104,6 +105,26 @@ fn pack(key: Key) -> FileId {
 
 fn unpack(id: FileId) -> Key {
     Key::unpack(id.0)
+}
+
+/// Adds what is known of direct I/O.
+pub(super) fn note_direct(
+    files: &Files,
+    features: &mut Vec<(&'static str, Result<(), String>)>,
+    warnings: &mut Vec<String>,
+) {
+    let name = Feature::DirectIo.name();
+    if features.iter().any(|(known, _)| *known == name) {
+        return;
+    }
+    let cached = files.cached();
+    if let Some(why) = &cached {
+        warnings.push(format!(
+            "files go through the page cache, which costs a copy of each byte and memory beside the engine's: {why}; \
+             use a directory on ext4 or xfs on a local disk"
+        ));
+    }
+    features.push((name, cached.map_or(Ok(()), Err)));
 }
 
 #[cfg(test)]

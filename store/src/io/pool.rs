@@ -21,7 +21,8 @@ use super::wake::Wake;
 use super::workers::{Done, Workers};
 use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
 use kvarts_contract::buffers::buf::SharedBuf;
-use kvarts_contract::buffers::region::{IoVec, Region};
+use kvarts_contract::buffers::region::Region;
+use kvarts_contract::buffers::vectors::IoVec;
 use kvarts_contract::io_error::FileId;
 
 /// Operations that are at the disks at once: enough for what one executor reads ahead in pieces of 1 MiB.
@@ -144,7 +145,7 @@ impl Io for Pool {
             outcomes.revoke(Feature::DurableWrite, "the file system refuses it");
         }
         let (mut features, mut warnings) = (outcomes.list(), Vec::from_iter(self.warning.clone()));
-        super::probe::note_direct(&self.files, &mut features, &mut warnings);
+        super::files::note_direct(&self.files, &mut features, &mut warnings);
         IoFacts { backend: "pool", features, warnings }
     }
 

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::Io;
-use super::features::{Feature, Features};
-use super::files::Files;
+use super::features::Features;
 use super::pool::Pool;
 use super::ring::{Ring, RingError};
 
@@ -80,26 +79,6 @@ fn choose(
         Err(RingError::Forbidden(why)) if choice == IoChoice::Ring => Err(OpenError::RingForbidden(why)),
         Err(RingError::Forbidden(why)) => pool(Some(why)),
     }
-}
-
-/// Adds what is known of direct I/O.
-pub(super) fn note_direct(
-    files: &Files,
-    features: &mut Vec<(&'static str, Result<(), String>)>,
-    warnings: &mut Vec<String>,
-) {
-    let name = Feature::DirectIo.name();
-    if features.iter().any(|(known, _)| *known == name) {
-        return;
-    }
-    let cached = files.cached();
-    if let Some(why) = &cached {
-        warnings.push(format!(
-            "files go through the page cache, which costs a copy of each byte and memory beside the engine's: {why}; \
-             use a directory on ext4 or xfs on a local disk"
-        ));
-    }
-    features.push((name, cached.map_or(Ok(()), Err)));
 }
 
 #[cfg(test)]

@@ -35,7 +35,8 @@ use super::wake::Wake;
 use super::workers::Done;
 use super::{Completion, Io, IoFacts, MetaOp, Op, Token, Unpark};
 use kvarts_contract::buffers::buf::SharedBuf;
-use kvarts_contract::buffers::region::{IoVec, Region};
+use kvarts_contract::buffers::region::Region;
+use kvarts_contract::buffers::vectors::IoVec;
 use kvarts_contract::io_error::FileId;
 
 /// The poll of the wake-up's eventfd; no [`Key`] packs to it.
@@ -439,7 +440,7 @@ impl Io for Ring {
     fn facts(&self) -> IoFacts {
         let mut features = self.outcomes.list();
         let mut warnings = Vec::new();
-        super::probe::note_direct(&self.files, &mut features, &mut warnings);
+        super::files::note_direct(&self.files, &mut features, &mut warnings);
         IoFacts { backend: "ring", features, warnings }
     }
 

@@ -12,9 +12,9 @@ use io_uring::Submitter;
 use rustix::process::{Resource, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
 
-use super::ring_setup::view;
 use kvarts_contract::buffers::buf::SharedBuf;
-use kvarts_contract::buffers::region::{IoVec, Region};
+use kvarts_contract::buffers::region::Region;
+use kvarts_contract::buffers::vectors::IoVec;
 
 /// The most that the kernel registers in one place of the table.
 const PIECE: usize = 1 << 30;
@@ -161,6 +161,16 @@ fn explain(error: &std::io::Error, len: u64) -> String {
         }
         _ => format!("the kernel refuses to register it: {error}"),
     }
+}
+
+/// A value as the C library's type of the same layout, which the call that takes it names.
+///
+/// # Safety
+/// Both types must have the same layout and take any bits.
+pub(super) unsafe fn view<A, B>(value: &A) -> &B {
+    const { assert!(size_of::<A>() == size_of::<B>() && align_of::<A>() >= align_of::<B>()) }
+    // SAFETY: the caller vouches for the layout; size and alignment are asserted above; the lifetime is the same.
+    unsafe { &*(&raw const *value).cast::<B>() }
 }
 
 #[cfg(test)]

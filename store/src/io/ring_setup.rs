@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use super::features::{Feature, Features, Outcomes};
-use super::ring_buffers::Registered;
+use super::ring_buffers::{Registered, view};
 
 /// Submissions between two hand-overs to the kernel.
 const SQ_ENTRIES: u32 = 256;
@@ -142,16 +142,6 @@ fn keep_workers_off(ring: &IoUring) -> Result<(), String> {
     // SAFETY: `CpuSet` is a plain set of bits, laid out as the kernel's and the C library's `cpu_set_t`.
     let set = unsafe { view(&others) };
     ring.submitter().register_iowq_aff(set).map_err(|error| unsupported(&error))
-}
-
-/// A value as the C library's type of the same layout, which the call that takes it names.
-///
-/// # Safety
-/// Both types must have the same layout and take any bits.
-pub(super) unsafe fn view<A, B>(value: &A) -> &B {
-    const { assert!(size_of::<A>() == size_of::<B>() && align_of::<A>() >= align_of::<B>()) }
-    // SAFETY: the caller vouches for the layout; size and alignment are asserted above; the lifetime is the same.
-    unsafe { &*(&raw const *value).cast::<B>() }
 }
 
 fn unsupported(error: &std::io::Error) -> String {

@@ -1,0 +1,18 @@
+//! When this side stops waiting for a server on its own host.
+
+use kvarts_contract::clock::{Clock, Nanos};
+
+use crate::timeouts::{GRACE, LONGEST};
+
+/// When a request with this deadline is answered at the latest, by this side.
+pub(super) fn late(deadline: Option<Nanos>) -> Option<Nanos> {
+    Some(deadline?.plus(GRACE))
+}
+
+/// Ends when the server should have answered, and does not; never where there is no deadline.
+pub(super) async fn passed(clock: &dyn Clock, deadline: Option<Nanos>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep(deadline.since(clock.now()).min(LONGEST) + GRACE).await,
+        None => std::future::pending().await,
+    }
+}
