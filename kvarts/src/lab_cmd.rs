@@ -52,6 +52,7 @@ fn found(beside: Option<&Path>, search: Option<OsString>) -> Option<PathBuf> {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "files of a program, not of a store")]
 mod tests {
     use super::*;
 

@@ -7,6 +7,7 @@
 //! stands with only one direction of those arrows: down to what a module is made of, or up to what it is a part of.
 #![allow(clippy::disallowed_methods, reason = "reads files of the repository, not of a store")]
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -272,14 +273,14 @@ impl Crate<'_> {
             }
             let behind = &path[at + 1..];
             if let Some(used) = here.uses.get(word).filter(|_| hops > 0) {
-                return match self.from_root(used, &module) {
+                return match self.rooted(used, &module) {
                     Some(used) => self.definer(&[&used, behind].concat(), hops - 1),
                     // From another crate: the file that shows it is what is needed.
                     None => Some(&here.file),
                 };
             }
             let through = here.globs.iter().filter(|_| hops > 0).find_map(|glob| {
-                let glob = self.from_root(glob, &module)?;
+                let glob = self.rooted(glob, &module)?;
                 let inner = self.modules.get(&glob)?;
                 let has = inner.items.contains(word) || inner.uses.contains_key(word);
                 let path = [&glob, &path[at..]].concat();
@@ -291,7 +292,7 @@ impl Crate<'_> {
     }
 
     /// A path as it is written in a module, from the crate's root; none if it leads out of the crate.
-    fn from_root(&self, path: &[String], module: &[String]) -> Option<Vec<String>> {
+    fn rooted(&self, path: &[String], module: &[String]) -> Option<Vec<String>> {
         let (first, rest) = path.split_first()?;
         let here = &self.modules[module];
         match first.as_str() {
@@ -307,7 +308,7 @@ impl Crate<'_> {
             // Not by a use of the same name, which names another crate: `use zstd::zstd`.
             _ => {
                 let used = here.uses.get(first).filter(|used| used.first() != Some(first))?;
-                Some([&self.from_root(used, module)?, rest].concat())
+                Some([&self.rooted(used, module)?, rest].concat())
             }
         }
     }
@@ -317,7 +318,7 @@ impl Crate<'_> {
         for (path, module) in &self.modules {
             let names = module.named.iter().chain(module.uses.values()).map(|named| (named, false));
             for (named, is_all) in names.chain(module.globs.iter().map(|named| (named, true))) {
-                let Some(whole) = self.from_root(named, path) else { continue };
+                let Some(whole) = self.rooted(named, path) else { continue };
                 let all_of = self.modules.get(&whole).filter(|_| is_all).map(|module| module.file.as_str());
                 if let Some(to) = all_of.or_else(|| self.definer(&whole, 8)).filter(|to| *to != module.file) {
                     arrows.entry((module.file.clone(), to.to_owned())).or_insert_with(|| named.join("::"));
@@ -408,10 +409,11 @@ impl Module {
             name = format!("_{}", self.uses.len());
         }
         // A type and a function, or a module and what it is named after, may have one name.
-        if self.uses.contains_key(&name) {
-            self.named.push(path);
-        } else {
-            self.uses.insert(name, path);
+        match self.uses.entry(name) {
+            Entry::Occupied(_) => self.named.push(path),
+            Entry::Vacant(free) => {
+                free.insert(path);
+            }
         }
         at
     }

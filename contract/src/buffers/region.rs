@@ -209,6 +209,7 @@ impl fmt::Debug for Region {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffers::SharedBuf;
 
     #[test]
     fn large_pages_hold_the_same_bytes() {
