@@ -21,7 +21,7 @@ pub struct Name {
     pub path: Box<str>,
 }
 
-/// The kind of an [`IoError`]; what the engine does about it stands in [`policy`](super::policy).
+/// The kind of an [`IoError`]; what the engine does about it stands in `store/src/io/policy.rs`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum IoErrorKind {
     /// The file ends before the last byte that was asked for.

@@ -1,4 +1,7 @@
-//! Answers that come later: a ticket for who asked, a reply for who answers. Either side may go away at any time.
+//! Answers that come later: a ticket for the side that asked, a reply for the side that answers.
+//!
+//! An answer is given at most once. A question whose [`Ticket`] was dropped is cancelled, which the other side can see; one
+//! whose [`Reply`] was dropped is [`Abandoned`]. So neither side waits for one that is gone.
 
 use std::fmt;
 use std::future::Future;

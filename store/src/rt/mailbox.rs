@@ -3,9 +3,6 @@
 //! The mailbox is first in, first out, over all senders. It unparks its executor when a message finds it empty,
 //! so the task that drains it takes messages until there is none and only then awaits
 //! [`Runtime::unparked`]; [`Mailbox::recv`] does that.
-//!
-//! An answer is given at most once. A question whose [`Ticket`] was dropped is cancelled, which the executor can
-//! see; one whose [`Reply`] was dropped is [`Abandoned`]. So neither side waits for the other's ghost.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -1,7 +1,7 @@
 //! The runtime seam: clock, randomness, task spawning and threads, so that a whole store runs from one seed.
 //!
 //! An *executor* is one thread (real or simulated) that owns shards. It runs tasks that never leave it, each in
-//! a [`Class`]; between tasks it reaps its [`Io`] and, when nothing is runnable, parks in it.
+//! a [`Class`](kvarts_contract::class::Class); between tasks it reaps its [`Io`] and, when nothing is runnable, parks in it.
 //! Three things implement [`Runtime`]: glommio (`glommio`), a plain thread (`local`), and the simulated
 //! world (in `kvarts-tests`, which steps the same plain executor under a seeded scheduler).
 
