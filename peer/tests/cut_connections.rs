@@ -244,11 +244,17 @@ async fn suffer(name: &str, copies: usize, fault: Fault, first: usize) -> (usize
             };
             // A look-up that is late on a busy machine finds nothing to read, so that no answer was there to suffer.
             if suffered {
-                break came;
+                break Some(came);
+            }
+            // Where two nodes have all of it the other one may send what is behind this place, each time.
+            if copies > 1 && came == keys.len() && start.elapsed() > TIMEOUT / 10 {
+                break None;
             }
             assert!(start.elapsed() < TIMEOUT, "{what}: no answer came so far");
         };
-        (reads, whole) = (reads + 1, whole + usize::from(came == keys.len()));
+        if let Some(came) = came {
+            (reads, whole) = (reads + 1, whole + usize::from(came == keys.len()));
+        }
         // A new reader does not remember that a way was bad.
         node.stop();
         node = scene.begin().await;

@@ -134,6 +134,34 @@ fn wrong_arrows(page: &str, text: &str, crates: &Crates) -> Vec<String> {
     complaints
 }
 
+/// What of these stands on the engine, directly or through others.
+fn on_the_engine(names: &[&str], crates: &Crates) -> Vec<String> {
+    let mut found = Vec::new();
+    for name in names {
+        let (mut behind, mut next) = (BTreeSet::new(), vec![(*name).to_owned()]);
+        while let Some(one) = next.pop() {
+            let below = crates.get(&one).into_iter().flatten();
+            next.extend(below.filter(|below| behind.insert((*below).clone())).cloned());
+        }
+        if behind.contains("store") {
+            found.push(format!("{name} has the engine behind it"));
+        }
+    }
+    found
+}
+
+#[test]
+fn clients_have_no_engine_behind_them() {
+    let of = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
+    let made_up = Crates::from([
+        ("client".to_owned(), of(&["wire"])),
+        ("wire".to_owned(), of(&["store"])),
+        ("cold".to_owned(), of(&["contract"])),
+    ]);
+    assert_eq!(on_the_engine(&["client", "cold"], &made_up), ["client has the engine behind it"]);
+    expect_none(on_the_engine(&["contract", "wire", "client", "cold", "bucket"], &crates()));
+}
+
 #[test]
 fn an_arrow_that_no_manifest_has_is_found() {
     let manifest = "[package]\nname = \"kvarts-server\"\n[dependencies]\nkvarts-store.workspace = true\nrustix = 1\n\

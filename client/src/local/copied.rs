@@ -106,7 +106,7 @@ pub(super) async fn read(
     let copied = tokio::select! {
         copied = copy_all(&mut read, &link, (order, &into), &sink) => copied,
         () = super::deadlines::passed(&*clock, deadline) => Err(Stop::Late),
-        () = super::given_up(|| sink.is_cancelled()) => Err(Stop::Gone),
+        () = super::deadlines::given_up(|| sink.is_cancelled()) => Err(Stop::Gone),
     };
     let end = match copied {
         Ok(()) => read.end(None),
@@ -188,7 +188,7 @@ pub(super) async fn put(
     let answer = tokio::select! {
         answer = pieces((&inner, &link), &request, &shape, &reply) => answer,
         () = super::deadlines::passed(&*inner.remote.clock, request.deadline) => Err(Reason::DeadlinePassed),
-        () = super::given_up(|| reply.is_cancelled()) => return,
+        () = super::deadlines::given_up(|| reply.is_cancelled()) => return,
     };
     drop(request);
     // A caller that is gone needs no answer.

@@ -3,7 +3,6 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
 
 use kvarts_contract::api::{
     ContainsReply, PutReply, PutRequest, ReadEvent, ReadProgress, ReadRequest, ReadSink,
@@ -15,26 +14,16 @@ use kvarts_layout::BlockShape;
 use kvarts_wire::proto;
 use tokio::sync::watch;
 
-use super::deadlines::{late, passed};
+use super::deadlines::{LOOK, given_up, late, passed};
 use super::link::Link;
 use super::reading::{SharedPlaces, Wanted};
 use super::{Inner, copied, wire};
 use crate::upload;
 
-/// How often it is looked for what has become late, or is not wanted any more.
-const LOOK: Duration = Duration::from_millis(25);
-
 /// What becomes of an attempt to connect.
 type Made = watch::Receiver<Option<Result<Arc<Link>, Reason>>>;
 /// The last attempt.
 pub(super) type Soon = Option<Made>;
-
-/// Ends soon after it is not wanted any more.
-pub(super) async fn given_up(is: impl Fn() -> bool) {
-    while !is() {
-        tokio::time::sleep(LOOK).await;
-    }
-}
 
 impl Inner {
     /// The connection, if it is here and has not broken.

@@ -45,7 +45,7 @@ use kvarts_wire::local::frame::Kind;
 use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
 use kvarts_wire::proto;
 use link::{Link, Owner};
-use looks::{Soon, given_up};
+use looks::Soon;
 use reading::{Files, SharedPlaces, Wanted};
 
 use wire::Whom;
