@@ -207,7 +207,11 @@ mod tests {
         assert_eq!(said_of("match", json!({"ratio": 0.5})).0, "as-expected");
         assert_eq!(said_of("layers", json!({"ratio": 0.97, "quotable": false})).0, "noisy");
         assert_eq!(said_of("times", json!({"latency_ms": 1.0})).0, "none");
-        assert_eq!(said_of("cold", json!({"read_ratio": 0.1})).0, "none", "what is told has no bar");
+        assert_eq!(
+            said_of("cold", json!({"read_ratio": 0.1})).0,
+            "none",
+            "a figure without a bound is not judged"
+        );
         let (word, text) = said_of("serve", json!({"grpc_hot_ratio": 0.95, "local_ratio": 0.5}));
         assert!(word == "worse" && text.contains("local reads") && !text.contains("gRPC"), "{text}");
     }

@@ -2,7 +2,7 @@
 //!
 //! [`KvStore`] is the contract: whatever is read is exactly what one producer put under that key and identity, or a typed miss
 //! or an error. The engine (`kvarts_store`), the client (`kvarts_client`) and the reference model of the tests implement it and
-//! pass one conformance suite. Who calls a store, or implements one, needs this crate and `kvarts_layout`, and no engine.
+//! pass one conformance suite. A caller of a store, or another store, needs this crate and `kvarts_layout`, and no engine.
 //!
 //! A store in a directory, and the state of a prompt in it ([`ModelBlocks`]; over a client all but the first line is the same):
 //!
@@ -12,7 +12,7 @@
 //!
 //! # let directory = std::env::temp_dir().join(format!("kvarts-contract-{}", std::process::id()));
 //! let home = Home::in_directory(&directory, 256 << 20)?; // at most 256 MiB
-//! let blocks = ModelBlocks::new(home.store().clone(), "llama-3.1-8b", "0e9e39f", "bf16", 64)?;
+//! let blocks = ModelBlocks::new(home.store().clone(), "my-engine", "llama-3.1-8b", "0e9e39f", "bf16", 64)?;
 //!
 //! // What an engine computed for a prompt of 128 tokens: the bytes of two blocks, all layers of each.
 //! let prompt: Vec<u32> = (0..128).collect();
@@ -23,10 +23,13 @@
 //! // Another prompt that begins with the same tokens: its first two blocks need not be computed again.
 //! let longer: Vec<u32> = (0..256).collect();
 //! let usable = blocks.matched(&longer)?;
-//! for layer in blocks.read_layers(&longer, usable)? {
+//! let mut layers = blocks.read_layers(&longer, usable)?;
+//! for layer in &mut layers {
 //!     // This layer is complete and verified: the engine computes with it while the next one comes.
 //!     assert_eq!((layer.blocks, layer.bytes.len()), (2, 2 * blocks.block_bytes() / 32));
 //! }
+//! // Fewer, where a block could not be read: the rest is computed again.
+//! assert_eq!(layers.end().map(|end| end.usable_blocks), Some(usable));
 //! home.close()?;
 //! # std::fs::remove_dir_all(&directory)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())

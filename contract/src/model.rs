@@ -1,6 +1,6 @@
 //! Blocks of one shipped model, by the tokens of prompts: the shortest way into a store.
 //!
-//! It stands on [`KvStore`] alone, so it serves over a store in this process and over a client alike. Engines that split state
+//! It stands on [`KvStore`] alone, so it works over a store in this process and over a client alike. Engines that split state
 //! over ranks, keep pages of their own or have several groups make requests themselves.
 
 use std::fmt;
@@ -18,9 +18,6 @@ use crate::api::{
 use crate::blocking::block_on;
 use crate::buffers::{BufMut, SharedBuf};
 use crate::error::{Error, Reason, ShapeCause};
-
-/// The engine that these blocks are said to come from. Blocks of an engine are under its own name.
-const ENGINE: &str = "kvarts";
 
 /// Blocks of one model in one store, each with the state of the same number of tokens.
 pub struct ModelBlocks {
@@ -40,10 +37,13 @@ impl fmt::Debug for ModelBlocks {
 }
 
 impl ModelBlocks {
-    /// Blocks of a shipped model, of one revision of its weights in one data type, with all heads on one rank. Other models,
-    /// revisions, types and sizes of blocks never see them. A model with windows or states beside its stream is refused.
+    /// Blocks of a shipped model, of one revision of its weights in one data type, with all heads on one rank, as `engine`
+    /// arranges the bytes of a layer. Other engines, models, revisions, types and sizes of blocks never see them: name the
+    /// engine's version, too, where it may arrange them in another way. A model with several groups of blocks (windows or
+    /// states beside its stream) is refused.
     pub fn new(
         store: impl KvStore + 'static,
+        engine: &str,
         model: &str,
         revision: &str,
         dtype: &str,
@@ -62,7 +62,7 @@ impl ModelBlocks {
         let requirements = spec.requirements(block_tokens, WindowPolicy::Zero, 1);
         let requirements = requirements
             .map_err(|_| Reason::Shape(ShapeCause::Rule("blocks of this size cannot be matched")))?;
-        let arrangement = Arrangement::new(ENGINE, "canonical", "1");
+        let arrangement = Arrangement::new(engine, "canonical", "1");
         let identity = Identity::new(model, revision, dtype, arrangement, geometry, block_tokens);
         let namespace = store.register(&identity, geometry)?;
         Ok(Self { store: Arc::new(store), namespace, group, coordinate, shape, block_tokens, requirements })
@@ -100,7 +100,7 @@ impl ModelBlocks {
         Ok(reply.usable.longest.blocks)
     }
 
-    /// Reads a prompt's first blocks, layer by layer, into memory of its own.
+    /// Reads a prompt's first blocks, layer by layer, into memory of its own: at least one block.
     pub fn read_layers(&self, tokens: &[u32], blocks: u32) -> Result<Layers, Error> {
         let mut keys = text_keys(tokens, self.block_tokens);
         keys.truncate(blocks as usize);
@@ -127,7 +127,8 @@ pub struct Layers {
 }
 
 impl Layers {
-    /// How the read ended; `None` before the last layer was taken.
+    /// How the read ended, once no layer comes any more. A block that could not be read ends the usable prefix before it: what is
+    /// not usable by [`ReadEnd::usable_blocks`] and [`ReadEnd::usable_layers`] is to be computed again.
     pub fn end(&self) -> Option<&ReadEnd> {
         self.end.as_ref()
     }

@@ -11,6 +11,7 @@ use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::class::Class;
 use kvarts_contract::error::Kind;
+use kvarts_contract::model::ModelBlocks;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, NamespaceId};
@@ -273,5 +274,45 @@ fn reads_of_one_prefix_at_the_same_time_share_one_load() {
         (after.device_bytes_read - before.device_bytes_read, after.bytes_shared - before.bytes_shared);
     assert_eq!(loaded + shared, 4 * shape.block_bytes() * 5, "every byte was loaded or shared");
     assert!(shared >= 2 * shape.block_bytes() * 5, "{shared} bytes of {loaded} were shared");
+    home.close().unwrap();
+}
+
+#[test]
+fn blocks_of_a_model_are_those_of_one_engine_and_revision_and_an_end_says_what_is_missing() {
+    let scratch = Scratch::new("model");
+    let home = Home::in_directory(&scratch.0, 256 << 20).unwrap();
+    let of = |engine: &str, revision: &str| {
+        ModelBlocks::new(home.store().clone(), engine, "llama-3.1-8b", revision, "bf16", 16).unwrap()
+    };
+    let blocks = of("one", "r1");
+    let prompt: Vec<u32> = (0..70).collect();
+    let state = memory(4 * blocks.block_bytes() as u64);
+    pattern(&state, 7);
+    blocks.put(&prompt, state.clone()).unwrap();
+    assert_eq!(blocks.matched(&prompt).unwrap(), 4, "the last block is not full");
+    // In a block its layers lie one behind the other, in a layer its blocks: this model has one part, keys and values in it.
+    let (layer_bytes, mut came) = (blocks.block_bytes() / 32, 0);
+    for layer in blocks.read_layers(&prompt, 4).unwrap() {
+        let (found, put) = (layer.bytes.to_vec(), state.to_vec());
+        for block in 0..4 {
+            let from = block * blocks.block_bytes() + layer.layer as usize * layer_bytes;
+            let found = &found[block * layer_bytes..][..layer_bytes];
+            assert!(found == &put[from..][..layer_bytes], "layer {}, block {block}", layer.layer);
+        }
+        came += 1;
+    }
+    assert_eq!(came, 32);
+    for other in [of("two", "r1"), of("one", "r2")] {
+        assert_eq!(other.matched(&prompt).unwrap(), 0);
+        let mut layers = other.read_layers(&prompt, 4).unwrap();
+        assert!(layers.by_ref().all(|layer| layer.blocks == 0));
+        let end = layers.end().unwrap();
+        assert_eq!((end.usable_blocks, end.failures.len()), (0, 4));
+    }
+    let refused =
+        |model| ModelBlocks::new(home.store().clone(), "one", model, "r1", "bf16", 256).unwrap_err();
+    assert_eq!(refused("no-such-model").kind(), Kind::Invalid);
+    assert_eq!(refused("deepseek-v4-pro").kind(), Kind::Invalid);
+    assert_eq!(blocks.read_layers(&prompt, 0).unwrap_err().kind(), Kind::Invalid);
     home.close().unwrap();
 }

@@ -13,7 +13,7 @@ pub(super) enum Bound {
 pub(super) struct Bar {
     pub(super) figure: &'static str,
     pub(super) what: &'static str,
-    /// None where it is told what the figure is, and nothing more.
+    /// `None`: the figure is reported and not judged.
     pub(super) bound: Option<Bound>,
     /// Figures whose names begin so are ratios of one contestant to itself, in the same run; empty where there are none.
     pub(super) control: &'static str,
