@@ -244,6 +244,11 @@ class Completion:
         """Why, for each key that did not go well. Of exists and delete, what is merely absent is a `Miss`."""
 
     @property
+    def reasons(self) -> dict[str, tuple[Error, int]]:
+        """The same by reason: one error of each, and how many keys it concerns. `errors` makes an exception for each key, which
+        takes long where thousands are absent."""
+
+    @property
     def error(self) -> Error | None:
         """The first of them."""
 
@@ -626,6 +631,13 @@ class Layers(Iterator[Layer]):
     def usable_layers(self) -> int: ...
     @property
     def errors(self) -> dict[int, Error]: ...
+    @property
+    def reasons(self) -> dict[str, tuple[Error, int]]:
+        """The same by reason: one error of each, and how many blocks it concerns."""
+
+    def wait(self, timeout: float) -> bool:
+        """Whether anything has come of this read, or its end, waiting for `timeout` seconds at most. It takes nothing."""
+
     def close(self) -> None: ...
 
 @final

@@ -4,7 +4,7 @@ use kvarts_contract::batch::{BatchKind, Completion as Told};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::error::exception;
+use crate::error::{exception, reasons};
 
 /// The answer to one batch: see the stub.
 #[pyclass(frozen, module = "kvarts")]
@@ -47,6 +47,11 @@ impl Completion {
             }
         }
         Ok(found)
+    }
+
+    #[getter]
+    fn reasons<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        reasons(py, self.0.results.iter().filter_map(|result| result.as_ref().err()))
     }
 
     #[getter]

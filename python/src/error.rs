@@ -5,6 +5,7 @@ use kvarts_contract::error::{Error, Kind, Reason};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
 
 /// The class of a kind, and its name there.
 fn class_name(kind: Kind) -> &'static str {
@@ -50,6 +51,32 @@ fn made(py: Python<'_>, kind: Kind, reason: &str, text: &str) -> PyErr {
 /// The exception of a reason.
 pub(crate) fn exception(py: Python<'_>, reason: &Reason) -> PyErr {
     made(py, reason.kind(), &name(reason), &reason.to_string())
+}
+
+/// Each reason of these once: (the exception of the first, how many there are), by its name. One exception for each key would
+/// cost an engine's scheduler more than the look-up.
+pub(crate) fn reasons<'py, 'a>(
+    py: Python<'py>,
+    all: impl Iterator<Item = &'a Reason>,
+) -> PyResult<Bound<'py, PyDict>> {
+    // Two reasons are values of others' variants.
+    let special = |reason: &Reason| (*reason == CANCELLED, *reason == CLOSED);
+    let mut found: Vec<(&Reason, u64)> = Vec::new();
+    for reason in all {
+        let known = found.iter_mut().find(|(known, _)| {
+            std::mem::discriminant(*known) == std::mem::discriminant(reason)
+                && special(known) == special(reason)
+        });
+        match known {
+            Some((_, count)) => *count += 1,
+            None => found.push((reason, 1)),
+        }
+    }
+    let told = PyDict::new(py);
+    for (reason, count) in found {
+        told.set_item(name(reason), (exception(py, reason).into_value(py), count))?;
+    }
+    Ok(told)
 }
 
 /// An argument that cannot be.

@@ -12,7 +12,7 @@ use kvarts_contract::error::Reason;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::error::{OrRaise, exception, invalid, late};
+use crate::error::{OrRaise, exception, invalid, late, reasons};
 use crate::guarded::Guarded;
 use crate::handle::Handle;
 use crate::places::{self, Laid};
@@ -93,6 +93,19 @@ impl Reading {
         lock(&self.stream).take()
     }
 
+    /// Whether there is an event to be taken without waiting, after `seconds` at most.
+    fn wait(&self, py: Python<'_>, stream: &ReadStream, seconds: f64) -> PyResult<bool> {
+        let clock = &*self.handle.core.clock;
+        let deadline = clock.now().plus(waiting::duration(py, "timeout", seconds)?);
+        if !lock(&self.ahead).is_empty() {
+            return Ok(true);
+        }
+        let event = waiting::run_until(py, clock, deadline, stream.next())?;
+        let came = event.is_some();
+        lock(&self.ahead).extend(event);
+        Ok(came)
+    }
+
     fn next(&self, py: Python<'_>, stream: &ReadStream) -> PyResult<ReadEvent> {
         if let Some(event) = lock(&self.ahead).pop_front() {
             return Ok(event);
@@ -135,6 +148,14 @@ impl Layers {
         Ok(None)
     }
 
+    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+        let reading = self.reading.get()?;
+        let Some(stream) = reading.stream() else { return Ok(true) };
+        let came = reading.wait(py, &stream, timeout);
+        *lock(&reading.stream) = Some(stream);
+        came
+    }
+
     #[getter]
     fn arrived(&self) -> PyResult<u32> {
         let reading = self.reading.get()?;
@@ -164,6 +185,12 @@ impl Layers {
             found.set_item(at, exception(py, reason).into_value(py))?;
         }
         Ok(found)
+    }
+
+    #[getter]
+    fn reasons<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let end = self.reading.get()?.ended();
+        reasons(py, end.failures.iter().map(|(_, reason)| reason))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -1,6 +1,6 @@
 //! Waiting without the interpreter's lock, and not deaf to Ctrl-C.
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
@@ -37,22 +37,50 @@ pub(crate) fn duration(py: Python<'_>, argument: &str, seconds: f64) -> PyResult
 pub(crate) fn run<T: Send>(py: Python<'_>, future: impl Future<Output = T> + Send) -> PyResult<T> {
     let mut future = pin!(future);
     loop {
-        let polled = py.detach(|| {
-            let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-            let mut context = Context::from_waker(&waker);
-            match future.as_mut().poll(&mut context) {
-                Poll::Ready(value) => Poll::Ready(value),
-                Poll::Pending => {
-                    std::thread::park_timeout(LOOK);
-                    future.as_mut().poll(&mut context)
-                }
-            }
-        });
-        match polled {
-            Poll::Ready(value) => return Ok(value),
-            Poll::Pending => py.check_signals()?,
+        if let Poll::Ready(value) = polled(py, future.as_mut(), LOOK) {
+            return Ok(value);
+        }
+        py.check_signals()?;
+    }
+}
+
+/// Runs a future until it ends, or until `deadline`: nothing then. Ctrl-C ends it before.
+pub(crate) fn run_until<T: Send>(
+    py: Python<'_>,
+    clock: &dyn Clock,
+    deadline: Nanos,
+    future: impl Future<Output = T> + Send,
+) -> PyResult<Option<T>> {
+    let mut future = pin!(future);
+    loop {
+        let left = Duration::from_nanos(deadline.0.saturating_sub(clock.now().0));
+        if let Poll::Ready(value) = polled(py, future.as_mut(), left.min(LOOK)) {
+            return Ok(Some(value));
+        }
+        py.check_signals()?;
+        if left.is_zero() {
+            return Ok(None);
         }
     }
+}
+
+/// Polls a future, and once more when it says so or after `pause`.
+fn polled<T: Send>(
+    py: Python<'_>,
+    mut future: Pin<&mut (impl Future<Output = T> + Send)>,
+    pause: Duration,
+) -> Poll<T> {
+    py.detach(|| {
+        let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+        let mut context = Context::from_waker(&waker);
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(value) => Poll::Ready(value),
+            Poll::Pending => {
+                std::thread::park_timeout(pause);
+                future.as_mut().poll(&mut context)
+            }
+        }
+    })
 }
 
 /// Waits until `done`, or until the deadline: whether it is done.

@@ -6,6 +6,7 @@ import os
 import select
 import tempfile
 import unittest
+from unittest import mock
 
 import numpy
 
@@ -52,6 +53,26 @@ class Batches(Served):
         self.assertEqual((done.errors[1].kind, done.errors[1].reason), ("miss", "NotHere"))
         self.assertEqual(pages.exists(names), [True, False, True])
         self.assertEqual(bytes(into[2]), pattern(2))
+
+    def test_reasons_are_told_with_one_error_for_each_and_not_for_each_key(self):
+        pages = self.pages()
+        names = keys(8192)
+        self.assertTrue(pages.put(names[:2], [pattern(0), pattern(1)]).ok)
+        made = mock.Mock(side_effect=kvarts.errors._make)
+        with mock.patch("kvarts.errors._make", made):
+            batch = pages.submit_exists(names)
+            [done] = pages.wait(60)
+            self.assertEqual((done.id, done.results), (batch, [True] * 2 + [False] * 8190))
+            self.assertEqual(made.call_count, 0)
+            [(reason, (error, count))] = done.reasons.items()
+            self.assertEqual((reason, count, made.call_count), ("NotHere", 8190, 1))
+        self.assertIsInstance(error, kvarts.Miss)
+        self.assertEqual(len(done.errors), count)
+        self.assertEqual(pages.put(names[:1], [pattern(0)]).reasons, {})
+        # Several reasons in one answer.
+        into = bytearray(PAGE)
+        done = pages.get([names[5], names[0], names[0]], [into, bytearray(PAGE), bytearray(PAGE)])
+        self.assertEqual({reason: count for reason, (_, count) in done.reasons.items()}, {"NotHere": 1, "Duplicate": 1})
 
     def test_deleted_pages_are_gone_and_what_was_not_here_says_so(self):
         pages = self.pages()

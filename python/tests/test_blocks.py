@@ -84,6 +84,8 @@ class Blocks(Served):
         per_layer = [sum(n for at, n in parts if at == layer) for layer in range(layers)]
         into = [bytearray(3 * n) for n in per_layer]
         reading = pages.layers(names[:3], layer_buffers=into)
+        self.assertTrue(reading.wait(60))
+        self.assertGreater(reading.arrived, 0)
         got = []
         for layer in reading:
             got.append((layer.layer, layer.blocks))
