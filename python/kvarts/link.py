@@ -1,10 +1,13 @@
-"""What the connectors share: a connection for which no engine waits, and the name of a model's bytes."""
+"""What the connectors share: a connection for which no engine waits, silence, and the name of a model's bytes."""
 
+import dataclasses
+import enum
 import hashlib
 import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 
@@ -21,17 +24,69 @@ def token_of(file):
         return text.read(1 << 16).strip()
 
 
+#: Bytes a second of a server that is there. What comes more slowly than that counts as silence.
+SLOWEST = 64 << 20
+#: Letters of a setting that an identity has as it is.
+_LONG = 1024
+#: Bytes of a part of a large request: each part that comes is a sign of the server.
+PART = 16 << 20
+
+
+def allowed(timeout, nbytes):
+    """Seconds that a request of so many bytes may take: it is silence that a timeout bounds, and not size."""
+    return timeout + nbytes / SLOWEST
+
+
+class Silence:
+    """Whether nothing has come for too long of what is under way, in parts."""
+
+    def __init__(self, timeout):
+        self._timeout = timeout
+        self._parts = {}  # part -> bytes
+        self._heard_at = 0.0
+
+    @property
+    def nbytes(self):
+        """Bytes that are under way."""
+        return sum(self._parts.values())
+
+    def began(self, part, nbytes):
+        if not self._parts:
+            self._heard_at = time.monotonic()
+        self._parts[part] = nbytes
+
+    def heard(self, part, good, reasons):
+        """An answer came. One that this process gave itself, because the time was over, is none of the server's."""
+        known = self._parts.pop(part, None) is not None
+        if known and (good or any(not isinstance(error, (kvarts.Retry, kvarts.Deadline)) for error, _ in reasons.values())):
+            self._heard_at = time.monotonic()
+
+    def broken(self):
+        """The parts that are given up, once."""
+        if not self._parts or time.monotonic() - self._heard_at <= allowed(self._timeout, max(self._parts.values())):
+            return []
+        parts, self._parts = list(self._parts), {}
+        return parts
+
+
+def _of_server(error):
+    """Whether an error says that the server does not answer. One of a block that another process is storing right now (`InFlight`) is
+    an answer."""
+    return isinstance(error, (kvarts.Retry, kvarts.Deadline)) and error.reason not in ("Cancelled", "Closed", "InFlight")
+
+
 class Link:
     """A client that a thread of this object connects, so that an engine starts and goes on while no server is there.
 
     After an answer that means "the server is away", `away` is true for `pause` seconds: meanwhile the connectors ask nothing and
-    answer misses. The first request after that tries again."""
+    answer misses. The first request after that tries again. Puts that fail hold back puts (`puts_away`) and never loads: a server
+    that has more to write than it can is still one that reads."""
 
     def __init__(self, connect, pause):
         self._connect = connect
         self._pause = pause
         self._client = None
-        self._away_until = 0.0
+        self._away_until = self._puts_until = 0.0
         self._was_away = False
         self._work = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvarts", daemon=True)
@@ -41,15 +96,26 @@ class Link:
     def away(self):
         return time.monotonic() < self._away_until
 
+    @property
+    def puts_away(self):
+        return time.monotonic() < max(self._away_until, self._puts_until)
+
     def failed(self, error):
-        """Takes notice of an error. Only an error that says that the server does not answer counts as one of the server; one of a block
-        that another process is storing right now (`InFlight`) is an answer."""
-        if not isinstance(error, (kvarts.Retry, kvarts.Deadline)) or error.reason in ("Cancelled", "Closed", "InFlight"):
+        """Takes notice of an error of a look-up or a load. Only one that says that the server does not answer counts."""
+        if not _of_server(error):
             return
         if not self._was_away:
             logger.warning("kvarts: the server is away, the engine goes on without it: %s", error)
         self._was_away = True
         self._away_until = time.monotonic() + self._pause
+
+    def put_failed(self, error):
+        """The same of a put."""
+        if not _of_server(error):
+            return
+        if time.monotonic() >= self._puts_until + self._pause:
+            logger.warning("kvarts: the server does not take what is to be stored: %s", error)
+        self._puts_until = time.monotonic() + self._pause
 
     def answered(self):
         """Takes notice of an answer."""
@@ -57,14 +123,15 @@ class Link:
             logger.warning("kvarts: the server is back")
         self._was_away = False
 
-    def learn(self, results, errors):
-        """Takes notice of the answer to a batch. A server that gave some of it is there, also where the rest came too late, as blocks
-        do that a bucket brings slowly."""
-        if not any(results):
-            for error in errors:
-                self.failed(error)
-        if any(results) or not errors:
+    def learn(self, good, reasons, put=False):
+        """Takes notice of the answer to a batch: whether anything of it went well, and `Completion.reasons`. A server that gave some of
+        it is there, also where the rest came too late, as blocks do that a bucket brings slowly."""
+        if good or not reasons:
             self.answered()
+            return
+        notice = self.put_failed if put else self.failed
+        for error, _ in reasons.values():
+            notice(error)
 
     def do(self, work, failed):
         """Calls `work(client)` in the thread of this object, or `failed(error)` if that or connecting did not work."""
@@ -75,7 +142,9 @@ class Link:
             work, failed = item
             try:
                 if self.away:
-                    raise kvarts.Retry("the server is away")
+                    # Nothing was asked: it is no sign of the server.
+                    failed(kvarts.Retry("the server is away"))
+                    continue
                 if self._client is None:
                     self._client = self._first()
                 work(self._client)
@@ -104,6 +173,54 @@ class Link:
         self.stop(timeout)
         if self._client is not None:
             self._client.close(timeout)
+
+
+def told(value):
+    """A setting as text that is the same in every process. Raises `ValueError` for what has no such text, as functions."""
+
+    def other(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, enum.Enum):
+            return value.name
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(told, value))
+        text = str(value)
+        if callable(value) or " at 0x" in text:
+            raise ValueError(f"{value!r} has another name in every process; say what it does as values")
+        return text
+
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=other)
+
+
+def brief(facts):
+    """Settings as an identity takes them: text, and of what is long or has odd characters a digest."""
+    found = {}
+    for name, value in facts.items():
+        text = str(value)
+        if len(text) > _LONG or not text.isprintable() or text != text.strip() or not text:
+            text = "digest-" + hashlib.sha256(text.encode()).hexdigest()
+        found[str(name)] = text
+    return found
+
+
+def differing(value):
+    """The fields of a dataclass that are not as by default, as text: a field that a later version adds changes nothing."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    plain = {field.name: field.default for field in dataclasses.fields(value)}
+    return told([type(value).__name__, {name: one for name, one in fields.items() if one is not plain[name] and one != plain[name]}])
+
+
+def contract(engine, version, alike, *facts):
+    """The version of a layout: a digest over the rules by which an engine arranges bytes, as far as it tells them, and over its
+    version. `alike` names, for versions that were tried, the first one whose blocks are the same; builds and repackagings of one release
+    (`0.33.0+cu130`, `0.33.0.post1`) are that release."""
+    release = re.fullmatch(r"(\d+\.\d+\.\d+)(\.post\d+)?(\+.*)?", version)
+    version = release[1] if release else version
+    text = json.dumps([engine, alike.get(version, version), *(told(fact) for fact in facts)])
+    return "contract-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def revision_of(model, revision=None):

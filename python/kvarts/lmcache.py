@@ -7,8 +7,8 @@ What holds:
 
 - A load gives the bytes that were stored under that key by the same model, revision, dtype and version of LMCache, or it is a
   miss. LMCache's keys name the model, but neither its revision nor the type of its cache: that is why both must be given.
-- No call waits. Each batch is answered within `timeout` seconds (half a second later at most), also if the server has stopped;
-  while it is away, look-ups and loads are misses and stores are dropped. It comes back by itself.
+- No call waits. Each batch is answered within `timeout` seconds and one more for every 64 MiB of it (half a second later at most),
+  also if the server has stopped; while it is away, look-ups and loads are misses and stores are dropped. It comes back by itself.
 
 LMCache's memory is written to by the server's disks where it is a file in memory (`lmcache server --shm-name NAME`); else loads and
 stores are copied.
@@ -26,7 +26,7 @@ import time
 
 import kvarts
 
-from .link import Link, logger, token_of
+from .link import Link, allowed, contract, logger, token_of
 from .shared import Pools
 
 #: Sizes of objects that one group of a model may have.
@@ -49,7 +49,7 @@ class _Task:
         self.keys = keys
         self.buffers = buffers
         self.results = [False] * len(keys)
-        self.errors = {}
+        self.errors = []  # one for each reason
         self.open = 0
 
     def answer(self):
@@ -57,7 +57,7 @@ class _Task:
         if self.kind == "exists":
             return self.future, True, "", self.results
         # What is merely not there is no error of a delete.
-        bad = next((error for error in self.errors.values() if self.kind != "delete" or not isinstance(error, kvarts.Miss)), None)
+        bad = next((error for error in self.errors if self.kind != "delete" or not isinstance(error, kvarts.Miss)), None)
         ok = all(self.results) if self.kind != "delete" else bad is None
         return self.future, ok, "" if bad is None else str(bad), self.results
 
@@ -98,7 +98,8 @@ class Kvarts:
     """What LMCache calls a native connector.
 
     `server`, `token_file`: as for `kvarts.connect`. `revision`: of the model, or `{model: revision}`. `dtype`: of the KV cache.
-    `identity`: whatever else decides bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch. `pause`: seconds
+    `identity`: whatever else decides bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch, beside those that
+    its bytes take. `pause`: seconds
     for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
 
     def __init__(
@@ -182,7 +183,7 @@ class Kvarts:
         task = _Task(next(self._futures), kind, list(keys), None if buffers is None else list(buffers))
         if buffers is not None and len(task.buffers) != len(task.keys):
             raise ValueError("memoryviews: one for each key")
-        if self._closed or self._link.away:
+        if self._closed or (self._link.puts_away if kind == "put" else self._link.away):
             self._answer(task, kvarts.Retry("the server is away"))
             return task.future
         try:
@@ -220,21 +221,22 @@ class Kvarts:
             if task.buffers is None:
                 batch = submit(keys, timeout=self._timeout)
             else:
-                batch = submit(keys, [task.buffers[at] for at in positions], timeout=self._timeout)
+                timeout = allowed(self._timeout, len(keys) * pages.block_bytes())
+                batch = submit(keys, [task.buffers[at] for at in positions], timeout=timeout)
         except kvarts.Error as error:
-            self._link.failed(error)
-            task.errors.update(dict.fromkeys(positions, error))
+            (self._link.put_failed if task.kind == "put" else self._link.failed)(error)
+            task.errors.append(error)
             return
         task.open += 1
         self._parts[pages, batch] = task, positions
 
     def _part_done(self, pages, done):
         task, positions = self._parts.pop((pages, done.id))
-        self._link.learn(done.results, done.errors.values())
-        for at, good in zip(positions, done.results):
+        results, reasons = done.results, done.reasons
+        self._link.learn(True in results, reasons, put=task.kind == "put")
+        for at, good in zip(positions, results):
             task.results[at] = task.results[at] or good
-        for n, error in done.errors.items():
-            task.errors[positions[n]] = error
+        task.errors.extend(error for error, _ in reasons.values())
         self._end_part(task)
 
     def _end_part(self, task):
@@ -247,7 +249,7 @@ class Kvarts:
         """Answers a batch that did not begin."""
         if not isinstance(error, (kvarts.Retry, kvarts.Deadline)):  # those are the link's to tell
             logger.warning("kvarts: %s of %d objects was not begun: %s", task.kind, len(task.keys), error)
-        task.errors = dict.fromkeys(range(len(task.keys)), error)
+        task.errors = [error]
         with self._lock:
             if not self._closed:
                 self._done.append(task.answer())
@@ -298,6 +300,6 @@ class Kvarts:
             revision=str(revision),
             dtype=self._dtype,
             engine="lmcache",
-            layout_version=self._version,
+            layout_version=contract("lmcache", self._version, {}),
             extras=self._identity,
         )

@@ -6,8 +6,10 @@
 
 What holds:
 
-- A page comes back with the bytes that were stored under its hash by the same model, revision, type, layout, page size, rank and
-  pool, or it is a miss. `revision` must be named where the model's name does not say it.
+- A page comes back with the bytes that were stored under its hash by the same model, revision, types, quantisation, overrides,
+  layout, page size, rank and pool, or it is a miss. Which model it is, SGLang's own settings say (`settings`), never the name under
+  which it is served. `revision` must be named where the model's path does not say it.
+- Versions of SGLang whose settings cannot be read, or whose page hashes know neither adapters nor salts, are refused at the start.
 - Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped; while it is
   away, everything is a miss. It comes back by itself. No exception leaves this class: SGLang's threads would end.
 
@@ -16,6 +18,7 @@ to. Hybrid models have several pools (sliding windows, recurrent states, indexer
 restored up to where every pool has what SGLang wants of it.
 """
 
+import importlib
 import importlib.metadata
 import threading
 import time
@@ -25,12 +28,90 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 import kvarts
 
-from .link import Link, logger, revision_of, token_of
+from .link import Link, brief, contract, logger, revision_of, token_of, told
 
 #: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
 #: Seconds by which an answer may come later than its deadline.
 _LATE = 0.6
+#: The first version that was looked at; what it needs is asked for, and not the number.
+_SINCE = "0.5.21"
+#: Settings of SGLang that decide bytes, beside the path and the revision, and what an absent one means.
+_SETTINGS = {
+    "dtype": None,
+    "quantization": None,
+    "kv_cache_dtype": None,
+    "json_model_override_args": "{}",
+    "load_format": None,
+    "model_impl": None,
+    "model_config_parser": "auto",
+    "quantization_param_path": None,
+    "modelopt_quant": None,
+    "modelopt_checkpoint_restore_path": None,
+    "qsa_indexer_dtype": "auto",
+}
+_LACKS = object()
+#: Versions that store the same bytes as the one named, by trial.
+_ALIKE = {}
+
+
+def _version():
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:  # from its sources
+        return getattr(importlib.import_module("sglang"), "__version__", "unknown")
+
+
+def _needed(module, name):
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        found = None
+    if found is None:
+        raise ValueError(f"sglang {_version()}: it has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
+    return found
+
+
+def settings():
+    """(path of the model, its revision, what else decides bytes), as SGLang runs with it in this process. The name under which the
+    model is served is the operator's to choose, and says nothing."""
+    model = _needed("sglang.srt.runtime_context", "get_model")()
+    path = getattr(model, "model_path", None)
+    if not path:
+        raise ValueError("model_path: SGLang's settings do not say which model this is")
+    found = {}
+    for name, absent in _SETTINGS.items():
+        value = getattr(model, name, _LACKS)
+        if value is _LACKS and absent is None and name in ("dtype", "quantization", "kv_cache_dtype"):
+            raise ValueError(f"{name}: SGLang's settings do not have it, and it decides bytes")
+        found[name] = told(absent if value is _LACKS else value) or "none"
+    return path, getattr(model, "revision", None), found
+
+
+def expect_namespaces():
+    """Page hashes must differ by adapter and by salt: else a page of one adapter would be restored for another."""
+    seed = _needed("sglang.srt.mem_cache.utils", "storage_namespace_seed")
+    _needed("sglang.srt.mem_cache.utils", "get_storage_hash_str")
+    if len({seed(None, None), seed("adapter", None), seed("other", None), seed(None, "salt")}) != 4:
+        raise ValueError("storage_namespace_seed: SGLang's page hashes are the same for different adapters or salts")
+
+
+class _Shard:
+    """Which part of a page this process has: fields of SGLang's configuration, some of which came with later versions."""
+
+    def __init__(self, config):
+        self.dcp = (getattr(config, "dcp_size", None), getattr(config, "dcp_rank", None))
+        if None in self.dcp:
+            parallel = _needed("sglang.srt.runtime_context", "get_parallel")()
+            if getattr(parallel, "attn_dcp_size", 1) != 1:
+                raise ValueError("dcp_size: this version of SGLang does not say which part of a page a worker has")
+            self.dcp = (1, 0)
+        parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank")
+        self.parts = {part: str(getattr(config, part)) for part in parts}
+        self.parts.update(dcp_size=str(self.dcp[0]), dcp_rank=str(self.dcp[1]))
+        # Of ranks that have the same bytes, one writes: where SGLang does not say which one, the first of each shard.
+        alike = not config.is_mla_model or config.tp_rank == self.dcp[1]
+        self.writes = getattr(config, "is_storage_writer", alike)
 
 
 class _Staging:
@@ -78,7 +159,7 @@ class _Pool:
         self.pages = self.staging = None
 
     def open(self, client, **named):
-        extras = {**named.pop("extras"), **self.extras}
+        extras = {**named.pop("extras"), **brief(self.extras)}
         pages = client.pages(**named, **self.named, extras=extras)
         self.staging = {kind: _Staging(client, self.page_bytes, self.dtype) for kind in ("get", "put")}
         self.pages = pages
@@ -98,8 +179,10 @@ class Kvarts(HiCacheStorage):
         self._identity = {str(name): str(value) for name, value in extra.get("identity", {}).items()}
         self._dtype = extra.get("dtype")
         self._draft = extra.get("draft")
-        self._model = storage_config.model_name or "none"
-        self._revision = revision_of(self._model, extra.get("revision"))
+        expect_namespaces()
+        self._shard = _Shard(storage_config)
+        self._model, revision, self._settings = settings()
+        self._revision = revision_of(self._model, extra.get("revision") or revision)
         server, token_file = extra.get("server"), extra.get("token_file")
         pause = float(extra.get("pause", 1.0))
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), pause)
@@ -138,7 +221,7 @@ class Kvarts(HiCacheStorage):
         return self._moved("get", PoolName.KV, keys, host_indices)
 
     def batch_set_v1(self, keys, host_indices, extra_info=None):
-        if not self._config.is_storage_writer:
+        if not self._shard.writes:
             return [True] * len(keys)
         return self._moved("put", PoolName.KV, keys, host_indices)
 
@@ -212,23 +295,22 @@ class Kvarts(HiCacheStorage):
 
     def _open(self, pool, client):
         config = self._config
-        parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank", "dcp_size", "dcp_rank")
         pool.open(
             client,
             model=self._model,
             revision=self._revision,
             engine="sglang",
-            layout_version=importlib.metadata.version("sglang"),
+            layout_version=contract("sglang", _version(), _ALIKE, pool.named, pool.extras),
             tp_size=1 if pool.replicated else config.tp_size,
             tp_rank=0 if pool.replicated else config.tp_rank,
             durable=self._durable,
             timeout=self._timeout,
-            extras={**self._identity, **{part: str(getattr(config, part)) for part in parts}},
+            extras=brief({**self._settings, **self._identity, **self._shard.parts}),
         )
 
-    def _usable(self, pool):
+    def _usable(self, pool, writes=False):
         """Whether there is a store now. The first calls wait for it, as long as any call may."""
-        if pool is None or self._link.away:
+        if pool is None or self._link.away or (writes and self._link.puts_away):
             return False
         if pool.pages is None:
             with self._opening:
@@ -250,22 +332,22 @@ class Kvarts(HiCacheStorage):
     def _call(self, pool, kind, names, *places):
         """The answer to a batch, or `None`: whatever happened, SGLang goes on."""
         try:
-            if not self._usable(pool):
+            if not self._usable(pool, kind == "put"):
                 return None
             if kind == "exists":
                 return pool.pages.exists(names, timeout=self._timeout)
             done = getattr(pool.pages, kind)(names, *places, timeout=self._timeout)
-            self._learn(done)
+            self._learn(done, kind == "put")
             return done
         except kvarts.Error as error:
-            self._link.failed(error)
+            (self._link.put_failed if kind == "put" else self._link.failed)(error)
             logger.debug("kvarts: %s of %d pages: %s", kind, len(names), error)
         except Exception:
             logger.exception("kvarts: %s of %d pages failed", kind, len(names))
         return None
 
-    def _learn(self, done):
-        self._link.learn(done.results, done.errors.values())
+    def _learn(self, done, put=False):
+        self._link.learn(True in done.results, done.reasons, put)
 
     def _there(self, name, keys):
         """Which pages can be read now."""
@@ -277,7 +359,7 @@ class Kvarts(HiCacheStorage):
         is not tried: SGLang takes a prefix."""
         results = [False] * len(keys)
         pool = self._pools.get(name)
-        if not self._usable(pool):
+        if not self._usable(pool, kind == "put"):
             return results
         if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
             logger.error("kvarts: %s: not %d pages of %d places", name, len(keys), pool.page_size)

@@ -96,7 +96,7 @@ def adopt(client, buffer):
         try:
             return client.adopt(buffer, fd=fd, offset=offset)
         except kvarts.Error as error:
-            logger.info("kvarts: memory of the engine's is copied: %s", error)
+            logger.warning("kvarts: memory of the engine's is copied by this process: %s", error)
         finally:
             os.close(fd)
     return client.adopt(buffer)
@@ -150,7 +150,7 @@ class Pools:
         except kvarts.Error as error:
             if isinstance(error, (kvarts.Retry, kvarts.Deadline)):
                 raise
-            logger.info("kvarts: memory of the engine's is copied: %s", error)
+            logger.warning("kvarts: memory of the engine's is copied by this process: %s", error)
             with self._lock:
                 self._refused.add((mapping.device, mapping.inode))
         finally:

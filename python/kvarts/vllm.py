@@ -8,19 +8,17 @@ and from there to disk, and come back the same way. What holds:
 
 - A block comes back with the bytes that were stored under its hash and group by an engine of the same identity (`identity_of`),
   or it is recomputed. A promotion of which some blocks failed says which ones are good.
-- The scheduler never waits here: it submits, and looks later. A look-up and the load after it are answered within `timeout`
-  seconds together (a second later at most), also if the server has stopped. While it is away, every block is a miss and stores
-  are dropped; it comes back by itself. The engine starts without a server, too.
+- The scheduler never waits here: it submits, and looks later. A look-up is answered within half of `timeout` seconds, and a load ends
+  when nothing came of it for as long (a second later at most), also if the server has stopped; one of which parts come goes on.
+  While the server is away, every block is a miss and stores are dropped; it comes back by itself. The engine starts without a
+  server, too.
 """
 
 import json
-import platform
 import time
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -30,46 +28,18 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-from vllm.version import __version__ as vllm_version
 
 import kvarts
 
-from .link import Link, logger, revision_of, token_of
+from .link import PART, Link, Silence, allowed, brief, logger, revision_of, token_of
 from .shared import adopt
+from .vllm_identity import identity_of, layout_version
 
 #: What the connector takes from its configuration and hands to the tier.
 _FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity")
 _BLOCKS = "vllm:kv_offload_kvarts_failed_blocks"
-
-
-def identity_of(vllm_config, revision=None):
-    """What decides the bytes of a KV block, apart from what the offloading configuration says of groups, types and workers."""
-    model = vllm_config.model_config
-    return {
-        "revision": revision_of(model.model, revision or model.revision),
-        "weights": str(model.dtype),
-        "quantisation": str(model.quantization),
-        "overrides": json.dumps(model.hf_overrides, sort_keys=True, default=str),
-        "load": str(vllm_config.load_config.load_format),
-        "device": _device(),
-        "draft": _draft(vllm_config.speculative_config),
-    }
-
-
-def _device():
-    """Where blocks are arranged by other rules. A processor's depend on what it can do."""
-    if current_platform.device_type != "cpu":
-        return current_platform.device_type
-    able = [name for name in ("avx2", "avx512", "amx_tile") if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
-    return "-".join(["cpu", platform.machine(), *able])
-
-
-def _draft(speculative):
-    """A draft model's layers are in the blocks, too."""
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is None:
-        return str(getattr(speculative, "method", None))
-    return json.dumps([speculative.method, draft.model, revision_of(draft.model, draft.revision)])
+#: Parts of one load or store at most, and batches under way.
+_PARTS, _BATCHES = 64, 8192
 
 
 class Kvarts(OffloadingConnector):
@@ -78,7 +48,7 @@ class Kvarts(OffloadingConnector):
     the model's name does not say it, and `identity` for whatever else decides bytes."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
-        _complete(vllm_config)
+        _complete(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
     @classmethod
@@ -87,20 +57,26 @@ class Kvarts(OffloadingConnector):
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
 
-def _complete(vllm_config):
-    """Writes the tier into the configuration, once in each process."""
+def _complete(vllm_config, kv_cache_config=None):
+    """Writes the tier into the configuration: in full where the caches are known, which is where a tier is made."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "TieringOffloadingSpec")
     tiers = extra.setdefault("secondary_tiers", [])
-    if any(tier.get("module_path") == __name__ for tier in tiers):
+    tier = next((tier for tier in tiers if tier.get("module_path") == __name__), None)
+    if tier is not None and not tier.get("incomplete"):
         return
-    tier = {name: extra[name] for name in _FOR_THE_TIER if name in extra}
-    tier["identity"] = {**identity_of(vllm_config, extra.get("revision")), **tier.get("identity", {})}
-    tiers.append({"type": "KvartsTier", "module_path": __name__, **tier})
+    if tier is None:
+        tier = {name: extra[name] for name in _FOR_THE_TIER if name in extra}
+        tiers.append(tier)
+    named = identity_of(vllm_config, extra.get("revision"), kv_cache_config)
+    tier.update({"type": "KvartsTier", "module_path": __name__, "identity": {**named, **extra.get("identity", {})}})
+    tier.pop("incomplete", None)
+    if kv_cache_config is None:
+        tier["incomplete"] = True
 
 
 class _Job:
-    """A load or a store that is under way."""
+    """A load or a store that is under way, in parts."""
 
     def __init__(self, job, page_bytes):
         self.id = job.job_id
@@ -108,10 +84,17 @@ class _Job:
         self.is_load = job.is_promotion
         self.began = time.monotonic()
         self.page_bytes = page_bytes
+        self.results = [False] * len(self.keys)
+        self.open = 0  # parts
 
-    def result(self, results):
+    def parts(self):
+        """(first, last) of parts, each of which is answered for itself; not more than a few for a job of any size."""
+        step = max(1, PART // self.page_bytes, -(-len(self.keys) // _PARTS))
+        return [(first, min(first + step, len(self.keys))) for first in range(0, len(self.keys), step)]
+
+    def result(self):
         """What vLLM is told: of a load also which blocks are good, because the others are recomputed."""
-        good = [key for key, here in zip(self.keys, results) if here]
+        good = [key for key, here in zip(self.keys, self.results) if here]
         return JobResult(
             job_id=self.id,
             success=len(good) == len(self.keys),
@@ -140,9 +123,12 @@ class _Lookups:
             self.to_ask.append(key)
         return self.found[key]
 
-    def learn(self, key, here):
-        if key in self.found:
-            self.found[key] = here
+    def learn(self, keys, results):
+        """What was asked. Thousands at a time, in the scheduler's thread: no call for each."""
+        gone = [key for key in keys if key not in self.found]
+        self.found.update(zip(keys, results))
+        for key in gone:
+            self.found.pop(key, None)
 
     def forget(self, request):
         for key in self._requests.pop(request, ()):
@@ -156,7 +142,7 @@ class KvartsTier(SecondaryTierManager):
     `{"type": "KvartsTier", "module_path": "kvarts.vllm", "server": ..., "identity": {"revision": ...}}`.
 
     `server`, `token_file`: as for `kvarts.connect`. `identity`: what decides bytes beside the offloading configuration; a
-    `revision` of the model must be in it, unless the model is a directory. `timeout`: seconds for a look-up and a load together.
+    `revision` of the model must be in it, unless the model is a directory. `timeout`: seconds of silence for a look-up and a load together.
     `pause`: seconds for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
 
     medium = Medium.STORAGE
@@ -173,7 +159,10 @@ class KvartsTier(SecondaryTierManager):
         pause=1.0,
         durable=False,
         identity=None,
+        incomplete=False,
     ):
+        if incomplete:
+            raise ValueError("identity: vLLM made a tier before it knew its caches")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._timeout = float(timeout)
         self._durable = bool(durable)
@@ -181,7 +170,9 @@ class KvartsTier(SecondaryTierManager):
         self._host = primary_kv_view.cast("B")
         self._memory = self._pages = None
         self._opening = False
-        self._jobs = {}  # batch -> _Job
+        self._jobs = {}  # batch -> (_Job, first)
+        # A timeout is for a server from which nothing comes, not for what is large.
+        self._silence = {"get": Silence(self._timeout / 2), "put": Silence(self._timeout)}
         self._asked = {}  # batch -> keys
         self._finished = []
         self._lookups = _Lookups()
@@ -212,8 +203,8 @@ class KvartsTier(SecondaryTierManager):
             dtype=str(config.model.dtype),
             engine="vllm",
             layout=f"{config.kv_cache_layout}{'-canonical' if config.canonical_layout else ''}",
-            layout_version=vllm_version,
-            extras={**identity, **facts},
+            layout_version=layout_version(groups, identity.get("caches"), config.kv_cache_layout),
+            extras=brief({**identity, **facts}),
         )
 
     def _open(self):
@@ -222,7 +213,7 @@ class KvartsTier(SecondaryTierManager):
         self._link.do(self._opened, self._not_opened)
 
     def _opened(self, client):
-        pages = client.pages(durable=self._durable, timeout=self._timeout, **self._named)
+        pages = client.pages(durable=self._durable, timeout=self._timeout, batches_max=_BATCHES, **self._named)
         # Pages can then be named by their addresses, and disks write into them where the memory is a file.
         self._memory = adopt(client, self._host)
         self._pages, self._opening = pages, False
@@ -231,9 +222,9 @@ class KvartsTier(SecondaryTierManager):
         logger.warning("kvarts: no store: %s", error)
         self._opening = False
 
-    def _usable(self):
+    def _usable(self, kind):
         """Whether requests may be submitted now."""
-        if self._link.away:
+        if self._link.puts_away if kind == "put" else self._link.away:
             return False
         if self._pages is None and not self._opening:
             self._open()
@@ -254,8 +245,7 @@ class KvartsTier(SecondaryTierManager):
             return
         batch = self._submit("exists", keys, self._timeout / 2)
         if batch is None:
-            for key in keys:
-                self._lookups.learn(key, False)
+            self._lookups.learn(keys, [False] * len(keys))
         else:
             self._asked[batch] = keys
 
@@ -274,16 +264,22 @@ class KvartsTier(SecondaryTierManager):
         self._transfer("get", job_metadata, self._timeout / 2)
 
     def _transfer(self, kind, job_metadata, timeout):
-        job = _Job(job_metadata, self.block_size_bytes)
-        batch = self._submit(kind, job.keys, timeout, job_metadata.chunk_ids)
-        if batch is None:
-            self._end(job, [False] * len(job.keys))
-        else:
-            self._jobs[batch] = job
+        job, silence = _Job(job_metadata, self.block_size_bytes), self._silence[kind]
+        for first, last in job.parts():
+            nbytes = (last - first) * self.block_size_bytes
+            # In a queue behind what is under way already.
+            within = allowed(timeout, silence.nbytes + nbytes)
+            batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last])
+            if batch is not None:
+                self._jobs[batch] = job, first
+                silence.began(batch, nbytes)
+                job.open += 1
+        if not job.open:
+            self._end(job)
 
     def _submit(self, kind, keys, timeout, chunks=None):
         """The batch's number, or `None` where nothing can be asked now."""
-        if not self._usable():
+        if not self._usable(kind):
             self._count("away", len(keys))
             return None
         places = () if chunks is None else ([self._memory.address + int(n) * self.block_size_bytes for n in chunks],)
@@ -295,33 +291,51 @@ class KvartsTier(SecondaryTierManager):
                 timeout=timeout,
             )
         except kvarts.Error as error:
-            self._link.failed(error)
+            (self._link.put_failed if kind == "put" else self._link.failed)(error)
             self._count(error.reason, len(keys))
             logger.warning("kvarts: %s of %d blocks was not begun: %s", kind, len(keys), error)
             return None
 
-    def _end(self, job, results):
+    def _end(self, job):
         if job.is_load:
             # Asked again, they would be found again: this request does without.
-            for key, good in zip(job.keys, results):
-                if not good:
-                    self._lookups.learn(key, False)
-        self._finished.append(job.result(results))
+            bad = [key for key, good in zip(job.keys, job.results) if not good]
+            self._lookups.learn(bad, [False] * len(bad))
+        self._finished.append(job.result())
 
     def _take(self, wait=None):
         """Takes the answers that are there; with `wait`, waits for them for `wait` seconds at most."""
         if self._pages is None:
             return
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):
-            self._link.learn(done.results, done.errors.values())
-            for error in done.errors.values():
+            results, reasons = done.results, done.reasons
+            for silence in self._silence.values():
+                silence.heard(done.id, True in results, reasons)
+            self._link.learn(True in results, reasons, put=done.kind == "put")
+            for reason, (error, count) in reasons.items():
                 if not isinstance(error, kvarts.Miss):
-                    self._count(error.reason, 1)
+                    self._count(reason, count)
             if (keys := self._asked.pop(done.id, None)) is not None:
-                for key, here in zip(keys, done.results):
-                    self._lookups.learn(key, here)
+                self._lookups.learn(keys, results)
             else:
-                self._end(self._jobs.pop(done.id), done.results)
+                self._part_done(done.id, results)
+        self._give_up()
+
+    def _part_done(self, batch, results):
+        job, first = self._jobs.pop(batch)
+        job.results[first : first + len(results)] = results
+        job.open -= 1
+        if not job.open:
+            self._end(job)
+
+    def _give_up(self):
+        """Ends what has been silent for too long: its batches are answered soon, and not before their memory is let go."""
+        for kind, silence in self._silence.items():
+            if parts := silence.broken():
+                error = kvarts.Deadline(f"{kind}: nothing comes any more", "Silence")
+                (self._link.put_failed if kind == "put" else self._link.failed)(error)
+                for batch in parts:
+                    self._pages.cancel(batch)
 
     def get_finished_jobs(self):
         self._take()

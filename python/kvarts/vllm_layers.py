@@ -7,12 +7,17 @@ A request computes its first layer as soon as that layer of its prefix is there,
 holds:
 
 - A block comes back with the bytes that were stored under its hash by an engine of the same identity (`Plan`), in every layer, or
-  vLLM recomputes it: this connector sets vLLM's `kv_load_failure_policy` to `recompute`.
+  vLLM is told that its load failed. What then becomes of the request is the operator's to say: vLLM's `kv_load_failure_policy`,
+  which this connector leaves as it is. `recompute` is refused where vLLM cannot take back what it has begun (`Plan`).
+- A layer that the forward pass did not wait for counts as one that was not loaded: nothing says when it was read.
+- What a failed load leaves in the engine's cache is taken out of the prefix cache, also where the request was given up meanwhile.
+  No other request is admitted on blocks before their load is known to be good, and nothing is stored of a request that has one
+  that was not.
 - What is stored was computed by steps of which every load was good: a block is handed to the store after vLLM has taken the
-  output of the step that computed it, and its memory is kept until it was copied.
-- No request waits longer than `timeout` seconds for look-up and load together (a second more at most), also if the server has
-  stopped. Stores wait for nothing. While the server is away, every prefix is a miss; it comes back by itself. The engine starts
-  without a server, too.
+  output of the step that computed it, and its memory is kept until it was copied. What a worker did not take is offered again.
+- A look-up is answered within half of `timeout` seconds. A load ends when nothing came for as long, and for the time that a layer
+  of it takes at 64 MiB a second; one that goes on coming is waited for. Stores wait for nothing, and one that fails makes no load
+  a miss. While the server is away, every prefix is a miss; it comes back by itself. The engine starts without a server, too.
 
 Models with one kind of KV cache, in one process or with tensor parallelism; what else there is, is refused at the start, with its
 name. KV caches in host memory are read into directly; those of a device through host memory, a layer at a time.
@@ -22,21 +27,29 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.version import __version__ as vllm_version
 
 import kvarts
 
-from .link import Link, logger, token_of
-from .vllm import identity_of
+from .link import Link, Silence, allowed, brief, differing, logger, token_of
+from .vllm_identity import identity_of, layout_version
 
 #: Bytes that a step copies for the store; what is more waits for the next step.
 _STEP_BYTES = 256 << 20
-#: Bytes that are on their way to the store; what is more is dropped.
+#: Bytes that are on their way to the store; what is more waits until some of them are there.
 _UNDER_WAY_BYTES = 1 << 30
+#: How often blocks of a request are offered again after a store that failed.
+_TRIES = 3
+#: Of how many timeouts the blocks of a request that is over are kept for a store that is busy.
+_KEPT = 5
 
 _COUNTERS = {
     "loaded": ("vllm:kvarts_loaded_blocks", "Blocks that were read from Kvarts, in every layer."),
@@ -60,6 +73,7 @@ class Plan:
         if vllm_config.scheduler_config.async_scheduling:
             # A step that was begun before a failed load is known would be taken for good.
             raise ValueError("async_scheduling: a load that fails layer by layer needs --no-async-scheduling")
+        self._expect_that_loads_may_fail(vllm_config)
         if vllm_config.speculative_config is not None:
             raise ValueError("speculative_config: kvarts.vllm_layers does not support it; kvarts.vllm does")
         groups = kv_cache_config.kv_cache_groups
@@ -78,7 +92,8 @@ class Plan:
         self._durable = bool(extra.get("durable", False))
         self._server, self._token_file = extra.get("server"), extra.get("token_file")
         self._pause = float(extra.get("pause", 1.0))
-        identity = {**identity_of(vllm_config, extra.get("revision")), **extra.get("identity", {})}
+        identity = {**identity_of(vllm_config, extra.get("revision"), kv_cache_config), **extra.get("identity", {})}
+        layout = kv_cache_config.kv_cache_layout
         # Every rank of a model with latent attention has the same bytes.
         alike = self.ranks == 1 or isinstance(spec, MLAAttentionSpec)
         self._named = dict(
@@ -92,18 +107,32 @@ class Plan:
             revision=identity.pop("revision"),
             dtype=f"{vllm_config.cache_config.cache_dtype}/{spec.dtype}".replace("torch.", ""),
             engine="vllm",
-            layout=f"layers-{kv_cache_config.kv_cache_layout}",
-            layout_version=vllm_version,
+            layout=f"layers-{layout}",
+            layout_version=layout_version(differing(spec), self.layers, layout, alike),
             block_tokens=self.block_tokens,
             tp_size=self.ranks,
-            extras={**{name: str(value) for name, value in identity.items()}, "cache": repr(spec), "names": ",".join(self.layers)},
+            extras=brief(identity),
         )
+
+    @staticmethod
+    def _expect_that_loads_may_fail(vllm_config):
+        """A load that failed is known after the step that computed with it. vLLM's model runner V2 then goes on at the tokens behind the
+        failed blocks (it takes back the scheduler's count and not the device's), so `recompute` gives wrong tokens there; a request
+        that is ended (`fail`) gives none."""
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute" or not transfer.is_kv_consumer:
+            return
+        if getattr(vllm_config, "use_v2_model_runner", True):
+            raise ValueError(
+                "kv_load_failure_policy: recompute: vLLM's model runner V2 computes wrong tokens after a load that failed; "
+                "set it to fail, or VLLM_USE_V2_MODEL_RUNNER=0, or take kvarts.vllm"
+            )
 
     def link(self):
         return Link(lambda: kvarts.connect(self._server, token_of(self._token_file), timeout=self.timeout, of_cluster=True), self._pause)
 
     def pages(self, client, rank=0):
-        """The handle. What is asked of it takes half of the time that there is for a request: a look-up and a load."""
+        """The handle. A look-up takes half of the time that there is for a request; what moves bytes says itself how long."""
         return client.pages(tp_rank=rank, durable=self._durable, timeout=self.timeout / 2, **self._named)
 
     def keys(self, request, first, last):
@@ -129,10 +158,11 @@ dtype = "opaque"
 
 @dataclass
 class Load:
-    """Blocks of a request that are to be read into places of the KV cache."""
+    """Blocks of a request, from its block `first` on, that are to be read into places of the KV cache."""
 
     keys: list
     blocks: list
+    first: int = 0
 
 
 @dataclass
@@ -142,6 +172,7 @@ class Save:
     keys: list
     blocks: list
     parent: bytes
+    number: int = 0
 
 
 @dataclass
@@ -152,6 +183,22 @@ class Step(KVConnectorMetadata):
     saves: list = field(default_factory=list)
     #: Requests that are over and of which `saves` has the last blocks.
     over: set = field(default_factory=set)
+
+
+@dataclass
+class Told(KVConnectorWorkerMetadata):
+    """What the workers tell the scheduler after a step: `room` is that of the fullest one."""
+
+    room: int = 0
+    away: bool = False
+    #: Whether the model has layers that do not wait for their loads: then nothing is to be loaded any more.
+    unwaited: bool = False
+    #: Saves that were not taken, or that failed later: {number: whether another try may go better}.
+    back: dict = field(default_factory=dict)
+
+    def aggregate(self, other):
+        back = {**self.back, **{number: again and self.back.get(number, True) for number, again in other.back.items()}}
+        return Told(min(self.room, other.room), self.away or other.away, self.unwaited or other.unwaited, back)
 
 
 class Stats(KVConnectorStats):
@@ -208,8 +255,6 @@ class KvartsLayers(KVConnectorBase_V1):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         plan = Plan(vllm_config, kv_cache_config)
-        # A block that is not there any more is recomputed; it is no reason to fail a request.
-        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         transfer = vllm_config.kv_transfer_config
         if role is KVConnectorRole.SCHEDULER:
             self._side = Finder(plan, transfer.is_kv_consumer, transfer.is_kv_producer)
@@ -224,11 +269,19 @@ class KvartsLayers(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config):
         return True
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config):
+        # The places of the KV cache are learned once.
+        return False
+
     # The scheduler's side.
 
     def bind_kv_cache_manager(self, kv_cache_manager):
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._side.blocks_of = lambda request: kv_cache_manager.get_block_ids(request)[0]
+        evict = getattr(kv_cache_manager, "evict_blocks", None)
+        if evict is None:
+            raise ValueError("evict_blocks: this vLLM cannot forget the blocks of a load that failed")
+        self._side.bind(lambda request: kv_cache_manager.get_block_ids(request)[0], evict)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return self._side.find(request, num_computed_tokens), False
@@ -239,8 +292,15 @@ class KvartsLayers(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output):
         return self._side.step()
 
+    def update_connector_output(self, connector_output):
+        told = getattr(connector_output, "kv_connector_worker_meta", None)
+        self._side.learn(set(connector_output.invalid_block_ids or ()), told)
+
     def request_finished(self, request, block_ids):
         return self._side.finished(request, block_ids), None
+
+    def has_pending_push_work(self):
+        return self._side.is_behind()
 
     def reset_cache(self):
         # Nothing of the cache is kept here; what is on disk belongs to the model's revision.
@@ -272,6 +332,9 @@ class KvartsLayers(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self):
         return self._side.take_failed()
+
+    def build_connector_worker_meta(self):
+        return self._side.tell()
 
     # Both.
 
@@ -316,11 +379,12 @@ class _Side:
 
 
 class _Asked:
-    """A look-up: of blocks from `first` on."""
+    """A look-up of a request's blocks up to `last`, of which vLLM has those before `first`."""
 
-    def __init__(self, first, count):
-        self.first, self.count = first, count
-        self.found = self.failed = None  # blocks, and why it has no answer: written by the thread of the link
+    def __init__(self, first, last, found=None):
+        self.first, self.last = first, last
+        self.found, self.failed = found, None  # blocks, and why it has no answer: written by the thread of the link
+        self.at = time.monotonic()
 
 
 class _Known:
@@ -328,8 +392,18 @@ class _Known:
 
     def __init__(self, request, saved):
         self.request = request
-        self.saved = saved
+        self.saved = saved  # blocks before that were handed over, or are there already
         self.last = None  # (blocks, how many of them are computed), once it is over
+        self.until = 0.0  # how long they are kept then
+        # Saves, number -> its first block: of the step that runs, and those that the workers took and may yet fail.
+        self.sent, self.taken = {}, {}
+        self.tries = 0
+        self.is_new = True
+        # From where on it computes again what a failed load left, up to where and until when others wait for that.
+        self.cut = self.cut_end = None
+        self.cut_until = 0.0
+        self.never = None  # where it rests on such blocks of another one: the first of its own
+        self.asked = None  # what the store has of the blocks before `first`, once it is known
 
 
 class Finder(_Side):
@@ -339,98 +413,247 @@ class Finder(_Side):
         super().__init__(plan)
         self._reads, self._writes = reads, writes
         self._asked = {}  # request -> _Asked
-        self._loads = {}  # request -> Load
+        self._loads = {}  # request -> Load: those of the step that is being made
+        self._under = {}  # request -> (Load, its blocks once it is over): those of the step that runs
         self._known = {}  # request -> _Known
-        self.blocks_of = None
+        self._again = {}  # those of them that compute again what a failed load left
+        self._numbers = 0
+        self._told = Told(room=_UNDER_WAY_BYTES)
+        #: Blocks of the engine's cache with bytes that a failed load left, or that were computed from such: until they are another's.
+        self._tainted = set()
+        self._ended = []  # requests with such blocks that were over in the step that runs
+        self._blocks_of = self._evict = None
+
+    def bind(self, blocks_of, evict):
+        self._blocks_of, self._evict = blocks_of, evict
 
     def find(self, request, computed):
         """How many tokens can be read beyond those that are computed; `None` until it is known. At least one token is left."""
-        first, last = computed // self.plan.block_tokens, (request.num_tokens - 1) // self.plan.block_tokens
-        if not self._reads or last <= first or self._link.away:
-            return 0
+        size = self.plan.block_tokens
+        first, last = computed // size, (request.num_tokens - 1) // size
+        if self._rests_on_a_load(request, first):
+            return None
         asked = self._asked.get(request.request_id)
-        if asked is None or (asked.first, asked.count) != (first, last - first):
-            asked = self._asked[request.request_id] = _Asked(first, last - first)
-            self._ask(asked, self.plan.keys(request, first, last))
+        if not self._reads or last <= first or computed % size or self._link.away:
+            if asked is None or (asked.first, asked.last) != (first, first):
+                asked = self._asked[request.request_id] = _Asked(first, first, first if self._link.away or not first else None)
+                if asked.found is None:
+                    # No request waits for it: it says which of the blocks that vLLM has the store has not.
+                    self._ask(asked, self.plan.keys(request, 0, first))
+            return 0
+        stale = asked is not None and asked.found is not None and time.monotonic() - asked.at > self.plan.timeout
+        if asked is None or (asked.first, asked.last) != (first, last) or stale:
+            # What waited for memory for long may have been evicted meanwhile: it is held for twice as long, and asked for again.
+            asked = self._asked[request.request_id] = _Asked(first, last)
+            self._ask(asked, self.plan.keys(request, 0, last))
         if asked.found is None:
             return None
         if asked.failed is not None:
-            self.stats.add("failed", asked.count, asked.failed)
+            self.stats.add("failed", asked.last - asked.first, asked.failed)
             asked.failed = None
-        return asked.found * self.plan.block_tokens
+        return max(0, asked.found - first) * size
+
+    def _rests_on_a_load(self, request, first):
+        """vLLM has blocks in its prefix cache before they are loaded. Whether this request would be given some of this very step: if
+        that load failed it would compute from what is not there. Or some that another one is computing again after a failed load:
+        a step later it is known that they are good, and this request may be stored, too."""
+        others = [(load.first, load.keys[0]) for load in self._loads.values()]
+        now = time.monotonic()
+        for known in self._again.values():
+            if now < known.cut_until:
+                others.append((known.cut, self.plan.keys(known.request, known.cut, known.cut + 1)[0]))
+        return any(at < first and self.plan.keys(request, at, at + 1) == [key] for at, key in others)
 
     def _ask(self, asked, keys):
         def ask(client):
             self._open(client)
             # Held until they are read: a step later, if vLLM has room.
-            asked.found = self._pages.match(keys, hold=2 * self.plan.timeout).blocks
+            found = self._pages.match(keys, hold=2 * self.plan.timeout).blocks
+            asked.at = time.monotonic()
+            asked.found = found
             self._link.answered()
 
         def failed(error):
             asked.failed = getattr(error, "reason", type(error).__name__)
-            asked.found = 0
+            asked.found = asked.first
 
         self._link.do(ask, failed)
 
     def allocated(self, request, blocks, external):
-        asked = self._asked.pop(request.request_id, None)
-        count = external // self.plan.block_tokens
-        first = asked.first if asked is not None else 0
+        asked = self._asked.pop(request.request_id, None) or _Asked(0, 0, 0)
+        count, first = external // self.plan.block_tokens, asked.first
         if count:
             keys = self.plan.keys(request, first, first + count)
-            self._loads[request.request_id] = Load(keys, list(blocks[first : first + count]))
-        self._known[request.request_id] = _Known(request, first + count)
+            self._loads[request.request_id] = Load(keys, list(blocks[first : first + count]), first)
+        self._forget(request.request_id)
+        known = self._known[request.request_id] = _Known(request, first + count)
+        known.asked = asked if not count else None
+        if self._tainted.isdisjoint(blocks[:first]):
+            self._tainted.difference_update(blocks[first:])
+        else:
+            # It was given what is not to be relied on: nothing of it is stored, and nothing that is computed from it.
+            known.never = first
+            self.stats.add("failed", len(blocks), "Tainted")
 
     def finished(self, request, blocks):
         """Whether its memory is to be kept until the workers have copied it."""
-        self._asked.pop(request.request_id, None)
-        self._loads.pop(request.request_id, None)
-        known = self._known.get(request.request_id)
+        name = request.request_id
+        self._asked.pop(name, None)
+        self._loads.pop(name, None)
+        load, _ = self._under.get(name, (None, None))
+        if load is not None:
+            self._under[name] = load, list(blocks)
+        known = self._known.get(name)
         if known is None:
             return False
+        # If a load of this step turns out to have failed, `learn` takes back what rests on it.
         known.last = (list(blocks), self._computed(request))
-        if self._writes and known.last[1] > known.saved:
+        if known.never is not None:
+            self._tainted.update(blocks[known.never :])
+        if known.cut is not None:
+            # Given up while a step runs, it has what that step computes, if none of its own loads fails.
+            self._ended.append((known, known.cut, list(blocks), request.num_computed_tokens // self.plan.block_tokens))
+        known.until = time.monotonic() + _KEPT * self.plan.timeout
+        if self._writes and known.never is None and (known.last[1] > known.saved or known.sent):
             return True
-        del self._known[request.request_id]
+        self._forget(name)
         return False
 
     def _computed(self, request):
         """Full blocks of which vLLM has taken the output of the step that computed them."""
         return max(0, request.num_computed_tokens - request.num_in_flight_tokens) // self.plan.block_tokens
 
+    def _vouch(self, known, blocks, computed):
+        """Blocks of its own that a request has computed again are what their hashes say."""
+        self._tainted.difference_update(blocks[known.cut : computed])
+        known.cut = max(known.cut, computed)
+        if known.cut >= known.cut_end:
+            self._again.pop(known.request.request_id, None)
+
+    def _forget(self, name):
+        self._known.pop(name, None)
+        self._again.pop(name, None)
+
+    def is_behind(self):
+        """Whether requests that are over have blocks that are not copied: steps must go on, also without a request."""
+        return any(known.last is not None for known in self._known.values())
+
+    # After a step.
+
+    def learn(self, invalid, told):
+        """What the workers say of a step: which blocks were not loaded, and which saves they did not take."""
+        under, self._under = self._under, {}
+        for name, (load, blocks) in under.items() if invalid else ():
+            at = next((n for n, block in enumerate(load.blocks) if block in invalid), None)
+            if at is not None:
+                self._take_back(name, load.first + at, self._blocks_of(name) if blocks is None else blocks)
+        for known, cut, blocks, computed in self._ended:
+            if known.cut == cut:
+                self._vouch(known, blocks, computed)
+        self._ended = []
+        if told is None:
+            return
+        self._told = told
+        self._reads = self._reads and not told.unwaited
+        for known in list(self._known.values()):
+            self._saves_done(known, told)
+
+    def _take_back(self, name, first, blocks):
+        """The blocks of a request from `first` on are not what their hashes say. vLLM leaves them in its prefix cache, where it is to
+        recompute them or where the request was given up while the step ran."""
+        bad = set(blocks[first:])
+        self._tainted |= bad
+        self._evict(bad)
+        known = self._known.get(name)
+        if known is None:
+            return
+        known.saved, known.cut = min(known.saved, first), first
+        known.cut_end = min(len(blocks), len(known.request.block_hashes) // self.plan.per_block)
+        known.cut_until = time.monotonic() + self.plan.timeout
+        if known.cut < known.cut_end:
+            self._again[name] = known
+        if known.last is not None:
+            known.last = (known.last[0], min(known.last[1], first))
+        elif known.request.num_computed_tokens > first * self.plan.block_tokens:
+            # vLLM goes on as if it were computed; with `fail` it will end the request.
+            self._forget(name)
+
+    def _saves_done(self, known, told):
+        known.taken.update(known.sent)
+        known.sent = {}
+        for number in [number for number in known.taken if number in told.back]:
+            known.saved = min(known.saved, known.taken.pop(number))
+            known.tries += not told.back[number]
+        if known.tries >= _TRIES:
+            # What lies behind a hole is of no use.
+            if known.last is None:
+                self._forget(known.request.request_id)
+            else:
+                known.last = (known.last[0], known.saved)
+
+    # Before a step.
+
     def step(self):
         step = Step(loads=list(self._loads.values()))
+        self._under = {name: (load, None) for name, load in self._loads.items()}
         self._loads.clear()
-        room = max(1, _STEP_BYTES // self.plan.block_bytes)
+        room = min(_STEP_BYTES, self._told.room) // self.plan.block_bytes
+        if not self._told.away and self._told.room >= _UNDER_WAY_BYTES:
+            room = max(1, room)  # a block of any size, where nothing is under way
         for name, known in list(self._known.items()) if self._writes else ():
+            if known.asked is not None and known.asked.found is not None:
+                # Blocks that vLLM has and the store has not are offered: the request that computed them could not hand them over.
+                known.saved, known.asked = min(known.saved, known.asked.found), None
+            if known.is_new:
+                # What it was given by vLLM may be computed by another request in this very step.
+                known.is_new = False
+                continue
             blocks, computed = known.last or (None, self._computed(known.request))
             # Fewer than before: what was read was not good, or the request has lost its memory.
             known.saved = min(known.saved, computed)
-            count = min(computed - known.saved, room)
+            if known.never is not None:
+                self._tainted.update(self._blocks_of(name)[known.never :])
+                continue
+            if known.cut is not None and known.last is None and computed > known.cut:
+                self._vouch(known, self._blocks_of(name), computed)
+            count = 0 if self._told.away else min(computed - known.saved, room)
             if count:
-                blocks = self.blocks_of(name) if blocks is None else blocks
+                blocks = self._blocks_of(name) if blocks is None else blocks
                 step.saves.append(self._save(known, blocks, count))
                 room -= count
-            if known.last is not None and known.saved == computed:
-                step.over.add(name)
-                del self._known[name]
+            if known.last is not None:
+                self._let_go(name, known, step, computed, bool(count))
         return step
+
+    def _let_go(self, name, known, step, computed, sends):
+        """Ends a request whose blocks were taken, or are not kept any longer."""
+        left = computed - known.saved
+        late = left and (self._told.away or time.monotonic() > known.until)
+        if late:
+            self.stats.add("failed", left, "away" if self._told.away else "busy")
+        if not sends and (not left or late):
+            step.over.add(name)
+            self._forget(name)
 
     def _save(self, known, blocks, count):
         first, last = known.saved, known.saved + count
         parent = self.plan.keys(known.request, first - 1, first)[0] if first else b""
         known.saved = last
-        return Save(self.plan.keys(known.request, first, last), list(blocks[first:last]), parent)
+        self._numbers += 1
+        known.sent[self._numbers] = first
+        return Save(self.plan.keys(known.request, first, last), list(blocks[first:last]), parent, self._numbers)
 
 
 class _Reading:
     """A load that is under way."""
 
-    def __init__(self, load, reading, staging):
+    def __init__(self, load, reading, staging, layer_bytes):
         self.load = load
         self.reading = reading
         self.staging = staging  # of each layer, where the KV cache is not in host memory
         self.good = len(load.blocks) if reading is not None else 0
+        self.came = False  # whether any layer did
+        self.layer_bytes = len(load.blocks) * layer_bytes
 
 
 class Mover(_Side):
@@ -444,9 +667,14 @@ class Mover(_Side):
         self._step = Step()
         self._readings = []
         self._given = 0  # layers
+        self._waited = set()  # layers that the forward pass asked for
+        self._arrived, self._heard_at = 0, 0.0
+        self._unwaited = False
         self._copies = []  # (Save, its bytes by layers)
         self._copied = 0  # layers
-        self._puts = {}  # batch -> blocks
+        self._puts = {}  # batch -> Save
+        self._silence = Silence(plan.timeout)
+        self._back = {}  # saves that were not taken: number -> whether another try may go better
         self._failed = set()
         self._opening = False
 
@@ -463,6 +691,11 @@ class Mover(_Side):
             first, stride = cache.storage_offset() * size, cache.stride(0) * size
             self._caches.append(whole.as_strided((cache.shape[0], self.plan.layer_bytes), (stride, 1), first))
             parts.append((whole, first, stride))
+        known = {kv_caches[name].data_ptr() for name in self.plan.layers}
+        for name, cache in kv_caches.items():
+            # Layers may share the cache of another one; one of its own that is in no group would be lost.
+            if cache.data_ptr() not in known:
+                raise ValueError(f"kv_cache_groups: {name} has a cache of its own and is in no group")
         if all(cache.device.type == "cpu" for cache in self._caches):
             self._parts = parts
         self._link_open()
@@ -479,17 +712,20 @@ class Mover(_Side):
         self._opening = True
         self._link.do(opened, failed)
 
-    def _usable(self):
-        if self._link.away:
+    def _usable(self, writes=False):
+        if self._link.puts_away if writes else self._link.away:
             return False
         if self._pages is None and not self._opening:
             self._link_open()
         return self._pages is not None
 
     def begin(self, step):
-        self._end_loads()  # of a step that was given up
+        for reading in self._readings:  # of a step that was given up
+            self._stop(reading, "GivenUp")
+        self._end_loads(whole=False)
         self._step = step
         self._given = 0
+        self._waited = set()
         self._copies, self._copied = [], 0
         self._take()
         for save in step.saves:
@@ -505,14 +741,17 @@ class Mover(_Side):
                 if parts is None:
                     staging = self._staging(len(load.blocks))
                     slots, parts = range(len(load.blocks)), _parts_of(staging)
+                # Silence ends it long before this does.
+                within = allowed(self.plan.timeout, sum(len(one.blocks) for one in self._step.loads) * self.plan.block_bytes)
                 try:
-                    reading = self._pages.layers(load.keys, kvarts.Paged(parts, slots))
+                    reading = self._pages.layers(load.keys, kvarts.Paged(parts, slots), timeout=within)
                 except kvarts.Error as error:
                     self._link.failed(error)
                     self.stats.add("failed", len(load.blocks), error.reason)
             else:
                 self.stats.add("failed", len(load.blocks), "away")
-            self._readings.append(_Reading(load, reading, staging))
+            self._readings.append(_Reading(load, reading, staging, self.plan.layer_bytes))
+        self._arrived, self._heard_at = 0, time.monotonic()
 
     def _staging(self, blocks):
         # Memory that a device copies from and to is kept by torch for the next time.
@@ -520,7 +759,11 @@ class Mover(_Side):
 
     def wait_for(self, name):
         """Until this layer, and those before it, are in the KV cache, or are known not to come."""
-        while self._readings and self._given <= self._order[name]:
+        at = self._order.get(name)
+        if at is None:
+            return  # it has no cache of its own
+        self._waited.add(name)
+        while self._readings and self._given <= at:
             for reading in self._readings:
                 self._next_layer(reading)
             self._given += 1
@@ -528,10 +771,11 @@ class Mover(_Side):
     def _next_layer(self, reading):
         if not reading.good:
             return
-        layer = next(reading.reading, None)
+        layer = next(reading.reading, None) if self._comes(reading) else None
         reading.good = layer.blocks if layer is not None and layer.layer == self._given else 0
         if not reading.good:
             return
+        reading.came = True
         self.stats.add("layers", 1)
         if reading.reading.arrived < len(self._caches):
             self.stats.add("early", 1)
@@ -540,23 +784,60 @@ class Mover(_Side):
             where = torch.tensor(reading.load.blocks[: reading.good], device=cache.device)
             cache[where] = reading.staging[self._given][: reading.good].to(cache.device)
 
-    def _end_loads(self):
-        if self._readings:
-            self.wait_for(self.plan.layers[-1])
+    def _comes(self, reading):
+        """Waits until something comes of a load; not, where nothing came of any load for too long."""
+        within = allowed(self.plan.timeout / 2, sum(one.layer_bytes for one in self._readings))
+        while not reading.reading.wait(max(0.0, self._heard_at + within - time.monotonic())):
+            arrived = sum(one.reading.arrived for one in self._readings if one.reading is not None)
+            if arrived == self._arrived:
+                self._stop(reading, "Silence")
+                self._link.failed(kvarts.Deadline("nothing comes any more of a load", "Silence"))
+                return False
+            self._arrived, self._heard_at = arrived, time.monotonic()
+        self._heard_at = time.monotonic()
+        return True
+
+    def _stop(self, reading, reason):
+        """Ends a load. Its blocks are computed again: nothing may write to them any more."""
+        if reading.reading is not None:
+            while True:
+                try:
+                    reading.reading.close()
+                    break
+                except kvarts.Deadline as error:
+                    logger.warning("kvarts: %s", error)
+            reading.reading = None
+            self.stats.add("failed", len(reading.load.blocks), reason)
+        reading.good = 0
+
+    def _end_loads(self, whole=True):
+        """After the forward pass: what it did not wait for, it computed without, or before it was there."""
+        if whole and self._readings and len(self._waited) < len(self._order):
+            missed = next(name for name in self.plan.layers if name not in self._waited)
+            if not self._unwaited:
+                self._unwaited = True
+                logger.error("kvarts: the forward pass does not wait for %s: nothing is loaded any more. Take kvarts.vllm", missed)
+            for reading in self._readings:
+                self._stop(reading, "Unwaited")
         for reading in self._readings:
-            self._failed.update(reading.load.blocks[reading.good :])
             if reading.good:
                 self.stats.add("loaded", reading.good)
+            self._failed.update(reading.load.blocks[reading.good :])
             if reading.reading is not None:
-                # The end of the iteration says why blocks are not there.
-                for _ in reading.reading:
-                    pass
-                errors = reading.reading.errors.values()
-                self._link.learn([True] * reading.good, errors)
-                for error in errors:
-                    if not isinstance(error, kvarts.Miss):
-                        self.stats.add("failed", 1, error.reason)
+                self._end_load(reading)
         self._readings = []
+
+    def _end_load(self, reading):
+        # The end of the iteration says why blocks are not there.
+        while self._comes(reading) and next(reading.reading, None) is not None:
+            pass
+        if reading.reading is None:
+            return
+        reasons = reading.reading.reasons
+        self._link.learn(reading.came, reasons)
+        for reason, (error, count) in reasons.items():
+            if not isinstance(error, kvarts.Miss):
+                self.stats.add("failed", count, reason)
 
     def take_failed(self):
         failed, self._failed = self._failed, set()
@@ -564,18 +845,22 @@ class Mover(_Side):
 
     # Storing.
 
+    def _under_way(self):
+        return (sum(len(save.blocks) for save in self._puts.values()) + sum(len(save.blocks) for save, _ in self._copies)) * (
+            self.plan.block_bytes
+        )
+
     def _begin_copy(self, save):
-        under_way = sum(self._puts.values()) + sum(len(copied.blocks) for copied, _ in self._copies)
-        if not self._usable():
-            self.stats.add("failed", len(save.blocks), "away")
-        elif (under_way + len(save.blocks)) * self.plan.block_bytes > _UNDER_WAY_BYTES:
-            self.stats.add("failed", len(save.blocks), "busy")
+        under_way, more = self._under_way(), len(save.blocks) * self.plan.block_bytes
+        if not self._usable(writes=True) or (under_way and under_way + more > _UNDER_WAY_BYTES):
+            self._back[save.number] = True
         else:
             self._copies.append((save, self._staging(len(save.blocks))))
 
     def copy(self, name):
         """Copies the blocks that are to be stored, up to this layer."""
-        while self._copies and self._copied <= self._order[name]:
+        at = self._order.get(name, -1)
+        while self._copies and self._copied <= at:
             cache = self._caches[self._copied]
             for save, staging in self._copies:
                 staging[self._copied].copy_(cache[torch.tensor(save.blocks, device=cache.device)])
@@ -587,26 +872,46 @@ class Mover(_Side):
         if self._copies:
             self.copy(self.plan.layers[-1])
         for save, staging in self._copies:
-            slots = range(len(save.keys))
-            try:
-                batch = self._pages.submit_put(save.keys, kvarts.Paged(_parts_of(staging), slots), parent=save.parent)
-                self._puts[batch] = len(save.keys)
-            except kvarts.Error as error:
-                self._link.failed(error)
-                self.stats.add("failed", len(save.keys), error.reason)
+            self._put(save, staging)
         self._copies = []
         self._take()
+
+    def _put(self, save, staging):
+        nbytes = len(save.keys) * self.plan.block_bytes
+        within = allowed(self.plan.timeout, self._silence.nbytes + nbytes)
+        try:
+            places = kvarts.Paged(_parts_of(staging), range(len(save.keys)))
+            batch = self._pages.submit_put(save.keys, places, parent=save.parent, timeout=within)
+        except kvarts.Error as error:
+            self._link.put_failed(error)
+            self.stats.add("failed", len(save.keys), error.reason)
+            self._back[save.number] = False
+        else:
+            self._puts[batch] = save
+            self._silence.began(batch, nbytes)
 
     def _take(self, wait=None):
         if self._pages is None:
             return
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):
-            self._puts.pop(done.id, None)
-            self._link.learn(done.results, done.errors.values())
-            for error in done.errors.values():
-                self.stats.add("failed", 1, error.reason)
-            if good := sum(done.results):
+            save, results, reasons = self._puts.pop(done.id), done.results, done.reasons
+            self._silence.heard(done.id, True in results, reasons)
+            self._link.learn(True in results, reasons, put=True)
+            for reason, (error, count) in reasons.items():
+                self.stats.add("failed", count, reason)
+            if reasons:
+                self._back[save.number] = False
+            if good := sum(results):
                 self.stats.add("stored", good)
+        if silent := self._silence.broken():
+            self._link.put_failed(kvarts.Deadline("the server takes nothing any more", "Silence"))
+            for batch in silent:
+                self._pages.cancel(batch)
+
+    def tell(self):
+        """What the scheduler should know after a step."""
+        back, self._back = self._back, {}
+        return Told(max(0, _UNDER_WAY_BYTES - self._under_way()), not self._usable(writes=True), self._unwaited, back)
 
     def close(self):
         deadline = time.monotonic() + self.plan.timeout

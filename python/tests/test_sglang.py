@@ -1,17 +1,22 @@
-"""The storage of SGLang without an engine: made by SGLang's own factory, on a pool of the host. Skipped without SGLang."""
+"""The storage of SGLang without an engine: made by SGLang's own factory, on a pool of the host; with doubles of what is
+not installed."""
 
 import signal
 import time
+import types
 import unittest
+from unittest import mock
 
-try:
-    import torch
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
-    from sglang.srt.mem_cache.storage import StorageBackendFactory
-except ImportError:
-    StorageBackendFactory = None
+import doubles
 
-from served import Server
+doubles.install()
+
+import torch  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
+
+import kvarts  # noqa: E402
+from served import Server  # noqa: E402
 
 SOON = 30
 PAGE, LAYERS, HEADS, WIDTH = 16, 3, 2, 8
@@ -57,6 +62,12 @@ class States:
         self.kv_buffer[index] = data_page
 
 
+def kvarts_sglang():
+    import kvarts.sglang
+
+    return kvarts.sglang
+
+
 def keys(count, first=0):
     return [f"{n:064x}" for n in range(first, first + count)]
 
@@ -65,13 +76,17 @@ def indices(*pages):
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
-@unittest.skipIf(StorageBackendFactory is None, "SGLang is not installed")
 class Sglang(unittest.TestCase):
     def setUp(self):
         self.server = Server()
         self.addCleanup(self.server.stop)
+        doubles.of_sglang()
+        settings = mock.patch("sglang.srt.runtime_context.get_model", lambda: doubles.SGLANG)
+        settings.start()
+        self.addCleanup(settings.stop)
 
-    def storage(self, pool=None, tp_rank=0, tp_size=1, model="test/model", mla=False, **extra):
+    def storage(self, pool=None, tp_rank=0, tp_size=1, alias="served/name", mla=False, settings=None, **extra):
+        doubles.of_sglang(**(settings or {}))
         given = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1}
         given.update(server=self.server.socket, revision="1", timeout=SOON, pause=0.1)
         given.update(extra)
@@ -85,7 +100,7 @@ class Sglang(unittest.TestCase):
             is_mla_model=mla,
             enable_storage_metrics=False,
             is_page_first_layout=True,
-            model_name=model,
+            model_name=alias,
             extra_config=given,
         )
         pool = pool or Pool()
@@ -118,12 +133,77 @@ class Sglang(unittest.TestCase):
             {"tp_size": 2, "tp_rank": 1},
             {"tp_size": 1},
             {"tp_size": 2, "revision": "2"},
-            {"tp_size": 2, "model": "another"},
+            {"tp_size": 2, "settings": {"model_path": "another"}},
+            {"tp_size": 2, "settings": {"dtype": "float32"}},
+            {"tp_size": 2, "settings": {"quantization": "fp8"}},
+            {"tp_size": 2, "settings": {"kv_cache_dtype": "fp8_e4m3"}},
+            {"tp_size": 2, "settings": {"json_model_override_args": '{"rope_scaling": {"rope_type": "yarn", "factor": 4}}'}},
+            {"tp_size": 2, "settings": {"load_format": "dummy"}},
             {"tp_size": 2, "pool": Pool(dtype="float16")},
         ]
         for kwargs in others:
             with self.subTest(kwargs):
                 self.assertEqual(self.storage(**kwargs)[0].batch_exists(keys(1)), 0)
+
+    def test_the_name_under_which_a_model_is_served_decides_nothing(self):
+        first, pool = self.storage()
+        pool.kv_buffer.copy_(torch.randn_like(pool.kv_buffer))
+        self.assertEqual(first.batch_set_v1(keys(1), indices(0)), [True])
+        # The same model under another name, and another model under the same one.
+        self.assertEqual(self.storage(alias="default")[0].batch_exists(keys(1)), 1)
+        self.assertEqual(self.storage(settings={"model_path": "tuned/model"})[0].batch_exists(keys(1)), 0)
+        # The alias is one of a model whose revision is known; the path is not.
+        with self.assertRaisesRegex(ValueError, "revision.*tuned/model"):
+            self.storage(settings={"model_path": "tuned/model"}, revision=None)
+        self.assertEqual(self.storage(settings={"revision": "1"}, revision=None)[0].batch_exists(keys(1)), 1)
+
+    def test_a_version_of_sglang_that_lacks_something_works_or_is_refused_with_what_it_lacks(self):
+        # 0.5.21 and 0.5.22: no writer is named, and there are no shards of pages.
+        older = types.SimpleNamespace(tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, extra_config={})
+        older.__dict__.update(is_mla_model=False, model_name="x")
+        older.extra_config.update(server=self.server.socket, revision="1", timeout=SOON)
+        from kvarts.sglang import Kvarts
+
+        storage = Kvarts(older)
+        self.addCleanup(storage.close)
+        storage.register_mem_pool_host(Pool())
+        self.assertEqual(storage.batch_set_v1(keys(1), indices(0)), [True])
+        self.assertEqual(storage.batch_exists(keys(1)), 1)
+        self.assertEqual(self.storage(tp_rank=1, tp_size=2)[0].batch_exists(keys(1)), 1)
+        # Of ranks that have the same bytes one writes.
+        older.is_mla_model = True
+        second = Kvarts(older)
+        self.addCleanup(second.close)
+        second.register_mem_pool_host(Pool())
+        self.assertEqual(second.batch_set_v1(keys(1, 7), indices(0)), [True])
+        self.assertEqual(second.batch_exists(keys(1, 7)), 0)
+        sharded = lambda: types.SimpleNamespace(attn_dcp_size=2)  # noqa: E731
+        with mock.patch("sglang.srt.runtime_context.get_parallel", sharded), self.assertRaisesRegex(ValueError, "dcp_size"):
+            Kvarts(older)
+        for what in ("sglang.srt.mem_cache.utils.storage_namespace_seed", "sglang.srt.runtime_context.get_model"):
+            with mock.patch(what, None), self.assertRaisesRegex(ValueError, f"it has no {what}.*0.5.21"):
+                Kvarts(older)
+
+    def test_page_hashes_that_know_neither_adapters_nor_salts_are_refused(self):
+        blind = {"of no adapter": lambda adapter, salt: salt, "of no salt": lambda adapter, salt: adapter}
+        for what, seed in blind.items():
+            with self.subTest(what), mock.patch("sglang.srt.mem_cache.utils.storage_namespace_seed", seed):
+                with self.assertRaisesRegex(ValueError, "adapters or salts"):
+                    self.storage()
+
+    def test_settings_that_cannot_be_read_are_refused(self):
+        for name in ("dtype", "quantization", "kv_cache_dtype"):
+            doubles.of_sglang()
+            delattr(doubles.SGLANG, name)
+            with self.subTest(name), self.assertRaisesRegex(ValueError, name):
+                kvarts_sglang().settings()
+
+    def test_a_store_that_takes_nothing_is_no_reason_to_load_nothing(self):
+        storage, _ = self.storage()
+        self.assertEqual(storage.batch_set_v1(keys(2), indices(0, 1)), [True] * 2)
+        storage._link.put_failed(kvarts.Deadline("too slow", "DeadlinePassed"))
+        self.assertEqual(storage.batch_set_v1(keys(1, 9), indices(3)), [False])
+        self.assertEqual(storage.batch_get_v1(keys(2), indices(2, 3)), [True] * 2)
 
     def hybrid(self, **kwargs):
         """A storage with the pools of a hybrid model."""
@@ -203,7 +283,9 @@ class Sglang(unittest.TestCase):
 
     def test_a_server_that_stands_still_is_a_miss_and_comes_back(self):
         storage, _ = self.storage(timeout=1.0)
-        self.assertEqual(storage.batch_set_v1(keys(2), indices(0, 1)), [True] * 2)
+        deadline = time.monotonic() + SOON
+        while storage.batch_set_v1(keys(2), indices(0, 1)) != [True] * 2:
+            self.assertLess(time.monotonic(), deadline)
         self.server.signal(signal.SIGSTOP)
         try:
             self.assertEqual(storage.batch_get_v1(keys(2), indices(2, 3)), [False] * 2)

@@ -1,27 +1,30 @@
-"""The tier for vLLM without an engine: made by vLLM's own factory, driven as its manager does. Skipped where vLLM is absent."""
+"""The tier for vLLM without an engine: made by vLLM's own factory, driven as its manager does; by doubles where vLLM is absent."""
 
 import signal
 import time
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy
 
-try:
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
-    from vllm.v1.kv_offload.config import (
-        OffloadingCacheConfig,
-        OffloadingConfig,
-        OffloadingGroupConfig,
-        OffloadingModelConfig,
-        OffloadingParallelConfig,
-    )
-    from vllm.v1.kv_offload.tiering.base import TransferJob
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-except ImportError:
-    SecondaryTierFactory = None
+import doubles
 
-from served import Server
+doubles.install()
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
+from vllm.v1.kv_offload.config import (  # noqa: E402
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: E402
+
+import kvarts  # noqa: E402
+from served import Server  # noqa: E402
 
 CHUNK = 8192
 SOON = 30
@@ -95,7 +98,6 @@ class Tier:
             time.sleep(0.001)
 
 
-@unittest.skipIf(SecondaryTierFactory is None, "vLLM is not installed")
 class VllmTier(unittest.TestCase):
     def setUp(self):
         self.server = Server()
@@ -144,6 +146,14 @@ class VllmTier(unittest.TestCase):
         self.assertIs(tier.tier.lookup(name, context), LookupResult.MISS)
         tier.tier.on_request_finished(context)
         self.assertEqual((tier.tier._lookups.found, tier.tier._lookups._askers), ({}, {}))
+
+    def test_absent_keys_cost_no_exception_each(self):
+        tier, names = self.tier(), keys(8192)
+        self.assertTrue(tier.store(names[:1], [0]).success)
+        made = mock.Mock(side_effect=kvarts.errors._make)
+        with mock.patch("kvarts.errors._make", made):
+            self.assertEqual(tier.lookup(names), [True] + [False] * 8191)
+        self.assertLess(made.call_count, 10)
 
     def test_engines_of_another_identity_share_nothing(self):
         names = keys(2)

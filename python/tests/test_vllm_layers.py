@@ -1,20 +1,21 @@
-"""The layerwise connector for vLLM without an engine: both sides, driven as the scheduler and a worker do. Skipped without vLLM."""
+"""The layerwise connector for vLLM without an engine: both sides, driven as the scheduler and a worker do; with doubles of what
+is not installed."""
 
 import signal
 import time
 import unittest
 from types import SimpleNamespace
 
-try:
-    import torch
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-except ImportError:
-    KVConnectorRole = None
-else:
-    from kvarts.vllm_layers import KvartsLayers
+import doubles
 
-from served import Server
+doubles.install()
+
+import torch  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+
+from kvarts.vllm_layers import KvartsLayers  # noqa: E402
+from served import Server  # noqa: E402
 
 SOON = 30
 TOKENS, HEADS, WIDTH = 16, 2, 32
@@ -25,7 +26,9 @@ def configuration(server, names=NAMES, heads=HEADS, width=WIDTH, tp=1, rank=0, k
     extra = {"server": server.socket, "revision": "1", "timeout": 2 * SOON, "pause": 0.1}
     extra.update(changes.pop("extra", {}))
     parts = {
-        "kv_transfer_config": dict(kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True),
+        "kv_transfer_config": dict(
+            kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="recompute"
+        ),
         "parallel_config": dict(tensor_parallel_size=tp, rank=rank, pipeline_parallel_size=1),
         "scheduler_config": dict(async_scheduling=False),
         "model_config": dict(model="test/model", revision=None, dtype="bfloat16", quantization=None, hf_overrides={}),
@@ -34,7 +37,7 @@ def configuration(server, names=NAMES, heads=HEADS, width=WIDTH, tp=1, rank=0, k
     }
     for part, values in changes.items():
         parts[part] = {**parts[part], **values} if part in parts else values
-    config = SimpleNamespace(speculative_config=None)
+    config = SimpleNamespace(speculative_config=None, use_v2_model_runner=False)
     for part, values in parts.items():
         setattr(config, part, SimpleNamespace(**values))
     sizes = dict(block_size=TOKENS, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16)
@@ -69,7 +72,10 @@ class Engine:
             self.caches.append({name: whole[n] for n, name in enumerate(names)})
             self.workers[-1].register_kv_caches(self.caches[-1])
         self.held = {}
-        self.scheduler.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda name: (self.held[name],), block_pool=None))
+        self.evicted = set()
+        self.scheduler.bind_kv_cache_manager(
+            SimpleNamespace(get_block_ids=lambda name: (self.held[name],), block_pool=None, evict_blocks=self.evicted.update)
+        )
         self.next = 0
         self.invalid = set()
 
@@ -101,7 +107,7 @@ class Engine:
         for request in scheduled:
             request.num_in_flight_tokens = request.num_tokens - request.num_computed_tokens
             request.num_computed_tokens += request.num_in_flight_tokens
-        invalid, over = set(), []
+        invalid, over, told = set(), [], None
         for rank, worker in enumerate(self.workers):
             worker.bind_connector_metadata(meta)
             worker.start_load_kv(None)
@@ -113,6 +119,8 @@ class Engine:
             worker.wait_for_save()
             over.append(worker.get_finished(set())[0])
             invalid |= worker.get_block_ids_with_load_errors()
+            one = worker.build_connector_worker_meta()
+            told = one if told is None else told.aggregate(one)
             worker.clear_connector_metadata()
         for request in scheduled:
             request.num_in_flight_tokens = 0
@@ -120,6 +128,7 @@ class Engine:
             if bad := [at for at, block in enumerate(held) if block in invalid]:
                 request.num_computed_tokens = bad[0] * TOKENS
         self.invalid = invalid
+        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=invalid, kv_connector_worker_meta=told))
         return set.intersection(*over)
 
     def compute(self, request, rank, name):
@@ -162,7 +171,6 @@ class Engine:
                 counts[name] = counts.get(name, 0) + count
 
 
-@unittest.skipIf(KVConnectorRole is None, "vLLM is not installed")
 class Layers(unittest.TestCase):
     def setUp(self):
         self.server = Server()
@@ -230,7 +238,10 @@ class Layers(unittest.TestCase):
         engine.admit(request)
         engine.step([request])
         self.assertEqual(engine.scheduler.request_finished(request, engine.held["a"]), (True, None))
+        self.assertTrue(engine.scheduler.has_pending_push_work())
+        self.assertEqual(engine.step(), set())
         self.assertEqual(engine.step(), {"a"})
+        self.assertFalse(engine.scheduler.has_pending_push_work())
         handle = engine.workers[0]._side._pages
         self.wait_for(lambda: all(handle.exists(request.block_hashes)))
         other = Request("b", 3)
@@ -270,6 +281,7 @@ class Layers(unittest.TestCase):
             {"heads": 4},
             {"model_config": {"model": "another"}},
             {"cache_config": {"cache_dtype": "fp8"}},
+            {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}},
             {"names": NAMES[:2]},
         ]
         for kwargs in others:
@@ -317,14 +329,60 @@ class Layers(unittest.TestCase):
             ("pipeline_parallel_size", {"parallel_config": {"pipeline_parallel_size": 2}}),
             ("speculative_config", {"speculative_config": {"method": "eagle"}}),
             ("kv_cache_groups", {"kind": SlidingWindowSpec}),
+            ("hf_overrides", {"model_config": {"hf_overrides": lambda config: config}}),
             ("revision", {"extra": {"revision": None}}),
         ]
         for what, changes in refused:
             with self.assertRaisesRegex(ValueError, what):
                 KvartsLayers(*self.made(changes))
 
-    def made(self, changes):
+    def test_the_operators_policy_is_left_alone_and_recompute_is_refused_where_vllm_cannot_take_back(self):
+        fails, recomputes = ({"kv_load_failure_policy": policy} for policy in ("fail", "recompute"))
+        for policy in (fails, recomputes):
+            config, role, cache = self.made({"kv_transfer_config": policy})
+            KvartsLayers(config, role, cache).shutdown()
+            self.assertEqual(config.kv_transfer_config.kv_load_failure_policy, policy["kv_load_failure_policy"])
+        for runner in (True, None):  # the second runner, and a version that does not say which one
+            with self.assertRaisesRegex(ValueError, "recompute.*VLLM_USE_V2_MODEL_RUNNER=0"):
+                KvartsLayers(*self.made({"kv_transfer_config": recomputes}, runner))
+            KvartsLayers(*self.made({"kv_transfer_config": fails}, runner)).shutdown()
+            # What loads nothing takes nothing back.
+            KvartsLayers(*self.made({"kv_transfer_config": {**recomputes, "is_kv_consumer": False}}, runner)).shutdown()
+        connector = KvartsLayers(*self.made({}))
+        self.addCleanup(connector.shutdown)
+        with self.assertRaisesRegex(ValueError, "evict_blocks"):
+            connector.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda name: ([],)))
+        self.assertFalse(KvartsLayers.supports_sleep_mode(None))
+
+    def test_a_layer_that_has_no_cache_of_its_own_is_passed_over_and_one_in_no_group_is_refused(self):
+        engine = self.engine()
+        worker, caches = engine.workers[0], dict(engine.caches[0])
+        worker.wait_for_layer_load("shares.0")
+        worker.save_kv_layer("shares.0", None, None)
+        worker._side._caches.clear()
+        worker.register_kv_caches({**caches, "shares.0": caches[NAMES[0]]})
+        worker._side._caches.clear()
+        with self.assertRaisesRegex(ValueError, "kv_cache_groups: alone"):
+            worker.register_kv_caches({**caches, "alone": torch.zeros(8, 8)})
+        worker._side._caches.clear()
+        worker.register_kv_caches(caches)
+
+    def test_a_load_of_which_a_layer_was_not_waited_for_has_failed(self):
+        first, request = self.engine(), Request("a", 4)
+        first.stored(request)
+        second, again = self.engine(), Request("b", 4)
+        self.assertEqual(second.admit(again), 4)
+        names, second.names = second.names, second.names[1:]
+        second.step([again])
+        self.assertEqual(second.invalid, set(second.held["b"]))
+        second.names = names
+        self.assertEqual(second.find(Request("c", 4)), 0)
+
+    def made(self, changes, runner=False):
         config, cache = configuration(self.server, **changes)
+        config.use_v2_model_runner = runner
+        if runner is None:
+            del config.use_v2_model_runner
         return config, KVConnectorRole.SCHEDULER, cache
 
 

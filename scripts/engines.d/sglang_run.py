@@ -1,14 +1,20 @@
 """SGLang's storage on a real pool of the host, for each of its layouts: `sglang_run.py SOCKET`. Run by scripts/engines."""
 
 import sys
+from types import SimpleNamespace
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+# No engine has said yet what it runs with.
+runs_with = SimpleNamespace(model_path="test/model", revision="1", dtype="bfloat16", quantization=None, kv_cache_dtype="auto")
+runtime_context.get_model = lambda: runs_with
 
 PAGE, PAGES, LAYERS = 16, 32, 4
 extra = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1}

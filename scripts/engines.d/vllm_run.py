@@ -42,6 +42,7 @@ if settings.get("connector"):
         transfer["kv_connector_module_path"] = "kvarts.vllm"
     elif name == "KvartsLayers":
         connector["async_scheduling"] = False
+        transfer["kv_load_failure_policy"] = "recompute"
         transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
     else:
         without_dict()

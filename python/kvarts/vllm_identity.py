@@ -1,0 +1,145 @@
+"""What decides the bytes of vLLM's KV blocks: what its two connectors have in common.
+
+A setting belongs here if two engines that differ in it may write other bytes for the same tokens, or arrange them in another way.
+Engines that differ in any of it share nothing; a setting that cannot be told as text, the same in every process, is refused.
+"""
+
+import json
+import os
+import platform
+
+import torch
+from vllm.platforms import current_platform
+from vllm.version import __version__ as vllm_version
+
+from .link import contract, differing, revision_of, told
+
+#: Versions that arrange the same bytes as the one named, by trial. None was tried with another one yet.
+_ALIKE = {}
+#: Fields of vLLM's configurations that decide bytes: those that a version does not have are left out.
+_MODEL = (
+    "model_weights",
+    "quantization_config",
+    "config_format",
+    "model_class_overrides",
+    "model_impl",
+    "disable_sliding_window",
+    "code_revision",
+)
+_CACHE = (
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "mamba_cache_mode",
+    "use_replayssm",
+)
+_ATTENTION = (
+    "backend",
+    "backend_per_kind",
+    "flash_attn_version",
+    "use_trtllm_attention",
+    "mla_prefill_backend",
+    "indexer_kv_dtype",
+)
+#: Variables of the environment that decide how a backend arranges a block.
+_ARRANGING = (
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_ROCM_USE_AITER_MHA",
+    "VLLM_ROCM_USE_AITER_MLA",
+    "VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION",
+)
+_LONG_ROPE = ("longrope", "su")
+
+
+def identity_of(vllm_config, revision=None, kv_cache_config=None):
+    """What decides the bytes of a KV block, apart from what the offloading configuration says of groups, types and workers.
+    `kv_cache_config` adds how each group's cache is described."""
+    model = vllm_config.model_config
+    cache = getattr(vllm_config, "cache_config", None)
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ValueError("calculate_kv_scales: the scales are those of this process's first prompts, and no other's")
+    if callable(model.hf_overrides):
+        raise ValueError("hf_overrides: a function has no name that another process knows; give the values that it sets")
+    found = {
+        "revision": revision_of(model.model, revision or model.revision),
+        "weights": str(model.dtype),
+        "quantisation": str(model.quantization),
+        "overrides": told(model.hf_overrides),
+        "config": _configuration(getattr(model, "hf_config_path", None)),
+        "long-rope": _long_rope(model),
+        "load": str(vllm_config.load_config.load_format),
+        "device": _device(),
+        "draft": _draft(vllm_config.speculative_config),
+        "arranging": told({name: os.environ[name] for name in _ARRANGING if name in os.environ}),
+        **_fields("model", model, _MODEL),
+        **_fields("cache", cache, _CACHE),
+        **_fields("attention", getattr(vllm_config, "attention_config", None), _ATTENTION),
+    }
+    if kv_cache_config is not None:
+        groups = kv_cache_config.kv_cache_groups
+        found["caches"] = told([[differing(group.kv_cache_spec), list(group.layer_names)] for group in groups])
+    return found
+
+
+def _fields(whose, config, names):
+    """Those that are set, as text."""
+    found = {}
+    for name in names:
+        value = getattr(config, name, None)
+        # What is not set is the same as what an older version cannot set.
+        if value is not None and value is not False and value != "" and value != [] and value != {}:
+            try:
+                found[f"{whose}-{name}"] = told(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return found
+
+
+def _configuration(path):
+    """A configuration that is not the model's own decides as much as the model does."""
+    return "none" if not path else told([os.fspath(path), revision_of(os.fspath(path))])
+
+
+def _long_rope(model):
+    """Models with two sets of factors choose one of them, when they are loaded, by whether the longest prompt exceeds what they were
+    trained for: `yes` for the long factors. The length itself decides nothing, and would only keep engines apart."""
+    chosen = set()
+    for config in (getattr(model, "hf_config", None), getattr(model, "hf_text_config", None)):
+        for place in ("rope_parameters", "rope_scaling"):
+            rope = getattr(config, place, None)
+            if not isinstance(rope, dict):
+                continue
+            # One for all layers, or one for each kind of layer.
+            for one in [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]:
+                if (one.get("rope_type") or one.get("type")) in _LONG_ROPE:
+                    trained = one.get("original_max_position_embeddings")
+                    trained = trained or getattr(config, "original_max_position_embeddings", None)
+                    if not trained:
+                        raise ValueError("original_max_position_embeddings: the model's configuration does not say it")
+                    chosen.add("yes" if model.max_model_len > trained else "no")
+    return ",".join(sorted(chosen)) or "none"
+
+
+def _device():
+    """Where blocks are arranged by other rules. A processor's depend on what it can do; a device's backend, where none is named, on
+    which generation it is."""
+    if current_platform.device_type != "cpu":
+        able = getattr(current_platform, "get_device_capability", lambda: None)()
+        return f"{current_platform.device_type}-{'any' if able is None else '.'.join(map(str, able))}"
+    able = [name for name in ("avx2", "avx512", "amx_tile") if getattr(torch.cpu, f"_is_{name}_supported", bool)()]
+    return "-".join(["cpu", platform.machine(), *able])
+
+
+def _draft(speculative):
+    """A draft model's layers are in the blocks, too."""
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return str(getattr(speculative, "method", None))
+    return json.dumps([speculative.method, draft.model, revision_of(draft.model, draft.revision)])
+
+
+def layout_version(*facts):
+    """The layout's version: the contract by which blocks are arranged, and not the engine's version as it is."""
+    return contract("vllm", vllm_version, _ALIKE, *facts)

@@ -1,0 +1,443 @@
+"""What the connectors take from torch, vLLM and SGLang, for tests where an engine is not installed.
+
+`install()` puts modules in the place of those that are absent, with the names and signatures that the connectors use, and nothing
+that computes: arrays of numpy stand for tensors, and what an engine does around its connector is in the tests. What an engine itself
+does is tried with the real ones (scripts/engines)."""
+
+import enum
+import importlib
+import sys
+import types
+from dataclasses import dataclass, field
+
+import numpy
+
+
+class Dtype:
+    """A type of elements. There is no bfloat16 in numpy: one of the same size stands for it."""
+
+    def __init__(self, name, kind):
+        self.name, self.kind = name, numpy.dtype(kind)
+        self.itemsize, self.is_floating_point = self.kind.itemsize, self.kind.kind == "f"
+
+    def __str__(self):
+        return f"torch.{self.name}"
+
+    __repr__ = __str__
+
+
+def _kind(dtype):
+    return dtype.kind if isinstance(dtype, Dtype) else dtype
+
+
+class Tensor(numpy.ndarray):
+    """An array with the methods of a tensor on the processor."""
+
+    device = types.SimpleNamespace(type="cpu")
+
+    def element_size(self):
+        return self.itemsize
+
+    def numel(self):
+        return self.size
+
+    def dim(self):
+        return self.ndim
+
+    def stride(self, at):
+        return self.strides[at] // self.itemsize
+
+    def permute(self, *order):
+        return self.transpose(order[0] if len(order) == 1 and not isinstance(order[0], int) else order)
+
+    def is_contiguous(self):
+        return self.flags.c_contiguous
+
+    def contiguous(self):
+        return _tensor(numpy.ascontiguousarray(self))
+
+    def data_ptr(self):
+        return self.__array_interface__["data"][0]
+
+    def _whole(self):
+        whole = self
+        while isinstance(whole.base, numpy.ndarray):
+            whole = whole.base
+        return whole
+
+    def untyped_storage(self):
+        return self._whole()
+
+    def storage_offset(self):
+        return (self.data_ptr() - self._whole().__array_interface__["data"][0]) // self.itemsize
+
+    def set_(self, storage):
+        return _tensor(numpy.frombuffer(storage.reshape(-1, order="A").data.cast("B"), dtype=numpy.uint8))
+
+    def as_strided(self, shape, strides, first):
+        flat = numpy.lib.stride_tricks.as_strided(self[first:], shape, [n * self.itemsize for n in strides])
+        return _tensor(flat)
+
+    def copy_(self, other):
+        self[...] = other
+        return self
+
+    def zero_(self):
+        self[...] = 0
+        return self
+
+    def to(self, what):
+        return _tensor(self.astype(what.kind)) if isinstance(what, Dtype) else self
+
+    def view(self, *what):
+        if what and isinstance(what[0], int):
+            return self.reshape(what)
+        return super().view(*map(_kind, what))
+
+
+def _tensor(array):
+    return array.view(Tensor) if not isinstance(array, Tensor) else array
+
+
+def _torch():
+    generator = numpy.random.default_rng(1)
+
+    def manual_seed(seed):
+        nonlocal generator
+        generator = numpy.random.default_rng(seed)
+
+    def shaped(shape):
+        return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+    dtypes = {"bfloat16": "f2", "float16": "f2", "float32": "f4", "uint8": "u1", "int64": "i8"}
+    dtypes = {name: Dtype(name, kind) for name, kind in dtypes.items()}
+
+    def empty(*shape, dtype=dtypes["float32"], device=None, pin_memory=False):
+        return _tensor(numpy.zeros(shaped(shape), dtype=_kind(dtype)))
+
+    return dict(
+        dtypes,
+        Tensor=Tensor,
+        dtype=Dtype,
+        cpu=types.SimpleNamespace(),
+        manual_seed=manual_seed,
+        empty=empty,
+        zeros=empty,
+        tensor=lambda values, device=None, dtype=None: _tensor(numpy.array(values, dtype=None if dtype is None else dtype.kind)),
+        arange=lambda *of: _tensor(numpy.arange(*of)),
+        cat=lambda parts: _tensor(numpy.concatenate(parts)),
+        equal=lambda one, other: one.shape == other.shape and numpy.asarray(one).tobytes() == numpy.asarray(other).tobytes(),
+        frombuffer=lambda buffer, dtype: _tensor(numpy.frombuffer(buffer, dtype=_kind(dtype))),
+        randn=lambda *shape: _tensor(generator.standard_normal(shaped(shape)).astype("f4")),
+        randn_like=lambda other: _tensor(generator.standard_normal(other.shape).astype(numpy.asarray(other).dtype)),
+        randint=lambda low, high, shape: _tensor(generator.integers(low, high, shape)),
+    )
+
+
+# vLLM
+
+
+@dataclass
+class _Stats:
+    data: dict = field(default_factory=dict)
+
+
+class _Offloaded(_Stats):
+    def increase_counter(self, name, count, labels):
+        self.data[(name, *labels)] = count
+
+
+class _PromMetrics:
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+
+class _Connector:
+    def __init__(self, vllm_config, role, kv_cache_config):
+        self._bound = None
+
+    def bind_kv_cache_manager(self, manager):
+        pass
+
+    def bind_connector_metadata(self, metadata):
+        self._bound = metadata
+
+    def clear_connector_metadata(self):
+        self._bound = None
+
+    def _get_connector_metadata(self):
+        return self._bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec:
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: object
+    sliding_window: int | None = None
+
+    @property
+    def unpadded_page_size_bytes(self):
+        return self.block_size * self.num_kv_heads * self.head_size * 2 * self.dtype.itemsize
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class SlidingWindowSpec:
+    def __init__(self, **sizes):
+        self.sizes = sizes
+
+
+@dataclass(frozen=True)
+class _Group:
+    tokens_per_block: int
+    layer_names: tuple
+    group_id: int
+
+
+@dataclass(frozen=True)
+class _Parallel:
+    rank: int
+    world_size: int
+    tp_size: int
+    pp_size: int
+    pcp_size: int
+    dcp_size: int
+    data_parallel_index: int
+    data_parallel_size: int
+    data_parallel_rank_local: int | None
+    is_parallelism_agnostic: bool
+
+
+@dataclass
+class _Offloading:
+    groups: tuple
+    worker_kv_bytes_per_block: int
+    enable_kv_cache_events: bool
+    extra_config: dict
+    engine_id: str
+    model: object
+    cache: object
+    parallel: object
+    replicated_layout: bool = False
+    canonical_layout: bool = False
+    kv_cache_layout: str | None = None
+
+
+def _fields(name, *names):
+    return dataclass(type(name, (), {"__annotations__": dict.fromkeys(names, object)}))
+
+
+@dataclass
+class _JobResult:
+    job_id: int
+    success: bool
+    successful_keys: object = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class _Request:
+    req_id: str
+
+
+class _Tier:
+    def __init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector=None):
+        self.block_size_bytes = primary_kv_view.strides[0]
+
+
+class _Factory:
+    @staticmethod
+    def create_secondary_tier(config, view, spec):
+        config = dict(config)
+        tier = getattr(importlib.import_module(config.pop("module_path")), config.pop("type"))
+        return tier(offloading_spec=spec, primary_kv_view=view, tier_type="tier", **config)
+
+
+def _vllm():
+    connector = "vllm.distributed.kv_transfer.kv_connector.v1"
+    offload = "vllm.v1.kv_offload"
+    lookups, media = enum.Enum("LookupResult", "MISS HIT HIT_PENDING RETRY"), enum.Enum("Medium", "CPU STORAGE")
+    return {
+        connector + ".base": dict(
+            KVConnectorBase_V1=_Connector,
+            KVConnectorMetadata=type("KVConnectorMetadata", (), {}),
+            KVConnectorWorkerMetadata=type("KVConnectorWorkerMetadata", (), {}),
+            KVConnectorRole=enum.Enum("KVConnectorRole", "SCHEDULER WORKER"),
+        ),
+        connector + ".metrics": dict(KVConnectorPromMetrics=_PromMetrics, KVConnectorStats=_Stats),
+        connector + ".offloading.metrics": dict(OffloadingConnectorStats=_Offloaded),
+        connector + ".offloading_connector": dict(OffloadingConnector=_Connector),
+        "vllm.platforms": dict(current_platform=types.SimpleNamespace(device_type="cpu")),
+        "vllm.version": dict(__version__="0.33.0"),
+        "vllm.v1.kv_cache_interface": dict(
+            FullAttentionSpec=FullAttentionSpec, MLAAttentionSpec=MLAAttentionSpec, SlidingWindowSpec=SlidingWindowSpec
+        ),
+        "vllm.v1.metrics.cache_hit_source": dict(CacheHitSource=enum.Enum("CacheHitSource", "HOST DISK")),
+        offload + ".base": dict(
+            LookupResult=lookups,
+            Medium=media,
+            OffloadingCounterMetadata=lambda documentation, labelnames=(): (documentation, labelnames),
+            RequestOffloadingContext=type("RequestOffloadingContext", (), {}),
+            ReqContext=_Request,
+            ScheduleEndContext=lambda new, preempted: (new, preempted),
+            get_offload_block_hash=lambda key: key[:-4],
+            get_offload_group_idx=lambda key: int.from_bytes(key[-4:], "big"),
+            make_offload_key=lambda name, group: name + group.to_bytes(4, "big"),
+        ),
+        offload + ".config": dict(
+            OffloadingCacheConfig=_fields("Cache", "tokens_per_hash", "blocks_per_chunk"),
+            OffloadingConfig=_Offloading,
+            OffloadingGroupConfig=_Group,
+            OffloadingModelConfig=_fields("Model", "name", "dtype"),
+            OffloadingParallelConfig=_Parallel,
+        ),
+        offload + ".tiering.base": dict(
+            JobResult=_JobResult,
+            SecondaryTierManager=_Tier,
+            TransferJob=_fields("TransferJob", "job_id", "keys", "chunk_ids", "is_promotion", "req_context"),
+        ),
+        offload + ".tiering.factory": dict(SecondaryTierFactory=_Factory),
+    }
+
+
+# SGLang
+
+
+class _Storage:
+    def register_mem_pool_host(self, pool):
+        self.mem_pool_host = pool
+
+    def register_mem_host_pool_v2(self, pool, name):
+        pass
+
+    def on_host_pools_registered(self):
+        pass
+
+
+@dataclass
+class StorageConfig:
+    """Of version 0.5.23: the fields after `model_name` came with it."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    is_mla_model: bool
+    enable_storage_metrics: bool
+    is_page_first_layout: bool
+    model_name: str | None
+    extra_config: dict | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+
+    @property
+    def is_storage_writer(self):
+        return not self.is_mla_model or self.tp_rank == self.dcp_rank
+
+
+class _Pools(str, enum.Enum):
+    KV = "kv"
+    MAMBA = "mamba"
+    SWA = "swa"
+    INDEXER = "indexer"
+    DRAFT = "draft"
+
+    __str__ = str.__str__
+
+
+class _Policies(str, enum.Enum):
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+
+
+@dataclass
+class _Transfer:
+    name: object
+    host_indices: object = None
+    device_indices: object = None
+    keys: object = None
+    hit_policy: object = _Policies.ALL_PAGES
+
+
+@dataclass
+class _Transferred:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict
+    restorable_prefix_pages: list
+
+
+class _Backends:
+    @staticmethod
+    def create_backend(name, config, pool):
+        given = config.extra_config
+        return getattr(importlib.import_module(given["module_path"]), given["class_name"])(config, {})
+
+
+#: What SGLang runs with. Tests change it.
+SGLANG = types.SimpleNamespace()
+
+
+def of_sglang(**settings):
+    """Makes these the settings of SGLang, and all others as by default."""
+    SGLANG.__dict__.clear()
+    plain = dict(model_path="test/model", revision=None, dtype="bfloat16", quantization=None, kv_cache_dtype="auto")
+    SGLANG.__dict__.update(plain, json_model_override_args="{}", load_format="auto", model_impl="auto")
+    SGLANG.__dict__.update(settings)
+
+
+def _seed(extra_key, salt):
+    return None if extra_key is None and salt is None else repr((extra_key, salt))
+
+
+def _sglang():
+    of_sglang()
+    cache = "sglang.srt.mem_cache"
+    return {
+        cache + ".hicache_storage": dict(
+            HiCacheStorage=_Storage,
+            HiCacheStorageConfig=StorageConfig,
+            PoolHitPolicy=_Policies,
+            PoolName=_Pools,
+            PoolTransfer=_Transfer,
+            PoolTransferResult=_Transferred,
+        ),
+        cache + ".storage": dict(StorageBackendFactory=_Backends),
+        cache + ".utils": dict(storage_namespace_seed=_seed, get_storage_hash_str=lambda *of: ""),
+        "sglang": dict(__version__="0.5.23"),
+        "sglang.srt.runtime_context": dict(get_model=lambda: SGLANG, get_parallel=lambda: types.SimpleNamespace(attn_dcp_size=1)),
+    }
+
+
+def _is_absent(name):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return True
+    return getattr(sys.modules[name], "is_double", False)
+
+
+def install():
+    """Puts doubles in the place of what is not installed. Returns which of "torch", "vllm" and "sglang" they are."""
+    made = []
+    for name, modules in (("torch", lambda: {"torch": _torch()}), ("vllm", _vllm), ("sglang", _sglang)):
+        if not _is_absent(name):
+            continue
+        made.append(name)
+        if name in sys.modules:
+            continue
+        for path, names in modules().items():
+            parts = path.split(".")
+            for at in range(1, len(parts) + 1):
+                module = sys.modules.setdefault(".".join(parts[:at]), types.ModuleType(".".join(parts[:at])))
+                module.is_double, module.__path__ = True, []
+                if at > 1:
+                    setattr(sys.modules[".".join(parts[: at - 1])], parts[at - 1], module)
+            module.__dict__.update(names)
+    return made
