@@ -110,6 +110,7 @@ class _Lookups:
     def __init__(self):
         self.found = {}  # key -> True, False, or None: asked
         self.to_ask = []
+        self.forgotten = 0  # keys
         self._requests = {}  # request -> its keys
         self._askers = {}  # key -> how many requests
 
@@ -123,9 +124,9 @@ class _Lookups:
             self.to_ask.append(key)
         return self.found[key]
 
-    def learn(self, keys, results):
-        """What was asked. Thousands at a time, in the scheduler's thread: no call for each."""
-        gone = [key for key in keys if key not in self.found]
+    def learn(self, keys, results, forgotten=None):
+        """What was asked when so many keys had been forgotten. Thousands at a time, in the scheduler's thread: no call for each."""
+        gone = () if forgotten == self.forgotten else [key for key in keys if key not in self.found]
         self.found.update(zip(keys, results))
         for key in gone:
             self.found.pop(key, None)
@@ -135,6 +136,7 @@ class _Lookups:
             self._askers[key] -= 1
             if not self._askers[key]:
                 del self._askers[key], self.found[key]
+                self.forgotten += 1
 
 
 class KvartsTier(SecondaryTierManager):
@@ -166,6 +168,8 @@ class KvartsTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._timeout = float(timeout)
         self._durable = bool(durable)
+        groups = offloading_spec.config.groups
+        self._group = groups[0].group_id if len(groups) == 1 else None
         self._named = self._naming(offloading_spec.config, dict(identity or {}))
         self._host = primary_kv_view.cast("B")
         self._memory = self._pages = None
@@ -173,7 +177,7 @@ class KvartsTier(SecondaryTierManager):
         self._jobs = {}  # batch -> (_Job, first)
         # A timeout is for a server from which nothing comes, not for what is large.
         self._silence = {"get": Silence(self._timeout / 2), "put": Silence(self._timeout)}
-        self._asked = {}  # batch -> keys
+        self._asked = {}  # batch -> keys, and how many had been forgotten
         self._finished = []
         self._lookups = _Lookups()
         self._failures = {}  # reason -> blocks, since the last `get_stats`
@@ -247,7 +251,7 @@ class KvartsTier(SecondaryTierManager):
         if batch is None:
             self._lookups.learn(keys, [False] * len(keys))
         else:
-            self._asked[batch] = keys
+            self._asked[batch] = keys, self._lookups.forgotten
 
     def on_new_request(self, req_context):
         return RequestOffloadingContext()
@@ -285,9 +289,9 @@ class KvartsTier(SecondaryTierManager):
         places = () if chunks is None else ([self._memory.address + int(n) * self.block_size_bytes for n in chunks],)
         try:
             return getattr(self._pages, "submit_" + kind)(
-                [get_offload_block_hash(key) for key in keys],
+                list(map(get_offload_block_hash, keys)),
                 *places,
-                group=[get_offload_group_idx(key) for key in keys],
+                group=self._group if self._group is not None else list(map(get_offload_group_idx, keys)),
                 timeout=timeout,
             )
         except kvarts.Error as error:
@@ -315,8 +319,8 @@ class KvartsTier(SecondaryTierManager):
             for reason, (error, count) in reasons.items():
                 if not isinstance(error, kvarts.Miss):
                     self._count(reason, count)
-            if (keys := self._asked.pop(done.id, None)) is not None:
-                self._lookups.learn(keys, results)
+            if (asked := self._asked.pop(done.id, None)) is not None:
+                self._lookups.learn(asked[0], results, asked[1])
             else:
                 self._part_done(done.id, results)
         self._give_up()
