@@ -33,7 +33,7 @@ PART = 16 << 20
 
 
 def allowed(timeout, nbytes):
-    """Seconds that a request of so many bytes may take: it is silence that a timeout bounds, and not size."""
+    """Seconds that a request of `nbytes` may take: it is silence that a timeout bounds, and not size."""
     return timeout + nbytes / SLOWEST
 
 

@@ -125,7 +125,7 @@ class _Lookups:
         return self.found[key]
 
     def learn(self, keys, results, forgotten=None):
-        """What was asked when so many keys had been forgotten. Thousands at a time, in the scheduler's thread: no call for each."""
+        """What was asked when `forgotten` keys had been forgotten. Thousands at a time, in the scheduler's thread: no call for each."""
         gone = () if forgotten == self.forgotten else [key for key in keys if key not in self.found]
         self.found.update(zip(keys, results))
         for key in gone:

@@ -5,7 +5,7 @@ Whatever happens: what is stored under a key is what a run without faults would 
 with nothing else; a block that was promised is there, or was reported in the same step; and when the faults are over, everything is
 stored, and nothing is kept. Each test of a planted bug sees one of these fail.
 
-KVARTS_SEEDS=N runs so many seeds."""
+KVARTS_SEEDS=N runs N seeds."""
 
 import contextlib
 import os

@@ -3,7 +3,7 @@
 Whatever happens: every batch is answered once; an object that is said to be loaded has the bytes that were stored, in its own buffer; and
 what is stored under a key is what was put under it. Each test of a planted bug sees one of these fail.
 
-KVARTS_SEEDS=N runs so many seeds."""
+KVARTS_SEEDS=N runs N seeds."""
 
 import contextlib
 import itertools

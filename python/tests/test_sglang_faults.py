@@ -4,7 +4,7 @@ server goes away.
 Whatever happens: a page that is said to be loaded has the bytes that were stored, what is stored under a key is what was put under it,
 and no exception leaves the class. Each test of a planted bug sees one of these fail.
 
-KVARTS_SEEDS=N runs so many seeds."""
+KVARTS_SEEDS=N runs N seeds."""
 
 import contextlib
 import os

@@ -4,7 +4,7 @@ Whatever happens: every job is answered once, and says of a load exactly which b
 its answer; what is stored under a key is what was put under it first; a look-up has an answer in the end; and puts that fail make
 no load a miss. Each test of a planted bug sees one of these fail.
 
-KVARTS_SEEDS=N runs so many seeds."""
+KVARTS_SEEDS=N runs N seeds."""
 
 import contextlib
 import itertools
