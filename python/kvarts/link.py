@@ -223,6 +223,27 @@ def contract(engine, version, alike, *facts):
     return "contract-" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _configuration_of_a_hub(model, revision):
+    """The file, where this machine has it."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
+    except Exception:  # not installed, or not a name of a hub
+        file = None
+    return file if isinstance(file, str) else None
+
+
+def configuration_of(model, revision=None):
+    """A model's own configuration, of a directory or of the local copy of a model of a hub; `None` where there is none."""
+    file = os.path.join(model, "config.json") if os.path.isdir(model) else _configuration_of_a_hub(model, revision)
+    try:
+        with open(file, encoding="utf-8") as text:
+            return json.load(text)
+    except (TypeError, OSError, ValueError):
+        return None
+
+
 def revision_of(model, revision=None):
     """Which bytes a model is made of: `revision` if one is named; else the commit of the local copy of a model of a hub, or a
     digest over the configuration and over name, size and time of every other file of a directory. Raises `ValueError` where
@@ -240,13 +261,8 @@ def revision_of(model, revision=None):
                 else:
                     digest.update(str(facts.st_mtime_ns).encode())
         return "files-" + digest.hexdigest()[:40]
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(model, "config.json", revision=revision)
-    except Exception:  # not installed, or not a name of a hub
-        file = None
-    if isinstance(file, str):
+    file = _configuration_of_a_hub(model, revision)
+    if file is not None:
         return os.path.basename(os.path.dirname(file))
     if revision:
         return revision

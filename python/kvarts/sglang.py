@@ -20,6 +20,7 @@ restored up to where every pool has what SGLang wants of it.
 
 import importlib
 import importlib.metadata
+import json
 import threading
 import time
 
@@ -28,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 import kvarts
 
-from .link import Link, brief, contract, logger, revision_of, token_of, told
+from .link import Link, brief, configuration_of, contract, logger, revision_of, token_of, told
 
 #: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
@@ -85,7 +86,21 @@ def settings():
         if value is _LACKS and absent is None and name in ("dtype", "quantization", "kv_cache_dtype"):
             raise ValueError(f"{name}: SGLang's settings do not have it, and it decides bytes")
         found[name] = told(absent if value is _LACKS else value) or "none"
+    _expect_one_rope(model, path)
     return path, getattr(model, "revision", None), found
+
+
+def _expect_one_rope(model, path):
+    """SGLang takes LongRoPE's long factors where any position of a batch is beyond what the model was trained for: then the same tokens
+    have other keys, by what else is computed with them. That is refused unless no prompt can be so long."""
+    config = {**(configuration_of(path, getattr(model, "revision", None)) or {})}
+    config.update(json.loads(getattr(model, "json_model_override_args", None) or "{}"))
+    for one in (config, config.get("text_config") or {}):
+        for rope in (one.get("rope_scaling"), one.get("rope_parameters")):
+            if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
+                trained = rope.get("original_max_position_embeddings") or one.get("original_max_position_embeddings") or 0
+                if not getattr(model, "context_length", None) or model.context_length > trained:
+                    raise ValueError(f"context_length: with LongRoPE SGLang's keys depend on the batch; name {trained} at most")
 
 
 def expect_namespaces():

@@ -1,7 +1,10 @@
 """The storage of SGLang without an engine: made by SGLang's own factory, on a pool of the host; with doubles of what is
 not installed."""
 
+import json
+import os
 import signal
+import tempfile
 import time
 import types
 import unittest
@@ -197,6 +200,19 @@ class Sglang(unittest.TestCase):
             delattr(doubles.SGLANG, name)
             with self.subTest(name), self.assertRaisesRegex(ValueError, name):
                 kvarts_sglang().settings()
+
+    def test_keys_that_depend_on_what_else_is_computed_are_refused(self):
+        long = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+        with tempfile.TemporaryDirectory() as place:
+            with open(os.path.join(place, "config.json"), "w") as file:
+                json.dump({"rope_scaling": long}, file)
+            ours = {"model_path": place}
+            for length in (None, 4097):
+                with self.subTest(length), self.assertRaisesRegex(ValueError, "context_length.*4096"):
+                    self.storage(settings={**ours, "context_length": length})
+            self.storage(settings={**ours, "context_length": 4096})
+        with self.assertRaisesRegex(ValueError, "context_length"):
+            self.storage(settings={"json_model_override_args": json.dumps({"rope_scaling": long})})
 
     def test_a_store_that_takes_nothing_is_no_reason_to_load_nothing(self):
         storage, _ = self.storage()
