@@ -53,7 +53,7 @@ _SETTINGS = {
 }
 _LACKS = object()
 #: Versions that store the same bytes as the one named, by trial.
-_ALIKE = {}
+_ALIKE: dict[str, str] = {}
 
 
 def _version():

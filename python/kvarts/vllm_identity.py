@@ -15,7 +15,7 @@ from vllm.version import __version__ as vllm_version
 from .link import contract, differing, revision_of, told
 
 #: Versions that arrange the same bytes as the one named, by trial. None was tried with another one yet.
-_ALIKE = {}
+_ALIKE: dict[str, str] = {}
 #: Fields of vLLM's configurations that decide bytes: those that a version does not have are left out.
 _MODEL = (
     "model_weights",
