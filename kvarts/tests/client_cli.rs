@@ -270,6 +270,45 @@ fn a_match_of_one_rank_asks_for_what_that_rank_has() {
 }
 
 #[test]
+fn an_identity_of_another_model_than_the_named_one_is_refused_and_nothing_is_stored() {
+    let ground = Ground::new("contradiction", "");
+    let (code, written, err) =
+        ground.kvarts(&["identity", "--model", "llama-3.1-8b", "--revision", "demo", "--block-tokens", "16"]);
+    assert_eq!(code, 0, "{err}");
+    // Also where a hub's name says the model.
+    let hub = written.replace("\"llama-3.1-8b\"", "\"meta-llama/Llama-3.1-8B\"");
+    assert_ne!(hub, written);
+    std::fs::write(
+        ground.path.join("tokens.json"),
+        "[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]",
+    )
+    .unwrap();
+    // Blocks of the model that was named, so that nothing else is wrong.
+    let block = |model: &str| {
+        let spec = kvarts_layout::spec::shipped::load(model).unwrap();
+        let coordinate = spec.geometry().coordinate(kvarts_layout::Group(0), 1, 0).unwrap();
+        let shape = spec.geometry().shape(kvarts_layout::Group(0), coordinate, 16).unwrap();
+        std::fs::write(ground.path.join("block"), vec![7; shape.block_bytes() as usize]).unwrap();
+    };
+    for text in [&written, &hub] {
+        std::fs::write(ground.path.join("ID.toml"), text).unwrap();
+        let of = |command: &[&str], model: &str| {
+            let rest = ["--identity", "ID.toml", "--model", model, "--tokens", "tokens.json"];
+            ground.kvarts(&[command, &rest[..]].concat())
+        };
+        block("llama-3.1-70b");
+        for command in [&["put", "block"][..], &["match"], &["pin"]] {
+            let (code, out, err) = of(command, "llama-3.1-70b");
+            assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
+            assert!(err.contains("llama-3.1-8b") && err.contains("llama-3.1-70b"), "{err}");
+        }
+        block("llama-3.1-8b");
+        let (code, _, err) = of(&["put", "block"], "llama-3.1-8b");
+        assert_eq!(code, 0, "{err}");
+    }
+}
+
+#[test]
 fn mistakes_are_told_on_one_line() {
     let ground = Ground::new("mistakes", "");
     let fault = |arguments: &[&str]| {

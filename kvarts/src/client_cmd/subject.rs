@@ -10,6 +10,7 @@ use kvarts_contract::error::Reason;
 use kvarts_layout::identity::IdentityForm;
 use kvarts_layout::key::text_keys;
 use kvarts_layout::prefix::{Absence, Need, Requirement, WindowPolicy};
+use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, ModelSpec, NamespaceId, Requirements,
 };
@@ -230,6 +231,9 @@ impl Subject {
             }
         };
         let identity = identity(file, model, &geometry)?;
+        if let (Some(given), Some(spec)) = (&model.model, &spec) {
+            agree(file, &identity, given, spec)?;
+        }
         let block_tokens = identity.block_tokens;
         let first = geometry.groups().first().map_or(Group(0), |group| group.group);
         let group = model.group.map_or(first, Group);
@@ -297,6 +301,20 @@ fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Ident
     // The server gives the salt.
     identity.tenant_salt.0.clear();
     Ok(identity)
+}
+
+/// Refuses an identity whose model is a shipped one of another shape than that of `--model`: bytes of the one would be stored under
+/// the name of the other. A name that is not shipped says nothing of a shape.
+fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Result<(), Failure> {
+    let name = identity.model.rsplit('/').next().unwrap_or_default().to_lowercase();
+    let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
+    let Some(other) = other else { return Ok(()) };
+    Err(Failure::User(format!(
+        "{} says that the model is {}, and --model {} has other blocks: correct one of them",
+        file.display(),
+        other.name(),
+        given.display(),
+    )))
 }
 
 /// Numbers with anything between them that is no letter: JSON, or a list.
