@@ -113,6 +113,8 @@ class Behind(unittest.TestCase):
 class Late(unittest.TestCase):
     """Blocks that come too late say nothing of the server if others came."""
 
+    LATE = {"DeadlinePassed": (kvarts.Deadline("late", "DeadlinePassed"), 1)}
+
     def link(self):
         link = Link(lambda: None, SOON)
         self.addCleanup(link.stop)
@@ -120,15 +122,15 @@ class Late(unittest.TestCase):
 
     def test_an_answer_with_some_blocks_is_one_of_a_server_that_is_there(self):
         link = self.link()
-        link.learn([True, False], [kvarts.Deadline("late", "DeadlinePassed")])
+        link.learn(True, self.LATE)
         self.assertFalse(link.away)
 
     def test_an_answer_with_none_is_one_of_a_server_that_is_away(self):
         link = self.link()
-        link.learn([False, False], [kvarts.Deadline("late", "DeadlinePassed")])
+        link.learn(False, self.LATE)
         self.assertTrue(link.away)
         link = self.link()
-        link.learn([False], [kvarts.Miss("not here", "NotHere")])
+        link.learn(False, {"NotHere": (kvarts.Miss("not here", "NotHere"), 1)})
         self.assertFalse(link.away)
 
 

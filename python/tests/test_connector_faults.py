@@ -3,12 +3,9 @@ servers go away, blocks go, requests are preempted and given up, also while a st
 
 Whatever happens: what is stored under a key is what a run without faults would have stored; a request that ends well has computed
 with nothing else; a block that was promised is there, or was reported in the same step; and when the faults are over, everything is
-stored, and nothing is kept. Each test of a planted bug sees one of these fail.
-
-KVARTS_SEEDS=N runs N seeds."""
+stored, and nothing is kept. Each test of a planted bug sees one of these fail."""
 
 import contextlib
-import os
 import random
 import types
 import unittest
@@ -18,8 +15,7 @@ import faults
 import kvarts
 from faults import LAYERS, Link, Request, Scheduler, Store, Time, right
 from kvarts import link, vllm_layers
-
-SEEDS = int(os.environ.get("KVARTS_SEEDS", "60"))
+from seeded import Seeded
 
 
 @contextlib.contextmanager
@@ -158,35 +154,19 @@ class Run:
 bound = vllm_layers.Finder.bind
 
 
-class Faults(unittest.TestCase):
+class Faults(Seeded, unittest.TestCase):
+    course = Run
+
     def test_what_is_stored_is_right_and_what_is_promised_is_there_or_is_reported(self):
         seen = {"loaded": 0, "stored": 0}
-        for seed in range(SEEDS):
-            with self.subTest(seed=seed):
-                run = Run(seed)
-                run.go()
-                for part in [run.engine.connector, *(worker.connector for worker in run.engine.workers)]:
-                    for name, count in part._side.stats.data.items():
-                        seen[name.split()[0]] = seen.get(name.split()[0], 0) + count
-                        seen[name] = seen.get(name, 0) + (count if " " in name else 0)
+        for run in self.every_seed():
+            for part in [run.engine.connector, *(worker.connector for worker in run.engine.workers)]:
+                for name, count in part._side.stats.data.items():
+                    seen[name.split()[0]] = seen.get(name.split()[0], 0) + count
+                    seen[name] = seen.get(name, 0) + (count if " " in name else 0)
         # That it has tried anything.
         for what in ("loaded", "stored", "failed", "failed Silence", "failed Unwaited", "failed Digest", "failed DeadlinePassed"):
             self.assertGreater(seen.get(what, 0), 0, seen)
-
-    def expect_seen(self, wanted, *bugs):
-        """Some seed says this of a connector with these bugs."""
-        said = set()
-        for seed in range(SEEDS):
-            with contextlib.ExitStack() as stack:
-                for where, name, what in bugs:
-                    stack.enter_context(mock.patch.object(where, name, what))
-                try:
-                    Run(seed).go()
-                except Exception as error:
-                    said.add(str(error).split(":")[0])
-                    if any(one.startswith(wanted) for one in said):
-                        return
-        self.fail(f"of {SEEDS} seeds none says {wanted}: {said}")
 
     def test_planted_blocks_of_a_failed_load_stay_in_the_prefix_cache(self):
         self.expect_seen("wrong answer", (vllm_layers.Finder, "_take_back", lambda *of: None))

@@ -155,7 +155,7 @@ class Processes(Served):
     def run_python(self, script):
         script = textwrap.dedent(
             """
-            import os, signal, sys, threading, time
+            import contextlib, os, signal, sys, threading, time
             import kvarts
             from served import *
             IDENTITY["revision"] = str(time.time())
@@ -266,7 +266,8 @@ class Processes(Served):
             def threads():
                 names = []
                 for task in os.listdir("/proc/self/task"):
-                    with open(f"/proc/self/task/{{task}}/comm") as file:
+                    # One may have ended since it was listed.
+                    with contextlib.suppress(OSError), open(f"/proc/self/task/{{task}}/comm") as file:
                         names.append(file.read().strip())
                 return names.count("kvarts-client")
 

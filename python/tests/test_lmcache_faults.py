@@ -1,9 +1,7 @@
 """LMCache's plug-in under faults, by seeds: objects go, reads and puts fail, answers are late, and the server goes away.
 
 Whatever happens: every batch is answered once; an object that is said to be loaded has the bytes that were stored, in its own buffer; and
-what is stored under a key is what was put under it. Each test of a planted bug sees one of these fail.
-
-KVARTS_SEEDS=N runs N seeds."""
+what is stored under a key is what was put under it. Each test of a planted bug sees one of these fail."""
 
 import contextlib
 import itertools
@@ -17,8 +15,8 @@ import faults
 import kvarts
 from faults import Time
 from kvarts import link, lmcache
+from seeded import Seeded
 
-SEEDS = int(os.environ.get("KVARTS_SEEDS", "60"))
 SIZES = (64, 96)
 
 
@@ -196,30 +194,15 @@ class Run:
                 self.seen["found"] += good
 
 
-class Faults(unittest.TestCase):
+class Faults(Seeded, unittest.TestCase):
+    course = Run
+
     def test_every_batch_is_answered_once_and_what_is_loaded_is_right(self):
         seen = {}
-        for seed in range(SEEDS):
-            with self.subTest(seed=seed):
-                run = Run(seed)
-                run.go()
-                for name, count in run.seen.items():
-                    seen[name] = seen.get(name, 0) + count
+        for run in self.every_seed():
+            for name, count in run.seen.items():
+                seen[name] = seen.get(name, 0) + count
         self.assertTrue(all(seen.values()), seen)
-
-    def expect_seen(self, wanted, *bugs):
-        said = set()
-        for seed in range(SEEDS):
-            with contextlib.ExitStack() as stack:
-                for where, name, what in bugs:
-                    stack.enter_context(mock.patch.object(where, name, what))
-                try:
-                    Run(seed).go()
-                except Exception as error:
-                    said.add(str(error))
-                    if str(error).startswith(wanted):
-                        return
-        self.fail(f"of {SEEDS} seeds none says {wanted}: {said}")
 
     def test_planted_results_of_a_part_are_taken_for_those_of_the_first_keys(self):
         def done(cache, pages, told):

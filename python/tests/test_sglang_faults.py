@@ -2,12 +2,9 @@
 server goes away.
 
 Whatever happens: a page that is said to be loaded has the bytes that were stored, what is stored under a key is what was put under it,
-and no exception leaves the class. Each test of a planted bug sees one of these fail.
-
-KVARTS_SEEDS=N runs N seeds."""
+and no exception leaves the class. Each test of a planted bug sees one of these fail."""
 
 import contextlib
-import os
 import random
 import types
 import unittest
@@ -23,9 +20,9 @@ import faults  # noqa: E402
 import kvarts  # noqa: E402
 from faults import Time  # noqa: E402
 from kvarts import link, sglang  # noqa: E402
+from seeded import Seeded  # noqa: E402
 from test_sglang import PAGE, Pool, indices, keys  # noqa: E402
 
-SEEDS = int(os.environ.get("KVARTS_SEEDS", "60"))
 BYTES = 2 * PAGE * 3 * 2 * 8 * 2
 
 
@@ -165,30 +162,15 @@ class Run:
                 raise AssertionError("a page that is not right")
 
 
-class Faults(unittest.TestCase):
+class Faults(Seeded, unittest.TestCase):
+    course = Run
+
     def test_a_page_that_is_said_to_be_loaded_has_the_bytes_that_were_stored(self):
         seen = {}
-        for seed in range(SEEDS):
-            with self.subTest(seed=seed):
-                run = Run(seed)
-                run.go()
-                for name, count in run.seen.items():
-                    seen[name] = seen.get(name, 0) + count
+        for run in self.every_seed():
+            for name, count in run.seen.items():
+                seen[name] = seen.get(name, 0) + count
         self.assertTrue(all(seen.values()), seen)
-
-    def expect_seen(self, wanted, *bugs):
-        said = set()
-        for seed in range(SEEDS):
-            with contextlib.ExitStack() as stack:
-                for where, name, what in bugs:
-                    stack.enter_context(mock.patch.object(where, name, what))
-                try:
-                    Run(seed).go()
-                except Exception as error:
-                    said.add(str(error))
-                    if str(error).startswith(wanted):
-                        return
-        self.fail(f"of {SEEDS} seeds none says {wanted}: {said}")
 
     def test_planted_memory_that_a_read_still_has_is_used_again(self):
         def read(storage, pool, staging, names):

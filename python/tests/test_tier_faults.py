@@ -2,13 +2,10 @@
 
 Whatever happens: every job is answered once, and says of a load exactly which blocks are good; nothing touches a job's memory after
 its answer; what is stored under a key is what was put under it first; a look-up has an answer in the end; and puts that fail make
-no load a miss. Each test of a planted bug sees one of these fail.
-
-KVARTS_SEEDS=N runs N seeds."""
+no load a miss. Each test of a planted bug sees one of these fail."""
 
 import contextlib
 import itertools
-import os
 import random
 import types
 import unittest
@@ -26,9 +23,9 @@ import faults  # noqa: E402
 import kvarts  # noqa: E402
 from faults import Time  # noqa: E402
 from kvarts import link, vllm  # noqa: E402
+from seeded import Seeded  # noqa: E402
 from test_vllm import keys, specification  # noqa: E402
 
-SEEDS = int(os.environ.get("KVARTS_SEEDS", "60"))
 BYTES, CHUNKS = 64, 40
 #: Seconds for which a disk writes to memory of a batch that has ended.
 HELD = 0.2
@@ -220,31 +217,16 @@ class Run:
                 raise AssertionError("memory was written to after the answer")
 
 
-class Faults(unittest.TestCase):
+class Faults(Seeded, unittest.TestCase):
+    course = Run
+
     def test_every_job_is_answered_once_and_says_which_blocks_are_good(self):
         seen = {}
-        for seed in range(SEEDS):
-            with self.subTest(seed=seed):
-                run = Run(seed)
-                run.go()
-                for name, count in [*run.seen.items(), *run.tier._failures.items()]:
-                    seen[name] = seen.get(name, 0) + count
+        for run in self.every_seed():
+            for name, count in [*run.seen.items(), *run.tier._failures.items()]:
+                seen[name] = seen.get(name, 0) + count
         for what in ("hits", "good", "bad", "Cancelled", "DeadlinePassed", "away"):
             self.assertGreater(seen.get(what, 0), 0, seen)
-
-    def expect_seen(self, wanted, *bugs):
-        said = set()
-        for seed in range(SEEDS):
-            with contextlib.ExitStack() as stack:
-                for where, name, what in bugs:
-                    stack.enter_context(mock.patch.object(where, name, what))
-                try:
-                    Run(seed).go()
-                except Exception as error:
-                    said.add(str(error))
-                    if str(error).startswith(wanted):
-                        return
-        self.fail(f"of {SEEDS} seeds none says {wanted}: {said}")
 
     def test_planted_parts_are_written_down_in_the_wrong_place(self):
         def done(tier, batch, results):
