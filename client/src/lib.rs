@@ -361,6 +361,13 @@ impl Client {
         self.remote.ask(async move { admin.reload(request).await }).map(|reply| reply.notes)
     }
 
+    /// Deletes everything that a tenant has stored, or says what would go.
+    pub fn purge_tenant(&self, wire: proto::PurgeTenantRequest) -> Result<proto::PurgeTenantReply, Error> {
+        let mut admin = self.remote.admin();
+        let request = self.remote.endless(wire);
+        self.remote.ask_endless(async move { admin.purge_tenant(request).await })
+    }
+
     /// Asks the server to finish and stop.
     pub fn drain(&self) -> Result<(), Error> {
         let mut admin = self.remote.admin();

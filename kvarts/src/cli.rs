@@ -101,6 +101,8 @@ enum Command {
     Sim(lab_cmd::HandedOver),
     /// Show what a running server is and has done
     Stat(client_cmd::AdminArgs),
+    /// Delete everything that a tenant of a running server has stored
+    Tenant(client_cmd::TenantArgs),
     /// Watch what a running server does: hits and misses, calls, disks, tenants, nodes
     Top(top::TopArgs),
     /// Follow what happens to blocks of a running server
@@ -172,6 +174,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => lab_cmd::run("sim", &arguments),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),
+        Command::Tenant(arguments) => client_cmd::tenant(&arguments, out),
         Command::Top(arguments) => top::run(&arguments, out),
         Command::Watch(arguments) => client_cmd::watch(&arguments, out),
     }

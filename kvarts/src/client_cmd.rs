@@ -20,6 +20,7 @@ mod stat;
 mod strangers;
 pub(crate) mod subject;
 mod sure;
+mod tenant;
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -51,6 +52,7 @@ use strangers::Standing;
 use subject::Subject;
 pub(crate) use subject::{KeyArgs, ModelArgs, ServerArgs};
 use sure::Sure;
+pub(crate) use tenant::{TenantArgs, tenant};
 
 /// Bytes of blocks that are put or read at once.
 const BATCH_BYTES: u64 = 64 << 20;

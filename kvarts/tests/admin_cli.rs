@@ -223,7 +223,7 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
         )
     };
     let scratch = Scratch::new("reload");
-    let red = tenant("red", "'read', 'write', 'admin'");
+    let red = tenant("red", "'read', 'write', 'pin', 'admin'");
     std::fs::write(scratch.0.join("server.toml"), &red).unwrap();
     for name in ["red", "blue"] {
         std::fs::write(scratch.0.join(name), format!("kvarts_{name}\n")).unwrap();
@@ -280,6 +280,45 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
 }
 
 #[test]
+fn what_was_stored_before_there_were_tokens_is_told_and_given_away_or_deleted() {
+    let scratch = Scratch::new("unsalted");
+    std::fs::write(scratch.0.join("red"), "kvarts_red\n").unwrap();
+    let tenant = |more: &str| {
+        let hash = kvarts_server::state::auth::TokenHash::of("kvarts_red");
+        format!(
+            "[[tenants]]\nname = 'red'\n{more}[[tokens]]\ntenant = 'red'\nrights = ['read', 'admin']\nhash = '{hash}'\n"
+        )
+    };
+    let mut server = Server::start(scratch, &["--index-memory", "64M"]);
+    server.store_pages();
+    let with_tokens = ["--index-memory", "64M", "--config", "server.toml"];
+    let as_red = ["--token-file", "red"];
+    let found = |server: &Server| server.client(&["match"], &[&TOKENS[..], &as_red].concat()).1;
+    std::fs::write(server.path("server.toml"), tenant("")).unwrap();
+    server.start_again(&with_tokens);
+    let log = server.log();
+    let warned = log.lines().find(|line| line.contains(" WARN ") && line.contains("10 blocks with "));
+    assert!(warned.is_some_and(|line| line.contains("unsalted = true")), "{log}");
+    assert!(found(&server).starts_with("0 of 10"));
+    let (code, stat, _) = server.kvarts(&[&["stat"][..], &as_red].concat());
+    assert!(code == 0 && stat.contains("10 blocks") && stat.contains("unsalted"), "{stat}");
+    std::fs::write(server.path("server.toml"), tenant("unsalted = true\n")).unwrap();
+    server.start_again(&with_tokens);
+    assert!(!server.log().contains(" WARN "), "{}", server.log());
+    assert!(found(&server).starts_with("10 of 10"));
+    let purge = |more: &[&str]| server.kvarts(&[&["tenant", "purge"], more, &as_red].concat());
+    let (code, out, _) = purge(&["read"]);
+    assert!(code == 1 && out.contains("nothing of tenant read"), "{out}");
+    let (code, _, error) = purge(&["red"]);
+    assert!(code == 2 && error.contains("all 10 blocks") && error.contains("--yes"), "{error}");
+    let (code, out, _) = purge(&["red", "--dry-run"]);
+    assert!(code == 0 && out.starts_with("10 blocks") && out.ends_with("would be deleted\n"), "{out}");
+    let (code, purged) = json(purge(&["red", "--yes", "--json"]));
+    assert_eq!((code, &purged["blocks"], &purged["deleted"]), (0, &10.into(), &true.into()));
+    assert!(found(&server).starts_with("0 of 10"));
+}
+
+#[test]
 fn the_log_says_at_the_start_what_is_here_and_nothing_of_normal_clients() {
     let server = Server::start(Scratch::new("log"), &["--index-memory", "64M"]);
     server.store_pages();
@@ -309,7 +348,7 @@ fn the_log_says_at_the_start_what_is_here_and_nothing_of_normal_clients() {
 #[test]
 fn a_refused_call_and_a_full_store_are_one_warning_each() {
     let server =
-        Server::start(Scratch::new("loud"), &["--index-memory", "64M", "--segment", "1M", "--budget", "8M"]);
+        Server::start(Scratch::new("loud"), &["--index-memory", "64M", "--segment", "1M", "--budget", "64M"]);
     server.store_pages();
     assert_eq!(server.client(&["pin", "--hold", "1h"], &TOKENS).0, 0);
     // Everything is held, and there is no room for more.
@@ -318,8 +357,9 @@ fn a_refused_call_and_a_full_store_are_one_warning_each() {
     std::fs::write(server.path("many"), tokens).unwrap();
     std::fs::write(server.path("bytes"), vec![3; blocks as usize * 4096]).unwrap();
     let held = ["--tokens", "many"];
-    assert!(server.client(&["put", "bytes"], &held).0 < 2, "what does not fit lets older blocks go");
-    assert!(server.client(&["pin", "--hold", "1h"], &held).0 < 2);
+    assert_eq!(server.client(&["put", "bytes"], &held).0, 0);
+    assert_eq!(server.client(&["pin", "--hold", "1h"], &held).0, 0, "a quarter of the budget");
+    assert_eq!(server.kvarts(&["budget", "8M", "--yes"]).0, 0);
     let tokens: String = (0..blocks * 16).map(|token| format!("{} ", token + 500_000)).collect();
     std::fs::write(server.path("others"), tokens).unwrap();
     for _ in 0..3 {

@@ -88,7 +88,7 @@ async fn an_answer_that_nobody_takes_counts_until_it_is_gone_and_its_connection_
         }
     }
     scene.until("their calls are under way", || state.calls() > 0).await;
-    let kept = || state.connections_all - state.connections.available_permits();
+    let kept = || state.connections.all() - state.connections.free();
     scene.until("their connections are cut", || kept() <= 1).await;
     scene.until("and nothing counts any more", || state.calls() == 0).await;
     assert_eq!(state.receiving.bytes(), 0);
@@ -114,7 +114,7 @@ async fn an_answer_in_one_piece_counts_until_it_is_taken_or_its_connection_is_cu
     scene.until("their calls are under way", || state.calls() == CLIENTS).await;
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!(state.calls(), CLIENTS, "what was answered and not taken is forgotten");
-    let kept = || state.connections_all - state.connections.available_permits();
+    let kept = || state.connections.all() - state.connections.free();
     scene.until("their connections are cut", || kept() <= 1).await;
     scene.until("and nothing counts any more", || state.calls() == 0).await;
     drop(slow);

@@ -138,11 +138,11 @@ async fn whoever_shows_no_token_has_a_few_calls_on_a_connection_however_many_it_
     let daemon = start(&scratch, 1024, &tokens()).await;
     let all = crowd(&daemon, CONNECTIONS, 100);
     let state = daemon.state();
-    until("each has what it may", || state.strangers.count() == (CONNECTIONS, CONNECTIONS * 4)).await;
+    until("each has what it may", || state.connections.strangers() == (CONNECTIONS, CONNECTIONS * 4)).await;
     list(channel(&daemon).await.unwrap()).await.unwrap();
-    assert_eq!(state.strangers.count(), (CONNECTIONS, CONNECTIONS * 4));
+    assert_eq!(state.connections.strangers(), (CONNECTIONS, CONNECTIONS * 4));
     drop(all);
-    until("nothing is kept of them", || state.strangers.count() == (0, 0)).await;
+    until("nothing is kept of them", || state.connections.strangers() == (0, 0)).await;
     daemon.stop().await.unwrap();
 }
 
@@ -161,8 +161,8 @@ async fn connections_on_which_nobody_shows_a_token_end_whatever_else_they_do() {
         raw.data(1, &[0; 5], true);
     }
     until("all of them are in, or gone again", || state.calls() == 0).await;
-    until("their places come back", || state.connections.available_permits() == state.connections_all).await;
-    assert_eq!(state.strangers.count(), (0, 0));
+    until("their places come back", || state.connections.free() == state.connections.all()).await;
+    assert_eq!(state.connections.strangers(), (0, 0));
     drop((all, refused));
     daemon.stop().await.unwrap();
 }
@@ -179,7 +179,7 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
         (0..count).map(|_| TcpStream::connect(address).unwrap()).collect()
     };
     let first = silent(PLACES);
-    until("all places are taken", || state.connections.available_permits() == 0).await;
+    until("all places are taken", || state.connections.free() == 0).await;
     let start = Instant::now();
     let known = loop {
         if let Ok(channel) = channel(&daemon).await
@@ -196,6 +196,6 @@ async fn whoever_has_a_token_finds_a_place_among_strangers_and_keeps_it() {
     let others = silent(PLACES);
     list(known.clone()).await.unwrap();
     drop((first, more, others, known));
-    until("all go", || state.connections.available_permits() == PLACES).await;
+    until("all go", || state.connections.free() == PLACES).await;
     daemon.stop().await.unwrap();
 }

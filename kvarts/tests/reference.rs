@@ -51,6 +51,7 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("compact", vec!["compact"]),
         ("budget", vec!["budget"]),
         ("reload", vec!["reload"]),
+        ("tenant purge", vec!["tenant", "purge", "default", "--dry-run"]),
         ("resume", vec!["resume"]),
         ("top", vec!["top", "--once", "--interval", "1", "--metrics", &metrics]),
         ("ls DIR", vec!["ls", "kvarts-data", "--live"]),

@@ -91,6 +91,13 @@ impl Credentials {
         Ok(Arc::new(Self { node, calls: RwLock::new(calls), lane: RwLock::new(lane) }))
     }
 
+    /// Why others could not take their place, if so. Nothing changes.
+    pub fn check_replacement(&self, pem: &Pem) -> Result<(), String> {
+        [Purpose::Calls, Purpose::Lane]
+            .into_iter()
+            .try_for_each(|purpose| sides(Some(self.node), pem, purpose).map(drop))
+    }
+
     /// Others, for connections from now on. What cannot be used changes nothing.
     pub fn replace(&self, pem: &Pem) -> Result<(), String> {
         let calls = sides(Some(self.node), pem, Purpose::Calls)?;

@@ -104,7 +104,7 @@ impl Scene {
                 && state.puts.left() == self.turns
                 && state.engine.holding() == self.holding
                 // Both clients have one connection, or are about to have one again.
-                && state.connections_all - state.connections.available_permits() <= 2
+                && state.connections.all() - state.connections.free() <= 2
         });
     }
 

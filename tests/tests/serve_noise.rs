@@ -125,7 +125,7 @@ impl Scene {
                 && state.calls() == 0
                 && state.puts.left().1 == 0
                 && (holding.claims, holding.promised, holding.reserved) == (0, 0, 0)
-                && state.connections_all - state.connections.available_permits() <= 1
+                && state.connections.all() - state.connections.free() <= 1
         });
     }
 
@@ -447,7 +447,7 @@ fn requests_that_never_become_whole_share_bounded_memory_and_end() {
     // Their connections stay, they do not; but for one whose bytes still come when its stream is long forgotten, which
     // HTTP/2 ends.
     scene.stage.served.until("they are ended", |_| state.calls() == 0 && state.receiving.bytes() == 0);
-    let connected = state.connections_all - state.connections.available_permits();
+    let connected = state.connections.all() - state.connections.free();
     assert!(connected > CONNECTIONS / 2, "{connected}: it was their connections that ended");
     scene.expect_served();
     drop((open, state));

@@ -23,7 +23,7 @@ use tonic::{Code, Request};
 /// Blocks, each as its chunks.
 type Blocks = Vec<Vec<Vec<u8>>>;
 
-const COLUMN: (kvarts_layout::Group, kvarts_layout::Coordinate) =
+pub(crate) const COLUMN: (kvarts_layout::Group, kvarts_layout::Coordinate) =
     (fixture::PAGES, kvarts_layout::Coordinate::Heads { start: 0, count: 2, of: 2 });
 
 fn configuration() -> String {
@@ -33,22 +33,24 @@ fn configuration() -> String {
     };
     [
         "[[tenants]]\nname = 'red'\npin = '32 KiB'\n[[tenants]]\nname = 'blue'\ncalls = 2\n".to_owned(),
-        token("red", "'read', 'write', 'admin'", "kvarts_red", ""),
+        token("red", "'read', 'write', 'pin', 'admin'", "kvarts_red", ""),
         token("blue", "'read', 'write'", "kvarts_blue", ""),
         token("blue", "'read'", "kvarts_blue_reader", ""),
         token("blue", "'read'", "kvarts_blue_ended", "expires = 1"),
         token("red", "'read'", "kvarts_red_reader", ""),
         token("red", "'write'", "kvarts_red_writer", ""),
+        token("red", "'pin'", "kvarts_red_pinner", ""),
+        token("red", "'delete'", "kvarts_red_deleter", ""),
         token("red", "'admin'", "kvarts_red_admin", ""),
     ]
     .concat()
 }
 
-fn register(client: &Client) -> NamespaceId {
+pub(crate) fn register(client: &Client) -> NamespaceId {
     client.register(&fixture::identity("tenants"), &fixture::geometry()).unwrap()
 }
 
-fn put(
+pub(crate) fn put(
     client: &Client,
     namespace: NamespaceId,
     keys: &[BlockKey],
@@ -77,7 +79,11 @@ fn put(
     block_on(client.put(request)).unwrap().map(|reply| reply.outcomes)
 }
 
-fn read(client: &Client, namespace: NamespaceId, keys: &[BlockKey]) -> Result<(ReadEnd, Blocks), Error> {
+pub(crate) fn read(
+    client: &Client,
+    namespace: NamespaceId,
+    keys: &[BlockKey],
+) -> Result<(ReadEnd, Blocks), Error> {
     let (group, coordinate) = COLUMN;
     let shape = fixture::shape(group, coordinate);
     let into = fixture::place(&shape, keys.len() as u32, Style::Blocks, 0).unwrap();
@@ -98,7 +104,7 @@ fn read(client: &Client, namespace: NamespaceId, keys: &[BlockKey]) -> Result<(R
     Ok((end, blocks))
 }
 
-fn find(
+pub(crate) fn find(
     client: &Client,
     namespace: NamespaceId,
     keys: &[BlockKey],
@@ -257,9 +263,11 @@ fn without_a_valid_token_or_right_nothing_happens() {
 /// The right that each method needs, written down a second time.
 fn right(method: &str) -> &'static str {
     match method {
-        "Store/Put" | "Store/SetDefaultTtl" | "Store/SetTtl" | "Store/Delete" => "write",
+        "Store/Put" | "Store/SetDefaultTtl" | "Store/SetTtl" => "write",
+        "Store/Pin" => "pin",
+        "Store/Delete" => "delete",
         "Admin/Stats" | "Admin/Checkpoint" | "Admin/Compact" | "Admin/Scrub" | "Admin/SetBudget"
-        | "Admin/Reload" | "Admin/Drain" => "admin",
+        | "Admin/Reload" | "Admin/PurgeTenant" | "Admin/Drain" => "admin",
         _ => "read",
     }
 }
@@ -274,12 +282,14 @@ fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
         let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
         reply.unwrap_err().code()
     };
-    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/Drain"];
+    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/PurgeTenant", "Admin/Drain"];
     for method in plain::METHODS.into_iter().chain(more) {
-        for has in ["read", "write", "admin"] {
+        for has in ["read", "write", "pin", "delete", "admin"] {
             let token = match has {
                 "read" => "kvarts_red_reader",
                 "write" => "kvarts_red_writer",
+                "pin" => "kvarts_red_pinner",
+                "delete" => "kvarts_red_deleter",
                 _ => "kvarts_red_admin",
             };
             let expected = if right(method) == has { Code::InvalidArgument } else { Code::PermissionDenied };

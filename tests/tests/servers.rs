@@ -25,6 +25,8 @@ mod serve_python;
 mod serve_refusals;
 mod serve_scrub;
 mod serve_tenants;
+mod serve_tenants_leave;
+mod serve_tenants_shares;
 mod serve_tls;
 mod serve_watch;
 mod served;

@@ -10,7 +10,7 @@ use prost::Message;
 use tonic::{Code, Status};
 
 use super::limits::{ERRORS_TOLD, RETRY_AFTER};
-use crate::proto;
+use crate::{busy, proto};
 
 /// The type of the detail, as `google.protobuf.Any` names types.
 const TYPE_URL: &str = "type.googleapis.com/kvarts.v1.Error";
@@ -268,7 +268,7 @@ pub fn reason(error: &proto::Error) -> Reason {
         R::Duplicate => Reason::Duplicate(key()),
         R::OutOfOrder => Reason::OutOfOrder(key()),
         R::InFlight => Reason::InFlight,
-        R::Busy => Reason::Busy("the server takes no more requests now"),
+        R::Busy => Reason::Busy(busy::said(&error.what)),
         R::NoSpace => Reason::NoSpace(SpaceCause::Remote(error.what.clone())),
         R::PinCap => Reason::PinCap { limit: error.expected, wanted: error.found },
         R::Quota => Reason::Quota { limit: error.expected, wanted: error.found },

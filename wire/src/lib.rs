@@ -8,6 +8,7 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
+pub mod busy;
 pub mod codec;
 pub mod convert;
 pub mod digest;

@@ -36,6 +36,12 @@ pub const OPEN_CALLS_MAX: usize = 4;
 pub const STRANGERS_BYTES_MAX: usize = 256 << 10;
 /// How long a connection is safe from making room for others while no call on it was let in.
 pub const STRANGERS_GRACE: Duration = Duration::from_secs(1);
+/// One of this many connections is for those that have shown no token yet: known ones come from among these.
+pub const STRANGERS_PART: usize = 8;
+/// The least that a connection moves before others have their turns, however many its tenant has.
+pub const LEAST_TURN_BYTES: usize = 64 << 10;
+/// Connections of the local socket beside all others, for administrators alone.
+pub const ADMINISTRATORS_PLACES: usize = 8;
 /// Look-ups of up to this many entries (keys times coordinates) are done at once, larger ones when it is their tenant's turn.
 pub const LIGHT_ENTRIES: usize = 8192;
 /// Those that are done at a time for each tenant, and beside these for all.
@@ -86,16 +92,20 @@ pub const PIECE_TIMEOUT: Duration = Duration::from_secs(60);
 pub const WAIT: Duration = Duration::from_secs(20);
 /// The longest deadline that a call gets, also where it asked for none.
 pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
-/// The same for a call that goes through the whole store: a scrub or a compaction.
+/// The same for a call that goes through the whole store: a scrub, a compaction, the purge of a tenant.
 pub const WHOLE_STORE_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The longest that a lease or pin holds.
 pub const LEASE_MAX: Duration = Duration::from_secs(24 * 3600);
+/// The same for a token without the right to pin.
+pub const READERS_LEASE_MAX: Duration = Duration::from_secs(600);
 /// Models that one tenant may have registered.
 pub const MODELS_MAX: usize = 4096;
 /// Bytes of all of them in a list: an answer of one message.
 pub const MODELS_BYTES_MAX: u64 = 3 << 20;
 /// Bytes of memory of all models of one tenant.
 pub const MODELS_MEMORY_MAX: u64 = 64 << 20;
+/// Models of one tenant that a store remembers: those registered, and those that it has or had blocks of since its start.
+pub const REMEMBERED_MAX: usize = 4 * MODELS_MAX;
 /// What one layer of a model takes of that.
 pub const LAYER_MEMORY: u64 = 128;
 /// Layers and chunks of all shapes that one registration may ask for.

@@ -37,6 +37,22 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         writeln!(out, "  writes    refused: {why}")?;
         writeln!(out, "            `kvarts resume` has them taken again once the cause is gone")?;
     }
+    for one in &stats.ownerless {
+        let (blocks, size) = (grouped(one.blocks), bytes(one.bytes));
+        match one.unsalted {
+            true => writeln!(
+                out,
+                "  no token  of {blocks} blocks, {size}, stored while none were asked for: give them to a tenant by `unsalted = \
+                 true`, or `kvarts tenant purge --unsalted`"
+            )?,
+            false => writeln!(
+                out,
+                "  no token  of {blocks} blocks, {size}, of {} tenants that are not in the configuration: `kvarts tenant purge \
+                 NAME`",
+                one.tenants
+            )?,
+        }
+    }
     show_limits(&stats.limits, out)?;
     let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
     let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
@@ -94,6 +110,7 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
             "leases": one.leases,
         })
     };
+    let ownerless = |one: &proto::stats_reply::Ownerless| json!({"unsalted": one.unsalted, "tenants": one.tenants, "blocks": one.blocks, "bytes": one.bytes});
     let recovery = |one: &proto::stats_reply::Recovery| {
         json!({
             "records": one.records, "blocks": one.blocks, "problems": one.problems,
@@ -109,6 +126,7 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
             "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
         })),
         "counts": stats.counts, "notes": stats.notes,
+        "ownerless": stats.ownerless.iter().map(ownerless).collect::<Vec<_>>(),
         "cold": stats.cold.as_ref().map(|cold| json!({
             "bucket": cold.bucket, "paused": cold.paused, "counts": cold.counts,
         })),

@@ -316,14 +316,29 @@ impl ClusterNode {
         if members.epoch() <= self.members().epoch() && !planted!("old-members-accepted") {
             return Ok(());
         }
-        if members.get(self.me).is_none() {
-            return Err(format!(
-                "this node, {}, is none of the members of epoch {}",
-                self.me,
-                members.epoch()
-            ));
-        }
+        self.has_me(&members)?;
         self.take_members(&Arc::new(members))
+    }
+
+    /// Why these members could not be taken over, if so. Nothing changes.
+    pub fn check_members(&self, members: &Members) -> Result<(), String> {
+        if members.epoch() <= self.members().epoch() {
+            return Ok(());
+        }
+        self.has_me(members)?;
+        for member in members.list().iter().filter(|member| member.id != self.me) {
+            Link::new(self.me, member.clone(), &self.options.secret, &self.footing)?;
+        }
+        Ok(())
+    }
+
+    fn has_me(&self, members: &Members) -> Result<(), String> {
+        match members.get(self.me) {
+            Some(_) => Ok(()),
+            None => {
+                Err(format!("this node, {}, is none of the members of epoch {}", self.me, members.epoch()))
+            }
+        }
     }
 
     fn take_members(self: &Arc<Self>, members: &Arc<Members>) -> Result<(), String> {

@@ -216,7 +216,7 @@ pub(crate) fn admit(
 /// The longest deadline of a method: of those that go through all there is, as long as that may take.
 fn longest(name: &str) -> Duration {
     match name {
-        "scrub" | "compact" => limits::WHOLE_STORE_MAX,
+        "scrub" | "compact" | "purge_tenant" => limits::WHOLE_STORE_MAX,
         _ => limits::DEADLINE_MAX,
     }
 }
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
         for Method { name, .. } in METHODS {
-            let long = matches!(*name, "scrub" | "compact");
+            let long = matches!(*name, "scrub" | "compact" | "purge_tenant");
             assert_eq!(longest(name) > limits::DEADLINE_MAX, long, "{name}");
         }
         // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.

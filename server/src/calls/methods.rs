@@ -27,13 +27,13 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Store/Match", "match", Right::Read),
     Method::new("/kvarts.v1.Store/Exists", "exists", Right::Read),
     Method::new("/kvarts.v1.Store/Unlock", "unlock", Right::Read),
-    Method::new("/kvarts.v1.Store/Pin", "pin", Right::Read),
+    Method::new("/kvarts.v1.Store/Pin", "pin", Right::Pin),
     Method::new("/kvarts.v1.Store/Unpin", "unpin", Right::Read),
     Method::new("/kvarts.v1.Store/ListPins", "list_pins", Right::Read),
     Method::new("/kvarts.v1.Store/Renew", "renew", Right::Read),
     Method::new("/kvarts.v1.Store/SetDefaultTtl", "set_default_ttl", Right::Write),
     Method::new("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
-    Method::new("/kvarts.v1.Store/Delete", "delete", Right::Write),
+    Method::new("/kvarts.v1.Store/Delete", "delete", Right::Delete),
     Method::new("/kvarts.v1.Plans/Route", "route", Right::Read),
     Method::new("/kvarts.v1.Reads/Get", "get", Right::Read),
     Method::new("/kvarts.v1.Reads/GetLayers", "get_layers", Right::Read),
@@ -50,6 +50,7 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
     Method::new("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
     Method::new("/kvarts.v1.Admin/Reload", "reload", Right::Admin),
+    Method::new("/kvarts.v1.Admin/PurgeTenant", "purge_tenant", Right::Admin),
 ];
 
 /// The method of this path in the contract.

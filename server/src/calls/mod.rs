@@ -16,6 +16,7 @@ mod entries;
 pub(crate) mod heavy;
 pub(crate) mod lookups;
 pub(crate) mod methods;
+pub(crate) mod purge;
 pub(crate) mod store;
 pub(crate) mod upload;
 

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvarts_contract::api::{
-    ContainsRequest, DeleteOutcome, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Missing, Presence,
-    Target, TtlRequest,
+    ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, LeaseId, LeaseTerms, MatchRequest, Missing,
+    Presence, Target, TtlRequest,
 };
 use kvarts_contract::error::Reason;
-use kvarts_layout::BlockKey;
+use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_peer::node::Column;
 
 use super::beyond::{self, Together};
@@ -19,18 +19,30 @@ use super::fault::{Fault, Outcome};
 use super::{cold, convert, limits};
 use crate::counters::Lookup;
 use crate::state::{HeldLease, Model, Right};
-use kvarts_wire::{plans, proto};
+use kvarts_wire::{busy, plans, proto};
 use tokio::time::Instant;
 
-/// Terms of a lease, if one is wanted and the tenant may have one more.
+/// Terms of a lease, if one is wanted and the tenant may have one more. How much it may hold the store knows.
 fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
     let Some(hold) = hold else { return Ok(None) };
     let (state, tenant) = (&call.state, &call.caller.tenant);
+    may_hold(call, hold)?;
     if !state.leases.has_room(tenant.number, limits::LEASES_MAX, state.clock().now()) {
-        return Err(Reason::TooMany("leases").into());
+        return Err(Fault::busy(busy::LEASES));
     }
-    let cap_bytes = tenant.limits.pin_bytes.min(cap.unwrap_or(u64::MAX));
+    let cap_bytes = cap.unwrap_or(u64::MAX);
     Ok(Some(LeaseTerms { hold, tenant: tenant.number, cap_bytes }))
+}
+
+/// Who may read holds what it reads for as long as that takes; for longer than that it needs the right to pin.
+fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
+    if hold <= limits::READERS_LEASE_MAX || call.caller.rights.has(Right::Pin) {
+        return Ok(());
+    }
+    let most = limits::READERS_LEASE_MAX.as_secs();
+    Err(Fault::forbidden(format!(
+        "the token does not have the right to pin: without it a lease ends within {most} s"
+    )))
 }
 
 /// The name of a lease for its client; 0 for none. It holds this many blocks of the model.
@@ -44,7 +56,12 @@ fn named(
     let (method, path) = call.way();
     let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
     let held = HeldLease { lease, ends, model: Arc::clone(model), blocks, method, path };
-    call.state.leases.add(terms.tenant, call.state.secret_number(), held)
+    let name = call.state.leases.add(terms.tenant, call.state.secret_number(), held);
+    name.unwrap_or_else(|| {
+        // The tenant was taken away meanwhile.
+        call.state.store().unlock(lease);
+        0
+    })
 }
 
 /// The model whose blocks are looked up. Where there is none of that name, that is what became of them.
@@ -237,6 +254,7 @@ pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<p
 /// Changes when a lease of the caller's tenant ends.
 pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
     let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
+    may_hold(call, hold)?;
     let ends = call.state.clock().now().plus(hold);
     let lease = call.state.leases.renew(call.caller.tenant.number, wire.lease, ends);
     call.state.store().renew(lease.ok_or(Reason::LeaseEnded)?, hold)?;
@@ -306,6 +324,21 @@ pub(crate) async fn delete(
     let target = target(wire.target)?;
     let namespace = convert::namespace(&wire.namespace)?;
     call.state.models.get(&call.caller, namespace)?;
+    let reply = deleted(&call, namespace, target).await?;
+    let mut told = super::fault::Told::default();
+    let outcome = |outcome: &DeleteOutcome| {
+        let (what, error) = match outcome {
+            DeleteOutcome::NotHere => (What::NotHere, None),
+            DeleteOutcome::Deleted => (What::Deleted, None),
+            DeleteOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
+        };
+        proto::delete_reply::Outcome { what: what.into(), error }
+    };
+    Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
+}
+
+/// Deletes blocks of a namespace for good, in the bucket too. Whose the namespace is was looked at before.
+pub(super) async fn deleted(call: &Call, namespace: NamespaceId, target: Target) -> Outcome<DeleteReply> {
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
     let tier = match &call.state.decided.cold {
@@ -318,18 +351,8 @@ pub(crate) async fn delete(
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
     let answer = call.state.store().delete(request).await;
     let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
-    let reply = match tier {
+    Ok(match tier {
         Some(tier) => tier.answer(reply)?,
         None => reply,
-    };
-    let mut told = super::fault::Told::default();
-    let outcome = |outcome: &DeleteOutcome| {
-        let (what, error) = match outcome {
-            DeleteOutcome::NotHere => (What::NotHere, None),
-            DeleteOutcome::Deleted => (What::Deleted, None),
-            DeleteOutcome::Refused(reason) => (What::Refused, Some(told.detail(reason))),
-        };
-        proto::delete_reply::Outcome { what: what.into(), error }
-    };
-    Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
+    })
 }

@@ -17,6 +17,9 @@ pub(super) struct TenantForm {
     /// What keeps its data apart. By default it follows from the name. After a change the tenant no longer finds the data stored before.
     #[serde(default)]
     pub(super) salt: Option<String>,
+    /// Its data has no salt: it is what a server without tokens stores, and what was stored before there were tokens.
+    #[serde(default)]
+    pub(super) unsalted: bool,
     #[serde(default)]
     pub(super) pin: Option<String>,
     #[serde(default)]

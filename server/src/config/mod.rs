@@ -238,17 +238,21 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         }
         let standard = TenantLimits::default();
         let limits = TenantLimits {
-            pin_bytes: form.pin.as_deref().map(size::parse).transpose()?.unwrap_or(standard.pin_bytes),
+            pin_bytes: form.pin.as_deref().map(size::parse).transpose()?,
             calls: form.calls.unwrap_or(standard.calls).max(1),
             bandwidth: form.bandwidth.as_deref().map(size::parse).transpose()?,
             disk: form.disk.as_deref().map(size::parse).transpose()?,
         };
-        let salt = form.salt.as_ref().map(|salt| salt.as_bytes().to_vec());
+        if form.unsalted && form.salt.is_some() {
+            return Err(Complaint::new("tenants.unsalted", "a tenant has a salt, or is unsalted"));
+        }
+        let salt = form.unsalted.then(String::new).or_else(|| form.salt.clone()).map(String::into_bytes);
         if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {
             return Err(Complaint::new("tenants.salt", "at most 64 bytes"));
         }
         if known.iter().any(|tenant| salt.as_ref().is_some_and(|salt| *salt == tenant.salt.0)) {
-            return Err(Complaint::new("tenants.salt", "two tenants with one salt would share data"));
+            let what = "two tenants with one salt, or two that are unsalted, would share data";
+            return Err(Complaint::new("tenants.salt", what));
         }
         known.push(Tenant::new(&form.name, number, salt, limits));
     }
@@ -263,7 +267,7 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         let tenant =
             tenant.ok_or_else(|| Complaint::new("tokens.tenant", "a tenant that is not configured"))?;
         let rights = Rights::named(form.rights.iter().map(String::as_str));
-        let names = [Right::Read, Right::Write, Right::Admin].map(|right| right.to_string()).join(", ");
+        let names = Right::EACH.map(|right| right.to_string()).join(", ");
         Ok(Token {
             hash: form.hash.parse::<TokenHash>().map_err(|why| Complaint::new("tokens.hash", why))?,
             tenant: Arc::clone(tenant),

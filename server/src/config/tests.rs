@@ -98,17 +98,30 @@ fn a_network_needs_tls_and_tokens_or_plain_words() {
 #[test]
 fn tenants_and_tokens_belong_together() {
     assert!(complaint(TENANT).contains("no tokens"));
-    assert!(complaint(&tokens("")).contains("read, write, admin"));
-    assert!(complaint(&tokens("'root'")).contains("read, write, admin"));
+    assert!(complaint(&tokens("")).contains("read, write, pin, delete, admin"));
+    assert!(complaint(&tokens("'root'")).contains("read, write, pin, delete, admin"));
     assert!(complaint(&tokens("'read'").replace("tenant = 'a'", "tenant = 'b'")).contains("not configured"));
     assert!(complaint(&tokens("'read'").replace(HASH, "12")).contains("64 hexadecimal digits"));
     let twice = format!("{TENANT}{TENANT}");
     assert!(complaint(&twice).contains("a name of its own"));
     let one_salt = "[[tenants]]\nname = 'a'\nsalt = 's'\n[[tenants]]\nname = 'b'\nsalt = 's'\n";
     assert!(complaint(one_salt).contains("would share data"));
-    let config = resolve(&tokens("'read', 'write'"), &[], Settings::default()).unwrap();
+    let unsalted = "[[tenants]]\nname = 'a'\nunsalted = true\n";
+    let two = format!("{unsalted}{}", unsalted.replace("'a'", "'b'"));
+    assert!(complaint(&two).contains("would share data"), "{}", complaint(&two));
+    assert!(complaint(&format!("{unsalted}salt = 's'\n")).contains("has a salt, or is unsalted"));
+    let one = tokens("'read'").replace("pin = '1 GiB'", "unsalted = true");
+    let config = resolve(&one, &[], Settings::default()).unwrap();
+    let Gate::Tokens(of_unsalted) = &config.gate else { panic!("tokens") };
+    assert!(of_unsalted[0].tenant.salt == Tenant::only().salt, "the data of a server without tokens");
+    assert_eq!(of_unsalted[0].tenant.limits.pin_bytes, None);
+    let config = resolve(&tokens("'read', 'write', 'pin'"), &[], Settings::default()).unwrap();
     let Gate::Tokens(tokens) = &config.gate else { panic!("tokens") };
-    assert_eq!((tokens[0].tenant.limits.pin_bytes, tokens[0].rights.admin), (1 << 30, false));
+    let (limits, rights) = (&tokens[0].tenant.limits, tokens[0].rights);
+    assert_eq!(
+        (limits.pin_bytes, rights.pin, rights.delete, rights.admin),
+        (Some(1 << 30), true, false, false)
+    );
 }
 
 #[test]

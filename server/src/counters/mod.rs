@@ -8,13 +8,13 @@ pub(crate) mod histogram;
 pub mod history;
 pub(crate) mod usage;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use histogram::Histogram;
 pub use usage::Lookup;
-use usage::{Names, UNREGISTERED, Usages};
+use usage::{Names, REST, UNREGISTERED, Usage, Usages};
 
 /// By what calls are told apart.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -64,6 +64,10 @@ pub struct Metrics {
 pub(crate) struct Counted {
     pub(crate) calls: BTreeMap<CallName, Calls>,
     pub(crate) tenants: Names,
+    /// Tenants that are gone: what still ends for them is counted with all others.
+    gone: BTreeSet<String>,
+    /// Bytes in and out of calls whose tenant is gone.
+    past: (u64, u64),
     /// By path, method and class. Not by tenant: each has many buckets.
     pub(crate) took: BTreeMap<(&'static str, &'static str, &'static str), Histogram>,
     /// By path and class.
@@ -78,7 +82,41 @@ pub(crate) struct Counted {
     pub(crate) modes: BTreeMap<&'static str, i64>,
 }
 
+impl Counted {
+    /// The name under which a tenant is counted.
+    fn named<'a>(&self, tenant: &'a str) -> &'a str {
+        if self.gone.contains(tenant) { REST } else { tenant }
+    }
+
+    fn usage(&mut self, tenant: &str, model: &str) -> &mut Usage {
+        let tenant = self.named(tenant);
+        self.usages.of(tenant, model)
+    }
+
+    fn forget(&mut self, tenant: &str) {
+        for (_, calls) in self.calls.extract_if(.., |name, _| name.tenant == tenant) {
+            self.past = (self.past.0 + calls.bytes_in, self.past.1 + calls.bytes_out);
+        }
+        self.usages.forget(tenant);
+        self.tenants.forget(tenant);
+        self.gone.insert(tenant.to_owned());
+    }
+}
+
 impl Metrics {
+    /// Tells tenants apart no more that are gone, and those again that came.
+    pub fn tenants_changed<'a>(
+        &self,
+        gone: impl Iterator<Item = &'a str>,
+        new: impl Iterator<Item = &'a str>,
+    ) {
+        let mut counted = self.lock();
+        gone.for_each(|tenant| counted.forget(tenant));
+        for tenant in new {
+            counted.gone.remove(tenant);
+        }
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, Counted> {
         // Counters stay whole whatever panics beside them.
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
@@ -86,12 +124,11 @@ impl Metrics {
 
     /// What the history keeps of the counters.
     pub(crate) fn sample(&self) -> history::Sample {
-        let counted = self.lock();
-        let mut sample = history::Sample::default();
-        for (_, _, usage) in counted.usages.each() {
-            sample.found += usage.lookups.here;
-            sample.asked += usage.lookups.asked();
-        }
+        let mut counted = self.lock();
+        let lookups = counted.usages.sample();
+        let (bytes_in, bytes_out) = counted.past;
+        let (found, asked) = (lookups.here, lookups.asked());
+        let mut sample = history::Sample { found, asked, bytes_in, bytes_out, ..history::Sample::default() };
         for calls in counted.calls.values() {
             sample.bytes_in += calls.bytes_in;
             sample.bytes_out += calls.bytes_out;
@@ -114,7 +151,8 @@ impl Metrics {
         if let Some(took) = how.first_layer {
             counted.first_layer.entry((name.path, name.class)).or_default().add(took);
         }
-        name.tenant = counted.tenants.told(name.tenant);
+        let tenant = counted.named(&name.tenant).to_owned();
+        name.tenant = counted.tenants.told(tenant);
         let calls = counted.calls.entry(name).or_default();
         *calls.ended.entry(how.code).or_default() += 1;
         calls.bytes_in += how.bytes_in;
@@ -128,7 +166,7 @@ impl Metrics {
 
     /// A lookup found this of what it was asked for.
     pub fn looked_up(&self, tenant: &str, model: &str, found: Lookup) {
-        self.lock().usages.of(tenant, model).lookups.add(&found);
+        self.lock().usage(tenant, model).lookups.add(&found);
     }
 
     /// A lookup asked for blocks of a model that was never registered, or not since the start.
@@ -140,7 +178,7 @@ impl Metrics {
     /// Counts a read that ended: blocks delivered, and those that were not, by reason.
     pub fn read_ended(&self, tenant: &str, model: &str, delivered: u64, missed: BTreeMap<&'static str, u64>) {
         let mut counted = self.lock();
-        let usage = counted.usages.of(tenant, model);
+        let usage = counted.usage(tenant, model);
         usage.delivered += delivered;
         for (reason, blocks) in missed {
             *usage.missed.entry(reason).or_default() += blocks;

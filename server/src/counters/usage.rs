@@ -1,7 +1,8 @@
 //! What each tenant asked for and got, by model: the counters that hit ratios are made of.
 //!
 //! Names of models come from clients, so a tenant has a bounded number of them here, and so has the server of tenants:
-//! the next ones are counted together, as [`REST`].
+//! the next ones are counted together, as [`REST`]. A model of which nothing was counted for an hour makes room for another;
+//! a tenant that is gone leaves nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,6 +12,8 @@ use kvarts_contract::api::Missing;
 pub(crate) const TENANTS_MAX: usize = 256;
 /// Models of a tenant that are told apart.
 pub(crate) const MODELS_MAX: usize = 32;
+/// Samples of the history (an hour of them) for which nothing is counted of a model before another takes its place.
+pub(crate) const IDLE_TICKS: u64 = 360;
 /// The name of all others together.
 pub(crate) const REST: &str = "other";
 /// The name of the model where none was registered by the name that was asked for.
@@ -25,6 +28,8 @@ pub(crate) struct Usage {
     pub(crate) delivered: u64,
     /// Blocks that reads did not deliver, by reason.
     pub(crate) missed: BTreeMap<&'static str, u64>,
+    /// When something was last counted here.
+    tick: u64,
 }
 
 /// What a lookup found, in blocks.
@@ -79,28 +84,65 @@ impl Lookup {
 
 /// Of all tenants.
 #[derive(Debug, Default)]
-pub(crate) struct Usages(BTreeMap<String, BTreeMap<String, Usage>>);
+pub(crate) struct Usages {
+    tenants: BTreeMap<String, BTreeMap<String, Usage>>,
+    /// Samples of the history until now: the time here.
+    tick: u64,
+    /// What lookups found whose names are not told apart any more.
+    past: Lookup,
+}
 
 impl Usages {
     /// Where this is counted.
     pub(crate) fn of(&mut self, tenant: &str, model: &str) -> &mut Usage {
-        place(place(&mut self.0, tenant, TENANTS_MAX), model, MODELS_MAX)
+        let models = place(&mut self.tenants, tenant, TENANTS_MAX);
+        if told_apart(models) >= MODELS_MAX && !models.contains_key(model) {
+            let named = models.iter().filter(|(name, _)| ![REST, UNREGISTERED].contains(&name.as_str()));
+            let idle = named.min_by_key(|(_, usage)| usage.tick);
+            let idle = idle.filter(|(_, usage)| self.tick.saturating_sub(usage.tick) >= IDLE_TICKS);
+            if let Some(usage) = idle.map(|(name, _)| name.clone()).and_then(|name| models.remove(&name)) {
+                self.past.add(&usage.lookups);
+            }
+        }
+        let usage = place(models, model, MODELS_MAX);
+        usage.tick = self.tick;
+        usage
     }
 
     /// Each with its tenant and its model.
     pub(crate) fn each(&self) -> impl Iterator<Item = (&str, &str, &Usage)> {
-        self.0.iter().flat_map(|(tenant, models)| {
+        self.tenants.iter().flat_map(|(tenant, models)| {
             models.iter().map(move |(model, usage)| (tenant.as_str(), model.as_str(), usage))
         })
     }
+
+    /// What all lookups found, also those whose names are gone. Time goes on with it.
+    pub(crate) fn sample(&mut self) -> Lookup {
+        self.tick += 1;
+        let mut sum = self.past;
+        self.each().for_each(|(_, _, usage)| sum.add(&usage.lookups));
+        sum
+    }
+
+    /// Tells a tenant apart no more.
+    pub(crate) fn forget(&mut self, tenant: &str) {
+        for usage in self.tenants.remove(tenant).unwrap_or_default().into_values() {
+            self.past.add(&usage.lookups);
+        }
+    }
+}
+
+/// Names beside the one of all others.
+fn told_apart<V>(all: &BTreeMap<String, V>) -> usize {
+    all.len() - usize::from(all.contains_key(REST))
 }
 
 fn place<'a, V: Default>(all: &'a mut BTreeMap<String, V>, name: &str, most: usize) -> &'a mut V {
-    let is_told_apart = all.len() < most || all.contains_key(name);
+    let is_told_apart = told_apart(all) < most || all.contains_key(name);
     all.entry(if is_told_apart { name } else { REST }.to_owned()).or_default()
 }
 
-/// Names that are told apart: the first ones, up to a limit.
+/// Names that are told apart: the first ones, up to a limit, as long as they are not forgotten.
 #[derive(Debug, Default)]
 pub(crate) struct Names(BTreeSet<String>);
 
@@ -115,6 +157,11 @@ impl Names {
         }
         self.0.insert(name.clone());
         name
+    }
+
+    /// Another one may have its place.
+    pub(crate) fn forget(&mut self, name: &str) {
+        self.0.remove(name);
     }
 }
 
@@ -134,9 +181,33 @@ mod tests {
         for n in 0..1000 {
             usages.of(&format!("tenant-{n}"), "model").delivered += 1;
         }
-        assert_eq!(usages.0.len(), TENANTS_MAX + 1);
+        assert_eq!(usages.tenants.len(), TENANTS_MAX + 1);
         let mut names = Names::default();
         let told: BTreeSet<_> = (0..1000).map(|n| names.told(format!("tenant-{n}"))).collect();
         assert_eq!((told.len(), names.told("tenant-0".to_owned())), (TENANTS_MAX + 1, "tenant-0".to_owned()));
+    }
+
+    #[test]
+    fn a_name_that_nothing_used_for_an_hour_makes_room_and_sums_stay() {
+        let mut usages = Usages::default();
+        let count =
+            |usages: &mut Usages, tenant: &str, model: &str| usages.of(tenant, model).lookups.here += 1;
+        let told = |usages: &Usages, model: &str| usages.each().any(|(_, name, _)| name == model);
+        for n in 0..MODELS_MAX {
+            count(&mut usages, "a", &format!("old-{n:02}"));
+        }
+        count(&mut usages, "a", "new");
+        assert!(!told(&usages, "new") && told(&usages, REST), "none of them is idle for long enough");
+        for tick in 0..IDLE_TICKS {
+            assert_eq!(usages.sample().here, MODELS_MAX as u64 + 1 + tick);
+            count(&mut usages, "a", "old-00");
+        }
+        count(&mut usages, "a", "new");
+        count(&mut usages, "a", "newer");
+        assert!(told(&usages, "new") && told(&usages, "newer") && told(&usages, "old-00"));
+        assert!(!told(&usages, "old-01") && !told(&usages, "old-02") && told(&usages, "old-03"));
+        let all = usages.sample();
+        usages.forget("a");
+        assert_eq!((usages.each().count(), usages.sample()), (0, all), "what was asked for stays asked for");
     }
 }

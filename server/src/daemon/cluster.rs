@@ -253,19 +253,62 @@ fn read_file(name: &str, path: &Path) -> Result<Vec<u8>, String> {
     std::fs::read(path).map_err(|error| told(&error))
 }
 
-/// Takes over certificates, and members that have changed in the file.
-pub(super) fn reload(config: &ClusterConfig, node: &Arc<ClusterNode>) -> Result<String, String> {
-    let tls = config.tls.as_ref().map(read_pem).transpose()?;
-    match (tls, node.credentials()) {
-        (Some(pem), Some(credentials)) => credentials.replace(&pem).map_err(told_of)?,
-        (None, None) => {}
-        _ => return Err("whether nodes have certificates is decided at the start".to_owned()),
+/// Certificates and members as files have them now, which can be taken over.
+pub(super) struct Renewed {
+    pem: Option<Pem>,
+    members: Option<Members>,
+}
+
+impl Renewed {
+    /// Reads them and looks whether they can be taken over. Nothing changes.
+    pub(super) fn check(config: &ClusterConfig, node: &ClusterNode) -> Result<Self, String> {
+        let pem = config.tls.as_ref().map(read_pem).transpose()?;
+        match (&pem, node.credentials()) {
+            (Some(pem), Some(credentials)) => credentials.check_replacement(pem).map_err(told_of)?,
+            (None, None) => {}
+            _ => return Err("whether nodes have certificates is decided at the start".to_owned()),
+        }
+        let members = match &config.members {
+            MembersFrom::File(path) => Some((members(path)?, path)),
+            MembersFrom::Etcd { .. } => None,
+        };
+        if let Some((members, path)) = &members {
+            node.check_members(members)
+                .map_err(|why| format!("cluster.members: {}: {why}", path.display()))?;
+        }
+        Ok(Self { pem, members: members.map(|(members, _)| members) })
     }
-    if let MembersFrom::File(path) = &config.members {
-        node.change_members(members(path)?)?;
+
+    /// Takes them over. Says what an operator should know, a sentence each.
+    pub(super) fn take(self, node: &Arc<ClusterNode>) -> Result<Vec<String>, String> {
+        if let Some((pem, credentials)) = self.pem.as_ref().zip(node.credentials()) {
+            credentials.replace(pem).map_err(told_of)?;
+        }
+        let before = node.members();
+        let stale = self.members.as_ref().and_then(|file| not_taken(file, &before));
+        if let Some(members) = self.members {
+            node.change_members(members)?;
+        }
+        let members = node.members();
+        let now = format!("cluster: epoch {} with {} nodes", members.epoch(), members.list().len());
+        Ok(std::iter::once(now).chain(stale).collect())
     }
-    let members = node.members();
-    Ok(format!("cluster: epoch {} with {} nodes", members.epoch(), members.list().len()))
+}
+
+/// Why the members of a file stay what they are here, if they differ: only a greater epoch counts.
+fn not_taken(file: &Members, here: &Members) -> Option<String> {
+    let (new, old) = (file.epoch(), here.epoch());
+    match new.cmp(&old) {
+        std::cmp::Ordering::Greater => None,
+        std::cmp::Ordering::Equal if file.list() == here.list() => None,
+        std::cmp::Ordering::Equal => Some(format!(
+            "cluster.members: the file names other members than this node has, of the same epoch {old}: they were not taken \
+             over, make the epoch greater by one"
+        )),
+        std::cmp::Ordering::Less => Some(format!(
+            "cluster.members: the file's epoch {new} is older than epoch {old}, which this node has: it was not taken over"
+        )),
+    }
 }
 
 fn secret(config: &ClusterConfig, members: &[Member]) -> Result<Secret, String> {

@@ -11,6 +11,7 @@ mod cluster;
 mod devices;
 pub mod notify;
 mod opened;
+mod ownerless;
 mod places;
 mod ports;
 mod ready;
@@ -156,14 +157,24 @@ impl Daemon {
         &self.state
     }
 
-    /// Takes over what of a configuration can change while the server runs: tenants, tokens, certificates. Says in one line
-    /// each what an operator should know, or what is wrong; then everything stays as it was.
+    /// Takes over what of a configuration can change while the server runs: tenants, tokens, certificates, members. Says in one
+    /// line each what an operator should know, or what is wrong; then everything stays as it was, because all of it is looked at
+    /// before the first of it changes.
     pub async fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         if tls.is_some() != self.renew.is_some() {
             return Err("whether there is TLS is decided at the start".to_owned());
         }
-        let changed = self.state.change_gate(&config.gate)?;
+        self.state.gate.check(&config.gate)?;
+        let cluster = match (&config.cluster, &self.state.decided.cluster) {
+            (Some(config), Some(node)) => Some((cluster::Renewed::check(config, node)?, node)),
+            _ => None,
+        };
+        let members = cluster.map(|(renewed, node)| renewed.take(node)).transpose()?;
+        let (state, gate) = (Arc::clone(&self.state), config.gate.clone());
+        // A tenant that is gone may have held many blocks.
+        let changed = tokio::task::spawn_blocking(move || state.change_gate(&gate)).await;
+        let changed = changed.map_err(|error| error.to_string())??;
         for tenant in &changed.new {
             self.home.store().set_tenant_quota(&tenant.salt, tenant.limits.disk);
         }
@@ -172,6 +183,7 @@ impl Daemon {
             let _ = renew.send(tls).await;
         }
         let mut notes = changed.notes;
+        notes.extend(ownerless::note(&self.state));
         let budget = self.home.store().stats().budget_bytes;
         if let Some(asked) = config.budget.filter(|asked| *asked != budget) {
             let (asked, budget) = (human::bytes(asked), human::bytes(budget));
@@ -180,10 +192,13 @@ impl Daemon {
                  `kvarts budget \"{asked}\"` does now"
             ));
         }
-        if let (Some(config), Some(node)) = (&config.cluster, &self.state.decided.cluster) {
-            notes.push(cluster::reload(config, node)?);
-        }
+        notes.extend(members.into_iter().flatten());
         Ok(notes)
+    }
+
+    /// What is stored of whom no token is, if anything: for an operator to know at the start.
+    pub fn ownerless(&self) -> Option<String> {
+        ownerless::note(&self.state)
     }
 
     /// What opening the store found.

@@ -52,7 +52,23 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         limits: limits(state, &stats),
         latched: state.engine.health().latched,
         cold: state.decided.cold.as_deref().map(cold),
+        ownerless: ownerless(state),
     }
+}
+
+/// What is stored of whom no token is: of none at all, and of tenants that are gone.
+fn ownerless(state: &ServerState) -> Vec<proto::stats_reply::Ownerless> {
+    let all = state.ownerless();
+    let sum = |unsalted: bool| {
+        let nothing = proto::stats_reply::Ownerless { unsalted, ..proto::stats_reply::Ownerless::default() };
+        all.iter().filter(|one| one.salt.is_empty() == unsalted).fold(nothing, |mut sum, one| {
+            sum.tenants += 1;
+            sum.blocks += one.live_blocks;
+            sum.bytes += one.live_bytes;
+            sum
+        })
+    };
+    [true, false].map(sum).into_iter().filter(|one| one.tenants > 0).collect()
 }
 
 /// What the cold tier is and has done.
@@ -84,8 +100,8 @@ fn limits(state: &ServerState, stats: &Stats) -> Vec<proto::stats_reply::Limit> 
     };
     let memory = state.memory.usage();
     let used: u64 = memory.iter().map(|part| part.used as u64).sum();
-    let connections = state.connections_all as u64;
-    let taken = connections.saturating_sub(state.connections.available_permits() as u64);
+    let connections = state.connections.all() as u64;
+    let taken = connections.saturating_sub(state.connections.free() as u64);
     let mut limits = vec![
         limit("store.budget", Some(stats.allocated_bytes), Some(stats.budget_bytes), true),
         limit("limits.index", Some(stats.index.bytes as u64), stats.index_bytes_max, true),
@@ -159,6 +175,7 @@ pub(super) async fn set_budget(
         _ => return Err(Fault::malformed("budget: in bytes or as a part of the disks, not both")),
     };
     call.state.engine.set_budget_within_disks(bytes).await?;
+    call.state.share_pins();
     let stats = call.state.engine.stats();
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, budget = stats.budget_bytes, "budget changed");
     Ok(proto::SetBudgetReply { budget_bytes: stats.budget_bytes, allocated_bytes: stats.allocated_bytes })

@@ -22,8 +22,8 @@ use super::put;
 use super::request::Arriving;
 use crate::calls::call::{Call, admit};
 use crate::calls::methods::{METHODS, Method};
-use crate::state::ServerState;
 use crate::state::connections::{ConnectionHandle, OpenCall};
+use crate::state::{Right, ServerState};
 
 /// The time in a `grpc-timeout` header: up to eight digits and a unit.
 fn timeout(value: &[u8]) -> Option<Duration> {
@@ -65,6 +65,26 @@ where
             Err(fault.status())
         }
     }
+}
+
+/// The call on the connection that it came by, if its tenant may have that.
+fn on_connection(mut call: Call, connection: Option<ConnectionHandle>) -> Outcome<Call> {
+    if let Some(connection) = &connection {
+        let (tenant, is_administrator) = (&call.caller.tenant, call.caller.rights.has(Right::Admin));
+        match connection.begin(tenant.number, is_administrator) {
+            Ok(begun) => call.connection_call = Some(begun),
+            Err(why) => {
+                call.state.metrics.refused(call.name, "connections");
+                if call.state.audit.may_tell() {
+                    tracing::warn!(target: "audit", method = call.name, tenant = tenant.name, why, "call refused");
+                }
+                call.end(Code::Unavailable);
+                return Err(Fault::busy(why));
+            }
+        }
+    }
+    call.connection = connection;
+    Ok(call)
 }
 
 /// The layer that admits calls: token, right, deadline and the tenant's turn.
@@ -118,12 +138,9 @@ where
         let headers = request.headers();
         let header = headers.get(http::header::AUTHORIZATION).map(http::HeaderValue::as_bytes);
         let asked = headers.get("grpc-timeout").and_then(|value| timeout(value.as_bytes()));
-        let call = match admit(&self.layer.state, "grpc", method, header, asked) {
-            Ok(mut call) => {
-                call.connection_call = connection.as_ref().map(ConnectionHandle::begin);
-                call.connection = connection;
-                Arc::new(call)
-            }
+        let admitted = admit(&self.layer.state, "grpc", method, header, asked);
+        let call = match admitted.and_then(|call| on_connection(call, connection)) {
+            Ok(call) => Arc::new(call),
             Err(fault) => return Box::pin(async move { Ok(fault.status().into_http()) }),
         };
         if call.name == "put" {

@@ -2,11 +2,13 @@
 //!
 //! A large read on a fast network never finds its socket full: its connection would move bytes for as long as there are
 //! any, while all other connections of the thread wait. A connection that has moved `TURN_BYTES` is therefore polled
-//! again only after the others.
+//! again only after the others. Where several tenants have calls under way, all connections of one have such a turn together:
+//! who opens a thousand gets no more of the threads than who has one, but for a least piece of each.
 //!
-//! A server has as many places as it was configured for. When all are taken, a new connection gets the place of the oldest
-//! stranger (a client that has shown no token), and is refused where there is none. A connection loses its place when its
-//! client sends no preface, makes no call for too long, or takes no answer (`connection`, `unsent`).
+//! A server has as many places as it was configured for, and a few more for administrators on the local socket. When all are
+//! taken, a new connection gets the place of the oldest stranger (a client that has shown no token), and is refused where
+//! there is none. A connection loses its place when its client sends no preface, makes no call for too long, or takes no
+//! answer (`connections`, `unsent`), and when it rests and its tenant has more than its part of them.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -42,9 +44,8 @@ pub(super) struct FairConnection<S> {
 }
 
 /// Gives a new connection one of the server's places; `None` refuses it.
-pub(super) fn place<S>(state: &Arc<ServerState>, inner: S) -> Option<FairConnection<S>> {
-    let free = Arc::clone(&state.connections).try_acquire_owned().ok();
-    let place = free.or_else(|| state.strangers.displace(Instant::now()));
+pub(super) fn place<S>(state: &Arc<ServerState>, inner: S, is_local: bool) -> Option<FairConnection<S>> {
+    let place = state.connections.take(Instant::now(), is_local);
     if place.is_none() {
         state.metrics.refused("connect", "connections");
         if state.audit.may_tell() {
@@ -52,7 +53,11 @@ pub(super) fn place<S>(state: &Arc<ServerState>, inner: S) -> Option<FairConnect
         }
     }
     place.map(|place| {
-        FairConnection::new(inner, ConnectionHandle::new(&state.strangers, Some(place)), &state.stall_timeout)
+        FairConnection::new(
+            inner,
+            ConnectionHandle::new(&state.connections, Some(place)),
+            &state.stall_timeout,
+        )
     })
 }
 
@@ -85,7 +90,15 @@ impl<S> FairConnection<S> {
     }
 
     fn turn(&self) -> usize {
-        if self.handle.is_known() { TURN_BYTES } else { STRANGERS_TURN_BYTES }
+        if self.handle.is_known() { self.handle.part_of(TURN_BYTES) } else { STRANGERS_TURN_BYTES }
+    }
+
+    /// The most that is written at once: where the turn is a part of one, no more than is left of it.
+    fn left(&self) -> usize {
+        match self.turn() {
+            TURN_BYTES.. => usize::MAX,
+            turn => turn.saturating_sub(self.moved).max(1),
+        }
     }
 
     /// Whether the turn is over. The task is woken at once, behind all that are ready already.
@@ -157,6 +170,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for FairConnection<S> {
         if self.is_over(context) {
             return Poll::Pending;
         }
+        let bytes = bytes.split_at(bytes.len().min(self.left())).0;
         let polled = Pin::new(&mut self.inner).poll_write(context, bytes);
         let moved = if let Poll::Ready(Ok(moved)) = polled { moved } else { 0 };
         self.count(&polled, moved);
@@ -171,7 +185,19 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for FairConnection<S> {
         if self.is_over(context) {
             return Poll::Pending;
         }
-        let polled = Pin::new(&mut self.inner).poll_write_vectored(context, pieces);
+        let left = self.left();
+        let (mut fit, mut sum) = (0, 0);
+        for piece in pieces {
+            if piece.len() > left - sum {
+                break;
+            }
+            (fit, sum) = (fit + 1, sum + piece.len());
+        }
+        let longer = pieces.get(fit).filter(|_| sum == 0);
+        let polled = match longer {
+            Some(piece) => Pin::new(&mut self.inner).poll_write(context, piece.split_at(left).0),
+            None => Pin::new(&mut self.inner).poll_write_vectored(context, pieces.split_at(fit).0),
+        };
         let moved = if let Poll::Ready(Ok(moved)) = polled { moved } else { 0 };
         self.count(&polled, moved);
         polled
@@ -201,6 +227,7 @@ impl<S: Connected> Connected for FairConnection<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::Places;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::Wake;
@@ -251,7 +278,7 @@ mod tests {
         let waker = Arc::clone(&wakes).into();
         let mut context = Context::from_waker(&waker);
         let mut connection = fair(Endless);
-        let _known = connection.handle.begin();
+        let _known = connection.handle.begin(0, false).unwrap();
         let bytes = vec![1; 256 << 10];
         for turn in 1..4 {
             for _ in 0..4 {
@@ -270,6 +297,43 @@ mod tests {
             reads += 1;
         }
         assert_eq!((reads, wakes.0.load(Ordering::Relaxed)), (TURN_BYTES / 4096, 4));
+    }
+
+    #[test]
+    fn connections_of_one_tenant_have_one_turn_together_while_another_has_calls() {
+        let places = Arc::new(Places::new(64, &[1, 2]));
+        let connection =
+            || FairConnection::new(Endless, come(&places, Instant::now(), false).unwrap(), &Arc::default());
+        let mut context = Context::from_waker(std::task::Waker::noop());
+        let bytes = vec![1; 4 << 20];
+        let mut moved = |connection: &mut FairConnection<Endless>, in_pieces: bool| {
+            let mut sum = 0;
+            loop {
+                let pieces = [IoSlice::new(&bytes[..700]), IoSlice::new(&bytes)];
+                let polled = match in_pieces {
+                    true => Pin::new(&mut *connection).poll_write_vectored(&mut context, &pieces),
+                    false => Pin::new(&mut *connection).poll_write(&mut context, &bytes),
+                };
+                match polled {
+                    Poll::Ready(moved) => sum += moved.unwrap(),
+                    Poll::Pending => return sum,
+                }
+            }
+        };
+        let (mut many, mut one): (Vec<_>, _) = ((0..8).map(|_| connection()).collect(), connection());
+        let calls: Vec<_> = many.iter().map(|many| many.handle.begin(1, false).unwrap()).collect();
+        assert!(moved(&mut many[0], false) >= TURN_BYTES, "it is alone");
+        let call = one.handle.begin(2, false).unwrap();
+        for in_pieces in [false, true] {
+            let of_many: usize = many.iter_mut().map(|one| moved(one, in_pieces)).sum();
+            assert_eq!(of_many, TURN_BYTES, "eight connections, one turn");
+            assert!(moved(&mut one, in_pieces) >= TURN_BYTES);
+        }
+        drop(calls);
+        let _again = many[0].handle.begin(1, false).unwrap();
+        assert!(moved(&mut many[0], true) >= TURN_BYTES, "the others of it have nothing to do");
+        drop(call);
+        assert!(moved(&mut many[1], true) >= TURN_BYTES);
     }
 
     /// Says nothing.
@@ -292,7 +356,8 @@ mod tests {
     }
 
     fn fair<S>(inner: S) -> FairConnection<S> {
-        FairConnection::new(inner, ConnectionHandle::new(&Arc::default(), None), &Arc::default())
+        let places = Arc::new(Places::new(16, &[]));
+        FairConnection::new(inner, ConnectionHandle::new(&places, None), &Arc::default())
     }
 
     fn poll<S: AsyncRead + Unpin>(connection: &mut FairConnection<S>) -> Option<io::ErrorKind> {
@@ -336,7 +401,7 @@ mod tests {
     #[tokio::test]
     async fn who_has_a_token_stays_while_something_is_under_way_and_not_for_ever_without() {
         let mut connection = fair(Silent);
-        let call = connection.handle.begin();
+        let call = connection.handle.begin(0, false).unwrap();
         connection.handle.age(limits::STALL * 1000);
         assert_eq!(poll(&mut connection), None);
         drop(call);
@@ -344,7 +409,7 @@ mod tests {
         connection.handle.age(limits::STALL * limits::IDLE_STALLS);
         assert_eq!(poll(&mut connection), Some(io::ErrorKind::TimedOut));
         // An answer that is not taken ends it, whatever else is under way.
-        let (_call, answer) = (connection.handle.begin(), connection.handle.answer());
+        let (_call, answer) = (connection.handle.begin(0, false).unwrap(), connection.handle.answer());
         let later = connection.handle.answer();
         assert_eq!(poll(&mut connection), None);
         connection.handle.age(limits::STALL * 2);
@@ -371,23 +436,80 @@ mod tests {
         assert!(reads <= limits::STRANGERS_BYTES_MAX, "{reads}");
     }
 
+    fn come(places: &Arc<Places>, now: Instant, is_local: bool) -> Option<ConnectionHandle> {
+        Some(ConnectionHandle::new(places, Some(places.take(now, is_local)?)))
+    }
+
     #[test]
     fn who_comes_when_all_places_are_taken_gets_that_of_the_oldest_stranger() {
-        let (strangers, places) = (Arc::default(), Arc::new(tokio::sync::Semaphore::new(3)));
-        let handle = || ConnectionHandle::new(&strangers, Arc::clone(&places).try_acquire_owned().ok());
-        let (known, older, younger) = (handle(), handle(), handle());
-        let _call = known.begin();
-        assert_eq!((strangers.count(), places.available_permits()), ((2, 0), 0));
-        assert!(strangers.displace(Instant::now()).is_none(), "both have just come");
+        let places = Arc::new(Places::new(3, &[]));
+        let handle = || come(&places, Instant::now(), false);
+        let (known, older, younger) = (handle().unwrap(), handle().unwrap(), handle().unwrap());
+        let _call = known.begin(0, false).unwrap();
+        assert_eq!((places.strangers(), places.free()), ((2, 0), 0));
+        assert!(places.take(Instant::now(), false).is_none(), "both have just come");
         let later = Instant::now() + limits::STRANGERS_GRACE;
-        let place = strangers.displace(later).unwrap();
+        let place = places.take(later, false).unwrap();
         assert!(older.is_cut() && !younger.is_cut() && !known.is_cut());
         drop(older);
-        assert_eq!(places.available_permits(), 0, "the place went on to who came");
-        let other = strangers.displace(later).unwrap();
-        assert!(younger.is_cut() && strangers.displace(later).is_none(), "clients with a token stay");
+        assert_eq!(places.free(), 0, "the place went on to who came");
+        let other = places.take(later, false).unwrap();
+        assert!(younger.is_cut() && places.take(later, false).is_none(), "clients with a token stay");
         drop((place, other));
-        assert_eq!((strangers.count().0, places.available_permits()), (0, 2));
+        assert_eq!((places.strangers().0, places.free()), (0, 2));
+    }
+
+    #[test]
+    fn a_tenant_with_all_the_connections_it_gets_leaves_others_their_part_and_loses_its_longest_idle_one() {
+        let places = Arc::new(Places::new(64, &[1, 2]));
+        let mut of_first: Vec<ConnectionHandle> = Vec::new();
+        // Of 56 that may be known a quarter is the other's own.
+        while let Some(one) = come(&places, Instant::now(), false) {
+            drop(one.begin(1, false).unwrap());
+            of_first.push(one);
+            if of_first.iter().any(ConnectionHandle::is_cut) {
+                break;
+            }
+        }
+        assert_eq!(of_first.len(), 43, "42 and one that took the place of the first");
+        assert!(of_first[0].is_cut() && !of_first[1].is_cut(), "the one that rested for longest went");
+        let busy: Vec<_> = of_first[1..].iter().map(|one| one.begin(1, false).unwrap()).collect();
+        let later = Instant::now() + limits::STRANGERS_GRACE;
+        let one_more = come(&places, later, false).unwrap();
+        assert!(one_more.begin(1, false).is_err() && !one_more.is_known(), "each has something to do");
+        let of_second: Vec<_> = (0..14).map(|_| come(&places, later, false).unwrap()).collect();
+        let _calls: Vec<_> = of_second.iter().map(|one| one.begin(2, false).unwrap()).collect();
+        assert!(of_first[1..].iter().all(|one| !one.is_cut()), "its own part takes nothing of the first's");
+        let beyond = come(&places, later, false).unwrap();
+        assert!(
+            beyond.begin(2, false).is_err(),
+            "each has something to do, and what is common is the first's"
+        );
+        drop(busy);
+        assert!(beyond.begin(2, false).is_ok(), "the first is furthest above its part");
+        assert_eq!(of_first[1..].iter().filter(|one| one.is_cut()).count(), 1);
+    }
+
+    #[test]
+    fn an_administrator_on_the_socket_finds_a_place_whatever_is_taken() {
+        let places = Arc::new(Places::new(0, &[]));
+        assert!(come(&places, Instant::now(), false).is_none());
+        let one = come(&places, Instant::now(), true).unwrap();
+        assert!(one.begin(0, false).is_err(), "it is kept for administrators");
+        assert!(one.begin(0, true).is_ok() && one.is_known());
+        let mut others = Vec::new();
+        while let Some(other) = come(&places, Instant::now(), true) {
+            // Each of them is an administrator's, and rests.
+            drop(other.begin(0, true).unwrap());
+            others.push(other);
+            assert!(others.len() < 100);
+            if one.is_cut() {
+                break;
+            }
+        }
+        assert_eq!(others.len(), limits::ADMINISTRATORS_PLACES, "the one that rested for longest made room");
+        drop((one, others));
+        assert_eq!(places.strangers().0, 0);
     }
 
     #[tokio::test]

@@ -48,7 +48,8 @@ fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::
         (limits::MODELS_MAX, limits::MODELS_BYTES_MAX, limits::MODELS_MEMORY_MAX);
     let most = ModelLimits { count, listed: most_listed, memory };
     let is_new = identity.namespace_id().is_ok_and(|id| state.models.get(caller, id).is_err());
-    let model = state.models.register(state.store(), caller, identity, geometry, (listed, most))?;
+    let now_ms = state.clock().unix_millis();
+    let model = state.models.register(&state.engine, caller, identity, geometry, (listed, most, now_ms))?;
     if let Some(node) = &state.decided.cluster {
         node.know(&model.identity, &model.geometry, model.namespace);
     }

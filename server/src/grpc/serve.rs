@@ -89,7 +89,7 @@ pub async fn serve(state: Arc<ServerState>, listeners: Listeners) -> Result<(), 
         let Some(listener) = unix else { return Ok(()) };
         // The local path comes in by the same socket.
         let (incoming, local) = local::split(Arc::clone(&state), listener);
-        let incoming = placed(Arc::clone(&state), ReceiverStream::new(incoming));
+        let incoming = placed(Arc::clone(&state), ReceiverStream::new(incoming), true);
         let server = router(&state, transport(), health.clone());
         let serving = server.serve_with_incoming_shutdown(incoming, state.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
@@ -121,7 +121,7 @@ async fn serve_tcp(
                 _ = gone => {}
             }
         };
-        let incoming = placed(Arc::clone(state), incoming_tcp(Arc::clone(&listener)));
+        let incoming = placed(Arc::clone(state), incoming_tcp(Arc::clone(&listener)), false);
         let server = router(state, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
         let mut serving = Box::pin(server.serve_with_incoming_shutdown(incoming, over));
         let another = async {
@@ -190,9 +190,10 @@ fn unpace(stream: &TcpStream) {
 fn placed<S>(
     state: Arc<ServerState>,
     incoming: impl Stream<Item = std::io::Result<S>>,
+    is_local: bool,
 ) -> impl Stream<Item = std::io::Result<FairConnection<S>>> {
     incoming.filter_map(move |stream| match stream {
-        Ok(stream) => fair_connection::place(&state, stream).map(Ok),
+        Ok(stream) => fair_connection::place(&state, stream, is_local).map(Ok),
         Err(error) => Some(Err(error)),
     })
 }

@@ -24,7 +24,7 @@ use super::{admin, limits, models, read, watch};
 use crate::calls::call::Call;
 use crate::calls::download::Download;
 use crate::calls::heavy::{self, heavily};
-use crate::calls::{directory, lookups, store};
+use crate::calls::{directory, lookups, purge, store};
 use kvarts_wire::proto;
 use kvarts_wire::proto::{
     admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
@@ -184,6 +184,13 @@ impl Admin for Services {
 
     async fn set_budget(&self, request: Request<proto::SetBudgetRequest>) -> Answer<proto::SetBudgetReply> {
         answer(request, |call, wire| async move { admin::set_budget(&call, &wire).await }).await
+    }
+
+    async fn purge_tenant(
+        &self,
+        request: Request<proto::PurgeTenantRequest>,
+    ) -> Answer<proto::PurgeTenantReply> {
+        answer(request, purge::purge).await
     }
 
     async fn reload(&self, request: Request<proto::ReloadRequest>) -> Answer<proto::ReloadReply> {

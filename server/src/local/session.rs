@@ -40,10 +40,12 @@ use crate::calls::call::{self, Call};
 use crate::calls::heavy::{self, heavily};
 use crate::calls::methods::{self, Method};
 use crate::calls::{lookups, store};
+use crate::state::auth::Refusal;
 use crate::state::locals::named::{self, Named};
-use crate::state::locals::{ClientFacts, Entry, Peer};
+use crate::state::locals::{ClientFacts, End, Entry, Peer};
 use crate::state::parts::Part;
 use crate::state::{Right, ServerState};
+use kvarts_wire::busy;
 use kvarts_wire::codec::decode;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::limits::LIGHT_ENTRIES;
@@ -235,7 +237,13 @@ impl Session {
         let named = state.locals.names.begin(&hello.session);
         let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
         let shorts = Shorts::new(Arc::clone(&outbox));
-        let entry = Entry::new(&state.locals, facts, &shorts.under_way);
+        let ends = Arc::clone(&outbox);
+        let end = End::new(tenant, move || ends.close());
+        let entry = Entry::new(&state.locals, facts, &shorts.under_way, end);
+        // A tenant that was taken away before the session could be found there.
+        if state.gate.caller(authorization.as_deref(), now).is_err() {
+            return Err(Fault::unauthenticated(Refusal::Unknown.text()));
+        }
         outbox.counts_as(state.locals.untaken.part(tenant));
         let (memories, modes, leases) = Default::default();
         let (reads, puts, look_ups, requests, doubts) = Default::default();
@@ -653,7 +661,10 @@ impl Session {
             let now = self.state.clock().now();
             self.leases.retain(|_, ends| *ends > now);
         }
-        if self.leases.len() < LEASES_MAX { Ok(()) } else { Err(Reason::TooMany("leases").into()) }
+        match self.leases.len() < LEASES_MAX {
+            true => Ok(()),
+            false => Err(Fault::busy(busy::LEASES_OF_SESSION)),
+        }
     }
 
     /// A lease was taken: it ends with the session.

@@ -110,7 +110,8 @@ pub(super) fn reads(state: &ServerState, caller: &Caller) -> Value {
             "code": read.code, "layers_ms": ms(read),
         })
     };
-    json!({"reads": state.recent_reads.of(&caller.tenant.name).iter().map(one).collect::<Vec<_>>()})
+    let reads = state.recent_reads.of(&caller.tenant.name, &caller.tenant.salt);
+    json!({"reads": reads.iter().map(one).collect::<Vec<_>>()})
 }
 
 #[cfg(test)]

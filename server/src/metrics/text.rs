@@ -316,11 +316,11 @@ fn tenants(out: &mut String, state: &ServerState) {
     let help = "Quota of each tenant that has one, in bytes: at it, its own blocks are evicted.";
     by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
     let used = |tenant: &Tenant| state.models.used(tenant.number);
-    let help = "Models that each tenant has registered since the server's start.";
+    let help = "Models that each tenant has registered.";
     by_tenant(out, "kvarts_tenant_models", help, &of(&|tenant| Some(used(tenant).count as u64)));
     let help = "Memory of each tenant's models in bytes, about.";
     by_tenant(out, "kvarts_tenant_models_bytes", help, &of(&|tenant| Some(used(tenant).memory)));
-    let help = "Limit of kvarts_tenant_models_bytes for each tenant: beyond it models are refused.";
+    let help = "Limit of kvarts_tenant_models_bytes for each tenant: at it the model that nothing uses for longest makes room.";
     one(out, "kvarts_tenant_models_limit_bytes", "gauge", help, limits::MODELS_MEMORY_MAX);
 }
 
@@ -395,13 +395,13 @@ fn memory(out: &mut String, state: &ServerState) {
 }
 
 fn connections(out: &mut String, state: &ServerState) {
-    let places = state.connections.available_permits();
+    let places = state.connections.free();
     let help = "Limit of connections (limits.connections).";
-    one(out, "kvarts_connections_limit", "gauge", help, state.connections_all);
+    one(out, "kvarts_connections_limit", "gauge", help, state.connections.all());
     let help =
         "Connections that could still come; at 0 one of a client without a token is closed for a new one.";
     one(out, "kvarts_connections_free", "gauge", help, places);
-    let (strangers, open_calls) = state.strangers.count();
+    let (strangers, open_calls) = state.connections.strangers();
     one(
         out,
         "kvarts_connections_unknown",

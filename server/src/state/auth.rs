@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -26,12 +27,21 @@ const LOOKED_AFTER_S: u64 = 60;
 /// Something that a caller may or may not do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Right {
-    /// Finding and reading blocks, registering models, holding leases.
+    /// Finding and reading blocks, registering models, holding leases for a short while.
     Read,
-    /// Putting, deleting, setting times.
+    /// Putting, setting times.
     Write,
+    /// Holding blocks for long.
+    Pin,
+    /// Deleting.
+    Delete,
     /// Running the server.
     Admin,
+}
+
+impl Right {
+    /// All of them, in the order in which they are told.
+    pub const EACH: [Self; 5] = [Self::Read, Self::Write, Self::Pin, Self::Delete, Self::Admin];
 }
 
 impl fmt::Display for Right {
@@ -39,6 +49,8 @@ impl fmt::Display for Right {
         f.write_str(match self {
             Self::Read => "read",
             Self::Write => "write",
+            Self::Pin => "pin",
+            Self::Delete => "delete",
             Self::Admin => "admin",
         })
     }
@@ -51,19 +63,25 @@ pub struct Rights {
     pub read: bool,
     /// See [`Right::Write`].
     pub write: bool,
+    /// See [`Right::Pin`].
+    pub pin: bool,
+    /// See [`Right::Delete`].
+    pub delete: bool,
     /// See [`Right::Admin`].
     pub admin: bool,
 }
 
 impl Rights {
     /// All of them.
-    pub const ALL: Self = Self { read: true, write: true, admin: true };
+    pub const ALL: Self = Self { read: true, write: true, pin: true, delete: true, admin: true };
 
     /// Whether this one is among them.
     pub fn has(self, right: Right) -> bool {
         match right {
             Right::Read => self.read,
             Right::Write => self.write,
+            Right::Pin => self.pin,
+            Right::Delete => self.delete,
             Right::Admin => self.admin,
         }
     }
@@ -75,6 +93,8 @@ impl Rights {
             match name {
                 "read" => rights.read = true,
                 "write" => rights.write = true,
+                "pin" => rights.pin = true,
+                "delete" => rights.delete = true,
                 "admin" => rights.admin = true,
                 _ => return None,
             }
@@ -234,14 +254,19 @@ impl Gate {
 #[derive(Debug)]
 pub struct Gatekeeper {
     gate: RwLock<Gate>,
+    /// The last number that a tenant was given: none is given twice, so that what was counted for one that is gone is
+    /// never another's.
+    last_number: AtomicU32,
     changed: Notify,
 }
 
-/// What became of a changed gate.
+/// What is about to become of a gate, and what became of it.
 #[derive(Debug, Default)]
 pub struct Changed {
     /// Tenants that were not there before.
     pub new: Vec<Arc<Tenant>>,
+    /// Tenants that are not there any more: they have no token.
+    pub gone: Vec<Arc<Tenant>>,
     /// What an operator should know, a sentence each.
     pub notes: Vec<String>,
 }
@@ -249,7 +274,8 @@ pub struct Changed {
 impl Gatekeeper {
     /// Lets in whom this gate does.
     pub fn new(gate: Gate) -> Self {
-        Self { gate: RwLock::new(gate), changed: Notify::new() }
+        let last_number = gate.tenants().iter().map(|tenant| tenant.number).max().unwrap_or(0);
+        Self { gate: RwLock::new(gate), last_number: AtomicU32::new(last_number), changed: Notify::new() }
     }
 
     /// See [`Gate::caller`].
@@ -262,40 +288,57 @@ impl Gatekeeper {
         self.read().tenants().into_iter().map(Arc::clone).collect()
     }
 
+    /// See [`Gate::is_open`].
+    pub fn is_open(&self) -> bool {
+        self.read().is_open()
+    }
+
+    /// Why another gate cannot take this one's place, if so. Nothing changes.
+    pub fn check(&self, to: &Gate) -> Result<(), String> {
+        let gate = self.read();
+        match (&*gate, to) {
+            (Gate::Open(_), Gate::Open(_)) => return Ok(()),
+            (Gate::Tokens(_), Gate::Tokens(_)) => {}
+            _ => return Err("whether tokens are asked for is decided at the start".to_owned()),
+        }
+        let old = gate.tenants();
+        for Tenant { name, salt, .. } in to.tenants().into_iter().map(|tenant| &**tenant) {
+            if old.iter().any(|known| known.name == *name && known.salt != *salt) {
+                return Err(format!("tenants: {name}: another salt would be another tenant"));
+            }
+        }
+        Ok(())
+    }
+
     /// Lets in whom another gate does from now on. Tenants of the same name stay who they are, with what they have under
     /// way and their limits. Refused are changes of who callers are: tokens where there were none, none where there were some, another salt.
     pub fn change(&self, to: &Gate) -> Result<Changed, String> {
+        self.check(to)?;
         let mut gate = self.gate.write().unwrap_or_else(PoisonError::into_inner);
-        let tokens = match (&*gate, to) {
-            (Gate::Open(_), Gate::Open(_)) => return Ok(Changed::default()),
-            (Gate::Tokens(_), Gate::Tokens(tokens)) => tokens,
-            _ => return Err("whether tokens are asked for is decided at the start".to_owned()),
-        };
-        let old: BTreeMap<String, Arc<Tenant>> =
+        let Gate::Tokens(tokens) = to else { return Ok(Changed::default()) };
+        let mut old: BTreeMap<String, Arc<Tenant>> =
             gate.tenants().into_iter().map(|tenant| (tenant.name.clone(), Arc::clone(tenant))).collect();
-        let mut next = old.values().map(|tenant| tenant.number).max().unwrap_or(0);
         let (mut all, mut changed) = (BTreeMap::new(), Changed::default());
         for tenant in to.tenants() {
             let name = &tenant.name;
-            let known = match old.get(name) {
-                Some(known) if known.salt != tenant.salt => {
-                    return Err(format!("tenants: {name}: another salt would be another tenant"));
-                }
+            let known = match old.remove(name) {
                 Some(known) => {
                     if known.limits != tenant.limits {
                         changed.notes.push(format!("tenants: {name}: limits change with the next start"));
                     }
-                    Arc::clone(known)
+                    known
                 }
                 None => {
-                    next += 1;
-                    let tenant = Tenant::new(name, next, Some(tenant.salt.0.clone()), tenant.limits.clone());
+                    let number = self.last_number.fetch_add(1, Ordering::Relaxed) + 1;
+                    let tenant =
+                        Tenant::new(name, number, Some(tenant.salt.0.clone()), tenant.limits.clone());
                     changed.new.push(Arc::clone(&tenant));
                     tenant
                 }
             };
             all.insert(name.clone(), known);
         }
+        changed.gone = old.into_values().collect();
         let token = |token: &Token| {
             let tenant = all.get(&token.tenant.name).unwrap_or(&token.tenant);
             Token { tenant: Arc::clone(tenant), ..token.clone() }
@@ -332,6 +375,7 @@ mod tests {
     use super::*;
     use crate::state::tenant::TenantLimits;
     use kvarts_contract::clock::ManualClock;
+    use std::collections::BTreeSet;
 
     fn gate() -> Gate {
         let token = |name: &str, number, expires| Token {
@@ -406,6 +450,35 @@ mod tests {
         };
         assert!(keeper.change(&Gate::Tokens(vec![salted])).is_err());
         assert!(enters("a").is_some());
+    }
+
+    #[test]
+    fn the_number_of_a_tenant_that_is_gone_is_never_another_ones() {
+        let token = |name: &str| Token {
+            hash: TokenHash::of(&format!("{TOKEN_PREFIX}{name}")),
+            // As each reading of the configuration counts anew.
+            tenant: Tenant::new(name, 1, None, TenantLimits::default()),
+            rights: Rights { read: true, ..Rights::default() },
+            expires: None,
+        };
+        let numbered = |names: &[&str]| {
+            let with = |(number, name): (u32, &&str)| Token {
+                tenant: Tenant::new(name, number, None, TenantLimits::default()),
+                ..token(name)
+            };
+            Gate::Tokens((1..).zip(names).map(with).collect())
+        };
+        let keeper = Gatekeeper::new(numbered(&["a", "b", "c"]));
+        let mut given = BTreeSet::from([1, 2, 3]);
+        let gone = keeper.change(&numbered(&["a", "b"])).unwrap().gone;
+        assert_eq!(gone.iter().map(|tenant| tenant.number).collect::<Vec<_>>(), [3]);
+        for names in [&["a", "b", "d"][..], &["d"], &["c", "d"], &["a", "c"], &["a", "b", "e", "c"]] {
+            for tenant in keeper.change(&numbered(names)).unwrap().new {
+                assert!(given.insert(tenant.number), "{} has a number that was another's", tenant.name);
+            }
+            let numbers: BTreeSet<u32> = keeper.tenants().iter().map(|tenant| tenant.number).collect();
+            assert_eq!(numbers.len(), names.len());
+        }
     }
 
     #[test]

@@ -13,7 +13,14 @@ use super::Model;
 
 /// The leases of all tenants.
 #[derive(Debug, Default)]
-pub struct Leases(Mutex<BTreeMap<u32, OfTenant>>);
+pub struct Leases(Mutex<All>);
+
+#[derive(Debug, Default)]
+struct All {
+    tenants: BTreeMap<u32, OfTenant>,
+    /// Tenants that are gone: what still runs for them takes no more leases.
+    gone: BTreeSet<u32>,
+}
 
 /// The leases of one tenant.
 #[derive(Debug, Default)]
@@ -66,31 +73,43 @@ impl Leases {
     /// Whether the tenant may take one more. What has ended is forgotten here.
     pub fn has_room(&self, tenant: u32, max: usize, now: Nanos) -> bool {
         let mut all = self.lock();
-        let Some(of_tenant) = all.get_mut(&tenant) else { return max > 0 };
+        let Some(of_tenant) = all.tenants.get_mut(&tenant) else { return max > 0 };
         of_tenant.forget_ended(now);
         of_tenant.held.len() < max
     }
 
-    /// Remembers a lease under a name that was drawn at random; gives the name, which is never 0.
-    pub fn add(&self, tenant: u32, drawn: u64, held: HeldLease) -> u64 {
+    /// Remembers a lease under a name that was drawn at random; gives the name, which is never 0. None, and it is to be ended,
+    /// where its tenant is gone meanwhile.
+    pub fn add(&self, tenant: u32, drawn: u64, held: HeldLease) -> Option<u64> {
         let (name, ends) = (drawn.max(1), held.ends);
         let mut all = self.lock();
-        let of_tenant = all.entry(tenant).or_default();
+        if all.gone.contains(&tenant) {
+            return None;
+        }
+        let of_tenant = all.tenants.entry(tenant).or_default();
         of_tenant.remove(name);
         of_tenant.held.insert(name, held);
         of_tenant.ends.insert((ends, name));
-        name
+        Some(name)
+    }
+
+    /// Forgets the leases of tenants that are gone; they are to be ended.
+    pub fn forget(&self, tenants: &[u32]) -> Vec<LeaseId> {
+        let mut all = self.lock();
+        all.gone.extend(tenants);
+        let gone = tenants.iter().filter_map(|tenant| all.tenants.remove(tenant));
+        gone.flat_map(|of_tenant| of_tenant.held.into_values().map(|held| held.lease)).collect()
     }
 
     /// The lease of this name, which is forgotten.
     pub fn take(&self, tenant: u32, name: u64) -> Option<LeaseId> {
-        self.lock().get_mut(&tenant)?.remove(name).map(|held| held.lease)
+        self.lock().tenants.get_mut(&tenant)?.remove(name).map(|held| held.lease)
     }
 
     /// The lease of this name, which from now on ends then.
     pub fn renew(&self, tenant: u32, name: u64, ends: Nanos) -> Option<LeaseId> {
         let mut all = self.lock();
-        let of_tenant = all.get_mut(&tenant)?;
+        let of_tenant = all.tenants.get_mut(&tenant)?;
         let held = of_tenant.held.get_mut(&name)?;
         of_tenant.ends.remove(&(held.ends, name));
         of_tenant.ends.insert((ends, name));
@@ -104,18 +123,18 @@ impl Leases {
         let mut all = self.lock();
         let mut soonest = BTreeSet::new();
         for tenant in tenants {
-            let Some(of_tenant) = all.get_mut(tenant) else { continue };
+            let Some(of_tenant) = all.tenants.get_mut(tenant) else { continue };
             of_tenant.forget_ended(now);
             soonest.extend(of_tenant.ends.iter().take(most + 1).map(|&(ends, name)| (ends, *tenant, name)));
         }
         let more = soonest.len() > most;
         let held = |(_, tenant, name): (Nanos, u32, u64)| {
-            Some((tenant, name, all.get(&tenant)?.held.get(&name)?.clone()))
+            Some((tenant, name, all.tenants.get(&tenant)?.held.get(&name)?.clone()))
         };
         (soonest.into_iter().take(most).filter_map(held).collect(), more)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<u32, OfTenant>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, All> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -149,10 +168,21 @@ mod tests {
     #[test]
     fn a_lease_is_found_once_and_by_its_tenant_alone() {
         let leases = Leases::default();
-        let name = leases.add(1, 77, held(5, 100));
+        let name = leases.add(1, 77, held(5, 100)).unwrap();
         assert_eq!(leases.take(2, name), None);
         assert_eq!(leases.take(1, name), Some(LeaseId(5)));
         assert_eq!(leases.take(1, name), None);
+    }
+
+    #[test]
+    fn a_tenant_that_is_gone_leaves_no_lease_and_takes_none() {
+        let leases = Leases::default();
+        for (tenant, name) in [(1, 11), (1, 12), (2, 21)] {
+            leases.add(tenant, name, held(name, 100)).unwrap();
+        }
+        assert_eq!(leases.forget(&[1]), [LeaseId(11), LeaseId(12)]);
+        assert_eq!((leases.take(1, 11), leases.add(1, 13, held(13, 100))), (None, None));
+        assert_eq!((leases.take(2, 21), leases.forget(&[1]).len()), (Some(LeaseId(21)), 0));
     }
 
     #[test]
@@ -174,7 +204,7 @@ mod tests {
         assert!(!leases.has_room(1, 65_000, Nanos(1000)) && leases.has_room(1, 65_001, Nanos(1000)));
         assert_eq!(leases.renew(1, 2, Nanos(90_000)), Some(LeaseId(2)));
         let mut all = leases.lock();
-        let many = all.get_mut(&1).unwrap();
+        let many = all.tenants.get_mut(&1).unwrap();
         assert_eq!((many.forget_ended(Nanos(1003)), many.held.len()), (3, 64_998));
         assert_eq!((many.forget_ended(Nanos(1003)), many.ends.len()), (1, 64_998));
     }

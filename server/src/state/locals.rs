@@ -4,6 +4,7 @@ pub(crate) mod named;
 mod reaper;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -39,11 +40,37 @@ pub struct ClientFacts {
     pub leases: u32,
 }
 
+/// A client that is here.
+#[derive(Debug)]
+struct Present {
+    facts: ClientFacts,
+    /// Its short reads under way, which others count.
+    short: Arc<AtomicU32>,
+    end: End,
+}
+
+/// Ends the session of a client of this tenant.
+pub(crate) struct End {
+    tenant: u32,
+    end: Box<dyn Fn() + Send + Sync>,
+}
+
+impl End {
+    pub(crate) fn new(tenant: u32, end: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { tenant, end: Box::new(end) }
+    }
+}
+
+impl fmt::Debug for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "End({})", self.tenant)
+    }
+}
+
 /// The clients of the local path, and what all of them share.
 #[derive(Debug)]
 pub struct Locals {
-    /// Each with its short reads under way, which others count.
-    clients: Mutex<BTreeMap<u64, (ClientFacts, Arc<AtomicU32>)>>,
+    clients: Mutex<BTreeMap<u64, Present>>,
     next: AtomicU64,
     /// Sessions.
     pub(crate) sessions: Parts,
@@ -130,14 +157,21 @@ impl Locals {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, (ClientFacts, Arc<AtomicU32>)>> {
+    /// Ends the sessions of tenants that are gone.
+    pub fn end(&self, tenants: &[u32]) {
+        for client in self.lock().values().filter(|client| tenants.contains(&client.end.tenant)) {
+            (client.end.end)();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Present>> {
         // Each change is one step.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// All clients that are here.
     pub fn clients(&self) -> Vec<ClientFacts> {
-        let client = |(facts, short): &(ClientFacts, Arc<AtomicU32>)| {
+        let client = |Present { facts, short, .. }: &Present| {
             let under_way = facts.under_way.saturating_add(short.load(Ordering::Relaxed));
             ClientFacts { under_way, ..facts.clone() }
         };
@@ -175,15 +209,15 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    pub(crate) fn new(all: &Arc<Locals>, facts: ClientFacts, short: &Arc<AtomicU32>) -> Self {
+    pub(crate) fn new(all: &Arc<Locals>, facts: ClientFacts, short: &Arc<AtomicU32>, end: End) -> Self {
         let number = all.next.fetch_add(1, Ordering::Relaxed);
-        all.lock().insert(number, (facts, Arc::clone(short)));
+        all.lock().insert(number, Present { facts, short: Arc::clone(short), end });
         Self { all: Arc::clone(all), number }
     }
 
     pub(crate) fn change(&self, change: impl FnOnce(&mut ClientFacts)) {
-        if let Some((facts, _)) = self.all.lock().get_mut(&self.number) {
-            change(facts);
+        if let Some(client) = self.all.lock().get_mut(&self.number) {
+            change(&mut client.facts);
         }
     }
 }

@@ -3,8 +3,8 @@
 //!
 //! Tenants are kept apart here, in two ways that do not depend on each other: the identity of each model carries
 //! the tenant's salt, so equal models of two tenants are two namespaces; and a namespace is only found for the
-//! tenant that registered it, whatever a request claims. A name of another tenant is answered exactly as one that
-//! does not exist.
+//! tenant that registered it, by a number that no other tenant ever has, whatever a request claims. Where a model is found
+//! both are looked at. A name of another tenant is answered exactly as one that does not exist.
 
 mod again;
 mod anywhere;
@@ -38,13 +38,14 @@ use kvarts_contract::api::KvStore;
 use kvarts_contract::buffers::BufMut;
 use kvarts_contract::clock::{Clock, Entropy};
 use kvarts_peer::node::ClusterNode;
-use kvarts_store::engine::Store;
-use tokio::sync::{Notify, Semaphore};
+use kvarts_store::engine::{OfTenant, Store};
+use kvarts_store::index::PinShare;
+use tokio::sync::Notify;
 
 pub use audit::Audit;
 pub use auth::{Caller, Right, Rights};
 pub(crate) use bandwidth::Bandwidth;
-pub use connections::Strangers;
+pub use connections::Places;
 pub use event_mask::EventMask;
 pub use leases::{HeldLease, Leases};
 pub use locals::Locals;
@@ -87,12 +88,8 @@ pub struct ServerState {
     shares: MemoryShares,
     /// Clients on the same host, and the memory that they share.
     pub locals: Arc<Locals>,
-    /// Places for connections that are not taken.
-    pub connections: Arc<Semaphore>,
-    /// Places for connections in all.
-    pub connections_all: usize,
-    /// Connections whose client has shown no token yet.
-    pub strangers: Arc<Strangers>,
+    /// Places for connections, and who has them.
+    pub connections: Arc<Places>,
     /// Large reads under way over the network.
     pub large_reads: Arc<AtomicU64>,
     /// Large requests over gRPC, and their answers.
@@ -172,11 +169,9 @@ impl ServerState {
         entropy.fill(&mut secret);
         let audit = Audit::new(Arc::clone(engine.clock()));
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
-        Arc::new(Self {
+        let state = Arc::new(Self {
             engine,
-            connections_all: connections.min(Semaphore::MAX_PERMITS),
-            connections: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
-            strangers: Arc::default(),
+            connections: Arc::new(Places::new(connections, &tenants)),
             shares: MemoryShares::new(&memory, &tenants),
             large_reads: Arc::default(),
             receiving: Receiving::new(&tenants),
@@ -202,10 +197,13 @@ impl ServerState {
             drain: Notify::new(),
             calls: AtomicU64::new(0),
             idle: Notify::new(),
-        })
+        });
+        state.share_pins();
+        state
     }
 
-    /// Lets in whom another gate does from now on, and divides what tenants share among those.
+    /// Lets in whom another gate does from now on, and divides what tenants share among those. Of tenants that are gone nothing
+    /// is kept but what they stored.
     pub fn change_gate(&self, to: &auth::Gate) -> Result<auth::Changed, String> {
         let changed = self.gate.change(to)?;
         let tenants: Vec<u32> = self.gate.tenants().iter().map(|tenant| tenant.number).collect();
@@ -214,7 +212,50 @@ impl ServerState {
         self.heavy.divide(&tenants);
         self.puts.divide(&tenants);
         self.locals.divide(&tenants);
+        self.connections.divide(&tenants);
+        self.forget(&changed.gone);
+        let names = |some: &'_ [Arc<Tenant>]| some.iter().map(|one| one.name.clone()).collect::<Vec<_>>();
+        let (gone, new) = (names(&changed.gone), names(&changed.new));
+        self.metrics.tenants_changed(gone.iter().map(String::as_str), new.iter().map(String::as_str));
+        self.share_pins();
         Ok(changed)
+    }
+
+    /// Takes out what is here of tenants whose tokens work no more: models, leases and pins.
+    fn forget(&self, gone: &[Arc<Tenant>]) {
+        let numbers: Vec<u32> = gone.iter().map(|tenant| tenant.number).collect();
+        self.locals.end(&numbers);
+        self.models.forget(&self.engine, &numbers);
+        for lease in self.leases.forget(&numbers) {
+            self.engine.unlock(lease);
+        }
+        for number in numbers {
+            self.engine.set_pin_cap(number, None);
+        }
+        self.recent_reads.forget(&gone.iter().map(|tenant| tenant.name.as_str()).collect::<Vec<_>>());
+    }
+
+    /// Says anew how much tenants may pin, by the budget as it is now: at most half of it is held by leases and pins, and of
+    /// that half is set aside in equal parts. Without a limit of its own a tenant has such a part.
+    pub fn share_pins(&self) {
+        let tenants = self.gate.tenants();
+        let all = self.engine.stats().budget_bytes / 2;
+        let count = u32::try_from(tenants.len().max(1)).unwrap_or(u32::MAX);
+        let each = all / 2 / u64::from(count);
+        for tenant in tenants {
+            let cap = tenant.limits.pin_bytes.unwrap_or(each).min(all);
+            self.engine.set_pin_cap(tenant.number, Some(cap));
+        }
+        self.engine.set_pin_share(Some(PinShare { all, each, tenants: count }));
+    }
+
+    /// What is stored of whom no token is: of tenants whose salt is none of those that have one, those with the most bytes first.
+    pub fn ownerless(&self) -> Vec<OfTenant> {
+        let tenants = self.gate.tenants();
+        let mut all = self.engine.tenants();
+        all.retain(|one| one.live_blocks > 0 && tenants.iter().all(|tenant| tenant.salt != one.salt));
+        all.sort_by_key(|one| std::cmp::Reverse(one.live_bytes));
+        all
     }
 
     /// Memory for a request of a tenant as soon as there is room; none if it is larger than any may be.

@@ -160,6 +160,16 @@ impl Parts {
         Some(self.lock().division.own(tenant)).filter(|own| *own > 0)
     }
 
+    /// What each tenant has beyond what is set aside for it, of those that have something beyond it.
+    pub fn beyond(&self) -> BTreeMap<u32, u64> {
+        let state = self.lock();
+        let beyond = |(tenant, used): (&u32, &u64)| {
+            let beyond = used.saturating_sub(state.division.own(*tenant));
+            (beyond > 0).then_some((*tenant, beyond))
+        };
+        state.used.iter().filter_map(beyond).collect()
+    }
+
     /// What is free, set aside or not, and how many wait.
     pub fn left(&self) -> (u64, usize) {
         (self.all() - self.used(), self.lock().waiting.values().map(BTreeMap::len).sum())

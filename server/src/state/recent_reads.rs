@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use kvarts_layout::BlockKey;
+use kvarts_layout::identity::TenantSalt;
 
 use super::Model;
 
@@ -87,10 +88,17 @@ impl RecentReads {
         all.push_front(read);
     }
 
-    /// Those of a tenant, the last one first.
-    pub fn of(&self, tenant: &str) -> Vec<LayeredRead> {
+    /// Those of a tenant, the last one first. One that had the name before and another salt is not it.
+    pub fn of(&self, tenant: &str, salt: &TenantSalt) -> Vec<LayeredRead> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter(|read| read.tenant == tenant).cloned().collect()
+        let is_its = |read: &&LayeredRead| read.tenant == tenant && read.model.identity.tenant_salt == *salt;
+        all.iter().filter(is_its).cloned().collect()
+    }
+
+    /// Forgets those of these tenants.
+    pub fn forget(&self, tenants: &[&str]) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|read| !tenants.contains(&read.tenant.as_str()));
     }
 }
 
@@ -111,10 +119,14 @@ mod tests {
             assert_eq!(times.first(), Some(Duration::from_millis(5)));
             recent.add(times.take_read("grpc", if n % 2 == 0 { "a" } else { "b" }, "OK").unwrap());
         }
-        let of = recent.of("a");
-        assert_eq!((of.len(), of[0].began_ms, recent.of("b")[0].began_ms), (READS_MAX / 2, 98, 99));
+        let salt = TenantSalt::default();
+        let of = recent.of("a", &salt);
+        assert_eq!((of.len(), of[0].began_ms, recent.of("b", &salt)[0].began_ms), (READS_MAX / 2, 98, 99));
         let ms = Duration::from_millis;
         assert_eq!(of[0].layers, [Some(ms(5)), None, Some(ms(9))]);
+        assert!(recent.of("a", &TenantSalt(vec![1])).is_empty(), "another tenant of that name");
+        recent.forget(&["a"]);
+        assert_eq!((recent.of("a", &salt).len(), recent.of("b", &salt).len()), (0, READS_MAX / 2));
         // A call that read nothing by layers is none of them.
         let mut times = LayerTimes::default();
         times.read_begins(1, &model(), BlockKey([7; 32]), 3);

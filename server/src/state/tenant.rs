@@ -14,8 +14,8 @@ use kvarts_wire::limits::WATCHERS_MAX;
 /// What a tenant may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TenantLimits {
-    /// Bytes that its leases and pins may hold.
-    pub pin_bytes: u64,
+    /// Bytes that its leases and pins may hold; none: a part of the budget, equal for all tenants.
+    pub pin_bytes: Option<u64>,
     /// Calls that may be under way at a time.
     pub calls: usize,
     /// Bytes a second, both ways together; none for no limit.
@@ -26,7 +26,7 @@ pub struct TenantLimits {
 
 impl Default for TenantLimits {
     fn default() -> Self {
-        Self { pin_bytes: 1 << 40, calls: 1024, bandwidth: None, disk: None }
+        Self { pin_bytes: None, calls: 1024, bandwidth: None, disk: None }
     }
 }
 
@@ -34,7 +34,8 @@ impl Default for TenantLimits {
 pub struct Tenant {
     /// Its name, in logs and metrics.
     pub name: String,
-    /// Its number, by which the engine counts what it holds.
+    /// Its number, by which the engine counts what it holds. No other tenant has it in the life of this process, and nothing
+    /// that outlives the process knows it: on disk a tenant is its salt.
     pub number: u32,
     /// What keeps its namespaces apart from those of others. Empty where there is one tenant only.
     pub salt: TenantSalt,
@@ -54,14 +55,18 @@ impl fmt::Debug for Tenant {
     }
 }
 
+/// The salt of a tenant whose configuration names none.
+pub fn salt_of(name: &str) -> TenantSalt {
+    TenantSalt(blake3::derive_key("kvarts 2026 tenant salt v1", name.as_bytes()).to_vec())
+}
+
 impl Tenant {
     /// A tenant. `salt` is what the configuration says; without it one follows from the name.
     pub fn new(name: &str, number: u32, salt: Option<Vec<u8>>, limits: TenantLimits) -> Arc<Self> {
-        let of_name = || blake3::derive_key("kvarts 2026 tenant salt v1", name.as_bytes()).to_vec();
         Arc::new(Self {
             name: name.to_owned(),
             number,
-            salt: TenantSalt(salt.unwrap_or_else(of_name)),
+            salt: salt.map_or_else(|| salt_of(name), TenantSalt),
             turns: Arc::new(Semaphore::new(limits.calls)),
             watchers: Arc::new(Semaphore::new(WATCHERS_MAX)),
             bandwidth: limits.bandwidth.map(Bandwidth::new),

@@ -24,7 +24,7 @@ pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
 pub use front::store::{
-    Executors, Holding, KnownNamespace, Options, PlannedExtent, Stats, Store, StoreTiles,
+    Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, Stats, Store, StoreTiles,
 };
 pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};

@@ -40,6 +40,24 @@ pub struct LeaseTerms {
     pub cap_bytes: u64,
 }
 
+/// What the leases and pins of all tenants may hold together, and what of it each tenant can have whatever the others hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PinShare {
+    /// Bytes for all of them.
+    pub all: u64,
+    /// Bytes that are set aside for each tenant.
+    pub each: u64,
+    /// For how many tenants.
+    pub tenants: u32,
+}
+
+impl PinShare {
+    /// What tenants may have beyond what is set aside for them, together.
+    fn common(self) -> u64 {
+        self.all.saturating_sub(self.each.saturating_mul(u64::from(self.tenants)))
+    }
+}
+
 /// Why a lease was not given, or not renewed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LeaseError {
@@ -52,6 +70,8 @@ pub enum LeaseError {
     },
     /// The tenant would hold more than [`PINS_MAX`] blocks.
     Blocks,
+    /// All tenants together would pin more than they may, and this one more than is set aside for it.
+    Together,
     /// No such lease is in force: it has expired or was unlocked. Match again.
     Expired,
 }
@@ -66,6 +86,7 @@ impl fmt::Display for LeaseError {
                 )
             }
             Self::Blocks => write!(f, "more than {PINS_MAX} blocks would be held: unlock some"),
+            Self::Together => f.write_str("all tenants together pin as much as they may: unlock something"),
             Self::Expired => write!(f, "no such lease is in force: match again"),
         }
     }
@@ -123,11 +144,25 @@ struct State {
     pinned: BTreeMap<u32, (u64, usize)>,
     /// Caps that hold whatever a lease's terms say.
     caps: BTreeMap<u32, u64>,
+    /// What all of them may hold together; none: no limit.
+    share: Option<PinShare>,
     /// Prints in all leases.
     prints: usize,
 }
 
 impl State {
+    /// Whether a tenant may hold this much: what is set aside for it, and beyond that what others leave of the rest.
+    fn may_hold(&self, tenant: u32, bytes: u64) -> bool {
+        let Some(share) = self.share else { return true };
+        if bytes <= share.each {
+            return true;
+        }
+        let others = self.pinned.iter().filter(|(other, _)| **other != tenant);
+        let beyond = others.map(|(_, (bytes, _))| bytes.saturating_sub(share.each));
+        let common = beyond.fold(bytes - share.each, u64::saturating_add);
+        common <= share.common()
+    }
+
     fn remove(&mut self, id: LeaseId) -> Option<Lease> {
         let lease = self.by_id.remove(&id)?;
         if let Some(until) = lease.until {
@@ -182,6 +217,10 @@ impl Leases {
             state.remove(id);
             return Err(LeaseError::Blocks);
         }
+        if !state.may_hold(terms.tenant, wanted) {
+            state.remove(id);
+            return Err(LeaseError::Together);
+        }
         let lease = state.by_id.get_mut(&id).ok_or(LeaseError::Expired)?;
         lease.bytes = bytes;
         lease.prints = prints.into();
@@ -227,6 +266,10 @@ impl Leases {
         }
     }
 
+    pub(super) fn set_share(&self, share: Option<PinShare>) {
+        lock(&self.0).share = share;
+    }
+
     pub(super) fn pinned_bytes(&self, tenant: u32) -> u64 {
         lock(&self.0).pinned.get(&tenant).map_or(0, |(bytes, _)| *bytes)
     }
@@ -248,6 +291,28 @@ fn in_force(lease: &Lease, now: Nanos) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_tenants_pin_half_of_it_together_and_each_has_its_part() {
+        let leases = Leases::default();
+        leases.set_share(Some(PinShare { all: 100, each: 25, tenants: 2 }));
+        let lease = |tenant, bytes| {
+            let terms = LeaseTerms { until: None, tenant, cap_bytes: u64::MAX };
+            let id = leases.begin(terms);
+            leases.complete(id, terms, &[BlockFingerprint::default()], bytes).map(|()| id)
+        };
+        let first = lease(1, 25).unwrap();
+        let beyond = lease(1, 50).unwrap();
+        assert_eq!(lease(1, 1), Err(LeaseError::Together), "its own and all that is common");
+        lease(2, 25).unwrap();
+        assert_eq!(lease(2, 1), Err(LeaseError::Together), "the first has what is common");
+        assert_eq!(leases.pinned_bytes(1) + leases.pinned_bytes(2), 100);
+        leases.end(first).unwrap();
+        assert!(lease(2, 1).is_ok(), "what the first has beyond its part is less by then");
+        leases.end(beyond).unwrap();
+        leases.set_share(None);
+        assert!(lease(1, 1 << 40).is_ok());
+    }
 
     #[test]
     fn a_tenant_holds_so_many_blocks_at_most_whatever_they_count() {

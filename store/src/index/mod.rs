@@ -37,7 +37,7 @@ use std::sync::PoisonError;
 pub use crate::memory_ids::{BlockFingerprint, FingerprintKey, RecordId};
 pub use changes::{Deleted, Reservation, Ticket};
 pub use gathering::{Gathering, Recovered};
-pub use leases::{LeaseError, LeaseTerms, PINS_MAX};
+pub use leases::{LeaseError, LeaseTerms, PINS_MAX, PinShare};
 pub use pinning::Eviction;
 pub use records::{OwnerCursor, RecordCursor, RecordError, RecordInfo, Records};
 

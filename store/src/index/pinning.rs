@@ -1,7 +1,8 @@
 //! Matching under a lease, and eviction, which leases forbid.
 
 use super::{
-    BlockFingerprint, Groups, Index, LeaseError, LeaseTerms, Location, Lookup, State, lock, read, write,
+    BlockFingerprint, Groups, Index, LeaseError, LeaseTerms, Location, Lookup, PinShare, State, lock, read,
+    write,
 };
 use kvarts_contract::api::LeaseId;
 use kvarts_contract::clock::Nanos;
@@ -130,6 +131,11 @@ impl Index {
     /// Caps what the tenant's leases and pins may hold from now on, whatever their terms say; `None` lifts the cap.
     pub fn set_pin_cap(&self, tenant: u32, bytes: Option<u64>) {
         self.leases.set_cap(tenant, bytes);
+    }
+
+    /// Limits what the leases and pins of all tenants hold together from now on; `None` lifts the limit.
+    pub fn set_pin_share(&self, share: Option<PinShare>) {
+        self.leases.set_share(share);
     }
 
     /// Bytes that the tenant's leases and pins hold, those that expired and were not swept up included.

@@ -59,6 +59,8 @@ struct Tables {
     /// Bytes of segments that hold nothing, by shard.
     spare: BTreeMap<u32, Arc<AtomicU64>>,
     accounts: BTreeMap<NamespaceId, Arc<Account>>,
+    /// The last number that an account was given.
+    last_account: u32,
     /// By the salt of the tenant.
     pools: BTreeMap<Vec<u8>, Arc<Pool>>,
     /// By the number of a record class.
@@ -121,11 +123,24 @@ impl Ledger {
             return Arc::clone(account);
         }
         let mut tables = self.write();
-        // Numbers below u32::MAX: accounts are kept, and each takes memory.
-        let number = u32::try_from(tables.accounts.len()).unwrap_or(u32::MAX - 1) + 1;
-        let known_bytes = Arc::clone(&tables.known_bytes);
-        let begin = || Arc::new(Account::new(namespace, number, &known_bytes));
-        Arc::clone(tables.accounts.entry(namespace).or_insert_with(begin))
+        let Tables { accounts, last_account, known_bytes, .. } = &mut *tables;
+        let begin = || {
+            *last_account = last_account.saturating_add(1);
+            Arc::new(Account::new(namespace, *last_account, known_bytes))
+        };
+        Arc::clone(accounts.entry(namespace).or_insert_with(begin))
+    }
+
+    /// Forgets the account of a namespace that has nothing, is promised nothing and has no limit.
+    pub(crate) fn forget_account(&self, namespace: NamespaceId) {
+        let mut tables = self.write();
+        let is_idle = |account: &Arc<Account>| {
+            let space = account.space();
+            (space.live, space.promised, space.limit) == (0, 0, None)
+        };
+        if tables.accounts.get(&namespace).is_some_and(is_idle) {
+            tables.accounts.remove(&namespace);
+        }
     }
 
     /// All accounts.

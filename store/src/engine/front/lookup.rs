@@ -164,6 +164,9 @@ pub(crate) fn not_given(error: LeaseError) -> Reason {
         LeaseError::Blocks => {
             Reason::Busy("the tenant's leases and pins hold too many blocks: unlock some, or")
         }
+        LeaseError::Together => Reason::Busy(
+            "the leases and pins of all tenants hold as much of the store as they may: end some, or",
+        ),
         LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
     }
 }

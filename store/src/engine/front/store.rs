@@ -51,7 +51,7 @@ use kvarts_contract::ticket::{Ticket, ticket};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
-pub use space::KnownNamespace;
+pub use space::{KnownNamespace, OfTenant};
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]

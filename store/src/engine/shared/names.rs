@@ -16,7 +16,7 @@ use kvarts_planner::cost::Prefill;
 use kvarts_planner::keep;
 
 use kvarts_contract::error::{IdentityCause, Reason};
-use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvarts_contract::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Shapes that are kept of a namespace: a model has as many as it has groups and ranks, and may be asked for more.
@@ -45,6 +45,8 @@ pub(crate) struct Namespace {
     shapes: Mutex<BTreeMap<(u32, u64), Arc<BlockShape>>>,
     /// How long its engine computes a token, in nanoseconds; 0: not known. It is told with each plan that is asked for.
     token_ns: AtomicU64,
+    /// Whether anything on disk may be of it: a put began, or recovery found it there.
+    used: AtomicBool,
 }
 
 impl Namespace {
@@ -59,7 +61,19 @@ impl Namespace {
             salt: self.salt.clone(),
             shapes: Mutex::default(),
             token_ns: AtomicU64::new(self.token_ns.load(Ordering::Relaxed)),
+            // The delete is on disk.
+            used: AtomicBool::new(true),
         }
+    }
+
+    /// A put of it begins: from now on something on disk may be of it.
+    pub(crate) fn note_put(&self) {
+        self.used.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether anything on disk may be of it.
+    pub(crate) fn is_used(&self) -> bool {
+        self.used.load(Ordering::Relaxed)
     }
 
     /// Notes how long its engine computes.
@@ -109,6 +123,8 @@ struct Tables {
     last_local: u32,
     specs: BTreeMap<Fingerprint, Arc<Spec>>,
     specs_by_local: BTreeMap<u32, Fingerprint>,
+    /// The last short id of a spec that was given out.
+    last_spec: u32,
     /// How long blocks live whose put does not say.
     default_ttls: BTreeMap<NamespaceId, Duration>,
     /// Namespaces whose delete has not been acknowledged: nothing is put in them.
@@ -129,7 +145,33 @@ impl Tables {
         let spec = Arc::new(Spec { id, local, canonical: canonical.to_vec(), geometry });
         self.specs.insert(id, Arc::clone(&spec));
         self.specs_by_local.insert(local, id);
+        self.last_spec = self.last_spec.max(local);
         Ok(spec)
+    }
+
+    /// A short id that no spec has ever had.
+    fn next_spec(&self) -> u32 {
+        self.last_spec.saturating_add(1)
+    }
+
+    /// Forgets a namespace of which nothing was ever put, and its spec if no other has that.
+    fn forget_unused(&mut self, id: NamespaceId) -> bool {
+        let Some(namespace) = self.namespaces.get(&id) else { return false };
+        let is_kept = namespace.is_used()
+            || self.condemned.contains(&id)
+            || self.deleting.contains(&id)
+            || self.default_ttls.contains_key(&id);
+        if is_kept {
+            return false;
+        }
+        let (local, spec) = (namespace.local, Arc::clone(&namespace.spec));
+        self.namespaces.remove(&id);
+        self.locals.remove(&local);
+        if !self.namespaces.values().any(|other| Arc::ptr_eq(&other.spec, &spec)) {
+            self.specs.remove(&spec.id);
+            self.specs_by_local.remove(&spec.local);
+        }
+        true
     }
 
     fn namespace(&mut self, local: u32, canonical: &[u8], spec: Arc<Spec>) -> Result<Arc<Namespace>, Reason> {
@@ -153,6 +195,7 @@ impl Tables {
             salt,
             shapes,
             token_ns: AtomicU64::new(0),
+            used: AtomicBool::new(false),
         });
         self.namespaces.insert(id, Arc::clone(&namespace));
         self.take_local(local);
@@ -168,15 +211,6 @@ impl Tables {
         self.locals.insert(local);
         self.last_local = self.last_local.max(local);
     }
-}
-
-fn next_free<T>(taken: &BTreeMap<u32, T>) -> u32 {
-    taken.last_key_value().map_or(1, |(&last, _)| last.saturating_add(1))
-}
-
-/// A segment that was damaged when others were made may give a short id that is another's by now.
-fn free_or_next<T>(taken: &BTreeMap<u32, T>, wanted: u32) -> u32 {
-    if taken.contains_key(&wanted) { next_free(taken) } else { wanted }
 }
 
 /// All namespaces of a store. Usable from any thread; lookups share.
@@ -204,7 +238,7 @@ impl Names {
             return Err(Reason::SpecMismatch);
         }
         let mut tables = self.write();
-        let local = next_free(&tables.specs_by_local);
+        let local = tables.next_spec();
         let spec = tables.spec(fingerprint, local, &geometry.canonical_bytes())?;
         let local = tables.next_local();
         tables.namespace(local, &canonical, spec)
@@ -213,7 +247,9 @@ impl Names {
     /// Takes in a spec that recovery found, under its own local id if that is free.
     pub(crate) fn recover_spec(&self, found: &Definition) -> Result<(), Reason> {
         let mut tables = self.write();
-        let local = free_or_next(&tables.specs_by_local, found.local);
+        // A segment that was damaged when others were made may give a short id that is another's by now.
+        let is_taken = tables.specs_by_local.contains_key(&found.local);
+        let local = if is_taken { tables.next_spec() } else { found.local };
         tables.spec(Fingerprint(found.id), local, &found.canonical).map(drop)
     }
 
@@ -237,7 +273,15 @@ impl Names {
         // A segment that was damaged when others were made may give a short id that is another's by now.
         let is_taken = tables.locals.contains(&found.local);
         let local = if is_taken { tables.next_local() } else { found.local };
-        tables.namespace(local, &found.canonical, spec)
+        let namespace = tables.namespace(local, &found.canonical, spec)?;
+        namespace.note_put();
+        Ok(namespace)
+    }
+
+    /// Forgets a namespace of which nothing was ever put here; false if there may be something. Its short ids are not given
+    /// out again: a put that begins in this moment is refused when it is done.
+    pub(crate) fn forget_unused(&self, id: NamespaceId) -> bool {
+        self.write().forget_unused(id)
     }
 
     /// Cuts a namespace off from what it holds: from now on it is known by another short id, and nothing can be put
@@ -324,6 +368,18 @@ impl Names {
     pub(crate) fn with_salt(&self, salt: &TenantSalt) -> Vec<Arc<Namespace>> {
         let tables = self.read();
         tables.namespaces.values().filter(|namespace| namespace.salt == *salt).map(Arc::clone).collect()
+    }
+
+    /// The namespaces of each salt.
+    pub(crate) fn by_salt(&self) -> BTreeMap<Vec<u8>, Vec<NamespaceId>> {
+        let mut all = BTreeMap::<Vec<u8>, Vec<NamespaceId>>::new();
+        for (id, namespace) in &self.read().namespaces {
+            match all.get_mut(&namespace.salt.0) {
+                Some(of_salt) => of_salt.push(*id),
+                None => drop(all.insert(namespace.salt.0.clone(), vec![*id])),
+            }
+        }
+        all
     }
 
     /// How many short ids there are, and how many shapes are kept.

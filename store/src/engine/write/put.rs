@@ -165,6 +165,7 @@ fn check(shared: &Arc<Shared>, request: &PutRequest, by_layers: bool) -> Result<
         return Err(reason);
     }
     let shape = namespace.shape(request.group, request.coordinate)?;
+    namespace.note_put();
     let run = record_blocks(shared, shape.block_bytes())?.min(blocks);
     let layout = request.layout.unwrap_or_else(|| Layout::auto(&shape, run));
     let form = RecordForm { layout, layout_version: LAYOUT_VERSION, encoding: ENCODING_RAW };

@@ -13,7 +13,7 @@ use crate::engine::front::router::Message;
 use crate::engine::shared::names::Namespace;
 use crate::engine::shared::quota;
 use crate::engine::shared::quota_events::TellEvicted;
-use crate::index::{BlockFingerprint, Lookup, RecordId};
+use crate::index::{BlockFingerprint, Lookup, PinShare, RecordId};
 use crate::ledger::{PoolSpace, SegmentView};
 use kvarts_contract::error::units::{exact_units, whole_units};
 use kvarts_contract::error::{Error, Reason};
@@ -31,6 +31,21 @@ pub struct KnownNamespace {
     /// Bytes of its blocks on disk, headers and padding included.
     pub live_bytes: u64,
     /// Its blocks, those of each group and coordinate counted.
+    pub live_blocks: u64,
+    /// Whether anything on disk may be of it, live or not.
+    pub is_used: bool,
+}
+
+/// What the namespaces of one tenant have together.
+#[derive(Clone, Debug)]
+pub struct OfTenant {
+    /// The salt of their identities.
+    pub salt: TenantSalt,
+    /// How many the store knows.
+    pub namespaces: usize,
+    /// Bytes of their blocks on disk, headers and padding included.
+    pub live_bytes: u64,
+    /// Their blocks.
     pub live_blocks: u64,
 }
 
@@ -193,9 +208,47 @@ impl Store {
                 layers: namespace.spec.geometry.layers().len(),
                 live_bytes,
                 live_blocks,
+                is_used: namespace.is_used(),
             })
         };
         all.iter().filter_map(known).collect()
+    }
+
+    /// What each tenant has, also one that is not registered any more: namespaces of one salt are one tenant's.
+    pub fn tenants(&self) -> Vec<OfTenant> {
+        let spaces = self.0.shared.index.records().ledger().namespaces();
+        let live: BTreeMap<NamespaceId, (u64, u64)> =
+            spaces.iter().map(|one| (one.namespace, (one.live, one.blocks))).collect();
+        let of_tenant = |(salt, ids): (Vec<u8>, Vec<NamespaceId>)| {
+            let lives = ids.iter().filter_map(|id| live.get(id));
+            let (live_bytes, live_blocks) = lives.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+            OfTenant { salt: TenantSalt(salt), namespaces: ids.len(), live_bytes, live_blocks }
+        };
+        self.0.shared.names.by_salt().into_iter().map(of_tenant).collect()
+    }
+
+    /// Whether the store knows a namespace, registered or recovered.
+    pub fn knows(&self, namespace: NamespaceId) -> bool {
+        self.0.shared.names.get(namespace).is_some()
+    }
+
+    /// How many namespaces with this salt the store knows.
+    pub fn namespace_count(&self, salt: &TenantSalt) -> usize {
+        self.0.shared.names.of_salt(salt).len()
+    }
+
+    /// Forgets a registered namespace of which nothing was ever put in this store; false, and nothing happens, if there may be
+    /// something, or a time to live is set for it. It can be registered again.
+    pub fn forget_unused(&self, namespace: NamespaceId) -> bool {
+        let is_forgotten = self.0.shared.names.forget_unused(namespace);
+        if is_forgotten {
+            self.0.shared.index.records().ledger().forget_account(namespace);
+            // Registered again meanwhile, by another node or tier: its account is a new one, and counts for its tenant.
+            if let Some(again) = self.0.shared.names.get(namespace) {
+                self.join_tenant(namespace, &again.salt);
+            }
+        }
+        is_forgotten
     }
 
     /// Which block follows which in a namespace, as pairs of a parent and its child, for showing what is here as a tree: at most
@@ -221,6 +274,11 @@ impl Store {
     /// away. What is held already stays until it ends.
     pub fn set_pin_cap(&self, tenant: u32, bytes: Option<u64>) {
         self.0.shared.index.set_pin_cap(tenant, bytes);
+    }
+
+    /// Limits the bytes that the leases and pins of all tenants hold together. `None` takes the limit away.
+    pub fn set_pin_share(&self, share: Option<PinShare>) {
+        self.0.shared.index.set_pin_share(share);
     }
 
     /// Live bytes of each segment (shard, number), counted from every entry of the index: for tests of the

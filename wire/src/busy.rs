@@ -1,0 +1,51 @@
+//! What a server says when a call is to be made again and its client, or an operator, can do something about it meanwhile. A
+//! client tells these words as they are; a server cannot make it keep others.
+
+/// No room for a model: those that are there are all in use.
+pub const MODELS_IN_USE: &str =
+    "the tenant's models that calls or leases use leave no room for another one: end some leases, or";
+/// No room for a model: the store remembers as many of the tenant as it may.
+pub const MODELS_REMEMBERED: &str = "the store has or had blocks of as many models of this tenant as it remembers (a restart forgets those without): delete some, or";
+/// The tenant has as many leases as it may.
+pub const LEASES: &str = "the tenant has as many leases as it may: end some, or";
+/// The session has.
+pub const LEASES_OF_SESSION: &str = "the session has as many leases as it may: end some, or";
+/// A tenant's leases hold as many blocks as they may, as the store says it.
+pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks: unlock some, or";
+/// All tenants' leases hold as many bytes as they may, as the store says it.
+pub const HELD_BY_ALL: &str =
+    "the leases and pins of all tenants hold as much of the store as they may: end some, or";
+/// A tenant has as many connections as it may.
+pub const CONNECTIONS: &str = "the tenant has as many connections as it may, and each has a call under way";
+/// A connection has one of the places that are kept.
+pub const KEPT_CONNECTIONS: &str = "all places for connections are taken; what is left is for administrators";
+
+/// Those that a client knows.
+const KNOWN: [&str; 8] = [
+    MODELS_IN_USE,
+    MODELS_REMEMBERED,
+    LEASES,
+    LEASES_OF_SESSION,
+    BLOCKS_HELD,
+    HELD_BY_ALL,
+    CONNECTIONS,
+    KEPT_CONNECTIONS,
+];
+
+/// What a server said, if it is known.
+pub(crate) fn said(what: &str) -> &'static str {
+    KNOWN.into_iter().find(|known| *known == what).unwrap_or("the server takes no more requests now")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_client_can_do_something_about_is_told_as_it_was_said() {
+        for known in KNOWN {
+            assert_eq!(said(known), known);
+        }
+        assert_eq!(said("words of another server"), "the server takes no more requests now");
+    }
+}
