@@ -38,7 +38,7 @@ impl Path for GrpcPath {
     }
 }
 
-fn delete_message(request: &DeleteRequest) -> proto::DeleteRequest {
+fn delete_message(request: &DeleteRequest, of_all: bool) -> proto::DeleteRequest {
     use proto::delete_request::{Keys, Target as Wire};
     let target = match &request.target {
         Target::Keys { column, keys } => {
@@ -48,7 +48,8 @@ fn delete_message(request: &DeleteRequest) -> proto::DeleteRequest {
         Target::Prefix(key) => Wire::Prefix(key.as_bytes().to_vec().into()),
         Target::Namespace => Wire::Everything(true),
     };
-    proto::DeleteRequest { namespace: request.namespace.as_bytes().to_vec().into(), target: Some(target) }
+    let namespace = request.namespace.as_bytes().to_vec().into();
+    proto::DeleteRequest { namespace, target: Some(target), of_all }
 }
 
 fn delete_outcome(wire: &proto::delete_reply::Outcome) -> DeleteOutcome {
@@ -75,9 +76,36 @@ fn check_delete(remote: &Remote, request: &DeleteRequest) -> Result<(), Reason> 
     if late { Err(Reason::DeadlineInPast) } else { Ok(()) }
 }
 
-async fn delete(remote: &Remote, request: &DeleteRequest) -> Result<DeleteReply, Reason> {
+/// Deletes on a server that may be one of many; gives what it says, and which of the others do not have it.
+pub(super) fn delete_everywhere(
+    remote: &Arc<Remote>,
+    request: DeleteRequest,
+    of_all: bool,
+) -> Ticket<Result<(DeleteReply, Vec<proto::NodeAway>), Error>> {
+    let (reply, answer) = ticket();
+    match check_delete(remote, &request) {
+        Ok(()) => {
+            let own = Arc::clone(remote);
+            remote.spawn(async move {
+                // A caller that is gone needs no answer.
+                let _ = reply.send(delete(&own, &request, of_all).await.map_err(Error));
+            });
+        }
+        Err(reason) => {
+            // The asking end is still here.
+            let _ = reply.send(Err(Error(reason)));
+        }
+    }
+    answer
+}
+
+async fn delete(
+    remote: &Remote,
+    request: &DeleteRequest,
+    of_all: bool,
+) -> Result<(DeleteReply, Vec<proto::NodeAway>), Reason> {
     let call = || {
-        let (mut store, message) = (remote.store(), delete_message(request));
+        let (mut store, message) = (remote.store(), delete_message(request, of_all));
         let (left, message) = (remote.left(request.deadline), remote.request(message, request.deadline));
         in_time(left, async move { store.delete(message).await })
     };
@@ -88,7 +116,7 @@ async fn delete(remote: &Remote, request: &DeleteRequest) -> Result<DeleteReply,
     }
     let reply = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     let outcomes = reply.outcomes.iter().map(delete_outcome).collect();
-    Ok(DeleteReply { outcomes, blocks: reply.blocks })
+    Ok((DeleteReply { outcomes, blocks: reply.blocks }, reply.away))
 }
 
 async fn look_up(
@@ -181,7 +209,8 @@ impl KvStore for GrpcPath {
                 let remote = Arc::clone(&self.0);
                 self.0.spawn(async move {
                     // A caller that is gone needs no answer.
-                    let _ = reply.send(delete(&remote, &request).await.map_err(Error));
+                    let deleted = delete(&remote, &request, false).await;
+                    let _ = reply.send(deleted.map(|(reply, _)| reply).map_err(Error));
                 });
             }
             Err(reason) => {

@@ -382,6 +382,16 @@ impl Client {
         self.remote.ask(async move { directory.status(request).await })
     }
 
+    /// As [`KvStore::delete`]; and which nodes of the cluster do not have it yet, which hear of it when they are connected again. With
+    /// `of_all` it is refused where there are some: what was deleted stays so, and is not acknowledged.
+    pub fn delete_everywhere(
+        &self,
+        request: DeleteRequest,
+        of_all: bool,
+    ) -> Ticket<Result<(DeleteReply, Vec<proto::NodeAway>), Error>> {
+        grpc_path::delete_everywhere(&self.remote, request, of_all)
+    }
+
     /// As [`KvStore::match_prefix`], and beside it what a read brings that is not in the server's own store: what nodes of the
     /// cluster are said to have, and what the bucket behind the server seems to have.
     pub fn match_beyond(&self, request: &MatchRequest<'_>) -> Result<Beyond, Error> {

@@ -19,6 +19,7 @@
 )]
 
 pub mod dealer;
+pub mod deletes;
 pub mod directory;
 pub mod feed;
 pub mod hot;

@@ -21,8 +21,16 @@ use crate::window::{Tally, Window};
 /// Where repair puts what it sets aside; nothing reads it.
 pub const QUARANTINE: &str = "quarantine";
 /// Names beside the format's that belong in a store's directory.
-const HARMLESS: [&str; 6] =
-    [LOCK, "lost+found", QUARANTINE, UNFINISHED_COPY, "cluster-starts", "cluster-starts.new"];
+const HARMLESS: [&str; 8] = [
+    LOCK,
+    "lost+found",
+    QUARANTINE,
+    UNFINISHED_COPY,
+    "cluster-starts",
+    "cluster-starts.new",
+    "cluster-deletes",
+    "cluster-deletes.new",
+];
 /// The local socket of a server that has the store open, or had.
 const SOCKET: &str = "kvarts.sock";
 /// The file that a store in use holds a lock on. It must be a plain file: otherwise use cannot be seen.

@@ -80,6 +80,9 @@ pub(crate) struct DeleteArgs {
     /// Everything of the model
     #[arg(long, conflicts_with_all = ["tokens", "keys"])]
     all: bool,
+    /// Fail if a node of the cluster is away and does not have it yet
+    #[arg(long)]
+    everywhere: bool,
     #[command(flatten)]
     sure: Sure,
     #[command(flatten)]
@@ -362,15 +365,20 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
         }
     };
     let request = DeleteRequest { namespace: subject.namespace, target, deadline: None };
-    let reply = block_on(client.delete(request)).map_err(Failure::user)?.map_err(Failure::user)?;
+    let deleting = client.delete_everywhere(request, arguments.everywhere);
+    let (reply, away) = block_on(deleting).map_err(Failure::user)?.map_err(Failure::user)?;
     let refused = reply.outcomes.iter().filter(|one| matches!(one, DeleteOutcome::Refused(_))).count();
     if arguments.server.json {
         let report = json!({
             "namespace": subject.namespace.to_string(), "deleted_blocks": reply.blocks, "refused": refused,
+            "away": away.iter().map(|one| json!({ "address": one.address, "trouble": one.trouble })).collect::<Vec<_>>(),
         });
         print(out, &report)?;
     } else {
         writeln!(out, "{} blocks deleted", grouped(reply.blocks))?;
+        for one in &away {
+            writeln!(out, "not yet on the node at {}: {}", one.address, one.trouble)?;
+        }
     }
     if refused == 0 { Ok(()) } else { Err(Failure::Problems) }
 }

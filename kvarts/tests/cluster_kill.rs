@@ -16,20 +16,20 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_wire::{convert, proto};
 
-const BLOCK_BYTES: u64 = 64 << 10;
+pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 const BLOCKS: usize = 160;
 /// Bytes a second that a node gives another one: so that there is a middle of a read.
 const RATE: &str = "8 MiB";
 /// How often nodes are killed at most until a read of each was whole.
 const ROUNDS: usize = 10;
-const TIMEOUT: Duration = Duration::from_secs(90);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(90);
 
-fn column() -> (Group, Coordinate) {
+pub(crate) fn column() -> (Group, Coordinate) {
     (Group(0), Coordinate::Replicated)
 }
 
 /// Where the nodes are and what they share.
-struct Ground(PathBuf);
+pub(crate) struct Ground(pub(crate) PathBuf);
 
 impl Drop for Ground {
     fn drop(&mut self) {
@@ -38,13 +38,13 @@ impl Drop for Ground {
 }
 
 /// A node: its process, and a client of it.
-struct Node {
+pub(crate) struct Node {
     child: Child,
-    client: Client,
+    pub(crate) client: Client,
 }
 
 impl Node {
-    fn start(ground: &Path, number: u8, more: &[&str]) -> Self {
+    pub(crate) fn start(ground: &Path, number: u8, more: &[&str]) -> Self {
         let directory = ground.join(number.to_string());
         std::fs::create_dir_all(&directory).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
@@ -70,13 +70,13 @@ impl Node {
         Self { child, client }
     }
 
-    fn end(&mut self, signal: &str) {
+    pub(crate) fn end(&mut self, signal: &str) {
         let killed = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
         assert!(killed.success());
         self.child.wait().unwrap();
     }
 
-    fn until_whole(&self) {
+    pub(crate) fn until_whole(&self) {
         let start = Instant::now();
         while !self.client.cluster_status().unwrap().nodes.iter().all(|node| node.is_reachable) {
             assert!(start.elapsed() < TIMEOUT, "not all nodes are reached");
@@ -93,24 +93,29 @@ impl Drop for Node {
     }
 }
 
-/// Three nodes that reach each other.
-fn cluster(ground: &Path) -> ([Node; 3], Vec<String>) {
+/// The file of members that this number of nodes are, whose stores are made for it.
+pub(crate) fn members(ground: &Path, count: u8, port: u16) -> PathBuf {
     let mut members = "epoch = 1\n".to_owned();
-    for number in 1..=3 {
+    for number in 1..=count {
         let mut alone = Node::start(ground, number, &[]);
         let store = alone.client.stats().unwrap().store;
         let id: String = store.iter().map(|byte| format!("{byte:02x}")).collect();
         // An address of this process alone, with a port that no connection takes for itself.
         let [.., high, low] = std::process::id().to_be_bytes();
         members +=
-            &format!("[[node]]\nid = \"{id}\"\naddress = \"127.{}.{high}.{low}:7440\"\n", 240 + number);
+            &format!("[[node]]\nid = \"{id}\"\naddress = \"127.{}.{high}.{low}:{port}\"\n", 240 + number);
         alone.end("-TERM");
     }
     let file = ground.join("members.toml");
     std::fs::write(&file, members).unwrap();
+    file
+}
+
+/// Three nodes that reach each other.
+fn cluster(ground: &Path) -> ([Node; 3], Vec<String>) {
     let more = [
         "--cluster".to_owned(),
-        file.display().to_string(),
+        members(ground, 3, 7440).display().to_string(),
         "--cluster-serve-rate".to_owned(),
         RATE.to_owned(),
         // What is read here is to come from the others, however often.
@@ -123,13 +128,13 @@ fn cluster(ground: &Path) -> ([Node; 3], Vec<String>) {
     (nodes, more.to_vec())
 }
 
-fn register(client: &Client) -> NamespaceId {
+pub(crate) fn register(client: &Client) -> NamespaceId {
     let geometry = Geometry::opaque(BLOCK_BYTES).unwrap();
     let arrangement = Arrangement::new("test", "flat", "1");
     client.register(&Identity::new("pages", "1", "bf16", arrangement, &geometry, 16), &geometry).unwrap()
 }
 
-fn content(block: usize, into: &mut [u8]) {
+pub(crate) fn content(block: usize, into: &mut [u8]) {
     let word = |at: usize| ((block + 1) * 0x9e37 + at / 8 * 0x85eb) as u8;
     into.iter_mut().enumerate().for_each(|(at, byte)| *byte = word(at));
 }
@@ -178,7 +183,7 @@ fn end((buf, stream): (SharedBuf, ReadStream), mut after: impl FnMut(u32)) -> us
     }
 }
 
-fn until_known(client: &Client, namespace: NamespaceId, keys: &[BlockKey], copies: u8) {
+pub(crate) fn until_known(client: &Client, namespace: NamespaceId, keys: &[BlockKey], copies: u8) {
     let ((group, coordinate), start) = (column(), Instant::now());
     loop {
         let asked = proto::LookupRequest {

@@ -10,6 +10,7 @@ mod anybody;
 mod bench_cli;
 mod browser;
 mod client_cli;
+mod cluster_deletes;
 mod cluster_etcd;
 mod cluster_kill;
 mod cluster_namespaces;

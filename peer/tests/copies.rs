@@ -264,7 +264,7 @@ async fn puts_of_a_chain_go_by_its_lease_and_what_the_owner_lacks_comes_to_it() 
     assert_eq!(placing.fates(), [held, held, stored, held, copied, copied, copied, copied]);
     assert!(placing.own().is_empty() && nodes[1].stands(&placing));
     b.put(&keys[4..8]);
-    nodes[1].offer_to_owners(column(&b, &keys[..8]), &placing, |place| (4..8).contains(&place));
+    nodes[1].offer_to_owners(column(&b, &keys[..8]), &placing, None, |place| (4..8).contains(&place));
     until("the owner has what it lacked", || here(&a, &keys[..8]) == 8).await;
     assert_eq!((nodes[1].status().offers.forwarded, nodes[1].status().offers.taken), (4, 4));
     until("it counts them", || nodes[0].status().offers.copied == 4).await;

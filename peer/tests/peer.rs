@@ -3,6 +3,7 @@
 mod common;
 mod copies;
 mod cut_connections;
+mod deletes;
 #[path = "../../tests/src/depth.rs"]
 mod depth;
 mod nodes;

@@ -349,7 +349,7 @@ async fn what_a_member_offers_is_bounded_and_of_a_model_that_was_shown() {
     let offer = |keys: Vec<u8>, namespace: Vec<u8>, chain: Vec<u8>| {
         let (namespace, keys, chain) = (namespace.into(), keys.into(), chain.into());
         let column = Some(kvarts_wire::convert::wire_column(GROUP, Coordinate::default()));
-        shows(proto::OfferRequest { namespace, column, keys, chain }, to)
+        shows(proto::OfferRequest { namespace, column, keys, chain, ..Default::default() }, to)
     };
     let namespace = a.namespace.as_bytes().to_vec();
     let keys: Vec<BlockKey> = (0..8).map(key).collect();
@@ -459,6 +459,13 @@ impl Nodes for Holder {
 
     async fn offer(&self, _: Request<proto::OfferRequest>) -> Result<Response<proto::OfferReply>, Status> {
         Err(Status::unimplemented("it holds and says nothing"))
+    }
+
+    async fn deletes(
+        &self,
+        _: Request<proto::DeletesRequest>,
+    ) -> Result<Response<proto::DeletesReply>, Status> {
+        Ok(Response::new(proto::DeletesReply::default()))
     }
 }
 

@@ -1907,8 +1907,7 @@ pub struct MatchRequest {
     /// The most tokens that the caller would run again to use a longer prefix; not given: no bound.
     #[prost(uint64, optional, tag = "5")]
     pub recompute_tokens_max: ::core::option::Option<u64>,
-    /// How long the usable prefix is to be held against eviction, a day at most; 0: not at all. More than ten
-    /// minutes need the right to pin.
+    /// How long the usable prefix is to be held against eviction, a day at most; 0: not at all.
     #[prost(uint64, tag = "6")]
     pub lease_ms: u64,
     /// The most bytes that all leases of the tenant may then hold, where the caller wants less than the tenant's cap.
@@ -2047,8 +2046,7 @@ pub struct ExistsRequest {
     /// 32 bytes each, one after the other, in any order.
     #[prost(bytes = "bytes", tag = "3")]
     pub keys: ::prost::bytes::Bytes,
-    /// How long those that are here are to be held, a day at most; 0: not at all. More than ten minutes need the right to
-    /// pin.
+    /// How long those that are here are to be held, a day at most; 0: not at all.
     #[prost(uint64, tag = "4")]
     pub lease_ms: u64,
     /// As in MatchRequest.
@@ -2218,11 +2216,15 @@ pub struct SetTtlRequest {
     #[prost(uint64, optional, tag = "4")]
     pub expires_after_ms: ::core::option::Option<u64>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct SetTtlReply {
-    /// For each key, whether the block is here and its time was changed.
+    /// For each key, whether the block is here, or with another node, and its time was changed. On other nodes times only become
+    /// shorter.
     #[prost(bool, repeated, tag = "1")]
     pub changed: ::prost::alloc::vec::Vec<bool>,
+    /// Nodes of the cluster that do not have it yet.
+    #[prost(message, repeated, tag = "2")]
+    pub away: ::prost::alloc::vec::Vec<NodeAway>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SetDefaultTtlRequest {
@@ -2238,6 +2240,10 @@ pub struct SetDefaultTtlReply {}
 pub struct DeleteRequest {
     #[prost(bytes = "bytes", tag = "1")]
     pub namespace: ::prost::bytes::Bytes,
+    /// It is acknowledged only if every other node of the cluster has it too; else nodes that are away are named, and hear of it before
+    /// bytes are asked of them or given to them again.
+    #[prost(bool, tag = "5")]
+    pub of_all: bool,
     #[prost(oneof = "delete_request::Target", tags = "2, 3, 4")]
     pub target: ::core::option::Option<delete_request::Target>,
 }
@@ -2269,9 +2275,12 @@ pub struct DeleteReply {
     /// Of keys: one for each, in the order of the request.
     #[prost(message, repeated, tag = "1")]
     pub outcomes: ::prost::alloc::vec::Vec<delete_reply::Outcome>,
-    /// Blocks that were there and are not any more.
+    /// Blocks that were there and are not any more; in a cluster on all nodes that have it.
     #[prost(uint64, tag = "2")]
     pub blocks: u64,
+    /// Nodes of the cluster that do not have it yet.
+    #[prost(message, repeated, tag = "3")]
+    pub away: ::prost::alloc::vec::Vec<NodeAway>,
 }
 /// Nested message and enum types in `DeleteReply`.
 pub mod delete_reply {
@@ -2298,7 +2307,7 @@ pub mod delete_reply {
     pub enum What {
         /// Nothing was there.
         NotHere = 0,
-        /// It was there and is not any more, not even after a power cut.
+        /// It was there and is not any more, not even after a power cut; in a cluster on no node but those of `away`.
         Deleted = 1,
         /// Not acknowledged: it may be there again after a restart. Delete again.
         Refused = 2,
@@ -2325,6 +2334,17 @@ pub mod delete_reply {
             }
         }
     }
+}
+/// A node of the cluster that could not be told, or has not said that it has it. It hears of it when it is connected again.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct NodeAway {
+    /// 16 bytes.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub node: ::prost::bytes::Bytes,
+    #[prost(string, tag = "2")]
+    pub address: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub trouble: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -2543,7 +2563,7 @@ pub mod store_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Store", "Unlock"));
             self.inner.unary(req, path, codec).await
         }
-        /// Holds blocks against eviction, within the tenant's cap. Needs the right to pin.
+        /// Holds blocks against eviction, within the tenant's cap.
         pub async fn pin(
             &mut self,
             request: impl tonic::IntoRequest<super::PinRequest>,
@@ -2599,7 +2619,7 @@ pub mod store_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Store", "ListPins"));
             self.inner.unary(req, path, codec).await
         }
-        /// Changes when a lease or pin in force ends. More than ten minutes from now needs the right to pin.
+        /// Changes when a lease or pin in force ends.
         pub async fn renew(
             &mut self,
             request: impl tonic::IntoRequest<super::RenewRequest>,
@@ -2662,7 +2682,7 @@ pub mod store_client {
                 .insert(GrpcMethod::new("kvarts.v1.Store", "SetDefaultTtl"));
             self.inner.unary(req, path, codec).await
         }
-        /// Deletes for good, leased or not. Needs the right to delete.
+        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to write.
         pub async fn delete(
             &mut self,
             request: impl tonic::IntoRequest<super::DeleteRequest>,
@@ -2719,7 +2739,7 @@ pub mod store_server {
             &self,
             request: tonic::Request<super::UnlockRequest>,
         ) -> std::result::Result<tonic::Response<super::UnlockReply>, tonic::Status>;
-        /// Holds blocks against eviction, within the tenant's cap. Needs the right to pin.
+        /// Holds blocks against eviction, within the tenant's cap.
         async fn pin(
             &self,
             request: tonic::Request<super::PinRequest>,
@@ -2733,7 +2753,7 @@ pub mod store_server {
             &self,
             request: tonic::Request<super::ListPinsRequest>,
         ) -> std::result::Result<tonic::Response<super::ListPinsReply>, tonic::Status>;
-        /// Changes when a lease or pin in force ends. More than ten minutes from now needs the right to pin.
+        /// Changes when a lease or pin in force ends.
         async fn renew(
             &self,
             request: tonic::Request<super::RenewRequest>,
@@ -2751,7 +2771,7 @@ pub mod store_server {
             tonic::Response<super::SetDefaultTtlReply>,
             tonic::Status,
         >;
-        /// Deletes for good, leased or not. Needs the right to delete.
+        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to write.
         async fn delete(
             &self,
             request: tonic::Request<super::DeleteRequest>,
@@ -3988,9 +4008,6 @@ pub struct StatsReply {
     /// Absent: there is none.
     #[prost(message, optional, tag = "13")]
     pub cold: ::core::option::Option<stats_reply::Cold>,
-    /// At most one of each kind.
-    #[prost(message, repeated, tag = "14")]
-    pub ownerless: ::prost::alloc::vec::Vec<stats_reply::Ownerless>,
 }
 /// Nested message and enum types in `StatsReply`.
 pub mod stats_reply {
@@ -4074,20 +4091,6 @@ pub mod stats_reply {
             u64,
         >,
     }
-    /// What is stored of whom no token is: it can be found by no client, and is evicted like everything else.
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-    pub struct Ownerless {
-        /// Whether it was stored while no tokens were asked for; else it is of tenants that were taken out of the configuration.
-        #[prost(bool, tag = "1")]
-        pub unsalted: bool,
-        /// How many tenants.
-        #[prost(uint64, tag = "2")]
-        pub tenants: u64,
-        #[prost(uint64, tag = "3")]
-        pub blocks: u64,
-        #[prost(uint64, tag = "4")]
-        pub bytes: u64,
-    }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CheckpointRequest {}
@@ -4161,32 +4164,6 @@ pub struct SetBudgetReply {
     pub budget_bytes: u64,
     #[prost(uint64, tag = "2")]
     pub allocated_bytes: u64,
-}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct PurgeTenantRequest {
-    /// Which tenant, one of the three: the name that it has or had in the configuration,
-    #[prost(string, tag = "1")]
-    pub name: ::prost::alloc::string::String,
-    /// the salt that it had there, where it was set and the tenant is not there any more,
-    #[prost(bytes = "bytes", tag = "2")]
-    pub salt: ::prost::bytes::Bytes,
-    /// or what was stored while no tokens were asked for.
-    #[prost(bool, tag = "3")]
-    pub unsalted: bool,
-    /// Nothing is deleted: the answer says what would be.
-    #[prost(bool, tag = "4")]
-    pub dry_run: bool,
-}
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct PurgeTenantReply {
-    /// Namespaces that the store knew.
-    #[prost(uint64, tag = "1")]
-    pub namespaces: u64,
-    /// Blocks that were deleted, and what the tenant had before in bytes.
-    #[prost(uint64, tag = "2")]
-    pub blocks: u64,
-    #[prost(uint64, tag = "3")]
-    pub bytes: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReloadRequest {}
@@ -4441,32 +4418,6 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Admin", "SetBudget"));
             self.inner.unary(req, path, codec).await
         }
-        /// Deletes everything that a tenant has stored, also of one that is not in the configuration any more: all namespaces that the
-        /// store knows of it. Answers when that is durable.
-        pub async fn purge_tenant(
-            &mut self,
-            request: impl tonic::IntoRequest<super::PurgeTenantRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::PurgeTenantReply>,
-            tonic::Status,
-        > {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = crate::codec::Bounded::default();
-            let path = http::uri::PathAndQuery::from_static(
-                "/kvarts.v1.Admin/PurgeTenant",
-            );
-            let mut req = request.into_request();
-            req.extensions_mut()
-                .insert(GrpcMethod::new("kvarts.v1.Admin", "PurgeTenant"));
-            self.inner.unary(req, path, codec).await
-        }
         /// Reads tenants, tokens and certificates of the configuration again, as SIGHUP does. One that cannot be used changes
         /// nothing, and the error says why.
         pub async fn reload(
@@ -4550,15 +4501,6 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::SetBudgetRequest>,
         ) -> std::result::Result<tonic::Response<super::SetBudgetReply>, tonic::Status>;
-        /// Deletes everything that a tenant has stored, also of one that is not in the configuration any more: all namespaces that the
-        /// store knows of it. Answers when that is durable.
-        async fn purge_tenant(
-            &self,
-            request: tonic::Request<super::PurgeTenantRequest>,
-        ) -> std::result::Result<
-            tonic::Response<super::PurgeTenantReply>,
-            tonic::Status,
-        >;
         /// Reads tenants, tokens and certificates of the configuration again, as SIGHUP does. One that cannot be used changes
         /// nothing, and the error says why.
         async fn reload(
@@ -4974,49 +4916,6 @@ pub mod admin_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = SetBudgetSvc(inner);
-                        let codec = crate::codec::Bounded::default();
-                        let mut grpc = tonic::server::Grpc::new(codec)
-                            .apply_compression_config(
-                                accept_compression_encodings,
-                                send_compression_encodings,
-                            )
-                            .apply_max_message_size_config(
-                                max_decoding_message_size,
-                                max_encoding_message_size,
-                            );
-                        let res = grpc.unary(method, req).await;
-                        Ok(res)
-                    };
-                    Box::pin(fut)
-                }
-                "/kvarts.v1.Admin/PurgeTenant" => {
-                    #[allow(non_camel_case_types)]
-                    struct PurgeTenantSvc<T: Admin>(pub Arc<T>);
-                    impl<T: Admin> tonic::server::UnaryService<super::PurgeTenantRequest>
-                    for PurgeTenantSvc<T> {
-                        type Response = super::PurgeTenantReply;
-                        type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
-                            tonic::Status,
-                        >;
-                        fn call(
-                            &mut self,
-                            request: tonic::Request<super::PurgeTenantRequest>,
-                        ) -> Self::Future {
-                            let inner = Arc::clone(&self.0);
-                            let fut = async move {
-                                <T as Admin>::purge_tenant(&inner, request).await
-                            };
-                            Box::pin(fut)
-                        }
-                    }
-                    let accept_compression_encodings = self.accept_compression_encodings;
-                    let send_compression_encodings = self.send_compression_encodings;
-                    let max_decoding_message_size = self.max_decoding_message_size;
-                    let max_encoding_message_size = self.max_encoding_message_size;
-                    let inner = self.inner.clone();
-                    let fut = async move {
-                        let method = PurgeTenantSvc(inner);
                         let codec = crate::codec::Bounded::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -5659,12 +5558,162 @@ pub struct OfferRequest {
     /// The name of the chain that they are of, if the other node owns it: then they are taken also where room has to be made.
     #[prost(bytes = "bytes", tag = "4")]
     pub chain: ::prost::bytes::Bytes,
+    /// Of what was put for the other node: for how many milliseconds it is held, and for how many it lives by itself, both from now on
+    /// (2^64 - 1: no end). Of a last copy neither.
+    #[prost(uint64, tag = "5")]
+    pub held_ms: u64,
+    #[prost(uint64, tag = "6")]
+    pub lives_ms: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct OfferReply {
     /// Blocks that it is going to read, as far as they still are there then.
     #[prost(uint32, tag = "1")]
     pub taken: u32,
+}
+/// Something that was deleted, or that is to end sooner: at one node, and told to all.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DeleteEntry {
+    /// The node that was asked, 16 bytes.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub node: ::prost::bytes::Bytes,
+    /// Its number there, which grows. What has `sequence` comes behind what has `after`: without that the receiver refuses it.
+    #[prost(uint64, tag = "2")]
+    pub sequence: u64,
+    #[prost(uint64, tag = "3")]
+    pub after: u64,
+    #[prost(enumeration = "delete_entry::What", tag = "4")]
+    pub what: i32,
+    /// 32 bytes.
+    #[prost(bytes = "bytes", tag = "5")]
+    pub namespace: ::prost::bytes::Bytes,
+    #[prost(message, optional, tag = "6")]
+    pub column: ::core::option::Option<Column>,
+    /// 32 bytes each, one after the other; at most 65,536.
+    #[prost(bytes = "bytes", tag = "7")]
+    pub keys: ::prost::bytes::Bytes,
+    /// What was produced before this time is meant, in milliseconds since 1970; what was put later lives.
+    #[prost(uint64, tag = "8")]
+    pub below_ms: u64,
+    #[prost(uint64, tag = "9")]
+    pub ends_ms: u64,
+}
+/// Nested message and enum types in `DeleteEntry`.
+pub mod delete_entry {
+    #[derive(
+        Clone,
+        Copy,
+        Debug,
+        PartialEq,
+        Eq,
+        Hash,
+        PartialOrd,
+        Ord,
+        ::prost::Enumeration
+    )]
+    #[repr(i32)]
+    pub enum What {
+        /// The blocks under `keys`, of `column` or, where it is not given, of all.
+        Keys = 0,
+        /// The blocks under `keys` of all columns, and what the receiver knows to descend from them.
+        Prefix = 1,
+        /// Everything in the namespace.
+        Everything = 2,
+        /// The blocks under `keys` of `column` end at `ends_ms`, unless they end before.
+        Sooner = 3,
+    }
+    impl What {
+        /// String value of the enum field names used in the ProtoBuf definition.
+        ///
+        /// The values are not transformed in any way and thus are considered stable
+        /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+        pub fn as_str_name(&self) -> &'static str {
+            match self {
+                Self::Keys => "KEYS",
+                Self::Prefix => "PREFIX",
+                Self::Everything => "EVERYTHING",
+                Self::Sooner => "SOONER",
+            }
+        }
+        /// Creates an enum from field names used in the ProtoBuf definition.
+        pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+            match value {
+                "KEYS" => Some(Self::Keys),
+                "PREFIX" => Some(Self::Prefix),
+                "EVERYTHING" => Some(Self::Everything),
+                "SOONER" => Some(Self::Sooner),
+                _ => None,
+            }
+        }
+    }
+}
+/// How far a node has what was deleted at another one, or at itself: all up to a number, durably.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DeletesKnown {
+    #[prost(bytes = "bytes", tag = "1")]
+    pub node: ::prost::bytes::Bytes,
+    #[prost(uint64, tag = "2")]
+    pub sequence: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct DeletesRequest {
+    /// In this order.
+    #[prost(message, repeated, tag = "1")]
+    pub entries: ::prost::alloc::vec::Vec<DeleteEntry>,
+    /// How far the caller has all.
+    #[prost(message, repeated, tag = "2")]
+    pub known: ::prost::alloc::vec::Vec<DeletesKnown>,
+    /// How far other nodes have, as they told the caller.
+    #[prost(message, repeated, tag = "3")]
+    pub others: ::prost::alloc::vec::Vec<deletes_request::Other>,
+    /// The caller wants what it lacks.
+    #[prost(bool, tag = "4")]
+    pub tell: bool,
+}
+/// Nested message and enum types in `DeletesRequest`.
+pub mod deletes_request {
+    #[derive(Clone, PartialEq, ::prost::Message)]
+    pub struct Other {
+        #[prost(bytes = "bytes", tag = "1")]
+        pub node: ::prost::bytes::Bytes,
+        #[prost(message, repeated, tag = "2")]
+        pub known: ::prost::alloc::vec::Vec<super::DeletesKnown>,
+    }
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct DeletesReply {
+    /// How far the node has all now, what came with the request included.
+    #[prost(message, repeated, tag = "1")]
+    pub known: ::prost::alloc::vec::Vec<DeletesKnown>,
+    /// What the caller lacks, if it wants that: as much as fits.
+    #[prost(message, repeated, tag = "2")]
+    pub entries: ::prost::alloc::vec::Vec<DeleteEntry>,
+    /// What came of the entries of the request that were new there.
+    #[prost(message, repeated, tag = "3")]
+    pub done: ::prost::alloc::vec::Vec<deletes_reply::Done>,
+}
+/// Nested message and enum types in `DeletesReply`.
+pub mod deletes_reply {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+    pub struct Done {
+        #[prost(bytes = "bytes", tag = "1")]
+        pub node: ::prost::bytes::Bytes,
+        #[prost(uint64, tag = "2")]
+        pub sequence: u64,
+        /// Blocks that were there.
+        #[prost(uint64, tag = "3")]
+        pub blocks: u64,
+        /// Of each key whether a block was under it: bits from the lowest of the first byte on. Of SOONER: whether its end has changed.
+        #[prost(bytes = "bytes", tag = "4")]
+        pub were: ::prost::bytes::Bytes,
+        /// Of PREFIX: keys that descend from those of the entry, which the node knows and the entry does not name; 32 bytes each. Who told
+        /// it tells them all others.
+        #[prost(bytes = "bytes", tag = "5")]
+        pub found: ::prost::bytes::Bytes,
+        /// There are more of them than can be named: everything in the namespace goes.
+        #[prost(bool, tag = "6")]
+        pub all: bool,
+    }
 }
 /// Generated client implementations.
 pub mod directory_client {
@@ -6345,6 +6394,25 @@ pub mod nodes_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Nodes", "Offer"));
             self.inner.unary(req, path, codec).await
         }
+        /// What was deleted, told in both directions. Answered when it is durable.
+        pub async fn deletes(
+            &mut self,
+            request: impl tonic::IntoRequest<super::DeletesRequest>,
+        ) -> std::result::Result<tonic::Response<super::DeletesReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Nodes/Deletes");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Nodes", "Deletes"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -6393,6 +6461,11 @@ pub mod nodes_server {
             &self,
             request: tonic::Request<super::OfferRequest>,
         ) -> std::result::Result<tonic::Response<super::OfferReply>, tonic::Status>;
+        /// What was deleted, told in both directions. Answered when it is durable.
+        async fn deletes(
+            &self,
+            request: tonic::Request<super::DeletesRequest>,
+        ) -> std::result::Result<tonic::Response<super::DeletesReply>, tonic::Status>;
     }
     /// Between the nodes of a cluster, where they serve each other.
     #[derive(Debug)]
@@ -6690,6 +6763,49 @@ pub mod nodes_server {
                     };
                     Box::pin(fut)
                 }
+                "/kvarts.v1.Nodes/Deletes" => {
+                    #[allow(non_camel_case_types)]
+                    struct DeletesSvc<T: Nodes>(pub Arc<T>);
+                    impl<T: Nodes> tonic::server::UnaryService<super::DeletesRequest>
+                    for DeletesSvc<T> {
+                        type Response = super::DeletesReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DeletesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Nodes>::deletes(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DeletesSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 _ => {
                     Box::pin(async move {
                         let mut response = http::Response::new(
@@ -6825,4 +6941,8 @@ pub struct LaneAnswer {
     /// How many bytes follow.
     #[prost(uint64, tag = "7")]
     pub bytes: u64,
+    /// How long the production of each of these blocks lives, 16 bytes each, little-endian: when it was first stored anywhere, in
+    /// milliseconds since 1970, and for how many milliseconds it lives from now on (2^64 - 1: no end by itself). A copy ends no later.
+    #[prost(bytes = "bytes", tag = "8")]
+    pub lives: ::prost::bytes::Bytes,
 }

@@ -595,7 +595,7 @@ fn deletes_that_cannot_be_are_refused() {
         ("a torn key", of_keys(keys(0..1).slice(1..))),
         ("a torn prefix", Some(Target::Prefix(keys(0..2)))),
     ] {
-        let request = proto::DeleteRequest { namespace: desk.namespace.clone(), target };
+        let request = proto::DeleteRequest { namespace: desk.namespace.clone(), target, of_all: false };
         let status = desk.served.runtime.block_on(desk.store.delete(request)).unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument, "{name}");
     }

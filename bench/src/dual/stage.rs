@@ -11,7 +11,7 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, Column, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
+use kvarts_peer::node::{ClusterNode, Column, InMemory, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::Home;
 use kvarts_terminal::Failure;
@@ -171,6 +171,7 @@ impl Bench<'_> {
                 entries_max: 16 << 20,
                 chains_max: 1,
                 start: 1,
+                deletes: Arc::new(InMemory::default()),
                 serve: ServeLimits { bytes_per_second, ..ServeLimits::default() },
                 put: PutPolicy::Store,
                 hot: None,

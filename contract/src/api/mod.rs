@@ -29,7 +29,7 @@ pub use lookup::{
     Beyond, BeyondColumn, DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest,
     Missing, PIN_BYTES, PlanTerms, Planned,
 };
-pub use origins::Origins;
+pub use origins::{Life, Origins};
 pub use placement::Placed;
 pub use presence::{ContainsReply, ContainsRequest, Presence};
 pub use progress::ReadProgress;

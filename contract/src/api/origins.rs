@@ -6,7 +6,33 @@ use std::sync::{Arc, PoisonError};
 
 use kvarts_layout::OriginId;
 
+use crate::clock::Nanos;
 use crate::sync::{Mutex, MutexGuard};
+
+/// How long a production lives: a copy of it ends no later.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Life {
+    /// When it was first stored anywhere, in milliseconds since 1970. What was deleted before a later production was stored is
+    /// told by this from what was not.
+    pub produced_ms: u64,
+    /// When it ends, by the clock of this process; none: never by itself.
+    pub ends: Option<Nanos>,
+}
+
+impl Life {
+    /// What is known of one production from two places, each of which keeps it no longer than it lives: the later end.
+    #[must_use]
+    pub fn with(self, other: Self) -> Self {
+        let ends = self.ends.zip(other.ends).map(|(one, other)| one.max(other));
+        Self { produced_ms: self.produced_ms.min(other.produced_ms), ends }
+    }
+
+    /// The same, and it ends then at the latest.
+    #[must_use]
+    pub fn until(self, end: Nanos) -> Self {
+        Self { ends: Some(self.ends.map_or(end, |own| own.min(end))), ..self }
+    }
+}
 
 /// What reads share that together are one: of each block they give bytes of one production only, the first that any of
 /// them met, or a miss. Without it a block that is taken out and put again by another producer between two reads would be
@@ -25,6 +51,8 @@ struct State {
 #[derive(Clone, Copy, Debug, Default)]
 struct Met {
     origin: Option<OriginId>,
+    /// What is known of how long it lives.
+    life: Option<Life>,
     /// Whether one of the reads has delivered something of it.
     read: bool,
 }
@@ -45,7 +73,7 @@ impl Origins {
 
     /// Of blocks of which some were met before.
     pub fn of(met: Vec<Option<OriginId>>) -> Arc<Self> {
-        let met = met.into_iter().map(|origin| Met { origin, read: origin.is_some() });
+        let met = met.into_iter().map(|origin| Met { origin, life: None, read: origin.is_some() });
         Self::new(met.collect())
     }
 
@@ -80,11 +108,33 @@ impl Origins {
         state.met.get_mut(block).is_some_and(|met| *met.origin.get_or_insert(origin) == origin)
     }
 
+    /// The same, from where it is known how long the production lives.
+    pub fn admit_living(&self, block: usize, origin: OriginId, life: Life) -> bool {
+        let mut state = self.lock();
+        if state.given_up.contains(&(block, origin)) {
+            return false;
+        }
+        let Some(met) = state.met.get_mut(block) else { return false };
+        let is_it = *met.origin.get_or_insert(origin) == origin;
+        if is_it {
+            met.life = Some(met.life.map_or(life, |known| known.with(life)));
+        }
+        is_it
+    }
+
+    /// How long the production of each block lives that was met; nothing where no place that gave of it has said so.
+    pub fn lives(&self) -> Vec<Option<Life>> {
+        self.lock().met.iter().map(|met| met.life).collect()
+    }
+
     /// The production of a block that was met is not to be had any more, and nothing of it was announced: the next one that is
     /// met counts, and this one is not admitted again. False if none was met.
     pub fn give_up(&self, block: usize) -> bool {
         let mut state = self.lock();
-        let lost = state.met.get_mut(block).and_then(|met| met.origin.take());
+        let lost = state.met.get_mut(block).and_then(|met| {
+            met.life = None;
+            met.origin.take()
+        });
         lost.is_some_and(|origin| state.given_up.insert((block, origin)))
     }
 
@@ -117,6 +167,25 @@ mod tests {
         assert!(origins.give_up(1) && !origins.give_up(1) && !origins.give_up(2));
         assert!(!origins.admit(1, one) && origins.admit(1, other), "what was given up does not come back");
         assert_eq!(origins.met(), [Some(other); 2]);
+    }
+
+    #[test]
+    fn of_one_production_the_later_end_counts_and_none_of_another() {
+        let origins = Origins::any(1);
+        let [one, other] = [OriginId([1; 16]), OriginId([2; 16])];
+        let life = |produced_ms, ends: Option<u64>| Life { produced_ms, ends: ends.map(Nanos) };
+        assert_eq!(origins.lives(), [None]);
+        assert!(origins.admit_living(0, one, life(9, Some(4))));
+        assert!(origins.admit_living(0, one, life(7, Some(5))));
+        assert!(!origins.admit_living(0, other, life(1, Some(1))) && origins.admit(0, one));
+        assert!(origins.admit_living(0, one, life(8, Some(3))));
+        assert_eq!(origins.lives(), [Some(life(7, Some(5)))]);
+        assert!(origins.admit_living(0, one, life(8, None)));
+        assert_eq!(origins.lives(), [Some(life(7, None))], "a place that keeps it has it for good");
+        assert_eq!(life(7, None).until(Nanos(4)), life(7, Some(5)).until(Nanos(4)));
+        assert!(origins.give_up(0) && !origins.admit_living(0, one, life(7, None)));
+        assert!(origins.admit(0, other));
+        assert_eq!(origins.lives(), [None], "nothing was said of this one");
     }
 
     #[test]

@@ -81,6 +81,7 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if arguments.server.json {
         let report = json!({
             "namespaces": gone.namespaces, "blocks": gone.blocks, "bytes": gone.bytes, "deleted": is_done,
+            "away": gone.away,
         });
         print(out, &report)?;
     } else if gone.namespaces == 0 {
@@ -89,6 +90,9 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
         let (models, blocks, size) = (grouped(gone.namespaces), grouped(gone.blocks), bytes(gone.bytes));
         let what = if is_done { "deleted" } else { "would be deleted" };
         writeln!(out, "{blocks} blocks ({size}) in {models} namespaces {what}")?;
+        for one in &gone.away {
+            writeln!(out, "not yet on the node at {one}")?;
+        }
     }
     if gone.namespaces > 0 { Ok(()) } else { Err(Failure::Problems) }
 }

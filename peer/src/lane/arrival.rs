@@ -3,14 +3,16 @@
 
 use std::sync::atomic::Ordering;
 
-use kvarts_contract::api::{ReadEnd, ReadEvent};
+use kvarts_contract::api::{Life, ReadEnd, ReadEvent};
 use kvarts_contract::buffers::stream::Stretch;
+use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use kvarts_layout::plan::Order;
 use kvarts_layout::{OriginId, planted};
 use kvarts_wire::{fault, proto};
 use rustix::io::Errno;
 
+use super::asked;
 use super::client::{Counters, Outline, Wanted};
 use super::delivery::{Chunk, Delivery};
 use super::wire::{Broken, Wire, moved};
@@ -43,7 +45,7 @@ pub(super) struct Arrival {
     checked: usize,
     /// Blocks that come, and the production of each.
     blocks: Vec<u32>,
-    origins: Vec<OriginId>,
+    origins: Vec<(OriginId, Life)>,
     /// Whether all layers come.
     whole: bool,
     /// Bytes that have not come.
@@ -64,7 +66,8 @@ impl Arrival {
         let chunks = delivery.chunks(&outline.shape);
         let fits = answer.bytes == delivery.bytes(&outline.shape)
             && answer.digests.len() as u64 == chunks.saturating_mul(4)
-            && answer.origins.len() == delivery.blocks.len().saturating_mul(16);
+            && answer.origins.len() == delivery.blocks.len().saturating_mul(16)
+            && answer.lives.len() == answer.origins.len();
         if !fits {
             return Err(Broken::Protocol("an answer of another length"));
         }
@@ -88,7 +91,9 @@ impl Arrival {
             // The places were checked before anything was asked for.
             return Err(Broken::Protocol("chunks without a place"));
         }
-        let origins = answer.origins.as_chunks::<16>().0.iter().copied().map(OriginId).collect();
+        let asked = waits.as_ref().map_or(Nanos(0), |wanted| wanted.asked);
+        let lives = answer.lives.as_chunks::<16>().0.iter().map(|life| asked::life(life, asked));
+        let origins = answer.origins.as_chunks::<16>().0.iter().copied().map(OriginId).zip(lives).collect();
         let (wanted, blocks, left) = (waits.take(), delivery.blocks, answer.bytes);
         Ok(Self { wanted, outline, stretch, due, checked: 0, blocks, origins, whole, left, damaged: vec![] })
     }
@@ -168,8 +173,9 @@ impl Arrival {
             match self.outline.order {
                 Order::Blocks if next.is_none_or(|next| next.block != block) => {
                     let at = self.blocks.partition_point(|before| *before < block);
-                    let origin = self.origins.get(at).copied().unwrap_or_default();
-                    block_came(wanted, block, origin);
+                    if let Some(origin) = self.origins.get(at) {
+                        block_came(wanted, block, *origin);
+                    }
                 }
                 Order::Layers if next.is_none_or(|next| next.layer != layer) => {
                     let is_first = layer == self.outline.layers.start;
@@ -242,9 +248,9 @@ fn note(wanted: &mut Wanted, block: u32, reason: Reason) {
 }
 
 /// Whether a block is of the production that is wanted; if not, it is not here.
-fn admit(wanted: &mut Wanted, block: u32, origin: OriginId) -> bool {
+fn admit(wanted: &mut Wanted, block: u32, (origin, life): (OriginId, Life)) -> bool {
     let at = (wanted.first as usize).saturating_add(block as usize);
-    let is_it = wanted.origins.admit(at, origin) || planted!("peer-origin-not-compared");
+    let is_it = wanted.origins.admit_living(at, origin, life) || planted!("peer-origin-not-compared");
     if !is_it {
         let key = wanted.request.keys.get(block as usize).copied().unwrap_or_default();
         note(wanted, block, Reason::NotHere(key));
@@ -253,7 +259,7 @@ fn admit(wanted: &mut Wanted, block: u32, origin: OriginId) -> bool {
 }
 
 /// All chunks of a block have come, in block order.
-fn block_came(wanted: &mut Wanted, block: u32, origin: OriginId) {
+fn block_came(wanted: &mut Wanted, block: u32, origin: (OriginId, Life)) {
     if !wanted.progress.has_failed(block) && admit(wanted, block, origin) && wanted.progress.block_done(block)
     {
         wanted.sink.send(ReadEvent::Block(block));
@@ -261,7 +267,7 @@ fn block_came(wanted: &mut Wanted, block: u32, origin: OriginId) {
 }
 
 /// All chunks of a layer have come, in layer order. With the first one it is decided which production of each block this is.
-fn layer_came(wanted: &mut Wanted, layer: u32, origins: Option<&Vec<OriginId>>) {
+fn layer_came(wanted: &mut Wanted, layer: u32, origins: Option<&Vec<(OriginId, Life)>>) {
     for (block, origin) in (0u32..).zip(origins.into_iter().flatten()) {
         if block >= wanted.progress.good() || !admit(wanted, block, *origin) {
             break;

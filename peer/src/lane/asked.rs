@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_contract::api::{TiledRequest, Verify};
+use kvarts_contract::api::{Life, TiledRequest, Verify};
 use kvarts_contract::error::Reason;
 use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
@@ -134,9 +134,52 @@ pub(super) fn wire_origins(wanted: &[Option<OriginId>]) -> Bytes {
     wire.into()
 }
 
+/// What a life without an end is said with.
+const ENDLESS: u64 = u64::MAX;
+
+/// How long a production lives, as a peer is told it. One of which nothing is known is over, and copied by none.
+pub(super) fn wire_life(life: Option<Life>, now: Nanos) -> [u8; 16] {
+    let left = |ends: Nanos| u64::try_from(ends.since(now).as_millis()).unwrap_or(ENDLESS);
+    let (produced, left) = life.map_or((0, 0), |life| (life.produced_ms, life.ends.map_or(ENDLESS, left)));
+    let mut wire = [0; 16];
+    let (first, second) = wire.split_at_mut(8);
+    first.copy_from_slice(&produced.to_le_bytes());
+    second.copy_from_slice(&left.to_le_bytes());
+    wire
+}
+
+/// What a peer says of how long a production lives, which was asked for at this time: no answer is older.
+pub(super) fn life(wire: &[u8; 16], asked: Nanos) -> Life {
+    let [produced_ms, left] = [0, 8].map(|at| {
+        let bytes = wire.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
+        u64::from_le_bytes(bytes.unwrap_or_default())
+    });
+    Life { produced_ms, ends: (left != ENDLESS).then(|| asked.plus(Duration::from_millis(left))) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lives_come_back_no_longer_than_they_were() {
+        let at = |ms: u64| Nanos(0).plus(Duration::from_millis(ms));
+        for ends in [None, Some(at(0)), Some(at(500)), Some(at(1000)), Some(Nanos(u64::MAX))] {
+            let given = Life { produced_ms: 7, ends };
+            // Asked for at 300, answered at 400.
+            let back = life(&wire_life(Some(given), at(400)), at(300));
+            assert_eq!(back.produced_ms, 7);
+            assert_eq!(back.ends.is_none(), ends.is_none());
+            let latest = |ends: Nanos| ends.max(at(300));
+            assert!(
+                back.ends.zip(ends).is_none_or(|(back, ends)| back <= latest(ends)),
+                "{back:?} of {given:?}"
+            );
+        }
+        assert_eq!(life(&wire_life(None, at(400)), at(300)), Life { produced_ms: 0, ends: Some(at(300)) });
+        assert!(life(&[0xff; 16], Nanos(u64::MAX)).ends.is_none());
+        assert!(life(&[0xfe; 16], Nanos(u64::MAX)).ends.is_some());
+    }
 
     #[test]
     fn wanted_productions_come_back() {

@@ -79,6 +79,8 @@ pub(super) struct Wanted {
     pub(super) first: u32,
     pub(super) sink: ReadSink,
     pub(super) deadline: Nanos,
+    /// When the reader asked.
+    pub(super) asked: Nanos,
     pub(super) progress: ReadProgress,
     /// By what the peer knows the namespace.
     pub(super) namespace: u32,
@@ -407,7 +409,8 @@ impl Path for LaneClient {
         let _ = sink.poll_cancelled(&Context::from_waker(&Waker::from(Arc::clone(&shared.bell))));
         let (order, blocks) = (request.order, request.keys.len() as u32);
         let progress = ReadProgress::new(order, blocks, layers.clone());
-        let wanted = Wanted { request, origins, first, sink, deadline, progress, namespace };
+        let asked = now;
+        let wanted = Wanted { request, origins, first, sink, deadline, asked, progress, namespace };
         let bytes = shape.layers_bytes(&layers).saturating_mul(u64::from(blocks));
         let outline = Outline { order, shape, layers, blocks };
         state.next += 1;

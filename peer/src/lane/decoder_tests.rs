@@ -349,7 +349,17 @@ fn answers() -> impl Strategy<Value = proto::LaneAnswer> {
             reasons.resize(failed.len(), i32::from(seed % 40));
             let origins = (0..48).map(|at| if at % 16 == 0 { seed % 3 } else { 1 }).collect::<Vec<u8>>();
             let (digests, origins) = (Bytes::new(), origins.into());
-            proto::LaneAnswer { usable_blocks, usable_layers, failed, reasons, origins, digests, bytes }
+            let lives = Bytes::from(vec![seed; 48]);
+            proto::LaneAnswer {
+                usable_blocks,
+                usable_layers,
+                failed,
+                reasons,
+                origins,
+                digests,
+                bytes,
+                lives,
+            }
         },
     )
 }
@@ -385,6 +395,7 @@ fn fitting(
         (at, chunk) = (end, chunk + 1);
     });
     answer.origins = answer.origins.slice(..delivery.blocks.len() * 16);
+    answer.lives = answer.lives.slice(..delivery.blocks.len() * 16);
     (answer.bytes, answer.digests) = (delivery.bytes(&outline.shape), digests.into());
     answer
 }
@@ -397,8 +408,16 @@ fn wanted(shape: &Arc<BlockShape>, order: Order) -> (Wanted, ReadStream, ReadReq
     let request = ReadRequest { order, verify: Verify::Always, ..request };
     let progress = ReadProgress::new(order, 3, 0..3);
     let (origins, kept) = (Origins::any(3), request.clone());
-    let wanted =
-        Wanted { request, origins, first: 0, sink, deadline: Nanos(u64::MAX), progress, namespace: 0 };
+    let wanted = Wanted {
+        request,
+        origins,
+        first: 0,
+        sink,
+        deadline: Nanos(u64::MAX),
+        asked: Nanos(0),
+        progress,
+        namespace: 0,
+    };
     (wanted, stream, kept)
 }
 

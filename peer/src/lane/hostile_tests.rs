@@ -73,6 +73,7 @@ fn honest(geometry: &Geometry, keys: &[BlockKey], order: Order) -> (proto::LaneA
         usable_blocks: keys.len() as u32,
         usable_layers: 3,
         origins: vec![1; 16 * keys.len()].into(),
+        lives: vec![255; 16 * keys.len()].into(),
         digests: digests.into(),
         bytes: bytes.len() as u64,
         ..Default::default()
@@ -232,6 +233,7 @@ fn impossible(geometry: &Geometry) -> Vec<(&'static str, Vec<u8>)> {
         ("endless bytes", changed(&|answer| answer.bytes = u64::MAX)),
         ("too few digests", changed(&|answer| answer.digests = cut(&answer.digests))),
         ("too few origins", changed(&|answer| answer.origins = cut(&answer.origins))),
+        ("too few lives", changed(&|answer| answer.lives = cut(&answer.lives))),
         ("too many blocks", changed(&|answer| answer.usable_blocks = u32::MAX)),
         ("too many layers", changed(&|answer| answer.usable_layers = 4)),
         (

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// What a connection begins with.
 pub const MAGIC: &[u8; 8] = b"KVARTSP1";
 /// The version of what follows.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The most bytes of a frame's body before both sides know each other.
 pub const HELLO_BYTES_MAX: usize = 1 << 10;
 /// The most bytes of a cluster's name.

@@ -25,7 +25,7 @@ use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, OriginId};
 use kvarts_wire::{fault, proto};
 
-use super::asked::Asked;
+use super::asked::{self, Asked};
 use super::bell::Bell;
 use super::connection::Connection;
 use super::delivery::Delivery;
@@ -247,7 +247,8 @@ impl Sender {
             self.refuse(number, asked.request.keys.len(), Some(&Reason::Busy("the store has stopped")));
             return Ok(());
         }
-        let (answer, mut stretch) = said(&asked.request, &shape, &into, &origins, &end);
+        let now = self.serving.member.clock.now();
+        let (answer, mut stretch) = said(&asked.request, &shape, (&into, &origins), &end, now);
         drop(into);
         let clock = Arc::clone(&self.serving.member.clock);
         let due = self.serving.rate.take(answer.bytes, clock.now());
@@ -314,11 +315,11 @@ impl Sender {
 fn said(
     asked: &TiledRequest,
     shape: &BlockShape,
-    into: &Placed,
-    origins: &Origins,
+    (into, origins): (&Placed, &Origins),
     end: &ReadEnd,
+    now: Nanos,
 ) -> (proto::LaneAnswer, Stretch) {
-    let met = origins.met();
+    let (met, lives) = (origins.met(), origins.lives());
     let has_failed = |block: &u32| end.failures.binary_search_by_key(block, |(failed, _)| *failed).is_ok();
     let all = 0..asked.keys.len() as u32;
     let (layers, blocks) = match asked.order {
@@ -338,6 +339,7 @@ fn said(
     });
     let origin = |block: &u32| met.get(*block as usize).copied().flatten().unwrap_or_default();
     let origins: Vec<OriginId> = delivery.blocks.iter().map(origin).collect();
+    let lives = delivery.blocks.iter().map(|block| lives.get(*block as usize).copied().flatten());
     let answer = proto::LaneAnswer {
         usable_blocks: end.usable_blocks,
         usable_layers: end.usable_layers,
@@ -346,6 +348,7 @@ fn said(
         origins: origins.iter().flat_map(|origin| origin.0).collect::<Vec<u8>>().into(),
         digests: digests.into(),
         bytes: delivery.bytes(shape),
+        lives: lives.flat_map(|life| asked::wire_life(life, now)).collect::<Vec<u8>>().into(),
     };
     (answer, stretch)
 }

@@ -237,13 +237,15 @@ pub(super) async fn send(node: Arc<ClusterNode>, link: Arc<Link>) {
 }
 
 /// One connection, until it breaks. Says why it did.
-async fn connection(node: &ClusterNode, link: &Link, pause: &mut Duration) -> Result<(), String> {
+async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Duration) -> Result<(), String> {
     let join = node.join_request(node.members().epoch());
     let said = |status: tonic::Status| link::told(&status);
     let joined = link.join(join).await.map_err(said)?;
     if wire::node(&joined.node) != Ok(link.id()) {
         return Err(format!("the node at {} is another one", link.member.address));
     }
+    // Before any bytes are asked of it.
+    node.meet(link).await?;
     if let Some(port) = u16::try_from(joined.lane_port).ok().filter(|port| *port > 0) {
         node.open_lane(link.id(), node.footing.network.address(&link.member, port).await?)?;
     }

@@ -234,6 +234,14 @@ impl Nodes for Holder {
     ) -> Result<Response<proto::OfferReply>, Status> {
         self.0.offered(&request.into_inner()).map(|taken| Response::new(proto::OfferReply { taken }))
     }
+
+    async fn deletes(
+        &self,
+        request: Request<proto::DeletesRequest>,
+    ) -> Result<Response<proto::DeletesReply>, Status> {
+        let from = caller(&request)?;
+        self.0.told_of_deletes(from, request.into_inner()).await.map(Response::new)
+    }
 }
 
 impl ClusterNode {

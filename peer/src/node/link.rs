@@ -1,8 +1,10 @@
 //! Calls to one other node.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use kvarts_cluster::deletes::Known;
 use kvarts_cluster::members::{Member, NodeId};
 use kvarts_wire::proto;
 use kvarts_wire::proto::nodes_client::NodesClient;
@@ -34,6 +36,10 @@ pub(super) struct Link {
     questions: Arc<Questions>,
     /// Wakes the task that sends it this node's changes.
     pub(super) news: Notify,
+    /// How far it has said that it has what was deleted; nothing before it has. Held by who tells it.
+    pub(super) told: tokio::sync::Mutex<Option<Known>>,
+    /// A task tells it what it lacks.
+    pub(super) tells_later: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -59,9 +65,17 @@ impl Link {
         let runner = Arc::clone(&footing.runner);
         let header = |text: String| text.parse().map_err(|_| "a header that is none".to_owned());
         let headers = [header(me.to_string())?, header(secret.proof(me, member.id))?];
-        let (news, state) = (Notify::new(), Mutex::new(State::default()));
-        let questions = Arc::default();
-        Ok(Arc::new(Self { member, client, runner, headers, questions, news, state }))
+        Ok(Arc::new(Self {
+            member,
+            client,
+            runner,
+            headers,
+            questions: Arc::default(),
+            news: Notify::new(),
+            told: tokio::sync::Mutex::default(),
+            tells_later: AtomicBool::new(false),
+            state: Mutex::default(),
+        }))
     }
 
     pub(super) fn id(&self) -> NodeId {
@@ -140,6 +154,14 @@ impl Link {
         timeout: Duration,
     ) -> Result<proto::ChainReply, Status> {
         Ok(self.in_time(timeout, self.client.clone().chain(self.request(wire))).await?.into_inner())
+    }
+
+    pub(super) async fn deletes(
+        &self,
+        wire: proto::DeletesRequest,
+        timeout: Duration,
+    ) -> Result<proto::DeletesReply, Status> {
+        Ok(self.in_time(timeout, self.client.clone().deletes(self.request(wire))).await?.into_inner())
     }
 
     async fn in_time<T>(

@@ -116,7 +116,8 @@ impl ClusterNode {
         let located = self.locate(&tags, timeout).await;
         for (place, nodes) in places.into_iter().zip(&located.copies) {
             if let Some(there) = there.get_mut(place) {
-                *there = !nodes.is_empty();
+                // What others were not told of yet may be deleted.
+                *there = nodes.iter().any(|node| !self.deletes.lacks_of(node, &column.namespace));
             }
         }
         (there, located.unasked.len() as u32)

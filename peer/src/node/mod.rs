@@ -4,6 +4,7 @@
 //! have said.
 
 mod chain;
+mod deletes;
 mod feeder;
 mod following;
 mod gather;
@@ -43,6 +44,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 pub use chain::lease_of;
+pub use deletes::{Away, Beside, Deleted, FILE_BYTES_MAX, Guard, Guarded, InMemory, Kept, Written};
 pub use locate::{Column, Located};
 pub use network::{Called, Calls, Footing, Network};
 pub use offering::{OFFER_EVERY, OfferCounts};
@@ -55,6 +57,7 @@ use crate::credentials::Credentials;
 use crate::etcd::Registered;
 use crate::lane::{self, LaneServer, Machine, ServeLimits};
 use crate::read::{NodePaths, OnTokio, PIECE_BYTES_LEAST, Task, sleep};
+use deletes::Deletes;
 use feeder::Feeder;
 use holder::Asking;
 use link::Link;
@@ -66,7 +69,7 @@ use reading::Lanes;
 use warm::Warm;
 
 /// The version of what nodes say to each other.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes of one message between nodes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
 
@@ -126,6 +129,8 @@ pub struct NodeOptions {
     pub chains_max: usize,
     /// How often this node has started: greater each time.
     pub start: u64,
+    /// Where it keeps what was deleted in the cluster.
+    pub deletes: Arc<dyn Kept>,
     /// What this node does for the reads of others.
     pub serve: ServeLimits,
     /// What puts do with blocks that another node has.
@@ -156,6 +161,7 @@ pub struct ClusterNode {
     puts: Puts,
     offers: Offers,
     owned: Owned,
+    deletes: Deletes,
     lane_member: lane::Member,
     lane_server: Mutex<Option<LaneServer>>,
     lane_port: u16,
@@ -215,6 +221,10 @@ impl ClusterNode {
         let lane_server = serving(store.clone(), lane_member.clone(), options.serve)
             .map_err(|error| format!("connections that carry bytes: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
+        let others: Vec<NodeId> =
+            members.list().iter().map(|member| member.id).filter(|id| *id != me).collect();
+        let (deletes, below_ms) = Deletes::load(&options.deletes, &others)?;
+        store.produce_after(below_ms);
         let (warm, hot_blocks) = options.hot.map(Warm::new).unzip();
         let (offers, queues) = Offers::new();
         let node = Arc::new(Self {
@@ -226,6 +236,7 @@ impl ClusterNode {
             puts: Puts::default(),
             offers,
             owned: Owned::default(),
+            deletes,
             lane_port: lane_server.address().port(),
             lane_registered: OnceLock::new(),
             lane_server: Mutex::new(Some(lane_server)),
@@ -356,6 +367,7 @@ impl ClusterNode {
             }
         }
         drop(links);
+        self.deletes.keep(|node| members.get(*node).is_some());
         if self.members().epoch() != self.options.members.epoch() {
             // Partitions may have come from another holder.
             *self.chains() = ownership(&self.store, &self.options, members);

@@ -13,12 +13,14 @@ use kvarts_cluster::hot::ColumnName;
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
 use kvarts_contract::api::Leaving;
+use kvarts_contract::clock::Nanos;
 use kvarts_layout::{BlockKey, NamespaceId, planted};
 use kvarts_wire::{convert, proto};
 use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::locate::Asked;
+use super::replicate::{Held, Terms};
 use super::{ClusterNode, Column, wire};
 
 /// Offers that wait to be made, and those of others that wait to be read.
@@ -46,15 +48,24 @@ const NODES_ASKED: usize = 2;
 /// Blocks of one column.
 type Blocks = (ColumnName, Vec<BlockKey>);
 
-/// What another node offers, and the chain that it is of, if this node owns that.
-type Offered = (Blocks, Option<Tag>);
+/// What another node offers.
+#[derive(Debug)]
+pub(super) struct Offered {
+    blocks: Blocks,
+    /// The chain that they are of, if this node owns that.
+    chain: Option<Tag>,
+    /// How long they were put for.
+    put: Option<Held>,
+}
 
 /// What is offered to an owner.
 #[derive(Debug)]
 pub(super) struct ToOwner {
-    owner: NodeId,
-    chain: Tag,
-    blocks: Blocks,
+    pub(super) owner: NodeId,
+    pub(super) chain: Tag,
+    pub(super) blocks: Blocks,
+    /// How long this node holds them, and when they end by themselves.
+    pub(super) held: Held,
 }
 
 /// The queues of offers.
@@ -112,10 +123,10 @@ impl Offers {
     }
 
     /// Offers blocks to the owner of their chain, if there is room in the queue.
-    pub(super) fn to_owner(&self, owner: NodeId, chain: Tag, name: ColumnName, mut keys: Vec<BlockKey>) {
-        keys.truncate(BLOCKS_MAX);
-        let blocks = keys.len() as u64;
-        if self.to_owners.try_send(ToOwner { owner, chain, blocks: (name, keys) }).is_ok() {
+    pub(super) fn to_owner(&self, mut offer: ToOwner) {
+        offer.blocks.1.truncate(BLOCKS_MAX);
+        let blocks = offer.blocks.1.len() as u64;
+        if self.to_owners.try_send(offer).is_ok() {
             self.forwarded.fetch_add(blocks, Ordering::Relaxed);
         }
     }
@@ -131,7 +142,24 @@ fn request(
         column: Some(convert::wire_column(group, coordinate)),
         keys: convert::key_bytes(keys),
         chain: chain.map(|chain| chain.0.to_vec().into()).unwrap_or_default(),
+        held_ms: 0,
+        lives_ms: 0,
     }
+}
+
+/// What an end without one is said with.
+const ENDLESS: u64 = u64::MAX;
+
+/// A time as another node is told it.
+fn left(until: Nanos, now: Nanos) -> u64 {
+    u64::try_from(until.since(now).as_millis()).unwrap_or(ENDLESS)
+}
+
+/// What another node says of how long something was put for; nothing of what was not.
+fn held(offer: &proto::OfferRequest, now: Nanos) -> Option<Held> {
+    let at = |ms| now.plus(Duration::from_millis(ms));
+    let ends = (offer.lives_ms != ENDLESS).then(|| at(offer.lives_ms));
+    (offer.held_ms > 0).then(|| Held { until: at(offer.held_ms), ends })
 }
 
 /// Does all of this for as long as the node runs.
@@ -151,16 +179,22 @@ pub(super) fn begin(node: &Arc<ClusterNode>, queues: Queues) {
 }
 
 async fn forward(node: Arc<ClusterNode>, mut to_owners: mpsc::Receiver<ToOwner>) {
-    while let Some(ToOwner { owner, chain, blocks: (name, keys) }) = to_owners.recv().await {
+    while let Some(ToOwner { owner, chain, blocks: (name, keys), held }) = to_owners.recv().await {
         if !planted!("owner-not-offered") {
-            node.offer(owner, request(name, &keys, Some(chain))).await;
+            let now = node.footing.runner.now();
+            let (held_ms, lives_ms) =
+                (left(held.until, now), held.ends.map_or(ENDLESS, |ends| left(ends, now)));
+            let offer = proto::OfferRequest { held_ms, lives_ms, ..request(name, &keys, Some(chain)) };
+            node.offer(owner, offer).await;
         }
     }
 }
 
 /// Reads what others have offered.
 async fn take(node: Arc<ClusterNode>, mut offered: mpsc::Receiver<Offered>) {
-    while let Some((((namespace, group, coordinate), all), chain)) = offered.recv().await {
+    while let Some(Offered { blocks: ((namespace, group, coordinate), all), chain, put }) =
+        offered.recv().await
+    {
         let mut keys = all.clone();
         for turn in 0..TRIES {
             if turn > 0 {
@@ -168,7 +202,8 @@ async fn take(node: Arc<ClusterNode>, mut offered: mpsc::Receiver<Offered>) {
             }
             let Ok(shape) = node.store.shape(namespace, group, coordinate) else { break };
             let column = Column { namespace, group, coordinate, keys: &keys };
-            let Ok(done) = node.replicate(column, &shape, None).await else { continue };
+            let terms = Terms { hold: None, put };
+            let Ok(done) = node.replicate_as(column, &shape, terms).await else { continue };
             node.offers.copied.fetch_add(u64::from(done.stored), Ordering::Relaxed);
             if done.missing == 0 {
                 keys.clear();
@@ -225,7 +260,9 @@ impl ClusterNode {
         let missing = keys.iter().zip(here).filter(|(_, here)| !here);
         let missing: Vec<BlockKey> = missing.map(|(key, _)| *key).collect();
         let taken = missing.len() as u32;
-        let is_taken = taken > 0 && self.offers.offered.try_send(((column.name(), missing), own)).is_ok();
+        let put = held(offer, self.footing.runner.now());
+        let offered = Offered { blocks: (column.name(), missing), chain: own, put };
+        let is_taken = taken > 0 && self.offers.offered.try_send(offered).is_ok();
         Ok(if is_taken { taken } else { 0 })
     }
 

@@ -12,6 +12,8 @@ use kvarts_cluster::partition::Tag;
 use kvarts_layout::{BlockKey, planted};
 
 use super::locate::Asked;
+use super::offering::ToOwner;
+use super::replicate::Held;
 use super::{ClusterNode, Column};
 
 /// How long a put waits for the directory at most. A holder that does not answer by then knows of no copy, and the blocks are stored.
@@ -137,7 +139,8 @@ impl ClusterNode {
         let mut chain = parent.filter(|parent| owner(parent).is_some());
         chain = chain.or_else(|| self.owned.chain_of_first(parent.iter()));
         let is_reached = |node: &NodeId| {
-            let is_there = self.link(*node).is_some_and(|link| link.state().is_connected);
+            let is_there = self.link(*node).is_some_and(|link| link.state().is_connected)
+                && !self.deletes.lacks_of(node, &column.namespace);
             is_there || planted!("held-by-the-gone") && *node != self.me
         };
         let mut placing = Placing { fates: vec![Fate::Stored; tags.len()], ..Placing::default() };
@@ -151,6 +154,11 @@ impl ClusterNode {
             of_chains.extend(chain.filter(|chain| chain != tag).map(|chain| (*tag, chain)));
             let of = chain.and_then(|chain| Some((chain, owner(&chain)?)));
             let is_held = located.copies.get(place).is_some_and(|nodes| nodes.iter().any(is_reached));
+            // Of what was deleted lately the directory may not have heard.
+            let at = (column.group, column.coordinate);
+            let now_ms = self.store.wall_ms();
+            let is_deleted = |key| self.deletes.names((column.namespace, at, key), now_ms);
+            let is_held = is_held && !column.keys.get(place).is_some_and(is_deleted);
             let fate = match of {
                 _ if here.get(place) == Some(&true) => continue,
                 Some((chain, Owner::Me)) if !is_held || !planted!("owners-put-held") => {
@@ -195,13 +203,27 @@ impl ClusterNode {
     }
 
     /// Blocks of a put were stored here that the owners of their chains lack, `stored` says which: they are offered to those, later
-    /// and where that can be done.
-    pub fn offer_to_owners(&self, column: Column<'_>, placing: &Placing, stored: impl Fn(usize) -> bool) {
+    /// and where that can be done. They were put for so long as `ttl` says, however long this node holds them.
+    pub fn offer_to_owners(
+        &self,
+        column: Column<'_>,
+        placing: &Placing,
+        ttl: Option<Duration>,
+        stored: impl Fn(usize) -> bool,
+    ) {
+        let hold = match self.options.put {
+            PutPolicy::Store => return,
+            PutPolicy::Keep(hold) | PutPolicy::Single(hold) => hold,
+        };
+        let now = self.footing.runner.now();
+        let until = now.plus(ttl.map_or(hold, |ttl| ttl.min(hold)));
+        let held = Held { until, ends: ttl.map(|ttl| now.plus(ttl)) };
         for ((owner, chain), places) in &placing.lacking {
             let there = places.iter().filter(|place| stored(**place));
             let keys: Vec<BlockKey> = there.filter_map(|place| column.keys.get(*place)).copied().collect();
             if !keys.is_empty() {
-                self.offers.to_owner(*owner, *chain, column.name(), keys);
+                let (owner, chain, blocks) = (*owner, *chain, (column.name(), keys));
+                self.offers.to_owner(ToOwner { owner, chain, blocks, held });
             }
         }
     }

@@ -234,17 +234,19 @@ impl ClusterNode {
         let nowhere = own.iter().zip(&located.copies).any(|(here, nodes)| !here && nodes.is_empty());
         let own_now = if nowhere { self.own_blocks(column) } else { own.to_vec() };
         let mut elsewhere = false;
+        // What others were not told of yet may be deleted.
+        let is_told = |node: &&NodeId| !self.deletes.lacks_of(node, &column.namespace);
         let lanes = self.lanes();
         let paths = own_now.iter().zip(&located.copies).map(|(here, nodes)| {
-            let others = nodes.iter().filter_map(|node| lanes.by_node.get(node));
+            let others = nodes.iter().filter(is_told).filter_map(|node| lanes.by_node.get(node));
             let others = others.fold(PathSet::default(), |paths, lane| paths.with(lane.path));
             elsewhere |= !others.is_empty();
             if *here { others.with(OWN) } else { others }
         });
         let mut paths: Vec<PathSet> = paths.collect();
         // Whose holder is away may be anywhere: a node that does not have it says so at the price of one message.
-        let anywhere =
-            lanes.by_node.values().filter(|lane| lane.client.counts().connected).take(ASKED_BLINDLY);
+        let anywhere = lanes.by_node.iter().filter(|(node, _)| is_told(node)).map(|(_, lane)| lane);
+        let anywhere = anywhere.filter(|lane| lane.client.counts().connected).take(ASKED_BLINDLY);
         let anywhere = anywhere.fold(PathSet::default(), |paths, lane| paths.with(lane.path));
         for place in away {
             if let Some(of) = paths.get_mut(place) {

@@ -1,23 +1,62 @@
 //! Copies of other nodes' blocks, kept here for a time: the same production, so that reads mix their bytes.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, Durability, KvStore, MAX_REQUEST_BLOCKS, Order, Origins, Parent, Placed, PutRequest,
+    BlockOutcome, Durability, Life, MAX_REQUEST_BLOCKS, Order, Origins, Parent, Placed, PutRequest,
     ReadRequest, Verify,
 };
 use kvarts_contract::buffers::BufMut;
 use kvarts_contract::class::Class;
+use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::{Error, Reason};
-use kvarts_layout::{BlockKey, BlockShape, OriginId};
+use kvarts_layout::{BlockKey, BlockShape, OriginId, planted};
 
 use super::{ClusterNode, Column};
 
 /// Memory that one call has for blocks on their way.
 const MEMORY: u64 = 32 << 20;
+/// Less than this a copy does not live, and so much sooner it ends than what it is a copy of: a store rounds ends up, by less. So copies
+/// of copies end ever sooner, and no two of them keep each other.
+const ROUNDED_UP: Duration = Duration::from_millis(100);
 /// Calls that copy at a time.
 pub(super) const AT_ONCE: usize = 2;
+
+/// How much sooner than it was held for a put may seem to end at the node that stored it.
+const ABOUT: Duration = Duration::from_secs(2);
+
+/// What the node that stored a put says of it, which holds it for another one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Held {
+    /// Until when it holds it.
+    pub(super) until: Nanos,
+    /// When it ends by itself.
+    pub(super) ends: Option<Nanos>,
+}
+
+impl Held {
+    /// How long the blocks live of which that node says this: what it holds them for does not count, an end that was set since does.
+    fn own(self, life: Life) -> Life {
+        match life.ends {
+            Some(ends) if ends.plus(ABOUT) < self.until => life,
+            _ => Life { ends: self.ends, ..life },
+        }
+    }
+}
+
+/// How copies are made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Terms {
+    /// For how long at most.
+    pub(super) hold: Option<Duration>,
+    /// They are of a put that another node holds for this one.
+    pub(super) put: Option<Held>,
+}
+
+/// When blocks were produced, and how long copies of them live.
+type Lives = (u64, Option<Duration>);
 
 /// What became of blocks that were to be copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -39,6 +78,16 @@ impl ClusterNode {
         shape: &BlockShape,
         hold: Option<Duration>,
     ) -> Result<Replicated, Error> {
+        self.replicate_as(column, shape, Terms { hold, put: None }).await
+    }
+
+    /// The same, of what was put at another node.
+    pub(super) async fn replicate_as(
+        self: &Arc<Self>,
+        column: Column<'_>,
+        shape: &BlockShape,
+        terms: Terms,
+    ) -> Result<Replicated, Error> {
         let _turn = self.copying.acquire().await.map_err(|_| Reason::Busy("this node stops"))?;
         let own = self.own_blocks(&column);
         let missing = own.iter().zip(column.keys).filter(|(here, _)| !**here);
@@ -46,7 +95,7 @@ impl ClusterNode {
         let mut done = Replicated { here: (own.len() - missing.len()) as u32, ..Replicated::default() };
         let at_once = (MEMORY / shape.block_bytes().max(1)).clamp(1, MAX_REQUEST_BLOCKS as u64) as usize;
         for keys in missing.chunks(at_once) {
-            done.stored += self.copy(Column { keys, ..column }, shape, hold).await?;
+            done.stored += self.copy(Column { keys, ..column }, shape, terms).await?;
         }
         done.missing = missing.len() as u32 - done.stored;
         Ok(done)
@@ -57,7 +106,7 @@ impl ClusterNode {
         self: &Arc<Self>,
         column: Column<'_>,
         shape: &BlockShape,
-        hold: Option<Duration>,
+        terms: Terms,
     ) -> Result<u32, Error> {
         let Column { namespace, group, coordinate, keys } = column;
         let blocks = keys.len() as u32;
@@ -65,7 +114,7 @@ impl ClusterNode {
         let memory = BufMut::zeroed(bytes.map_err(|_| Reason::TooMany("bytes"))?);
         let memory = memory.map_err(|error| Reason::Passing(error.to_string()))?.share();
         let into = Placed::blocks(shape, memory, blocks)?;
-        let origins = Origins::any(keys.len());
+        let (origins, since) = (Origins::any(keys.len()), self.deletes.copy_begins());
         let request = ReadRequest {
             order: Order::Blocks,
             class: Class::Background,
@@ -76,23 +125,61 @@ impl ClusterNode {
         let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
         let end = end.map_err(|_| Reason::Busy("this node stops"))?;
         let failed = |block: u32| end.failures.iter().any(|(at, _)| *at == block);
-        let came: Vec<(u32, OriginId)> = (0..blocks)
-            .zip(origins.met())
-            .filter_map(|(block, origin)| origin.filter(|_| !failed(block)).map(|origin| (block, origin)))
+        let came: Vec<(u32, OriginId, Life)> = (0..blocks)
+            .zip(origins.met().into_iter().zip(origins.lives()))
+            .filter(|(block, _)| !failed(*block))
+            .filter_map(|(block, (origin, life))| Some((block, origin?, life?)))
             .collect();
-        if came.is_empty() {
-            return Ok(0);
+        self.store_copies(column, &into, came, (since, terms)).await
+    }
+
+    /// Stores blocks that were read elsewhere since `since` deletes had begun: none that was deleted meanwhile, and none for longer than
+    /// the production lives, or for longer than `hold`.
+    async fn store_copies(
+        &self,
+        Column { namespace, group, coordinate, keys }: Column<'_>,
+        from: &Placed,
+        came: Vec<(u32, OriginId, Life)>,
+        (since, terms): (u64, Terms),
+    ) -> Result<u32, Error> {
+        let _storing = self.deletes.storing().await;
+        let now = self.footing.runner.now();
+        let mut runs: BTreeMap<Lives, Vec<(u32, OriginId)>> = BTreeMap::new();
+        for (place, origin, life) in came {
+            let Some(key) = keys.get(place as usize) else { continue };
+            let block = (namespace, (group, coordinate), key);
+            let life = terms.put.map_or(life, |put| put.own(life));
+            let Some(life) = self.deletes.copy_ends(since, block, life, (now, self.store.wall_ms())) else {
+                continue;
+            };
+            let ends = life.ends.filter(|_| !planted!("copy-without-the-end"));
+            let left = match ends.map(|ends| ends.since(now).checked_sub(ROUNDED_UP)) {
+                None => terms.hold,
+                // It is over.
+                Some(None | Some(Duration::ZERO)) => continue,
+                Some(Some(left)) => Some(terms.hold.map_or(left, |hold| hold.min(left))),
+            };
+            runs.entry((life.produced_ms, left)).or_default().push((place, origin));
         }
-        let (places, origins): (Vec<u32>, Vec<OriginId>) = came.into_iter().unzip();
-        let keys = places.iter().filter_map(|place| keys.get(*place as usize).copied()).collect();
-        let put = PutRequest {
-            durability: Durability::Relaxed,
-            expires_after: hold,
-            origins: Some(origins),
-            parent: Parent::Unknown,
-            ..PutRequest::new(namespace, group, coordinate, keys, into.select(&places)?)
-        };
-        let reply = self.store.put(put).await.map_err(|_| Reason::Busy("this node stops"))??;
-        Ok(reply.outcomes.iter().filter(|outcome| **outcome == BlockOutcome::Stored).count() as u32)
+        let mut puts = Vec::new();
+        for ((produced_ms, expires_after), run) in runs {
+            let (places, origins): (Vec<u32>, Vec<OriginId>) = run.into_iter().unzip();
+            let keys = places.iter().filter_map(|place| keys.get(*place as usize).copied()).collect();
+            let put = PutRequest {
+                durability: Durability::Relaxed,
+                expires_after,
+                origins: Some(origins),
+                parent: Parent::Unknown,
+                ..PutRequest::new(namespace, group, coordinate, keys, from.select(&places)?)
+            };
+            puts.push(self.store.put_copies(put, produced_ms));
+        }
+        let mut stored = 0;
+        for put in puts {
+            let reply = put.await.map_err(|_| Reason::Busy("this node stops"))??;
+            let outcomes = reply.outcomes.iter();
+            stored += outcomes.filter(|outcome| **outcome == BlockOutcome::Stored).count() as u32;
+        }
+        Ok(stored)
     }
 }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvarts_cluster::members::{Member, Members, NodeId};
-use kvarts_contract::api::{BlockOutcome, DeleteRequest, KvStore, Placed, PutRequest, Target};
+use kvarts_contract::api::{BlockOutcome, DeleteRequest, KvStore, Parent, Placed, PutRequest, Target};
 use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::BufMut;
 use kvarts_layout::identity::Arrangement;
@@ -20,7 +20,7 @@ use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_peer::credentials::Credentials;
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
+use kvarts_peer::node::{ClusterNode, InMemory, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use tokio::net::TcpListener;
@@ -116,6 +116,15 @@ impl Stage {
 
     /// The same, for so long at most.
     pub fn put_for(&self, keys: &[BlockKey], expires_after: Option<std::time::Duration>) {
+        self.put_as(keys, expires_after, Parent::Unknown);
+    }
+
+    /// The same, one behind the other, the first behind `parent` or at the beginning.
+    pub fn put_behind(&self, keys: &[BlockKey], parent: Option<BlockKey>) {
+        self.put_as(keys, None, parent.map_or(Parent::Root, Parent::Key));
+    }
+
+    fn put_as(&self, keys: &[BlockKey], expires_after: Option<std::time::Duration>, parent: Parent) {
         let bytes = self.shape.block_bytes() as usize;
         let mut memory = BufMut::zeroed(bytes * keys.len()).unwrap();
         for (place, key) in keys.iter().enumerate() {
@@ -125,6 +134,7 @@ impl Stage {
         let from = Placed::blocks(&self.shape, memory, keys.len() as u32).unwrap();
         let put = PutRequest {
             expires_after,
+            parent,
             ..PutRequest::new(self.namespace, GROUP, Coordinate::default(), keys.to_vec(), from)
         };
         let reply = block_on(self.store().put(put)).unwrap().unwrap();
@@ -194,6 +204,7 @@ pub fn options(members: &Members) -> NodeOptions {
         entries_max: 1 << 20,
         chains_max: 1000,
         start: 1,
+        deletes: Arc::new(InMemory::default()),
         serve: ServeLimits { memory: 32 << 20, ..ServeLimits::default() },
         put: PutPolicy::Store,
         hot: None,

@@ -4,6 +4,7 @@
 //! What the store knows of goes, here, in the bucket and wherever else a delete of a namespace reaches. Namespaces that only the
 //! bucket or another node has are not known here.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvarts_contract::api::Target;
@@ -47,14 +48,16 @@ pub(crate) async fn purge(
         all.iter().fold((0, 0), |sum, one| (sum.0 + one.live_blocks, sum.1 + one.live_bytes));
     let namespaces = all.len() as u64;
     if wire.dry_run {
-        return Ok(proto::PurgeTenantReply { namespaces, blocks, bytes });
+        return Ok(proto::PurgeTenantReply { namespaces, blocks, bytes, away: Vec::new() });
     }
     let (of, by) = (wire.name.as_str(), call.caller.tenant.name.as_str());
     tracing::info!(target: "audit", tenant = by, of, unsalted = wire.unsalted, namespaces, blocks, "purge of a tenant");
-    let mut gone = 0;
+    let (mut gone, mut away) = (0, BTreeSet::new());
     for one in &all {
         // Also where nothing is live: what was evicted may still lie on disk.
-        gone += deleted(&call, one.namespace, Target::Namespace).await?.blocks;
+        let (reply, were_away) = deleted(&call, one.namespace, Target::Namespace).await?;
+        gone += reply.blocks;
+        away.extend(were_away.into_iter().map(|one| format!("{}: {}", one.address, one.trouble)));
     }
-    Ok(proto::PurgeTenantReply { namespaces, blocks: gone, bytes })
+    Ok(proto::PurgeTenantReply { namespaces, blocks: gone, bytes, away: away.into_iter().collect() })
 }

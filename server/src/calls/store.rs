@@ -10,7 +10,7 @@ use kvarts_contract::api::{
 };
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, NamespaceId};
-use kvarts_peer::node::Column;
+use kvarts_peer::node::{Away, Column, Deleted};
 
 use super::beyond::{self, Together};
 use super::call::Call;
@@ -270,7 +270,39 @@ pub(crate) fn set_ttl(call: &Call, wire: proto::SetTtlRequest) -> Outcome<proto:
     let ttl = wire.expires_after_ms.map(Duration::from_millis);
     let changed =
         call.state.store().set_ttl(&TtlRequest { namespace, group, coordinate, keys: &keys, ttl })?;
-    Ok(proto::SetTtlReply { changed: changed.changed })
+    Ok(proto::SetTtlReply { changed: changed.changed, away: Vec::new() })
+}
+
+/// Has other nodes keep none of these blocks for longer than they may live from now on, which the store knows by now.
+pub(crate) async fn shorten_elsewhere(
+    call: &Call,
+    wire: &proto::SetTtlRequest,
+    mut reply: proto::SetTtlReply,
+) -> Outcome<proto::SetTtlReply> {
+    let (Some(node), Some(ttl)) = (&call.state.decided.cluster, wire.expires_after_ms) else {
+        return Ok(reply);
+    };
+    let (keys, namespace) = (convert::keys(&wire.keys)?, convert::namespace(&wire.namespace)?);
+    let column = convert::column(wire.column.as_ref())?;
+    if keys.is_empty() {
+        return Ok(reply);
+    }
+    let told = node.end_sooner(namespace, column, keys, Duration::from_millis(ttl));
+    let told = tokio::time::timeout_at(call.deadline, told).await;
+    let (changed, away) = told.map_err(|_| Reason::DeadlinePassed)??;
+    reply.changed.iter_mut().zip(changed).for_each(|(here, there)| *here |= there);
+    reply.away = wire_away(&away);
+    Ok(reply)
+}
+
+/// Nodes that could not be told, for an answer.
+fn wire_away(away: &[Away]) -> Vec<proto::NodeAway> {
+    let one = |away: &Away| proto::NodeAway {
+        node: away.node.0.to_vec().into(),
+        address: away.address.clone(),
+        trouble: away.trouble.clone(),
+    };
+    away.iter().map(one).collect()
 }
 
 /// Has the cold tier keep none of these blocks for longer than they may live from now on; what is wrong with the call is told by the
@@ -324,7 +356,11 @@ pub(crate) async fn delete(
     let target = target(wire.target)?;
     let namespace = convert::namespace(&wire.namespace)?;
     call.state.models.get(&call.caller, namespace)?;
-    let reply = deleted(&call, namespace, target).await?;
+    let (mut reply, away) = deleted(&call, namespace, target).await?;
+    if let Some(first) = away.first().filter(|_| wire.of_all) {
+        let others = away.len() - 1;
+        refuse(&mut reply, &Reason::Away(format!("{} ({}; {others} others)", first.address, first.trouble)))?;
+    }
     let mut told = super::fault::Told::default();
     let outcome = |outcome: &DeleteOutcome| {
         let (what, error) = match outcome {
@@ -334,11 +370,20 @@ pub(crate) async fn delete(
         };
         proto::delete_reply::Outcome { what: what.into(), error }
     };
-    Ok(proto::DeleteReply { outcomes: reply.outcomes.iter().map(outcome).collect(), blocks: reply.blocks })
+    Ok(proto::DeleteReply {
+        outcomes: reply.outcomes.iter().map(outcome).collect(),
+        blocks: reply.blocks,
+        away: wire_away(&away),
+    })
 }
 
-/// Deletes blocks of a namespace for good, in the bucket too. Whose the namespace is was looked at before.
-pub(super) async fn deleted(call: &Call, namespace: NamespaceId, target: Target) -> Outcome<DeleteReply> {
+/// Deletes blocks of a namespace for good, in the bucket and on all nodes too, of which those are named that were away. Whose the
+/// namespace is was looked at before.
+pub(super) async fn deleted(
+    call: &Call,
+    namespace: NamespaceId,
+    target: Target,
+) -> Outcome<(DeleteReply, Vec<Away>)> {
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
     let tier = match &call.state.decided.cold {
@@ -349,10 +394,29 @@ pub(super) async fn deleted(call: &Call, namespace: NamespaceId, target: Target)
         None => None,
     };
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
-    let answer = call.state.store().delete(request).await;
-    let reply = answer.map_err(|_| Fault::busy("the store is closing"))??;
-    Ok(match tier {
-        Some(tier) => tier.answer(reply)?,
-        None => reply,
-    })
+    let (mut reply, away) = match &call.state.decided.cluster {
+        Some(node) => {
+            let deleted = tokio::time::timeout_at(call.deadline, node.delete(request)).await;
+            let Deleted { reply, away, .. } = deleted.map_err(|_| Reason::DeadlinePassed)??;
+            (reply, away)
+        }
+        None => {
+            let answer = call.state.store().delete(request).await;
+            (answer.map_err(|_| Fault::busy("the store is closing"))??, Vec::new())
+        }
+    };
+    if let Some(tier) = tier {
+        reply = tier.answer(reply)?;
+    }
+    Ok((reply, away))
+}
+
+/// What was deleted here is not acknowledged.
+fn refuse(reply: &mut DeleteReply, why: &Reason) -> Outcome<()> {
+    if reply.outcomes.is_empty() {
+        return Err(why.clone().into());
+    }
+    let acknowledged = reply.outcomes.iter_mut().filter(|one| !matches!(one, DeleteOutcome::Refused(_)));
+    acknowledged.for_each(|one| *one = DeleteOutcome::Refused(why.clone()));
+    Ok(())
 }

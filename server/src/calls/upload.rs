@@ -102,8 +102,14 @@ impl Upload {
     pub(crate) fn offer(&self, call: &Call, outcomes: &[BlockOutcome]) {
         if let Some((node, placing)) = call.state.decided.cluster.as_ref().zip(self.placing.as_ref()) {
             let is_stored = |place| outcomes.get(place) == Some(&BlockOutcome::Stored);
-            node.offer_to_owners(self.column(), placing, is_stored);
+            let ttl = self.own_ttl(call);
+            node.offer_to_owners(self.column(), placing, ttl, is_stored);
         }
+    }
+
+    /// How long the blocks live, wherever they are stored.
+    fn own_ttl(&self, call: &Call) -> Option<std::time::Duration> {
+        self.expires_after.or_else(|| call.state.engine.default_ttl(self.namespace))
     }
 
     /// What is done with a block.
@@ -145,7 +151,7 @@ impl Upload {
         let blocks = u32::try_from(keys.len()).map_err(|_| Reason::TooMany("blocks"))?;
         let mut expires_after = self.expires_after;
         if let Fate::Copied(hold) = self.fate(first) {
-            let own = expires_after.or_else(|| call.state.engine.default_ttl(self.namespace));
+            let own = self.own_ttl(call);
             expires_after = Some(own.map_or(hold, |own| own.min(hold)));
         }
         Ok(PutRequest {

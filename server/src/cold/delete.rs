@@ -13,6 +13,7 @@ use kvarts_cold::{ColdError, Tier};
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, Target};
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_peer::node::{Beside, Guard, Guarded};
 
 use super::ColdTier;
 use super::counts::add;
@@ -94,6 +95,22 @@ impl ColdTier {
             }
         };
         Deleting { failed, _closed: closed, _withdrawing: withdrawing }
+    }
+}
+
+/// How long the bucket may take where another node was asked to delete, and has told it.
+const BESIDE: Duration = Duration::from_secs(5);
+
+impl Beside for ColdTier {
+    fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a> {
+        Box::pin(async move {
+            let deleting = self.delete(namespace, target, BESIDE).await;
+            if let Err(why) = deleting.told() {
+                // The node that was asked has told the bucket, or has not acknowledged the delete.
+                tracing::warn!(%why, "the bucket was not asked about a delete of another node");
+            }
+            Box::new(deleting) as Guard<'a>
+        })
     }
 }
 

@@ -12,6 +12,7 @@ use kvarts_peer::lane::ServeLimits;
 use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, Secret};
 use kvarts_store::engine::Store;
 
+use super::deletes_file::DeletesFile;
 use super::ports::Port;
 use crate::config::{ClusterConfig, EtcdFiles, MembersFrom, NodeTlsFiles};
 
@@ -215,6 +216,7 @@ pub(super) async fn start(
         entries_max: config.entries,
         chains_max: CHAINS_MAX,
         start,
+        deletes: Arc::new(DeletesFile::new(directory)),
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
         put: config.put,
         hot: config.hot,

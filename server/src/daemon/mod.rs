@@ -8,6 +8,7 @@
 )]
 
 mod cluster;
+mod deletes_file;
 mod devices;
 pub mod notify;
 mod opened;
@@ -112,7 +113,7 @@ impl Daemon {
         let ready = match Ready::make(config, &home, (ports, group), named, &mut notes).await {
             Ok(ready) => ready,
             Err(why) => {
-                let beside = [cluster::STARTS_FILE];
+                let beside = [cluster::STARTS_FILE, deletes_file::FILE];
                 let _ = tokio::task::spawn_blocking(move || home.take_back(&beside)).await;
                 return Err(why);
             }

@@ -109,7 +109,12 @@ async fn tiers(
     };
     let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));
     match cold(config, store, paths, notes).await {
-        Ok(cold) => Ok((cluster, cold)),
+        Ok(cold) => {
+            if let (Some(node), Some(cold)) = (&cluster, &cold) {
+                node.set_beside(Arc::clone(cold) as _);
+            }
+            Ok((cluster, cold))
+        }
         Err(why) => {
             cluster.iter().for_each(|node| node.stop());
             Err(why)

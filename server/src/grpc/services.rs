@@ -94,8 +94,9 @@ impl Store for Services {
         answer(request, |call, wire| async move {
             let held = Arc::clone(&call);
             let cold = store::shorten_in_cold(&held, &wire).await;
-            let keys = heavy::of_keys(&wire.keys);
-            let reply = heavily(call, keys, move |call| store::set_ttl(call, wire)).await?;
+            let (keys, asked) = (heavy::of_keys(&wire.keys), wire.clone());
+            let reply = heavily(call, keys, move |call| store::set_ttl(call, asked)).await?;
+            let reply = store::shorten_elsewhere(&held, &wire, reply).await?;
             cold.map_or(Ok(()), |cold| cold.told())?;
             Ok(reply)
         })

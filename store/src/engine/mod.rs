@@ -23,6 +23,7 @@ pub use compact::background::Compaction;
 pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
+pub use front::produced::{Produced, ProducedPage};
 pub use front::store::{
     Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, Stats, Store, StoreTiles,
 };

@@ -1,9 +1,13 @@
-//! What was put where and by whom, who was told to own what, and what must not have happened.
+//! What was put where and by whom, what was deleted, who was told to own what, and what must not have happened.
+//!
+//! A delete is one of the cluster: from its acknowledgement on no node that has been told of it gives what had been put before it, and
+//! none does from when it is told.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvarts_cluster::deletes::{CLOCKS_APART_MS, Known, Name};
 use kvarts_cluster::ownership::Token;
 use kvarts_contract::api::{Placed, ReadEnd, ReadEvent, ReadStream};
 use kvarts_contract::clock::Nanos;
@@ -26,18 +30,49 @@ pub struct Held {
     is_given_up: bool,
 }
 
+/// What a producer put: the chunks of a block.
+type Content = Arc<Vec<Vec<u8>>>;
+
 /// How long a question may be on its way, and its answer be lost.
 const LOST: Duration = Duration::from_secs(20);
+
+/// How much later than a delete something must have been put at a node that has not heard of it to be sure to live: clocks may be
+/// apart, and a put takes time.
+const APART: Duration = Duration::from_millis(CLOCKS_APART_MS + 1000);
+/// How much later than its time a production may still be given.
+const ENDS_LATE: Duration = Duration::from_millis(300);
+
+/// A delete.
+struct Deleting {
+    /// Of everything if none are named.
+    keys: Option<Vec<BlockKey>>,
+    began: Nanos,
+    /// What had been put before it.
+    dead: Vec<(BlockKey, u64)>,
+    /// Who may not have heard of it.
+    untold: BTreeSet<usize>,
+    /// What nodes know it by, once it is acknowledged.
+    name: Option<Name>,
+}
+
+impl Deleting {
+    fn is_of(&self, key: &BlockKey) -> bool {
+        self.keys.as_ref().is_none_or(|keys| keys.contains(key))
+    }
+}
 
 #[derive(Default)]
 struct Notes {
     productions: BTreeMap<BlockKey, BTreeSet<u64>>,
+    /// Productions whose put was answered, and when each is over that has a time to live.
+    answered: BTreeMap<u64, Option<Nanos>>,
     /// Of each place what was acknowledged as durable and not deleted since.
     durable: BTreeMap<usize, BTreeSet<BlockKey>>,
-    /// Deletes that have begun at each place.
-    deletes: BTreeMap<usize, u64>,
+    deletes: Vec<Deleting>,
+    /// What must not be given at a place, from when on.
+    dead: BTreeMap<(usize, BlockKey, u64), Nanos>,
     chains: BTreeMap<u64, Vec<Held>>,
-    contents: BTreeMap<(BlockKey, u64), Arc<Vec<Vec<u8>>>>,
+    contents: BTreeMap<(BlockKey, u64), Content>,
     violations: Vec<String>,
     under_way: u64,
     /// Reads that have not ended: by when each must have, and what it is.
@@ -122,32 +157,73 @@ impl Book {
         [notes.reads, notes.whole, notes.leases]
     }
 
-    /// A put begins: these bytes may be anywhere from now on. Gives how many deletes had begun there.
-    pub fn put(&self, place: usize, keys: &[BlockKey], producer: u64) -> u64 {
+    /// A put begins: these bytes may be anywhere from now on. Gives how many deletes had begun.
+    pub fn put(&self, keys: &[BlockKey], producer: u64) -> usize {
         let mut notes = self.lock();
         for key in keys {
             notes.productions.entry(*key).or_default().insert(producer);
         }
-        notes.deletes.get(&place).copied().unwrap_or_default()
+        notes.deletes.len()
     }
 
-    /// A durable put was acknowledged, before which `deletes` deletes had begun.
-    pub fn stored(&self, place: usize, key: BlockKey, deletes: u64) {
+    /// A put was answered, whose blocks may live so long from now.
+    pub fn answered(&self, producer: u64, ttl: Option<Duration>, now: Nanos) {
+        self.lock().answered.insert(producer, ttl.map(|ttl| now.plus(ttl + ENDS_LATE)));
+    }
+
+    /// A durable put that began then was acknowledged, before which `deletes` deletes had begun.
+    pub fn stored(&self, place: usize, key: BlockKey, (deletes, began): (usize, Nanos)) {
         let mut notes = self.lock();
-        if notes.deletes.get(&place).copied().unwrap_or_default() == deletes {
+        let meets = |delete: &Deleting| {
+            delete.is_of(&key) && delete.untold.contains(&place) && delete.began.plus(APART) > began
+        };
+        if notes.deletes.len() == deletes && !notes.deletes.iter().any(meets) {
             notes.durable.entry(place).or_default().insert(key);
         }
     }
 
-    /// A delete begins; of everything if no keys are named.
-    pub fn delete(&self, place: usize, keys: Option<&[BlockKey]>) {
+    /// A delete begins in a cluster of so many places; of everything if no keys are named. Gives its number.
+    pub fn delete(&self, places: usize, keys: Option<&[BlockKey]>, now: Nanos) -> usize {
         let mut notes = self.lock();
-        *notes.deletes.entry(place).or_default() += 1;
-        let durable = notes.durable.entry(place).or_default();
-        match keys {
-            Some(keys) => durable.retain(|key| !keys.contains(key)),
-            None => durable.clear(),
+        let (keys, untold) = (keys.map(<[BlockKey]>::to_vec), (0..places).collect());
+        let mut delete = Deleting { keys, began: now, dead: Vec::new(), untold, name: None };
+        let all = notes.productions.iter().filter(|(key, _)| delete.is_of(key));
+        let all = all.flat_map(|(key, producers)| producers.iter().map(|producer| (*key, *producer)));
+        let answered: Vec<_> = all.filter(|(_, producer)| notes.answered.contains_key(producer)).collect();
+        delete.dead = answered;
+        notes.durable.values_mut().for_each(|durable| durable.retain(|key| !delete.is_of(key)));
+        notes.deletes.push(delete);
+        notes.deletes.len() - 1
+    }
+
+    /// A delete was acknowledged under this name, and these places have it.
+    pub fn deleted(&self, number: usize, name: Name, told: &[usize], now: Nanos) {
+        self.lock().deletes[number].name = Some(name);
+        told.iter().for_each(|place| self.tell(*place, |at, _| at == number, now));
+    }
+
+    /// A place has heard of this.
+    pub fn told(&self, place: usize, known: &Known, now: Nanos) {
+        self.tell(place, |_, (node, number)| known.get(&node).is_some_and(|last| *last >= number), now);
+    }
+
+    fn tell(&self, place: usize, is_it: impl Fn(usize, Name) -> bool, now: Nanos) {
+        let mut notes = self.lock();
+        let Notes { deletes, dead, .. } = &mut *notes;
+        for (at, delete) in (0..).zip(deletes) {
+            if delete.name.is_some_and(|name| is_it(at, name)) && delete.untold.remove(&place) {
+                for (key, producer) in &delete.dead {
+                    dead.entry((place, *key, *producer)).or_insert(now);
+                }
+            }
         }
+    }
+
+    /// What a read must not have given that began then, at this place.
+    fn is_gone(&self, (place, began): (usize, Nanos), key: &BlockKey, producer: u64) -> bool {
+        let notes = self.lock();
+        let is_dead = notes.dead.get(&(place, *key, producer)).is_some_and(|since| *since <= began);
+        is_dead || notes.answered.get(&producer).copied().flatten().is_some_and(|end| end < began)
     }
 
     /// What must be at a place.
@@ -155,15 +231,33 @@ impl Book {
         self.lock().durable.get(&place).into_iter().flatten().copied().collect()
     }
 
-    fn contents(&self, key: &BlockKey) -> Vec<Arc<Vec<Vec<u8>>>> {
+    fn contents(&self, key: &BlockKey) -> Vec<(u64, Content)> {
         let ((group, coordinate), mut notes) = (pages(), self.lock());
         let producers: Vec<u64> = notes.productions.get(key).into_iter().flatten().copied().collect();
         let content = |producer| {
             let shape = fixture::shape(group, coordinate);
             let made = || Arc::new(fixture::content(key, group, coordinate, producer, &shape));
-            Arc::clone(notes.contents.entry((*key, producer)).or_insert_with(made))
+            (producer, Arc::clone(notes.contents.entry((*key, producer)).or_insert_with(made)))
         };
         producers.into_iter().map(content).collect()
+    }
+
+    /// Who put the first layers of a block, as they are now.
+    fn producers(
+        &self,
+        key: &BlockKey,
+        placed: &Placed,
+        block: u32,
+        layers: u32,
+        shape: &BlockShape,
+    ) -> Vec<u64> {
+        let found = fixture::read_block(placed, block, shape);
+        let of = fixture::layer_of_chunks(shape);
+        let is_it = |content: &Content| {
+            content.iter().zip(&found).zip(&of).all(|((put, found), layer)| *layer >= layers || put == found)
+        };
+        let all = self.contents(key).into_iter().filter(|(_, content)| is_it(content));
+        all.map(|(producer, _)| producer).collect()
     }
 
     /// Whether the first layers of a block are what one producer put.
@@ -175,14 +269,26 @@ impl Book {
         layers: u32,
         shape: &BlockShape,
     ) -> bool {
-        let found = fixture::read_block(placed, block, shape);
-        let of = fixture::layer_of_chunks(shape);
-        let (all, end) = (self.contents(key), layers);
         // Where no layer arrived nothing can be wrong, whether the block was put or not.
-        end == 0
-            || all.iter().any(|content| {
-                content.iter().zip(&found).zip(&of).all(|((put, found), layer)| *layer >= end || put == found)
-            })
+        layers == 0 || !self.producers(key, placed, block, layers, shape).is_empty()
+    }
+
+    /// Looks at blocks that a read gave that began then at this place: none was deleted or over by then.
+    pub fn look_for_the_gone(
+        &self,
+        what: &str,
+        at: (usize, Nanos),
+        (keys, placed, good): (&[BlockKey], &Placed, &[u32]),
+        shape: &BlockShape,
+    ) {
+        let all = shape.layers().len() as u32;
+        for block in good {
+            let key = &keys[*block as usize];
+            let producers = self.producers(key, placed, *block, all, shape);
+            if !producers.is_empty() && producers.iter().all(|producer| self.is_gone(at, key, *producer)) {
+                self.violation(format!("{what}: block {block}, put by {producers:?}, was deleted or over"));
+            }
+        }
     }
 
     /// Looks at what a read announces, until it ends.

@@ -18,7 +18,9 @@ use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
-use kvarts_peer::node::{Calls, ClusterNode, Footing, Network, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
+use kvarts_peer::node::{
+    Calls, ClusterNode, Footing, InMemory, Network, NodeOptions, OFFER_EVERY, PutPolicy, Secret,
+};
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::Runner;
 use kvarts_store::engine::{Executors, Options, Store};
@@ -223,6 +225,8 @@ pub struct Seat {
     pub running: Option<Running>,
     /// How it answers others.
     pub manner: Arc<AtomicU8>,
+    /// Where it keeps what was deleted: what is written is durable.
+    pub deletes: InMemory,
     starts: u64,
 }
 
@@ -267,6 +271,7 @@ impl Town {
             media: Some(Media::new(config.disk.dirs, config.disk.capacity)),
             running: None,
             manner: Arc::default(),
+            deletes: InMemory::default(),
             starts: 0,
         };
         Self {
@@ -342,6 +347,7 @@ impl Town {
             entries_max: 10_000,
             chains_max: 64,
             start: starts,
+            deletes: Arc::new(self.seats[place].deletes.clone()),
             serve: ServeLimits { memory: 16 << 20, connections: 64, ..ServeLimits::default() },
             put: self.rules.0,
             hot: self.rules.1,

@@ -118,7 +118,7 @@ impl Putting {
             outcomes.extend(self.store_blocks(keys, expires_after).await);
         }
         let is_stored = |at| outcomes.get(at) == Some(&BlockOutcome::Stored);
-        self.node.offer_to_owners(self.column(), &placing, is_stored);
+        self.node.offer_to_owners(self.column(), &placing, None, is_stored);
         fates
     }
 
@@ -198,7 +198,7 @@ impl Scene {
     fn putting(&mut self, place: usize, keys: &[BlockKey], parent: Option<BlockKey>) -> Option<Putting> {
         let running = self.town.seats[place].running.as_ref()?;
         self.producers += 1;
-        self.book.put(place, keys, self.producers);
+        self.book.put(keys, self.producers);
         Some(Putting {
             place,
             node: Arc::clone(&running.node),

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvarts_cluster::members::Members;
+use kvarts_cluster::deletes::Known;
+use kvarts_cluster::members::{Members, NodeId};
 use kvarts_cluster::ownership::Token;
 use kvarts_cluster::partition::Tag;
 use kvarts_contract::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, Order, Origins, Parent, Presence,
-    PutRequest, ReadRequest, Target,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteRequest, Durability, KvStore, Order, Origins, Parent,
+    Presence, PutRequest, ReadRequest, Target,
 };
 use kvarts_contract::clock::Clock;
 use kvarts_contract::error::Kind;
@@ -48,6 +49,8 @@ const LATE: Duration = Duration::from_millis(5);
 /// How long it may take, once nothing goes wrong any more, until every node knows what every other one has.
 const CONVERGES: Duration = Duration::from_secs(30);
 
+/// The longest time to live of a block: it is over by the end.
+const TTL_MS_MAX: u64 = 8000;
 /// How long it may take until a node that was away is asked for bytes again: a connection is tried for 5 s, and again after 5 s.
 const RETURNS: Duration = Duration::from_secs(12);
 
@@ -149,32 +152,52 @@ impl Scene {
             fixture::write_block(&from, at, &content);
         }
         let durable = self.rng.below(3) > 0;
+        let ttl = (self.rng.below(5) == 0).then(|| Duration::from_millis(self.rng.between(200, TTL_MS_MAX)));
         let request = PutRequest {
             parent: Parent::Unknown,
+            expires_after: ttl,
             durability: if durable { Durability::Durable } else { Durability::Relaxed },
             ..PutRequest::new(self.namespace, group, coordinate, keys.clone(), from)
         };
-        let (book, deletes) = (self.book.clone(), self.book.put(place, &keys, producer));
+        let (clock, book) = (Arc::clone(&self.town.clock), self.book.clone());
+        let begun = (book.put(&keys, producer), clock.now());
         self.spawn(place, async move {
             let Ok(Ok(reply)) = store.put(request).await else { return };
+            book.answered(producer, ttl, clock.now());
             for (key, outcome) in keys.iter().zip(reply.outcomes) {
-                if durable && outcome == BlockOutcome::Stored {
-                    book.stored(place, *key, deletes);
+                if durable && ttl.is_none() && outcome == BlockOutcome::Stored {
+                    book.stored(place, *key, begun);
                 }
             }
         });
     }
 
     fn delete(&mut self, place: usize) {
-        let Some(running) = &self.town.seats[place].running else { return };
-        let store = running.store.clone();
+        let Some(node) = self.town.node(place).cloned() else { return };
         let all = self.rng.below(8) == 0;
         let keys = self.some();
-        self.book.delete(place, (!all).then_some(&keys));
+        let (clock, book) = (Arc::clone(&self.town.clock), self.book.clone());
+        let number = book.delete(self.count(), (!all).then_some(&keys), clock.now());
         let target = if all { Target::Namespace } else { Target::Keys { column: None, keys } };
         let request = DeleteRequest { namespace: self.namespace, target, deadline: None };
+        let ids: Vec<NodeId> = self.town.seats.iter().map(|seat| seat.id).collect();
         self.spawn(place, async move {
-            drop(store.delete(request).await);
+            let before = node.members();
+            let Ok(deleted) = node.delete(request).await else { return };
+            let (is_refused, after) =
+                (|one: &DeleteOutcome| matches!(one, DeleteOutcome::Refused(_)), node.members());
+            if deleted.reply.outcomes.iter().any(is_refused) {
+                return;
+            }
+            // Who was a member all the time, and is not said to be away, has it.
+            let is_told = |id: &NodeId| {
+                before.get(*id).is_some()
+                    && after.get(*id).is_some()
+                    && !deleted.away.iter().any(|away| away.node == *id)
+            };
+            let told: Vec<usize> =
+                (0..).zip(&ids).filter(|(_, id)| is_told(id)).map(|(place, _)| place).collect();
+            book.deleted(number, deleted.name, &told, clock.now());
         });
     }
 
@@ -205,6 +228,7 @@ impl Scene {
             };
             let (good, end) = book.look(&what, (&keys, &into, order), &stream, &shape).await;
             drop(due);
+            book.look_for_the_gone(&what, (place, begun), (&keys, &into, &good), &shape);
             let took = clock.now().since(begun);
             if took > bound {
                 book.violation(format!("{what} ended after {took:?}, not within {bound:?}"));
@@ -493,6 +517,26 @@ impl Scene {
         }
     }
 
+    /// Every node has heard of everything that was deleted, or does within a bound.
+    fn hear(&mut self) -> Result<(), String> {
+        let begun = self.town.clock.now();
+        loop {
+            let now = self.town.clock.now();
+            let known = |place: &usize| Some((*place, self.town.node(*place)?.deletes_known()));
+            let known: Vec<(usize, Known)> = self.inside.iter().filter_map(known).collect();
+            known.iter().for_each(|(place, known)| self.book.told(*place, known, now));
+            if known.windows(2).all(|two| two[0].1 == two[1].1) {
+                return Ok(());
+            }
+            if now.since(begun) > CONVERGES {
+                return Err(format!(
+                    "{CONVERGES:?} after the last fault not all nodes know what was deleted: {known:?}"
+                ));
+            }
+            self.town.pass(Duration::from_millis(500))?;
+        }
+    }
+
     /// What any node has every node reads, whole.
     fn read_everything(&mut self) -> Result<(), String> {
         let truth = self.truth();
@@ -574,6 +618,7 @@ impl Scene {
         self.town.pass(RETURNS)?;
         self.quiet()?;
         self.look()?;
+        self.hear()?;
         self.converge()?;
         self.read_everything()?;
         self.look()?;

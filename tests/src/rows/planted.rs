@@ -216,6 +216,18 @@ pub const BUGS: &[Bug] = &[
     bug("favour-stays", "R39", "blocks of a chain that was given up still go last"),
     bug("hot-at-once", "R39", "what is read once is copied"),
     bug("hot-copies-stay", "R39", "copies of what is read often have no end"),
+    bug(
+        "deletes-not-told-again",
+        "R33",
+        "a node that was away is not told what was deleted when it is connected again",
+    ),
+    bug(
+        "read-from-who-lacks-deletes",
+        "R33",
+        "blocks are read from a node that has not heard what was deleted",
+    ),
+    bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block"),
+    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",

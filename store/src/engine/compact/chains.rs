@@ -289,7 +289,8 @@ fn join(
 ) -> Result<Option<(Head, Vec<Taken>)>, Reason> {
     let Some(first) = chain.first() else { return Ok(None) };
     let Some(body) = found.get(&first.record).map(|one| one.body.clone()) else { return Ok(None) };
-    let (mut blocks, mut created_ms, mut last, mut count) = (Vec::new(), 0, None, 0);
+    // The oldest of them: what is taken for younger than it is might outlive a delete.
+    let (mut blocks, mut created_ms, mut last, mut count) = (Vec::new(), u64::MAX, None, 0);
     for one in chain {
         let Some(gathered) = found.get_mut(&one.record) else { break };
         let follows = last.is_none_or(|last| gathered.body.parent == Parent::Key(last));
@@ -301,7 +302,7 @@ fn join(
             break;
         }
         last = gathered.body.blocks.last().map(|name| name.key);
-        created_ms = gathered.body.created_ms.max(created_ms);
+        created_ms = gathered.body.created_ms.min(created_ms);
         blocks.append(&mut gathered.blocks);
         count += 1;
     }

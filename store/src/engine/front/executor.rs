@@ -12,6 +12,7 @@ use kvarts_layout::identity::TenantSalt;
 use super::free_space::free_space;
 use super::limits::Limits;
 use super::memory_audit::{self, Table};
+use super::produced::{self, ProducedPage};
 use super::router::{Message, Router};
 use super::{descent, expiry, leaving, snapshot};
 use crate::driver::{Driver, Metrics, UrgentReads};
@@ -142,6 +143,7 @@ impl Executor {
                         let _ = reply.send(found.map_err(Error));
                     });
                 }
+                Message::Produced(ask, reply) => self.produced(ask, reply),
                 Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
                 message @ (Message::Compact(..)
                 | Message::Merge(..)
@@ -311,6 +313,15 @@ impl Executor {
         self.background(async move {
             let given = shard.space.give_spare(bytes).await;
             let _ = reply.send(given);
+        });
+    }
+
+    fn produced(&self, ask: produced::Ask, reply: Reply<Result<ProducedPage, Error>>) {
+        // A reply that is dropped says that the store is closing.
+        let Some(shard) = self.own(ask.shard) else { return };
+        self.background(async move {
+            let found = produced::list(&shard.reads, &ask).await;
+            let _ = reply.send(found.map_err(Error));
         });
     }
 

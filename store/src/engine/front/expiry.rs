@@ -72,8 +72,17 @@ async fn recall(volume: &Volume, now: u32, section: &mut Section<'_>) -> BTreeSe
     segments
 }
 
+/// Which times are changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Change {
+    /// All: to an earlier end or a later one.
+    Any,
+    /// Those that would end later.
+    Sooner,
+}
+
 /// Changes how long blocks may live.
-pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlReply, Reason> {
+pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>, which: Change) -> Result<TtlReply, Reason> {
     if request.keys.len() > MAX_REQUEST_BLOCKS {
         return Err(Reason::TooMany("blocks"));
     }
@@ -84,8 +93,12 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>) -> Result<TtlRe
     // Nothing else changes the content meanwhile, so that no record's number becomes another's.
     let _change = shared.events.change();
     let mut by_record = BTreeMap::<RecordId, BTreeMap<BlockFingerprint, Located>>::new();
+    let is_meant = |found: &Located| {
+        let until = found.record.expires;
+        which == Change::Any || expires != 0 && (until == 0 || until > expires)
+    };
     for print in &prints {
-        if let Some(found) = shared.index.locate(*print) {
+        if let Some(found) = shared.index.locate(*print).filter(is_meant) {
             by_record.entry(found.location.record).or_default().insert(*print, found);
         }
     }

@@ -11,6 +11,7 @@ mod links;
 pub(crate) mod lookup;
 pub(crate) mod memory_audit;
 pub(crate) mod presence;
+pub(crate) mod produced;
 pub(crate) mod restore;
 pub(crate) mod router;
 pub(crate) mod snapshot;

@@ -6,6 +6,7 @@ use kvarts_layout::BlockKey;
 
 use super::links::{Ask, Links};
 use super::memory_audit::Table;
+use super::produced::{self, ProducedPage};
 use crate::driver::Metrics;
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
@@ -64,6 +65,8 @@ pub(crate) enum Message {
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Name blocks of a shard that are near their eviction and were used at least so often.
     Leaving { shard: u32, least_uses: u8, reply: Reply<Result<Vec<Leaving>, Error>> },
+    /// Say when blocks of a namespace were produced.
+    Produced(produced::Ask, Reply<Result<ProducedPage, Error>>),
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.

@@ -1,5 +1,6 @@
 //! The store that callers hold: opening, routing requests to executors, closing.
 
+mod copies;
 mod holding;
 mod leaving;
 mod lending;
@@ -32,7 +33,7 @@ use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
 use crate::engine::write::delete;
-use crate::engine::write::put::{self, layers};
+use crate::engine::write::put::layers;
 use crate::index::IndexMemory;
 use crate::io::IoFacts;
 use crate::ledger::SpaceReport;
@@ -486,22 +487,7 @@ impl KvStore for Store {
     }
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
-        let (reply, answer) = ticket();
-        let shards = self.0.router.shards();
-        for (shard, mut part) in put::begin(&self.0.shared, shards, request, reply) {
-            part.tell = part.makes_room().then(|| self.0.evictions());
-            let Some(sender) = self.0.router.to(shard) else { continue };
-            if let Err(error) = sender.try_send(Message::Put(shard, part))
-                && let Message::Put(_, part) = error.into_inner()
-            {
-                put::refuse(part, &Reason::Busy(FULL));
-            }
-        }
-        if self.0.shared.index_room.is_short() {
-            // Executors that cannot be asked now are asked with the next put.
-            let _ = self.shrink();
-        }
-        answer
+        self.begin_put(request, None)
     }
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
@@ -562,7 +548,7 @@ impl KvStore for Store {
     }
 
     fn set_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
-        Ok(expiry::set_ttl(&self.0.shared, request)?)
+        Ok(expiry::set_ttl(&self.0.shared, request, expiry::Change::Any)?)
     }
 
     fn set_default_ttl(&self, namespace: NamespaceId, ttl: Option<Duration>) -> Result<(), Error> {

@@ -59,6 +59,11 @@ impl Header {
         self.blocks.blocks.get(block as usize).map(|name| OriginId(name.origin))
     }
 
+    /// When its blocks were produced, in milliseconds since 1970.
+    pub(crate) fn created_ms(&self) -> u64 {
+        self.blocks.created_ms
+    }
+
     /// The digest of a chunk of a block.
     pub(crate) fn digest(&self, block: u32, chunk: u32) -> Option<u32> {
         let chunk = chunk as usize;

@@ -218,9 +218,16 @@ impl ReadJob {
     }
 
     /// Whether this is the production of the block that is wanted, or the first that is met.
-    pub(crate) fn admits(&self, ordinal: u32, origin: Option<OriginId>) -> bool {
+    pub(crate) fn admits(
+        &self,
+        ordinal: u32,
+        origin: Option<OriginId>,
+        (created_ms, wanted): (u64, &Wanted),
+    ) -> bool {
         let Some(Expected { origins, first }) = &self.expected else { return true };
-        origin.is_some_and(|origin| origins.admit((*first as usize).saturating_add(ordinal as usize), origin))
+        let life = self.shared.life(created_ms, wanted.expires);
+        let at = (*first as usize).saturating_add(ordinal as usize);
+        origin.is_some_and(|origin| origins.admit_living(at, origin, life))
     }
 
     /// Ends the usefulness of a block for what was found where it was looked up; false if it is not there any more,

@@ -305,7 +305,7 @@ impl LendJob {
     fn prove_run(&self, volume: &Volume, one: &Opened, header: &Header) -> Result<ProvenRun, NotLent> {
         let wanted = self.wanted(one.index)?;
         // Each block is asked for once: this is the first production of it that is met.
-        let admits = |ordinal, origin: Option<_>| {
+        let admits = |ordinal, origin: Option<_>, _| {
             origin.is_some_and(|origin| self.origins.admit(ordinal as usize, origin))
         };
         let mut left = None;

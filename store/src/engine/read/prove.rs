@@ -45,7 +45,7 @@ pub(crate) fn run(
     header: &Header,
     wanted: &Wanted,
     keys: &[BlockKey],
-    admits: impl Fn(u32, Option<OriginId>) -> bool,
+    admits: impl Fn(u32, Option<OriginId>, u64) -> bool,
     mut gone: impl FnMut(u32),
 ) -> bool {
     if !header.is_arranged_as(&wanted.class, wanted.record_blocks) {
@@ -57,7 +57,7 @@ pub(crate) fn run(
         let key = keys.get(ordinal as usize);
         let is_it = key.is_some_and(|key| header.is_block(block, key, &wanted.class))
             || kvarts_layout::planted!("key-not-compared");
-        if !is_it || !admits(ordinal, header.origin(block)) {
+        if !is_it || !admits(ordinal, header.origin(block), header.created_ms()) {
             gone(ordinal);
         }
     }

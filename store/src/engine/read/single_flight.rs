@@ -151,7 +151,7 @@ impl Flight {
             let source = self.leader.request.into.chunk(part, theirs.run.start + index, len)?;
             let copy = job.request.into.chunk(part, mine.run.start + index, len)?;
             // Read by itself, it will be told that what it began with has left.
-            if !job.admits(mine.run.start + index, header.origin(block)) {
+            if !job.admits(mine.run.start + index, header.origin(block), (header.created_ms(), mine)) {
                 return None;
             }
             copy.copy_from(0, &source, 0, source.len());

@@ -27,6 +27,8 @@ pub(crate) struct Wanted {
     pub(crate) location: Location,
     /// Which ordinals of the request.
     pub(crate) run: Range<u32>,
+    /// When its blocks end, as the index counts it.
+    pub(crate) expires: u32,
     pub(crate) class: Arc<RecordClass>,
 }
 
@@ -92,6 +94,7 @@ pub(crate) fn find(
             record_blocks: found.record.blocks.get(),
             location: found.location,
             run: ordinal..ordinal + 1,
+            expires: found.record.expires,
             class,
         });
     }

@@ -157,6 +157,8 @@ pub(crate) struct Shared {
     pub(crate) arrivals: ReaderEpochs,
     /// The clocks at opening.
     pub(super) opened: (Nanos, u64),
+    /// Productions from now on are said to be later than this, in milliseconds since 1970.
+    pub(super) produced_after: AtomicU64,
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
     pub(super) budget: Budget,
@@ -225,6 +227,7 @@ impl Shared {
             arrivals: ReaderEpochs::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
             opened,
+            produced_after: AtomicU64::new(0),
             record_bytes_max: birth.record_bytes_max,
             budget,
             health: State::default(),

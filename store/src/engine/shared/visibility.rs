@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey};
 
@@ -15,6 +16,7 @@ use super::{EXPIRY_STEP_MS, Shared};
 use crate::index::{
     BlockFingerprint, Deleted, Eviction, Location, RecordError, RecordId, RecordInfo, Ticket,
 };
+use kvarts_contract::api::Life;
 use kvarts_contract::events::{Cause, EventKind, Subject};
 
 /// A block, by its key in the class of its record.
@@ -69,6 +71,23 @@ impl Shared {
     pub(crate) fn expiry_now(&self) -> u32 {
         let steps = self.wall_ms().saturating_sub(self.created_ms) / EXPIRY_STEP_MS;
         u32::try_from(steps).unwrap_or(u32::MAX)
+    }
+
+    /// When a new production is said to be stored: now, and later than every delete that this store was told of
+    /// ([`Store::produce_after`](crate::engine::Store::produce_after)).
+    pub(crate) fn produced_now(&self) -> u64 {
+        self.wall_ms().max(self.produced_after.load(Relaxed).saturating_add(1))
+    }
+
+    /// How long blocks of a record live that were produced then and end so, as the index counts it: never longer than they are
+    /// found here.
+    pub(crate) fn life(&self, produced_ms: u64, expires: u32) -> Life {
+        let ends = (expires != 0).then(|| {
+            let ends_ms = self.created_ms.saturating_add(u64::from(expires) * EXPIRY_STEP_MS);
+            let (opened, wall_ms) = self.opened;
+            opened.plus(Duration::from_millis(ends_ms.saturating_sub(wall_ms)))
+        });
+        Life { produced_ms, ends }
     }
 
     /// Whether the time of a record's blocks is over.

@@ -49,6 +49,8 @@ const HEADER_BLOCK_BYTES: u64 = 48;
 pub(crate) struct PutJob {
     shared: Arc<Shared>,
     request: PutRequest,
+    /// When the blocks were first stored elsewhere, of which these are copies.
+    produced_ms: Option<u64>,
     class: Arc<RecordClass>,
     prints: Vec<BlockFingerprint>,
     claim: Claim,
@@ -85,7 +87,7 @@ pub(crate) type Routed = (u32, PutPart);
 pub(crate) fn begin(
     shared: &Arc<Shared>,
     shards: u32,
-    request: PutRequest,
+    (request, produced_ms): (PutRequest, Option<u64>),
     reply: Reply<Result<PutReply, Error>>,
 ) -> Vec<Routed> {
     let class = match check(shared, &request, false) {
@@ -96,7 +98,7 @@ pub(crate) fn begin(
             return Vec::new();
         }
     };
-    let (job, reservations) = reserve(shared, request, class, reply);
+    let (job, reservations) = reserve(shared, (request, produced_ms), class, reply);
     let mut parts = job.writes(&reservations, shards);
     parts.extend(job.settles(&reservations));
     job.lock().parts_left = parts.len();
@@ -109,7 +111,7 @@ pub(crate) fn begin(
 /// Reserves what is missing.
 fn reserve(
     shared: &Arc<Shared>,
-    request: PutRequest,
+    (request, produced_ms): (PutRequest, Option<u64>),
     class: Arc<RecordClass>,
     reply: Reply<Result<PutReply, Error>>,
 ) -> (Arc<PutJob>, Vec<Reservation>) {
@@ -123,7 +125,8 @@ fn reserve(
     };
     let state =
         PutState { outcomes: reservations.iter().map(outcome).collect(), parts_left: 0, reply: Some(reply) };
-    let job = PutJob { shared: Arc::clone(shared), request, class, prints, claim, state: Mutex::new(state) };
+    let (shared, state) = (Arc::clone(shared), Mutex::new(state));
+    let job = PutJob { shared, request, produced_ms, class, prints, claim, state };
     (Arc::new(job), reservations)
 }
 
@@ -406,7 +409,7 @@ impl PutJob {
             Parent::Root => DiskParent::Root,
             Parent::Key(key) => DiskParent::Key(key.0),
         };
-        let created_ms = self.shared.wall_ms();
+        let created_ms = self.produced_ms.unwrap_or_else(|| self.shared.produced_now());
         let ttl = request.expires_after.or_else(|| self.shared.names.default_ttl(request.namespace));
         let (expires_ms, expires) = ttl.map_or((0, 0), |ttl| self.shared.expires_after(ttl));
         let blocks = Blocks {

@@ -85,7 +85,7 @@ impl ShardRead<'_> {
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         let job = self.job;
         // What this read is a part of may have begun with another production, which has left.
-        let admits = |ordinal, origin| job.admits(ordinal, origin);
+        let admits = |ordinal, origin, created_ms| job.admits(ordinal, origin, (created_ms, wanted));
         let proved =
             prove::run(&header, wanted, &job.request.keys, admits, |ordinal| job.fail_as_gone(ordinal));
         record.header = if proved { HeaderState::Good(header) } else { HeaderState::Bad };

@@ -147,7 +147,7 @@ fn try_begin(
         return Err(Reason::Shape(ShapeCause::Rule("too few bytes for a segment of their own")));
     }
     let (reply, answer) = ticket();
-    let (job, reservations) = reserve(shared, request, class, reply);
+    let (job, reservations) = reserve(shared, (request, None), class, reply);
     if reservations.iter().any(|one| *one != Reservation::Reserved) {
         return Err(Reason::Busy("some of the blocks are here, or on their way"));
     }

@@ -1,0 +1,285 @@
+//! Deleting here what was deleted at another node. What was put since lives: where anything was, the blocks' own times decide.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvarts_cluster::deletes::{Column, Entry, What};
+use kvarts_contract::api::{
+    DeleteOutcome, DeleteReply, DeleteRequest, KvStore, MAX_REQUEST_BLOCKS, Target, TtlRequest,
+};
+use kvarts_contract::error::{Error, Kind, Reason};
+use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_store::engine::Produced;
+
+use super::super::ClusterNode;
+use super::lock;
+
+/// How often something is deleted that is refused for now, and the pause between.
+const TRIES: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(50);
+/// How often blocks are listed again because some were moved meanwhile.
+const LISTINGS_MAX: u32 = 8;
+/// Blocks of a namespace that are listed at most: of one that has more everything goes.
+const LISTED_MAX: usize = 1 << 21;
+
+/// Held while something is deleted.
+pub type Guard<'a> = Box<dyn Send + 'a>;
+
+/// What gives one.
+pub type Guarded<'a> = Pin<Box<dyn Future<Output = Guard<'a>> + Send + 'a>>;
+
+/// What else holds blocks of a node, such as a tier behind its disks.
+pub trait Beside: Send + Sync + fmt::Debug {
+    /// The store is about to delete what another node was asked to delete: nothing of it is to be brought back into the store that was
+    /// begun before, until what this gives is dropped.
+    fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a>;
+}
+
+/// What came of an entry here.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Done {
+    /// Blocks that were here.
+    pub(super) blocks: u64,
+    /// Of each key whether there was one, or its end has changed.
+    pub(super) were: Vec<bool>,
+    /// What descends from the keys and was not named; nothing where that is more than can be.
+    pub(super) found: Option<Vec<BlockKey>>,
+}
+
+impl Default for Done {
+    fn default() -> Self {
+        Self { blocks: 0, were: Vec::new(), found: Some(Vec::new()) }
+    }
+}
+
+impl ClusterNode {
+    /// From now on copies that are under way are compared with an entry, and none of them is just being stored.
+    pub(super) async fn begin_here(&self, entry: &Arc<Entry>) {
+        lock(&self.deletes.recent).begin(Arc::clone(entry));
+        self.store.produce_after(entry.below_ms);
+        drop(self.deletes.storing.write().await);
+    }
+
+    /// What this node is asked to delete, in as many entries as it takes.
+    pub(super) async fn named(&self, namespace: NamespaceId, target: &Target) -> Result<Vec<What>, Error> {
+        let root = match target {
+            Target::Keys { column, keys } => return Ok(vec![What::Keys(*column, keys.clone())]),
+            Target::Namespace => return Ok(vec![What::Everything]),
+            Target::Prefix(root) => *root,
+        };
+        let here = self.produced(namespace).await?;
+        let here =
+            here.ok_or(Error(Reason::TooMany("blocks in the namespace: delete keys, or all of it, or")))?;
+        let keys: Vec<BlockKey> = descend(&[root], &here).into_iter().collect();
+        Ok(keys.chunks(MAX_REQUEST_BLOCKS).map(|keys| What::Prefix(keys.to_vec())).collect())
+    }
+
+    /// Deletes what this node was asked to delete, which these entries name.
+    pub(super) async fn delete_here(
+        &self,
+        entries: &[Arc<Entry>],
+        request: DeleteRequest,
+    ) -> Result<DeleteReply, Error> {
+        for entry in entries {
+            self.begin_here(entry).await;
+        }
+        let closing = |_| Error(Reason::Busy("the store is closing"));
+        let (namespace, deadline) = (request.namespace, request.deadline);
+        let mut reply = self.store.delete(request).await.map_err(closing)??;
+        for entry in entries {
+            if let What::Prefix(keys) = &entry.what {
+                // Copies of them that do not say what they stand behind.
+                let target = Target::Keys { column: None, keys: keys.clone() };
+                let request = DeleteRequest { namespace, target, deadline };
+                let of_copies = self.store.delete(request).await.map_err(closing)??;
+                if let Some(refused) = of_copies.outcomes.iter().find_map(refusal) {
+                    return Err(Error(refused));
+                }
+                reply.blocks += of_copies.blocks;
+            }
+        }
+        Ok(reply)
+    }
+
+    /// Deletes what another node was asked to delete, as far as it was there before that.
+    pub(super) async fn carry_out(&self, entry: &Arc<Entry>) -> Result<Done, Error> {
+        // Nothing here can be younger: then nothing has to be looked for.
+        let all = self.store.produced_now() <= entry.below_ms;
+        self.begin_here(entry).await;
+        let (namespace, keys) = (entry.namespace, entry.what.keys());
+        let nothing = || Done { were: vec![false; keys.len()], ..Done::default() };
+        let mut done = nothing();
+        let carried = match (&entry.what, all) {
+            (What::Sooner(column, keys, ends_ms), _) => {
+                self.shorten(entry, *column, keys, *ends_ms, &mut done, all).await
+            }
+            (What::Keys(column, keys), true) => {
+                let target = Target::Keys { column: *column, keys: keys.clone() };
+                self.delete_all(namespace, target, &mut done).await
+            }
+            (What::Everything, true) => self.delete_all(namespace, Target::Namespace, &mut done).await,
+            (What::Prefix(_), true) | (_, false) => self.delete_older(entry, &mut done).await,
+        };
+        match carried {
+            // Of a model that was never here nothing is.
+            Err(Error(Reason::UnknownNamespace(_))) => Ok(nothing()),
+            carried => carried.map(|()| done),
+        }
+    }
+
+    /// Deletes with whatever else holds blocks; what is refused for a moment is tried again.
+    async fn delete_all(&self, namespace: NamespaceId, target: Target, done: &mut Done) -> Result<(), Error> {
+        let guard = match self.deletes.beside.get() {
+            Some(beside) => Some(beside.deleting(namespace, &target).await),
+            None => None,
+        };
+        for left in (0..TRIES).rev() {
+            let request = DeleteRequest { namespace, target: target.clone(), deadline: None };
+            let refused = match self.store.delete(request).await {
+                Err(_) => Error(Reason::Busy("the store is closing")),
+                Ok(Err(error)) => error,
+                Ok(Ok(reply)) => match reply.outcomes.iter().find_map(refusal) {
+                    None => {
+                        done.blocks += reply.blocks;
+                        let deleted = reply.outcomes.iter().map(|one| *one == DeleteOutcome::Deleted);
+                        done.were.iter_mut().zip(deleted).for_each(|(were, deleted)| *were |= deleted);
+                        break;
+                    }
+                    Some(refused) => Error(refused),
+                },
+            };
+            if left == 0 || refused.0.kind() != Kind::Retry {
+                return Err(refused);
+            }
+            self.sleep(PAUSE).await;
+        }
+        drop(guard);
+        Ok(())
+    }
+
+    /// Deletes blocks that were produced before an entry's time, by the times of their productions.
+    async fn delete_older(&self, entry: &Entry, done: &mut Done) -> Result<(), Error> {
+        let Some(here) = self.produced(entry.namespace).await? else {
+            // Too many to be told apart: all go.
+            return self.delete_all(entry.namespace, Target::Namespace, done).await;
+        };
+        let places: BTreeMap<BlockKey, usize> = entry.what.keys().iter().copied().zip(0..).collect();
+        let mut columns: BTreeMap<Column, Vec<BlockKey>> = BTreeMap::new();
+        let mut take = |one: &Produced| columns.entry((one.group, one.coordinate)).or_default().push(one.key);
+        let older = here.iter().filter(|one| one.produced_ms < entry.below_ms);
+        match &entry.what {
+            What::Keys(of, _) => {
+                let is_of = |one: &&Produced| of.is_none_or(|of| of == (one.group, one.coordinate));
+                older.filter(is_of).filter(|one| places.contains_key(&one.key)).for_each(take);
+            }
+            What::Prefix(keys) => {
+                let all = descend(keys, &here);
+                older.filter(|one| all.contains(&one.key)).for_each(take);
+                let new = all.into_iter().filter(|key| !places.contains_key(key));
+                let new: Vec<BlockKey> = new.take(MAX_REQUEST_BLOCKS + 1).collect();
+                done.found = (new.len() <= MAX_REQUEST_BLOCKS).then_some(new);
+            }
+            What::Everything | What::Sooner(..) => older.for_each(&mut take),
+        }
+        for (column, keys) in columns {
+            for keys in keys.chunks(MAX_REQUEST_BLOCKS) {
+                let target = Target::Keys { column: Some(column), keys: keys.to_vec() };
+                let mut these = Done { were: vec![false; keys.len()], ..Done::default() };
+                self.delete_all(entry.namespace, target, &mut these).await?;
+                done.blocks += these.blocks;
+                for (key, _) in keys.iter().zip(these.were).filter(|(_, were)| *were) {
+                    if let Some(were) = places.get(key).and_then(|place| done.were.get_mut(*place)) {
+                        *were = true;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Has blocks end sooner.
+    async fn shorten(
+        &self,
+        entry: &Entry,
+        (group, coordinate): Column,
+        keys: &[BlockKey],
+        ends_ms: u64,
+        done: &mut Done,
+        all: bool,
+    ) -> Result<(), Error> {
+        let namespace = entry.namespace;
+        let here = if all { None } else { self.produced(namespace).await? };
+        let older: Option<BTreeSet<BlockKey>> = here.map(|here| {
+            let of_column = here.into_iter().filter(|one| (one.group, one.coordinate) == (group, coordinate));
+            of_column.filter(|one| one.produced_ms < entry.below_ms).map(|one| one.key).collect()
+        });
+        let is_meant = |key: &BlockKey| older.as_ref().is_none_or(|older| older.contains(key));
+        let (places, keys): (Vec<usize>, Vec<BlockKey>) =
+            (0..).zip(keys).filter(|(_, key)| is_meant(key)).map(|(place, key)| (place, *key)).unzip();
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let ttl = Some(Duration::from_millis(ends_ms.saturating_sub(self.store.wall_ms())));
+        let request = TtlRequest { namespace, group, coordinate, keys: &keys, ttl };
+        let changed = self.store.shorten_ttl(&request)?.changed;
+        for (place, changed) in places.into_iter().zip(changed) {
+            if let Some(were) = done.were.get_mut(place) {
+                *were = changed;
+            }
+        }
+        Ok(())
+    }
+
+    /// When the blocks of a namespace were produced that are here; nothing if they are too many.
+    async fn produced(&self, namespace: NamespaceId) -> Result<Option<Vec<Produced>>, Error> {
+        let moved = || self.store.stats().counts.blocks_moved;
+        let mut found: BTreeMap<(Column, BlockKey), Produced> = BTreeMap::new();
+        for _ in 0..LISTINGS_MAX {
+            let before = moved();
+            for shard in 0..self.store.shards() {
+                let mut next = Some(0);
+                while let Some(from) = next {
+                    let page = self.store.produced(shard, namespace, from).await;
+                    let page = page.map_err(|_| Error(Reason::Busy("the store is closing")))??;
+                    for one in page.blocks {
+                        let known = found.entry(((one.group, one.coordinate), one.key)).or_insert(one);
+                        known.produced_ms = known.produced_ms.min(one.produced_ms);
+                        known.parent = known.parent.or(one.parent);
+                    }
+                    if found.len() > LISTED_MAX {
+                        return Ok(None);
+                    }
+                    next = page.next;
+                }
+            }
+            if moved() == before {
+                break;
+            }
+        }
+        Ok(Some(found.into_values().collect()))
+    }
+}
+
+fn refusal(outcome: &DeleteOutcome) -> Option<Reason> {
+    match outcome {
+        DeleteOutcome::Refused(reason) => Some(reason.clone()),
+        DeleteOutcome::Deleted | DeleteOutcome::NotHere => None,
+    }
+}
+
+/// These keys, and what is known here to descend from them.
+fn descend(roots: &[BlockKey], here: &[Produced]) -> BTreeSet<BlockKey> {
+    let links: BTreeSet<(BlockKey, BlockKey)> =
+        here.iter().filter_map(|one| Some((one.parent?, one.key))).collect();
+    let (mut keys, mut parents): (BTreeSet<BlockKey>, _) = (roots.iter().copied().collect(), roots.to_vec());
+    while let Some(parent) = parents.pop() {
+        let children = (parent, BlockKey([0; 32]))..=(parent, BlockKey([0xff; 32]));
+        let children = links.range(children).map(|(_, child)| *child);
+        parents.extend(children.filter(|child| keys.insert(*child)));
+    }
+    keys
+}

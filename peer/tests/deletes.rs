@@ -1,0 +1,138 @@
+//! What is deleted through one node is gone on all of them, also where a node hears of it late; what was put later stays, and no
+//! copies keep each other.
+#![allow(clippy::disallowed_methods, reason = "real nodes on loopback")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::common::{self, GROUP, Stage, key};
+use kvarts_contract::api::{ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, Presence, Target};
+use kvarts_layout::{BlockKey, Coordinate};
+use kvarts_peer::node::{ClusterNode, Column, Deleted, InMemory, NodeOptions};
+use tokio::net::TcpListener;
+
+fn here(stage: &Stage, keys: &[BlockKey]) -> usize {
+    let (namespace, group, coordinate) = (stage.namespace, GROUP, Coordinate::default());
+    let asked = ContainsRequest { namespace, group, coordinate, keys, lease: None };
+    let reply = stage.store().contains(&asked).unwrap();
+    reply.presence.iter().filter(|presence| **presence == Presence::Here).count()
+}
+
+async fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn until_reached(node: &Arc<ClusterNode>) {
+    until("all nodes are reached", || node.status().nodes.iter().all(|node| node.is_reachable)).await;
+}
+
+fn knows(node: &ClusterNode, stage: &Stage) {
+    let (identity, geometry) = common::model();
+    node.know(&identity, &geometry, stage.namespace);
+}
+
+async fn delete(node: &Arc<ClusterNode>, stage: &Stage, target: Target) -> Deleted {
+    node.delete(DeleteRequest { namespace: stage.namespace, target, deadline: None }).await.unwrap()
+}
+
+/// Has a node copy blocks until it has all of them.
+async fn copied(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) {
+    let begun = Instant::now();
+    while here(stage, keys) < keys.len() {
+        assert!(begun.elapsed() < Duration::from_secs(30), "not copied");
+        copy(node, stage, keys).await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn copy(node: &Arc<ClusterNode>, stage: &Stage, keys: &[BlockKey]) {
+    let (namespace, group, coordinate) = (stage.namespace, GROUP, Coordinate::default());
+    let column = Column { namespace, group, coordinate, keys };
+    node.replicate(column, &stage.shape, None).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn copies_of_copies_end_with_what_they_are_of_however_often_nodes_copy_from_each_other() {
+    let [a, b] = ["ends-a", "ends-b"].map(Stage::new);
+    let nodes = common::start(&[&a, &b]).await;
+    for (node, stage) in nodes.iter().zip([&a, &b]) {
+        knows(node, stage);
+        until_reached(node).await;
+    }
+    let keys: Vec<BlockKey> = (0..8).map(key).collect();
+    a.put_for(&keys, Some(Duration::from_millis(1500)));
+    let begun = Instant::now();
+    while here(&a, &keys) + here(&b, &keys) > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "two copies keep each other");
+        copy(&nodes[1], &b, &keys).await;
+        copy(&nodes[0], &a, &keys).await;
+    }
+    nodes.iter().for_each(|node| node.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_descends_from_a_key_goes_on_every_node_whichever_knows_that_it_does() {
+    let stages = ["prefix-a", "prefix-b", "prefix-c"].map(Stage::new);
+    let [a, b, c] = &stages;
+    let nodes = common::start(&[a, b, c]).await;
+    for (node, stage) in nodes.iter().zip(&stages) {
+        knows(node, stage);
+        until_reached(node).await;
+    }
+    let keys: Vec<BlockKey> = (0..9).map(key).collect();
+    // The second part of the chain was put at another node, and a third one has copies of all, which say nothing of that.
+    a.put_behind(&keys[..3], None);
+    b.put_behind(&keys[3..6], Some(keys[2]));
+    a.put_behind(&keys[6..], None);
+    copied(&nodes[2], c, &keys).await;
+    let deleted = delete(&nodes[0], a, Target::Prefix(keys[0])).await;
+    assert_eq!((deleted.reply.blocks, deleted.away), (12, Vec::new()));
+    assert_eq!(stages.each_ref().map(|stage| here(stage, &keys[..6])), [0; 3]);
+    assert_eq!((here(a, &keys[6..]), here(c, &keys[6..])), (3, 3), "another chain stays");
+    nodes.iter().for_each(|node| node.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_hears_late_deletes_what_was_put_before_and_nothing_else() {
+    for (name, everything) in [("late", false), ("late-all", true)] {
+        let [a, b] = ["a", "b"].map(|of| Stage::new(&format!("{name}-{of}")));
+        let listeners = [
+            TcpListener::bind("127.0.0.1:0").await.unwrap(),
+            TcpListener::bind("127.0.0.1:0").await.unwrap(),
+        ];
+        let members = common::members(1, &[&a, &b], &listeners);
+        let [of_a, of_b] = listeners;
+        let kept = InMemory::default();
+        let options =
+            |start| NodeOptions { deletes: Arc::new(kept.clone()), start, ..common::options(&members) };
+        let one = ClusterNode::start(a.store().clone(), of_a, options(1)).unwrap();
+        let (before, since): (Vec<BlockKey>, Vec<BlockKey>) =
+            ((0..4).map(key).collect(), (4..6).map(key).collect());
+        b.put(&before);
+        let all = [&before[..], &since].concat();
+        let target =
+            if everything { Target::Namespace } else { Target::Keys { column: None, keys: all.clone() } };
+        let deleted = delete(&one, &a, target).await;
+        assert_eq!(deleted.away.iter().map(|away| away.node).collect::<Vec<_>>(), [b.id()]);
+        // As if it were a while later.
+        b.store().produce_after(b.store().wall_ms() + 60_000);
+        b.put(&since);
+        let other = ClusterNode::start(b.store().clone(), of_b, common::options(&members)).unwrap();
+        until_reached(&other).await;
+        until_reached(&one).await;
+        assert_eq!((here(&b, &before), here(&b, &since)), (0, 2), "everything: {everything}");
+        assert_eq!(other.deletes_known(), one.deletes_known());
+        // Who has heard of it puts it again.
+        b.put(&before);
+        let deleted = delete(&other, &b, Target::Keys { column: None, keys: before.clone() }).await;
+        assert_eq!(deleted.reply.outcomes, vec![DeleteOutcome::Deleted; 4]);
+        assert_eq!(deleted.away, Vec::new());
+        other.stop();
+        one.stop();
+        assert!(kept.bytes().len() > 100, "what was deleted is kept");
+    }
+}

@@ -1,0 +1,87 @@
+//! Copies of blocks that were first stored elsewhere, and what keeps them from outliving that: the time of their production goes with
+//! them, and so does their end.
+
+use super::{FULL, Store};
+use crate::engine::front::expiry::{self, Change};
+use crate::engine::front::produced::{self, ProducedPage};
+use crate::engine::front::router::Message;
+use crate::engine::write::put;
+use kvarts_layout::NamespaceId;
+
+use kvarts_contract::api::{PutReply, PutRequest, TtlReply, TtlRequest};
+use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::sync::atomic::Ordering;
+use kvarts_contract::ticket::{Ticket, ticket};
+
+impl Store {
+    /// Puts copies of blocks that were produced at this time, in milliseconds since 1970
+    /// ([`Life::produced_ms`](kvarts_contract::api::Life::produced_ms)).
+    pub fn put_copies(&self, request: PutRequest, produced_ms: u64) -> Ticket<Result<PutReply, Error>> {
+        self.begin_put(request, Some(produced_ms))
+    }
+
+    pub(super) fn begin_put(
+        &self,
+        request: PutRequest,
+        produced_ms: Option<u64>,
+    ) -> Ticket<Result<PutReply, Error>> {
+        let (reply, answer) = ticket();
+        let shards = self.0.router.shards();
+        for (shard, mut part) in put::begin(&self.0.shared, shards, (request, produced_ms), reply) {
+            part.tell = part.makes_room().then(|| self.0.evictions());
+            let Some(sender) = self.0.router.to(shard) else { continue };
+            if let Err(error) = sender.try_send(Message::Put(shard, part))
+                && let Message::Put(_, part) = error.into_inner()
+            {
+                put::refuse(part, &Reason::Busy(FULL));
+            }
+        }
+        if self.0.shared.index_room.is_short() {
+            // Executors that cannot be asked now are asked with the next put.
+            let _ = self.shrink();
+        }
+        answer
+    }
+
+    /// What is put from now on is said to be produced later than this time, in milliseconds since 1970: at this time something was
+    /// deleted, perhaps by a clock that is ahead.
+    pub fn produce_after(&self, at_ms: u64) {
+        self.0.shared.produced_after.fetch_max(at_ms, Ordering::Relaxed);
+    }
+
+    /// This moment in milliseconds since 1970, as lives of blocks are counted.
+    pub fn wall_ms(&self) -> u64 {
+        self.0.shared.wall_ms()
+    }
+
+    /// When what is put now is said to be produced, in milliseconds since 1970.
+    pub fn produced_now(&self) -> u64 {
+        self.0.shared.produced_now()
+    }
+
+    /// When the blocks of a namespace that lie in a shard were produced; the first page begins at segment 0. A block that is moved
+    /// meanwhile may be missing: ask again if [`Counts`](crate::engine::Counts) says that any was.
+    pub fn produced(
+        &self,
+        shard: u32,
+        namespace: NamespaceId,
+        from: u32,
+    ) -> Ticket<Result<ProducedPage, Error>> {
+        let (reply, answer) = ticket();
+        // The ticket is still here: it cannot have been dropped.
+        let Some(namespace) = self.0.shared.names.get(namespace) else {
+            let _ = reply.send(Err(Reason::UnknownNamespace(namespace).into()));
+            return answer;
+        };
+        let message = Message::Produced(produced::Ask { shard, namespace, from }, reply);
+        if let Some(Message::Produced(_, reply)) = self.0.router.offer(shard, message) {
+            let _ = reply.send(Err(Reason::Busy(FULL).into()));
+        }
+        answer
+    }
+
+    /// As [`KvStore::set_ttl`](kvarts_contract::api::KvStore::set_ttl), of those blocks alone that would end later.
+    pub fn shorten_ttl(&self, request: &TtlRequest<'_>) -> Result<TtlReply, Error> {
+        Ok(expiry::set_ttl(&self.0.shared, request, Change::Sooner)?)
+    }
+}
