@@ -2,13 +2,13 @@
 //!
 //! An object is a file that was written beside its place, flushed, and renamed. Conditional puts hold a lock on a file of
 //! the directory, so that they are atomic among the processes that use it; the file system must keep `flock` (NFS does from
-//! version 4 on).
+//! version 4 on). Under the lock the object is opened and its bytes are compared: what a file system remembers of names and times may be
+//! seconds old on another machine, what it gives of a file that was opened afterwards may not.
 
 use std::fs::{self, File};
 use std::hash::BuildHasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
@@ -42,9 +42,53 @@ fn fault(error: &io::Error) -> Fault {
     }
 }
 
-/// Which content a file has: each put makes a new file, which is not written to any more once it has its name.
-fn tag(file: &fs::Metadata) -> Tag {
-    Tag(format!("{}-{}-{}.{:09}", file.len(), file.ino(), file.mtime(), file.mtime_nsec()))
+/// Bytes of a file that are hashed at once.
+const HASHED_AT_ONCE: usize = 256 << 10;
+
+/// Which content bytes are.
+fn tag(hasher: &blake3::Hasher) -> Tag {
+    Tag(hasher.finalize().to_hex().to_string())
+}
+
+/// Which content pieces are that follow each other.
+fn tag_of<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Tag {
+    let mut hasher = blake3::Hasher::new();
+    for piece in pieces {
+        hasher.update(piece);
+    }
+    tag(&hasher)
+}
+
+/// Which content an open file has.
+fn content(mut file: &File) -> io::Result<Tag> {
+    let (mut hasher, mut piece) = (blake3::Hasher::new(), vec![0; HASHED_AT_ONCE]);
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(tag(&hasher)),
+            came => {
+                hasher.update(piece.get(..came).unwrap_or_default());
+            }
+        }
+    }
+}
+
+/// An object's file, if there is one.
+fn there(path: &Path) -> io::Result<Option<File>> {
+    match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Gives a file a name that no file has; false where one has it.
+fn name_new(partial: &Path, path: &Path) -> io::Result<bool> {
+    // A link is refused where the name is, whatever this machine remembers of it.
+    match fs::hard_link(partial, path) {
+        Ok(()) => fs::remove_file(partial).map(|()| true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        // A file system without links.
+        Err(_) => fs::rename(partial, path).map(|()| true),
+    }
 }
 
 fn modified_ms(file: &fs::Metadata) -> u64 {
@@ -114,37 +158,39 @@ impl Directory {
     }
 
     /// Writes an object beside its place, flushed.
-    fn stage(folder: &Path, body: &[Bytes]) -> io::Result<(PathBuf, Tag)> {
+    fn stage(folder: &Path, body: &[Bytes]) -> io::Result<PathBuf> {
         fs::create_dir_all(folder)?;
         let (partial, mut file) = new_file(folder)?;
         let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
-        let tagged = written.and_then(|()| Ok(tag(&file.metadata()?)));
-        if tagged.is_err() {
+        if written.is_err() {
             let _ = fs::remove_file(&partial);
         }
-        tagged.map(|tag| (partial, tag))
+        written.map(|()| partial)
     }
 
     fn write(&self, name: &str, body: &[Bytes], condition: &Condition) -> Result<Tag, Fault> {
         let path = self.path(name)?;
         let folder = path.parent().ok_or_else(|| Fault::Refused(name.to_owned()))?;
-        let (partial, new) = Self::stage(folder, body).map_err(|error| fault(&error))?;
+        let partial = Self::stage(folder, body).map_err(|error| fault(&error))?;
         let place = || -> io::Result<bool> {
             // Held until the new object is in its place.
             let _lock = if *condition == Condition::Any { None } else { Some(self.lock()?) };
-            let holds = match condition {
-                Condition::Any => true,
-                Condition::Absent => !path.try_exists()?,
-                Condition::Is(known) => fs::metadata(&path).is_ok_and(|file| tag(&file) == *known),
+            let is_placed = match condition {
+                Condition::Any => fs::rename(&partial, &path).map(|()| true)?,
+                Condition::Absent => there(&path)?.is_none() && name_new(&partial, &path)?,
+                Condition::Is(known) => {
+                    let holds =
+                        there(&path)?.is_some_and(|file| content(&file).is_ok_and(|own| own == *known));
+                    holds && fs::rename(&partial, &path).map(|()| true)?
+                }
             };
-            if holds {
-                fs::rename(&partial, &path)?;
+            if is_placed {
                 File::open(folder)?.sync_all()?;
             }
-            Ok(holds)
+            Ok(is_placed)
         };
         match place() {
-            Ok(true) => Ok(new),
+            Ok(true) => Ok(tag_of(body.iter().map(|piece| &piece[..]))),
             other => {
                 // If it is in its place already, nothing is here any more.
                 let _ = fs::remove_file(&partial);
@@ -153,8 +199,8 @@ impl Directory {
         }
     }
 
-    fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<(Bytes, Tag), Fault> {
-        let read = |path: PathBuf| -> io::Result<Result<(Bytes, Tag), Fault>> {
+    fn read(&self, name: &str, range: Option<Range<u64>>, most: u64) -> Result<Bytes, Fault> {
+        let read = |path: PathBuf| -> io::Result<Result<Bytes, Fault>> {
             let mut file = File::open(path)?;
             let facts = file.metadata()?;
             let range = range.unwrap_or(0..facts.len());
@@ -165,7 +211,7 @@ impl Directory {
             let mut bytes = vec![0; usize::try_from(wanted).unwrap_or(0)];
             file.seek(SeekFrom::Start(range.start))?;
             file.read_exact(&mut bytes)?;
-            Ok(Ok((bytes.into(), tag(&facts))))
+            Ok(Ok(bytes.into()))
         };
         read(self.path(name)?).map_err(|error| fault(&error))?
     }
@@ -227,7 +273,11 @@ impl Directory {
 impl Bucket for Directory {
     fn get<'a>(&'a self, name: &'a str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {
         let name = name.to_owned();
-        Box::pin(self.blocking(move |own| own.read(&name, None, most)))
+        Box::pin(self.blocking(move |own| {
+            let bytes = own.read(&name, None, most)?;
+            let tag = tag_of(std::iter::once(&bytes[..]));
+            Ok((bytes, tag))
+        }))
     }
 
     fn get_range<'a>(
@@ -239,7 +289,7 @@ impl Bucket for Directory {
         let name = name.to_owned();
         Box::pin(async move {
             // The thread that reads goes on if this is dropped, so it has memory of its own.
-            let (bytes, _) = self.blocking(move |own| own.read(&name, Some(range), u64::MAX)).await?;
+            let bytes = self.blocking(move |own| own.read(&name, Some(range), u64::MAX)).await?;
             into.take(0, &bytes)?;
             Ok(bytes.len() as u64)
         })
@@ -248,8 +298,12 @@ impl Bucket for Directory {
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
         let name = name.to_owned();
         Box::pin(self.blocking(move |own| {
-            let known = fs::metadata(own.path(&name)?).map_err(|error| fault(&error))?;
-            Ok(Facts { bytes: known.len(), tag: tag(&known), modified_ms: modified_ms(&known) })
+            let look = |path: PathBuf| -> io::Result<Facts> {
+                let file = File::open(path)?;
+                let known = file.metadata()?;
+                Ok(Facts { bytes: known.len(), tag: content(&file)?, modified_ms: modified_ms(&known) })
+            };
+            look(own.path(&name)?).map_err(|error| fault(&error))
         }))
     }
 

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use futures_util::{Stream, StreamExt, TryStreamExt};
@@ -25,6 +26,7 @@ pub struct S3Bucket {
     store: AmazonS3,
     prefix: Path,
     connector: Connector,
+    has_versions: AtomicBool,
 }
 
 /// What the environment and the files say of credentials, region and endpoint. An `http://` endpoint is used as it is.
@@ -56,7 +58,15 @@ impl S3Bucket {
             .with_http_connector(connector.clone());
         let source = Arc::clone(builder.clone().build().map_err(bad)?.credentials());
         let store = builder.with_credentials(Arc::new(Told(source))).build().map_err(bad)?;
-        Ok(Self { store, prefix: Path::from(prefix), connector })
+        Ok(Self { store, prefix: Path::from(prefix), connector, has_versions: AtomicBool::new(false) })
+    }
+
+    /// Notes the version that an answer gives of an object.
+    fn saw_version(&self, version: Option<&str>) {
+        // What was put while a bucket keeps none has this one afterwards.
+        if version.is_some_and(|version| version != "null") {
+            self.has_versions.store(true, Ordering::Relaxed);
+        }
     }
 
     fn path(&self, name: &str) -> Path {
@@ -83,6 +93,7 @@ impl S3Bucket {
         if length > most {
             return Err(Fault::Length);
         }
+        self.saw_version(found.meta.version.as_deref());
         let (tag, mut left) = (tag(&found.meta), most);
         let pieces = found.into_stream().map(move |piece| {
             let piece = piece.map_err(|error| fault(&error))?;
@@ -123,6 +134,8 @@ fn refused(refusal: &Refusal) -> Fault {
         (404, _) => Fault::Missing,
         // 409: two conditional puts at once.
         (304 | 409 | 412, _) => Fault::Changed,
+        // What it does not know it will not know later either.
+        (501, _) => Fault::Refused(said),
         (429 | 503, _) | (_, "SlowDown") => Fault::Busy(refusal.retry_after),
         // The server did not see the end of the request in time.
         (408, _) | (_, "RequestTimeout") => Fault::Unreachable(said),
@@ -193,7 +206,9 @@ impl Bucket for S3Bucket {
             };
             let options = PutOptions { mode, ..PutOptions::default() };
             let put = self.store.put_opts(&self.path(name), PutPayload::from_iter(body), options).await;
-            put.map(|put| Tag(put.e_tag.unwrap_or_default())).map_err(|error| fault(&error))
+            let put = put.map_err(|error| fault(&error))?;
+            self.saw_version(put.version.as_deref());
+            Ok(Tag(put.e_tag.unwrap_or_default()))
         })
     }
 
@@ -231,6 +246,10 @@ impl Bucket for S3Bucket {
             found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
             Ok(found)
         })
+    }
+
+    fn keeps_versions(&self) -> bool {
+        self.has_versions.load(Ordering::Relaxed)
     }
 
     fn answered_ms(&self) -> Option<u64> {

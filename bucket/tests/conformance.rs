@@ -224,7 +224,7 @@ type Case = (&'static str, fn(&Fault) -> bool);
 
 #[test]
 fn what_goes_wrong_is_told_apart() {
-    let cases: [Case; 9] = [
+    let cases: [Case; 10] = [
         (
             "HTTP/1.1 503 Slow Down\r\nRetry-After: 7\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
             |fault| *fault == Fault::Busy(Some(Duration::from_secs(7))),
@@ -248,6 +248,9 @@ fn what_goes_wrong_is_told_apart() {
         ("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", |fault| {
             matches!(fault, Fault::Refused(_))
         }),
+        ("HTTP/1.1 501 Not Implemented\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", |fault| {
+            matches!(fault, Fault::Refused(_))
+        }),
         (
             "HTTP/1.1 200 OK\r\nLast-Modified: Tue, 24 Nov 2026 10:00:00 GMT\r\nETag: \"x\"\r\nContent-Length: 100\r\n\
              Connection: close\r\n\r\nnot a hundred bytes",
@@ -260,13 +263,31 @@ fn what_goes_wrong_is_told_apart() {
         let bucket = s3(answers(answer));
         let fault = runtime.block_on(bucket.get("some/object", 1000)).unwrap_err();
         assert!(is_right(&fault), "{}: {fault:?}", answer.lines().next().unwrap());
-        let is_passing = !answer.contains("403") && !answer.contains("404") && !answer.contains("400");
+        let is_passing = !["400", "403", "404", "501"].iter().any(|status| answer.contains(status));
         assert_eq!(fault.is_passing(), is_passing, "{answer}: {fault:?}");
     }
     // No server listens at this port: its listener is closed at once.
     let gone = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let fault = runtime.block_on(s3(gone).get("some/object", 1000)).unwrap_err();
     assert!(matches!(fault, Fault::Unreachable(_)), "{fault:?}");
+}
+
+#[test]
+fn a_bucket_that_names_versions_of_objects_keeps_them() {
+    let runtime = runtime();
+    for (header, keeps) in
+        [("", false), ("x-amz-version-id: null\r\n", false), ("x-amz-version-id: 3sL4\r\n", true)]
+    {
+        let answer = format!(
+            "HTTP/1.1 200 OK\r\nLast-Modified: Tue, 24 Nov 2026 10:00:00 GMT\r\nETag: \"x\"\r\n{header}Content-Length: 1\r\n\
+             Connection: close\r\n\r\nx"
+        );
+        let port = answers(answer.leak());
+        let (read, written) = (s3(port), s3(port));
+        runtime.block_on(read.get("some/object", 1000)).unwrap();
+        runtime.block_on(written.put("some/object", body("xy"), Condition::Any)).unwrap();
+        assert_eq!((read.keeps_versions(), written.keeps_versions()), (keeps, keeps), "{header}");
+    }
 }
 
 /// An answer with an error as S3 writes it: it quotes what it was asked.

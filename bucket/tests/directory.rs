@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use kvarts_bucket::directory::Directory;
-use kvarts_cold::{Bucket, Condition};
+use kvarts_cold::{Bucket, Condition, Fault};
 use tokio::runtime::Runtime;
 
 struct Scratch(PathBuf);
@@ -88,6 +88,31 @@ fn files_of_writers_that_died_go_when_they_are_old() {
         (vec![".partial-3".to_owned(), "pack".to_owned()], vec![".lock".to_owned(), "packs".to_owned()])
     );
     assert_eq!(runtime.block_on(Directory::new(scratch.0.join("nothing")).tidy(since, false)), Ok(0));
+}
+
+#[test]
+fn a_condition_is_of_the_bytes_that_are_there_and_not_of_what_is_remembered_of_a_file() {
+    let scratch = Scratch::new("bytes");
+    let bucket = Directory::new(&scratch.0);
+    let put = |body: &'static [u8], condition| {
+        bucket.put("manifests/ab", vec![Bytes::from_static(body)], condition)
+    };
+    runtime().block_on(async {
+        let known = put(b"one", Condition::Absent).await.unwrap();
+        // Another machine's change, of which this one's file system remembers the file of before: its number, length and times.
+        let path = scratch.0.join("manifests/ab");
+        let before = fs::metadata(&path).unwrap().modified().unwrap();
+        fs::write(&path, "two").unwrap();
+        File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
+        assert_eq!(put(b"three", Condition::Is(known.clone())).await, Err(Fault::Changed));
+        assert_eq!(put(b"three", Condition::Absent).await, Err(Fault::Changed));
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        let (_, now) = bucket.get("manifests/ab", 100).await.unwrap();
+        assert_eq!(bucket.head("manifests/ab").await.unwrap().tag, now);
+        put(b"three", Condition::Is(now)).await.unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"three");
+    });
+    assert_eq!(names(&scratch.0.join("manifests")), ["ab"], "nothing is left half-written");
 }
 
 fn threads() -> usize {

@@ -169,13 +169,13 @@ fn a_delete_is_acknowledged_if_the_manifest_was_changed_and_not_otherwise() {
             push(&tier(port, below), 2).await.unwrap();
             stage.proxy.set(Some((fault, (Some("PUT"), "/manifests/"))));
             let (tier, keys) = (stage.through(), Deleted::Keys(vec![key(1, 2)]));
-            let outcome = withdraw(&tier, namespace_id("r1"), &keys, false).await;
+            let outcome = withdraw(&tier, namespace_id("r1"), std::slice::from_ref(&keys)).await;
             let is_done = matches!(fault, Fault::Slow | Fault::Unanswered);
             assert_eq!(outcome.is_ok(), is_done, "{case}: {outcome:?}");
             stage.expect_bounded(&outcome, &case);
             let there = if is_done { 0 } else { BLOCKS as usize };
             assert_eq!(good(port, below, 1).await, there, "{case}");
-            withdraw(&tier, namespace_id("r1"), &keys, false).await.unwrap();
+            withdraw(&tier, namespace_id("r1"), std::slice::from_ref(&keys)).await.unwrap();
             assert_eq!(good(port, below, 1).await, 0, "{case}");
             assert_eq!(good(port, below, 2).await, BLOCKS as usize, "{case}");
             expect_sound(port, below).await;
@@ -282,7 +282,7 @@ fn a_bucket_that_is_not_there_is_not_an_empty_one() {
         is_said(tier.read_manifest(namespace_id("r1")).await.unwrap_err());
         is_said(namespaces(&tier).await.unwrap_err());
         is_said(push(&tier, 1).await.unwrap_err());
-        is_said(withdraw(&tier, namespace_id("r1"), &Deleted::Namespace, false).await.unwrap_err());
+        is_said(withdraw(&tier, namespace_id("r1"), &[Deleted::Namespace]).await.unwrap_err());
         for _ in 0..8 {
             let _ = tier.read_manifest(namespace_id("r1")).await.unwrap_err();
         }

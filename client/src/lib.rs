@@ -330,6 +330,14 @@ impl Client {
         self.remote.ask_endless(async move { admin.scrub(request).await })
     }
 
+    /// Has the server copy what it has into its bucket, all of it or a namespace. Answers when that is done.
+    pub fn cold_push(&self, namespace: Option<NamespaceId>) -> Result<proto::ColdPushReply, Error> {
+        let mut admin = self.remote.admin();
+        let namespace = namespace.map(|id| id.0.to_vec().into()).unwrap_or_default();
+        let request = self.remote.endless(proto::ColdPushRequest { namespace });
+        self.remote.ask_endless(async move { admin.cold_push(request).await })
+    }
+
     /// Has the server move live blocks together and merge small records. Answers when that is done.
     pub fn compact(&self) -> Result<proto::CompactReply, Error> {
         let mut admin = self.remote.admin();

@@ -11,7 +11,7 @@ use futures_util::future::{Either, select};
 use crate::bucket::{Bucket, Condition, Facts, Listed, Tag};
 use crate::error::ColdError;
 use crate::fault::Fault;
-use crate::format::names::MANIFESTS;
+use crate::format::names::{INDEXES, PACKS};
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};
 
@@ -109,7 +109,7 @@ pub struct Access {
 
 impl Takes {
     fn about(name: &str) -> Self {
-        Self { is_for_blocks: !name.starts_with(MANIFESTS), ..Self::default() }
+        Self { is_for_blocks: name.starts_with(PACKS) || name.starts_with(INDEXES), ..Self::default() }
     }
 }
 
@@ -161,6 +161,11 @@ impl Access {
     /// As [`Bucket::answered_ms`].
     pub fn answered_ms(&self) -> Option<u64> {
         self.bucket.answered_ms()
+    }
+
+    /// As [`Bucket::keeps_versions`].
+    pub fn keeps_versions(&self) -> bool {
+        self.bucket.keeps_versions()
     }
 
     /// Whether the bucket is left alone now.

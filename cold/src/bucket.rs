@@ -88,6 +88,11 @@ pub trait Bucket: Send + Sync {
         Box::pin(std::future::ready(Ok(0)))
     }
 
+    /// Whether it has said with an answer that it keeps versions of objects: what is deleted or replaced stays there.
+    fn keeps_versions(&self) -> bool {
+        false
+    }
+
     /// When it gave its last answer, in milliseconds since 1970 by its own clock; nothing where it does not say.
     fn answered_ms(&self) -> Option<u64> {
         None

@@ -1,7 +1,8 @@
 //! Checks what a bucket has, and repairs what can be repaired without a guess.
 //!
 //! Guarantee: nothing that a reader could still read is taken away. An index is made again from a pack whose every byte was verified; a
-//! pack that is gone is named no longer; a damaged pack stays, because its other blocks are proven one by one when they are read.
+//! pack that is gone is named no longer; a damaged pack stays, because its other blocks are proven one by one when they are read. Only
+//! a pack with blocks that were deleted goes: no writer that keeps to the format names one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -14,7 +15,7 @@ use crate::error::ColdError;
 use crate::fault::Fault;
 use crate::format::names::{self, Named};
 use crate::format::pack::verify;
-use crate::format::{FormatError, PackId};
+use crate::format::{Deletions, FormatError, PackId, PackIndex, wide_fingerprint};
 use crate::tier::Tier;
 
 /// Objects of one answer to a listing.
@@ -44,6 +45,8 @@ pub enum Finding {
     MissingIndex(PackId),
     /// The index of a pack is not what it was.
     DamagedIndex(PackId, FormatError),
+    /// A pack has this number of blocks that were deleted before, as the manifest says.
+    DeletedBlocks(PackId, u64),
 }
 
 impl fmt::Display for Finding {
@@ -55,6 +58,10 @@ impl fmt::Display for Finding {
             Self::DamagedPack(pack, why) => write!(f, "pack {pack} is damaged: {why}"),
             Self::MissingIndex(pack) => write!(f, "pack {pack} has no index"),
             Self::DamagedIndex(pack, why) => write!(f, "the index of pack {pack} is damaged: {why}"),
+            Self::DeletedBlocks(pack, blocks) => write!(
+                f,
+                "pack {pack} has {blocks} blocks that were deleted: a writer ignored the deletes, or the bucket a condition"
+            ),
         }
     }
 }
@@ -85,6 +92,8 @@ pub struct Checked {
     pub orphan_bytes: u64,
     /// Packs that wait for their deletion.
     pub condemned: u64,
+    /// Keys whose deletes the manifest lists.
+    pub deletes: u64,
 }
 
 impl Checked {
@@ -166,14 +175,15 @@ pub async fn check(
     };
     let manifest = &known.manifest;
     checked.condemned = manifest.condemned.len() as u64;
+    checked.deletes = manifest.deletions.keys.len() as u64;
     for listed in packs.iter().chain(&indexes) {
         if !manifest.packs.contains_key(listed.0) && !manifest.condemned.contains_key(listed.0) {
             checked.orphans += 1;
             checked.orphan_bytes += listed.1.bytes;
         }
     }
-    let mut gone = Vec::new();
-    let how = How { level, repairs };
+    let (mut gone, mut deleted) = (Vec::new(), Vec::new());
+    let how = How { level, repairs, deletions: &manifest.deletions };
     for (pack, entry) in &manifest.packs {
         checked.packs += 1;
         checked.blocks += u64::from(entry.blocks);
@@ -192,36 +202,55 @@ pub async fn check(
             },
         };
         if bytes == entry.pack_bytes() {
-            let is_there = check_pack(tier, (namespace, *pack, bytes), how, &mut checked).await?;
+            let blocks = check_pack(tier, (namespace, *pack, bytes), how, &mut checked).await?;
             // A listing may show what has been deleted since, by garbage collection or otherwise.
-            if !is_there && tier.read_manifest(namespace).await?.manifest.packs.contains_key(pack) {
+            if blocks.is_none() && tier.read_manifest(namespace).await?.manifest.packs.contains_key(pack) {
                 gone.push(*pack);
             }
+            deleted.extend(blocks.filter(|blocks| *blocks > 0).map(|blocks| (*pack, blocks)));
         } else {
             checked.find(Finding::PackLength(*pack, bytes, entry.pack_bytes()), false);
         }
     }
     let forgotten = repairs && !gone.is_empty() && forget(tier, namespace, &gone).await?;
     gone.into_iter().for_each(|pack| checked.find(Finding::MissingPack(pack), forgotten));
+    let packs: Vec<PackId> = deleted.iter().map(|(pack, _)| *pack).collect();
+    let condemned = repairs && !packs.is_empty() && condemn(tier, namespace, &packs).await?;
+    deleted
+        .into_iter()
+        .for_each(|(pack, blocks)| checked.find(Finding::DeletedBlocks(pack, blocks), condemned));
     Ok(checked)
 }
 
 #[derive(Clone, Copy)]
-struct How {
+struct How<'a> {
     level: Level,
     repairs: bool,
+    deletions: &'a Deletions,
 }
 
-/// Checks the index of a pack that has the right length, and its bytes where that is asked for or an index is to be made of them. False
-/// if the pack is not there when it is read.
+/// Blocks of a pack that were deleted.
+fn deleted_blocks(index: &PackIndex, deletions: &Deletions) -> u64 {
+    let of = |(created_ms, key)| deletions.was_deleted(wide_fingerprint(key), created_ms);
+    let runs = index.runs().iter().map(|indexed| &indexed.run);
+    let blocks = runs.flat_map(|run| run.blocks.iter().map(|block| (run.created_ms, &block.key)));
+    blocks.filter(|block| of(*block)).count() as u64
+}
+
+/// Checks the index of a pack that has the right length, and its bytes where that is asked for or an index is to be made of them. Gives how many
+/// of its blocks were deleted; none if the pack is not there when it is read.
 async fn check_pack(
     tier: &Tier,
     (namespace, pack, bytes): (NamespaceId, PackId, u64),
-    How { level, repairs }: How,
+    How { level, repairs, deletions }: How<'_>,
     checked: &mut Checked,
-) -> Result<bool, ColdError> {
+) -> Result<Option<u64>, ColdError> {
+    let mut deleted = 0;
     let index = match tier.read_index(namespace, pack).await {
-        Ok(_) => None,
+        Ok(index) => {
+            deleted = deleted_blocks(&index, deletions);
+            None
+        }
         Err(ColdError::Bucket(_, Fault::Missing)) => Some(Finding::MissingIndex(pack)),
         Err(ColdError::Bucket(_, Fault::Length)) => Some(Finding::DamagedIndex(pack, FormatError::Damaged)),
         Err(ColdError::Object(_, why)) => Some(Finding::DamagedIndex(pack, why)),
@@ -230,7 +259,7 @@ async fn check_pack(
     let reads = level == Level::Full || repairs && index.is_some();
     let whole = if reads { read_pack(tier, &names::pack(namespace, pack), pack, bytes).await? } else { None };
     if reads && whole.is_none() {
-        return Ok(false);
+        return Ok(None);
     }
     if let Some(finding) = index {
         let sound = whole.as_ref().and_then(|whole| whole.as_ref().ok()).filter(|_| repairs);
@@ -243,7 +272,7 @@ async fn check_pack(
     if let Some(Err(why)) = whole {
         checked.find(Finding::DamagedPack(pack, why), false);
     }
-    Ok(true)
+    Ok(Some(deleted))
 }
 
 /// Verifies a pack; its index, made anew. `None` if it is not there.
@@ -269,6 +298,18 @@ async fn forget(tier: &Tier, namespace: NamespaceId, gone: &[PackId]) -> Result<
         let before = manifest.packs.len();
         manifest.packs.retain(|pack, _| !gone.contains(pack));
         Ok((manifest.packs.len() < before).then_some(()))
+    });
+    changed.await.map(|_| true)
+}
+
+/// Packs with blocks that were deleted wait for their deletion, as they should have from the delete on.
+async fn condemn(tier: &Tier, namespace: NamespaceId, packs: &[PackId]) -> Result<bool, ColdError> {
+    let now_ms = tier.access().time().wall_ms();
+    let changed = tier.change(namespace, |manifest| {
+        let here: Vec<PackId> =
+            packs.iter().filter(|pack| manifest.packs.remove(pack).is_some()).copied().collect();
+        manifest.condemned.extend(here.iter().map(|pack| (*pack, now_ms)));
+        Ok((!here.is_empty()).then_some(()))
     });
     changed.await.map(|_| true)
 }

@@ -30,6 +30,10 @@ pub enum ColdError {
     Condemned,
     /// Some of its blocks were deleted while the pack was on its way: it is not named.
     Withdrawn,
+    /// The manifest of a namespace is another one, or gone, since blocks were listed: what was deleted meanwhile is not known.
+    Anew(NamespaceId),
+    /// The bucket does not keep conditions of puts, in this way: nothing is changed there.
+    ReadOnly(String),
     /// The store that blocks are to be brought into refuses them.
     Store(String),
 }
@@ -61,6 +65,15 @@ impl fmt::Display for ColdError {
             }
             Self::Store(why) => write!(f, "the store: {why}"),
             Self::Withdrawn => f.write_str("blocks of the pack were deleted meanwhile"),
+            Self::Anew(namespace) => write!(
+                f,
+                "namespace {namespace}: its manifest was begun anew since the blocks were listed, so what was deleted meanwhile is not known: \
+                 try again"
+            ),
+            Self::ReadOnly(why) => write!(
+                f,
+                "the bucket can only be read: {why}, so writers would undo each other's changes and deletes would be undone"
+            ),
             Self::Condemned => f.write_str("a pack of this name is to be deleted"),
         }
     }
@@ -74,6 +87,7 @@ impl ColdError {
         match self {
             Self::Budget(_) => "the bucket may not be asked for more today",
             Self::Contended(_) => "others were changing the same: try again",
+            Self::ReadOnly(_) => "the bucket can only be read, so nothing can be deleted there",
             _ => "the bucket was not told: try again later",
         }
     }
@@ -91,6 +105,7 @@ mod tests {
             bucket(Fault::Unreachable("http://quoted".to_owned())),
             ColdError::Budget("requests"),
             ColdError::Paused,
+            ColdError::ReadOnly("quoted".to_owned()),
         ] {
             let told = error.for_tenants();
             assert!(!told.contains("kvarts-cold") && !told.contains("quoted"), "{told}");

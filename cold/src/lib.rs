@@ -11,7 +11,7 @@
 //! Which file answers what:
 //! - [`mod@format`]: the bytes in a bucket, pure;
 //! - [`bucket`], [`time`]: the seams; [`places`]: memory that a range goes to; [`access`]: retries, budgets, the pause after an outage;
-//! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set;
+//! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set; [`mod@conditions`]: whether a bucket has that;
 //! - [`check`]: what is wrong in a bucket; [`collect`]: what is not to be kept;
 //! - [`withdraw`]: what was deleted goes out of the tier;
 //! - [`push`]: blocks into packs; [`restore`]: packs into blocks, [`promote`]: and into a store.
@@ -25,6 +25,7 @@ pub mod access;
 pub mod bucket;
 pub mod check;
 pub mod collect;
+pub mod conditions;
 pub mod error;
 pub mod fault;
 pub mod format;
@@ -41,8 +42,10 @@ pub mod withdraw;
 
 pub use access::{Access, Limits, Spent};
 pub use bucket::{Bucket, Condition, Facts, Listed, Tag};
+pub use conditions::Conditions;
 pub use error::ColdError;
 pub use fault::Fault;
+pub use format::Point;
 pub use places::Places;
 pub use push::{PushOptions, Pushed, Pusher};
 pub use tier::{Found, Tier, TierOptions};

@@ -1,4 +1,7 @@
 //! Blocks into packs, packs into the bucket: the pack, then its index, then the manifest that names it.
+//!
+//! What was deleted since it was listed is not named: the manifest knows it, and the change that names a pack goes by what it knows
+//! ([`Pusher::listed`]).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +13,11 @@ use kvarts_layout::format::body::Parent;
 use kvarts_layout::{BlockKey, NamespaceId};
 
 use crate::bucket::Condition;
+use crate::check::each_listed;
 use crate::error::ColdError;
-use crate::format::{FormatError, Pack, PackBuilder, names};
+use crate::format::deletions::Listed;
+use crate::format::names::Named;
+use crate::format::{FormatError, Manifest, Pack, PackBuilder, Point, names, wide_fingerprint};
 use crate::tier::Tier;
 
 /// How blocks are packed.
@@ -47,17 +53,55 @@ pub struct Pushed {
     pub expired: u64,
     /// Blocks that are larger than a pack may be.
     pub too_large: u64,
+    /// Blocks that were deleted after they were listed.
+    pub deleted: u64,
+    /// Of `blocks`, those that may have been deleted elsewhere: so long ago that the manifest does not know it any more.
+    pub doubtful: u64,
+}
+
+impl std::ops::AddAssign for Pushed {
+    fn add_assign(&mut self, more: Self) {
+        let Self { packs, blocks, payload_bytes, already_there, expired, too_large, deleted, doubtful } =
+            more;
+        self.packs += packs;
+        self.blocks += blocks;
+        self.payload_bytes += payload_bytes;
+        self.already_there += already_there;
+        self.expired += expired;
+        self.too_large += too_large;
+        self.deleted += deleted;
+        self.doubtful += doubtful;
+    }
 }
 
 /// How often a pack gets another name because the one it had is not to be used.
 const NAMES_MAX: u32 = 3;
+/// How often a pack is made again because some of its blocks were deleted meanwhile.
+const DELETES_MAX: u32 = 8;
+
+/// A run with its bytes, and the state of the manifest that was known when it was listed.
+type Taken = (Run, Bytes, Point);
 
 /// A pack that is being filled.
 struct Open {
     namespace: Arc<ExportedNamespace>,
     builder: PackBuilder,
     /// What is in it, for another name.
-    runs: Vec<(Run, Bytes)>,
+    runs: Vec<Taken>,
+}
+
+/// Why a pack is not named.
+enum Unnamed {
+    /// Something failed.
+    Failed(ColdError),
+    /// Some of its blocks were deleted, as this manifest says.
+    Deleted(Box<Manifest>),
+}
+
+impl From<ColdError> for Unnamed {
+    fn from(error: ColdError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 impl Open {
@@ -66,16 +110,81 @@ impl Open {
         Ok(Self { namespace: Arc::clone(namespace), builder, runs: Vec::new() })
     }
 
-    fn add(&mut self, run: Run, payload: Bytes) -> Result<(), FormatError> {
+    fn add(&mut self, run: Run, payload: Bytes, listed: Point) -> Result<(), FormatError> {
         self.builder.add(&run, payload.clone())?;
-        self.runs.push((run, payload));
+        self.runs.push((run, payload, listed));
         Ok(())
     }
+}
 
-    /// The pack, and how to make it again.
-    fn finish(self, added_ms: u64) -> Result<(Pack, Vec<(Run, Bytes)>), FormatError> {
-        Ok((self.builder.finish(added_ms)?, self.runs))
+/// A pack of these runs. Another time gives it another name.
+fn pack_of(
+    namespace: &ExportedNamespace,
+    runs: &[Taken],
+    (begin_ms, added_ms): (u64, u64),
+) -> Result<Pack, FormatError> {
+    let mut builder = PackBuilder::new(namespace, begin_ms)?;
+    for (run, payload, _) in runs {
+        builder.add(run, payload.clone())?;
     }
+    builder.finish(added_ms)
+}
+
+/// Whether a manifest hides a block of a run, which was listed when it was in this state.
+fn is_hidden(manifest: &Manifest, run: &Run, key: &BlockKey, listed: Point) -> bool {
+    manifest.deletions.hides(Listed {
+        since: manifest.since(listed),
+        fingerprint: wide_fingerprint(key),
+        created_ms: run.created_ms,
+    })
+}
+
+/// Whether it hides any block of these.
+fn hides_any(manifest: &Manifest, runs: &[Taken]) -> bool {
+    runs.iter()
+        .any(|(run, _, listed)| run.blocks.iter().any(|block| is_hidden(manifest, run, &block.key, *listed)))
+}
+
+/// Whether a manifest is the one that was known when each of these was listed.
+fn is_known(manifest: &Manifest, runs: &[Taken]) -> bool {
+    runs.iter().all(|(_, _, listed)| manifest.since(*listed).is_some())
+}
+
+/// What is left of runs without the blocks that a manifest hides; and how many those are.
+fn without_hidden(manifest: &Manifest, runs: Vec<Taken>) -> Option<(Vec<Taken>, u64)> {
+    let (mut left, mut hidden) = (Vec::new(), 0);
+    for (run, payload, listed) in runs {
+        let is_gone: Vec<bool> =
+            run.blocks.iter().map(|block| is_hidden(manifest, &run, &block.key, listed)).collect();
+        let mut at = 0;
+        for same in is_gone.chunk_by(|a, b| a == b) {
+            let to = at + same.len();
+            if same.first() == Some(&true) {
+                hidden += same.len() as u64;
+            } else if same.len() == run.blocks.len() {
+                left.push((run.clone(), payload.clone(), listed));
+            } else {
+                left.push((part(&run, at, to)?, slice(&payload, run.block_bytes, at, to)?, listed));
+            }
+            at = to;
+        }
+    }
+    Some((left, hidden))
+}
+
+/// The state of each manifest of a bucket: to be asked before blocks of any of its namespaces are listed. What cannot be read is left out.
+pub async fn points(tier: &Tier) -> Result<BTreeMap<NamespaceId, Point>, ColdError> {
+    let mut found = Vec::new();
+    each_listed(tier, names::MANIFESTS, |listed| found.push(Named::parse(&listed.name))).await?;
+    let mut points = BTreeMap::new();
+    for namespace in found.into_iter().flatten().map(|named| named.namespace()) {
+        match tier.read_manifest(namespace).await {
+            Ok(known) => drop(points.insert(namespace, known.manifest.point())),
+            Err(ColdError::Object(..)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(points)
 }
 
 /// Takes blocks and brings them into the tier. What it has taken is there when [`Pusher::finish`] says so; if that is not
@@ -84,6 +193,8 @@ pub struct Pusher<'a> {
     tier: &'a Tier,
     options: PushOptions,
     open: BTreeMap<NamespaceId, Open>,
+    /// What was known of manifests when the blocks that come now were listed.
+    listed: BTreeMap<NamespaceId, Point>,
     pushed: Pushed,
     may_name: Option<Guard<'a>>,
 }
@@ -104,7 +215,15 @@ fn refused(error: FormatError) -> ColdError {
 impl<'a> Pusher<'a> {
     /// Pushes into this tier.
     pub fn new(tier: &'a Tier, options: PushOptions) -> Self {
-        Self { tier, options, open: BTreeMap::new(), pushed: Pushed::default(), may_name: None }
+        let (open, listed) = (BTreeMap::new(), BTreeMap::new());
+        Self { tier, options, open, listed, pushed: Pushed::default(), may_name: None }
+    }
+
+    /// The blocks of this namespace that come from now on were listed, or read from their store, after its manifest was known to be in
+    /// this state: what is deleted later is not named. Of a namespace of which nothing was said all deletes count that its
+    /// manifest knows.
+    pub fn listed(&mut self, namespace: NamespaceId, after: Point) {
+        self.listed.insert(namespace, after);
     }
 
     /// Asks before each change of a manifest, on what the change is made of, whether a pack of this namespace with these blocks may
@@ -178,7 +297,8 @@ impl<'a> Pusher<'a> {
             let end = to.min(at.saturating_add(room));
             let part = part(run, at, end).ok_or(refused(FormatError::Rule("blocks")))?;
             let bytes = slice(payload, run.block_bytes, at, end).ok_or(refused(FormatError::Damaged))?;
-            open.add(part, bytes).map_err(refused)?;
+            open.add(part, bytes, self.listed.get(&run.namespace).copied().unwrap_or_default())
+                .map_err(refused)?;
             at = end;
             if open.builder.payload_bytes() >= self.options.pack_bytes {
                 self.upload(open).await?;
@@ -231,35 +351,55 @@ impl<'a> Pusher<'a> {
         self.pushed
     }
 
-    /// Pack, index, manifest. A name that garbage collection has taken for lost is given up for another.
+    /// Pack, index, manifest. A name that garbage collection has taken for lost is given up for another; so is one of a pack with blocks
+    /// that were deleted meanwhile, which goes without them.
     async fn upload(&mut self, open: Open) -> Result<(), ColdError> {
-        let namespace = Arc::clone(&open.namespace);
+        let Open { namespace, builder, mut runs } = open;
         let time = Arc::clone(self.tier.access().time());
-        let (blocks, bytes) = (open.builder.blocks(), open.builder.payload_bytes());
-        let (mut pack, runs) = open.finish(time.wall_ms()).map_err(refused)?;
+        let mut pack = builder.finish(time.wall_ms()).map_err(refused)?;
         let id = namespace.identity.namespace_id();
         let id = id.map_err(|_| refused(FormatError::Rule("identity")))?;
-        self.expect_room(id, &pack).await?;
-        let keys: Vec<BlockKey> =
-            runs.iter().flat_map(|(run, _)| run.blocks.iter().map(|block| block.key)).collect();
-        let mut names_left = NAMES_MAX;
+        self.tier.expect_conditions().await?;
+        let known = self.tier.manifest(id).await?;
+        // What is known to be deleted is not put. Whether this is still the manifest is seen when it is changed.
+        let hides = is_known(&known.manifest, &runs) && hides_any(&known.manifest, &runs);
+        let mut deleted = hides.then(|| Box::new(known.manifest.clone()));
+        let (mut names_left, mut deletes_left, mut begin_ms) = (NAMES_MAX, DELETES_MAX, 0);
         loop {
-            match self.try_upload(id, &pack, &keys).await {
-                Err(ColdError::Condemned) if names_left > 0 => names_left -= 1,
-                Err(error) => return Err(error),
-                Ok(()) => break,
+            if let Some(manifest) = deleted.take() {
+                let (left, hidden) =
+                    without_hidden(&manifest, runs).ok_or(refused(FormatError::Rule("blocks")))?;
+                self.pushed.deleted += hidden;
+                if left.is_empty() {
+                    return Ok(());
+                }
+                runs = left;
+                begin_ms = time.wall_ms().max(begin_ms + 1);
+                pack = pack_of(&namespace, &runs, (begin_ms, time.wall_ms())).map_err(refused)?;
             }
-            // Another name: a pack whose first frame is of another time.
-            let begin_ms = time.wall_ms().saturating_add(u64::from(NAMES_MAX - names_left));
-            let mut again = PackBuilder::new(&namespace, begin_ms).map_err(refused)?;
-            for (run, payload) in &runs {
-                again.add(run, payload.clone()).map_err(refused)?;
+            self.expect_room(id, &pack).await?;
+            match self.try_upload(id, &pack, &runs).await {
+                Ok(doubtful) => {
+                    self.pushed.doubtful += doubtful;
+                    break;
+                }
+                Err(Unnamed::Deleted(manifest)) if deletes_left > 0 => {
+                    deletes_left -= 1;
+                    deleted = Some(manifest);
+                }
+                Err(Unnamed::Deleted(_)) => return Err(ColdError::Withdrawn),
+                Err(Unnamed::Failed(ColdError::Condemned)) if names_left > 0 => {
+                    names_left -= 1;
+                    // Another name: a pack whose first frame is of another time.
+                    begin_ms = time.wall_ms().max(begin_ms).saturating_add(1);
+                    pack = pack_of(&namespace, &runs, (begin_ms, time.wall_ms())).map_err(refused)?;
+                }
+                Err(Unnamed::Failed(error)) => return Err(error),
             }
-            pack = again.finish(time.wall_ms()).map_err(refused)?;
         }
         self.pushed.packs += 1;
-        self.pushed.blocks += blocks;
-        self.pushed.payload_bytes += bytes;
+        self.pushed.blocks += u64::from(pack.entry.blocks);
+        self.pushed.payload_bytes += pack.entry.payload_bytes;
         Ok(())
     }
 
@@ -274,27 +414,43 @@ impl<'a> Pusher<'a> {
         if has_room { Ok(()) } else { Err(ColdError::Full(id)) }
     }
 
-    async fn try_upload(&self, id: NamespaceId, pack: &Pack, keys: &[BlockKey]) -> Result<(), ColdError> {
+    /// Gives how many of its blocks may have been deleted elsewhere.
+    async fn try_upload(&self, id: NamespaceId, pack: &Pack, runs: &[Taken]) -> Result<u64, Unnamed> {
         let access = self.tier.access();
         let begun = access.time().now();
         access.put(&names::pack(id, pack.id), &pack.body, Condition::Any).await?;
         access.put(&names::index(id, pack.id), std::slice::from_ref(&pack.index), Condition::Any).await?;
+        let keys: Vec<BlockKey> =
+            runs.iter().flat_map(|(run, ..)| run.blocks.iter().map(|block| block.key)).collect();
+        let (mut doubtful, mut deleted) = (0, None);
         let named = self.tier.change(id, |manifest| {
             if manifest.packs.contains_key(&pack.id) {
                 // By an attempt whose answer was lost.
                 return Ok(None);
             }
-            if self.may_name.as_ref().is_some_and(|may_name| !may_name(id, keys)) {
+            if self.may_name.as_ref().is_some_and(|may_name| !may_name(id, &keys)) {
+                return Err(ColdError::Withdrawn);
+            }
+            if !is_known(manifest, runs) {
+                return Err(ColdError::Anew(id));
+            }
+            if hides_any(manifest, runs) {
+                deleted = Some(Box::new(manifest.clone()));
                 return Err(ColdError::Withdrawn);
             }
             let late = access.time().now().saturating_sub(begun) > self.options.upload_time;
             if late || manifest.condemned.contains_key(&pack.id) {
                 return Err(ColdError::Condemned);
             }
+            let doubts = |(run, ..): &&Taken| manifest.deletions.is_doubtful(run.created_ms);
+            doubtful = runs.iter().filter(doubts).map(|(run, ..)| run.blocks.len() as u64).sum();
             manifest.packs.insert(pack.id, pack.entry.clone());
             Ok(Some(()))
         });
-        named.await.map(|_| ())
+        match named.await {
+            Ok(_) => Ok(doubtful),
+            Err(error) => Err(deleted.map_or(Unnamed::Failed(error), Unnamed::Deleted)),
+        }
     }
 }
 

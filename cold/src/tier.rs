@@ -11,11 +11,12 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::access::Access;
 use crate::bucket::{Condition, Tag};
+use crate::conditions::{Conditions, conditions};
 use crate::error::ColdError;
 use crate::fault::Fault;
 use crate::format::manifest::{MANIFEST_BYTES_MAX, NO_ROOM, NO_ROOM_TO_WAIT};
 use crate::format::{
-    FormatError, INDEX_BYTES_MAX, IndexedRun, Manifest, PackId, PackIndex, Place, fingerprint, names,
+    FormatError, INDEX_BYTES_MAX, IndexedRun, Manifest, PackId, PackIndex, Place, Point, fingerprint, names,
 };
 
 /// How a tier uses memory and time.
@@ -39,6 +40,9 @@ pub struct TierOptions {
     /// Ranges of packs that are read at once, by all that restores together. More at once come later each: what is stored, and given to
     /// reads, while the rest is on its way becomes less.
     pub ranges_at_once: usize,
+    /// Whether it is tried, before anything is written, that the bucket keeps conditions of puts. Without it that is taken for granted: for
+    /// buckets of tests alone.
+    pub tries_conditions: bool,
 }
 
 impl Default for TierOptions {
@@ -52,6 +56,7 @@ impl Default for TierOptions {
             indexes_a_lookup: 64,
             swaps: 32,
             ranges_at_once: 16,
+            tries_conditions: true,
         }
     }
 }
@@ -125,6 +130,7 @@ impl Known {
         fingerprints
             .saturating_add(packs)
             .saturating_add(self.manifest.condemned.len().saturating_mul(CONDEMNED))
+            .saturating_add(self.manifest.deletions.memory_bytes())
     }
 
     /// The packs that may have a key.
@@ -173,6 +179,8 @@ struct Cache {
     struck: BTreeMap<PackId, u8>,
     /// How long the first byte of a range takes, decayed, in seconds.
     first_byte_seconds: Option<f64>,
+    /// Whether the bucket keeps conditions of puts, once it has said so.
+    conditions: Option<Conditions>,
 }
 
 impl Cache {
@@ -210,6 +218,46 @@ impl Tier {
     /// The way to its bucket.
     pub fn access(&self) -> &Access {
         &self.access
+    }
+
+    /// Why nothing can be changed in the bucket, as far as it has been tried.
+    pub fn read_only(&self) -> Option<String> {
+        match &self.lock().conditions {
+            Some(Conditions::NotKept(why)) => Some(why.clone()),
+            Some(Conditions::Kept) | None => None,
+        }
+    }
+
+    /// Whether the bucket keeps conditions of puts; it is tried until it has said so once.
+    pub async fn conditions(&self) -> Result<Conditions, ColdError> {
+        if !self.options.tries_conditions {
+            return Ok(Conditions::Kept);
+        }
+        let known = self.lock().conditions.clone();
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let tried = conditions(&self.access).await?;
+        self.lock().conditions = Some(tried.clone());
+        Ok(tried)
+    }
+
+    /// That something may be changed in the bucket.
+    pub(crate) async fn expect_conditions(&self) -> Result<(), ColdError> {
+        match self.conditions().await? {
+            Conditions::Kept => Ok(()),
+            Conditions::NotKept(why) => Err(ColdError::ReadOnly(why)),
+        }
+    }
+
+    /// The state of a namespace's manifest that is known now: what is listed from now on has seen the deletes that it names. It is asked for where it
+    /// is not remembered.
+    pub async fn point(&self, namespace: NamespaceId) -> Result<Point, ColdError> {
+        let known = match self.remembered(namespace) {
+            Some(known) => known,
+            None => self.read_manifest(namespace).await?,
+        };
+        Ok(known.manifest.point())
     }
 
     /// A turn to read a range, until it is dropped.
@@ -296,6 +344,21 @@ impl Tier {
     /// Memory that manifests take now.
     pub fn manifest_memory(&self) -> usize {
         self.lock().manifests.values().map(|known| known.memory_bytes()).sum()
+    }
+
+    /// Forgets a manifest: another program is known to have changed it since it was read.
+    pub fn forget_manifest(&self, namespace: NamespaceId) {
+        let mut cache = self.lock();
+        // What was asked for before this may be older.
+        cache.steps += 1;
+        cache.forgotten = cache.steps;
+        cache.manifests.remove(&namespace);
+    }
+
+    /// The state of each manifest that is remembered: for namespaces that are listed afterwards.
+    pub fn points(&self) -> BTreeMap<NamespaceId, Point> {
+        let cache = self.lock();
+        cache.manifests.iter().map(|(namespace, known)| (*namespace, known.manifest.point())).collect()
     }
 
     /// The manifest of a namespace as it is remembered, whatever its age.
@@ -499,12 +562,16 @@ impl Tier {
         namespace: NamespaceId,
         mut change: impl FnMut(&mut Manifest) -> Result<Option<T>, ColdError>,
     ) -> Result<Option<T>, ColdError> {
+        self.expect_conditions().await?;
         for attempt in 0..self.options.swaps.max(1) {
             let known = self.read_manifest(namespace).await?;
             let mut manifest = known.manifest.clone();
             let Some(done) = change(&mut manifest)? else { return Ok(None) };
-            manifest.generation = manifest.generation.saturating_add(1);
+            manifest.generation = manifest.next_generation();
             manifest.written_ms = self.access.time().wall_ms();
+            if known.tag.is_none() {
+                manifest.begun_ms = manifest.written_ms;
+            }
             if self.swap(&known, manifest).await? {
                 return Ok(Some(done));
             }

@@ -1,19 +1,22 @@
 //! What was deleted, or is to live less long, is taken out of the tier: packs that have it are condemned, as garbage collection condemns
-//! them.
+//! them, and the manifest says what was deleted.
 //!
 //! A pack never changes, so its other blocks go with it: that costs hits. When this has succeeded, no manifest names a pack with
-//! a deleted block that was named before, and a pusher that was told first ([`crate::Pusher::guarded`]) names none afterwards: it has
-//! to change the manifest too, and finds it changed. A change that its pusher gave up without an answer, and that may happen yet, meets
-//! another manifest too.
+//! a deleted block that was named before, and no pusher names one afterwards that listed its blocks before: it has
+//! to change the manifest too, finds it changed, and the delete in it. A change that its pusher gave up without an answer, and that may
+//! happen yet, meets another manifest too.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::StreamExt;
 use kvarts_layout::format::body::Parent;
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, planted};
 
 use crate::error::ColdError;
-use crate::format::{IndexedRun, Manifest, PackId, PackIndex};
+use crate::format::deletions::{Delete, Listed};
+use crate::format::{
+    IndexedRun, Manifest, PackEntry, PackId, PackIndex, Point, fingerprint, wide_fingerprint,
+};
 use crate::tier::{INDEXES_AT_ONCE, Known, Tier};
 
 /// What was deleted of a namespace.
@@ -37,32 +40,92 @@ const FOLLOWED: usize = 1024;
 /// Bytes of these indexes together, the same.
 const FOLLOWED_BYTES: u64 = 32 << 20;
 
-/// Condemns every pack that has some of what was deleted; gives how many. With `always` the manifest is changed even if there is none:
-/// who is about to name a pack then has to look again.
-pub async fn withdraw(
-    tier: &Tier,
-    namespace: NamespaceId,
-    deleted: &Deleted,
-    always: bool,
-) -> Result<u64, ColdError> {
+impl Deleted {
+    /// Whether a pack may have some of it, by what the manifest says of it.
+    fn may_be_in(&self, pack: &PackEntry) -> bool {
+        match self {
+            Self::Keys(keys) | Self::Later(keys, ..) => {
+                keys.iter().any(|key| pack.may_have(fingerprint(key)))
+            }
+            Self::Prefix(_) | Self::Namespace => true,
+        }
+    }
+
+    /// The manifest says from its next generation on that this was deleted, if it does not say so already since `since`: then another
+    /// attempt of this has, or another delete. Gives whether it said so already.
+    fn note(&self, manifest: &mut Manifest, since: Point, at_ms: u64) -> bool {
+        if planted!("deletes-not-noted") {
+            return true;
+        }
+        let delete = Delete { generation: manifest.next_generation(), at_ms };
+        let known = &manifest.deletions;
+        let is_noted = manifest.since(since).is_some_and(|since| {
+            // To a writer that listed it then; when it was produced is another question.
+            let is_hidden = |key: &BlockKey| {
+                let fingerprint = wide_fingerprint(key);
+                known.hides(Listed { since: Some(since), fingerprint, created_ms: u64::MAX })
+            };
+            let is_deleted = |key: &BlockKey| known.was_deleted(wide_fingerprint(key), at_ms);
+            match self {
+                Self::Keys(keys) => keys.iter().all(|key| is_hidden(key) && is_deleted(key)),
+                Self::Later(keys, ..) => keys.iter().all(is_hidden),
+                Self::Prefix(root) => since < known.listed_after && is_deleted(root),
+                Self::Namespace => since < known.listed_after && known.made_after_ms >= at_ms,
+            }
+        });
+        if is_noted {
+            return true;
+        }
+        let deletions = &mut manifest.deletions;
+        match self {
+            Self::Keys(keys) => deletions.add_keys(keys.iter().map(wide_fingerprint), delete),
+            // The blocks are there, so none is hidden that is listed from now on.
+            Self::Later(keys, ..) => {
+                deletions.add_keys(keys.iter().map(wide_fingerprint), Delete { at_ms: 0, ..delete });
+            }
+            Self::Prefix(root) => {
+                // What descends from it is not known here: a writer may have listed any of it.
+                deletions.add_unknown(delete);
+                deletions.add_keys([wide_fingerprint(root)], delete);
+            }
+            Self::Namespace => deletions.add_all(delete),
+        }
+        false
+    }
+}
+
+/// Condemns every pack that has some of what was deleted, and has the manifest say what that was; gives how many. It must be called when
+/// the store has deleted it: what is listed there afterwards may be named.
+///
+/// All of it is one change, so that who is about to name a pack finds another manifest than it has read, with the deletes in it.
+pub async fn withdraw(tier: &Tier, namespace: NamespaceId, deleted: &[Deleted]) -> Result<u64, ColdError> {
+    let at_ms = tier.access().time().wall_ms();
+    let mut begun: Option<Point> = None;
     for _ in 0..ROUNDS {
         let known = tier.read_manifest(namespace).await?;
-        let going = with_some(tier, &known, deleted).await;
-        if going.is_empty() && !always && !tier.is_unsettled(namespace) {
-            return Ok(0);
+        let since = *begun.get_or_insert(known.manifest.point());
+        let mut going = BTreeSet::new();
+        for one in deleted {
+            going.extend(with_some(tier, &known, one).await);
         }
-        let now_ms = tier.access().time().wall_ms();
+        let is_all = deleted.contains(&Deleted::Namespace);
         let changed = tier.change(namespace, |manifest| {
-            if manifest.packs.keys().any(|pack| !known.manifest.packs.contains_key(pack)) {
+            let new = manifest.packs.iter().filter(|(pack, _)| !known.manifest.packs.contains_key(*pack));
+            let new: Vec<PackId> = new
+                .filter(|(_, entry)| deleted.iter().any(|one| one.may_be_in(entry)))
+                .map(|(pack, _)| *pack)
+                .collect();
+            if !new.is_empty() && !is_all {
                 // Another writer added these packs: what they have is not known.
                 return Err(ColdError::Contended(namespace));
             }
-            // Whatever was on its way when this began meets another manifest by now: by another writer, or by an attempt of ours
-            // whose answer was lost.
-            let was = &known.manifest;
-            let has_moved = (manifest.generation, manifest.written_ms) != (was.generation, was.written_ms);
+            going.extend(new);
+            let now_ms = tier.access().time().wall_ms();
             let gone = going.iter().filter(|pack| condemn(manifest, pack, now_ms)).count();
-            Ok((gone > 0 || !has_moved).then_some(gone as u64))
+            let noted: Vec<bool> = deleted.iter().map(|one| one.note(manifest, since, at_ms)).collect();
+            let is_noted = !noted.contains(&false);
+            // An attempt of ours whose answer was lost has done it.
+            Ok((gone > 0 || !is_noted).then_some(gone as u64))
         });
         match changed.await {
             Err(ColdError::Contended(_)) => {}

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use clap::{Args, Subcommand};
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::check::namespaces;
-use kvarts_cold::{Access, ColdError, Fault, Limits, Spent, Tier, TierOptions};
+use kvarts_cold::{Access, ColdError, Conditions, Fault, Limits, Spent, Tier, TierOptions};
 use kvarts_layout::NamespaceId;
 use kvarts_terminal::Failure;
 use serde::Serialize;
@@ -109,6 +109,17 @@ impl BucketArgs {
         let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), seed);
         Ok(Bucket { tier: Tier::new(access, TierOptions::default()), runtime })
     }
+}
+
+/// What the bucket at an address does with conditions of puts, and whether it keeps versions of objects.
+pub(crate) fn tried(address: &str) -> Result<(Conditions, bool), String> {
+    let arguments = BucketArgs { bucket: address.to_owned(), json: false };
+    let bucket = arguments.open().map_err(|failure| match failure {
+        Failure::User(why) => why,
+        _ => "it cannot be opened".to_owned(),
+    })?;
+    let tried = bucket.runtime.block_on(bucket.tier.conditions()).map_err(|error| error.to_string())?;
+    Ok((tried, bucket.tier.access().keeps_versions()))
 }
 
 impl Bucket {

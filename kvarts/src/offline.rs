@@ -38,6 +38,12 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// A store in these directories. With `live` it is read while it is in use.
+    pub(crate) fn of(directories: &[PathBuf], live: bool) -> Option<Self> {
+        let (directory, more) = directories.split_first()?;
+        Some(Self { directory: directory.clone(), more: more.to_vec(), live })
+    }
+
     fn directories(&self) -> Vec<PathBuf> {
         let mut all = vec![self.directory.clone()];
         all.extend(self.more.iter().cloned());

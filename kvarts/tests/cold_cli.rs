@@ -5,6 +5,7 @@ use std::process::Command;
 
 use crate::sample::*;
 use crate::scratch::Scratch;
+use crate::served::Server;
 use crate::{s3, sample};
 use serde_json::Value;
 
@@ -253,6 +254,57 @@ fn gc_says_what_it_would_do_and_deletes_nothing_before_its_grace() {
     let did = cold.good(&["gc", "--most", "1"]);
     assert_eq!((&did["over_budget"], &did["deleted"], &did["waiting"]), (&2.into(), &0.into(), &2.into()));
     assert_eq!((&cold.good(&["fsck"])["packs"], objects(&scratch, "packs")), (&0.into(), there));
+}
+
+#[test]
+fn a_store_in_use_is_pushed_by_its_server_and_its_files_are_read_only_where_that_is_asked_for() {
+    let buckets = Scratch::new("cold-by-server-buckets");
+    let [own, other] = ["own", "other"].map(|name| format!("file://{}", buckets.path(name).display()));
+    let server = Server::start(Scratch::new("cold-by-server"), &["--cold-bucket", &own]);
+    server.store_pages();
+    let json = |arguments: &[&str]| -> Value {
+        let (code, out, error) = server.kvarts(&[&["cold"], arguments, &["--json"]].concat());
+        assert_eq!(code, 0, "{arguments:?}: {out}{error}");
+        serde_json::from_str(&out).unwrap()
+    };
+    let (code, _, error) = server.kvarts(&["cold", "push", "kvarts-data", "--all", "--bucket", &other]);
+    assert!(code == 2 && error.contains("is in use") && error.contains("without DIR"), "{error}");
+    let live = json(&["push", "kvarts-data", "--live", "--all", "--bucket", &other]);
+    assert_eq!((&live["blocks"], &live["deletes_may_be_missing"]), (&10.into(), &true.into()), "{live}");
+    let pushed = json(&["push", "--all"]);
+    assert_eq!((&pushed["blocks"], &pushed["complete"]), (&10.into(), &true.into()), "{pushed}");
+    assert_eq!((&pushed["deletes_may_be_missing"], &pushed["asked"]), (&false.into(), &Value::Null));
+    let again = json(&["push", "--all"]);
+    assert_eq!((&again["blocks"], &again["already_there"]), (&0.into(), &10.into()));
+    assert_eq!(server.client(&["delete", "--all", "--yes"], &[]).0, 0);
+    let packs = |bucket: &str| json(&["ls", "--bucket", bucket])["namespaces"][0]["packs"].clone();
+    assert_eq!((packs(&own), packs(&other)), (0.into(), 1.into()), "the other one was not told");
+    let checked = json(&["fsck", "--bucket", &own]);
+    assert_eq!((&checked["clean"], &checked["condemned"]), (&true.into(), &1.into()), "{checked}");
+    let (code, _, error) = server.kvarts(&["cold", "push", "--prefix", &"ab".repeat(32)]);
+    assert!(code == 2 && error.contains("--prefix goes with DIR"), "{error}");
+    let without = Server::start(Scratch::new("cold-by-none"), &[]);
+    let (code, _, error) = without.kvarts(&["cold", "push", "--all"]);
+    assert!(code == 2 && error.contains("no cold tier"), "{error}");
+}
+
+#[test]
+fn what_was_deleted_while_a_store_was_away_is_not_pushed_out_of_its_files() {
+    let scratch = Scratch::new("cold-deleted-away");
+    let bucket = format!("file://{}", scratch.path("bucket").display());
+    let mut server = Server::start(Scratch::new("cold-away"), &[]);
+    server.store_pages();
+    assert_eq!(server.kvarts(&["drain", "--yes"]).0, 0);
+    assert!(server.ends().success());
+    // Another node deletes everything of the same model, of which it has nothing, and tells the bucket.
+    let other = Server::start(Scratch::new("cold-deletes"), &["--cold-bucket", &bucket]);
+    std::fs::copy(server.path("ID.toml"), other.path("ID.toml")).unwrap();
+    assert_eq!(other.client(&["delete", "--all", "--yes"], &[]).0, 0);
+    let push = ["cold", "push", "kvarts-data", "--all", "--bucket", &bucket, "--json"];
+    let (code, out, error) = server.kvarts(&push);
+    assert_eq!(code, 0, "{out}{error}");
+    let pushed: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&pushed["blocks"], &pushed["deleted"]), (&0.into(), &10.into()), "{pushed}");
 }
 
 #[test]

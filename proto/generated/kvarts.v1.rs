@@ -4090,6 +4090,9 @@ pub mod stats_reply {
             ::prost::alloc::string::String,
             u64,
         >,
+        /// Why nothing is written to the bucket: it does not keep conditions of puts. Absent if it does, or has not said so yet.
+        #[prost(string, optional, tag = "4")]
+        pub read_only: ::core::option::Option<::prost::alloc::string::String>,
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4118,6 +4121,37 @@ pub struct CompactReply {
     pub bytes_read: u64,
     #[prost(uint64, tag = "7")]
     pub bytes_written: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ColdPushRequest {
+    /// Empty: of all namespaces.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub namespace: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ColdPushReply {
+    /// Written now.
+    #[prost(uint64, tag = "1")]
+    pub packs: u64,
+    #[prost(uint64, tag = "2")]
+    pub blocks: u64,
+    #[prost(uint64, tag = "3")]
+    pub payload_bytes: u64,
+    /// Blocks that were not written: in the bucket before; at their end; larger than a pack may be; deleted meanwhile; gone, or not to be
+    /// read.
+    #[prost(uint64, tag = "4")]
+    pub already_there: u64,
+    #[prost(uint64, tag = "5")]
+    pub expired: u64,
+    #[prost(uint64, tag = "6")]
+    pub too_large: u64,
+    #[prost(uint64, tag = "7")]
+    pub deleted: u64,
+    #[prost(uint64, tag = "8")]
+    pub unread: u64,
+    /// Namespaces that the bucket did not take, and why, a sentence each.
+    #[prost(string, repeated, tag = "9")]
+    pub problems: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ScrubRequest {}
@@ -4379,6 +4413,27 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Admin", "Scrub"));
             self.inner.unary(req, path, codec).await
         }
+        /// Copies every block of the store into the bucket of the cold tier that is not there, in the lowest class and at `cold.rate`, as sweeps
+        /// do: what is deleted meanwhile is not copied. Answers when it has been through all of them; what was put or moved meanwhile may
+        /// be left out.
+        pub async fn cold_push(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ColdPushRequest>,
+        ) -> std::result::Result<tonic::Response<super::ColdPushReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Admin/ColdPush");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Admin", "ColdPush"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Takes no more calls, ends those under way, writes a checkpoint and stops, as SIGTERM does.
         pub async fn drain(
             &mut self,
@@ -4492,6 +4547,13 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::ScrubRequest>,
         ) -> std::result::Result<tonic::Response<super::ScrubReply>, tonic::Status>;
+        /// Copies every block of the store into the bucket of the cold tier that is not there, in the lowest class and at `cold.rate`, as sweeps
+        /// do: what is deleted meanwhile is not copied. Answers when it has been through all of them; what was put or moved meanwhile may
+        /// be left out.
+        async fn cold_push(
+            &self,
+            request: tonic::Request<super::ColdPushRequest>,
+        ) -> std::result::Result<tonic::Response<super::ColdPushReply>, tonic::Status>;
         /// Takes no more calls, ends those under way, writes a checkpoint and stops, as SIGTERM does.
         async fn drain(
             &self,
@@ -4830,6 +4892,49 @@ pub mod admin_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ScrubSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Admin/ColdPush" => {
+                    #[allow(non_camel_case_types)]
+                    struct ColdPushSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::ColdPushRequest>
+                    for ColdPushSvc<T> {
+                        type Response = super::ColdPushReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ColdPushRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::cold_push(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ColdPushSvc(inner);
                         let codec = crate::codec::Bounded::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

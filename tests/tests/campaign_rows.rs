@@ -116,6 +116,11 @@ fn blocks_come_to_nodes_by_the_rules_and_leases() {
 }
 
 #[test]
+fn what_was_deleted_comes_back_from_no_bucket_that_nodes_share() {
+    run("R41", 24);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }
@@ -133,7 +138,9 @@ fn root() -> PathBuf {
 fn planted() -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     let mut folders: Vec<PathBuf> =
-        ["layout/src", "store/src", "fsck/src", "cluster/src", "peer/src"].map(|one| root().join(one)).into();
+        ["layout/src", "store/src", "fsck/src", "cluster/src", "cold/src", "peer/src"]
+            .map(|one| root().join(one))
+            .into();
     while let Some(folder) = folders.pop() {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -182,7 +189,7 @@ fn no_program_that_is_used_has_bugs_planted_in_it() {
         let text = std::fs::read_to_string(root().join(manifest)).unwrap();
         assert!(!text.contains("planted"), "{manifest}");
     }
-    for manifest in ["layout", "store", "fsck", "cluster", "peer", "tests"] {
+    for manifest in ["layout", "store", "fsck", "cluster", "cold", "peer", "tests"] {
         let text = std::fs::read_to_string(root().join(manifest).join("Cargo.toml")).unwrap();
         assert!(text.contains("planted") && !text.contains("default ="), "{manifest}");
     }

@@ -111,7 +111,8 @@ fn nothing_of_a_namespace_is_brought_while_something_of_it_is_deleted() {
     // The bucket cannot be told, so that its blocks stay named.
     world.faulty.next(Op::Swap, &[Some(Kind::Denied); 100]);
     let target = Target::Keys { column: None, keys: vec![key(0)] };
-    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
+    let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target));
+    world.runtime.block_on(deleting.tell(PATIENCE));
     assert!(deleting.told().is_err());
     let reply = DeleteReply { outcomes: vec![DeleteOutcome::Deleted], ..DeleteReply::default() };
     let outcomes = deleting.answer(reply).unwrap().outcomes;
@@ -134,7 +135,8 @@ fn a_delete_in_a_namespace_that_was_not_in_use_reaches_what_others_pushed_meanwh
     });
     world.push(100..104);
     let target = Target::Keys { column: None, keys: vec![key(100)] };
-    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
+    let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target));
+    world.runtime.block_on(deleting.tell(PATIENCE));
     deleting.told().unwrap();
     drop(deleting);
     assert_eq!(world.count("withdrawn_packs"), 1);
@@ -176,7 +178,8 @@ fn a_delete_waits_for_a_bucket_that_stands_still_as_long_as_it_may() {
     world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
     world.faulty.all(Some(Kind::Silent));
     let left = Duration::from_millis(200);
-    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &Target::Namespace, left));
+    let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &Target::Namespace));
+    world.runtime.block_on(deleting.tell(left));
     let told = deleting.told().unwrap_err().to_string();
     assert!(told.contains("did not answer in time"), "{told}");
     drop(deleting);
@@ -191,7 +194,9 @@ fn copies_that_would_outlive_a_shorter_time_are_taken_out() {
     let shorten = |keys: &[BlockKey]| {
         world.runtime.block_on(async {
             let column = (GROUP, WHOLE);
-            world.cold.shorten(world.namespace, column, keys, hour, PATIENCE).await.told().unwrap();
+            let mut shortening = world.cold.shorten(world.namespace, column, keys, hour).await;
+            shortening.tell(PATIENCE).await;
+            shortening.told().unwrap();
         });
     };
     shorten(&[key(500)]);

@@ -257,8 +257,9 @@ fn what_is_deleted_while_it_is_on_its_way_ends_a_read_and_stays_away() {
     let (stream, _memory) = world.begin(&world.keys, Order::Layers);
     world.until("some of it has come", || world.gate.state.lock().unwrap().passes == Some(0));
     world.runtime.block_on(async {
-        let deleting = world.cold.delete(world.namespace, &Target::Namespace, PATIENCE).await;
-        drop(deleting);
+        let mut deleting = world.cold.delete(world.namespace, &Target::Namespace).await;
+        deleting.tell(PATIENCE).await;
+        deleting.told().unwrap();
     });
     world.gate.let_pass(None);
     let end = stream.wait_end().unwrap();

@@ -9,8 +9,8 @@ use crate::cold_blocks::{GROUP, Model, WHOLE, content, key};
 use bytes::Bytes;
 use kvarts_bucket::time::TokioTime;
 use kvarts_cold::format::{Manifest, PackId, names};
-use kvarts_cold::testing::{Kind, Op, Plan};
-use kvarts_cold::{Access, Bucket, Condition, Limits, Tier, TierOptions};
+use kvarts_cold::testing::{Conditional, Kind, Op, Plan};
+use kvarts_cold::{Access, Bucket, ColdError, Condition, Limits, Tier, TierOptions};
 use kvarts_contract::api::{DeleteRequest, KvStore, Order, Placed, PutRequest, Target};
 use kvarts_contract::buffers::BufMut;
 use kvarts_layout::NamespaceId;
@@ -100,7 +100,8 @@ fn what_is_deleted_while_a_sweep_has_it_is_not_named() {
         world.until("a pack is on its way", || world.faulty.asked(Op::Put) > before);
         let target = Target::Keys { column: None, keys: vec![key(PUT.start)] };
         world.runtime.block_on(async {
-            let deleting = world.cold.delete(world.namespace, &target, PATIENCE).await;
+            let mut deleting = world.cold.delete(world.namespace, &target).await;
+            deleting.tell(PATIENCE).await;
             deleting.told().unwrap();
         });
         // Whatever it says, it names nothing.
@@ -115,13 +116,71 @@ fn what_is_being_deleted_when_a_sweep_begins_is_not_copied_and_other_blocks_are(
     let all = swept(&filled(|_| {}, None));
     let world = filled(|_| {}, None);
     let target = Target::Keys { column: None, keys: vec![key(PUT.start + 1)] };
-    let deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target, PATIENCE));
+    let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &target));
+    world.runtime.block_on(deleting.tell(PATIENCE));
     deleting.told().unwrap();
     assert_eq!(swept(&world), all - 1, "the store has not deleted yet");
     assert!(!is_named(&world, PUT.start + 1) && is_named(&world, PUT.start));
     assert_eq!(world.count("let_go_blocks"), 0);
     drop(deleting);
     assert_eq!(swept(&world), all - 1, "little of a namespace is not copied again");
+}
+
+#[test]
+fn a_push_that_is_asked_for_copies_all_that_the_store_has_whatever_it_is_worth() {
+    let world = filled(|config| (config.uses, config.age) = (3, Duration::from_secs(3600)), None);
+    let all = PUT.end - PUT.start;
+    assert_eq!(swept(&world), 0, "to a sweep it is worth nothing");
+    let push = |only| world.runtime.block_on(world.cold.push(only)).unwrap();
+    assert_eq!(push(Some(NamespaceId([9; 32]))).pushed.blocks, 0);
+    let copied = push(None);
+    let counts =
+        |copied: &kvarts_server::cold::Copied| (copied.pushed.blocks, copied.already_there, copied.unread);
+    assert_eq!((counts(&copied), &copied.problems), ((all, 0, 0), &vec![]));
+    assert!(PUT.into_iter().all(|block| is_named(&world, block)));
+    assert_eq!(counts(&push(Some(world.namespace))), (0, all, 0));
+}
+
+#[test]
+fn what_is_deleted_while_a_push_has_it_is_not_named() {
+    let world = filled(|_| {}, None);
+    let before = world.faulty.asked(Op::Put);
+    world.faulty.next(Op::Put, &[Some(Kind::Slow(Duration::from_millis(500)))]);
+    std::thread::scope(|scope| {
+        let push = scope.spawn(|| world.runtime.block_on(world.cold.push(None)));
+        world.until("a pack is on its way", || world.faulty.asked(Op::Put) > before);
+        let target = Target::Keys { column: None, keys: vec![key(PUT.start)] };
+        world.runtime.block_on(async {
+            let mut deleting = world.cold.delete(world.namespace, &target).await;
+            let request = DeleteRequest { namespace: world.namespace, target, deadline: None };
+            world.store().delete(request).await.unwrap().unwrap();
+            deleting.tell(PATIENCE).await;
+            deleting.told().unwrap();
+        });
+        let copied = push.join().unwrap().unwrap();
+        assert!(copied.unread > 0, "the pack that had it is left out: {copied:?}");
+    });
+    assert!(!is_named(&world, PUT.start));
+    // The next one copies the rest.
+    world.runtime.block_on(world.cold.push(None)).unwrap();
+    assert!(!is_named(&world, PUT.start) && PUT.skip(1).all(|block| is_named(&world, block)));
+}
+
+#[test]
+fn into_a_bucket_that_ignores_conditions_nothing_is_copied_and_deletes_are_refused() {
+    let world = filled(|_| {}, None);
+    world.faulty.conditional(Conditional::Ignored);
+    assert!(matches!(world.runtime.block_on(world.cold.push(None)), Err(ColdError::ReadOnly(_))));
+    assert!(world.cold.read_only().is_some() && world.cold.counted().is_read_only);
+    let puts = world.faulty.asked(Op::Put);
+    assert!(world.runtime.block_on(world.cold.sweep()).is_err());
+    assert_eq!(world.faulty.asked(Op::Put), puts, "no pack is put for nothing");
+    let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &Target::Namespace));
+    world.runtime.block_on(deleting.tell(PATIENCE));
+    let told = deleting.told().unwrap_err().to_string();
+    assert!(told.contains("can only be read"), "{told}");
+    drop(deleting);
+    assert_eq!(world.read(&[0, 1, 2], Order::Blocks).0.len(), 3, "it is read as before");
 }
 
 /// Changes the manifest of a world's namespace as another program does.

@@ -267,7 +267,7 @@ fn right(method: &str) -> &'static str {
         "Store/Pin" => "pin",
         "Store/Delete" => "delete",
         "Admin/Stats" | "Admin/Checkpoint" | "Admin/Compact" | "Admin/Scrub" | "Admin/SetBudget"
-        | "Admin/Reload" | "Admin/PurgeTenant" | "Admin/Drain" => "admin",
+        | "Admin/Reload" | "Admin/PurgeTenant" | "Admin/Drain" | "Admin/ColdPush" => "admin",
         _ => "read",
     }
 }
@@ -282,7 +282,7 @@ fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
         let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
         reply.unwrap_err().code()
     };
-    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/PurgeTenant", "Admin/Drain"];
+    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/PurgeTenant", "Admin/Drain", "Admin/ColdPush"];
     for method in plain::METHODS.into_iter().chain(more) {
         for has in ["read", "write", "pin", "delete", "admin"] {
             let token = match has {

@@ -1,4 +1,5 @@
-//! The manifest of a namespace: which packs count, which are to be deleted, and which keys each of them may hold.
+//! The manifest of a namespace: which packs count, which are to be deleted, which keys each of them may hold, and what was deleted
+//! lately.
 //!
 //! It is one small object, replaced as a whole by compare-and-set. Whatever it does not name is not there.
 
@@ -6,12 +7,16 @@ use std::collections::BTreeMap;
 
 use kvarts_layout::NamespaceId;
 
+use super::deletions::{DELETE, DELETES_MAX, Deletions, KEY, KEYS_MAX, Point};
+use super::taker::Taker;
 use super::{BLOCK_MAX, FormatError, INDEX_BYTES_MAX, PACK_PAYLOAD_MAX, PackId};
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"KvartsCM";
-/// The version that this crate writes, and the only one that it reads.
-pub const VERSION: u16 = 1;
+/// The version that this crate writes.
+pub const VERSION: u16 = 2;
+/// The version before, without deletes, which it reads.
+const WITHOUT_DELETES: u16 = 1;
 /// The most packs of a namespace.
 pub const PACKS_MAX: usize = 4096;
 /// The most packs that wait for their deletion.
@@ -19,15 +24,22 @@ pub const CONDEMNED_MAX: usize = 8192;
 /// The most fingerprints of all packs together.
 pub const FINGERPRINTS_MAX: usize = 1 << 20;
 /// The most bytes of a manifest.
-pub const MANIFEST_BYTES_MAX: usize =
-    HEAD + PACKS_MAX * PACK + CONDEMNED_MAX * CONDEMNED + FINGERPRINTS_MAX * 4 + HASH;
+pub const MANIFEST_BYTES_MAX: usize = HEAD
+    + PACKS_MAX * PACK
+    + CONDEMNED_MAX * CONDEMNED
+    + FINGERPRINTS_MAX * 4
+    + DELETES_MAX * DELETE
+    + KEYS_MAX * KEY
+    + HASH;
 
 /// What is said of a manifest with more packs, or more fingerprints, than it may have.
 pub(crate) const NO_ROOM: &str = "a manifest has no room for more packs";
 /// What is said of one with more packs that wait for their deletion.
 pub(crate) const NO_ROOM_TO_WAIT: &str = "a manifest has no room for more packs that wait for deletion";
 
-const HEAD: usize = 80;
+const HEAD: usize = 112;
+/// The same in the version without deletes.
+const SHORT_HEAD: usize = 80;
 const PACK: usize = 72;
 const CONDEMNED: usize = 40;
 const HASH: usize = 32;
@@ -99,12 +111,41 @@ pub struct Manifest {
     pub packs: BTreeMap<PackId, PackEntry>,
     /// Packs that are to be deleted, and when that was decided. None of these names is used again.
     pub condemned: BTreeMap<PackId, u64>,
+    /// When it was begun, where there was none, in milliseconds since 1970: another one has another time.
+    pub begun_ms: u64,
+    /// What was deleted.
+    pub deletions: Deletions,
 }
 
 impl Manifest {
     /// The manifest of a namespace that has none.
     pub fn empty(namespace: NamespaceId) -> Self {
-        Self { namespace, generation: 0, written_ms: 0, packs: BTreeMap::new(), condemned: BTreeMap::new() }
+        Self {
+            namespace,
+            generation: 0,
+            written_ms: 0,
+            packs: BTreeMap::new(),
+            condemned: BTreeMap::new(),
+            begun_ms: 0,
+            deletions: Deletions::default(),
+        }
+    }
+
+    /// Its state: who lists blocks after it has read this has seen every delete that it names.
+    pub fn point(&self) -> Point {
+        Point { begun_ms: self.begun_ms, generation: self.generation }
+    }
+
+    /// The generation of this manifest that a point is. None where it is one of another manifest, or a later one: what was deleted
+    /// since then is not known here.
+    pub fn since(&self, point: Point) -> Option<u64> {
+        let is_own = point.begun_ms == self.begun_ms && point.generation <= self.generation;
+        (point.generation == 0 || is_own).then_some(point.generation)
+    }
+
+    /// The generation that the next change gives it.
+    pub fn next_generation(&self) -> u64 {
+        self.generation.saturating_add(1)
     }
 
     /// Fingerprints of all packs.
@@ -136,6 +177,7 @@ impl Manifest {
         if self.condemned.keys().any(|id| self.packs.contains_key(id)) {
             return Err(FormatError::Rule("a pack counts or is to be deleted, not both"));
         }
+        self.deletions.check(self.generation)?;
         self.packs.values().try_for_each(PackEntry::check)
     }
 
@@ -144,7 +186,11 @@ impl Manifest {
         self.check()?;
         let fingerprints = self.fingerprints();
         let mut bytes = Vec::with_capacity(
-            HEAD + self.packs.len() * PACK + self.condemned.len() * CONDEMNED + fingerprints * 4 + HASH,
+            HEAD + self.packs.len() * PACK
+                + self.condemned.len() * CONDEMNED
+                + fingerprints * 4
+                + self.deletions.keys.len() * (DELETE + KEY)
+                + HASH,
         );
         bytes.extend_from_slice(&MAGIC);
         bytes.extend_from_slice(&VERSION.to_le_bytes());
@@ -155,7 +201,8 @@ impl Manifest {
         bytes.extend_from_slice(&self.generation.to_le_bytes());
         bytes.extend_from_slice(&self.written_ms.to_le_bytes());
         bytes.extend_from_slice(&self.namespace.0);
-        bytes.extend_from_slice(&[0; 8]);
+        bytes.extend_from_slice(&self.begun_ms.to_le_bytes());
+        self.deletions.encode_head(&mut bytes);
         for (id, pack) in &self.packs {
             bytes.extend_from_slice(&id.0);
             for field in [pack.payload_bytes, pack.added_ms, pack.expires_ms] {
@@ -172,6 +219,7 @@ impl Manifest {
         for fingerprint in self.packs.values().flat_map(|pack| &pack.filter) {
             bytes.extend_from_slice(&fingerprint.to_le_bytes());
         }
+        self.deletions.encode_lists(&mut bytes);
         let hash = hash_of(&bytes);
         bytes.extend_from_slice(&hash);
         Ok(bytes)
@@ -191,26 +239,33 @@ impl Manifest {
         if hash_of(covered) != *hash {
             return Err(FormatError::Damaged);
         }
-        if version != VERSION || taker.array()? != [0; 2] {
+        if !(WITHOUT_DELETES..=VERSION).contains(&version) || taker.array()? != [0; 2] {
             return Err(FormatError::Rule("version"));
         }
         let (packs, condemned, fingerprints) = (taker.count()?, taker.count()?, taker.count()?);
         if packs > PACKS_MAX || condemned > CONDEMNED_MAX || fingerprints > FINGERPRINTS_MAX {
             return Err(FormatError::Rule("a count is outside its bounds"));
         }
+        let (generation, written_ms) = (taker.u64()?, taker.u64()?);
+        let namespace = NamespaceId(taker.array()?);
+        let begun_ms = taker.u64()?;
+        let (head, (deletions, deleted)) = if version == WITHOUT_DELETES {
+            if begun_ms != 0 {
+                return Err(FormatError::Rule("reserved"));
+            }
+            (SHORT_HEAD, (Deletions::default(), (0, 0)))
+        } else {
+            (HEAD, Deletions::take_head(&mut taker)?)
+        };
         // Bounded by what is there before anything is allocated.
-        let expected = HEAD + packs * PACK + condemned * CONDEMNED + fingerprints * 4 + HASH;
+        let lists = packs * PACK + condemned * CONDEMNED + fingerprints * 4;
+        let expected = head + lists + deleted.0 * DELETE + deleted.1 * KEY + HASH;
         if expected != bytes.len() {
             return Err(FormatError::Rule("counts and length differ"));
         }
-        let (generation, written_ms) = (taker.u64()?, taker.u64()?);
-        let namespace = NamespaceId(taker.array()?);
-        if taker.array()? != [0; 8] {
-            return Err(FormatError::Rule("reserved"));
-        }
-        let mut manifest =
-            Self { namespace, generation, written_ms, packs: BTreeMap::new(), condemned: BTreeMap::new() };
+        let mut manifest = Self { generation, written_ms, begun_ms, deletions, ..Self::empty(namespace) };
         manifest.take_packs(&mut taker, (packs, condemned, fingerprints))?;
+        manifest.deletions.take_lists(&mut taker, deleted)?;
         manifest.check()?;
         Ok(manifest)
     }
@@ -264,27 +319,4 @@ pub(super) fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     let hash = hash_of(&bytes);
     bytes.extend_from_slice(&hash);
     bytes
-}
-
-/// Takes fields from the front of bytes.
-struct Taker<'a>(&'a [u8]);
-
-impl Taker<'_> {
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], FormatError> {
-        let (field, rest) = self.0.split_first_chunk::<N>().ok_or(FormatError::Damaged)?;
-        self.0 = rest;
-        Ok(*field)
-    }
-
-    fn u32(&mut self) -> Result<u32, FormatError> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Result<u64, FormatError> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    fn count(&mut self) -> Result<usize, FormatError> {
-        self.u32().map(|count| count as usize)
-    }
 }

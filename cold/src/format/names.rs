@@ -15,6 +15,9 @@ pub const PACKS: &str = "kvarts-cold-1/packs/";
 /// Before the indexes of all namespaces.
 pub const INDEXES: &str = "kvarts-cold-1/indexes/";
 
+/// What is put to try whether conditions of puts are kept.
+pub const CONDITIONS: &str = "kvarts-cold-1/conditions";
+
 /// What a name is that of.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Named {

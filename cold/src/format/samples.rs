@@ -133,5 +133,11 @@ pub(crate) fn manifest() -> Manifest {
     manifest.packs.insert(pack.id, pack.entry);
     manifest.packs.insert(PackId([0x21; 32]), other);
     manifest.condemned.insert(PackId([0x42; 32]), 1_700_000_006_500);
+    manifest.begun_ms = 1_700_000_000_100;
+    let deletions = &mut manifest.deletions;
+    deletions.add_all(super::Delete { generation: 2, at_ms: 1_700_000_000_200 });
+    deletions.add_unknown(super::Delete { generation: 3, at_ms: 1_700_000_000_300 });
+    deletions.add_keys([7, 1 << 40], super::Delete { generation: 4, at_ms: 1_700_000_000_400 });
+    deletions.add_keys([9, 7], super::Delete { generation: 6, at_ms: 0 });
     manifest
 }

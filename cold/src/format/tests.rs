@@ -6,6 +6,7 @@ use kvarts_layout::export::{HEAD_BYTES, Writing};
 use kvarts_layout::{Coordinate, Group};
 use proptest::prelude::*;
 
+use super::deletions::{DELETES_MAX, KEYS_MAX};
 use super::samples::*;
 use super::*;
 
@@ -24,6 +25,25 @@ fn the_bytes_of_a_pack_an_index_and_a_manifest_are_golden() {
     golden("pack.bin", &whole(&pack));
     golden("index.bin", &pack.index);
     golden("manifest.bin", &manifest().encode().unwrap());
+}
+
+#[test]
+#[allow(clippy::disallowed_methods, reason = "a golden file")]
+fn a_manifest_of_the_version_without_deletes_is_read_and_knows_of_none() {
+    let bytes = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/manifest-1.bin")).unwrap();
+    let read = Manifest::decode(&bytes).unwrap();
+    let Manifest { begun_ms, deletions, .. } = Manifest::empty(namespace_id("r1"));
+    assert_eq!(read, Manifest { begun_ms, deletions, ..manifest() });
+    // It is written as one of this version.
+    let again = read.encode().unwrap();
+    assert_eq!((again[8], Manifest::decode(&again)), (manifest::VERSION as u8, Ok(read)));
+    for at in 0..bytes.len() {
+        for bit in 0..8 {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << bit;
+            assert!(Manifest::decode(&flipped).is_err(), "byte {at}, bit {bit}");
+        }
+    }
 }
 
 #[test]
@@ -203,18 +223,77 @@ fn a_manifest_outside_its_bounds_is_neither_written_nor_read() {
 }
 
 #[test]
+fn a_list_of_deletes_outside_its_bounds_is_neither_written_nor_read() {
+    let refused = |change: &dyn Fn(&mut Deletions)| {
+        let mut manifest = manifest();
+        change(&mut manifest.deletions);
+        manifest.encode().is_err()
+    };
+    let delete = |generation| Delete { generation, at_ms: 1 };
+    // Of a generation that never was, or is not yet.
+    assert!(refused(&|deletions| deletions.keys.extend([(1, delete(0))])));
+    assert!(refused(&|deletions| deletions.keys.extend([(1, delete(8))])));
+    assert!(refused(&|deletions| deletions.listed_after = 8));
+    assert!(refused(
+        &|deletions| deletions.keys = (0..=KEYS_MAX as u64).map(|key| (key, delete(1))).collect()
+    ));
+    let many = |at_ms| Delete { generation: 1, at_ms };
+    assert!(refused(
+        &|deletions| deletions.keys = (0..=DELETES_MAX as u64).map(|key| (key, many(key))).collect()
+    ));
+}
+
+#[test]
+fn the_oldest_deletes_are_folded_into_what_refuses_all_that_was_listed_before() {
+    let at = |generation| Delete { generation, at_ms: generation * 10 };
+    let mut deletions = Deletions::default();
+    for generation in 1..=(DELETES_MAX as u64 + 2) {
+        deletions.add_keys([generation], at(generation));
+    }
+    assert_eq!((deletions.keys.len(), deletions.listed_after, deletions.forgotten_ms), (DELETES_MAX, 2, 20));
+    let listed =
+        |since, fingerprint, created_ms| deletions::Listed { since: Some(since), fingerprint, created_ms };
+    // What was listed before a delete that is kept or folded is hidden, and nothing else.
+    for (since, fingerprint, is_hidden) in
+        [(1, 77_777, true), (2, 77_777, false), (2, 3, true), (3, 3, false)]
+    {
+        assert_eq!(deletions.hides(listed(since, fingerprint, 1 << 40)), is_hidden, "{since} {fingerprint}");
+    }
+    assert!(deletions.is_doubtful(20) && !deletions.is_doubtful(21));
+    // One that has too many keys by itself.
+    deletions.add_keys(0..=KEYS_MAX as u64, at(9000));
+    assert_eq!((deletions.keys.len(), deletions.listed_after, deletions.forgotten_ms), (0, 9000, 90_000));
+}
+
+#[test]
+fn what_was_produced_before_a_delete_is_hidden_whenever_it_was_listed() {
+    let mut deletions = Deletions::default();
+    deletions.add_keys([5, 6], Delete { generation: 3, at_ms: 100 });
+    deletions.add_keys([6], Delete { generation: 4, at_ms: 0 });
+    let hides = |deletions: &Deletions, fingerprint, created_ms| {
+        deletions.hides(deletions::Listed { since: Some(9), fingerprint, created_ms })
+    };
+    assert!(hides(&deletions, 5, 100) && hides(&deletions, 6, 100), "a shorter life does not undo a delete");
+    assert!(!hides(&deletions, 5, 101) && !hides(&deletions, 7, 1));
+    deletions.add_all(Delete { generation: 5, at_ms: 200 });
+    assert!(hides(&deletions, 7, 200) && !hides(&deletions, 5, 201) && deletions.keys.is_empty());
+    assert!(deletions.hides(deletions::Listed { since: None, fingerprint: 7, created_ms: 1 << 40 }));
+}
+
+#[test]
 fn a_newer_manifest_is_told_from_a_damaged_one() {
     let mut bytes = manifest().encode().unwrap();
-    bytes[8] = 2;
-    assert_eq!(Manifest::decode(&bytes), Err(FormatError::Newer(2)));
+    bytes[8] = 3;
+    assert_eq!(Manifest::decode(&bytes), Err(FormatError::Newer(3)));
 }
 
 #[test]
 fn counts_that_promise_more_than_is_there_allocate_nothing() {
     let mut bytes = manifest().encode().unwrap();
     bytes.truncate(bytes.len() - 32);
-    // The three counts, and that of the first pack's fingerprints.
-    for at in [12, 16, 20, 148] {
+    // The counts, that of the first pack's fingerprints, and that of the last delete's keys.
+    let last = bytes.len() - manifest().deletions.keys.len() * 8 - 4;
+    for at in [12, 16, 20, 104, 108, 180, last] {
         let mut claims = bytes.clone();
         claims[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(matches!(Manifest::decode(&manifest::sealed(claims)), Err(FormatError::Rule(_))), "{at}");
@@ -267,9 +346,21 @@ proptest! {
         entries in entries(),
         condemned in proptest::collection::btree_map(any::<[u8; 32]>(), any::<u64>(), 0..20),
         generation in 1u64..,
+        (begun_ms, made_after_ms, forgotten_ms) in any::<(u64, u64, u64)>(),
+        listed_after in any::<proptest::sample::Index>(),
+        deletes in proptest::collection::btree_map(any::<u64>(), (0usize..4, 0u64..3), 0..20),
     ) {
         let mut manifest = Manifest::empty(namespace_id("r1"));
         manifest.generation = generation;
+        manifest.begun_ms = begun_ms;
+        let deletions = &mut manifest.deletions;
+        deletions.made_after_ms = made_after_ms;
+        deletions.forgotten_ms = forgotten_ms;
+        deletions.listed_after = listed_after.index(usize::MAX) as u64 % generation;
+        deletions.keys = deletes
+            .into_iter()
+            .map(|(key, (back, at_ms))| (key, Delete { generation: (generation - 1).saturating_sub(back as u64) + 1, at_ms }))
+            .collect();
         for (id, (payload_bytes, added_ms, expires_ms, index_bytes, filter)) in entries {
             let blocks = filter.len() as u32 + 1;
             let filter = filter.into_iter().collect();

@@ -83,8 +83,23 @@ pub struct Plan {
     pub after: Option<(u64, Kind)>,
 }
 
+/// What a bucket does with conditions of puts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Conditional {
+    /// It keeps them.
+    #[default]
+    Kept,
+    /// It puts whatever they say, as servers do that do not know the headers.
+    Ignored,
+    /// It puts whatever `If-Match` says, and keeps `If-None-Match`.
+    MatchIgnored,
+    /// It refuses puts with a condition (501).
+    Refused,
+}
+
 struct State {
     plan: Plan,
+    conditional: Conditional,
     random: u64,
     asked: BTreeMap<Op, u64>,
     /// Every object, as listings were to be remembered.
@@ -113,6 +128,7 @@ impl Faulty {
     pub fn new(inner: Arc<dyn Bucket>, time: Arc<dyn Time>, seed: u64) -> Arc<Self> {
         let state = State {
             plan: Plan::default(),
+            conditional: Conditional::default(),
             random: seed | 1,
             asked: BTreeMap::new(),
             listed: Vec::new(),
@@ -124,6 +140,22 @@ impl Faulty {
     /// Sets what goes wrong from now on.
     pub fn plan(&self, plan: Plan) {
         self.state.lock().unwrap().plan = plan;
+    }
+
+    /// Sets what becomes of conditions of puts.
+    pub fn conditional(&self, conditional: Conditional) {
+        self.state.lock().unwrap().conditional = conditional;
+    }
+
+    /// The condition that is kept of this one.
+    fn kept(&self, condition: Condition) -> Result<Condition, Fault> {
+        match (self.state.lock().unwrap().conditional, condition) {
+            (Conditional::Kept, condition)
+            | (Conditional::MatchIgnored, condition @ Condition::Absent)
+            | (_, condition @ Condition::Any) => Ok(condition),
+            (Conditional::Ignored | Conditional::MatchIgnored, _) => Ok(Condition::Any),
+            (Conditional::Refused, _) => Err(Fault::Refused("501 Not Implemented".to_owned())),
+        }
     }
 
     /// Everything goes wrong in this way, or nothing does.
@@ -301,6 +333,7 @@ impl Bucket for Faulty {
         Box::pin(async move {
             let op = if condition == Condition::Any { Op::Put } else { Op::Swap };
             let kind = self.before(op).await?;
+            let condition = self.kept(condition)?;
             if let Some(Kind::Afterwards(long)) = kind {
                 let at = self.time.now() + long;
                 self.state.lock().unwrap().given_up.push((at, (name.to_owned(), body, condition)));

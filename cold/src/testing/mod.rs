@@ -4,7 +4,7 @@ mod faulty;
 mod memory;
 mod virtual_time;
 
-pub use faulty::{Faulty, Kind, Op, Plan};
+pub use faulty::{Conditional, Faulty, Kind, Op, Plan};
 pub use memory::MemoryBucket;
 
 pub use crate::format::samples::{BLOCK, bytes_of, key, namespace, namespace_id, run};

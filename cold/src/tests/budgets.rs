@@ -55,7 +55,7 @@ fn deletes_reach_the_bucket_when_blocks_have_spent_their_part_of_the_day() {
         }
         assert!(rounds < 100, "nothing is spent: {limits:?}");
         let keys = Deleted::Keys(vec![samples::key(1, 3)]);
-        let gone = world.time.run(withdraw(&tier, samples::namespace_id("r1"), &keys, false));
+        let gone = world.time.run(withdraw(&tier, samples::namespace_id("r1"), std::slice::from_ref(&keys)));
         assert_eq!(gone, Ok(1), "{limits:?}");
         let today = tier.access().today();
         assert!(today.requests <= limits.requests_a_day && today.written_bytes <= limits.written_bytes_a_day);

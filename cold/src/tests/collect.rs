@@ -100,7 +100,7 @@ fn what_a_push_left_that_did_not_end_goes_two_graces_later_and_not_before() {
     let world = World::new();
     world.push(&[(1, 0, 5)]).unwrap();
     drop(world.memory.take(&names::manifest(samples::namespace_id("r1"))));
-    world.push(&[(2, 0, 5)]).unwrap();
+    world.time.run(push(&world.other(), &[(2, 0, 5)], options())).unwrap();
     world.time.pass(HOUR / 2);
     assert_eq!(collected(&world, &hourly()).orphans, 0, "a push may be under way");
     world.time.pass(HOUR);

@@ -26,7 +26,7 @@ fn generation(tier: &Tier) -> Option<u64> {
 /// A second from now everything is deleted.
 async fn delete_later(world: &World, tier: &Tier) {
     world.time.sleep(SECOND).await;
-    assert_eq!(withdraw(tier, namespace(), &Deleted::Namespace, false).await, Ok(1));
+    assert_eq!(withdraw(tier, namespace(), std::slice::from_ref(&Deleted::Namespace)).await, Ok(1));
 }
 
 fn bytes_of_manifest(world: &World) -> Bytes {
@@ -116,7 +116,7 @@ fn an_old_answer_is_not_believed_and_a_bucket_that_was_begun_anew_is() {
     world.push(&[(1, 0, 5)]).unwrap();
     let old = bytes_of_manifest(&world);
     world.time.pass(SECOND);
-    world.time.run(withdraw(&world.tier, namespace(), &Deleted::Namespace, false)).unwrap();
+    world.time.run(withdraw(&world.tier, namespace(), std::slice::from_ref(&Deleted::Namespace))).unwrap();
     // As if something between here and the bucket had kept it.
     world.memory.set(&names::manifest(namespace()), old.to_vec());
     world.time.run(world.tier.read_manifest(namespace())).unwrap();
@@ -155,7 +155,7 @@ fn a_manifest_whose_put_was_given_up_and_happens_after_a_delete_meets_another_on
             world.faulty.next(Op::Swap, &[Some(Kind::Afterwards(60 * SECOND)); 4]);
             assert!(world.push(&[(1, 0, 5)]).is_err());
             assert!(world.tier.is_unsettled(namespace()));
-            world.time.run(withdraw(&world.tier, namespace(), deleted, false)).unwrap();
+            world.time.run(withdraw(&world.tier, namespace(), std::slice::from_ref(deleted))).unwrap();
             assert!(!world.tier.is_unsettled(namespace()));
             world.time.pass(99 * SECOND);
             assert_eq!(world.good(&world.other(), 1, 5), 0, "{deleted:?}");

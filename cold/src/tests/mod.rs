@@ -4,6 +4,8 @@ mod budgets;
 mod check;
 mod clocks;
 mod collect;
+mod conditions;
+mod deleted;
 mod fixture;
 mod late;
 mod push;

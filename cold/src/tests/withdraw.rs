@@ -14,7 +14,7 @@ use crate::time::Time;
 use crate::withdraw::{Deleted, withdraw};
 
 fn delete(world: &World, deleted: &Deleted) -> Result<u64, ColdError> {
-    world.time.run(withdraw(&world.other(), samples::namespace_id("r1"), deleted, false))
+    world.time.run(withdraw(&world.other(), samples::namespace_id("r1"), std::slice::from_ref(deleted)))
 }
 
 /// Blocks of two prefixes that a node finds which remembers nothing.
@@ -108,7 +108,10 @@ fn a_pusher_that_was_told_names_nothing_even_if_it_looked_before() {
     let (run, payload) = samples::run("r1", 1, 0, 4);
     world.time.run(pushing.add(&samples::namespace("r1"), &run, &payload)).unwrap();
     told.store(true, Ordering::SeqCst);
-    assert_eq!(world.time.run(withdraw(&deleter, namespace, &Deleted::Namespace, true)), Ok(0));
+    assert_eq!(
+        world.time.run(withdraw(&deleter, namespace, std::slice::from_ref(&Deleted::Namespace))),
+        Ok(0)
+    );
     assert_eq!(world.time.run(pushing.flush()), Err(ColdError::Withdrawn));
     assert_eq!(left(&world).0, 0);
 }

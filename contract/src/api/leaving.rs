@@ -24,3 +24,12 @@ pub struct Leaving {
     /// When they expire, in milliseconds since 1970; zero for never.
     pub expires_ms: u64,
 }
+
+/// Blocks that a shard has, of one of its segments.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct SegmentBlocks {
+    /// The stretches of records that are live there.
+    pub runs: Vec<Leaving>,
+    /// The segment to go on with; none: there are no more.
+    pub next: Option<u32>,
+}

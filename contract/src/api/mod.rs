@@ -24,7 +24,7 @@ use kvarts_layout::{Geometry, Identity, NamespaceId};
 pub use by_layers::LayeredPut;
 pub use delete::{DeleteOutcome, DeleteReply, DeleteRequest, Target, TtlReply, TtlRequest};
 pub use digests::Digests;
-pub use leaving::Leaving;
+pub use leaving::{Leaving, SegmentBlocks};
 pub use lookup::{
     Beyond, BeyondColumn, DiskLink, LeaseId, LeaseTerms, MAX_MATCH_ENTRIES, MatchReply, MatchRequest,
     Missing, PIN_BYTES, PlanTerms, Planned,

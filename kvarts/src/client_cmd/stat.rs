@@ -68,6 +68,12 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
     if let Some(cold) = &stats.cold {
         let paused = if cold.paused { "; it fails, and is left alone for a while" } else { "" };
         writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
+        if let Some(why) = &cold.read_only {
+            writeln!(
+                out,
+                "    READ-ONLY: {why}; nothing is copied there, and deletes of what it has are refused"
+            )?;
+        }
         for (name, count) in &cold.counts {
             writeln!(out, "    {:<22} {:>20}", name.replace('_', " "), grouped(*count))?;
         }
@@ -128,7 +134,7 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
         "counts": stats.counts, "notes": stats.notes,
         "ownerless": stats.ownerless.iter().map(ownerless).collect::<Vec<_>>(),
         "cold": stats.cold.as_ref().map(|cold| json!({
-            "bucket": cold.bucket, "paused": cold.paused, "counts": cold.counts,
+            "bucket": cold.bucket, "paused": cold.paused, "read_only": cold.read_only, "counts": cold.counts,
         })),
         "recovery": stats.recovery.iter().map(recovery).collect::<Vec<_>>(),
         "local_clients": stats.local_clients.iter().map(local).collect::<Vec<_>>(),

@@ -21,7 +21,7 @@ pub(super) struct FsckArgs {
     /// Manifests, indexes and lengths only: no block is read
     #[arg(long)]
     quick: bool,
-    /// Make lost indexes again from their packs, and name packs that are gone no longer
+    /// Make lost indexes again from their packs, and name packs no longer that are gone or have deleted blocks
     #[arg(long)]
     repair: bool,
     #[command(flatten)]
@@ -40,6 +40,8 @@ struct Report {
     orphan_bytes: u64,
     /// Packs that wait for their deletion.
     condemned: u64,
+    /// Keys whose deletes the manifests list.
+    deletes: u64,
     asked: Option<Asked>,
 }
 
@@ -63,6 +65,7 @@ pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
         orphans: 0,
         orphan_bytes: 0,
         condemned: 0,
+        deletes: 0,
         asked: None,
     };
     let troubles = bucket.each(&bucket.namespaces(arguments.namespace)?, |namespace| {
@@ -75,6 +78,7 @@ pub(super) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
         report.orphans += checked.orphans;
         report.orphan_bytes += checked.orphan_bytes;
         report.condemned += checked.condemned;
+        report.deletes += checked.deletes;
         report.problems.extend(checked.found.into_iter().map(|found| Problem {
             namespace: namespace.to_string(),
             what: found.finding.to_string(),
@@ -113,6 +117,13 @@ fn write_text(report: &Report, arguments: &FsckArgs, out: &mut dyn Write) -> Res
     }
     if report.condemned > 0 {
         writeln!(out, "{} packs wait for their deletion.", grouped(report.condemned))?;
+    }
+    if report.deletes > 0 {
+        writeln!(
+            out,
+            "{} deletes of keys are kept, so that no push brings them back.",
+            grouped(report.deletes)
+        )?;
     }
     let left = report.problems.iter().filter(|problem| !problem.repaired).count();
     match (left, arguments.repair) {

@@ -1,20 +1,29 @@
-//! `kvarts cold push`: artifacts of a store into the bucket.
+//! `kvarts cold push`: artifacts of a store into the bucket; by the server of the store, or out of the files of a store without one.
 //!
-//! One thread writes the export that the store's files give, this one takes it apart into runs for packs: at no time is more in memory
-//! than one run and the packs that are not full.
+//! A server pushes into its own bucket, and knows what is deleted meanwhile (`server/src/cold/push.rs`). Out of files one thread writes
+//! the export that they give, this one takes it apart into runs for packs: at no time is more in memory
+//! than one run and the packs that are not full. What the manifest names as deleted since the store was listed is left out; what a
+//! server deletes that does not tell this bucket cannot be known.
 
+use std::collections::BTreeMap;
 use std::io::{BufReader, BufWriter, PipeReader, Write};
+use std::path::PathBuf;
 
 use bytes::Bytes;
 use clap::Args;
-use kvarts_cold::{PushOptions, Pushed, Pusher};
+use kvarts_client::Via;
+use kvarts_cold::push::points;
+use kvarts_cold::{Point, PushOptions, Pushed, Pusher};
+use kvarts_fsck::disk::{OpenError, RealDisk};
 use kvarts_fsck::export::{Exported, export, planned_bytes};
 use kvarts_fsck::window::Tally;
+use kvarts_layout::NamespaceId;
 use kvarts_server::human::{bytes, grouped};
-use kvarts_terminal::Failure;
+use kvarts_terminal::{Failure, Refusal};
 use serde::Serialize;
 
 use super::{Asked, Bucket, BucketArgs};
+use crate::client_cmd::ServerArgs;
 use crate::fsck_cmd::watched;
 use crate::offline::export_cmd::Wanted;
 use crate::offline::frames::Source;
@@ -23,12 +32,23 @@ use crate::offline::{Place, now_ms, write_json};
 /// The arguments of `cold push`.
 #[derive(Args, Debug)]
 pub(super) struct PushArgs {
-    #[command(flatten)]
-    place: Place,
+    /// Every directory of a store; without one a running server pushes what it has into its own bucket
+    #[arg(value_name = "DIR", requires = "bucket")]
+    directories: Vec<PathBuf>,
+    /// Further directories of the store
+    #[arg(long = "dir", value_name = "DIR", requires = "directories")]
+    more: Vec<PathBuf>,
+    /// Read a store that is in use, whose server has not this bucket: what is deleted meanwhile may be pushed
+    #[arg(long, requires = "directories")]
+    live: bool,
     #[command(flatten)]
     wanted: Wanted,
+    /// Of a store in directories, where to: s3://BUCKET/PREFIX, with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
+    /// AWS_ENDPOINT_URL as other programs take them; or file:///DIRECTORY
+    #[arg(long, value_name = "URL", requires = "directories")]
+    bucket: Option<String>,
     #[command(flatten)]
-    bucket: BucketArgs,
+    server: ServerArgs,
 }
 
 #[derive(Serialize)]
@@ -44,17 +64,101 @@ struct Report {
     /// Wanted, and damaged in the store.
     blocks_left_out: u64,
     store_problems: u64,
-    /// A checkpoint cannot be read: what was deleted may be in the bucket.
+    /// Blocks that were deleted after the store was listed, and are not in the bucket.
+    deleted: u64,
+    /// What was deleted may be in the bucket: a checkpoint cannot be read, the store is in use, or blocks are older than the deletes that
+    /// the bucket knows.
     deletes_may_be_missing: bool,
-    asked: Asked,
+    /// Of `blocks`, those that are older than the deletes that the bucket knows one by one.
+    doubtful: u64,
+    /// What a server asks its bucket is in its own counts.
+    asked: Option<Asked>,
+    /// Namespaces that a server's bucket did not take, and why.
+    problems: Vec<String>,
 }
 
 /// Runs the command. Exit code 1 where something that was wanted is not in the bucket.
 pub(super) fn run(arguments: &PushArgs, out: &mut dyn Write) -> Result<(), Failure> {
     arguments.wanted.expect_some("push")?;
-    let bucket = arguments.bucket.open()?;
+    let directories: Vec<PathBuf> = arguments.directories.iter().chain(&arguments.more).cloned().collect();
+    let (report, seen) = match (&arguments.bucket, directories.is_empty()) {
+        (Some(bucket), false) => {
+            let bucket = BucketArgs { bucket: bucket.clone(), json: arguments.server.json };
+            from_files(arguments, &directories, &bucket)?
+        }
+        _ => (by_server(arguments)?, Seen::default()),
+    };
+    if arguments.server.json {
+        write_json(&report, out)?
+    } else {
+        write_text(&report, seen, out)?
+    }
+    if report.complete { Ok(()) } else { Err(Failure::Problems) }
+}
+
+/// Why deletes may be missing.
+#[derive(Clone, Copy, Default)]
+struct Seen {
+    is_in_use: bool,
+    has_lost_checkpoint: bool,
+}
+
+/// A server pushes what it has into its own bucket.
+fn by_server(arguments: &PushArgs) -> Result<Report, Failure> {
+    let namespace = arguments.wanted.of_server().map_err(Failure::user)?;
+    let client = arguments.server.connect(Via::Grpc)?;
+    let done = client.cold_push(namespace).map_err(Failure::user)?;
+    Ok(Report {
+        complete: done.unread + done.too_large == 0 && done.problems.is_empty(),
+        packs: done.packs,
+        blocks: done.blocks,
+        payload_bytes: done.payload_bytes,
+        already_there: done.already_there,
+        expired: done.expired,
+        too_large: done.too_large,
+        blocks_left_out: done.unread,
+        store_problems: 0,
+        deleted: done.deleted,
+        deletes_may_be_missing: false,
+        doubtful: 0,
+        asked: None,
+        problems: done.problems,
+    })
+}
+
+/// Whether a process uses the store. One that is used is refused unless it is to be read all the same.
+fn is_in_use(directories: &[PathBuf], live: bool) -> Result<bool, Failure> {
+    for directory in directories {
+        match RealDisk::open(directory, true, false) {
+            Err(OpenError::InUse) if live => return Ok(true),
+            Err(OpenError::InUse) => {
+                let shown = directory.display();
+                return Err(Failure::Refused(Refusal::new(
+                    "in-use",
+                    format!("{shown} is in use by another process"),
+                    "without DIR its server pushes into its own bucket; --live reads it all the same, and what is deleted meanwhile may be pushed",
+                )));
+            }
+            // What else is wrong is told where it is read.
+            Ok(_) | Err(OpenError::Io(_)) => {}
+        }
+    }
+    Ok(false)
+}
+
+/// Out of the files of a store.
+fn from_files(
+    arguments: &PushArgs,
+    directories: &[PathBuf],
+    bucket: &BucketArgs,
+) -> Result<(Report, Seen), Failure> {
+    let is_in_use = is_in_use(directories, arguments.live)?;
+    let place = Place::of(directories, is_in_use).ok_or_else(|| Failure::user("which store?"))?;
+    let bucket = bucket.open()?;
+    // Before the store is listed: what is deleted from now on, and told to this bucket, is left out.
+    let listed = bucket.wait(points(&bucket.tier))?;
     let tally = Tally::default();
-    let (store, contents) = arguments.place.read(&tally)?;
+    let (store, contents) = place.read(&tally)?;
     let wanted = arguments.wanted.selection(&contents);
     let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
     let (from, to) = std::io::pipe().map_err(|error| Failure::User(format!("a pipe: {error}")))?;
@@ -68,7 +172,7 @@ pub(super) fn run(arguments: &PushArgs, out: &mut dyn Write) -> Result<(), Failu
                 Ok(exported)
             });
             // With it goes its end of the pipe: if it fails, the export ends too.
-            let pushed = push(&bucket, from);
+            let pushed = push(&bucket, from, listed);
             (exporting.join(), pushed)
         })
     });
@@ -78,10 +182,11 @@ pub(super) fn run(arguments: &PushArgs, out: &mut dyn Write) -> Result<(), Failu
     if exported.totals.blocks == 0 && left_out == 0 && !arguments.wanted.all {
         return Err(Failure::user("nothing in the store is what was asked for"));
     }
-    let deletes_may_be_missing = contents.may_have_forgotten_deletes();
-    let Pushed { packs, blocks, payload_bytes, already_there, expired, too_large } = pushed;
+    let has_lost_checkpoint = contents.may_have_forgotten_deletes();
+    let Pushed { packs, blocks, payload_bytes, already_there, expired, too_large, deleted, doubtful } =
+        pushed;
     let report = Report {
-        complete: left_out + too_large == 0 && store_problems == 0 && !deletes_may_be_missing,
+        complete: left_out + too_large == 0 && store_problems == 0 && !has_lost_checkpoint,
         packs,
         blocks,
         payload_bytes,
@@ -90,20 +195,19 @@ pub(super) fn run(arguments: &PushArgs, out: &mut dyn Write) -> Result<(), Failu
         too_large,
         blocks_left_out: left_out,
         store_problems,
-        deletes_may_be_missing,
-        asked: bucket.asked(),
+        deleted,
+        deletes_may_be_missing: has_lost_checkpoint || is_in_use || doubtful > 0,
+        doubtful,
+        asked: Some(bucket.asked()),
+        problems: Vec::new(),
     };
-    if arguments.bucket.json {
-        write_json(&report, out)?
-    } else {
-        write_text(&report, out)?
-    }
-    if report.complete { Ok(()) } else { Err(Failure::Problems) }
+    Ok((report, Seen { is_in_use, has_lost_checkpoint }))
 }
 
 /// Takes an export apart and brings it into the tier.
-fn push(bucket: &Bucket, from: PipeReader) -> Result<Pushed, Failure> {
+fn push(bucket: &Bucket, from: PipeReader, listed: BTreeMap<NamespaceId, Point>) -> Result<Pushed, Failure> {
     let mut pusher = Pusher::new(&bucket.tier, PushOptions::default());
+    listed.into_iter().for_each(|(namespace, point)| pusher.listed(namespace, point));
     let mut source = Source::new("the store", BufReader::with_capacity(1 << 20, from));
     source.each_run(&mut |source, reading, run| {
         let namespace =
@@ -115,17 +219,32 @@ fn push(bucket: &Bucket, from: PipeReader) -> Result<Pushed, Failure> {
     bucket.wait(pusher.finish())
 }
 
-fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
-    writeln!(
+fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Failure> {
+    write!(
         out,
-        "{} blocks, {}, in {} packs; {} were there already; {} requests, {} of them again",
+        "{} blocks, {}, in {} packs; {} were there already",
         grouped(report.blocks),
         bytes(report.payload_bytes),
         grouped(report.packs),
-        grouped(report.already_there),
-        grouped(report.asked.requests),
-        grouped(report.asked.retries)
+        grouped(report.already_there)
     )?;
+    match &report.asked {
+        Some(asked) => {
+            writeln!(
+                out,
+                "; {} requests, {} of them again",
+                grouped(asked.requests),
+                grouped(asked.retries)
+            )?;
+        }
+        None => writeln!(out)?,
+    }
+    if report.deleted > 0 {
+        writeln!(out, "{} blocks were deleted meanwhile and were left out.", grouped(report.deleted))?;
+    }
+    for problem in &report.problems {
+        writeln!(out, "{problem}")?;
+    }
     if report.expired > 0 {
         writeln!(out, "{} blocks have expired and were left out.", grouped(report.expired))?;
     }
@@ -146,8 +265,21 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
             "The store has {problems} problems; what they hide is not in the bucket. Run kvarts fsck."
         )?;
     }
-    if report.deletes_may_be_missing {
+    if seen.has_lost_checkpoint {
         writeln!(out, "A checkpoint cannot be read: what was deleted may be in the bucket.")?;
+    }
+    if seen.is_in_use {
+        writeln!(
+            out,
+            "The store is in use: what its server deleted meanwhile may be in the bucket, unless the server has this bucket too."
+        )?;
+    }
+    if report.doubtful > 0 {
+        writeln!(
+            out,
+            "{} blocks are older than the deletes that the bucket knows one by one: what another node deleted may be among them.",
+            grouped(report.doubtful)
+        )?;
     }
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! Each check is a [`Finding`]: what was found, how it is judged, what to do. The judgements are functions of plain values, which
 //! `machine` and `disk` look up.
 
+mod bucket;
 mod disk;
 mod machine;
 
@@ -26,6 +27,9 @@ pub(crate) struct DoctorArgs {
     /// Bytes that are written to each directory and read again, to measure the disk; 0 leaves this out
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = crate::sizes::bytes)]
     probe: u64,
+    /// The bucket of a cold tier, which one small object is put into: s3://BUCKET/PREFIX or file:///DIRECTORY
+    #[arg(long, value_name = "URL")]
+    bucket: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -83,6 +87,7 @@ pub(crate) fn run(arguments: &DoctorArgs, out: &mut dyn Write) -> Result<(), Fai
     for directory in &arguments.directories {
         findings.extend(disk::look(directory, arguments.probe));
     }
+    findings.extend(arguments.bucket.iter().map(|address| bucket::look(address)));
     findings.push(devices(cuda::count().map_err(|error| error.to_string())));
     let verdict = findings.iter().map(|finding| finding.verdict).max().unwrap_or(Verdict::Good);
     let sentence = sentence(&findings);

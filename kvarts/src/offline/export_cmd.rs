@@ -57,6 +57,14 @@ impl Wanted {
         Err(Failure::User(format!("say what to {verb}: --all, --namespace ID or --prefix KEY")))
     }
 
+    /// What a server is asked for: all, or a namespace.
+    pub(crate) fn of_server(&self) -> Result<Option<NamespaceId>, &'static str> {
+        match self.prefix {
+            Some(_) => Err("a server pushes a namespace or all: --prefix goes with DIR"),
+            None => Ok(self.namespace),
+        }
+    }
+
     /// What that is of a store.
     pub(crate) fn selection(&self, contents: &Contents) -> Selection {
         match (self.namespace, self.prefix) {

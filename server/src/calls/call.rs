@@ -47,10 +47,14 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// The time that is left.
+    pub(crate) fn left(&self) -> std::time::Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
     /// The deadline by the engine's clock.
     pub(crate) fn engine_deadline(&self) -> kvarts_contract::clock::Nanos {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        self.state.clock().now().plus(left)
+        self.state.clock().now().plus(self.left())
     }
 
     /// Sets the class that metrics count the call in; the first one stays.
@@ -216,7 +220,7 @@ pub(crate) fn admit(
 /// The longest deadline of a method: of those that go through all there is, as long as that may take.
 fn longest(name: &str) -> Duration {
     match name {
-        "scrub" | "compact" | "purge_tenant" => limits::WHOLE_STORE_MAX,
+        "scrub" | "compact" | "purge_tenant" | "cold_push" => limits::WHOLE_STORE_MAX,
         _ => limits::DEADLINE_MAX,
     }
 }
@@ -229,7 +233,7 @@ mod tests {
     #[test]
     fn a_call_about_the_whole_store_is_not_cut_off_where_others_are() {
         for Method { name, .. } in METHODS {
-            let long = matches!(*name, "scrub" | "compact" | "purge_tenant");
+            let long = matches!(*name, "scrub" | "compact" | "purge_tenant" | "cold_push");
             assert_eq!(longest(name) > limits::DEADLINE_MAX, long, "{name}");
         }
         // Ten terabytes at two gigabytes a second take more than an hour; a slow device takes days.

@@ -47,6 +47,7 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Admin/Resume", "resume", Right::Admin),
     Method::new("/kvarts.v1.Admin/Compact", "compact", Right::Admin),
     Method::new("/kvarts.v1.Admin/Scrub", "scrub", Right::Admin),
+    Method::new("/kvarts.v1.Admin/ColdPush", "cold_push", Right::Admin),
     Method::new("/kvarts.v1.Admin/Drain", "drain", Right::Admin),
     Method::new("/kvarts.v1.Admin/SetBudget", "set_budget", Right::Admin),
     Method::new("/kvarts.v1.Admin/Reload", "reload", Right::Admin),

@@ -20,7 +20,6 @@ use super::{cold, convert, limits};
 use crate::counters::Lookup;
 use crate::state::{HeldLease, Model, Right};
 use kvarts_wire::{busy, plans, proto};
-use tokio::time::Instant;
 
 /// Terms of a lease, if one is wanted and the tenant may have one more. How much it may hold the store knows.
 fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Option<LeaseTerms>> {
@@ -305,8 +304,8 @@ fn wire_away(away: &[Away]) -> Vec<proto::NodeAway> {
     away.iter().map(one).collect()
 }
 
-/// Has the cold tier keep none of these blocks for longer than they may live from now on; what is wrong with the call is told by the
-/// call itself. What it gives is held until the store knows it too.
+/// Keeps the cold tier from copying these blocks with the time that they had to live; what is wrong with the call is told by the
+/// call itself. What it gives is told when the store knows the new time.
 pub(crate) async fn shorten_in_cold<'a>(
     call: &'a Call,
     wire: &proto::SetTtlRequest,
@@ -315,8 +314,7 @@ pub(crate) async fn shorten_in_cold<'a>(
     let (keys, namespace) = (convert::keys(&wire.keys).ok()?, convert::namespace(&wire.namespace).ok()?);
     call.state.models.get(&call.caller, namespace).ok()?;
     let column = convert::column(wire.column.as_ref()).ok()?;
-    let left = call.deadline.saturating_duration_since(Instant::now());
-    Some(cold.shorten(namespace, column, &keys, Duration::from_millis(ttl), left / 2).await)
+    Some(cold.shorten(namespace, column, &keys, Duration::from_millis(ttl)).await)
 }
 
 /// Changes how long blocks may live whose put does not say.
@@ -387,10 +385,7 @@ pub(super) async fn deleted(
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
     let tier = match &call.state.decided.cold {
-        Some(cold) => {
-            let left = call.deadline.saturating_duration_since(Instant::now());
-            Some(cold.delete(namespace, &target, left / 2).await)
-        }
+        Some(cold) => Some(cold.delete(namespace, &target).await),
         None => None,
     };
     let request = DeleteRequest { namespace, target, deadline: Some(call.engine_deadline()) };
@@ -405,7 +400,9 @@ pub(super) async fn deleted(
             (answer.map_err(|_| Fault::busy("the store is closing"))??, Vec::new())
         }
     };
-    if let Some(tier) = tier {
+    if let Some(mut tier) = tier {
+        // What is listed from now on is what the store has now.
+        tier.tell(call.left()).await;
         reply = tier.answer(reply)?;
     }
     Ok((reply, away))

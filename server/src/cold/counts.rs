@@ -75,6 +75,8 @@ pub struct Counted {
     pub limits: Limits,
     /// Whether the bucket is left alone after failures.
     pub is_paused: bool,
+    /// Whether nothing is written to the bucket, because it does not keep conditions of puts.
+    pub is_read_only: bool,
     /// Namespaces whose manifest is known.
     pub manifests: u64,
     /// Memory of manifests and indexes.

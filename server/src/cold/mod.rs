@@ -4,7 +4,9 @@
 //! - A read of blocks that are not here, and are there, has them brought into the store (`restore`) and takes them as they come
 //!   (`path`, `landed`): the bucket is one of its paths (`ways`). What cannot be brought is a miss, as without the tier.
 //! - Blocks near their eviction are copied into the bucket by a sweep beside everything else (`spill`). Eviction waits for nothing.
-//! - What is deleted is taken out of the tier before the delete is acknowledged (`delete`): it does not come back.
+//! - What is deleted is taken out of the tier before the delete is acknowledged (`delete`, `telling`): it does not come back.
+//! - All that a store has is copied when an operator asks for it (`push`).
+//! - A bucket that does not keep conditions of puts is only read.
 //!
 //! Requests, bytes, memory and tasks are bounded; nothing of a bucket is believed (see `kvarts_cold`).
 
@@ -14,6 +16,7 @@ mod landed;
 mod manifests;
 mod offer;
 mod path;
+mod push;
 mod resting;
 mod restore;
 #[cfg(test)]
@@ -21,6 +24,7 @@ mod scenes;
 mod spare;
 mod spill;
 mod spilling;
+mod telling;
 mod ways;
 mod wish;
 
@@ -29,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_bucket::time::TokioTime;
-use kvarts_cold::{Access, Bucket, Fault, Limits, Tier, TierOptions};
+use kvarts_cold::{Access, Bucket, Conditions, Fault, Limits, Tier, TierOptions};
 use kvarts_peer::read::NodePaths;
 use kvarts_planner::plan::Link;
 use kvarts_store::engine::Store;
@@ -39,6 +43,7 @@ use tokio::task::JoinHandle;
 pub use counts::{Counted, Counts};
 pub use delete::Deleting;
 pub use offer::{OFFERED_MOST, Offer};
+pub use push::Copied;
 pub use spare::Coming;
 pub use wish::Wish;
 
@@ -47,6 +52,7 @@ use path::BucketPath;
 use resting::Resting;
 use restore::Flights;
 use spilling::Spilling;
+use telling::Telling;
 use ways::Ways;
 
 /// How long the bucket may take to say at the start whether it is there.
@@ -102,6 +108,7 @@ pub struct ColdTier {
     manifests: Manifests,
     flights: Flights,
     spilling: Spilling,
+    telling: Telling,
     resting: Resting,
     ways: Ways,
     /// Bytes a second that restores brought lately; 0: none did.
@@ -123,11 +130,16 @@ impl ColdTier {
         let bucket = kvarts_bucket::open(&config.bucket).map_err(|why| format!("cold.bucket: {why}"))?;
         let cold = Self::over(bucket, config, store, paths, seed)?;
         notes.push(match cold.probe().await {
-            Ok(()) => format!("the cold tier is {}", config.bucket),
+            Ok(()) => cold.probe_conditions().await,
             Err(why) => {
                 format!("cold.bucket: {}: {why}; until that ends, what is there is not found", config.bucket)
             }
         });
+        if cold.tier.access().keeps_versions() {
+            let sentence = "the bucket of the cold tier keeps versions of objects: what is deleted there stays until a lifecycle rule deletes noncurrent versions";
+            tracing::warn!("{sentence}");
+            notes.push(sentence.to_owned());
+        }
         Ok(cold)
     }
 
@@ -159,6 +171,7 @@ impl ColdTier {
             manifests: Manifests::default(),
             flights: Flights::new(config.memory),
             spilling: Spilling::default(),
+            telling: Telling::default(),
             resting: Resting::default(),
             rate: AtomicU64::new(0),
             runtime: Handle::current(),
@@ -187,6 +200,32 @@ impl ColdTier {
             Ok(Err(error)) => Err(error.to_string()),
             Err(_) => Err("no answer".to_owned()),
         }
+    }
+
+    /// Whether the bucket keeps conditions of puts, as a sentence; if it has not said so it is asked again before anything is written.
+    async fn probe_conditions(&self) -> String {
+        let bucket = &self.config.bucket;
+        match tokio::time::timeout(PROBE_TIMEOUT, self.tier.conditions()).await {
+            Ok(Ok(Conditions::Kept)) => format!("the cold tier is {bucket}"),
+            Ok(Ok(Conditions::NotKept(why))) => {
+                let sentence = format!(
+                    "the cold tier {bucket} is READ-ONLY: {why}. Nothing is copied there, and deletes of what it has are not acknowledged"
+                );
+                tracing::warn!("{sentence}");
+                sentence
+            }
+            Ok(Err(error)) => {
+                format!("the cold tier is {bucket}, which does not say whether it can be written to: {error}")
+            }
+            Err(_) => {
+                format!("the cold tier is {bucket}, which did not say in time whether it can be written to")
+            }
+        }
+    }
+
+    /// Why nothing is written to the bucket, if it was found not to keep conditions of puts.
+    pub fn read_only(&self) -> Option<String> {
+        self.tier.read_only()
     }
 
     /// Ends what works for it. Restores under way are broken off: their blocks are misses.
@@ -258,6 +297,7 @@ impl ColdTier {
             today: access.today(),
             limits: access.limits().clone(),
             is_paused: access.is_paused(),
+            is_read_only: self.read_only().is_some(),
             manifests: self.manifests.known(&self.tier),
             memory: (self.tier.manifest_memory() + self.tier.index_memory()) as u64,
             under_way: self.flights.blocks() as u64,

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{join, join_all};
-use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Plan, VirtualTime};
+use futures_util::future::{join, join_all, select};
+use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan, VirtualTime};
 use kvarts_cold::withdraw::Deleted;
 use kvarts_cold::{Access, Bucket, ColdError, Limits, PushOptions, Pusher, Tier, TierOptions, Time};
 use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Run};
@@ -18,13 +18,14 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::{Kind as Part, PartGeometry, Role};
 use kvarts_layout::{BlockKey, ContentId, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 
-use super::delete::taken_out;
+use super::counts::Counts;
 use super::spilling::Spilling;
+use super::telling::Telling;
 
 const COLUMN: (Group, Coordinate) = (Group(0), Coordinate::Replicated);
 const BLOCK: u64 = 64;
 const BLOCKS: u8 = 12;
-/// How old a manifest may be by which a delete is acknowledged without asking.
+/// How old a manifest may become.
 const REFRESH: Duration = Duration::from_secs(30);
 
 fn key(block: u8) -> BlockKey {
@@ -48,6 +49,7 @@ struct Scene {
     faulty: Arc<Faulty>,
     tier: Tier,
     spilling: Spilling,
+    telling: Telling,
     exported: Arc<ExportedNamespace>,
     namespace: NamespaceId,
     /// When each block of the store expires; zero for never.
@@ -61,7 +63,10 @@ fn tier(time: &VirtualTime, faulty: &Arc<Faulty>, seed: u64) -> Tier {
     let limits = Limits { failures_before_pause: 1000, ..Limits::default() };
     let bucket = Arc::clone(faulty) as Arc<dyn Bucket>;
     let access = Access::new(bucket, Arc::new(time.clone()), limits, seed);
-    Tier::new(access, TierOptions { refresh: 10 * REFRESH, ..TierOptions::default() })
+    Tier::new(
+        access,
+        TierOptions { refresh: 10 * REFRESH, tries_conditions: false, ..TierOptions::default() },
+    )
 }
 
 impl Scene {
@@ -86,6 +91,7 @@ impl Scene {
             time,
             faulty,
             spilling: Spilling::default(),
+            telling: Telling::default(),
             exported: Arc::new(ExportedNamespace { identity, geometry: Arc::new(geometry) }),
             namespace,
             store: Mutex::new((0..BLOCKS).map(|block| (block, 0)).collect()),
@@ -135,6 +141,8 @@ impl Scene {
         let options = PushOptions { pack_bytes: 3 * BLOCK, ..PushOptions::default() };
         let may_name = |of, keys: &[BlockKey]| self.spilling.may_name(of, keys);
         let mut pusher = Pusher::new(&self.tier, options).guarded(may_name);
+        let points = self.tier.points();
+        pusher.listed(self.namespace, points.get(&self.namespace).copied().unwrap_or_default());
         let listed = self.store.lock().unwrap().clone();
         self.pause(2000).await;
         sweep.open(self.namespace);
@@ -155,7 +163,7 @@ impl Scene {
         sweep.close(self.namespace);
     }
 
-    /// As a call of `Delete` or `SetTtl`: the bucket, then the store, then the answer.
+    /// As a call of `Delete` or `SetTtl`: the store, then the bucket, then the answer.
     async fn delete(&self, block: u8, how: u64) {
         let mut until_ms = 0;
         let deleted = match how {
@@ -167,23 +175,27 @@ impl Scene {
             _ => Deleted::Keys(vec![key(block)]),
         };
         let withdrawing = self.spilling.withdraw(self.namespace, &deleted);
-        let told = taken_out(&self.tier, self.namespace, &deleted, withdrawing.is_open, REFRESH).await;
         self.pause(1500).await;
         let gone: Vec<u8> = if how == 0 { (block..BLOCKS).collect() } else { vec![block] };
-        for block in gone {
+        for block in &gone {
             let mut store = self.store.lock().unwrap();
             if until_ms == 0 {
-                store.remove(&block);
-            } else if let Some(expires_ms) = store.get_mut(&block) {
+                store.remove(block);
+            } else if let Some(expires_ms) = store.get_mut(block) {
                 *expires_ms = until_ms;
             }
-            if told.is_ok() {
-                let mut promised = self.promised.lock().unwrap();
-                let promise = promised.entry(block).or_insert(until_ms);
-                *promise = until_ms.min(*promise);
-            }
+        }
+        let told = self.tell(&deleted).await;
+        for block in gone.iter().filter(|_| told.is_ok()) {
+            let mut promised = self.promised.lock().unwrap();
+            let promise = promised.entry(*block).or_insert(until_ms);
+            *promise = until_ms.min(*promise);
         }
         drop(withdrawing);
+    }
+
+    async fn tell(&self, deleted: &Deleted) -> Result<(), ColdError> {
+        self.telling.tell((&self.tier, &Counts::default()), self.namespace, deleted).await
     }
 
     /// Looks for what was promised to be gone.
@@ -232,7 +244,9 @@ fn play(seed: u64) -> (usize, usize) {
         for block in [100, 101] {
             scene.pause(9000).await;
             let (run, payload) = scene.run(block, 0);
+            let Ok(listed) = other.point(scene.namespace).await else { continue };
             let mut pusher = Pusher::new(&other, PushOptions::default());
+            pusher.listed(scene.namespace, listed);
             let _ = pusher.add(&scene.exported, &run, &payload).await;
             let _ = pusher.finish().await;
         }
@@ -270,8 +284,7 @@ fn a_block_whose_delete_is_under_way_when_a_sweep_begins_is_not_copied_by_it() {
     scene.time.run(async {
         let deleted = Deleted::Keys(vec![key(2)]);
         let withdrawing = scene.spilling.withdraw(scene.namespace, &deleted);
-        let told = taken_out(&scene.tier, scene.namespace, &deleted, withdrawing.is_open, REFRESH).await;
-        assert_eq!(told, Ok(0));
+        assert_eq!(scene.tell(&deleted).await, Ok(()));
         scene.sweep().await;
         scene.store.lock().unwrap().remove(&2);
         drop(withdrawing);
@@ -281,21 +294,37 @@ fn a_block_whose_delete_is_under_way_when_a_sweep_begins_is_not_copied_by_it() {
 }
 
 #[test]
-fn a_delete_asks_the_bucket_if_what_is_known_of_it_is_older_than_the_refresh_time() {
-    for (age, asks) in [(REFRESH, false), (REFRESH + Duration::from_millis(1), true)] {
-        let scene = Scene::new(1);
-        let other = tier(&scene.time, &scene.faulty, 2);
-        scene.time.run(async {
-            scene.tier.read_manifest(scene.namespace).await.unwrap();
-            let (run, payload) = scene.run(2, 0);
-            let mut pusher = Pusher::new(&other, PushOptions::default());
-            pusher.add(&scene.exported, &run, &payload).await.unwrap();
-            pusher.finish().await.unwrap();
-        });
-        scene.time.pass(age);
-        let before = scene.faulty.asked_in_all();
-        let deleted = Deleted::Keys(vec![key(2)]);
-        let told = scene.time.run(taken_out(&scene.tier, scene.namespace, &deleted, false, REFRESH));
-        assert_eq!((told, scene.faulty.asked_in_all() > before), (Ok(u64::from(asks)), asks));
-    }
+fn deletes_that_are_told_at_once_are_few_changes_and_each_is_answered() {
+    let scene = Scene::new(1);
+    scene.faulty.all(Some(Kind::Slow(Duration::from_millis(100))));
+    let deletes = (0..BLOCKS).map(|block| {
+        let (scene, deleted) = (&scene, Deleted::Keys(vec![key(block)]));
+        async move { scene.tell(&deleted).await }
+    });
+    let told = scene.time.run(join_all(deletes));
+    assert!(told.iter().all(Result::is_ok), "{told:?}");
+    let known = scene.time.run(scene.tier.read_manifest(scene.namespace)).unwrap();
+    let deletions = &known.manifest.deletions;
+    assert_eq!((known.manifest.generation, deletions.keys.len()), (2, usize::from(BLOCKS)));
+}
+
+#[test]
+fn a_delete_whose_teller_gave_up_is_told_by_the_next_one() {
+    let scene = Scene::new(1);
+    scene.faulty.next(Op::Get, &[Some(Kind::Silent)]);
+    let deleted = [1, 2].map(|block| Deleted::Keys(vec![key(block)]));
+    let told = scene.time.run(async {
+        let impatient = async {
+            let first = Box::pin(scene.tell(&deleted[0]));
+            drop(select(first, Box::pin(scene.time.sleep(Duration::from_secs(1)))).await);
+        };
+        let late = async {
+            scene.pause(1).await;
+            scene.tell(&deleted[1]).await
+        };
+        join(impatient, late).await.1
+    });
+    assert_eq!(told, Ok(()));
+    let known = scene.time.run(scene.tier.read_manifest(scene.namespace)).unwrap();
+    assert_eq!(known.manifest.deletions.keys.len(), 2);
 }

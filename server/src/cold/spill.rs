@@ -32,7 +32,7 @@ const AFTER_FAILURE: Duration = Duration::from_secs(30);
 /// Hundredths of the budget from which on blocks are about to be evicted.
 const FULL: u64 = 80;
 /// Bytes of blocks that one sweep copies at most.
-const SWEEP_BYTES: u64 = 256 << 20;
+pub(super) const SWEEP_BYTES: u64 = 256 << 20;
 /// Less than this of a namespace is copied once in a while only.
 const PACK_LEAST: u64 = 8 << 20;
 /// Bytes of blocks that are gathered at once.
@@ -40,19 +40,19 @@ const RUN_BYTES: u64 = 16 << 20;
 /// Bytes of them that are asked of the disks at once: a read of a client's waits behind no more.
 const SLICE_BYTES: u64 = 1 << 20;
 /// A longer block stays out.
-const BLOCK_MOST: u64 = 64 << 20;
+pub(super) const BLOCK_MOST: u64 = 64 << 20;
 /// How long a read of them may take.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Parts of runs, and the shapes of their blocks.
-type Parts = Vec<(Leaving, Arc<BlockShape>)>;
+pub(super) type Parts = Vec<(Leaving, Arc<BlockShape>)>;
 
 /// What is copied of a namespace.
-type OfOne = (Arc<ExportedNamespace>, Parts);
+pub(super) type OfOne = (Arc<ExportedNamespace>, Parts);
 
 /// A namespace of a sweep.
-struct Of {
-    exported: Arc<ExportedNamespace>,
+pub(super) struct Of {
+    pub(super) exported: Arc<ExportedNamespace>,
     block_tokens: u32,
 }
 
@@ -62,6 +62,7 @@ impl ColdTier {
         loop {
             sleep(EVERY).await;
             if self.is_nearly_full()
+                && self.read_only().is_none()
                 && let Err(error) = self.sweep().await
             {
                 tracing::debug!(%error, "blocks were not copied into the cold tier");
@@ -80,9 +81,8 @@ impl ColdTier {
     pub async fn sweep(&self) -> Result<(), ColdError> {
         // Before anything is looked at: what is deleted from now on is not copied.
         let sweep = self.spilling.begin().await;
-        let options = PushOptions { memory_bytes: 64 << 20, ..PushOptions::default() };
-        let may_name = |of, keys: &[BlockKey]| self.spilling.may_name(of, keys);
-        let mut pusher = Pusher::new(&self.tier, options).guarded(may_name);
+        let listed = self.tier.points();
+        let mut pusher = self.pusher();
         let mut taken = 0;
         for (namespace, leaving) in self.worth_it().await {
             let Some(of) = leaving else { continue };
@@ -91,9 +91,9 @@ impl ColdTier {
                 add(&self.counts.let_go_blocks, let_go);
                 continue;
             }
-            sweep.open(namespace);
-            let (left, swept) = self.sweep_one(&sweep, &mut pusher, (namespace, &of), &mut taken).await;
-            sweep.close(namespace);
+            pusher.listed(namespace, listed.get(&namespace).copied().unwrap_or_default());
+            let taken = (&mut taken, SWEEP_BYTES);
+            let (left, swept) = self.sweep_one(&sweep, &mut pusher, (namespace, &of), taken).await;
             let now = self.tier.access().time().now();
             match swept {
                 Ok(()) => self.resting.succeeded(namespace),
@@ -108,20 +108,28 @@ impl ColdTier {
         Ok(())
     }
 
-    /// Copies what is worth it of a namespace, and counts it. Gives how many blocks it did not come to besides.
-    async fn sweep_one(
+    /// What names blocks of a sweep: none that is deleted meanwhile.
+    pub(super) fn pusher(&self) -> Pusher<'_> {
+        let options = PushOptions { memory_bytes: 64 << 20, ..PushOptions::default() };
+        Pusher::new(&self.tier, options).guarded(|of, keys| self.spilling.may_name(of, keys))
+    }
+
+    /// Copies what is chosen of a namespace, until the sweep has taken so many bytes, and counts it. Gives how many blocks it did not come
+    /// to besides.
+    pub(super) async fn sweep_one(
         &self,
         sweep: &Sweep<'_>,
         pusher: &mut Pusher<'_>,
         (namespace, of): (NamespaceId, &OfOne),
-        taken: &mut u64,
+        (taken, most): (&mut u64, u64),
     ) -> (u64, Result<(), ColdError>) {
         let before = pusher.pushed();
         let mut given = Given::default();
-        let swept = self.push_parts(sweep, pusher, of, (taken, &mut given)).await;
+        sweep.open(namespace);
+        let swept = self.push_parts(sweep, pusher, of, (taken, most, &mut given)).await;
+        sweep.close(namespace);
         pusher.abandon();
         let now = pusher.pushed();
-        let done = |pushed: Pushed| pushed.blocks + pushed.already_there + pushed.expired + pushed.too_large;
         add(&self.counts.spilled_blocks, now.blocks - before.blocks);
         add(&self.counts.spilled_bytes, now.payload_bytes - before.payload_bytes);
         let not_done = given.blocks.saturating_sub(done(now) - done(before));
@@ -139,7 +147,7 @@ impl ColdTier {
         sweep: &Sweep<'_>,
         pusher: &mut Pusher<'_>,
         (of, parts): &OfOne,
-        (taken, given): (&mut u64, &mut Given),
+        (taken, most, given): (&mut u64, u64, &mut Given),
     ) -> Result<(), ColdError> {
         for (part, shape) in parts {
             given.looked_at += part.keys.len() as u64;
@@ -157,7 +165,7 @@ impl ColdTier {
                     sleep(Duration::from_secs_f64(bytes as f64 / self.config.rate.max(1) as f64)).await;
                 }
             }
-            if *taken >= SWEEP_BYTES {
+            if *taken >= most {
                 break;
             }
         }
@@ -195,7 +203,7 @@ impl ColdTier {
         all.into_iter().map(|(namespace, of)| (namespace, enough(namespace, of))).collect()
     }
 
-    fn namespace(&self, namespace: NamespaceId) -> Option<Of> {
+    pub(super) fn namespace(&self, namespace: NamespaceId) -> Option<Of> {
         let (identity, geometry) = self.store.identity_of(namespace)?;
         let block_tokens = identity.block_tokens;
         Some(Of {
@@ -218,8 +226,7 @@ impl ColdTier {
     async fn parts(&self, one: &Leaving, block_bytes: u64) -> Vec<Leaving> {
         let known = self.known_within(one.namespace, Duration::from_secs(2)).await;
         let is_there = |key: &BlockKey| known.as_ref().is_some_and(|known| known.may_have(key));
-        let most = usize::try_from(RUN_BYTES / block_bytes.max(1)).unwrap_or(1).clamp(1, 1024);
-        stretches(one, most, is_there)
+        parts_without(one, block_bytes, is_there)
     }
 
     /// Reads blocks as they were put; those that are gone meanwhile are left out.
@@ -300,6 +307,11 @@ impl ColdTier {
     }
 }
 
+/// Blocks of which it is known what became of them.
+pub(super) fn done(pushed: Pushed) -> u64 {
+    pushed.blocks + pushed.already_there + pushed.expired + pushed.too_large + pushed.deleted
+}
+
 /// What a sweep has done with the blocks of a namespace.
 #[derive(Default)]
 struct Given {
@@ -312,9 +324,9 @@ struct Given {
 }
 
 /// Whether this is wrong with one namespace alone.
-fn is_of_one(error: &ColdError) -> bool {
-    use ColdError::{Condemned, Contended, Full, Object, Waiting};
-    matches!(error, Full(_) | Waiting(_) | Object(..) | Contended(_) | Condemned)
+pub(super) fn is_of_one(error: &ColdError) -> bool {
+    use ColdError::{Anew, Condemned, Contended, Full, Object, Waiting};
+    matches!(error, Full(_) | Waiting(_) | Object(..) | Contended(_) | Anew(_) | Condemned)
 }
 
 /// A pack with blocks that were deleted meanwhile is dropped, and others are not.
@@ -329,6 +341,16 @@ fn names(parts: &Parts) -> impl Iterator<Item = Name> + '_ {
         let (group, coordinate) = of(part);
         part.keys.iter().map(move |key| (group, coordinate, *key))
     })
+}
+
+/// The stretches of a run without some of its blocks, in parts that are read at once.
+pub(super) fn parts_without(
+    one: &Leaving,
+    block_bytes: u64,
+    is_left_out: impl Fn(&BlockKey) -> bool,
+) -> Vec<Leaving> {
+    let most = usize::try_from(RUN_BYTES / block_bytes.max(1)).unwrap_or(1).clamp(1, 1024);
+    stretches(one, most, is_left_out)
 }
 
 /// The stretches of a run without some of its blocks, each of `most` blocks at most.

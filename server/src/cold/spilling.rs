@@ -1,8 +1,9 @@
 //! What a sweep has in memory to be copied, and what is deleted meanwhile: that is never named in the bucket.
 //!
-//! A sweep lists the blocks that go next, reads them, and names their copies some time later; a delete takes the copies out of the bucket
-//! first, and the blocks out of the store then. So what is being deleted when a sweep begins, or later, is not copied by that sweep,
-//! wherever it has got to: it may have listed a block, or read it, before the store deleted it or gave it less time to live.
+//! A sweep lists the blocks that go next, reads them, and names their copies some time later; a delete takes the blocks out of the store,
+//! and the copies out of the bucket then. What is being deleted when a sweep begins, or later, is not copied by that sweep,
+//! wherever it has got to: it may have listed a block, or read it, before the store deleted it or gave it less time to live. The manifest
+//! would keep it from being named too, and at last; here it is neither read nor put.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -84,8 +85,6 @@ pub(super) struct Spilling {
 pub(super) struct Withdrawing<'a> {
     spilling: &'a Spilling,
     number: u64,
-    /// Whether a sweep has blocks of the namespace in memory, and may just be naming them.
-    pub(super) is_open: bool,
 }
 
 impl Drop for Withdrawing<'_> {
@@ -165,8 +164,7 @@ impl Spilling {
         let number = state.next;
         state.next += 1;
         state.deletes.insert(number, (namespace, gone));
-        let is_open = state.open.contains(&namespace);
-        Withdrawing { spilling: self, number, is_open }
+        Withdrawing { spilling: self, number }
     }
 
     /// Whether copies of these blocks may be named: none of them was deleted since the sweep began.

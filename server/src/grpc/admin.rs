@@ -7,10 +7,10 @@ use kvarts_store::engine::Stats;
 
 use super::fault::{Fault, Outcome};
 use crate::calls::call::Call;
-use crate::cold::ColdTier;
+use crate::cold::{ColdTier, Copied};
 use crate::sizes;
 use crate::state::ServerState;
-use kvarts_wire::proto;
+use kvarts_wire::{convert, proto};
 
 /// What the server is and has done.
 pub(super) fn stats(call: &Call) -> proto::StatsReply {
@@ -87,7 +87,12 @@ fn cold(tier: &ColdTier) -> proto::stats_reply::Cold {
     ] {
         counts.insert(name.to_owned(), value);
     }
-    proto::stats_reply::Cold { bucket: tier.bucket().to_owned(), paused: counted.is_paused, counts }
+    proto::stats_reply::Cold {
+        bucket: tier.bucket().to_owned(),
+        paused: counted.is_paused,
+        counts,
+        read_only: tier.read_only(),
+    }
 }
 
 /// What the operator has set, and how much of it is used.
@@ -153,6 +158,27 @@ pub(super) async fn compact(call: &Call) -> Outcome<proto::CompactReply> {
         blocks_damaged: report.blocks_damaged,
         bytes_read: report.bytes_read,
         bytes_written: report.bytes_written,
+    })
+}
+
+/// Copies what the store has into the bucket behind it.
+pub(super) async fn cold_push(call: &Call, wire: &proto::ColdPushRequest) -> Outcome<proto::ColdPushReply> {
+    let none = || Reason::Config("this server has no cold tier: set cold.bucket".to_owned());
+    let cold = call.state.decided.cold.as_ref().ok_or_else(none)?;
+    let only = if wire.namespace.is_empty() { None } else { Some(convert::namespace(&wire.namespace)?) };
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "push into the cold tier asked for");
+    let copied = cold.push(only).await.map_err(|error| Reason::Away(format!("the cold tier: {error}")))?;
+    let Copied { pushed, already_there, unread, problems, .. } = copied;
+    Ok(proto::ColdPushReply {
+        packs: pushed.packs,
+        blocks: pushed.blocks,
+        payload_bytes: pushed.payload_bytes,
+        already_there: already_there + pushed.already_there,
+        expired: pushed.expired,
+        too_large: pushed.too_large,
+        deleted: pushed.deleted,
+        unread,
+        problems,
     })
 }
 

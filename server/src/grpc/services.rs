@@ -93,11 +93,14 @@ impl Store for Services {
     async fn set_ttl(&self, request: Request<proto::SetTtlRequest>) -> Answer<proto::SetTtlReply> {
         answer(request, |call, wire| async move {
             let held = Arc::clone(&call);
-            let cold = store::shorten_in_cold(&held, &wire).await;
+            let mut cold = store::shorten_in_cold(&held, &wire).await;
             let (keys, asked) = (heavy::of_keys(&wire.keys), wire.clone());
             let reply = heavily(call, keys, move |call| store::set_ttl(call, asked)).await?;
             let reply = store::shorten_elsewhere(&held, &wire, reply).await?;
-            cold.map_or(Ok(()), |cold| cold.told())?;
+            if let Some(cold) = &mut cold {
+                cold.tell(held.left()).await;
+                cold.told()?;
+            }
             Ok(reply)
         })
         .await
@@ -173,6 +176,10 @@ impl Admin for Services {
 
     async fn compact(&self, request: Request<proto::CompactRequest>) -> Answer<proto::CompactReply> {
         answer(request, |call, _| async move { admin::compact(&call).await }).await
+    }
+
+    async fn cold_push(&self, request: Request<proto::ColdPushRequest>) -> Answer<proto::ColdPushReply> {
+        answer(request, |call, wire| async move { admin::cold_push(&call, &wire).await }).await
     }
 
     async fn scrub(&self, request: Request<proto::ScrubRequest>) -> Answer<proto::ScrubReply> {

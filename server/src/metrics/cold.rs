@@ -50,6 +50,8 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
     let help =
         "Whether the bucket is left alone after failures: until it is asked again its blocks are misses.";
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
+    let help = "Whether nothing is written to the bucket because it does not keep conditions of puts.";
+    one(out, "kvarts_cold_read_only", "gauge", help, u8::from(counted.is_read_only));
     let help = "Namespaces of which it is known what the bucket has.";
     one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);
     let help = "Memory of manifests and indexes of packs in bytes, about.";
@@ -71,6 +73,7 @@ pub(super) fn nothing() -> Counted {
         today: Spent::default(),
         limits: Limits::default(),
         is_paused: false,
+        is_read_only: false,
         manifests: 0,
         memory: 0,
         under_way: 0,

@@ -144,6 +144,7 @@ impl Executor {
                     });
                 }
                 Message::Produced(ask, reply) => self.produced(ask, reply),
+                Message::Held { shard, from, reply } => self.held(shard, from, reply),
                 Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
                 message @ (Message::Compact(..)
                 | Message::Merge(..)
@@ -321,6 +322,15 @@ impl Executor {
         let Some(shard) = self.own(ask.shard) else { return };
         self.background(async move {
             let found = produced::list(&shard.reads, &ask).await;
+            let _ = reply.send(found.map_err(Error));
+        });
+    }
+
+    fn held(&self, shard: u32, from: u32, reply: Reply<Result<SegmentBlocks, Error>>) {
+        // As above.
+        let Some(shard) = self.own(shard) else { return };
+        self.background(async move {
+            let found = leaving::held(&shard.reads, from).await;
             let _ = reply.send(found.map_err(Error));
         });
     }

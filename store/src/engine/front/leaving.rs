@@ -1,4 +1,5 @@
-//! Which blocks of a shard are near their eviction and were used: what a tier behind the disks may want to have before they go.
+//! Which blocks of a shard are near their eviction and were used: what a tier behind the disks may want to have before they go. And
+//! which blocks a shard has, segment by segment, for a tier that is to have all of them.
 //!
 //! Eviction looks at the sealed segments whose oldest part is the oldest, and so does this, without choosing: it changes nothing,
 //! holds nothing, and runs beside eviction as any other background task. It may name a block that stays, and miss one that goes.
@@ -13,7 +14,7 @@ use crate::engine::compact::relocate::expires_ms;
 use crate::engine::read::Reads;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use kvarts_contract::api::Leaving;
+use kvarts_contract::api::{Leaving, SegmentBlocks};
 use kvarts_contract::error::Reason;
 
 /// Segments that one question looks at.
@@ -45,6 +46,27 @@ pub(crate) async fn list(reads: &Reads, least_uses: u8) -> Result<Vec<Leaving>, 
         }
     }
     Ok(found)
+}
+
+/// The blocks of the first segment of a shard from this number on that has any, and the number to go on with; none: there are no more. What is
+/// moved to a segment before meanwhile is left out.
+pub(crate) async fn held(reads: &Reads, from: u32) -> Result<SegmentBlocks, Reason> {
+    let shared = &reads.volume.shared;
+    for segment in reads.segments_from(from) {
+        let entries = reads.listing(&segment).await?;
+        let mut found = Vec::new();
+        let mut section = Section::begin(&shared.work.evictions, &*shared.clock);
+        for entry in &entries {
+            let Content::Blocks(of) = &entry.content else { continue };
+            section.step(of.blocks.len() as u64).await;
+            found.extend(runs(reads, &segment, entry, of, 0));
+        }
+        drop(section);
+        if !found.is_empty() {
+            return Ok(SegmentBlocks { runs: found, next: segment.number.checked_add(1) });
+        }
+    }
+    Ok(SegmentBlocks::default())
 }
 
 /// The stretches of a record that are live there and were used so often.

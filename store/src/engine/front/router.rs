@@ -26,7 +26,7 @@ use crate::engine::write::put::layers::LayersPart;
 use crate::index::RecordId;
 use crate::io::IoFacts;
 use crate::rt::mailbox::{SendError, Sender};
-use kvarts_contract::api::{DeleteRequest, Leaving, SnapshotCursor, SnapshotPage};
+use kvarts_contract::api::{DeleteRequest, Leaving, SegmentBlocks, SnapshotCursor, SnapshotPage};
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{buffers::Region, io_error::DirId};
@@ -67,6 +67,8 @@ pub(crate) enum Message {
     Leaving { shard: u32, least_uses: u8, reply: Reply<Result<Vec<Leaving>, Error>> },
     /// Say when blocks of a namespace were produced.
     Produced(produced::Ask, Reply<Result<ProducedPage, Error>>),
+    /// Name the blocks of a shard from this segment on: those of one segment.
+    Held { shard: u32, from: u32, reply: Reply<Result<SegmentBlocks, Error>> },
     /// Write a checkpoint of every shard; to prove that it can be, also where the store takes no writes.
     Checkpoint { prove: bool, reply: Reply<Result<(), Reason>> },
     /// Give segments back until the budget is kept.

@@ -4,7 +4,7 @@ use kvarts_layout::{Geometry, Identity, NamespaceId};
 
 use super::{FULL, Store};
 use crate::engine::front::router::Message;
-use kvarts_contract::api::Leaving;
+use kvarts_contract::api::{Leaving, SegmentBlocks};
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::{Ticket, ticket};
 
@@ -20,6 +20,19 @@ impl Store {
         let (reply, answer) = ticket();
         if let Some(Message::Leaving { reply, .. }) =
             self.0.router.offer(shard, Message::Leaving { shard, least_uses, reply })
+        {
+            // The ticket is still here: it cannot have been dropped.
+            let _ = reply.send(Err(Reason::Busy(FULL).into()));
+        }
+        answer
+    }
+
+    /// The blocks of a shard from a segment on, those of one segment, and the segment to go on with; none: there are no more. Nothing is held,
+    /// and what is moved meanwhile may be left out.
+    pub fn held(&self, shard: u32, from: u32) -> Ticket<Result<SegmentBlocks, Error>> {
+        let (reply, answer) = ticket();
+        if let Some(Message::Held { reply, .. }) =
+            self.0.router.offer(shard, Message::Held { shard, from, reply })
         {
             // The ticket is still here: it cannot have been dropped.
             let _ = reply.send(Err(Reason::Busy(FULL).into()));
