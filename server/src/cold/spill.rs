@@ -114,7 +114,7 @@ impl ColdTier {
         Pusher::new(&self.tier, options).guarded(|of, keys| self.spilling.may_name(of, keys))
     }
 
-    /// Copies what is chosen of a namespace, until the sweep has taken so many bytes, and counts it. Gives how many blocks it did not come
+    /// Copies what is chosen of a namespace, until the sweep has taken this number of bytes, and counts it. Gives how many blocks it did not come
     /// to besides.
     pub(super) async fn sweep_one(
         &self,

@@ -29,7 +29,7 @@ use crate::sim::{Rng, Seed};
 /// The blocks of the one prefix that there is.
 const BLOCKS: u32 = 12;
 const PREFIX: u8 = 1;
-/// In one course of so many a delete has more keys than a manifest lists.
+/// In one course of this number a delete has more keys than a manifest lists.
 const LARGE: u64 = 4;
 
 /// What goes wrong with requests.

@@ -136,15 +136,8 @@ impl Executor {
                         let _ = reply.send(page.map_err(Error));
                     });
                 }
-                Message::Leaving { shard, least_uses, reply } => {
-                    let Some(shard) = self.own(shard) else { continue };
-                    self.background(async move {
-                        let found = leaving::list(&shard.reads, least_uses).await;
-                        let _ = reply.send(found.map_err(Error));
-                    });
-                }
                 Message::Produced(ask, reply) => self.produced(ask, reply),
-                Message::Held { shard, from, reply } => self.held(shard, from, reply),
+                message @ (Message::Leaving { .. } | Message::Held { .. }) => self.name_blocks(message),
                 Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
                 message @ (Message::Compact(..)
                 | Message::Merge(..)
@@ -326,15 +319,6 @@ impl Executor {
         });
     }
 
-    fn held(&self, shard: u32, from: u32, reply: Reply<Result<SegmentBlocks, Error>>) {
-        // As above.
-        let Some(shard) = self.own(shard) else { return };
-        self.background(async move {
-            let found = leaving::held(&shard.reads, from).await;
-            let _ = reply.send(found.map_err(Error));
-        });
-    }
-
     fn forget_headers(&self, reply: Reply<()>) {
         self.shards.borrow().values().for_each(|shard| shard.reads.headers.forget());
         let _ = reply.send(());
@@ -418,6 +402,27 @@ impl Executor {
                 drop(busy);
             }),
         );
+    }
+
+    /// Names blocks of a shard for a tier behind the disks.
+    fn name_blocks(&self, message: Message) {
+        match message {
+            Message::Leaving { shard, least_uses, reply } => {
+                let Some(shard) = self.own(shard) else { return };
+                self.background(async move {
+                    let found = leaving::list(&shard.reads, least_uses).await;
+                    let _ = reply.send(found.map_err(Error));
+                });
+            }
+            Message::Held { shard, from, reply } => {
+                let Some(shard) = self.own(shard) else { return };
+                self.background(async move {
+                    let found = leaving::held(&shard.reads, from).await;
+                    let _ = reply.send(found.map_err(Error));
+                });
+            }
+            _ => {}
+        }
     }
 
     /// Does a part of a compaction while the executor goes on serving. A caller that is gone needs no answer.
