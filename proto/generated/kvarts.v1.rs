@@ -1907,7 +1907,8 @@ pub struct MatchRequest {
     /// The most tokens that the caller would run again to use a longer prefix; not given: no bound.
     #[prost(uint64, optional, tag = "5")]
     pub recompute_tokens_max: ::core::option::Option<u64>,
-    /// How long the usable prefix is to be held against eviction, a day at most; 0: not at all.
+    /// How long the usable prefix is to be held against eviction, a day at most; 0: not at all. More than ten
+    /// minutes need the right to pin.
     #[prost(uint64, tag = "6")]
     pub lease_ms: u64,
     /// The most bytes that all leases of the tenant may then hold, where the caller wants less than the tenant's cap.
@@ -2046,7 +2047,8 @@ pub struct ExistsRequest {
     /// 32 bytes each, one after the other, in any order.
     #[prost(bytes = "bytes", tag = "3")]
     pub keys: ::prost::bytes::Bytes,
-    /// How long those that are here are to be held, a day at most; 0: not at all.
+    /// How long those that are here are to be held, a day at most; 0: not at all. More than ten minutes need the right to
+    /// pin.
     #[prost(uint64, tag = "4")]
     pub lease_ms: u64,
     /// As in MatchRequest.
@@ -2563,7 +2565,7 @@ pub mod store_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Store", "Unlock"));
             self.inner.unary(req, path, codec).await
         }
-        /// Holds blocks against eviction, within the tenant's cap.
+        /// Holds blocks against eviction, within the tenant's cap. Needs the right to pin.
         pub async fn pin(
             &mut self,
             request: impl tonic::IntoRequest<super::PinRequest>,
@@ -2619,7 +2621,7 @@ pub mod store_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Store", "ListPins"));
             self.inner.unary(req, path, codec).await
         }
-        /// Changes when a lease or pin in force ends.
+        /// Changes when a lease or pin in force ends. More than ten minutes from now needs the right to pin.
         pub async fn renew(
             &mut self,
             request: impl tonic::IntoRequest<super::RenewRequest>,
@@ -2682,7 +2684,7 @@ pub mod store_client {
                 .insert(GrpcMethod::new("kvarts.v1.Store", "SetDefaultTtl"));
             self.inner.unary(req, path, codec).await
         }
-        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to write.
+        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to delete.
         pub async fn delete(
             &mut self,
             request: impl tonic::IntoRequest<super::DeleteRequest>,
@@ -2739,7 +2741,7 @@ pub mod store_server {
             &self,
             request: tonic::Request<super::UnlockRequest>,
         ) -> std::result::Result<tonic::Response<super::UnlockReply>, tonic::Status>;
-        /// Holds blocks against eviction, within the tenant's cap.
+        /// Holds blocks against eviction, within the tenant's cap. Needs the right to pin.
         async fn pin(
             &self,
             request: tonic::Request<super::PinRequest>,
@@ -2753,7 +2755,7 @@ pub mod store_server {
             &self,
             request: tonic::Request<super::ListPinsRequest>,
         ) -> std::result::Result<tonic::Response<super::ListPinsReply>, tonic::Status>;
-        /// Changes when a lease or pin in force ends.
+        /// Changes when a lease or pin in force ends. More than ten minutes from now needs the right to pin.
         async fn renew(
             &self,
             request: tonic::Request<super::RenewRequest>,
@@ -2771,7 +2773,7 @@ pub mod store_server {
             tonic::Response<super::SetDefaultTtlReply>,
             tonic::Status,
         >;
-        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to write.
+        /// Deletes for good, leased or not, on every node of the cluster. Needs the right to delete.
         async fn delete(
             &self,
             request: tonic::Request<super::DeleteRequest>,
@@ -4008,6 +4010,9 @@ pub struct StatsReply {
     /// Absent: there is none.
     #[prost(message, optional, tag = "13")]
     pub cold: ::core::option::Option<stats_reply::Cold>,
+    /// At most one of each kind.
+    #[prost(message, repeated, tag = "14")]
+    pub ownerless: ::prost::alloc::vec::Vec<stats_reply::Ownerless>,
 }
 /// Nested message and enum types in `StatsReply`.
 pub mod stats_reply {
@@ -4093,6 +4098,20 @@ pub mod stats_reply {
         /// Why nothing is written to the bucket: it does not keep conditions of puts. Absent if it does, or has not said so yet.
         #[prost(string, optional, tag = "4")]
         pub read_only: ::core::option::Option<::prost::alloc::string::String>,
+    }
+    /// What is stored of whom no token is: it can be found by no client, and is evicted like everything else.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+    pub struct Ownerless {
+        /// Whether it was stored while no tokens were asked for; else it is of tenants that were taken out of the configuration.
+        #[prost(bool, tag = "1")]
+        pub unsalted: bool,
+        /// How many tenants.
+        #[prost(uint64, tag = "2")]
+        pub tenants: u64,
+        #[prost(uint64, tag = "3")]
+        pub blocks: u64,
+        #[prost(uint64, tag = "4")]
+        pub bytes: u64,
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4198,6 +4217,35 @@ pub struct SetBudgetReply {
     pub budget_bytes: u64,
     #[prost(uint64, tag = "2")]
     pub allocated_bytes: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PurgeTenantRequest {
+    /// Which tenant, one of the three: the name that it has or had in the configuration,
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// the salt that it had there, where it was set and the tenant is not there any more,
+    #[prost(bytes = "bytes", tag = "2")]
+    pub salt: ::prost::bytes::Bytes,
+    /// or what was stored while no tokens were asked for.
+    #[prost(bool, tag = "3")]
+    pub unsalted: bool,
+    /// Nothing is deleted: the answer says what would be.
+    #[prost(bool, tag = "4")]
+    pub dry_run: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PurgeTenantReply {
+    /// Namespaces that the store knew.
+    #[prost(uint64, tag = "1")]
+    pub namespaces: u64,
+    /// Blocks that were deleted, and what the tenant had before in bytes.
+    #[prost(uint64, tag = "2")]
+    pub blocks: u64,
+    #[prost(uint64, tag = "3")]
+    pub bytes: u64,
+    /// Nodes of the cluster that were away, and why: they delete it before anything is read from them.
+    #[prost(string, repeated, tag = "4")]
+    pub away: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReloadRequest {}
@@ -4473,6 +4521,32 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Admin", "SetBudget"));
             self.inner.unary(req, path, codec).await
         }
+        /// Deletes everything that a tenant has stored, also of one that is not in the configuration any more: all namespaces that the
+        /// store knows of it. Answers when that is durable.
+        pub async fn purge_tenant(
+            &mut self,
+            request: impl tonic::IntoRequest<super::PurgeTenantRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PurgeTenantReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvarts.v1.Admin/PurgeTenant",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvarts.v1.Admin", "PurgeTenant"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Reads tenants, tokens and certificates of the configuration again, as SIGHUP does. One that cannot be used changes
         /// nothing, and the error says why.
         pub async fn reload(
@@ -4563,6 +4637,15 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::SetBudgetRequest>,
         ) -> std::result::Result<tonic::Response<super::SetBudgetReply>, tonic::Status>;
+        /// Deletes everything that a tenant has stored, also of one that is not in the configuration any more: all namespaces that the
+        /// store knows of it. Answers when that is durable.
+        async fn purge_tenant(
+            &self,
+            request: tonic::Request<super::PurgeTenantRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PurgeTenantReply>,
+            tonic::Status,
+        >;
         /// Reads tenants, tokens and certificates of the configuration again, as SIGHUP does. One that cannot be used changes
         /// nothing, and the error says why.
         async fn reload(
@@ -5021,6 +5104,49 @@ pub mod admin_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = SetBudgetSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Admin/PurgeTenant" => {
+                    #[allow(non_camel_case_types)]
+                    struct PurgeTenantSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::PurgeTenantRequest>
+                    for PurgeTenantSvc<T> {
+                        type Response = super::PurgeTenantReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PurgeTenantRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::purge_tenant(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PurgeTenantSvc(inner);
                         let codec = crate::codec::Bounded::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -282,7 +282,14 @@ fn each_method_is_for_those_who_have_its_right_and_for_nobody_else() {
         let reply = plain::answer(&served, &channel, Some(token), (method, vec![0xff; 9]));
         reply.unwrap_err().code()
     };
-    let more = ["Admin/Watch", "Admin/SetBudget", "Admin/Reload", "Admin/PurgeTenant", "Admin/Drain", "Admin/ColdPush"];
+    let more = [
+        "Admin/Watch",
+        "Admin/SetBudget",
+        "Admin/Reload",
+        "Admin/PurgeTenant",
+        "Admin/Drain",
+        "Admin/ColdPush",
+    ];
     for method in plain::METHODS.into_iter().chain(more) {
         for has in ["read", "write", "pin", "delete", "admin"] {
             let token = match has {
