@@ -62,7 +62,7 @@ fn a_node_lacks_what_it_has_not_said_it_has_namespace_by_namespace() {
     log.has(node(2), &Known::from([(node(1), 1), (node(2), 9)]));
     assert!(!log.lacks_of(&node(2), &HERE) && log.lacks_of(&node(2), &THERE));
     log.keep(|id| *id != node(3));
-    log.has(node(2), log.known().clone());
+    log.has(node(2), &log.known().clone());
     assert!(log.is_settled());
 }
 

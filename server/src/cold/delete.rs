@@ -8,6 +8,8 @@
 //!
 //! The same holds for blocks that are to live less long: copies that would outlive them go.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::time::Duration;
 
 use kvarts_cold::ColdError;
@@ -15,7 +17,7 @@ use kvarts_cold::withdraw::Deleted;
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, Target};
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use kvarts_peer::node::{Beside, Guard, Guarded};
+use kvarts_peer::node::{Beside, Guarded, Underway};
 
 use super::ColdTier;
 use super::counts::add;
@@ -65,27 +67,26 @@ impl ColdTier {
         let failed = Some("the bucket was not told".to_owned());
         Deleting { cold: self, namespace, deleted, failed, _closed: closed, _withdrawing: withdrawing }
     }
-
-    /// Another node of the cluster has deleted something of a namespace and told the bucket. What was brought or is known of it here is
-    /// forgotten; nothing is brought until the manifest is read again.
-    pub async fn deleted_elsewhere(&self, namespace: NamespaceId) {
-        let _closed = self.flights.close(namespace).await;
-        self.tier.forget_manifest(namespace);
-    }
 }
 
-/// How long the bucket may take where another node was asked to delete, and has told it.
+/// How long the bucket may take where another node was asked to delete, and tells it too.
 const BESIDE: Duration = Duration::from_secs(5);
 
 impl Beside for ColdTier {
     fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a> {
+        Box::pin(async move { Box::new(self.delete(namespace, target).await) as Box<dyn Underway<'a> + 'a> })
+    }
+}
+
+impl<'a> Underway<'a> for Deleting<'a> {
+    fn done(mut self: Box<Self>) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
         Box::pin(async move {
-            let deleting = self.delete(namespace, target, BESIDE).await;
-            if let Err(why) = deleting.told() {
+            // What this node named since the other one told the bucket was listed before its own store had deleted.
+            self.tell(BESIDE).await;
+            if let Err(why) = self.told() {
                 // The node that was asked has told the bucket, or has not acknowledged the delete.
-                tracing::warn!(%why, "the bucket was not asked about a delete of another node");
+                tracing::warn!(%why, "the bucket was not told of a delete of another node");
             }
-            Box::new(deleting) as Guard<'a>
         })
     }
 }

@@ -26,16 +26,19 @@ const LISTINGS_MAX: u32 = 8;
 /// Blocks of a namespace that are listed at most: of one that has more everything goes.
 const LISTED_MAX: usize = 1 << 21;
 
-/// Held while something is deleted.
-pub type Guard<'a> = Box<dyn Send + 'a>;
+/// Held while something is deleted: dropped where that failed.
+pub trait Underway<'a>: Send {
+    /// The store has deleted it.
+    fn done(self: Box<Self>) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
+}
 
 /// What gives one.
-pub type Guarded<'a> = Pin<Box<dyn Future<Output = Guard<'a>> + Send + 'a>>;
+pub type Guarded<'a> = Pin<Box<dyn Future<Output = Box<dyn Underway<'a> + 'a>> + Send + 'a>>;
 
 /// What else holds blocks of a node, such as a tier behind its disks.
 pub trait Beside: Send + Sync + fmt::Debug {
     /// The store is about to delete what another node was asked to delete: nothing of it is to be brought back into the store that was
-    /// begun before, until what this gives is dropped.
+    /// begun before, until what this gives is done or dropped.
     fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a>;
 }
 
@@ -157,7 +160,9 @@ impl ClusterNode {
             }
             self.sleep(PAUSE).await;
         }
-        drop(guard);
+        if let Some(guard) = guard {
+            guard.done().await;
+        }
         Ok(())
     }
 

@@ -27,7 +27,7 @@ use tokio::sync::{RwLock, RwLockReadGuard, oneshot};
 
 use super::ClusterNode;
 use super::link::Link;
-pub use carry::{Beside, Guard, Guarded};
+pub use carry::{Beside, Guarded, Underway};
 pub use kept::{FILE_BYTES_MAX, InMemory, Kept, Written};
 
 /// How long a delete waits for other nodes at most: one that has not said by then that it has it is named as away.
