@@ -3,7 +3,7 @@
 //!
 //! Each node numbers what was deleted through it, and every node has of each other one everything up to some number. So two nodes
 //! that meet say how far they have come, and the rest is sent. The list is bounded: of what is oldest nothing is left but the
-//! namespaces that it was of, and whoever hears of it then loses more than was deleted, never less.
+//! namespaces that it was of, and a node that hears of it then loses more than was deleted, never less.
 //!
 //! What is deleted is what was produced below a time, which is later than all that the deleting node knows, and than whatever
 //! another node may have said of a production by a clock that is ahead by [`CLOCKS_APART_MS`]. A node that has heard of it gives
@@ -153,7 +153,7 @@ impl Log {
         }
     }
 
-    /// What a node lacks that has come this far, in the order in which it is to be told: about so many bytes of it, and whether there is
+    /// What a node lacks that has come this far, in the order in which it is to be told: about `bytes_max` bytes of it, and whether there is
     /// more.
     pub fn beyond(&self, known: &Known, bytes_max: usize) -> (Vec<Numbered>, bool) {
         let (mut found, mut bytes) = (Vec::new(), 0);

@@ -202,26 +202,18 @@ fn deep(revision: &str, layers: usize) -> proto::RegisterModelRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn models_of_many_layers_take_bounded_memory_and_are_refused_beyond() {
+async fn models_of_many_layers_take_bounded_memory_and_make_room_for_each_other() {
     let scene = Scene::open("answers-models", "").await;
     let mut models = ModelsClient::new(scene.channel.clone());
-    let mut refused = None;
     for number in 0..200 {
-        let request = with_token(deep(&number.to_string(), 4000), TOKEN);
-        if let Err(status) = models.register_model(request).await {
-            refused = Some(status);
-            break;
-        }
+        models.register_model(with_token(deep(&number.to_string(), 4000), TOKEN)).await.unwrap();
     }
-    let status = refused.expect("all of them were taken");
-    assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
-    assert!(status.message().contains("layers of models"), "{status:?}");
     let used = scene.daemon.state().models.used(1);
     assert!(
         used.memory <= limits::MODELS_MEMORY_MAX && used.memory > limits::MODELS_MEMORY_MAX / 2,
         "{used:?}"
     );
-    // What is known already is found all the same, and small models have room.
+    // One that went comes back, and small models have room.
     models.register_model(with_token(deep("0", 4000), TOKEN)).await.unwrap();
     models.register_model(with_token(deep("small", 4), TOKEN)).await.unwrap();
     scene.daemon.stop().await.unwrap();

@@ -1,5 +1,5 @@
-//! Two programs that are nodes of one cluster: what is deleted through one of them, or ends, is given by neither from then on, whoever
-//! has a copy of it.
+//! Two programs that are nodes of one cluster: what is deleted through one of them, or ends, is given by neither from then on,
+//! whichever of them has a copy of it.
 
 use std::time::{Duration, Instant};
 

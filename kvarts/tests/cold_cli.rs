@@ -165,7 +165,7 @@ fn a_manifest_that_cannot_be_read_keeps_no_other_namespace_from_what_was_asked_f
         let manifest = manifests(&scratch).remove(0);
         let mut bytes = std::fs::read(&manifest).unwrap();
         if name == "newer" {
-            bytes[8] = 2;
+            bytes[8] = 3;
         } else {
             bytes[50] ^= 1;
         }

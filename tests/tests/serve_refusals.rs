@@ -569,18 +569,16 @@ fn a_tenants_models_fit_into_a_list_of_one_message() {
         }
         request
     };
-    let mut registered = 0;
-    let refused = loop {
-        match desk.register(large(registered)) {
-            Ok(_) => registered += 1,
-            Err(status) => break status,
-        }
-    };
-    assert!(refused.message().contains("too many models"), "{refused:?}");
-    // Those that are known are known as before.
-    desk.register(large(0)).unwrap();
+    // More than a message has room for: those that nothing uses make room.
+    let registered = 1500;
+    for number in 0..registered {
+        desk.register(large(number)).unwrap();
+    }
     let listed = desk.served.runtime.block_on(desk.models.list_models(proto::ListModelsRequest::default()));
-    assert_eq!(listed.unwrap().into_inner().models.len() as u32, registered + 1);
+    let listed = listed.unwrap().into_inner().models.len() as u32;
+    assert!((200..registered).contains(&listed), "{listed}");
+    // One that went is registered again.
+    desk.register(large(0)).unwrap();
 }
 
 #[test]

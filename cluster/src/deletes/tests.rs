@@ -1,3 +1,5 @@
+//! The list of deletes: what is told, what is known, and what is left of it when it is shortened.
+
 use super::*;
 use kvarts_layout::StoreId;
 

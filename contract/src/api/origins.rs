@@ -12,8 +12,8 @@ use crate::sync::{Mutex, MutexGuard};
 /// How long a production lives: a copy of it ends no later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Life {
-    /// When it was first stored anywhere, in milliseconds since 1970. What was deleted before a later production was stored is
-    /// told by this from what was not.
+    /// When it was first stored anywhere, in milliseconds since 1970. A delete takes the
+    /// productions before its time, and a later one lives.
     pub produced_ms: u64,
     /// When it ends, by the clock of this process; none: never by itself.
     pub ends: Option<Nanos>,

@@ -155,7 +155,7 @@ fn left(until: Nanos, now: Nanos) -> u64 {
     u64::try_from(until.since(now).as_millis()).unwrap_or(ENDLESS)
 }
 
-/// What another node says of how long something was put for; nothing of what was not.
+/// For how long a block was put, as another node says; nothing if it was put for good.
 fn held(offer: &proto::OfferRequest, now: Nanos) -> Option<Held> {
     let at = |ms| now.plus(Duration::from_millis(ms));
     let ends = (offer.lives_ms != ENDLESS).then(|| at(offer.lives_ms));

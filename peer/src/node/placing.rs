@@ -154,11 +154,7 @@ impl ClusterNode {
             of_chains.extend(chain.filter(|chain| chain != tag).map(|chain| (*tag, chain)));
             let of = chain.and_then(|chain| Some((chain, owner(&chain)?)));
             let is_held = located.copies.get(place).is_some_and(|nodes| nodes.iter().any(is_reached));
-            // Of what was deleted lately the directory may not have heard.
-            let at = (column.group, column.coordinate);
-            let now_ms = self.store.wall_ms();
-            let is_deleted = |key| self.deletes.names((column.namespace, at, key), now_ms);
-            let is_held = is_held && !column.keys.get(place).is_some_and(is_deleted);
+            let is_held = is_held && !column.keys.get(place).is_some_and(|key| self.is_deleted(&column, key));
             let fate = match of {
                 _ if here.get(place) == Some(&true) => continue,
                 Some((chain, Owner::Me)) if !is_held || !planted!("owners-put-held") => {
@@ -192,6 +188,11 @@ impl ClusterNode {
         let unasked = located.unasked.iter().filter(is_unknown).count() as u64;
         self.puts.unasked.fetch_add(unasked, Ordering::Relaxed);
         (elsewhere > 0 || !placing.own.is_empty()).then_some(placing)
+    }
+
+    /// Whether a block was deleted lately: the directory may not have heard of it.
+    fn is_deleted(&self, column: &Column<'_>, key: &BlockKey) -> bool {
+        self.deletes.names((column.namespace, (column.group, column.coordinate), key), self.store.wall_ms())
     }
 
     /// Whether what was decided for a put still holds: the leases by which this node stores blocks are in force. If not, it has to

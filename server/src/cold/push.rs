@@ -14,7 +14,7 @@ use super::spill::{BLOCK_MOST, Parts, SWEEP_BYTES, done, is_of_one, parts_withou
 /// What a push came to.
 #[derive(Clone, Debug, Default)]
 pub struct Copied {
-    /// What was pushed, and what was not.
+    /// What was pushed, and what was left out.
     pub pushed: Pushed,
     /// Blocks that were there already, beside those that `pushed` counts.
     pub already_there: u64,

@@ -182,7 +182,7 @@ impl Book {
         }
     }
 
-    /// A delete begins in a cluster of so many places; of everything if no keys are named. Gives its number.
+    /// A delete begins in a cluster of that number of places; of everything if no keys are named. Gives its number.
     pub fn delete(&self, places: usize, keys: Option<&[BlockKey]>, now: Nanos) -> usize {
         let mut notes = self.lock();
         let (keys, untold) = (keys.map(<[BlockKey]>::to_vec), (0..places).collect());
