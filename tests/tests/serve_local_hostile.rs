@@ -383,12 +383,16 @@ fn a_session_has_as_many_memories_and_leases_as_it_may() {
         lease_ms: 3_600_000,
         ..proto::ExistsRequest::default()
     };
+    // Their number is what is bounded here, and not the bytes that they hold.
+    let state = stage.served.daemon().state();
+    state.engine.set_pin_share(None);
+    state.gate.tenants().iter().for_each(|tenant| state.engine.set_pin_cap(tenant.number, None));
     for id in 0..LEASES_MAX as u64 {
         raw.say(Kind::Exists, id, &leased);
         assert_ne!(raw.answer::<proto::ExistsReply>().unwrap().lease, 0);
     }
     raw.say(Kind::Exists, 1, &leased);
-    assert_eq!(raw.answer::<proto::ExistsReply>().unwrap_err().reason(), proto::Reason::TooMany);
+    assert_eq!(raw.answer::<proto::ExistsReply>().unwrap_err().reason(), proto::Reason::Busy);
     drop(raw);
     expect_nothing_left(&stage.served);
     assert_eq!(stage.served.daemon().state().engine.holding().leases, 0);
