@@ -359,7 +359,7 @@ impl Recent {
         fate
     }
 
-    /// Whether this block may have been deleted within [`HINTS_MS`], so that other nodes may have hints to it still.
+    /// Whether this block may have been deleted within the last half minute, so that other nodes may have hints to it still.
     pub fn names(&self, (namespace, column, key): (NamespaceId, Column, &BlockKey), now_ms: u64) -> bool {
         let is_named = |(_, entry): &(u64, Arc<Entry>)| {
             entry.namespace == namespace
