@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::StreamExt;
 use kvarts_layout::format::body::Parent;
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, planted};
 
 use crate::error::ColdError;
 use crate::format::deletions::{Delete, Listed};
@@ -54,6 +54,9 @@ impl Deleted {
     /// The manifest says from its next generation on that this was deleted, if it does not say so already since `since`: then another
     /// attempt of this has, or another delete. Gives whether it said so already.
     fn note(&self, manifest: &mut Manifest, since: Point, at_ms: u64) -> bool {
+        if planted!("deletes-not-noted") {
+            return true;
+        }
         let delete = Delete { generation: manifest.next_generation(), at_ms };
         let known = &manifest.deletions;
         let is_noted = manifest.since(since).is_some_and(|since| {

@@ -116,6 +116,11 @@ fn blocks_come_to_nodes_by_the_rules_and_leases() {
 }
 
 #[test]
+fn what_was_deleted_comes_back_from_no_bucket_that_nodes_share() {
+    run("R41", 24);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }

@@ -5,6 +5,7 @@
 
 mod again;
 mod bits;
+mod buckets;
 mod buried;
 mod clocks;
 mod copies;
@@ -165,6 +166,7 @@ pub fn all() -> Vec<Row> {
     rows.extend(again::rows());
     rows.push(devices::row());
     rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
+    rows.push(buckets::row());
     rows.push(planted::row());
     rows
 }

@@ -228,6 +228,10 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block"),
     bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of"),
+    bug("deletes-not-noted", "R41", "a manifest does not keep what was deleted"),
+    bug("deletes-not-compared", "R41", "a pack is named whatever its manifest knows of deletes"),
+    bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named"),
+    bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
@@ -263,7 +267,7 @@ pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
         .find(|row| row.id == bug.row)
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
-    let is_of_nodes = ["R33", "R38", "R39"].contains(&row.id);
+    let is_of_nodes = ["R33", "R38", "R39", "R41"].contains(&row.id);
     let budget = Some(merge.max(if is_of_nodes { COURSES } else { STATES }));
     planted::plant(Some(bug.name));
     let tier = super::Tier::Merge;
