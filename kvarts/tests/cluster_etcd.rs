@@ -1,5 +1,6 @@
 //! Programs that register themselves with a real etcd: they join, are killed, leave and come back, and etcd itself goes and comes.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -10,6 +11,7 @@ use kvarts_client::{Client, ConnectOptions};
 use kvarts_contract::api::{BlockOutcome, KvStore, Placed, PutRequest, ReadRequest};
 use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::error::{Error, Reason};
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_wire::proto;
@@ -63,7 +65,8 @@ impl Node {
             "--cluster-lease",
             &LEASE_SECONDS.to_string(),
         ]);
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let log = File::options().create(true).append(true).open(self.log()).unwrap();
+        let mut child = command.stdout(Stdio::piped()).stderr(log).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let grpc = line.split_whitespace().find_map(|word| word.strip_prefix("grpc="));
@@ -78,6 +81,11 @@ impl Node {
         child.wait().unwrap();
     }
 
+    /// Where it says what it has to say.
+    fn log(&self) -> PathBuf {
+        self.directory.join("log")
+    }
+
     fn client(&self) -> Client {
         Client::connect(&ConnectOptions::to(format!("http://{}", self.grpc))).unwrap()
     }
@@ -86,12 +94,25 @@ impl Node {
     fn until(&self, what: &str, mut is_so: impl FnMut(&proto::ClusterStatusReply) -> bool) -> u64 {
         let (client, start) = (self.client(), Instant::now());
         loop {
-            let status = client.cluster_status().unwrap();
-            if is_so(&status) {
+            let status = client.cluster_status();
+            if let Ok(status) = status.as_ref().inspect_err(|error| self.expect_alive(error))
+                && is_so(status)
+            {
                 return status.epoch;
             }
             assert!(start.elapsed() < TIMEOUT, "{what}: {status:?}");
             std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// A call that failed may be made again while the process runs: where all processors are taken a connection is given up.
+    fn expect_alive(&self, error: &Error) {
+        let id = self.child.as_ref().unwrap().id();
+        let state = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        let is_over = state.rsplit(')').next().is_none_or(|rest| rest.trim_start().starts_with('Z'));
+        if is_over || !matches!(error.0, Reason::Busy(_)) {
+            let said = std::fs::read_to_string(self.log()).unwrap_or_default();
+            panic!("node {}: {error}; it said: {said}", self.number);
         }
     }
 

@@ -188,12 +188,14 @@ impl Scene {
             return;
         }
         self.acknowledged.set(self.acknowledged.get() + 1);
-        for block in going {
+        let promised: BTreeMap<u32, u64> = going.map(|block| (block, begun_ms)).collect();
+        for (block, until_ms) in &promised {
             let mut gone = self.gone.borrow_mut();
-            let until = gone.entry(block).or_default();
-            *until = begun_ms.max(*until);
+            let until = gone.entry(*block).or_default();
+            *until = (*until_ms).max(*until);
         }
-        self.expect_gone(&self.nodes[node].tier, "on the node of the delete").await;
+        // What others have deleted meanwhile it may not have read yet.
+        self.expect_gone(&self.nodes[node].tier, &promised, "on the node of the delete").await;
     }
 
     /// A delete of more keys than a manifest lists, none of which is in a store here.
@@ -211,13 +213,12 @@ impl Scene {
     }
 
     /// Looks through all packs that are named for what was promised to be gone.
-    async fn expect_gone(&self, tier: &Tier, what: &str) {
+    async fn expect_gone(&self, tier: &Tier, promised: &BTreeMap<u32, u64>, what: &str) {
         let Ok(known) = tier.manifest(self.namespace).await else { return };
-        let promised = self.gone.borrow().clone();
         for pack in known.manifest.packs.keys() {
             let Ok(index) = tier.index(self.namespace, *pack).await else { continue };
             for run in index.runs().iter().map(|indexed| &indexed.run) {
-                for (block, until_ms) in &promised {
+                for (block, until_ms) in promised {
                     let is_it = run.blocks.iter().any(|one| one.key == key(PREFIX, *block));
                     if is_it && run.created_ms <= *until_ms {
                         let made = run.created_ms;
@@ -279,7 +280,8 @@ impl Scene {
     /// What must be true of the bucket when all is quiet.
     async fn expect(&self, conditional: Conditional) {
         let fresh = tier(&self.time, &self.faulty, self.seed.0 + 99);
-        self.expect_gone(&fresh, "on a new node").await;
+        let promised = self.gone.borrow().clone();
+        self.expect_gone(&fresh, &promised, "on a new node").await;
         if conditional != Conditional::Kept {
             let is_read = self.nodes.iter().all(|node| {
                 node.tier.remembered(self.namespace).is_none_or(|known| known.manifest.packs.is_empty())
