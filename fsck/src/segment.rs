@@ -5,7 +5,7 @@ use kvarts_layout::format::checkpoint::{
     SEGMENT_FREE, SEGMENT_OPEN, SEGMENT_QUARANTINED, SEGMENT_SEALED, SEGMENT_SUSPECT, SegmentState,
 };
 use kvarts_layout::format::footer::{self, Footer};
-use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen};
+use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen, behind_header};
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::segment::SegmentHeader;
 use kvarts_layout::format::trailer::{self, SealReason, Trailer};
@@ -49,6 +49,8 @@ pub struct Ends {
     pub trailer: Result<Trailer, Unsound>,
     /// Where the trailer stands, under the generation it was looked for.
     pub trailer_position: Position,
+    /// The generation that a record on the page behind the header proves, if that page was looked at.
+    pub behind: Option<u64>,
 }
 
 impl Ends {
@@ -68,7 +70,15 @@ impl Ends {
         let generation = header.as_ref().map_or(claimed, |header| header.position.generation);
         let trailer_position = trailer::position(&position.under(generation), keyring.segment_bytes);
         let trailer = Trailer::decode(&last, &trailer_position, &keyring.secret);
-        Self { position, header, header_seen, trailer, trailer_position }
+        Self { position, header, header_seen, trailer, trailer_position, behind: None }
+    }
+
+    /// Looks at the page behind the header, where the checkpoint calls the segment free: a later use may have lost its header.
+    pub fn look_behind(&mut self, window: &mut Window<'_>, keyring: &Keyring, known: Option<&SegmentState>) {
+        let is_free = known.is_some_and(|known| known.state == SEGMENT_FREE);
+        if is_free && !kvarts_layout::planted!("fsck-recycled-header-unseen") {
+            self.behind = behind_header(window.bytes(PAGE_BYTES, PAGE), &self.position, &keyring.secret);
+        }
     }
 
     /// The generation that the ends prove: the header's, else the trailer's.
@@ -93,6 +103,9 @@ impl Ends {
             (SEGMENT_QUARANTINED, _) => Known::Quarantined,
             (_, std::cmp::Ordering::Less) => Known::Earlier,
             (_, std::cmp::Ordering::Greater) => Known::Later,
+            (SEGMENT_FREE, _) if self.behind.is_some_and(|behind| behind > known.generation) => {
+                Known::Outlived
+            }
             (SEGMENT_FREE, _) => Known::Free,
             (SEGMENT_OPEN, _) => Known::Open,
             (SEGMENT_SEALED | SEGMENT_SUSPECT, _) => Known::Sealed,

@@ -19,7 +19,8 @@ pub fn check_segment(file: &dyn DiskFile, subject: &Subject<'_>, tally: &Tally) 
     let mut window = Window::new(file, keyring.segment_bytes, tally);
     // The ends lie far apart: nothing between them is of use yet.
     window.read_ahead(false);
-    let ends = Ends::read(&mut window, keyring, subject.shard, subject.segment);
+    let mut ends = Ends::read(&mut window, keyring, subject.shard, subject.segment);
+    ends.look_behind(&mut window, keyring, subject.known);
     let mut report = SegmentReport::default();
     let mut sighting = ends.sighting(subject.known);
     let mut row = segment_row(&sighting);

@@ -11,6 +11,8 @@
 //! - A damaged segment costs its own blocks only, a damaged record only its own.
 //! - What a segment that was sealed has no bytes of was evicted, also where its footer or trailer is damaged.
 //! - Nothing is recycled on the word of damaged bytes: a segment without a sound header is scanned first.
+//! - Nor on the word of old ones: the page behind the header of a segment that a checkpoint calls free is looked at
+//!   ([`behind_header`]), for its use since then may have lost its header.
 //!
 //! A scan visits a segment page by page, or from record to record where lengths are proven, and collects
 //! sightings; [`Proof`] and [`Later`] are known only when it has reached the end, so rows are looked up then.
@@ -20,7 +22,7 @@ mod observe;
 mod record_rows;
 mod segment_rows;
 
-pub use observe::{Observed, observe};
+pub use observe::{Observed, behind_header, observe};
 pub use record_rows::{RECORD_ROWS, RecordRow};
 pub use segment_rows::{SEGMENT_ROWS, SegmentRow};
 
@@ -355,6 +357,8 @@ pub enum Known {
     Nothing,
     /// This generation: free.
     Free,
+    /// The same, and a record right behind the header proves a later one.
+    Outlived,
     /// This generation: open.
     Open,
     /// This generation: sealed, suspect or not.
@@ -369,8 +373,16 @@ pub enum Known {
 
 impl Known {
     /// Everything that can be known.
-    pub const ALL: [Self; 7] =
-        [Self::Nothing, Self::Free, Self::Open, Self::Sealed, Self::Quarantined, Self::Earlier, Self::Later];
+    pub const ALL: [Self; 8] = [
+        Self::Nothing,
+        Self::Free,
+        Self::Outlived,
+        Self::Open,
+        Self::Sealed,
+        Self::Quarantined,
+        Self::Earlier,
+        Self::Later,
+    ];
 }
 
 /// What recovery met when it opened a segment.
@@ -386,9 +398,12 @@ pub struct SegmentSighting {
 
 impl SegmentSighting {
     /// Whether anything says that the segment was sealed: then blocks of it may have been evicted, and what it has no bytes of
-    /// was given back. In any other a hole is what was never written.
+    /// was given back. In any other a hole is what was never written. The seal of an earlier use says nothing.
     pub fn may_have_holes(&self) -> bool {
         use TrailerSeen as T;
+        if self.known == Known::Outlived {
+            return false;
+        }
         let seen = matches!(self.trailer, T::Sealed | T::FooterLost | T::Damaged | T::Ahead | T::Elsewhere);
         seen || self.known == Known::Sealed
     }

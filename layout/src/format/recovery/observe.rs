@@ -1,8 +1,11 @@
 //! What stands at a page of a segment: one classification for the engine and for the checker.
 
+use super::super::PAGE_BYTES;
 use super::super::position::Position;
 use super::super::record::{self, Body, Prefix};
-use super::super::seal::{Secret, Structure, claimed_structure, prove_fixed, require_readable};
+use super::super::seal::{
+    Secret, Structure, claimed_position, claimed_structure, prove_fixed, require_readable,
+};
 use super::Found;
 
 /// What was found at a page of a segment.
@@ -37,6 +40,14 @@ pub fn observe(bytes: &[u8], expected: &Position, secret: &Secret) -> Observed {
         Ok(body) => (Found::RecordUnread, Some(body)),
     };
     Observed { found, prefix: Some(prefix), body }
+}
+
+/// The generation that a record right behind a segment's header proves, if one lies there. `page` is that page of the
+/// segment that begins at `segment`, under whatever generation.
+pub fn behind_header(page: &[u8], segment: &Position, secret: &Secret) -> Option<u64> {
+    let claimed = claimed_position(page)?;
+    let expected = segment.under(claimed.generation).at(PAGE_BYTES);
+    Prefix::open(page, &expected, secret).is_ok().then_some(claimed.generation)
 }
 
 #[cfg(test)]
@@ -78,6 +89,22 @@ mod tests {
         let (at, image) = samples::footer_image();
         assert_eq!(found(&image, &at), (Found::Footer, false, false));
         assert_eq!(found(&image, &at.under(at.generation + 1)), (Found::Stale, false, false));
+    }
+
+    #[test]
+    fn only_a_record_that_proves_itself_right_behind_the_header_tells_of_a_use() {
+        let (secret, at) = (samples::secret(), samples::position(PAGE_BYTES));
+        let (body, digests, payload_bytes) = samples::bodies().swap_remove(0);
+        let fields = Fields { payload_bytes, durable_upto: 0, ..samples::fields() };
+        let image = |at: &Position| record::encode(at, &secret, &fields, &body, &digests).unwrap();
+        let segment = at.at(0).under(0);
+        assert_eq!(behind_header(&image(&at), &segment, &secret), Some(at.generation));
+        let mut flipped = image(&at);
+        flipped[80] ^= 1;
+        for other in [flipped, image(&at.at(2 * PAGE_BYTES)), vec![0; 4096], vec![0x5a; 4096], Vec::new()] {
+            assert_eq!(behind_header(&other, &segment, &secret), None);
+        }
+        assert_eq!(behind_header(&samples::footer_image().1, &segment, &secret), None);
     }
 
     #[test]

@@ -35,6 +35,7 @@ const NOT_PROVEN: &[T] = &[T::Empty, T::Damaged, T::Stale, T::Ahead, T::Elsewher
 const IN_USE: &[K] = &[K::Nothing, K::Open, K::Sealed, K::Earlier];
 const NOT_FREE: &[K] = &[K::Nothing, K::Open, K::Sealed, K::Earlier, K::Later];
 const FREE: &[K] = &[K::Free];
+const OUTLIVED: &[K] = &[K::Outlived];
 
 const fn row(label: &'static str, severity: Severity, decision: Decision, cause: &'static str) -> Row {
     Row { label, cause, severity, decision }
@@ -85,6 +86,17 @@ pub static SEGMENT_ROWS: &[SegmentRow] = &[
         header: SOUND,
         trailer: &[T::FooterLost, T::Damaged, T::Elsewhere],
         known: FREE,
+    },
+    SegmentRow {
+        row: row(
+            "recycled-header-lost",
+            Severity::Problem,
+            Decision::Rescan,
+            "the segment was free when the checkpoint was made and was used again; the write of its new header was lost",
+        ),
+        header: NOT_NEWER,
+        trailer: OLD_TRAILERS,
+        known: OUTLIVED,
     },
     SegmentRow {
         row: row(

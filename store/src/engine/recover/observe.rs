@@ -3,7 +3,7 @@
 use kvarts_layout::format::checkpoint::{
     SEGMENT_FREE, SEGMENT_OPEN, SEGMENT_QUARANTINED, SEGMENT_SEALED, SEGMENT_SUSPECT, SegmentState,
 };
-use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen};
+use kvarts_layout::format::recovery::{HeaderSeen, Known, SegmentSighting, TrailerSeen, behind_header};
 use kvarts_layout::format::seal::claimed_position;
 use kvarts_layout::format::segment::SegmentHeader;
 use kvarts_layout::format::trailer::{self, SealReason, Trailer};
@@ -37,6 +37,8 @@ pub(super) struct Ends {
     pub(super) trailer_position: Position,
     /// The highest generation that either end proves.
     proven: u64,
+    /// The generation that a record on the page behind the header proves: looked for only in a free segment.
+    behind: Option<u64>,
     /// Bytes of the file.
     pub(super) len: u64,
 }
@@ -49,17 +51,27 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
     for some in files.chunks(AT_ONCE) {
         let mut reads = Vec::with_capacity(some.len());
         for file in some {
-            // One piece for both: whichever the device gives, the other is looked at.
-            let pages = memory(volume, 2 * PAGE)?.share();
+            // One piece for all: whichever the device gives, the others are looked at.
+            let is_free = is_free(&recovery.checkpoint, file);
+            let pages = memory(volume, if is_free { 3 * PAGE } else { 2 * PAGE })?.share();
             let page = |at| pages.slice(at, PAGE).ok_or(Reason::Bug("a page outside its buffer"));
             let first = volume.driver.read(CLASS, file.file, 0, page(0)?);
             let last = volume.driver.read(CLASS, file.file, last, page(PAGE)?);
-            reads.push((pages, first, last));
+            let behind = match is_free {
+                true => Some(volume.driver.read(CLASS, file.file, PAGE_BYTES, page(2 * PAGE)?)),
+                false => None,
+            };
+            reads.push((pages, first, last, behind));
         }
-        for (file, (pages, first, last)) in some.iter().zip(reads) {
+        for (file, (pages, first, last, behind)) in some.iter().zip(reads) {
             let ok = (first.await.is_ok(), last.await.is_ok());
+            let behind = match behind {
+                Some(behind) => Some(behind.await.is_ok()),
+                None => None,
+            };
             let bytes = pages.to_vec();
-            let (first, last) = bytes.split_at(PAGE);
+            let (first, rest) = bytes.split_at(PAGE);
+            let (last, second) = rest.split_at(PAGE);
             // What a file has not got, because it could not be given its length, is as empty as what was never written;
             // what the device does not give is damaged: no byte of it proves anything.
             let beyond = (file.len == 0, file.len <= volume.shared.segment_bytes - PAGE_BYTES);
@@ -75,10 +87,20 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
             };
             recovery.report.unreadable_pages += u64::from(!ok.0 && !beyond.0) + u64::from(!ok.1 && !beyond.1);
             recovery.report.metadata_bytes += bytes.len() as u64;
-            all.push(Ends { len: file.len, ..Ends::of(volume, file.number, first, last) });
+            let ends = Ends { len: file.len, ..Ends::of(volume, file.number, first, last) };
+            let second = if behind == Some(true) { second } else { &[] };
+            let behind = behind_header(second, &ends.position, &volume.shared.secret);
+            all.push(Ends { behind, ..ends });
         }
     }
     Ok(all)
+}
+
+/// Whether the newest checkpoint calls a segment free.
+fn is_free(checkpoint: &Checkpoint, file: &SegmentFile) -> bool {
+    let known = checkpoint.segments.get(&file.number);
+    known.is_some_and(|known| known.state == SEGMENT_FREE)
+        && !kvarts_layout::planted!("recycled-header-unseen")
 }
 
 impl Ends {
@@ -112,6 +134,7 @@ impl Ends {
             trailer: decoded.ok(),
             trailer_position,
             proven,
+            behind: None,
             len: 0,
         }
     }
@@ -138,6 +161,7 @@ impl Ends {
             SEGMENT_QUARANTINED => Known::Quarantined,
             _ if known.generation < own => Known::Earlier,
             _ if known.generation > own => Known::Later,
+            SEGMENT_FREE if self.behind.is_some_and(|behind| behind > known.generation) => Known::Outlived,
             SEGMENT_FREE => Known::Free,
             SEGMENT_OPEN => Known::Open,
             SEGMENT_SEALED | SEGMENT_SUSPECT => Known::Sealed,
