@@ -8,7 +8,9 @@
 //!
 //! Invariants:
 //! - Nothing is invented: every byte written follows from bytes that were proven, or is zero by the format.
-//! - No good record is dropped: the new listing has every record that proves itself and of which a block matches.
+//! - No good record is dropped: the new listing has every record that proves itself and of which a block matches. Nor is a
+//!   sound block: what is damaged and shares every page with one stays, a miss that each check names.
+//! - Nothing of a segment is given up that two readings of it do not say alike.
 //! - A power cut leaves a store that is no worse. Records are never written over; a footer goes where the old one is
 //!   not, if there is room, and is durable before the trailer that names it; a segment between the two is one that a
 //!   scan understands. Names are changed one at a time.
@@ -113,11 +115,7 @@ struct Knowledge {
 
 impl Knowledge {
     fn take(&mut self, shard: usize, number: u32, report: &SegmentReport) {
-        let records: Vec<&Met> = match &report.outcome {
-            Outcome::Sealed { good, unlisted, .. } => good.iter().chain(unlisted).collect(),
-            Outcome::Walked { scanned, .. } => scanned.adopted.iter().collect(),
-            _ => Vec::new(),
-        };
+        let records: Vec<&Met> = report.outcome.records().collect();
         for met in &records {
             if let Some(Body::Identity(definition) | Body::Spec(definition)) = &met.body {
                 self.definitions.entry(definition.id).or_insert_with(|| definition.canonical.clone());
@@ -143,6 +141,10 @@ impl Knowledge {
         }
     }
 }
+
+/// Why nothing is done where two readings are not alike.
+const DIFFERS: &str = "two readings of it differ: the device, what connects it or the memory is at fault, and nothing is given up on \
+                       its word";
 
 /// Rounds of a repair: what one puts right may show what else there is, as a file that came back to its place.
 const ROUNDS_MAX: usize = 4;
@@ -194,10 +196,10 @@ fn one_round(sites: &[Site], options: &Options, tally: &Tally) -> Result<Repaire
         let Some(site) = sites.get(shard.directory) else { continue };
         let known = checkpoints.get(&shard.number).and_then(|known| known.segments.get(&segment));
         let case = segments::Case { site, store: &store, shard, segment, known, knowledge: &knowledge };
-        if case.fix(tally, &mut log) {
-            moved.push((shard.number, segment));
-        } else if case.is_behind(tally) {
-            outdated.push((shard.number, segment));
+        match case.fix(tally, &mut log) {
+            segments::Fixed::Moved => moved.push((shard.number, segment)),
+            segments::Fixed::InPlace if case.is_behind(tally) => outdated.push((shard.number, segment)),
+            segments::Fixed::InPlace | segments::Fixed::Left => {}
         }
     }
     quarantine::restore(sites, &store, &moved, &mut log);

@@ -1,7 +1,7 @@
 //! Verifies a record's payload against its digests, in one pass over its bytes in the order in which they lie. Chunks
 //! of an encoded record are decoded first, one at a time.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use kvarts_layout::codec::{Codec, Encoding};
 use kvarts_layout::format::{PAGE_BYTES, is_zero, page_align};
@@ -33,10 +33,9 @@ pub struct Verified {
     pub bad: Option<BadChunk>,
     /// Which blocks have a bad chunk; empty if none. The others are what was put.
     pub damaged: Vec<bool>,
-    /// Of a record with bad chunks: stretches of whole pages that take out every damaged block, and as few others as can
-    /// be.
+    /// Of a record with bad chunks: stretches of whole pages that only damaged blocks have bytes on.
     pub apart: Vec<(u64, u64)>,
-    /// Sound blocks that go with them: some damaged block has no page of its own.
+    /// Damaged blocks that share every page with sound ones: nothing takes them out alone.
     pub entwined: u64,
     /// Whether the digest table has another number of entries than the layout has chunks.
     pub miscounted: bool,
@@ -178,36 +177,11 @@ fn set_apart(chunks: &Chunks, start: u64, verified: &mut Verified) {
     let mut out = BTreeSet::new();
     for (block, (from, to, _)) in spans().filter(|(block, _)| is_damaged(*block)) {
         let (first, last) = pages(from, to);
-        for page in (first..=last).filter(|page| !shared.contains(page)) {
+        let all = kvarts_layout::planted!("repair-costs-neighbours");
+        for page in (first..=last).filter(|page| all || !shared.contains(page)) {
             own.insert(page);
             out.insert(block);
         }
-    }
-    // A damaged block without a page of its own: of its pages the one with the fewest sound blocks goes.
-    let mut on_page: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
-    let mut of_block: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
-    for (block, (from, to, _)) in spans().filter(|(block, _)| is_damaged(*block) && !out.contains(block)) {
-        let (first, last) = pages(from, to);
-        of_block.entry(block).or_default().extend(first..=last);
-        on_page.extend((first..=last).map(|page| (page, BTreeSet::new())));
-    }
-    for (block, (from, to, _)) in spans() {
-        let (first, last) = pages(from, to);
-        for (_, on) in on_page.range_mut(first..=last) {
-            on.insert(block);
-        }
-    }
-    let mut sound = BTreeSet::new();
-    for (block, its) in of_block {
-        if out.contains(&block) {
-            continue;
-        }
-        let others =
-            |page: u64| on_page.get(&page).into_iter().flatten().filter(|block| !is_damaged(**block));
-        let Some(page) = its.into_iter().min_by_key(|page| others(*page).count()) else { continue };
-        own.insert(page);
-        sound.extend(others(page).copied().filter(|block| !verified.is_gone(*block)));
-        out.extend(on_page.get(&page).into_iter().flatten().copied());
     }
     let mut apart: Vec<(u64, u64)> = Vec::new();
     for page in own {
@@ -217,7 +191,8 @@ fn set_apart(chunks: &Chunks, start: u64, verified: &mut Verified) {
             _ => apart.push((at, PAGE_BYTES)),
         }
     }
-    verified.entwined = sound.len() as u64;
+    let taken_out = out.len() as u64;
+    verified.entwined = verified.damaged_blocks().saturating_sub(taken_out);
     verified.apart = apart;
 }
 

@@ -6,6 +6,7 @@ pub mod campaign;
 pub mod conformance;
 pub mod depth;
 pub mod fixture;
+pub mod flaky;
 pub mod golden;
 pub mod landed;
 pub mod model;

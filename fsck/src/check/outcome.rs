@@ -99,6 +99,18 @@ pub enum Outcome {
     },
 }
 
+impl Outcome {
+    /// The records that count, as far as they were looked at.
+    pub fn records(&self) -> impl Iterator<Item = &Met> {
+        let (first, second): (&[Met], &[Met]) = match self {
+            Self::Sealed { good, unlisted, .. } => (good, unlisted),
+            Self::Walked { scanned, .. } => (&scanned.adopted, &[]),
+            Self::Unseen | Self::Free | Self::Quarantined => (&[], &[]),
+        };
+        first.iter().chain(second)
+    }
+}
+
 /// What the check of one segment found.
 #[derive(Debug, Default)]
 pub struct SegmentReport {

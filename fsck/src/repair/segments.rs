@@ -30,6 +30,17 @@ pub(super) struct Case<'a> {
     pub(super) knowledge: &'a Knowledge,
 }
 
+/// What became of a segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fixed {
+    /// It was not touched: what it holds is not certain.
+    Left,
+    /// It is where it was.
+    InPlace,
+    /// Its file was moved away.
+    Moved,
+}
+
 /// What a segment is to hold from now on.
 struct Seal<'a> {
     generation: u64,
@@ -60,19 +71,34 @@ impl Case<'_> {
         Some(check_segment(&*file, &subject, tally))
     }
 
-    /// Does what can be done; true if the file was moved away.
-    pub(super) fn fix(&self, tally: &Tally, log: &mut Vec<Action>) -> bool {
+    /// What two readings agree on; `None`, and said, if they do not or nothing can be read. Bytes are given up on the word
+    /// of what was read, and a fault on the way from the device looks like damage.
+    fn look_twice(&self, tally: &Tally, log: &mut Vec<Action>) -> Option<SegmentReport> {
         let path = self.path();
-        let Some(mut report) = self.look(tally) else {
+        let Some(first) = self.look(tally) else {
             self.site.cannot(log, &path, "it cannot be opened");
-            return false;
+            return None;
         };
-        if report.findings.times(findings::MEDIA_ERROR.name) > 0 {
+        if first.findings.times(findings::MEDIA_ERROR.name) > 0 {
             // What cannot be read now may be read tomorrow, or from the device's copy: it stays listed.
             let why = "the device refuses pages of it: copy the store to a good device and repair it there";
             self.site.cannot(log, &path, why);
-            return false;
+            return None;
         }
+        if kvarts_layout::planted!("repair-believes-one-reading") {
+            return Some(first);
+        }
+        let again = self.look(tally).filter(|again| is_alike(&first, again));
+        if again.is_none() {
+            self.site.cannot(log, &path, super::DIFFERS);
+        }
+        again
+    }
+
+    /// Does what can be done.
+    pub(super) fn fix(&self, tally: &Tally, log: &mut Vec<Action>) -> Fixed {
+        let path = self.path();
+        let Some(mut report) = self.look_twice(tally, log) else { return Fixed::Left };
         let whole = self.store.keyring.segment_bytes;
         if report.findings.times(findings::SEGMENT_TRUNCATED.name) > 0 {
             self.site.act(log, (&path, "gets its full length back, zeros at its end".to_owned()), |writer| {
@@ -81,14 +107,14 @@ impl Case<'_> {
             });
         }
         if self.definitions(&report, log) && self.site.writer.is_some() {
-            match self.look(tally) {
+            match self.look_twice(tally, log) {
                 Some(again) => report = again,
-                None => return false,
+                None => return Fixed::Left,
             }
         }
         self.padding(&report, log);
         self.damaged_blocks(&report, log);
-        self.seal(&report, log)
+        if self.seal(&report, log) { Fixed::Moved } else { Fixed::InPlace }
     }
 
     /// Whether the checkpoint knows a later generation than the segment proves: the writes of that one were lost, and
@@ -144,7 +170,8 @@ impl Case<'_> {
     }
 
     /// Takes blocks that are damaged out of records whose other blocks are sound: by holes, which say to every reader
-    /// that they were evicted. The bytes are wrong, and every read of them would be a miss.
+    /// that they were evicted. The bytes are wrong, and every read of them would be a miss. One that shares every page with
+    /// sound blocks stays: a miss costs less than they would.
     fn damaged_blocks(&self, report: &SegmentReport, log: &mut Vec<Action>) {
         let Outcome::Sealed { good, .. } = &report.outcome else { return };
         let path = self.path();
@@ -154,12 +181,19 @@ impl Case<'_> {
             if damaged == 0 || kvarts_layout::planted!("repair-keeps-damaged") {
                 continue;
             }
-            let with = match verified.entwined {
-                0 => String::new(),
-                sound => format!(", and {sound} sound ones that share every page with them"),
-            };
-            let what =
-                format!("{damaged} damaged blocks of the record at {} are taken out{with}", met.offset);
+            if verified.entwined > 0 {
+                let why = format!(
+                    "{} damaged blocks of the record at {} share every page with sound ones, which would go with them: a \
+                     read of a damaged one is a miss, and one that is put again is served",
+                    verified.entwined, met.offset
+                );
+                self.site.cannot(log, &path, &why);
+            }
+            let apart = damaged.saturating_sub(verified.entwined);
+            if apart == 0 {
+                continue;
+            }
+            let what = format!("{apart} damaged blocks of the record at {} are taken out", met.offset);
             self.site.act(log, (&path, what), |writer| {
                 verified.apart.iter().try_for_each(|(at, len)| self.punch(writer, *at, *len))?;
                 writer.sync(&path)
@@ -328,6 +362,14 @@ impl Case<'_> {
             if together { writer.sync(&path) } else { Ok(()) }
         })
     }
+}
+
+/// Whether two readings of a segment say the same.
+fn is_alike(first: &SegmentReport, again: &SegmentReport) -> bool {
+    let generation = |report: &SegmentReport| report.ends.as_ref().and_then(|ends| ends.generation());
+    first.findings == again.findings
+        && generation(first) == generation(again)
+        && first.outcome.records().eq(again.outcome.records())
 }
 
 /// A record as the footer lists it, or as it says itself if the footer leaves it out or cannot be believed.
