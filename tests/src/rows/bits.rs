@@ -77,7 +77,7 @@ fn map(store: &Prepared) -> Map {
 }
 
 fn map_of(make: Make) -> &'static Map {
-    static ALL: [OnceLock<Map>; 6] = [const { OnceLock::new() }; 6];
+    static ALL: [OnceLock<Map>; Make::ALL.len()] = [const { OnceLock::new() }; Make::ALL.len()];
     let at = Make::ALL.iter().position(|one| *one == make).expect("one of them");
     ALL[at].get_or_init(|| map(prepared(make)))
 }
@@ -219,7 +219,7 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
         return Err(note("the checker says nothing".to_owned()));
     }
     if matches!(part.zone, Zone::Footer | Zone::Trailer) {
-        repaired(store, &disks, &found, 0).map_err(note)?;
+        repaired(store, &disks, &found, None).map_err(note)?;
     }
     let mut state = Mixer::new(seed.0 % makes);
     state.word(seed.0 / makes);
@@ -231,7 +231,7 @@ fn flip(seed: Seed, states: &States) -> Result<(), String> {
 pub(super) fn row() -> Row {
     Row {
         id: "R6",
-        what: "every bit of small whole stores flipped: raw, killed, spread, encoded, compacted, full",
+        what: "every bit of small whole stores flipped: raw, killed, spread, encoded, compacted, full, recycled",
         counts: "bits flipped, each looked at by engine and checker",
         targets: [2_000, 64_000, u64::MAX],
         run: |ask, target| -> Tally { until(ask, target.min(all_bits()), flip) },

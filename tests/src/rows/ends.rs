@@ -107,7 +107,7 @@ fn remains(seed: Seed, store: &Prepared) -> Result<(), String> {
         return Err(format!("the checker: {}", crate::witness::problems(&checked)));
     }
     let found = same(store, &disks, &store.sound, 1)?;
-    repaired(store, &disks, &found, 0)
+    repaired(store, &disks, &found, None)
 }
 
 /// No checkpoint knows of seals, and trailers did not arrive: what a footer lists was durable before it.

@@ -223,7 +223,7 @@ fn whole_store(seed: Seed, states: &States) -> Result<(), String> {
         }
         if round.is_empty() {
             // What is proven and wrong cannot always be put right; it is tried without harm.
-            let _ = put_right(&disks);
+            let _ = put_right(&disks, None);
         }
     }
     states.reach(state.value());

@@ -24,7 +24,7 @@ use kvarts_layout::format::seal::claimed_structure;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Secret, Structure};
 use kvarts_layout::{BlockKey, Layout, NamespaceId, StoreId};
-use kvarts_store::engine::{CompactOptions, EvictionPolicy, Options, Store};
+use kvarts_store::engine::{CompactOptions, CompactReport, EvictionPolicy, Options, Store};
 
 use crate::campaign::{Driven, Opened, drive, reopen};
 use crate::conformance::Desk;
@@ -42,6 +42,9 @@ const PRODUCERS: [u64; 4] = [1, 2, 3, 4];
 
 /// Which of the fixture's columns, and the number of a key.
 pub(super) type Name = (usize, u64);
+
+/// A place in a store: which directory, which file, which byte.
+pub(super) type Place = (usize, String, usize);
 
 /// What the engine answers for a block: whose bytes they are, or why there are none.
 pub(super) type Answer = Result<u64, Reason>;
@@ -61,12 +64,26 @@ pub(super) enum Make {
     Compacted,
     /// Full: blocks of many records were evicted, and others of the same records were not.
     Holed,
+    /// Killed with an open segment that was used before, and that the newest checkpoint calls free.
+    Recycled,
 }
 
 impl Make {
     /// All of them.
-    pub(super) const ALL: [Self; 6] =
-        [Self::Plain, Self::Killed, Self::Spread, Self::Encoded, Self::Compacted, Self::Holed];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Plain,
+        Self::Killed,
+        Self::Spread,
+        Self::Encoded,
+        Self::Compacted,
+        Self::Holed,
+        Self::Recycled,
+    ];
+
+    /// Whether it ended without a checkpoint.
+    pub(super) fn is_killed(self) -> bool {
+        matches!(self, Self::Killed | Self::Recycled)
+    }
 }
 
 /// A store and what is known of it.
@@ -124,7 +141,7 @@ pub(super) fn key(n: u64) -> BlockKey {
 
 /// All stores of this kind of program.
 pub(super) fn prepared(make: Make) -> &'static Prepared {
-    static ALL: [OnceLock<Prepared>; 6] = [const { OnceLock::new() }; 6];
+    static ALL: [OnceLock<Prepared>; Make::ALL.len()] = [const { OnceLock::new() }; Make::ALL.len()];
     let at = Make::ALL.iter().position(|one| *one == make).expect("one of them");
     ALL[at].get_or_init(|| unplanted(|| prepare(make, 40 + at as u64)))
 }
@@ -165,12 +182,18 @@ fn prepare(make: Make, seed: u64) -> Prepared {
     let world = SimWorld::new(seed, &config);
     let stage = SimStage::open(&world, &options).expect("a fresh disk");
     fill(&stage, make);
+    if make == Make::Recycled {
+        empty_some(&stage);
+    }
     // As it would be found if the machine had stopped here.
     let earlier = directories(&world.disk().after_kill());
     finish(&stage, make);
-    let image = match make {
-        Make::Killed => world.kill(),
-        _ => stage.close().expect("nothing fails"),
+    if make == Make::Recycled {
+        use_again(&stage, &earlier);
+    }
+    let image = match make.is_killed() {
+        true => world.kill(),
+        false => stage.close().expect("nothing fails"),
     };
     let disks = directories(&image);
     let bytes = disks[0].contents("superblock").expect("a superblock");
@@ -210,7 +233,7 @@ fn fill(stage: &SimStage, make: Make) {
     delete(&desk, 1, 2..4);
     // Another producer's bytes in the place of what was deleted.
     put(&desk, 1, 2..3, 3, false);
-    stage::drive(stage.world(), stage.engine().checkpoint()).expect("it ends").expect("nothing fails");
+    checkpoint(stage);
 }
 
 fn finish(stage: &SimStage, make: Make) {
@@ -218,23 +241,11 @@ fn finish(stage: &SimStage, make: Make) {
     delete(&desk, 2, 0..1);
     put(&desk, 0, 8..9, 2, false);
     put(&desk, 1, 8..12, 2, false);
+    if make == Make::Compacted {
+        put_and_delete(&desk);
+    }
     if matches!(make, Make::Encoded | Make::Compacted) {
-        if make == Make::Compacted {
-            // Enough that segments are rewritten.
-            for n in 0..24 {
-                put(&desk, 0, 9 + n % 4..10 + n % 4, 1 + n % 2, false);
-                delete(&desk, 0, 9 + n % 4..10 + n % 4);
-            }
-        }
-        let encode_cold_after = (make == Make::Encoded).then_some(Duration::ZERO);
-        let options = CompactOptions {
-            dead_thousandths: 0,
-            merge_records_min: 2,
-            encode_cold_after,
-            ..CompactOptions::default()
-        };
-        let report = stage::drive(stage.world(), stage.engine().compact(options)).expect("it ends");
-        let report = report.expect("nothing fails");
+        let report = compact(stage, (make == Make::Encoded).then_some(Duration::ZERO));
         assert!(report.blocks_moved > 4, "{report:?}");
         assert!(make != Make::Encoded || report.records_encoded > 2, "{report:?}");
     }
@@ -244,6 +255,68 @@ fn finish(stage: &SimStage, make: Make) {
     put(&desk, 2, 8..9, 4, false);
     delete(&desk, 1, 0..1);
     put(&desk, 1, 12..14, 1, true);
+}
+
+/// Enough that segments are rewritten.
+fn put_and_delete(desk: &Desk<'_>) {
+    for n in 0..24 {
+        put(desk, 0, 9 + n % 4..10 + n % 4, 1 + n % 2, false);
+        delete(desk, 0, 9 + n % 4..10 + n % 4);
+    }
+}
+
+fn compact(stage: &SimStage, encode_cold_after: Option<Duration>) -> CompactReport {
+    let options = CompactOptions {
+        dead_thousandths: 0,
+        merge_records_min: 2,
+        encode_cold_after,
+        ..CompactOptions::default()
+    };
+    let report = stage::drive(stage.world(), stage.engine().compact(options)).expect("it ends");
+    report.expect("nothing fails")
+}
+
+fn checkpoint(stage: &SimStage) {
+    stage::drive(stage.world(), stage.engine().checkpoint()).expect("it ends").expect("nothing fails");
+}
+
+/// Leaves segments in which nothing counts any more, and a checkpoint that says so.
+fn empty_some(stage: &SimStage) {
+    put_and_delete(&Desk::new(stage, NAME));
+    let report = compact(stage, None);
+    assert!(report.segments_emptied > 0, "{report:?}");
+    checkpoint(stage);
+}
+
+/// Puts until a segment that the checkpoint calls free is in use again, and some of what the store holds into it.
+fn use_again(stage: &SimStage, earlier: &[MemoryDisk]) {
+    let desk = Desk::new(stage, NAME);
+    for n in KEYS..KEYS + 60 {
+        let now = directories(&stage.world().disk().after_kill());
+        if !recycled(&now, earlier).is_empty() {
+            put(&desk, 1, 15..16, 2, false);
+            put(&desk, 0, 15..16, 1, false);
+            return;
+        }
+        put(&desk, 0, n..n + 1, 1, false);
+    }
+    panic!("no segment was used again");
+}
+
+/// Segments whose first page is another one than it was: which directory, and the path.
+pub(super) fn recycled(disks: &[MemoryDisk], earlier: &[MemoryDisk]) -> Vec<(usize, String)> {
+    let page = |disks: &[MemoryDisk], at: usize, path: &str| {
+        let bytes = disks.get(at)?.contents(path)?;
+        bytes
+            .get(..PAGE)
+            .filter(|page| claimed_structure(page) == Some(Structure::SegmentHeader))
+            .map(<[u8]>::to_vec)
+    };
+    let is_other = |(at, path): &(usize, String)| {
+        let before = page(earlier, *at, path);
+        before.is_some() && before != page(disks, *at, path)
+    };
+    files(disks).into_iter().filter(is_other).collect()
 }
 
 /// Puts until blocks must go. Of every record the first blocks are held, so the others go alone.

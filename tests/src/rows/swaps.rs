@@ -3,8 +3,9 @@
 //! forged in its payload.
 //!
 //! Whatever the change is: no block is served with bytes that were never put under its key. The checker names every change
-//! that changes an answer. A repair leaves a store that is clean, that lost nothing good, that serves no block in part, and
-//! in which a second repair finds nothing to do.
+//! that changes an answer. A repair leaves a store that serves every block that it served, none in part, that is clean but for
+//! damaged blocks which share their pages with sound ones, and in which a second repair finds nothing to do. Readings that
+//! differ, and a header that a segment's next use has lost, cost nothing at all.
 
 use kvarts_fsck::check::Checked;
 use kvarts_fsck::disk::MemoryDisk;
@@ -17,7 +18,8 @@ use super::bits::{changed, names, quarantined};
 use super::pool::{States, until};
 use super::repaired::repaired;
 use super::stores::{
-    Make, Prepared, Zone, files, key, look, payload_bytes, prepared, stranger, structures, zones,
+    Make, Place, Prepared, Zone, files, key, look, payload_bytes, prepared, recycled, stranger, structures,
+    zones,
 };
 use super::{Row, Tally};
 use crate::sim::log::Mixer;
@@ -28,15 +30,16 @@ const SECTOR: usize = 512;
 /// Pages of the longest burst.
 const BURST: u64 = 16;
 
-/// A place in a store.
-type Place = (usize, String, usize);
-
 /// Damage that was done.
 pub(super) struct Damage {
     pub(super) disks: Vec<MemoryDisk>,
     pub(super) what: String,
     /// Where.
     places: Vec<Place>,
+    /// Not the disk is damaged but some readings of it.
+    misread: bool,
+    /// It may change no answer.
+    harmless: bool,
     /// A whole file is gone or as it once was, or a segment was not sealed: perhaps nothing says that there was more.
     rolled_back: bool,
 }
@@ -66,6 +69,26 @@ fn write_at(disks: &[MemoryDisk], (at, path, offset): &Place, with: &[u8]) {
     });
 }
 
+/// Damage that may change no answer.
+fn harmless(store: &Prepared, rng: &mut Rng) -> Option<Damage> {
+    let disks = store.fork();
+    let misread = rng.coin();
+    let (place, what) = if misread {
+        let place = any_place(&disks, rng);
+        let what = format!("readings of {place:?} that differ");
+        (place, what)
+    } else {
+        // The header of a segment that was used again, as it was before that.
+        let all = recycled(&disks, &store.earlier);
+        let (at, path) = all.get(rng.index(all.len().max(1)))?.clone();
+        let what = format!("the header of {path} as it was before its last use");
+        let place = (at, path, 0);
+        write_at(&disks, &place, &bytes_at(&store.earlier, &place, PAGE));
+        (place, what)
+    };
+    Some(Damage { disks, what, places: vec![place], misread, harmless: true, rolled_back: false })
+}
+
 /// Damage of a kind that the seed chooses; `None` if it would change nothing.
 pub(super) fn damage(store: &Prepared, rng: &mut Rng) -> Option<Damage> {
     let disks = store.fork();
@@ -80,7 +103,7 @@ pub(super) fn damage(store: &Prepared, rng: &mut Rng) -> Option<Damage> {
             write_at(&disks, &place, &fill);
             // With its seal gone as well, a segment that no checkpoint knows to be sealed is one that was not.
             let end = store.disks[place.0].contents(&place.1).map_or(0, |bytes| bytes.len());
-            rolled_back = store.make == Make::Killed && place.2 + len >= end;
+            rolled_back = store.make.is_killed() && place.2 + len >= end;
             format!("{len} bytes of {} over {place:?}", if kind == 0 { "zeros" } else { "noise" })
         }
         2 | 3 => {
@@ -128,7 +151,7 @@ pub(super) fn damage(store: &Prepared, rng: &mut Rng) -> Option<Damage> {
     };
     let rolled_back = rolled_back || places.iter().any(open);
     let unchanged = files(&disks) == store.files() && store.files().iter().all(same);
-    (!unchanged).then_some(Damage { disks, what, places, rolled_back })
+    (!unchanged).then_some(Damage { disks, what, places, misread: false, harmless: false, rolled_back })
 }
 
 fn noise(rng: &mut Rng, len: usize) -> Vec<u8> {
@@ -177,7 +200,7 @@ fn whole_file(
         }
         9 => {
             // No other file knows the name of the newest segment.
-            *lost = store.make == Make::Killed;
+            *lost = store.make.is_killed();
             disks[*at].remove(path);
             Some((format!("{path} is gone"), vec![start(*at, path)]))
         }
@@ -261,17 +284,25 @@ fn forge(store: &Prepared, disks: &[MemoryDisk], rng: &mut Rng) -> Option<(Strin
 }
 
 fn strike(seed: Seed, states: &States) -> Result<(), String> {
-    strike_at(Make::ALL[(seed.0 % Make::ALL.len() as u64) as usize], seed, states)
+    let make = Make::ALL[(seed.0 % Make::ALL.len() as u64) as usize];
+    let mut rng = seed.child("harmless").rng();
+    if rng.below(8) > 0 {
+        return strike_at(make, seed, states);
+    }
+    let store = prepared(make);
+    harmless(store, &mut rng).map_or(Ok(()), |damage| judged(store, &damage, states))
 }
 
 fn strike_at(make: Make, seed: Seed, states: &States) -> Result<(), String> {
     let store = prepared(make);
     let mut rng = seed.child("damage").rng();
-    let Some(damage) = damage(store, &mut rng) else { return Ok(()) };
-    let mut state = Mixer::new(make as u64);
+    damage(store, &mut rng).map_or(Ok(()), |damage| judged(store, &damage, states))
+}
+
+fn judged(store: &Prepared, damage: &Damage, states: &States) -> Result<(), String> {
+    let mut state = Mixer::new(store.make as u64);
     state.text(&damage.what);
-    let note = |what: String| format!("{make:?}, {}: {what}", damage.what);
-    judge(store, &damage).map_err(note)?;
+    judge(store, damage).map_err(|what| format!("{:?}, {}: {what}", store.make, damage.what))?;
     states.reach(state.value());
     Ok(())
 }
@@ -301,11 +332,14 @@ fn judge(store: &Prepared, damage: &Damage) -> Result<(), String> {
     quarantined(&found)?;
     let checked = checked.map_err(|why| format!("it opens, and cannot be checked: {why}"))?;
     let changes = changed(&store.sound, &found);
+    if damage.harmless && !changes.is_empty() {
+        return Err(format!("it costs {changes:?}"));
+    }
     if !changes.is_empty() && !damage.rolled_back && !is_named(&checked, damage) {
         return Err(format!("the checker says nothing of it, and {changes:?}"));
     }
-    let doomed = checked.findings.problems.iter().map(|finding| finding.blocks).sum();
-    repaired(store, &damage.disks, &found, doomed)
+    let misread = damage.misread.then(|| &damage.places[0]);
+    repaired(store, &damage.disks, &found, misread)
 }
 
 fn is_named(checked: &Checked, damage: &Damage) -> bool {
@@ -331,6 +365,24 @@ pub(super) fn row() -> Row {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_recycled_segment_whose_header_was_lost_is_looked_at_before_it_counts_as_free() {
+        let store = prepared(Make::Recycled);
+        let again = recycled(&store.disks, &store.earlier);
+        assert!(!again.is_empty(), "no segment was used again");
+        for (at, path) in again {
+            let disks = store.fork();
+            let place = (at, path, 0);
+            write_at(&disks, &place, &bytes_at(&store.earlier, &place, PAGE));
+            let places = vec![place];
+            let what = "the header is the one before".to_owned();
+            let damage = Damage { disks, what, places, misread: false, harmless: true, rolled_back: false };
+            let checked = look(&damage.disks).unwrap();
+            assert_eq!(checked.findings.times("recycled-header-lost"), 1, "{:?}", checked.findings.counts);
+            judge(store, &damage).unwrap();
+        }
+    }
 
     #[test]
     fn zeros_over_a_segment_and_its_seal_are_what_no_one_can_tell_from_a_segment_that_was_just_begun() {
