@@ -25,11 +25,12 @@ pub use front::limits::Limits;
 pub use front::memory_audit::Table;
 pub use front::produced::{Produced, ProducedPage};
 pub use front::store::{
-    Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, Stats, Store, StoreTiles,
+    Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, SEGMENTS_MIN, Stats, Store, StoreTiles,
 };
 pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
+pub use shared::batches::Batches;
 pub use shared::health::Health;
 pub use shared::policy::{Candidate, Chosen, EvictionPolicy};
 pub use shared::recency::STEPS_PER_BUDGET;

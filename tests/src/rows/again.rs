@@ -13,7 +13,7 @@ use kvarts_store::engine::{Limits, Options, Store};
 
 use super::buried::deletes;
 use super::pool::{States, until};
-use super::scene::budgets;
+use super::scene::{batches, budgets, chunk_pages};
 use super::{Row, Tally};
 use crate::campaign::{
     Driven, Found, Judge, Ledger, Mix, Opened, Work, drive, observe, read_all, reopen, work_on,
@@ -40,14 +40,15 @@ fn config(seed: Seed) -> WorldConfig {
 fn options(seed: Seed) -> Options {
     let mut rng = seed.child("options").rng();
     let segment_bytes = 64 << 10;
-    Options {
+    let options = Options {
         shards_per_directory: 1 + rng.below(2) as u32,
         segment_bytes,
         budget_bytes: if rng.coin() { 10 * segment_bytes } else { 48 << 20 },
         executors: 1 + rng.index(2),
-        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        limits: Limits { arena_bytes: 2 << 20, batches: batches(seed), ..Limits::default() },
         ..Options::default()
-    }
+    };
+    Options { budget_bytes: options.budget_bytes + chunk_pages(&options), ..options }
 }
 
 /// What is on the disk at some moments of a workload, and what had been promised by then.
@@ -247,7 +248,8 @@ pub(super) fn agree(seed: Seed, options: &Options, image: Media) -> Result<(), S
 /// A store that is always full, stopped somewhere: many records have lost some of their blocks.
 fn full(seed: Seed) -> Result<(Options, CrashState), String> {
     let segment_bytes = 128 << 10;
-    let options = Options { segment_bytes, budget_bytes: 8 * segment_bytes, ..options(seed) };
+    let options = Options { segment_bytes, ..options(seed) };
+    let options = Options { budget_bytes: 8 * segment_bytes + chunk_pages(&options), ..options };
     let world = SimWorld::new(seed.0, &config(seed));
     let launcher = world.launcher();
     let ledger = RefCell::new(Ledger::default());

@@ -12,6 +12,7 @@ use kvarts_layout::{BlockKey, Coordinate, Group};
 use kvarts_store::engine::{CompactOptions, Limits, Options};
 
 use super::pool::States;
+use super::scene::{batches, chunk_pages};
 use crate::conformance::{Desk, pages};
 use crate::fixture;
 use crate::sim::{Crash, Latency, Media, Rng, Seed, SimWorld, WorldConfig};
@@ -34,7 +35,8 @@ fn open(seed: Seed, media: Option<Media>) -> Result<SimStage, String> {
         None => SimWorld::new(seed.0, &config),
     };
     let every = Duration::from_secs(1 << 40);
-    let limits = Limits { arena_bytes: 2 << 20, checkpoint_every: every, ..Limits::default() };
+    let limits =
+        Limits { arena_bytes: 2 << 20, checkpoint_every: every, batches: batches(seed), ..Limits::default() };
     let options = Options {
         shards_per_directory: 1,
         segment_bytes: 64 << 10,
@@ -42,6 +44,8 @@ fn open(seed: Seed, media: Option<Media>) -> Result<SimStage, String> {
         limits,
         ..Options::default()
     };
+    // What is buried takes chunks as well.
+    let options = Options { budget_bytes: options.budget_bytes + 2 * chunk_pages(&options), ..options };
     SimStage::open(&world, &options).map_err(|error| error.to_string())
 }
 

@@ -50,6 +50,7 @@ pub const BUGS: &[Bug] = &[
         "R22",
         "tombstones are forgotten while records that they kill are on disk",
     ),
+    bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other"),
     bug("sequence-not-restored", "R22", "sequences start over after a recovery"),
     bug(
         "move-without-compare",
@@ -94,6 +95,22 @@ pub const BUGS: &[Bug] = &[
     bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows"),
     bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too"),
     bug("repair-drops-good", "R7", "a repair drops good records"),
+    bug(
+        "repair-costs-neighbours",
+        "R7",
+        "a repair takes sound blocks out with damaged ones that they share their pages with",
+    ),
+    bug("repair-believes-one-reading", "R7", "a repair gives up what one reading of two calls damaged"),
+    bug(
+        "recycled-header-unseen",
+        "R7",
+        "recovery takes a segment that was used again for a free one where its new header was lost",
+    ),
+    bug(
+        "fsck-recycled-header-unseen",
+        "R7",
+        "the checker takes a segment that was used again for a free one where its new header was lost",
+    ),
     bug(
         "key-not-compared",
         "R18",

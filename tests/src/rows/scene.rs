@@ -1,15 +1,15 @@
 //! What a seed stands for: a world, a store's options, a workload; and running it, with every moment kept if asked.
 //!
 //! A scene has one to three directories, each a device of its own, of which one may lag behind the others; a budget that
-//! is ample, or so small that segments are recycled and blocks evicted; and a workload with or without compaction and
-//! leases. All of them follow from the seed, so a seed alone repeats a run.
+//! is ample, or so small that segments are recycled and blocks evicted; in every second seed batches of a few items, so that
+//! checkpoints, recoveries and deletes go over several; and a workload with or without compaction and leases. All of them follow from the seed, so a seed alone repeats a run.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvarts_contract::io_error::DirId;
-use kvarts_store::engine::{Limits, Options, Store};
+use kvarts_store::engine::{Batches, Limits, Options, Store};
 
 use crate::campaign::{Budgets, Driven, Ledger, Mix, Work, aftermath, defects, observe, work_on};
 use crate::sim::{CrashState, DiskConfig, Effect, Hang, Rule, Seed, SimWorld, When, Which, WorldConfig};
@@ -33,9 +33,44 @@ pub(super) fn options_with_past(seed: Seed) -> Options {
     if !has_past(seed) {
         return options;
     }
-    let segment_bytes = 64 << 10;
+    let options = Options { segment_bytes: 64 << 10, ..options };
+    Options { budget_bytes: least(&options), ..options }
+}
+
+/// The least budget that all shards of a store can live with, and write checkpoints of what they hold.
+fn least(options: &Options) -> u64 {
     let shards = u64::from(options.shards_per_directory) * u64::from(options.directories);
-    Options { segment_bytes, budget_bytes: (4 + 3 * shards) * segment_bytes, ..options }
+    (4 + 3 * shards) * options.segment_bytes + chunk_pages(options)
+}
+
+/// What a budget needs beside its segments where chunks of checkpoints have a few items only: each has a page of its own, in
+/// both files.
+pub(super) fn chunk_pages(options: &Options) -> u64 {
+    let items = options.limits.batches.checkpoint_items as u64;
+    if items > 1000 {
+        return 0;
+    }
+    let shards = u64::from(options.shards_per_directory) * u64::from(options.directories);
+    // Records have two pages at least.
+    let records = 64 + shards * options.segment_bytes / 8192;
+    records * (80 + 8192 / items)
+}
+
+/// How much is done at a time: in every second seed so little that most of what a store does takes several batches.
+pub(super) fn batches(seed: Seed) -> Batches {
+    let mut rng = seed.child("batches").rng();
+    if rng.coin() {
+        return Batches::default();
+    }
+    let mut few = || rng.between(2, 6) as usize;
+    Batches {
+        checkpoint_items: few(),
+        checkpoint_tombstones: few(),
+        recovered_blocks: few(),
+        tombstones: 4 * few(),
+        removed_together: few() as u32,
+        hole_rounds: few() as u32,
+    }
 }
 
 /// The store of a seed. In every third the budget is so small that segments are recycled.
@@ -44,17 +79,17 @@ pub(super) fn options(seed: Seed) -> Options {
     let directories = directories(seed);
     let shards_per_directory = 1 + rng.below(2) as u32;
     let segment_bytes = [64 << 10, 256 << 10][rng.index(2)];
-    let shards = u64::from(shards_per_directory) * u64::from(directories);
-    let small = (4 + 3 * shards) * segment_bytes;
-    Options {
+    let is_tight = rng.below(3) == 0;
+    let options = Options {
         directories,
         shards_per_directory,
         segment_bytes,
-        budget_bytes: if rng.below(3) == 0 { small } else { 48 << 20 },
+        budget_bytes: 48 << 20,
         executors: 1 + rng.index(2),
-        limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
+        limits: Limits { arena_bytes: 2 << 20, batches: batches(seed), ..Limits::default() },
         ..Options::default()
-    }
+    };
+    if is_tight { Options { budget_bytes: least(&options), ..options } } else { options }
 }
 
 /// Whether a seed's store has a past: many operations in small segments under a tight budget, before those that are
@@ -67,8 +102,7 @@ pub(super) fn has_past(seed: Seed) -> bool {
 /// shards can live with up to the one that it was opened with, or where that is the least, up to twice as much.
 pub(super) fn budgets(seed: Seed, options: &Options) -> Option<Budgets> {
     let seed = seed.child("budgets");
-    let shards = u64::from(options.shards_per_directory) * u64::from(options.directories);
-    let least = (4 + 3 * shards) * options.segment_bytes;
+    let least = least(options);
     let most = if options.budget_bytes > least { options.budget_bytes } else { 2 * least };
     (seed.rng().below(3) == 0).then_some(Budgets { least, most, seed })
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::engine::compact::background::Compaction;
+use crate::engine::shared::batches::Batches;
 
 /// What one executor may use.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,8 @@ pub struct Limits {
     pub stop_timeout: Duration,
     /// What it compacts without being asked.
     pub compaction: Compaction,
+    /// How much it does at a time.
+    pub batches: Batches,
 }
 
 impl Default for Limits {
@@ -39,6 +42,7 @@ impl Default for Limits {
             expiry_sweep_every: Duration::from_secs(10),
             stop_timeout: Duration::from_secs(30),
             compaction: Compaction::default(),
+            batches: Batches::default(),
         }
     }
 }

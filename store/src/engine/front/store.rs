@@ -52,7 +52,7 @@ use kvarts_contract::ticket::{Ticket, ticket};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
-pub use space::{KnownNamespace, OfTenant};
+pub use space::{KnownNamespace, OfTenant, SEGMENTS_MIN};
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]
@@ -190,7 +190,9 @@ impl Store {
         let (reply, answer) = ticket();
         send(first, Message::OpenDirectories { plan, reply })?;
         let found = lost(answer.await)??;
-        let shared = Arc::new(Shared::new(found.birth, launcher.clock(), launcher.entropy()));
+        let mut shared = Shared::new(found.birth, launcher.clock(), launcher.entropy());
+        shared.set_batches(options.limits.batches);
+        let shared = Arc::new(shared);
         shared.set_policy(options.eviction);
         shared.index_room.set_limit(options.index_bytes_max);
         shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
@@ -220,7 +222,7 @@ impl Store {
         let store = Self(Arc::new(Inner { shared, directories, router, reports, closed }));
         store.finish_deletes().await;
         if !options.budget_beyond_disk {
-            store.check_disk(options.directories, options.budget_bytes).await?;
+            store.check_room(found.is_new, options.budget_bytes).await?;
         }
         store.shrink()?;
         store.keep_compact(options)?;

@@ -31,9 +31,6 @@ use crate::index::{
 };
 use kvarts_contract::error::{Reason, SpaceCause};
 
-/// Blocks that go into the index at once: the more, the better the caches serve; this many take 24 MiB meanwhile.
-const BATCH_BLOCKS: usize = 1 << 20;
-
 /// Blocks on their way into the index.
 pub(super) struct Batch {
     found: Gathering,
@@ -43,10 +40,10 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// For about `blocks` blocks.
-    pub(super) fn new(index: &Index, blocks: usize) -> Self {
+    /// For about `blocks` blocks, no more than `most` at once.
+    pub(super) fn new(index: &Index, blocks: usize, most: usize) -> Self {
         Self {
-            found: index.gathering(blocks.min(BATCH_BLOCKS)),
+            found: index.gathering(blocks.min(most)),
             records: Vec::new(),
             conflicts: Vec::new(),
             last: None,
@@ -252,7 +249,8 @@ impl Recovery<'_> {
             self.batch.found.push(Recovered { print, location: Location { record, block }, heat });
         }
         drop(dead);
-        if self.batch.found.len() >= BATCH_BLOCKS { self.flush() } else { Ok(()) }
+        let most = self.volume.shared.batches.recovered_blocks.max(1);
+        if self.batch.found.len() >= most { self.flush() } else { Ok(()) }
     }
 
     fn class(

@@ -123,7 +123,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     volume.tombstones.replace(checkpoint.tombstones.clone());
     let now_ms = volume.shared.clock.unix_millis();
     let mut recovery =
-        Recovery { volume, log, report, checkpoint, batch: Batch::new(&volume.shared.index, 0), now_ms };
+        Recovery { volume, log, report, checkpoint, batch: Batch::new(&volume.shared.index, 0, 0), now_ms };
     recovery.retire(&found.segments);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.
@@ -304,7 +304,8 @@ impl Recovery<'_> {
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         let blocks = sources.iter().map(Source::blocks_about).sum();
-        self.batch = Batch::new(&self.volume.shared.index, blocks);
+        let most = self.volume.shared.batches.recovered_blocks;
+        self.batch = Batch::new(&self.volume.shared.index, blocks, most);
         let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::format::{PAGE_BYTES, page_align, superblock};
 
+use super::batches::Batches;
 use super::{Birth, Shared};
 use crate::ledger::{ShardSpace, Space, SpaceReport};
 use kvarts_contract::error::units::whole_units;
@@ -73,8 +74,9 @@ impl Budget {
     }
 
     /// The least budget under which every shard can have a segment.
-    pub(crate) fn floor(&self) -> u64 {
-        let growth = self.segment_bytes / RECORD_BYTES_MIN * CHECKPOINT_ITEM_BYTES;
+    fn floor(&self, batches: &Batches) -> u64 {
+        let item = CHECKPOINT_ITEM_BYTES + batches.page_share();
+        let growth = self.segment_bytes / RECORD_BYTES_MIN * item;
         let each = self.segment_bytes + CHECKPOINT_BYTES + growth;
         let roots = self.roots.load(Relaxed);
         let fixed = self.superblocks.load(Relaxed) + directory_bytes(roots, self.shards, self.shards);
@@ -186,7 +188,7 @@ impl Shared {
 
     /// The least budget that this store can be run with.
     pub(crate) fn budget_floor(&self) -> u64 {
-        self.budget.floor()
+        self.budget.floor(&self.batches)
     }
 
     /// Changes the budget.
@@ -260,8 +262,8 @@ impl Shared {
         let coming = budget.shards * (self.segment_bytes / RECORD_BYTES_MIN);
         let items = records.len() as u64 + records.ledger().segment_count() as u64 + coming;
         let need = budget.shards * CHECKPOINT_BYTES
-            + items * CHECKPOINT_ITEM_BYTES
-            + self.buried.load(Relaxed) * CHECKPOINT_GRAVE_BYTES;
+            + items * (CHECKPOINT_ITEM_BYTES + self.batches.page_share())
+            + self.buried.load(Relaxed) * (CHECKPOINT_GRAVE_BYTES + self.batches.page_share_of_graves());
         need.saturating_sub(budget.checkpoints.load(Relaxed))
     }
 

@@ -25,6 +25,9 @@ pub struct Health {
     /// Shards that refuse puts because their device fails writes wherever it was asked, and what it said last. Reads
     /// go on, and each put asks again.
     pub failing: BTreeMap<u32, String>,
+    /// What the disks lack for the budget, if they lacked it when the store was opened or its budget changed. It serves what it
+    /// has; puts find room where blocks may go.
+    pub short_of_disk: Option<String>,
 }
 
 impl Health {
@@ -43,6 +46,7 @@ pub(crate) struct State {
     any_dead: AtomicBool,
     failing: Mutex<BTreeMap<u32, String>>,
     any_failing: AtomicBool,
+    short_of_disk: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
@@ -97,7 +101,17 @@ impl Shared {
             .as_ref()
             .map(ToString::to_string);
         let failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Health { latched, dead_executors, failing }
+        Health { latched, dead_executors, failing, short_of_disk: self.short_of_disk() }
+    }
+
+    /// What the disks lack for the budget, as far as it was looked at.
+    pub(crate) fn short_of_disk(&self) -> Option<String> {
+        self.health.short_of_disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The disks have room for the budget, or not.
+    pub(crate) fn set_short_of_disk(&self, short: Option<String>) {
+        *self.health.short_of_disk.lock().unwrap_or_else(PoisonError::into_inner) = short;
     }
 
     /// Whether the device of a shard fails writes wherever it was asked.

@@ -1,6 +1,7 @@
 //! What all threads of one open store share: index, names, budget, counters.
 
 pub(crate) mod admission;
+pub(crate) mod batches;
 pub(crate) mod budget;
 pub(crate) mod disk_path;
 pub(crate) mod due;
@@ -28,6 +29,7 @@ use kvarts_layout::format::Secret;
 use crate::engine::tasks::steps::Works;
 use crate::index::{Heat, Index, RecordId};
 use admission::Admission;
+use batches::Batches;
 use budget::Budget;
 use disk_path::DiskPath;
 use due::{Due, stretch_of};
@@ -162,6 +164,8 @@ pub(crate) struct Shared {
     /// The most payload bytes of one record.
     pub(crate) record_bytes_max: u64,
     pub(super) budget: Budget,
+    /// How much is done at a time.
+    pub(crate) batches: Batches,
     /// Why nothing is written, if so, and who has died.
     pub(super) health: State,
     zeros: OnceLock<Option<Buf>>,
@@ -230,6 +234,7 @@ impl Shared {
             produced_after: AtomicU64::new(0),
             record_bytes_max: birth.record_bytes_max,
             budget,
+            batches: Batches::default(),
             health: State::default(),
             zeros: OnceLock::new(),
             buried: AtomicU64::new(0),
@@ -243,6 +248,11 @@ impl Shared {
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
         }
+    }
+
+    /// How much is done at a time, from before the first shard is opened.
+    pub(crate) fn set_batches(&mut self, batches: Batches) {
+        self.batches = batches;
     }
 
     /// Zero bytes to write from; they are never written to.

@@ -28,12 +28,6 @@ use crate::rt::Runtime;
 use kvarts_contract::error::{Reason, SpaceCause};
 use kvarts_contract::io_error::{FileId, IoError};
 
-/// How often room is made by holes for one segment, before one is emptied for it.
-const ROUNDS_MAX: u32 = 8;
-/// Tombstones of a shard beyond which whole segments are emptied, the oldest first.
-const TOMBSTONES_MAX: usize = 16 << 10;
-/// Segments that a store which is over its budget empties for one checkpoint.
-const REMOVED_TOGETHER: u32 = 16;
 /// How often a segment may fail at its beginning before it is left alone: its place on the device may be bad.
 const MISSES_MAX: u32 = 3;
 /// How long nothing is given back after nothing could be.
@@ -80,15 +74,16 @@ impl Space {
     async fn make_room_in_round(&self, round: u32) -> Result<Made, Reason> {
         // What is buried is remembered for as long as there are segments that are older, and each file has an entry in
         // its directory: too much of either, and the oldest go.
-        let holes_help = self.volume.tombstones.borrow().len() < TOMBSTONES_MAX
+        let batches = &self.volume.shared.batches;
+        let holes_help = self.volume.tombstones.borrow().len() < batches.tombstones
             && !self.volume.shared.has_too_many_files();
-        if round < ROUNDS_MAX && holes_help {
+        if round < batches.hole_rounds && holes_help {
             match self.make_room().await {
                 Made::Nothing => {}
                 made => return Ok(made),
             }
         }
-        if round > 2 * ROUNDS_MAX {
+        if round > 2 * batches.hole_rounds {
             return Err(self.volume.shared.budget_full());
         }
         self.reclaim().await
@@ -144,7 +139,7 @@ impl Space {
 
     /// Empties a few more of the segments that must go, so that one checkpoint says it of all of them.
     async fn empty_more(&self) {
-        for _ in 1..REMOVED_TOGETHER {
+        for _ in 1..self.volume.shared.batches.removed_together {
             let free = |one: &&Rc<Segment>| one.state.get() == SegmentState::Free;
             let emptied: u64 =
                 self.volume.segments.borrow().values().filter(free).map(|one| one.book.allocated()).sum();

@@ -44,6 +44,8 @@ pub(crate) struct Found {
     pub(crate) shards: Vec<(u32, DirId)>,
     /// Bytes of the superblocks on disk.
     pub(crate) superblock_bytes: u64,
+    /// Whether it was made, or its making finished, just now: nothing was ever stored in it.
+    pub(crate) is_new: bool,
 }
 
 fn superblock_name(dir: DirId) -> Name {
@@ -73,10 +75,11 @@ pub(crate) async fn open(
     if found.iter().all(Option::is_none) {
         return making::make(driver, arena, plan, clock, entropy).await;
     }
-    if found.iter().any(Option::is_none) {
+    let is_new = found.iter().any(Option::is_none);
+    if is_new {
         making::finish(driver, arena, plan, &mut found).await?;
     }
-    join(plan, found)
+    join(plan, found).map(|found| Found { is_new, ..found })
 }
 
 /// The superblock of a directory, `None` if nothing was ever stored in it.
@@ -231,5 +234,5 @@ fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
         record_bytes_max: plan.record_bytes_max.min(first.segment_bytes / 4),
         shards: shards.len() as u32,
     };
-    Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64 })
+    Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64, is_new: false })
 }

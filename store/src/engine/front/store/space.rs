@@ -19,6 +19,9 @@ use kvarts_contract::error::units::{exact_units, whole_units};
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::ticket;
 
+/// Segments below which a store has no room to work: servers and bindings take no smaller budget.
+pub const SEGMENTS_MIN: u64 = 4;
+
 /// A namespace that a store knows.
 #[derive(Clone, Debug)]
 pub struct KnownNamespace {
@@ -76,12 +79,16 @@ impl Store {
         self.0.shared.set_files_cap(files);
     }
 
-    /// The same, and refuses a larger budget that the disks cannot keep, as opening does.
+    /// The same, and refuses a larger budget that the disks cannot keep, as making a store does.
     pub async fn set_budget_within_disks(&self, bytes: u64) -> Result<(), Error> {
         if bytes > self.0.shared.space_report().budget {
-            self.check_disk(self.0.directories, bytes).await?;
+            self.check_room(true, bytes).await?;
         }
-        self.set_budget(bytes)
+        self.set_budget(bytes)?;
+        if self.0.shared.short_of_disk().is_some() {
+            self.check_room(false, bytes).await?;
+        }
+        Ok(())
     }
 
     /// Lets every executor give segments back until the budget is kept.
@@ -305,24 +312,47 @@ impl Store {
         live
     }
 
-    /// Refuses a budget that the disks cannot keep: more than they have free and the store has already.
-    pub(super) async fn check_disk(&self, directories: u16, budget: u64) -> Result<(), Error> {
+    /// Looks whether the disks can keep a budget: they cannot if it is more than they have free and the store has already. Then
+    /// a new store, or a larger budget, is refused; one with blocks in it serves them and says what is missing, for another
+    /// program may have taken the room, and a refusal would cost what is there.
+    pub(super) async fn check_room(&self, may_refuse: bool, budget: u64) -> Result<(), Error> {
         let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
         let (reply, answer) = ticket();
-        send(first, Message::FreeSpace { directories, reply })?;
+        send(first, Message::FreeSpace { directories: self.0.directories, reply })?;
         let free = lost(answer.await)??;
         let report = self.0.shared.space_report();
         // Directories are counted by a bound: what they have not taken is not there to be had.
         let allocated = report.total.allocated.saturating_sub(report.directories);
         let most = free.saturating_add(allocated);
-        if budget > most {
-            let [budget, free, allocated] = [budget, free, allocated].map(exact_units);
-            let most = whole_units(most);
-            return Err(Error(Reason::Config(format!(
-                "the budget of {budget} is more than the disk can hold: {free} are free and the store has {allocated}; \
-                 lower the budget to {most} at most"
-            ))));
+        if budget <= most {
+            self.0.shared.set_short_of_disk(None);
+            return Ok(());
         }
-        Ok(())
+        // A start asks for no less.
+        let least =
+            self.0.shared.budget_floor().max(self.0.shared.segment_bytes.saturating_mul(SEGMENTS_MIN));
+        let mib = |bytes: u64| format!("{} MiB", bytes.div_ceil(1 << 20));
+        let what = format!(
+            "the budget of {} is more than the disk can hold: {} are free and the store has {}",
+            exact_units(budget),
+            exact_units(free),
+            exact_units(allocated)
+        );
+        if !may_refuse {
+            self.0.shared.set_short_of_disk(Some(format!(
+                "{what}; what it has is served, and puts find room only where blocks may go: free {} of the disk",
+                mib(budget.saturating_sub(most))
+            )));
+            return Ok(());
+        }
+        Err(Error(Reason::Config(match most >= least {
+            true => format!("{what}; lower the budget to {} at most", whole_units(most)),
+            false => {
+                let (least, missing) = (mib(least), mib(least.saturating_sub(most)));
+                format!(
+                    "{what}; a store of these segments takes {least} at least: free {missing} of the disk"
+                )
+            }
+        })))
     }
 }

@@ -4,8 +4,8 @@
 //! with its segment's generation, and of a later generation nothing is said.
 
 use kvarts_layout::format::checkpoint::{
-    CheckpointHeader, CheckpointWriter, Items, MAX_ITEMS, RecordState, SEGMENT_FREE, SEGMENT_OPEN,
-    SEGMENT_SEALED, SegmentState as Stated,
+    CheckpointHeader, CheckpointWriter, Items, RecordState, SEGMENT_FREE, SEGMENT_OPEN, SEGMENT_SEALED,
+    SegmentState as Stated,
 };
 use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
@@ -23,8 +23,6 @@ use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 use kvarts_contract::io_error::{FileId, IoError};
 
-/// Tombstones in one chunk: they are the largest items, 72 bytes.
-const TOMBSTONES_MAX: usize = 8 << 10;
 /// How often a checkpoint is begun again because of something transient.
 const TRIES_MAX: u32 = 3;
 
@@ -116,19 +114,22 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     segments.extend(volume.lost.borrow().values());
     segments.sort_unstable_by_key(|one| one.segment);
     report.segments = segments.len() as u64;
-    for some in segments.chunks(MAX_ITEMS) {
+    let most = volume.shared.batches.checkpoint_items.max(1);
+    for some in segments.chunks(most) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
     }
     volume.prune_tombstones();
     report.buried = volume.tombstones.borrow().version();
     let Listed { names, tombstones, epochs } = volume.tombstones.borrow().listed();
-    for some in names.chunks(MAX_ITEMS) {
+    for some in names.chunks(most) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
     }
-    for some in tombstones.chunks(TOMBSTONES_MAX) {
+    let chunks = tombstones.chunks(volume.shared.batches.checkpoint_tombstones.max(1));
+    let listed = if kvarts_layout::planted!("first-chunk-alone") { 1 } else { usize::MAX };
+    for some in chunks.take(listed) {
         output.chunk(&mut writer, &Items::Tombstones(some.to_vec())).await?;
     }
-    for some in epochs.chunks(MAX_ITEMS) {
+    for some in epochs.chunks(most) {
         output.chunk(&mut writer, &Items::Epochs(some.to_vec())).await?;
     }
     let first = writer.header().map_err(unencodable)?;
@@ -182,8 +183,9 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
     let shard =
         u16::try_from(volume.shard).map_err(|_| Reason::Bug("a shard past the limits of the index"))?;
     let mut section = Section::begin(&volume.shared.work.checkpoints, &*volume.shared.clock);
+    let most = volume.shared.batches.checkpoint_items.max(1);
     let mut written = 0;
-    let mut items = Vec::with_capacity(MAX_ITEMS);
+    let mut items = Vec::new();
     let mut some = Vec::new();
     let mut cursor = Some(OwnerCursor::default());
     while let Some(from) = cursor {
@@ -193,11 +195,11 @@ async fn write_records(output: &mut Output<'_>, writer: &mut CheckpointWriter) -
             section.step(volume.shared.index.memory().records as u64).await;
         }
         items.extend(some.iter().filter_map(|(_, record, used)| record_state(volume, record, *used)));
-        if items.len() + 512 > MAX_ITEMS || (cursor.is_none() && !items.is_empty()) {
+        while items.len() >= most || (cursor.is_none() && !items.is_empty()) {
             section.pause();
+            let rest = items.split_off(most.min(items.len()));
             written += items.len() as u64;
-            let chunk = Items::Records(std::mem::take(&mut items));
-            output.chunk(writer, &chunk).await?;
+            output.chunk(writer, &Items::Records(std::mem::replace(&mut items, rest))).await?;
         }
     }
     Ok(written)

@@ -60,7 +60,7 @@ pub(super) async fn make(
         shards: shards.len() as u32,
     };
     let superblock_bytes = u64::from(plan.directories) * FILE_BYTES as u64;
-    Ok(Found { birth, shards, superblock_bytes })
+    Ok(Found { birth, shards, superblock_bytes, is_new: true })
 }
 
 fn planned(plan: &Plan, clock: &dyn Clock, entropy: &dyn Entropy) -> Vec<Superblock> {
