@@ -75,6 +75,9 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     if let Some(warning) = daemon.ownerless() {
         tracing::warn!("{warning}");
     }
+    if let Some(short) = daemon.state().engine.health().short_of_disk {
+        tracing::warn!("{short}");
+    }
     let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
     let socket = shown(daemon.socket().map(|path| path.display().to_string()));
     let grpc = shown(daemon.grpc().map(|address| address.to_string()));

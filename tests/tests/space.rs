@@ -254,6 +254,59 @@ fn a_budget_beyond_the_disk_is_refused_unless_it_is_asked_for() {
 }
 
 #[test]
+fn a_full_disk_and_a_kill_leave_a_store_that_serves_what_it_has_and_says_what_is_missing() {
+    let config = WorldConfig::default();
+    let world = SimWorld::new(12, &config);
+    let stage = SimStage::open(&world, &options(40 << 20)).unwrap();
+    assert_eq!(stage.engine().health().short_of_disk, None);
+    assert_eq!(fill(&Desk::new(&stage, "full"), 0..60), vec![BlockOutcome::Stored; 60]);
+    // Another program takes the rest of the disk.
+    let mut media = world.kill();
+    let (free, all) = media.space();
+    media.set_capacity(all - free);
+    let world = SimWorld::with_media(13, &config, media);
+    let stage = SimStage::open(&world, &options(40 << 20)).unwrap();
+    let short = stage.engine().health().short_of_disk.expect("it says what is missing");
+    assert!(short.contains("40 MiB") && short.contains("0 B are free") && short.contains("free "), "{short}");
+    let desk = Desk::new(&stage, "full");
+    desk.expect(pages(), &desk.keys(0..60), 1);
+    // A put takes what may go, or is refused: nothing latches.
+    for outcome in fill(&desk, 100..110) {
+        let fine = matches!(outcome, BlockOutcome::Stored | BlockOutcome::Refused(Reason::NoSpace(_)));
+        assert!(fine, "{outcome:?}");
+    }
+    assert_eq!(stage.engine().health().latched, None);
+    // More than the disks can hold is refused as ever, and a budget that they can hold ends it.
+    let engine = stage.engine();
+    assert!(drive(&world, engine.set_budget_within_disks(41 << 20)).unwrap().is_err());
+    drive(&world, engine.set_budget_within_disks(4 << 20)).unwrap().unwrap();
+    world.disk().set_capacity(config.disk.capacity);
+    drive(&world, engine.set_budget_within_disks(40 << 20)).unwrap().unwrap();
+    assert_eq!(engine.health().short_of_disk, None);
+    stage.audit_all();
+    let world = SimWorld::with_media(14, &config, stage.close().unwrap());
+    let stage = SimStage::open(&world, &options(40 << 20)).unwrap();
+    assert_eq!(stage.engine().health().short_of_disk, None, "there is room again");
+}
+
+#[test]
+fn a_store_that_cannot_be_made_says_with_which_budget_or_how_much_more_disk_it_can() {
+    for (capacity, said) in [(32 << 20, "lower the budget to "), (256 << 10, " at least: free ")] {
+        let mut config = WorldConfig::default();
+        config.disk.capacity = capacity;
+        let refused = SimStage::open(&SimWorld::new(15, &config), &options(40 << 20)).map(drop).unwrap_err();
+        let text = refused.to_string();
+        assert!(text.contains(said), "{text}");
+        if capacity == 32 << 20 {
+            let mib: u64 =
+                text.rsplit_once("budget to ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+            let taken = SimStage::open(&SimWorld::new(16, &config), &options(mib << 20));
+            assert!(taken.is_ok(), "what the line says is taken: {text}");
+        }
+    }
+}
+
+#[test]
 fn a_budget_too_small_for_the_shards_is_refused_with_the_least_that_would_do() {
     let world = SimWorld::new(11, &WorldConfig::default());
     let refused = SimStage::open(&world, &options(SEGMENT)).map(drop).unwrap_err();

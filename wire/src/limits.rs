@@ -139,3 +139,5 @@ pub const HEADER_BYTES_MAX: u32 = 16 << 10;
 pub const KEEPALIVE: Duration = Duration::from_secs(30);
 /// When a client that was told to ask again should.
 pub const RETRY_AFTER: Duration = Duration::from_millis(50);
+/// How a note among a server's notes begins that says what its disks lack for the budget: it is no decision of the start alone.
+pub const SHORT_OF_DISK: &str = "short of disk: ";

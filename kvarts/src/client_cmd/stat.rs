@@ -9,6 +9,7 @@ use super::{ServerArgs, print};
 use kvarts_client::Via;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
+use kvarts_wire::limits::SHORT_OF_DISK;
 use kvarts_wire::proto;
 
 /// The arguments of `stat` and of whatever else says nothing but which server.
@@ -32,6 +33,9 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         let parts = [space.live_bytes, space.dead_bytes, space.free_bytes, space.overhead_bytes].map(bytes);
         let [live, dead, free, overhead] = parts;
         writeln!(out, "            {live} live, {dead} dead, {free} free, {overhead} overhead")?;
+    }
+    if let Some(short) = stats.notes.iter().find_map(|note| note.strip_prefix(SHORT_OF_DISK)) {
+        writeln!(out, "  short     {short}")?;
     }
     if let Some(why) = &stats.latched {
         writeln!(out, "  writes    refused: {why}")?;

@@ -3,13 +3,15 @@
 use kvarts_cold::Spent;
 use kvarts_contract::error::Reason;
 use kvarts_layout::StoreId;
-use kvarts_store::engine::Stats;
+use kvarts_store::engine::{SEGMENTS_MIN, Stats};
 
 use super::fault::{Fault, Outcome};
 use crate::calls::call::Call;
 use crate::cold::{ColdTier, Copied};
+use crate::human;
 use crate::sizes;
 use crate::state::ServerState;
+use kvarts_wire::limits::SHORT_OF_DISK;
 use kvarts_wire::{convert, proto};
 
 /// What the server is and has done.
@@ -40,7 +42,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         allocated_bytes: stats.allocated_bytes,
         index_bytes: stats.index.bytes as u64,
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
-        notes: state.decided.notes.clone(),
+        notes: notes(state),
         recovery: state.engine.recovery().iter().map(recovery).collect(),
         space: Some(proto::stats_reply::Space {
             live_bytes: stats.space.total.live,
@@ -69,6 +71,12 @@ fn ownerless(state: &ServerState) -> Vec<proto::stats_reply::Ownerless> {
         })
     };
     [true, false].map(sum).into_iter().filter(|one| one.tenants > 0).collect()
+}
+
+/// What was decided at the start, and what the disks lack, if they do.
+fn notes(state: &ServerState) -> Vec<String> {
+    let short = state.engine.health().short_of_disk.map(|what| format!("{SHORT_OF_DISK}{what}"));
+    state.decided.notes.iter().cloned().chain(short).collect()
 }
 
 /// What the cold tier is and has done.
@@ -200,6 +208,14 @@ pub(super) async fn set_budget(
         (0, _) => return Err(Fault::malformed("budget_percent: 1 to 100")),
         _ => return Err(Fault::malformed("budget: in bytes or as a part of the disks, not both")),
     };
+    let least = call.state.engine.segment_bytes().saturating_mul(SEGMENTS_MIN);
+    if bytes < least {
+        let (bytes, least) = (human::bytes(bytes), human::bytes(least));
+        let what = format!(
+            "a budget of {bytes} is too small: the next start takes {least} at least, room for four segments"
+        );
+        return Err(Reason::Config(what).into());
+    }
     call.state.engine.set_budget_within_disks(bytes).await?;
     call.state.share_pins();
     let stats = call.state.engine.stats();

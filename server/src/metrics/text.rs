@@ -181,7 +181,7 @@ fn recovery(out: &mut String, state: &ServerState) {
 
 /// Whether the store takes writes, and who has died.
 fn health(out: &mut String, health: &kvarts_store::engine::Health) {
-    let kvarts_store::engine::Health { latched, dead_executors, failing } = health;
+    let kvarts_store::engine::Health { latched, dead_executors, failing, short_of_disk } = health;
     head(
         out,
         "kvarts_read_only",
@@ -199,6 +199,9 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health) {
     );
     let help = "Shards that refuse puts because their device fails writes wherever it was asked.";
     one(out, "kvarts_failing_shards", "gauge", help, failing.len());
+    let help = "1 if the disks had less room than the budget when the store was opened or the budget was changed: it serves what \
+                it has.";
+    one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
 }
 
 /// What waits for the devices, and what they work on.
