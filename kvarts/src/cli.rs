@@ -11,6 +11,8 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvarts_terminal::Failure;
 use kvarts_terminal::program::{self, usage_fault};
+use rustix::process::Signal;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
@@ -125,7 +127,18 @@ struct ManArgs {
 
 /// Runs the program with the process's arguments and standard streams.
 pub(crate) fn main() -> ExitCode {
+    outlive_file_size_limit();
     program::main(run)
+}
+
+/// From now on a write beyond the limit of a file's size (`ulimit -f`) is an error like others; by default its signal ends the
+/// process. Where it cannot be handled, all is as it was.
+fn outlive_file_size_limit() {
+    if let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_io().build() {
+        let _inside = runtime.enter();
+        // Nothing waits for it. The handler stays when this is gone.
+        let _ = signal(SignalKind::from_raw(Signal::XFSZ.as_raw()));
+    }
 }
 
 fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Result<(), Failure> {

@@ -5,6 +5,8 @@ use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+
 use crate::scratch::Scratch;
 use kvarts_client::{Client, ConnectOptions};
 use kvarts_contract::api::{
@@ -13,6 +15,7 @@ use kvarts_contract::api::{
 use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::class::Class;
+use kvarts_contract::error::Kind;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 
@@ -115,8 +118,8 @@ fn memory(byte: u8) -> (SharedBuf, Placed) {
     (buf, placed)
 }
 
-fn put(client: &Client, namespace: NamespaceId, byte: u8) {
-    let request = PutRequest {
+fn put_request(namespace: NamespaceId, byte: u8) -> PutRequest {
+    PutRequest {
         namespace,
         group: Group(0),
         coordinate: Coordinate::Replicated,
@@ -129,8 +132,11 @@ fn put(client: &Client, namespace: NamespaceId, byte: u8) {
         expires_after: None,
         origins: None,
         deadline: None,
-    };
-    let reply = block_on(client.put(request)).unwrap().unwrap();
+    }
+}
+
+fn put(client: &Client, namespace: NamespaceId, byte: u8) {
+    let reply = block_on(client.put(put_request(namespace, byte))).unwrap().unwrap();
     assert_eq!(reply.outcomes, [BlockOutcome::Stored]);
 }
 
@@ -184,6 +190,31 @@ fn what_was_acknowledged_survives_a_kill_and_a_clean_stop() {
     assert_eq!(stats.recovery.iter().map(|shard| shard.blocks).sum::<u64>(), 2);
     // A drain that a client asks for is the same clean stop.
     client.drain().unwrap();
+    assert_eq!(server.wait(), Some(0));
+}
+
+#[test]
+fn a_limit_of_file_sizes_refuses_puts_and_ends_no_server() {
+    let scratch = Scratch::new("file-size");
+    let server = Server::start(command(&scratch.0));
+    let client = server.client();
+    let namespace = register(&client);
+    put(&client, namespace, 1);
+    let pid = Pid::from_raw(server.child.id() as i32);
+    let before = getrlimit(Resource::Fsize);
+    let limit = |limit| drop(prlimit(pid, Resource::Fsize, limit).unwrap());
+    // The next write behind the first pages of the segment is beyond it.
+    limit(Rlimit { current: Some(8 << 10), maximum: before.maximum });
+    let reply = block_on(client.put(put_request(namespace, 2))).unwrap().unwrap();
+    let full =
+        matches!(&reply.outcomes[..], [BlockOutcome::Refused(reason)] if reason.kind() == Kind::Refused);
+    assert!(full, "{reply:?}");
+    expect(&client, namespace, 1);
+    limit(before);
+    put(&client, namespace, 3);
+    expect(&client, namespace, 3);
+    drop(client);
+    server.signal("-TERM");
     assert_eq!(server.wait(), Some(0));
 }
 

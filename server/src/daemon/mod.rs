@@ -27,7 +27,7 @@ use std::time::Duration;
 use kvarts_contract::clock::Entropy;
 use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::format::names::SUPERBLOCK;
-use kvarts_store::engine::Options;
+use kvarts_store::engine::{Options, SEGMENTS_MIN};
 use kvarts_store::home::{Home, HomeOptions};
 use rustix::fs::Gid;
 use tokio::net::TcpListener;
@@ -52,8 +52,6 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Descriptors that are neither for connections, segment files nor memories of local clients: sockets of local clients, known
 /// and not yet known, rings, and what else there is.
 const DESCRIPTORS_KEPT: u64 = (SESSIONS_MAX + UNKNOWN_MAX) as u64 + 256;
-/// Segments that any store has room for.
-const SEGMENTS_MIN: u64 = 4;
 
 /// A server that runs.
 #[derive(Debug)]
@@ -73,7 +71,7 @@ pub struct Daemon {
     places_task: JoinHandle<()>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
-    socket: Option<PathBuf>,
+    socket: Option<socket::Bound>,
 }
 
 impl Daemon {
@@ -120,6 +118,7 @@ impl Daemon {
         };
         let Ready { memory, grpc, metrics, unix, connections, memories, cluster, cold } = ready;
         let ((tcp, grpc), (metrics_listener, metrics)) = (grpc, metrics);
+        let (unix, socket) = unix.unzip();
         let gate = config.gate.clone();
         let mut instance = [0; 16];
         OsEntropy::new().fill(&mut instance);
@@ -135,7 +134,6 @@ impl Daemon {
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
         let metrics_tasks = metrics_listener.map_or(Vec::new(), |listener| serve_metrics(listener, &state));
         let scrub_task = start_scrub(config, &state);
-        let socket = config.socket.clone();
         Ok(Self {
             places_task: tokio::spawn(places::keep(home.places())),
             state,
@@ -219,7 +217,7 @@ impl Daemon {
 
     /// The local socket.
     pub fn socket(&self) -> Option<&Path> {
-        self.socket.as_deref()
+        self.socket.as_ref().map(socket::Bound::path)
     }
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
@@ -248,9 +246,8 @@ impl Daemon {
         for task in metrics_tasks {
             task.abort();
         }
-        if let Some(path) = socket {
-            // It may be gone already; a stale one is removed at the next start.
-            let _ = socket::remove(&path);
+        if let Some(bound) = socket {
+            bound.remove();
         }
         drop(state);
         let closed = tokio::task::spawn_blocking(move || home.close()).await;
@@ -405,9 +402,15 @@ fn fitting_budget(
     let total = sizes::budget(&config.directories, config.budget_part)?;
     let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
     if total < least {
-        let (free, least) = (human::bytes(total), human::bytes(least));
-        let smaller = if is_made { "" } else { ", or make the store with a smaller --segment" };
-        return Err(format!("the disk has room for {free}, the store needs {least}: free some{smaller}"));
+        let (free, shown) = (human::bytes(total), human::bytes(least));
+        if !is_made {
+            return Err(format!(
+                "the disk has room for {free}, the store needs {shown}: free some, or make the store with a smaller --segment"
+            ));
+        }
+        // What a store has is served, however full the disk is.
+        notes.push(format!("budget: {shown} (what a store takes at least: the disk has room for {free})"));
+        return Ok(least);
     }
     let of = match config.budget_part {
         Some(part) => format!("{part}% of the disk"),

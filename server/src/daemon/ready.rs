@@ -30,7 +30,7 @@ pub(super) struct Ready {
     pub(super) memory: Memory,
     pub(super) grpc: Listening,
     pub(super) metrics: Listening,
-    pub(super) unix: Option<UnixListener>,
+    pub(super) unix: Option<(UnixListener, socket::Bound)>,
     /// How many connections there may be.
     pub(super) connections: usize,
     /// How many files of local clients' memories.
@@ -69,9 +69,10 @@ impl Ready {
                 Ok(Self { memory, grpc, metrics, unix, connections, memories, cluster, cold })
             }
             Err(why) => {
-                drop(unix);
-                // It is this server's: it listened there.
-                let _ = config.socket.as_deref().map(socket::remove);
+                if let Some((listener, bound)) = unix {
+                    drop(listener);
+                    bound.remove();
+                }
                 Err(why)
             }
         }
