@@ -31,8 +31,9 @@ use crate::store::Store;
 use crate::window::{Tally, Window};
 
 pub use deep::DeepError;
+pub(crate) use each::on_threads;
 pub use each::{Stated, each_segment};
-use each::{about_missing, on_threads, read_checkpoints, walk_segments};
+use each::{about_missing, read_checkpoints, walk_segments};
 pub use one::check_segment;
 pub use options::{Level, Options};
 pub use outcome::{Accounting, Outcome, SegmentReport, Subject};

@@ -6,6 +6,7 @@
 //! Memory: about 450 bytes for each record on disk and 100 for each of its blocks. Payloads are not read, and records of sealed segments only where they
 //! define a namespace.
 
+pub mod counted;
 mod graves;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -157,13 +158,18 @@ pub struct Contents {
 impl Contents {
     /// Whether deletes may be missing, because a checkpoint cannot be read: what was deleted may be listed as live.
     pub fn may_have_forgotten_deletes(&self) -> bool {
-        let is_checkpoint = |one: &Finding| {
-            let place = &one.place;
-            place.shard.is_some() && place.segment.is_none() && place.offset.is_some()
-        };
-        let newer = self.findings.times(findings::CHECKPOINT_NEWER.name) > 0;
-        newer || self.findings.problems.iter().any(is_checkpoint)
+        may_have_forgotten_deletes(&self.findings)
     }
+}
+
+/// Whether these say that a checkpoint cannot be read: what was deleted may be listed as live.
+pub fn may_have_forgotten_deletes(findings: &Findings) -> bool {
+    let is_checkpoint = |one: &Finding| {
+        let place = &one.place;
+        place.shard.is_some() && place.segment.is_none() && place.offset.is_some()
+    };
+    let newer = findings.times(findings::CHECKPOINT_NEWER.name) > 0;
+    newer || findings.problems.iter().any(is_checkpoint)
 }
 
 /// What one segment gave.
@@ -213,6 +219,15 @@ pub fn read(store: &Store, options: &Options, now_ms: u64, tally: &Tally, found:
 
 /// What is dead in each shard, by index into [`Store::shards`].
 pub fn graves(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<usize, Graves> {
+    buried(store, options, tally).0
+}
+
+/// What is dead in each shard, and when records expire of which a checkpoint says so.
+fn buried(
+    store: &Store,
+    options: &Options,
+    tally: &Tally,
+) -> (BTreeMap<usize, Graves>, BTreeMap<usize, Remembered>) {
     let options = Options { level: Level::Quick, ..options.clone() };
     let all = Mutex::new(BTreeMap::<usize, Graves>::new());
     let Stated { known, .. } = each_segment(store, &options, tally, &|shard, segment, report| {
@@ -221,12 +236,15 @@ pub fn graves(store: &Store, options: &Options, tally: &Tally) -> BTreeMap<usize
         all.entry(shard).or_default().merge(taken.graves);
     });
     let mut all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut remembered = BTreeMap::new();
     for (at, shard) in store.shards.iter().enumerate() {
         let known = known.get(&shard.number).cloned().unwrap_or_default();
-        all.entry(at).or_default().merge(graves::of_checkpoint(store, shard, &known, tally).0);
+        let (graves, times) = graves::of_checkpoint(store, shard, &known, tally);
+        all.entry(at).or_default().merge(graves);
+        remembered.insert(at, times);
     }
     graves::finish(&mut all);
-    all
+    (all, remembered)
 }
 
 /// Which blocks count.

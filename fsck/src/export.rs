@@ -1,7 +1,7 @@
 //! Writes artifacts of a store into a portable file: what counts, verified on the way. docs/EXPORT.md has the format.
 //!
 //! What cannot be read, or is not what was put, is left out and named; nothing unverified gets into the file. Memory: one
-//! frame, which is 32 MiB or a single block, beside what [`crate::contents`] takes.
+//! frame, which is 32 MiB or a single block, beside what [`crate::contents`] takes, or [`crate::contents::counted`].
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -13,6 +13,8 @@ use kvarts_layout::{BlockKey, Fingerprint, NamespaceId};
 use kvarts_layout::{ContentId, Coordinate, Group, OriginId};
 
 use crate::artifact::{Artifact, Unreadable};
+use crate::check::Options;
+use crate::contents::counted::Counted;
 use crate::contents::{Contents, Fate, Run};
 use crate::disk::DiskFile;
 use crate::segment::Ends;
@@ -113,20 +115,65 @@ pub fn export(
     (created_ms, tally): (u64, &Tally),
     out: &mut dyn Write,
 ) -> Result<Exported, Failed> {
-    let mut writing = Writing::new();
-    let mut exported = Exported::default();
-    out.write_all(&writing.begin(created_ms)?)?;
+    let mut exporting = Exporting::new(store, contents.live, tally);
+    exporting.begin(created_ms, out)?;
     let mut runs: Vec<(&Run, Vec<(u32, u32)>)> =
         contents.runs.iter().map(|run| (run, pieces(run, wanted))).collect();
     runs.retain(|(_, pieces)| !pieces.is_empty());
     // In the order in which they lie, so that a file is read front to back.
     runs.sort_by_key(|(run, _)| (run.shard, run.segment, run.offset));
-    let mut definitions = (BTreeSet::<Fingerprint>::new(), BTreeSet::<NamespaceId>::new());
     for (run, pieces) in &runs {
-        define(&mut writing, &mut definitions, run, out)?;
+        exporting.run(run, pieces, out)?;
+    }
+    exporting.end(out)
+}
+
+/// The same of a store of any size: what it has is not held.
+pub fn export_counted(
+    (store, options): (&Store, &Options),
+    counted: &Counted,
+    wanted: &Selection,
+    (created_ms, tally): (u64, &Tally),
+    out: &mut (dyn Write + Send),
+) -> Result<Exported, Failed> {
+    let mut exporting = Exporting::new(store, counted.live, tally);
+    exporting.begin(created_ms, out)?;
+    let gone = counted.each_run(store, options, tally, &mut |run| {
+        let pieces = pieces(run, wanted);
+        if pieces.is_empty() { Ok(()) } else { exporting.run(run, &pieces, &mut *out) }
+    })?;
+    exporting.exported.blocks_gone = exporting.exported.blocks_gone.saturating_add(gone);
+    exporting.end(out)
+}
+
+/// An export under way.
+struct Exporting<'a> {
+    store: &'a Store,
+    live: bool,
+    tally: &'a Tally,
+    writing: Writing,
+    exported: Exported,
+    definitions: (BTreeSet<Fingerprint>, BTreeSet<NamespaceId>),
+}
+
+impl<'a> Exporting<'a> {
+    fn new(store: &'a Store, live: bool, tally: &'a Tally) -> Self {
+        let (writing, exported) = (Writing::new(), Exported::default());
+        Self { store, live, tally, writing, exported, definitions: Default::default() }
+    }
+
+    fn begin(&mut self, created_ms: u64, out: &mut dyn Write) -> Result<(), Failed> {
+        Ok(out.write_all(&self.writing.begin(created_ms)?)?)
+    }
+
+    /// Writes these pieces of a record.
+    fn run(&mut self, run: &Run, pieces: &[(u32, u32)], out: &mut dyn Write) -> Result<(), Failed> {
+        let (store, tally) = (self.store, self.tally);
+        define(&mut self.writing, &mut self.definitions, run, out)?;
         let mut missing = Missing { why: None, blocks: blocks(pieces) };
-        record(store, run, pieces, (&mut writing, tally), (&mut missing, out))?;
-        if contents.live && !missing.blocks.is_empty() {
+        record(store, run, pieces, (&mut self.writing, tally), (&mut missing, out))?;
+        let exported = &mut self.exported;
+        if self.live && !missing.blocks.is_empty() {
             let before = missing.blocks.len();
             let gone = gone_by_now(store, run, tally);
             missing.blocks.retain(|block| gone.get(*block as usize) == Some(&false));
@@ -134,16 +181,20 @@ pub fn export(
             exported.blocks_gone = exported.blocks_gone.saturating_add(left);
         }
         match missing.why.filter(|_| !missing.blocks.is_empty()) {
-            Some(why) => leave_out(&mut exported, store, run, missing.blocks.len() as u64, &why),
+            Some(why) => leave_out(exported, store, run, missing.blocks.len() as u64, &why),
             None => {
                 let extensions = run.blocks.extensions.len() as u64;
                 exported.extensions_left_out = exported.extensions_left_out.saturating_add(extensions);
             }
         }
+        Ok(())
     }
-    out.write_all(&writing.end()?)?;
-    exported.totals = writing.totals();
-    Ok(exported)
+
+    fn end(mut self, out: &mut dyn Write) -> Result<Exported, Failed> {
+        out.write_all(&self.writing.end()?)?;
+        self.exported.totals = self.writing.totals();
+        Ok(self.exported)
+    }
 }
 
 /// Bytes that an export of this will read, about: for progress.

@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use kvarts_fsck::check::{Level, Options, check};
 use kvarts_fsck::compact::{self, Place, Progress, in_place};
-use kvarts_fsck::contents;
+use kvarts_fsck::contents::{self, counted};
 use kvarts_fsck::disk::{Disk, MemoryDisk};
-use kvarts_fsck::export::{Selection, export};
+use kvarts_fsck::export::{Selection, export_counted};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::needs;
 use kvarts_fsck::repair::{Site, repair};
 use kvarts_fsck::store::{Store, survey};
 use kvarts_fsck::window::Tally;
@@ -304,12 +305,21 @@ fn repaired(disk: &MemoryDisk) -> u64 {
     peak_of(|| assert_eq!(repair(&[site], &options(Level::Full), &Tally::default()).unwrap().actions, []))
 }
 
+fn listed(disk: &MemoryDisk) -> u64 {
+    peak_of(|| {
+        let contents =
+            contents::read(&look(disk), &options(Level::Quick), 2, &Tally::default(), Findings::default());
+        assert!(contents.runs.len() >= RECORDS as usize);
+    })
+}
+
+/// An export sorts in so little memory that it takes temporary files.
 fn exported(disk: &MemoryDisk) -> u64 {
     peak_of(|| {
-        let store = look(disk);
-        let tally = Tally::default();
-        let contents = contents::read(&store, &options(Level::Quick), 2, &tally, Findings::default());
-        let done = export(&store, &contents, &Selection::All, (2, &tally), &mut Sunk).unwrap();
+        let (store, options, tally) = (look(disk), options(Level::Quick), Tally::default());
+        let counted = counted::count(&store, &options, 2, &tally, Findings::default()).unwrap();
+        let (of, at) = ((&store, &options), (2, &tally));
+        let done = export_counted(of, &counted, &Selection::All, at, &mut Sunk).unwrap();
         assert!(done.totals.blocks >= u64::from(RECORDS) && done.blocks_left_out == 0);
     })
 }
@@ -341,13 +351,14 @@ fn what_a_check_holds_does_not_grow_with_the_store_and_the_rest_keeps_to_what_is
     /// A task, and the most that it may take beyond its buffers: bytes a segment, bytes a record of one block.
     type Task<'a> = (&'a str, &'a dyn Fn(&MemoryDisk) -> u64, u64, u64);
     // The figures of the table in ARCHITECTURE.md.
-    let tasks: [Task<'_>; 6] = [
+    let tasks: [Task<'_>; 7] = [
         ("quick check", &|disk| checked(disk, Level::Quick), 150, 0),
         ("full check", &|disk| checked(disk, Level::Full), 150, 0),
         ("repair", &repaired, 150, 0),
         ("deep check", &|disk| checked(disk, Level::Deep), 150, 50),
         ("compact", &compacted, 150, 350),
-        ("export", &exported, 150, 600),
+        ("ls, inspect", &listed, 150, 600),
+        ("export", &exported, 150, 100),
     ];
     for (name, task, of_segment, of_record) in tasks {
         let (least, more) = growth(task);
@@ -356,5 +367,28 @@ fn what_a_check_holds_does_not_grow_with_the_store_and_the_rest_keeps_to_what_is
         assert!(more <= most, "{name}: {more} bytes a segment, {most} are documented");
         // Buffers: two of 1 MiB, or as much as the largest footer.
         assert!(least < 3 << 20, "{name}: {least} bytes for a small store");
+    }
+}
+
+#[test]
+fn what_is_told_before_a_task_begins_is_what_it_takes_at_most() {
+    type Asked<'a> = (needs::Task, &'a dyn Fn(&MemoryDisk) -> u64);
+    let tasks: [Asked<'_>; 4] = [
+        (needs::Task::Deep(64 << 10), &|disk| checked(disk, Level::Deep)),
+        (needs::Task::Compact, &compacted),
+        (needs::Task::List, &listed),
+        (needs::Task::Export, &exported),
+    ];
+    let disk = store(128);
+    let sizes = needs::Sizes::of(&look(&disk), 1);
+    let all = 128 * u64::from(RECORDS);
+    assert!(sizes.segments == 128 && sizes.records >= all && sizes.records < 2 * all, "{sizes:?}");
+    assert!(sizes.blocks >= all && sizes.blocks < 4 * all, "{sizes:?}");
+    for (task, measure) in tasks {
+        let (told, taken) = (sizes.need(task, 1).memory, measure(&disk));
+        println!("{task:?}: {told} told, {taken} taken");
+        // What does not grow, such as buffers and a footer, is not worth more words.
+        assert!(taken <= told + (1 << 20), "{task:?}: {told} told, {taken} taken");
+        assert!(told <= 4 * taken + (2 << 20), "{task:?}: {told} told, {taken} taken");
     }
 }

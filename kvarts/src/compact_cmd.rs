@@ -12,17 +12,20 @@ use std::sync::mpsc::channel;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Args, ValueEnum};
+use kvarts_fsck::check;
 use kvarts_fsck::compact::{
     Directory, LayoutChoice, Options, Place, Progress, Refusal, Report, Target, elsewhere, expect_free,
     in_place, is_unfinished, percent, refuse_unsound,
 };
 use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::needs::Task;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_layout::StoreId;
 
 use crate::client_cmd::{self, ServerArgs};
 use crate::fsck_cmd::{cannot_run, open, show_progress};
+use crate::needs;
 use kvarts_server::human;
 use kvarts_terminal::Failure;
 
@@ -112,7 +115,12 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     let options = arguments.options();
     let disks = open_store(&arguments.directories)?;
     let progress = Progress::default();
-    let done = match look(&disks)? {
+    let looked = look(&disks)?;
+    if let Ok(store) = &looked {
+        let reading = check::Options { threads: options.threads, ..check::Options::default() };
+        needs::tell(("compact", Task::Compact), store, &reading)?;
+    }
+    let done = match looked {
         Err(refusal) => Err(refusal),
         Ok(store) if !arguments.to.is_empty() => to_another(arguments, &store, &options, &progress)?,
         Ok(store) if arguments.dry_run => {

@@ -16,12 +16,14 @@ use clap::Args;
 use kvarts_fsck::check::{Checked, Level, Options, check, planned_bytes, read_bare, written_ends};
 use kvarts_fsck::disk::{Disk, DiskWriter, OpenError, RealDisk, RealWriter};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::needs::Task;
 use kvarts_fsck::repair::{self, Action, Site};
 use kvarts_fsck::report::Report;
 use kvarts_fsck::store::{CannotRun, survey};
 use kvarts_fsck::window::Tally;
 
 use crate::exit_codes::EXIT_CODES;
+use crate::needs;
 use kvarts_server::human;
 use kvarts_terminal::{Failure, Refusal};
 
@@ -116,6 +118,12 @@ pub(crate) fn run(arguments: &FsckArgs, out: &mut dyn Write) -> Result<(), Failu
         return put_right(arguments, out);
     }
     let disks = open(&arguments.directories, arguments.live)?;
+    let options = arguments.options();
+    if options.level == Level::Deep
+        && let Ok(Some(store)) = survey(&disks, &mut Findings::default())
+    {
+        needs::tell(("fsck --deep", Task::Deep(options.memory_bytes)), &store, &options)?;
+    }
     let report = examine(&disks, &arguments.options(), arguments.measure)?;
     let written = write(&report, arguments.json, out);
     verdict(report.clean, written)

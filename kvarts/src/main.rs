@@ -14,6 +14,7 @@ mod gpu_cmd;
 mod identity_cmd;
 mod lab_cmd;
 mod model_cmd;
+mod needs;
 mod offline;
 mod plan_cmd;
 mod serve_cmd;

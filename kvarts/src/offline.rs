@@ -16,11 +16,13 @@ use clap::Args;
 use kvarts_fsck::check::Options;
 use kvarts_fsck::contents::{self, Contents};
 use kvarts_fsck::findings::Findings;
+use kvarts_fsck::needs::Task;
 use kvarts_fsck::remedy::missing_directories;
 use kvarts_fsck::store::{Store, survey};
 use kvarts_fsck::window::Tally;
 
 use crate::fsck_cmd;
+use crate::needs;
 use kvarts_terminal::Failure;
 
 /// Which store, and whether it may be in use.
@@ -50,8 +52,16 @@ impl Place {
         all
     }
 
-    /// Finds out what the store has, from its metadata.
-    pub(crate) fn read(&self, tally: &Tally) -> Result<(Store, Contents), Failure> {
+    /// Finds out what the store has, from its metadata. `command` is told what that takes.
+    pub(crate) fn read(&self, command: &str, tally: &Tally) -> Result<(Store, Contents), Failure> {
+        let (store, options, found) = self.open()?;
+        needs::tell((command, Task::List), &store, &options)?;
+        let contents = contents::read(&store, &options, now_ms(), tally, found);
+        Ok((store, contents))
+    }
+
+    /// The store, how it is read, and what is wrong with it already.
+    fn open(&self) -> Result<(Store, Options, Findings), Failure> {
         let disks = fsck_cmd::open(&self.directories(), self.live)?;
         let mut found = Findings::default();
         let shown = self.directory.display();
@@ -62,8 +72,7 @@ impl Place {
         };
         let options =
             Options { threads: kvarts_fsck::check::default_threads(), live: self.live, ..Options::default() };
-        let contents = contents::read(&store, &options, now_ms(), tally, found);
-        Ok((store, contents))
+        Ok((store, options, found))
     }
 }
 

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use kvarts_contract::api::KvStore;
 use kvarts_fsck::check::Options as CheckOptions;
+use kvarts_fsck::contents::counted::count;
 use kvarts_fsck::contents::{Contents, Fate, read};
 use kvarts_fsck::disk::{Disk, MemoryDisk};
-use kvarts_fsck::export::{Selection, export};
+use kvarts_fsck::export::{Exported, Selection, export, export_counted};
 use kvarts_fsck::findings::Findings;
 use kvarts_fsck::store::{Store as Offline, survey};
 use kvarts_fsck::tree::{lineage, trees};
@@ -121,6 +122,31 @@ fn an_export_has_what_counts_whatever_layout_it_lies_in_and_nothing_that_is_dele
     }
 }
 
+/// The blocks of an export that holds nothing of the store, and what it came to.
+fn counted(store: &Offline) -> (BTreeSet<IndexKey>, Exported) {
+    let (options, tally) = (CheckOptions { threads: 2, ..CheckOptions::default() }, Tally::default());
+    let counted = count(store, &options, 0, &tally, Findings::default()).unwrap();
+    let mut file = Vec::new();
+    let done = export_counted((store, &options), &counted, &Selection::All, (5, &tally), &mut file).unwrap();
+    (exported(&file), done)
+}
+
+#[test]
+fn an_export_that_holds_nothing_of_a_store_has_the_blocks_that_count() {
+    let mut copies = 0;
+    for seed in 20..32u64 {
+        let disk = directories(&worked(Seed(seed), &small(2), 70, seed % 2 == 0)).remove(0);
+        let (store, contents) = offline(&disk);
+        let (found, done) = counted(&store);
+        assert_eq!((done.blocks_left_out, done.blocks_gone), (0, 0));
+        assert_eq!(found, live(&contents), "seed {seed}");
+        let of_runs = contents.runs.iter().flat_map(|run| &run.fates);
+        copies += of_runs.filter(|fate| **fate == Fate::Copy).count();
+        assert_eq!(disk.steps(), [], "an export wrote into the store");
+    }
+    assert!(copies > 0, "no block of any store has another copy");
+}
+
 #[test]
 fn damage_is_left_out_of_an_export_and_named() {
     let disk = directories(&worked(Seed(30), &small(1), 40, true)).remove(0);
@@ -141,6 +167,8 @@ fn damage_is_left_out_of_an_export_and_named() {
         assert_eq!(found.len() as u64 + done.blocks_left_out, all.len() as u64);
         assert!(done.left_out.iter().all(|one| (one.segment, one.offset) == (run.segment, run.offset)));
         left += done.blocks_left_out;
+        let (again, counted) = counted(&store);
+        assert_eq!((&again, counted.left_out), (&found, done.left_out));
     }
     assert!(left > 5, "{left}");
 }

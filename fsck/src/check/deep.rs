@@ -2,15 +2,11 @@
 //! say of records.
 //!
 //! Every block and every named parent becomes a fingerprint of 80 bytes under what it is about. They are sorted, and
-//! what is equal stands together then, wherever it lies. Beyond the memory that a check may take, sorted runs go to
-//! temporary files, which have no name and are gone with the process; the runs are merged at the end.
+//! what is equal stands together then, wherever it lies. Beyond the memory that a check may take they go to temporary files.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
-use std::path::PathBuf;
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvarts_layout::format::PAGE_BYTES;
@@ -22,6 +18,7 @@ use super::{Level, Options, Outcome, SegmentReport, Subject};
 use crate::checkpoint::{Known, Listed};
 use crate::contents::Graves;
 use crate::findings::{self, Finding, Findings, Place};
+use crate::spill::Sorter;
 use crate::walk::{Met, Payload};
 
 /// Why a deep check could not be ended.
@@ -44,8 +41,6 @@ fn failed(error: &io::Error) -> DeepError {
 
 /// Bytes of one fingerprint.
 const BYTES: usize = 80;
-/// Runs that are merged at once at most: each has a buffer and a descriptor.
-const RUNS_MAX: usize = 512;
 /// What a fingerprint is about; the order in which those of one subject stand.
 const PRODUCTION: u8 = 0;
 const PARENT: u8 = 1;
@@ -112,10 +107,9 @@ fn first_half(bytes: &[u8; 32]) -> [u8; 16] {
 }
 
 /// What all threads have collected.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
-    prints: Vec<Print>,
-    runs: Vec<File>,
+    prints: Sorter<BYTES>,
     failed: Option<DeepError>,
     /// Records that a checkpoint lists, by shard; sorted.
     listed: BTreeMap<u32, Vec<Listed>>,
@@ -126,8 +120,6 @@ struct State {
 #[derive(Debug)]
 pub(super) struct Collector {
     level: Level,
-    most: usize,
-    spill: PathBuf,
     /// What is dead, by shard.
     graves: BTreeMap<u32, Graves>,
     state: Mutex<State>,
@@ -135,9 +127,13 @@ pub(super) struct Collector {
 
 impl Collector {
     pub(super) fn new(options: &Options, graves: BTreeMap<u32, Graves>) -> Self {
-        let most = (options.memory_bytes / BYTES).max(1024);
-        let state = Mutex::new(State::default());
-        Self { level: options.level, most, spill: options.spill.clone(), graves, state }
+        let state = State {
+            prints: Sorter::new(options.memory_bytes, &options.spill),
+            failed: None,
+            listed: BTreeMap::new(),
+            found: Findings::default(),
+        };
+        Self { level: options.level, graves, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -171,14 +167,8 @@ impl Collector {
         }
         let mut state = self.state();
         self.listed_in(subject, report, &mut state);
-        state.prints.extend(prints);
-        if state.prints.len() >= self.most {
-            let mut full = std::mem::take(&mut state.prints);
-            let run = write_run(&mut full, &self.spill);
-            match run {
-                Ok(run) => state.runs.push(run),
-                Err(error) => state.failed = Some(failed(&error)),
-            }
+        if let Err(error) = state.prints.take(prints) {
+            state.failed.get_or_insert(failed(&error));
         }
     }
 
@@ -212,17 +202,10 @@ impl Collector {
             return Err(failed);
         }
         into.merge(state.found);
-        let mut prints = state.prints;
-        prints.sort_unstable();
-        let mut runs: Vec<Run> = Vec::new();
-        for file in state.runs {
-            if runs.len() >= RUNS_MAX {
-                return Err(DeepError("the store needs more --memory-mib for a deep check".to_owned()));
-            }
-            runs.push(Run::File(BufReader::new(file)));
-        }
-        runs.push(Run::Memory(prints.into_iter()));
-        merge(runs, into).map_err(|error| failed(&error))
+        let mut group = Group::default();
+        state.prints.finish(|print| group.take(print, into)).map_err(|error| failed(&error))?;
+        group.end(into);
+        Ok(())
     }
 }
 
@@ -259,61 +242,6 @@ fn prints_of(met: &Met, namespace: &[u8; 32], (at, graves): (At, Option<&Graves>
         let subject = block_subject(namespace, key, blocks);
         into.push(print(&subject, PARENT, &[0; 16], &[0; 16], at));
     }
-}
-
-/// Sorts and writes a run into a file that has no name.
-#[allow(clippy::disallowed_methods, reason = "a temporary file outside any store")]
-fn write_run(prints: &mut [Print], below: &std::path::Path) -> io::Result<File> {
-    prints.sort_unstable();
-    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::CLOEXEC;
-    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
-    let file = File::from(rustix::fs::open(below, flags, mode)?);
-    let mut writer = BufWriter::with_capacity(1 << 20, file);
-    for print in prints.iter() {
-        writer.write_all(print)?;
-    }
-    let mut file = writer.into_inner().map_err(io::IntoInnerError::into_error)?;
-    file.seek(SeekFrom::Start(0))?;
-    Ok(file)
-}
-
-/// Fingerprints in order.
-enum Run {
-    Memory(std::vec::IntoIter<Print>),
-    File(BufReader<File>),
-}
-
-impl Run {
-    fn next(&mut self) -> io::Result<Option<Print>> {
-        match self {
-            Self::Memory(prints) => Ok(prints.next()),
-            Self::File(file) => {
-                let mut bytes = [0u8; BYTES];
-                match file.read_exact(&mut bytes) {
-                    Ok(()) => Ok(Some(bytes)),
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
-                    Err(error) => Err(error),
-                }
-            }
-        }
-    }
-}
-
-/// Goes through all runs in one order, group by group.
-fn merge(mut runs: Vec<Run>, into: &mut Findings) -> io::Result<()> {
-    let mut heads = BinaryHeap::new();
-    for (number, run) in runs.iter_mut().enumerate() {
-        heads.extend(run.next()?.map(|print| Reverse((print, number))));
-    }
-    let mut group = Group::default();
-    while let Some(Reverse((print, number))) = heads.pop() {
-        if let Some(run) = runs.get_mut(number) {
-            heads.extend(run.next()?.map(|print| Reverse((print, number))));
-        }
-        group.take(&print, into);
-    }
-    group.end(into);
-    Ok(())
 }
 
 /// What is about one subject, taken in one by one: memory does not grow with it.

@@ -79,7 +79,7 @@ pub(super) fn walk_segments(
 }
 
 /// Calls `each` for every number below `count`, on several threads.
-pub(super) fn on_threads(threads: usize, count: usize, each: impl Fn(usize) + Sync) {
+pub(crate) fn on_threads(threads: usize, count: usize, each: impl Fn(usize) + Sync) {
     let next = AtomicUsize::new(0);
     let work = || {
         loop {

@@ -158,7 +158,7 @@ fn from_files(
     // Before the store is listed: what is deleted from now on, and told to this bucket, is left out.
     let listed = bucket.wait(points(&bucket.tier))?;
     let tally = Tally::default();
-    let (store, contents) = place.read(&tally)?;
+    let (store, contents) = place.read("cold push", &tally)?;
     let wanted = arguments.wanted.selection(&contents);
     let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
     let (from, to) = std::io::pipe().map_err(|error| Failure::User(format!("a pipe: {error}")))?;

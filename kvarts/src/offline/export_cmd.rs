@@ -6,8 +6,13 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use kvarts_fsck::contents::Contents;
-use kvarts_fsck::export::{Exported, LeftOut, Selection, export, planned_bytes};
+use kvarts_fsck::check::Options;
+use kvarts_fsck::contents::counted::{Counted, count};
+use kvarts_fsck::contents::{Contents, may_have_forgotten_deletes};
+use kvarts_fsck::export::{Exported, Failed, LeftOut, Selection, export, export_counted, planned_bytes};
+use kvarts_fsck::findings::Findings;
+use kvarts_fsck::needs::Task;
+use kvarts_fsck::store::Store;
 use kvarts_fsck::tree::lineage;
 use kvarts_fsck::window::Tally;
 use kvarts_layout::{BlockKey, NamespaceId};
@@ -16,6 +21,7 @@ use serde::Serialize;
 use super::{Place, now_ms, shown, write_json};
 use crate::files;
 use crate::fsck_cmd::watched;
+use crate::needs;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 
@@ -97,14 +103,11 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     arguments.wanted.expect_some("export")?;
     files::refuse_existing(&arguments.to)?;
     let tally = Tally::default();
-    let (store, contents) = arguments.place.read(&tally)?;
-    let wanted = arguments.wanted.selection(&contents);
+    let source = Source::of(arguments, &tally)?;
     let partial = files::Partial::new(&arguments.to)?;
     let mut writer = BufWriter::with_capacity(1 << 20, partial.file());
-    let (before, planned) = (tally.bytes(), planned_bytes(&contents, &wanted));
-    let exported = watched(&|| (tally.bytes() - before, planned), || {
-        export(&store, &contents, &wanted, (now_ms(), &tally), &mut writer)
-    });
+    let (before, planned) = (tally.bytes(), source.planned_bytes());
+    let exported = watched(&|| (tally.bytes() - before, planned), || source.export(&tally, &mut writer));
     let exported = exported.map_err(Failure::user)?;
     writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
     drop(writer);
@@ -112,7 +115,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
         return Err(Failure::user("nothing in the store is what was asked for"));
     }
     partial.finish(false)?;
-    let report = report(arguments, exported, &contents);
+    let report = report(arguments, exported, source.findings());
     if arguments.json {
         write_json(&report, out)?;
     } else {
@@ -125,9 +128,60 @@ fn cannot(path: &Path, error: &dyn std::fmt::Display) -> Failure {
     Failure::User(format!("{}: {error}", path.display()))
 }
 
-fn report(arguments: &ExportArgs, exported: Exported, contents: &Contents) -> Report {
-    let store_problems = contents.findings.problem_count;
-    let deletes_may_be_missing = contents.may_have_forgotten_deletes();
+/// What is exported, found out from metadata.
+enum Source {
+    /// A prefix: what descends from it is found in all that the store has.
+    Listed { store: Store, contents: Contents, wanted: Selection },
+    /// The rest: what the store has is not held.
+    Counted { store: Store, options: Options, counted: Counted, wanted: Selection },
+}
+
+impl Source {
+    fn of(arguments: &ExportArgs, tally: &Tally) -> Result<Self, Failure> {
+        let wanted = match (arguments.wanted.namespace, arguments.wanted.prefix) {
+            (_, Some(_)) => {
+                let (store, contents) = arguments.place.read("export", tally)?;
+                let wanted = arguments.wanted.selection(&contents);
+                return Ok(Self::Listed { store, contents, wanted });
+            }
+            (Some(namespace), None) => Selection::Namespace(namespace),
+            (None, None) => Selection::All,
+        };
+        let (store, options, found) = arguments.place.open()?;
+        needs::tell(("export", Task::Export), &store, &options)?;
+        let counted = count(&store, &options, now_ms(), tally, found).map_err(Failure::user)?;
+        Ok(Self::Counted { store, options, counted, wanted })
+    }
+
+    /// Bytes that will be read, about.
+    fn planned_bytes(&self) -> u64 {
+        match self {
+            Self::Listed { contents, wanted, .. } => planned_bytes(contents, wanted),
+            Self::Counted { counted, .. } => counted.bytes,
+        }
+    }
+
+    fn export(&self, tally: &Tally, out: &mut (dyn Write + Send)) -> Result<Exported, Failed> {
+        let now = (now_ms(), tally);
+        match self {
+            Self::Listed { store, contents, wanted } => export(store, contents, wanted, now, out),
+            Self::Counted { store, options, counted, wanted } => {
+                export_counted((store, options), counted, wanted, now, out)
+            }
+        }
+    }
+
+    fn findings(&self) -> &Findings {
+        match self {
+            Self::Listed { contents, .. } => &contents.findings,
+            Self::Counted { counted, .. } => &counted.findings,
+        }
+    }
+}
+
+fn report(arguments: &ExportArgs, exported: Exported, findings: &Findings) -> Report {
+    let store_problems = findings.problem_count;
+    let deletes_may_be_missing = may_have_forgotten_deletes(findings);
     let Exported { totals, left_out, blocks_left_out, blocks_gone, extensions_left_out } = exported;
     Report {
         file: arguments.to.display().to_string(),

@@ -61,7 +61,7 @@ pub(crate) struct InspectArgs {
 /// Runs the command.
 pub(crate) fn run(arguments: &InspectArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let tally = Tally::default();
-    let (store, contents) = arguments.place.read(&tally)?;
+    let (store, contents) = arguments.place.read("inspect", &tally)?;
     let Some(at) = arguments.at else {
         return whole(&store, &contents, arguments.json, out);
     };

@@ -66,7 +66,7 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
         ));
     }
     let place = Place { directory, more: arguments.more.clone(), live: arguments.live };
-    let (store, contents) = place.read(&Tally::default())?;
+    let (store, contents) = place.read("ls", &Tally::default())?;
     let trees = trees(&contents, arguments.namespace, arguments.limit);
     if let (Some(namespace), true) = (arguments.namespace, trees.is_empty()) {
         return Err(Failure::User(format!("no block of namespace {namespace} is here")));

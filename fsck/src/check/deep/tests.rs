@@ -5,17 +5,15 @@ use super::*;
 const AT: At = At { shard: 1, segment: 2, offset: 4096 };
 
 fn compare(prints: &[Print], most: usize) -> Findings {
-    let mut runs = Vec::new();
-    for some in prints.chunks(most) {
-        let mut some = some.to_vec();
-        runs.push(Run::File(BufReader::new(write_run(&mut some, &std::env::temp_dir()).unwrap())));
-    }
-    let mut from_files = Findings::default();
-    merge(runs, &mut from_files).unwrap();
-    let mut all = prints.to_vec();
-    all.sort_unstable();
-    let mut from_memory = Findings::default();
-    merge(vec![Run::Memory(all.into_iter())], &mut from_memory).unwrap();
+    let found = |most: usize| {
+        let (mut sorter, mut group, mut into) =
+            (Sorter::of_rows(most), Group::default(), Findings::default());
+        sorter.take(prints.iter().copied()).unwrap();
+        sorter.finish(|print| group.take(print, &mut into)).unwrap();
+        group.end(&mut into);
+        into
+    };
+    let (from_files, from_memory) = (found(most), found(prints.len() + 1));
     assert_eq!(from_files, from_memory);
     from_memory
 }
