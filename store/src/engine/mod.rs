@@ -25,7 +25,8 @@ pub use front::limits::Limits;
 pub use front::memory_audit::Table;
 pub use front::produced::{Produced, ProducedPage};
 pub use front::store::{
-    Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, SEGMENTS_MIN, Stats, Store, StoreTiles,
+    Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, SEGMENTS_MIN, Stats, Store,
+    StoreTiles,
 };
 pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};
