@@ -202,7 +202,9 @@ fn a_limit_of_file_sizes_refuses_puts_and_ends_no_server() {
     put(&client, namespace, 1);
     let pid = Pid::from_raw(server.child.id() as i32);
     let before = getrlimit(Resource::Fsize);
-    let limit = |limit| drop(prlimit(pid, Resource::Fsize, limit).unwrap());
+    let limit = |limit| {
+        prlimit(pid, Resource::Fsize, limit).unwrap();
+    };
     // The next write behind the first pages of the segment is beyond it.
     limit(Rlimit { current: Some(8 << 10), maximum: before.maximum });
     let reply = block_on(client.put(put_request(namespace, 2))).unwrap().unwrap();

@@ -297,7 +297,7 @@ fn a_lost_write_that_leaves_the_generation_before_is_named() {
 }
 
 /// A store in which most records of blocks are encoded.
-fn encoded_store() -> MemoryDisk {
+pub(crate) fn encoded_store() -> MemoryDisk {
     let stage = SimStage::open(&SimWorld::new(9, &WorldConfig::default()), &small(1)).unwrap();
     let desk = Desk::new(&stage, "encoded");
     for (column, n) in columns().into_iter().cycle().zip((0..24).step_by(2)) {

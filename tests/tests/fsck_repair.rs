@@ -181,16 +181,15 @@ fn damage_to_payloads_costs_their_blocks_and_dirty_padding_nothing() {
     assert!(lost > 3, "{lost}");
 }
 
-/// The engine serves what is sound of a record in which a block is damaged: so must what is left after a repair.
-#[test]
-fn a_damaged_block_with_pages_of_its_own_costs_no_other_one() {
+/// A store with one record of eight blocks that lie in pages of their own: the path of its file, where the payload begins, and the bytes
+/// of a block.
+fn blocks_in_pages() -> (MemoryDisk, String, usize, usize) {
     let world = SimWorld::new(36, &WorldConfig::default());
     let stage = SimStage::open(&world, &small_options(1)).unwrap();
     let desk = Desk::new(&stage, "block by block");
     assert_eq!(desk.outcomes(desk.request(pages(), &desk.keys(0..8), 1)), vec![BlockOutcome::Stored; 8]);
     let disk = directories(&stage.close().unwrap()).remove(0);
-    let whole = good_blocks(&disk);
-    assert_eq!(whole.len(), 8);
+    assert_eq!(good_blocks(&disk).len(), 8);
     let records = structures(&disk).into_iter().filter(|(_, _, one)| *one == Structure::Record);
     let of = |path: &str, at: usize, field: usize| {
         let bytes = disk.contents(path).unwrap();
@@ -199,11 +198,19 @@ fn a_damaged_block_with_pages_of_its_own_costs_no_other_one() {
     let (path, at, _) = records.max_by_key(|(path, at, _)| of(path, *at, 96)).unwrap();
     let header = of(&path, at, 72) & 0xffff_ffff;
     let each = of(&path, at, 96) / 8;
+    (disk, path, at + header, each)
+}
+
+/// The engine serves what is sound of a record in which a block is damaged: so must what is left after a repair.
+#[test]
+fn a_damaged_block_with_pages_of_its_own_costs_no_other_one() {
+    let (disk, path, payload, each) = blocks_in_pages();
+    let whole = good_blocks(&disk);
     let chunk = each / 2;
     for (block, bytes) in [(0, 1), (3, 1), (7, 1), (5, 2 * each)] {
         let damaged = disk.fork();
         damaged.tamper(&path, |all| {
-            let from = at + header + block * each + chunk;
+            let from = payload + block * each + chunk;
             all[from..from + bytes].iter_mut().for_each(|byte| *byte ^= 1);
         });
         let checked = examine(std::slice::from_ref(&damaged), Level::Full).unwrap();
@@ -236,7 +243,7 @@ fn flipped(disk: &MemoryDisk) -> Vec<(MemoryDisk, String, usize)> {
 #[test]
 fn a_sound_block_that_shares_its_pages_with_a_damaged_one_is_served_after_a_repair() {
     let mut entwined = 0;
-    for (damaged, path, byte) in flipped(&store(32, 30)) {
+    for (damaged, path, byte) in (32..36).flat_map(|seed| flipped(&store(seed, 30))) {
         let before = good_blocks(&damaged);
         let done = put_right(&damaged, false).actions;
         assert_eq!(good_blocks(&damaged), before, "{path} at {byte}: {done:?}");
@@ -275,21 +282,11 @@ fn nothing_is_given_up_that_two_readings_do_not_say_alike() {
     assert!(told > 3 && would > 3, "{told} told, {would} would be done");
 }
 
-/// The chunk of a block, of a record with blocks of which each has pages of its own, is damaged.
 #[test]
 fn a_punch_that_made_no_hole_is_not_called_a_repair() {
-    let disk = store(32, 30);
-    let damaged = structures(&disk).into_iter().filter(|one| one.2 == Structure::Record).find_map(|one| {
-        let (path, at, _) = one;
-        let bytes = disk.contents(&path).unwrap();
-        let payload = u64::from_le_bytes(bytes[at + 96..at + 104].try_into().unwrap()) as usize;
-        let header = u32::from_le_bytes(bytes[at + 72..at + 76].try_into().unwrap()) as usize;
-        let damaged = disk.fork();
-        damaged.tamper(&path, |bytes| bytes[at + header + payload / 2] ^= 1);
-        let planned = put_right(&damaged, true).actions;
-        planned.iter().any(|action| action.what.contains("are taken out")).then_some(damaged)
-    });
-    let damaged = damaged.expect("some record has blocks with pages of their own");
+    let (disk, path, payload, each) = blocks_in_pages();
+    let damaged = disk.fork();
+    damaged.tamper(&path, |bytes| bytes[payload + 3 * each] ^= 1);
     let before = good_blocks(&damaged);
     damaged.make_no_holes();
     let done = put_right(&damaged, false).actions;

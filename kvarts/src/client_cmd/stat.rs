@@ -41,7 +41,41 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         writeln!(out, "  writes    refused: {why}")?;
         writeln!(out, "            `kvarts resume` has them taken again once the cause is gone")?;
     }
-    for one in &stats.ownerless {
+    show_ownerless(&stats.ownerless, out)?;
+    show_limits(&stats.limits, out)?;
+    let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
+    let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
+    writeln!(
+        out,
+        "  recovery  {} blocks, {} problems at the last start",
+        grouped(blocks),
+        grouped(problems)
+    )?;
+    for (name, count) in &stats.counts {
+        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
+    }
+    if let Some(cold) = &stats.cold {
+        show_cold(cold, out)?;
+    }
+    for one in &stats.local_clients {
+        let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
+        writeln!(
+            out,
+            "  local client {} (uid {}, tenant {}): {modes}, {} shared, {} requests, {} leases",
+            one.pid,
+            one.uid,
+            one.tenant,
+            bytes(one.shared_bytes),
+            one.requests_under_way,
+            one.leases
+        )?;
+    }
+    Ok(())
+}
+
+/// What is stored and belongs to no tenant of the configuration, and what can be done about it.
+fn show_ownerless(ownerless: &[proto::stats_reply::Ownerless], out: &mut dyn Write) -> Result<(), Failure> {
+    for one in ownerless {
         let (blocks, size) = (grouped(one.blocks), bytes(one.bytes));
         match one.unsalted {
             true => writeln!(
@@ -57,43 +91,20 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
             )?,
         }
     }
-    show_limits(&stats.limits, out)?;
-    let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
-    let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
-    writeln!(
-        out,
-        "  recovery  {} blocks, {} problems at the last start",
-        grouped(blocks),
-        grouped(problems)
-    )?;
-    for (name, count) in &stats.counts {
-        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
-    }
-    if let Some(cold) = &stats.cold {
-        let paused = if cold.paused { "; it fails, and is left alone for a while" } else { "" };
-        writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
-        if let Some(why) = &cold.read_only {
-            writeln!(
-                out,
-                "    READ-ONLY: {why}; nothing is copied there, and deletes of what it has are refused"
-            )?;
-        }
-        for (name, count) in &cold.counts {
-            writeln!(out, "    {:<22} {:>20}", name.replace('_', " "), grouped(*count))?;
-        }
-    }
-    for one in &stats.local_clients {
-        let modes = if one.modes.is_empty() { "no memory".to_owned() } else { one.modes.join(", ") };
+    Ok(())
+}
+
+fn show_cold(cold: &proto::stats_reply::Cold, out: &mut dyn Write) -> Result<(), Failure> {
+    let paused = if cold.paused { "; it fails, and is left alone for a while" } else { "" };
+    writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
+    if let Some(why) = &cold.read_only {
         writeln!(
             out,
-            "  local client {} (uid {}, tenant {}): {modes}, {} shared, {} requests, {} leases",
-            one.pid,
-            one.uid,
-            one.tenant,
-            bytes(one.shared_bytes),
-            one.requests_under_way,
-            one.leases
+            "    READ-ONLY: {why}; nothing is copied there, and deletes of what it has are refused"
         )?;
+    }
+    for (name, count) in &cold.counts {
+        writeln!(out, "    {:<22} {:>20}", name.replace('_', " "), grouped(*count))?;
     }
     Ok(())
 }

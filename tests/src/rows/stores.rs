@@ -29,7 +29,7 @@ use kvarts_store::engine::{CompactOptions, CompactReport, EvictionPolicy, Option
 use crate::campaign::{Driven, Opened, drive, reopen};
 use crate::conformance::Desk;
 use crate::fixture::{self, Style};
-use crate::sim::{Media, Seed, SimWorld, WorldConfig};
+use crate::sim::{Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{self, SimStage, Stage};
 use crate::witness::{directories, examine, media, small};
 
@@ -37,6 +37,8 @@ use crate::witness::{directories, examine, media, small};
 pub(super) const KEYS: u64 = 16;
 /// The name of the namespace.
 const NAME: &str = "damage";
+/// The file system makes no holes.
+const EOPNOTSUPP: i32 = 95;
 /// Producers whose bytes may be found: those with odd numbers can be compressed.
 const PRODUCERS: [u64; 4] = [1, 2, 3, 4];
 
@@ -181,6 +183,10 @@ fn prepare(make: Make, seed: u64) -> Prepared {
     config.disk.dirs = options.directories;
     let world = SimWorld::new(seed, &config);
     let stage = SimStage::open(&world, &options).expect("a fresh disk");
+    if make == Make::Recycled {
+        // Segments with holes are removed and not used again.
+        world.disk().inject(Rule::new(Which::Kind(OpKind::Punch), When::From(1), Effect::Errno(EOPNOTSUPP)));
+    }
     fill(&stage, make);
     if make == Make::Recycled {
         empty_some(&stage);
