@@ -6,6 +6,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvarts_layout::format::PAGE_BYTES;
+use kvarts_layout::format::footer::ENTRY_BYTES;
 use kvarts_layout::format::names::{segment_name, shard_name};
 
 use crate::check::on_threads;
@@ -13,7 +14,7 @@ use crate::segment::Ends;
 use crate::store::Store;
 use crate::window::{READ_BYTES, Tally, Window};
 
-/// Bytes of a footer for a block at least: its key and its origin.
+/// Bytes of a footer for a block at least, beside those of its record: its key and its origin.
 const NAME_BYTES: u64 = 48;
 /// Bytes of a record at least: a page of header, a page of payload.
 const RECORD_BYTES: u64 = 2 * PAGE_BYTES;
@@ -80,7 +81,9 @@ impl Sizes {
             let ends = Ends::read(&mut window, &store.keyring, shard.number, *number);
             let (some, named) = match &ends.trailer {
                 Ok(trailer) => {
-                    (u64::from(trailer.record_count), u64::from(trailer.footer_bytes) / NAME_BYTES)
+                    let records = u64::from(trailer.record_count);
+                    let entries = records.saturating_mul(ENTRY_BYTES as u64);
+                    (records, u64::from(trailer.footer_bytes).saturating_sub(entries) / NAME_BYTES)
                 }
                 // Not sealed: as many as may lie in what is written.
                 Err(_) => {

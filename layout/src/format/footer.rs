@@ -72,6 +72,9 @@ pub struct Entry {
     pub content: Content,
 }
 
+/// Bytes of a record in the index, beside the names of its blocks.
+pub const ENTRY_BYTES: usize = 152;
+
 /// The index of a sealed segment.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Archive, Serialize, Deserialize)]
 #[rkyv(derive(Debug))]
@@ -82,7 +85,7 @@ pub struct Footer {
 
 const _: () = assert!(size_of::<rkyv::Archived<Defined>>() == 36);
 const _: () = assert!(size_of::<rkyv::Archived<Content>>() == 120);
-const _: () = assert!(size_of::<rkyv::Archived<Entry>>() == 152);
+const _: () = assert!(size_of::<rkyv::Archived<Entry>>() == ENTRY_BYTES);
 const _: () = assert!(size_of::<rkyv::Archived<Footer>>() == 8);
 const _: () = assert!(is_frugal::<Entry>());
 
