@@ -12,6 +12,7 @@ mod serve_cluster_tls;
 mod serve_cold;
 mod serve_conformance;
 mod serve_cuts;
+mod serve_edges;
 mod serve_flips;
 mod serve_health;
 mod serve_kept_tiles;

@@ -549,7 +549,7 @@ impl Reading {
         part.parked = None;
         let MultiRead { into, shape, .. } = &self.what;
         if let Some((from, to)) = digests.as_ref().zip(into.digests()) {
-            request::copy_digests(shape, &part.tile, from, to);
+            request::copy_digests(shape, &part.tile, (from, to), |_| true);
         }
         let is_in_place = match &scratch {
             Some(scratch) => request::copy(shape, &part.tile, scratch, into),

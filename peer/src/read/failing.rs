@@ -15,7 +15,7 @@ use super::OWN;
 use super::cut::place;
 use super::drive::{Part, Reading};
 use super::nodes::{Ended, Request, failure};
-use super::request::{Ask, State};
+use super::request::{self, Ask, State};
 
 /// How long a path may have no room, or no connection, before what only it leads to has failed.
 const BUSY_FOR: Duration = Duration::from_secs(1);
@@ -84,6 +84,11 @@ impl Reading {
         let request = Request { piece: ask.piece, path: ask.path, bytes: ask.bytes };
         let Some(tile) = self.parts.get(ask.piece).map(|part| part.tile.clone()) else { return };
         let got = Got::of(ask, end, &tile, self.progress.order());
+        // Those that are in their places are announced, and who verifies them himself needs their digests.
+        if let Some((from, to)) = ask.digests.as_ref().zip(self.what.into.digests()) {
+            let is_good = |block: u32| got.good.get(block as usize).copied().unwrap_or(false);
+            request::copy_digests(&self.what.shape, &tile, (from, to), is_good);
+        }
         self.free_places(number);
         let is_again = got.is_passing() && self.pauses(request.path, now);
         if !is_again {

@@ -110,10 +110,15 @@ pub(super) fn copy(shape: &BlockShape, tile: &Tile, from: &Placed, to: &Placed) 
     })
 }
 
-/// Leaves the digests of a piece with those of the whole.
-pub(super) fn copy_digests(shape: &BlockShape, tile: &Tile, from: &Digests, to: &Digests) {
+/// Leaves the digests of those blocks of a piece that have come with those of the whole.
+pub(super) fn copy_digests(
+    shape: &BlockShape,
+    tile: &Tile,
+    (from, to): (&Digests, &Digests),
+    has_come: impl Fn(u32) -> bool,
+) {
     for (part, _) in parts(shape, tile) {
-        for (block, ordinal) in (0u32..).zip(tile.blocks.clone()) {
+        for (block, ordinal) in (0u32..).zip(tile.blocks.clone()).filter(|(block, _)| has_come(*block)) {
             if let Some(digest) = from.get(part, block) {
                 to.set(part, ordinal, digest);
             }

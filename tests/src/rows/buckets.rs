@@ -208,7 +208,6 @@ impl Scene {
 
     /// A delete of more keys than a manifest lists, none of which is in a store here.
     async fn delete_many(&self) {
-        self.pause(40_000).await;
         let keys = (0..KEYS_MAX as u32 + 1).map(|block| key(9, block)).collect();
         let _ = withdraw(&self.nodes[0].tier, self.namespace, &[Deleted::Keys(keys)]).await;
     }
@@ -259,6 +258,10 @@ impl Scene {
             self.pause(25_000).await;
             let node = self.below(self.nodes.len() as u64) as usize;
             self.delete(node).await;
+            // What was just deleted is folded at once, while pushes that listed it go on.
+            if self.is_large() && self.below(2) == 0 {
+                self.delete_many().await;
+            }
         }
     }
 
@@ -276,9 +279,6 @@ impl Scene {
             parts.push(Box::pin(self.live(node)));
         }
         (0..2).for_each(|_| parts.push(Box::pin(self.deletes())));
-        if self.is_large() {
-            parts.push(Box::pin(self.delete_many()));
-        }
         self.time.run(all(parts));
         self.faulty.plan(Plan::default());
         // Whatever was given up and is still on its way has happened by then, and the grace of collectors is over.

@@ -265,7 +265,7 @@ const LATE: u64 = 3;
 /// Distinct states in which a row must have found a bug.
 const STATES: u64 = 30_000;
 /// Courses of many nodes in which it must have been found: one is no single state, and takes a second.
-const COURSES: u64 = 60;
+const COURSES: u64 = 100;
 
 /// Plants a bug on this thread, and on those that rows of the campaign start from it.
 pub fn plant(name: &str) -> Result<(), String> {

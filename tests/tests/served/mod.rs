@@ -93,6 +93,20 @@ impl Served {
         self.runtime.block_on(daemon.stop()).unwrap();
     }
 
+    /// Stops as a process that is killed: its store writes no checkpoint, and what is under way is not waited for.
+    pub(crate) fn halt(&mut self) {
+        let daemon = self.daemon.take().expect("it runs");
+        self.runtime.block_on(daemon.state().engine.halt());
+        // What is left has no store to write to, and lets go of the directory and the ports.
+        let _ = self.runtime.block_on(daemon.stop());
+    }
+
+    /// Starts again after a stop, with another file from now on.
+    pub(crate) fn begin_with(&mut self, file: &str) {
+        self.file = file.to_owned();
+        self.open(SocketAddr::from(([127, 0, 0, 1], 0)));
+    }
+
     pub(crate) fn daemon(&self) -> &Daemon {
         self.daemon.as_ref().expect("it runs")
     }

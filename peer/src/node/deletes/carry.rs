@@ -190,6 +190,13 @@ impl ClusterNode {
             }
             What::Everything | What::Sooner(..) => older.for_each(&mut take),
         }
+        if columns.is_empty() {
+            // What is brought here from elsewhere is broken off all the same, and what was known of it is known no more.
+            let target = Target::Keys { column: None, keys: entry.what.keys().to_vec() };
+            if let Some(beside) = self.deletes.beside.get() {
+                beside.deleting(entry.namespace, &target).await.done().await;
+            }
+        }
         for (column, keys) in columns {
             for keys in keys.chunks(MAX_REQUEST_BLOCKS) {
                 let target = Target::Keys { column: Some(column), keys: keys.to_vec() };
