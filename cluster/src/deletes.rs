@@ -90,7 +90,7 @@ pub struct Numbered {
     pub entry: Arc<Entry>,
 }
 
-/// What an entry is to who is told it.
+/// What an entry is to the node that receives it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Told {
     /// It is the next one.

@@ -1,4 +1,4 @@
-//! The list of deletes: what is told, what is known, and what is left of it when it is shortened.
+//! The list of deletes: which entries a node sends, which it knows of another node, and which stay when the list is shortened.
 
 use super::*;
 use kvarts_layout::StoreId;

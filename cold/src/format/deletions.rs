@@ -4,7 +4,7 @@
 //! deleted by a program that knows nothing of this writer. Both change the manifest by compare-and-set, so there it is decided: a
 //! delete leaves the fingerprints of its keys, and a writer names nothing that they hide from it.
 //!
-//! What is earlier is told by generations of the manifest, which do not depend on clocks. Beside them stands the time of each delete:
+//! Generations of the manifest give the order, and do not depend on clocks. Each delete also has a time:
 //! a block that was produced before it is not named whenever it was listed, so that a copy on a node that did not hear of
 //! the delete does not come back through the bucket. That holds as well as the clocks of the nodes agree.
 //!

@@ -84,7 +84,7 @@ impl<'a> Underway<'a> for Deleting<'a> {
             // What this node named since the other one told the bucket was listed before its own store had deleted.
             self.tell(BESIDE).await;
             if let Err(why) = self.told() {
-                // The node that was asked has told the bucket, or has not acknowledged the delete. What is known here is from before.
+                // The node that was asked has told the bucket, or has not acknowledged the delete. The manifest that this one remembers is older.
                 self.cold.tier.forget_manifest(self.namespace);
                 tracing::warn!(%why, "the bucket was not told of a delete of another node");
             }

@@ -191,7 +191,8 @@ impl ClusterNode {
             What::Everything | What::Sooner(..) => older.for_each(&mut take),
         }
         if columns.is_empty() {
-            // What is brought here from elsewhere is broken off all the same, and what was known of it is known no more.
+            // A restore from the bucket may be under way by a manifest that was read before the delete: it is broken off, and the manifest is
+            // read again.
             let target = Target::Keys { column: None, keys: entry.what.keys().to_vec() };
             if let Some(beside) = self.deletes.beside.get() {
                 beside.deleting(entry.namespace, &target).await.done().await;
