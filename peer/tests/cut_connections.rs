@@ -180,6 +180,18 @@ impl Scene {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
+
+    /// How long the answer to a read is that was whole: where all processors are taken one may end short.
+    async fn whole_answer(&self, node: &Arc<ClusterNode>, keys: &[BlockKey], what: &str) -> usize {
+        let start = Instant::now();
+        loop {
+            self.wire.carried();
+            if self.read(node, keys, Order::Blocks, what).await == keys.len() {
+                return self.wire.carried().1;
+            }
+            assert!(start.elapsed() < TIMEOUT, "{what}: no read is whole");
+        }
+    }
 }
 
 /// What happens to an answer at a place of it.
@@ -221,15 +233,7 @@ async fn suffer(name: &str, copies: usize, fault: Fault, first: usize) -> (usize
         }
     }
     scene.until_read(&node, &keys, name).await;
-    let start = Instant::now();
-    let answer = loop {
-        scene.wire.carried();
-        // Where all processors are taken a read may end short: its answer is none to go by.
-        if scene.read(&node, &keys, Order::Blocks, name).await == keys.len() {
-            break scene.wire.carried().1;
-        }
-        assert!(start.elapsed() < TIMEOUT, "{name}: no read is whole");
-    };
+    let answer = scene.whole_answer(&node, &keys, name).await;
     let least = scene.reader.shape.block_bytes() as usize * keys.len();
     assert!(answer >= least, "{answer} bytes of an answer");
     let (mut reads, mut whole) = (0, 0);
