@@ -434,8 +434,9 @@ impl Putting<'_> {
             return;
         }
         match request(&batch, self.durability, self.tier.access().time().wall_ms()) {
-            Some(request) => {
-                let ticket = self.store.put(request);
+            Some((request, created_ms)) => {
+                // As old as it is: a delete that this node has not heard of yet may be of it.
+                let ticket = self.store.put_copies(request, created_ms);
                 self.puts.push(Box::pin(async move {
                     let outcome = match ticket.await {
                         Ok(outcome) => outcome.map_err(|error| format!("{error:?}")),
@@ -452,8 +453,8 @@ impl Putting<'_> {
     }
 }
 
-/// The put of neighbouring blocks of one run, from the memory that they lie in.
-fn request(batch: &[Whole], durability: Durability, now_ms: u64) -> Option<PutRequest> {
+/// The put of neighbouring blocks of one run, from the memory that they lie in, and when they were produced.
+fn request(batch: &[Whole], durability: Durability, now_ms: u64) -> Option<(PutRequest, u64)> {
     let (first, last) = (batch.first()?, batch.last()?);
     let indexed = first.index.run(first.run)?;
     let from = first.block as usize;
@@ -472,5 +473,5 @@ fn request(batch: &[Whole], durability: Durability, now_ms: u64) -> Option<PutRe
     let left = Duration::from_millis(run.expires_ms.saturating_sub(now_ms));
     request.expires_after = (run.expires_ms != 0).then_some(left);
     request.origins = Some(run.blocks.iter().map(|block| block.origin).collect());
-    Some(request)
+    Some((request, run.created_ms))
 }

@@ -106,6 +106,22 @@ fn an_empty_store_gets_what_the_tier_has_and_serves_it() {
 }
 
 #[test]
+fn what_is_brought_back_is_as_old_as_what_was_put() {
+    let world = World::new();
+    world.push(&[(1, 0, 5)]).unwrap();
+    let engine = Engine::open();
+    assert_eq!(engine.restore(&world, 1, 5).stored, 5);
+    let (namespace, mut times) = (samples::namespace_id("r1"), Vec::new());
+    for shard in 0..engine.store.shards() {
+        let page = block_on(engine.store.produced(shard, namespace, 0)).unwrap().unwrap();
+        times.extend(page.blocks.iter().map(|block| block.produced_ms));
+    }
+    // A delete that this node hears of later is of it, if it is of what was put.
+    let (run, _) = samples::run("r1", 1, 0, 1);
+    assert_eq!(times, vec![run.created_ms; 5]);
+}
+
+#[test]
 fn bytes_that_their_digests_are_of_and_that_were_not_put_are_neither_given_nor_stored() {
     let world = World::new();
     world.push(&[(1, 0, 3)]).unwrap();

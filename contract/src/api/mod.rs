@@ -63,6 +63,14 @@ pub trait KvStore: Send + Sync {
     /// of a key wins; its bytes are never mixed with another's. Dropping the ticket cancels what has not begun.
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>>;
 
+    /// The same for copies of blocks that were produced at this time, in milliseconds since 1970 ([`Life::produced_ms`]): where deletes
+    /// go by the times of productions, a copy is as old as what it is a copy of. A store that keeps no such times takes them as any
+    /// other blocks.
+    fn put_copies(&self, request: PutRequest, produced_ms: u64) -> Ticket<Result<PutReply, Error>> {
+        let _ = produced_ms;
+        self.put(request)
+    }
+
     /// Begins a put whose layers come one after the other, from memory that they use in turns
     /// ([`Placed::gated_layers`]): each is written when it is offered, and all blocks become visible together when
     /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, Durability, Life, MAX_REQUEST_BLOCKS, Order, Origins, Parent, Placed, PutRequest,
+    BlockOutcome, Durability, KvStore, Life, MAX_REQUEST_BLOCKS, Order, Origins, Parent, Placed, PutRequest,
     ReadRequest, Verify,
 };
 use kvarts_contract::buffers::BufMut;

@@ -492,6 +492,10 @@ impl KvStore for Store {
         self.begin_put(request, None)
     }
 
+    fn put_copies(&self, request: PutRequest, produced_ms: u64) -> Ticket<Result<PutReply, Error>> {
+        self.begin_put(request, Some(produced_ms))
+    }
+
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
         if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)

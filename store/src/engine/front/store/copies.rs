@@ -14,12 +14,6 @@ use kvarts_contract::sync::atomic::Ordering;
 use kvarts_contract::ticket::{Ticket, ticket};
 
 impl Store {
-    /// Puts copies of blocks that were produced at this time, in milliseconds since 1970
-    /// ([`Life::produced_ms`](kvarts_contract::api::Life::produced_ms)).
-    pub fn put_copies(&self, request: PutRequest, produced_ms: u64) -> Ticket<Result<PutReply, Error>> {
-        self.begin_put(request, Some(produced_ms))
-    }
-
     pub(super) fn begin_put(
         &self,
         request: PutRequest,
