@@ -6,12 +6,13 @@ use kvarts_layout::BlockKey;
 
 use super::fixture::*;
 use crate::error::ColdError;
+use crate::format::deletions::Listed;
 use crate::format::manifest::CONDEMNED_MAX;
-use crate::format::{PackEntry, PackId, samples};
+use crate::format::{PackEntry, PackId, samples, wide_fingerprint};
 use crate::push::Pusher;
 use crate::testing::{Kind, Op};
 use crate::time::Time;
-use crate::withdraw::{Deleted, withdraw};
+use crate::withdraw::{Deleted, Told, When, withdraw, withdraw_told};
 
 fn delete(world: &World, deleted: &Deleted) -> Result<u64, ColdError> {
     world.time.run(withdraw(&world.other(), samples::namespace_id("r1"), std::slice::from_ref(deleted)))
@@ -57,6 +58,103 @@ fn copies_that_would_outlive_their_blocks_go_and_others_stay() {
     assert_eq!(later(&[3]), Ok(1));
     let good: Vec<usize> = (1..4).map(|prefix| world.good(&world.other(), prefix, 5)).collect();
     assert_eq!(good, [0, 5, 0]);
+}
+
+fn tell(world: &World, deleted: &Deleted, when: When) -> Result<u64, ColdError> {
+    let told = [Told { deleted: deleted.clone(), when }];
+    world.time.run(withdraw_told(&world.other(), samples::namespace_id("r1"), &told))
+}
+
+/// Pushes blocks of a prefix that were produced then.
+fn push_of(world: &World, (prefix, from, to): (u8, u32, u32), created_ms: u64) {
+    let (mut run, payload) = samples::run("r1", prefix, from, to);
+    run.created_ms = created_ms;
+    let tier = world.other();
+    world.time.run(async {
+        let mut pusher = Pusher::new(&tier, options());
+        pusher.listed(samples::namespace_id("r1"), tier.point(samples::namespace_id("r1")).await.unwrap());
+        pusher.add(&samples::namespace("r1"), &run, &payload).await.unwrap();
+        pusher.finish().await.unwrap();
+    });
+}
+
+/// What a manifest knows, and how many blocks of the first prefix are found.
+fn known(world: &World) -> (u64, usize) {
+    let known = world.time.run(world.other().read_manifest(samples::namespace_id("r1"))).unwrap();
+    (known.manifest.generation, world.good(&world.other(), 1, 5))
+}
+
+#[test]
+fn what_was_put_again_since_a_delete_stays_when_the_delete_is_heard_of_late() {
+    let all = [
+        Deleted::Keys(keys(1, 5)),
+        Deleted::Prefix(samples::key(1, 0)),
+        Deleted::Namespace,
+        Deleted::Later(keys(1, 5), COLUMN, 1),
+    ];
+    for deleted in all {
+        let world = World::new();
+        push_of(&world, (1, 0, 5), world.time.wall_ms());
+        let at_ms = world.time.wall_ms();
+        assert_eq!(tell(&world, &deleted, When::NowUntil(at_ms)), Ok(1), "{deleted:?}");
+        world.time.pass(std::time::Duration::from_secs(60));
+        push_of(&world, (1, 0, 5), world.time.wall_ms());
+        let before = known(&world);
+        assert_eq!(before.1, 5);
+        world.time.pass(std::time::Duration::from_secs(60));
+        assert_eq!(tell(&world, &deleted, When::Until(at_ms)), Ok(0), "{deleted:?}");
+        let after = known(&world);
+        assert_eq!(after.1, 5, "{deleted:?}");
+        // Of what is known nothing is written again.
+        let is_known = matches!(deleted, Deleted::Keys(_) | Deleted::Namespace);
+        assert_eq!(after.0 > before.0, !is_known, "{deleted:?}");
+        // Nor is that hidden which is put again and was not pushed yet.
+        let known = world.time.run(world.other().read_manifest(samples::namespace_id("r1"))).unwrap();
+        let fingerprint = wide_fingerprint(&samples::key(1, 0));
+        let again = Listed { since: Some(u64::MAX), fingerprint, created_ms: at_ms + 1 };
+        assert!(!known.manifest.deletions.hides(again), "{deleted:?}");
+    }
+}
+
+#[test]
+fn of_a_delete_that_no_one_told_what_is_older_goes_and_what_is_younger_stays() {
+    let namespace = samples::namespace_id("r1");
+    for deleted in [
+        Deleted::Keys(keys(1, 5).into_iter().chain(keys(2, 5)).collect()),
+        Deleted::Prefix(samples::key(1, 0)),
+        Deleted::Namespace,
+        Deleted::Later(keys(1, 5).into_iter().chain(keys(2, 5)).collect(), COLUMN, 1),
+    ] {
+        let world = World::new();
+        let at_ms = world.time.wall_ms() + 500;
+        push_of(&world, (1, 0, 5), at_ms);
+        world.time.pass(std::time::Duration::from_secs(60));
+        push_of(&world, (2, 0, 5), at_ms + 1);
+        assert_eq!(tell(&world, &deleted, When::Until(at_ms)), Ok(1), "{deleted:?}");
+        assert_eq!(left(&world), (0, 5), "{deleted:?}");
+        // The manifest has it as it was.
+        let known = world.time.run(world.other().read_manifest(namespace)).unwrap();
+        let deletions = &known.manifest.deletions;
+        let last = deletions.keys.values().map(|delete| delete.at_ms).max().unwrap_or(0);
+        let expected = if matches!(deleted, Deleted::Later(..)) { 0 } else { at_ms };
+        assert_eq!(last.max(deletions.made_after_ms), expected, "{deleted:?}");
+    }
+}
+
+#[test]
+fn of_a_namespace_whose_delete_is_heard_of_late_everything_goes_where_there_is_too_much_to_look_at() {
+    let world = World::new();
+    let now_ms = world.time.wall_ms();
+    claim(&world, 1025, |entry| entry.added_ms = now_ms);
+    assert_eq!(tell(&world, &Deleted::Namespace, When::Until(now_ms - 60_000)), Ok(1025));
+    // What was added before has nothing that is younger, and is not looked at.
+    let world = World::new();
+    claim(&world, 1025, |entry| entry.added_ms = now_ms - 10_000);
+    push_of(&world, (7, 0, 5), now_ms + 1);
+    let before = world.faulty.asked(Op::Get);
+    assert_eq!(tell(&world, &Deleted::Namespace, When::Until(now_ms)), Ok(1025));
+    assert_eq!(world.faulty.asked(Op::Get) - before, 3, "the manifest, one index, and the manifest again");
+    assert_eq!(world.good(&world.other(), 7, 5), 5);
 }
 
 #[test]
