@@ -2,13 +2,14 @@
 //! copies keep each other.
 #![allow(clippy::disallowed_methods, reason = "real nodes on loopback")]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{self, GROUP, Stage, key};
+use kvarts_cluster::deletes::{Entry, What};
 use kvarts_contract::api::{ContainsRequest, DeleteOutcome, DeleteRequest, KvStore, Presence, Target};
 use kvarts_layout::{BlockKey, Coordinate};
-use kvarts_peer::node::{ClusterNode, Column, Deleted, InMemory, NodeOptions};
+use kvarts_peer::node::{Beside, ClusterNode, Column, Deleted, Guarded, InMemory, NodeOptions, Underway};
 use tokio::net::TcpListener;
 
 fn here(stage: &Stage, keys: &[BlockKey]) -> usize {
@@ -135,4 +136,91 @@ async fn a_node_that_hears_late_deletes_what_was_put_before_and_nothing_else() {
         one.stop();
         assert!(kept.bytes().len() > 100, "what was deleted is kept");
     }
+}
+
+/// What holds blocks beside a store, and notes what it hears: each entry when the store is about to carry it out, and its name when the
+/// store has.
+#[derive(Clone, Debug, Default)]
+struct Noting(Arc<Mutex<(Vec<Entry>, usize)>>);
+
+impl Noting {
+    /// What was heard, if the store has carried out all of it.
+    fn heard(&self) -> Vec<Entry> {
+        let noted = self.0.lock().unwrap();
+        assert_eq!(noted.0.len(), noted.1, "something was begun and not done");
+        noted.0.clone()
+    }
+}
+
+impl Beside for Noting {
+    fn carrying<'a>(&'a self, entry: &'a Entry) -> Guarded<'a> {
+        self.0.lock().unwrap().0.push(entry.clone());
+        let noting = self.clone();
+        Box::pin(async move { Box::new(noting) as Box<dyn Underway<'a> + 'a> })
+    }
+}
+
+impl<'a> Underway<'a> for Noting {
+    fn done(self: Box<Self>) -> std::pin::Pin<Box<dyn Future<Output = ()> + Send + 'a>> {
+        self.0.lock().unwrap().1 += 1;
+        Box::pin(std::future::ready(()))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_holds_blocks_beside_a_store_hears_what_another_node_was_asked_with_its_own_time() {
+    let [a, b] = ["beside-a", "beside-b"].map(Stage::new);
+    let listeners =
+        [TcpListener::bind("127.0.0.1:0").await.unwrap(), TcpListener::bind("127.0.0.1:0").await.unwrap()];
+    let members = common::members(1, &[&a, &b], &listeners);
+    let [of_a, of_b] = listeners;
+    let one = ClusterNode::start(a.store().clone(), of_a, common::options(&members)).unwrap();
+    let keys: Vec<BlockKey> = (0..6).map(key).collect();
+    a.put(&keys);
+    b.put(&keys);
+    let delete_of = |keys: &[BlockKey]| Target::Keys { column: None, keys: keys.to_vec() };
+    let deleted = delete(&one, &a, delete_of(&keys[..2])).await;
+    assert_eq!(deleted.away.len(), 1);
+    let column = (GROUP, Coordinate::default());
+    let hour = Duration::from_secs(3600);
+    one.end_sooner(a.namespace, column, keys[2..4].to_vec(), hour).await.unwrap();
+    // As if it were a while later, when some of it was put again.
+    b.store().produce_after(b.store().wall_ms() + 60_000);
+    delete_here(&b, &keys[..1]).await;
+    b.put(&keys[..1]);
+    let (other, noting) =
+        (ClusterNode::start(b.store().clone(), of_b, common::options(&members)).unwrap(), Noting::default());
+    other.set_beside(Arc::new(noting.clone()));
+    until_reached(&other).await;
+    until_reached(&one).await;
+    let heard = noting.heard();
+    let [first, second] = &heard[..] else { panic!("{heard:?}") };
+    assert_eq!((&first.what, first.below_ms), (&What::Keys(None, keys[..2].to_vec()), deleted.below_ms));
+    let What::Sooner(of, shorter, ends_ms) = &second.what else { panic!("{second:?}") };
+    assert_eq!((*of, &shorter[..]), (column, &keys[2..4]));
+    assert!(*ends_ms > a.store().wall_ms() && *ends_ms <= a.store().wall_ms() + 3_600_000);
+    assert!(second.below_ms < b.store().produced_now(), "{second:?}");
+    assert_eq!((here(&b, &keys[..1]), here(&b, &keys[1..2])), (1, 0));
+    // A member that is there hears of each at once, once; also of blocks that are not here.
+    let strange: Vec<BlockKey> = (90..92).map(key).collect();
+    for target in [delete_of(&keys[4..]), delete_of(&strange)] {
+        let Target::Keys { keys, .. } = target.clone() else { panic!() };
+        let deleted = delete(&one, &a, target).await;
+        assert_eq!(deleted.away, Vec::new());
+        let last = noting.heard().pop().unwrap();
+        assert_eq!((last.what, last.below_ms), (What::Keys(None, keys), deleted.below_ms));
+    }
+    one.end_sooner(a.namespace, column, strange.clone(), hour).await.unwrap();
+    let heard = noting.heard();
+    assert!(matches!(&heard[4].what, What::Sooner(_, keys, _) if *keys == strange), "{heard:?}");
+    assert_eq!(heard.len(), 5, "{heard:?}");
+    other.stop();
+    one.stop();
+}
+
+/// Deletes blocks from one store alone, as before it was a node of a cluster.
+async fn delete_here(stage: &Stage, keys: &[BlockKey]) {
+    let target = Target::Keys { column: None, keys: keys.to_vec() };
+    let request = DeleteRequest { namespace: stage.namespace, target, deadline: None };
+    stage.store().delete(request).await.unwrap().unwrap();
 }

@@ -384,7 +384,7 @@ pub(super) async fn deleted(
 ) -> Outcome<(DeleteReply, Vec<Away>)> {
     let tenant = call.caller.tenant.name.as_str();
     tracing::info!(target: "audit", tenant, %namespace, all = target == Target::Namespace, "delete");
-    let tier = match &call.state.decided.cold {
+    let mut tier = match &call.state.decided.cold {
         Some(cold) => Some(cold.delete(namespace, &target).await),
         None => None,
     };
@@ -392,7 +392,8 @@ pub(super) async fn deleted(
     let (mut reply, away) = match &call.state.decided.cluster {
         Some(node) => {
             let deleted = tokio::time::timeout_at(call.deadline, node.delete(request)).await;
-            let Deleted { reply, away, .. } = deleted.map_err(|_| Reason::DeadlinePassed)??;
+            let Deleted { reply, away, below_ms, .. } = deleted.map_err(|_| Reason::DeadlinePassed)??;
+            tier.iter_mut().for_each(|tier| tier.of_cluster(below_ms));
             (reply, away)
         }
         None => {
@@ -400,7 +401,7 @@ pub(super) async fn deleted(
             (answer.map_err(|_| Fault::busy("the store is closing"))??, Vec::new())
         }
     };
-    if let Some(mut tier) = tier {
+    if let Some(tier) = &mut tier {
         // What is listed from now on is what the store has now.
         tier.tell(call.left()).await;
         reply = tier.answer(reply)?;

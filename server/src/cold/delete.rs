@@ -7,13 +7,17 @@
 //! told the store has deleted all the same, and the caller hears that it was not acknowledged: what is in the bucket may come back.
 //!
 //! The same holds for blocks that are to live less long: copies that would outlive them go.
+//!
+//! What another node of the cluster was asked is told to the bucket as it was, with its own time: this node may hear of it when younger
+//! blocks of the same keys are there.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
 
+use kvarts_cluster::deletes::{Entry, What};
 use kvarts_cold::ColdError;
-use kvarts_cold::withdraw::Deleted;
+use kvarts_cold::withdraw::{Deleted, Told, When};
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, Target};
 use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
@@ -29,7 +33,7 @@ use super::spilling::Withdrawing;
 pub struct Deleting<'a> {
     cold: &'a ColdTier,
     namespace: NamespaceId,
-    deleted: Deleted,
+    told: Told,
     failed: Option<String>,
     _closed: Closed<'a>,
     _withdrawing: Withdrawing<'a>,
@@ -43,7 +47,7 @@ impl ColdTier {
             Target::Prefix(key) => Deleted::Prefix(*key),
             Target::Namespace => Deleted::Namespace,
         };
-        self.deleting(namespace, deleted).await
+        self.deleting(namespace, Told { deleted, when: When::Now }).await
     }
 
     /// The same for blocks that are to live for so long from now on.
@@ -56,16 +60,17 @@ impl ColdTier {
     ) -> Deleting<'_> {
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         let expires_ms = self.tier.access().time().wall_ms().saturating_add(ttl_ms);
-        self.deleting(namespace, Deleted::Later(keys.to_vec(), column, expires_ms)).await
+        let deleted = Deleted::Later(keys.to_vec(), column, expires_ms);
+        self.deleting(namespace, Told { deleted, when: When::Now }).await
     }
 
-    async fn deleting(&self, namespace: NamespaceId, deleted: Deleted) -> Deleting<'_> {
+    async fn deleting(&self, namespace: NamespaceId, told: Told) -> Deleting<'_> {
         let closed = self.flights.close(namespace).await;
-        let withdrawing = self.spilling.withdraw(namespace, &deleted);
+        let withdrawing = self.spilling.withdraw(namespace, &told.deleted);
         self.touch(namespace);
         // Until it is told.
         let failed = Some("the bucket was not told".to_owned());
-        Deleting { cold: self, namespace, deleted, failed, _closed: closed, _withdrawing: withdrawing }
+        Deleting { cold: self, namespace, told, failed, _closed: closed, _withdrawing: withdrawing }
     }
 }
 
@@ -73,9 +78,23 @@ impl ColdTier {
 const BESIDE: Duration = Duration::from_secs(5);
 
 impl Beside for ColdTier {
-    fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a> {
-        Box::pin(async move { Box::new(self.delete(namespace, target).await) as Box<dyn Underway<'a> + 'a> })
+    fn carrying<'a>(&'a self, entry: &'a Entry) -> Guarded<'a> {
+        let deleted = match &entry.what {
+            What::Keys(_, keys) | What::Prefix(keys) => Deleted::Keys(keys.clone()),
+            What::Everything => Deleted::Namespace,
+            What::Sooner(column, keys, ends_ms) => Deleted::Later(keys.clone(), *column, *ends_ms),
+        };
+        let told = Told { deleted, when: When::Until(last_of(entry.below_ms)) };
+        Box::pin(async move {
+            let deleting = self.deleting(entry.namespace, told).await;
+            Box::new(deleting) as Box<dyn Underway<'a> + 'a>
+        })
     }
+}
+
+/// The last moment before a time.
+fn last_of(below_ms: u64) -> u64 {
+    below_ms.saturating_sub(1)
 }
 
 impl<'a> Underway<'a> for Deleting<'a> {
@@ -84,19 +103,28 @@ impl<'a> Underway<'a> for Deleting<'a> {
             // What this node named since the other one told the bucket was listed before its own store had deleted.
             self.tell(BESIDE).await;
             if let Err(why) = self.told() {
-                // The node that was asked has told the bucket, or has not acknowledged the delete. The manifest that this one remembers is older.
+                // The node that was asked has told the bucket, or has not acknowledged it. The manifest that this one remembers is older.
                 self.cold.tier.forget_manifest(self.namespace);
-                tracing::warn!(%why, "the bucket was not told of a delete of another node");
+                // What this one named before it heard of it may have the end of before.
+                if self.cold.read_only().is_none() {
+                    self.cold.telling.owe(self.namespace, self.told.clone());
+                }
+                tracing::warn!(%why, "the bucket was not told of what another node was asked to delete or to end sooner");
             }
         })
     }
 }
 
 impl Deleting<'_> {
+    /// It was deleted in a cluster whose nodes say later times than this of what they produce since.
+    pub fn of_cluster(&mut self, below_ms: u64) {
+        self.told.when = When::NowUntil(last_of(below_ms));
+    }
+
     /// The store has deleted it: takes it out of the bucket, within the time that is left.
     pub async fn tell(&mut self, left: Duration) {
         let cold = self.cold;
-        let told = cold.telling.tell((&cold.tier, &cold.counts), self.namespace, &self.deleted);
+        let told = cold.telling.tell((&cold.tier, &cold.counts), self.namespace, &self.told);
         let why = match tokio::time::timeout(left, told).await {
             Ok(Ok(())) => {
                 self.failed = None;

@@ -92,6 +92,7 @@ impl ColdTier {
                 }
                 self.manifests.was_tried(namespace, self.tier.access().time().now());
             }
+            self.telling.tell_owed((&self.tier, &self.counts)).await;
             tokio::select! {
                 () = self.manifests.wanted.notified() => {}
                 () = tokio::time::sleep((refresh / 4).min(KEPT_FOR)) => {}

@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::{join, join_all, select};
 use kvarts_cold::testing::{Faulty, Kind, MemoryBucket, Op, Plan, VirtualTime};
-use kvarts_cold::withdraw::Deleted;
+use kvarts_cold::withdraw::{Deleted, Told, When};
 use kvarts_cold::{Access, Bucket, ColdError, Limits, PushOptions, Pusher, Tier, TierOptions, Time};
 use kvarts_layout::export::{ExportedBlock, ExportedNamespace, Run};
 use kvarts_layout::format::body::Parent;
@@ -195,7 +195,8 @@ impl Scene {
     }
 
     async fn tell(&self, deleted: &Deleted) -> Result<(), ColdError> {
-        self.telling.tell((&self.tier, &Counts::default()), self.namespace, deleted).await
+        let told = Told { deleted: deleted.clone(), when: When::Now };
+        self.telling.tell((&self.tier, &Counts::default()), self.namespace, &told).await
     }
 
     /// Looks for what was promised to be gone.

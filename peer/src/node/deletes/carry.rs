@@ -26,9 +26,9 @@ const LISTINGS_MAX: u32 = 8;
 /// Blocks of a namespace that are listed at most: of one that has more everything goes.
 const LISTED_MAX: usize = 1 << 21;
 
-/// Held while something is deleted: dropped where that failed.
+/// Held while something is deleted, or is given less time to live: dropped where that failed.
 pub trait Underway<'a>: Send {
-    /// The store has deleted it.
+    /// The store has carried it out.
     fn done(self: Box<Self>) -> Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 }
 
@@ -37,9 +37,9 @@ pub type Guarded<'a> = Pin<Box<dyn Future<Output = Box<dyn Underway<'a> + 'a>> +
 
 /// What else holds blocks of a node, such as a tier behind its disks.
 pub trait Beside: Send + Sync + fmt::Debug {
-    /// The store is about to delete what another node was asked to delete: nothing of it is to be brought back into the store that was
-    /// begun before, until what this gives is done or dropped.
-    fn deleting<'a>(&'a self, namespace: NamespaceId, target: &'a Target) -> Guarded<'a>;
+    /// The store is about to carry out what another node was asked, some time ago perhaps: nothing of it is to be brought back into the
+    /// store that was begun before, until what this gives is done or dropped. What was produced since the entry's time is not meant.
+    fn carrying<'a>(&'a self, entry: &'a Entry) -> Guarded<'a>;
 }
 
 /// What came of an entry here.
@@ -113,18 +113,20 @@ impl ClusterNode {
         // Nothing here can be younger: then nothing has to be looked for.
         let all = self.store.produced_now() <= entry.below_ms;
         self.begin_here(entry).await;
-        let (namespace, keys) = (entry.namespace, entry.what.keys());
+        let keys = entry.what.keys();
         let nothing = || Done { were: vec![false; keys.len()], ..Done::default() };
         let mut done = nothing();
         let carried = match (&entry.what, all) {
             (What::Sooner(column, keys, ends_ms), _) => {
-                self.shorten(entry, *column, keys, *ends_ms, &mut done, all).await
+                let guard = self.guarded(entry).await;
+                let shortened = self.shorten(entry, *column, keys, *ends_ms, &mut done, all).await;
+                finished(shortened, guard).await
             }
             (What::Keys(column, keys), true) => {
                 let target = Target::Keys { column: *column, keys: keys.clone() };
-                self.delete_all(namespace, target, &mut done).await
+                self.delete_all(entry, target, &mut done).await
             }
-            (What::Everything, true) => self.delete_all(namespace, Target::Namespace, &mut done).await,
+            (What::Everything, true) => self.delete_all(entry, Target::Namespace, &mut done).await,
             (What::Prefix(_), true) | (_, false) => self.delete_older(entry, &mut done).await,
         };
         match carried {
@@ -134,12 +136,26 @@ impl ClusterNode {
         }
     }
 
-    /// Deletes with whatever else holds blocks; what is refused for a moment is tried again.
-    async fn delete_all(&self, namespace: NamespaceId, target: Target, done: &mut Done) -> Result<(), Error> {
-        let guard = match self.deletes.beside.get() {
-            Some(beside) => Some(beside.deleting(namespace, &target).await),
-            None => None,
-        };
+    /// Has whatever else holds blocks know of an entry that is about to be carried out.
+    async fn guarded<'a>(&'a self, entry: &'a Entry) -> Option<Box<dyn Underway<'a> + 'a>> {
+        let beside = self.deletes.beside.get()?;
+        Some(beside.carrying(entry).await)
+    }
+
+    /// Deletes with whatever else holds blocks.
+    async fn delete_all(&self, entry: &Entry, target: Target, done: &mut Done) -> Result<(), Error> {
+        let guard = self.guarded(entry).await;
+        let deleted = self.delete_stored(entry.namespace, target, done).await;
+        finished(deleted, guard).await
+    }
+
+    /// Deletes from the store; what is refused for a moment is tried again.
+    async fn delete_stored(
+        &self,
+        namespace: NamespaceId,
+        target: Target,
+        done: &mut Done,
+    ) -> Result<(), Error> {
         for left in (0..TRIES).rev() {
             let request = DeleteRequest { namespace, target: target.clone(), deadline: None };
             let refused = match self.store.delete(request).await {
@@ -160,22 +176,27 @@ impl ClusterNode {
             }
             self.sleep(PAUSE).await;
         }
-        if let Some(guard) = guard {
-            guard.done().await;
-        }
         Ok(())
     }
 
     /// Deletes blocks that were produced before an entry's time, by the times of their productions.
     async fn delete_older(&self, entry: &Entry, done: &mut Done) -> Result<(), Error> {
-        let Some(here) = self.produced(entry.namespace).await? else {
+        let (namespace, below_ms) = (entry.namespace, entry.below_ms);
+        let told = |what| Entry { namespace, below_ms, what };
+        let Some(here) = self.produced(namespace).await? else {
             // Too many to be told apart: all go.
-            return self.delete_all(entry.namespace, Target::Namespace, done).await;
+            let what = match &entry.what {
+                // Nor is it known what descends from the keys.
+                What::Prefix(_) => What::Everything,
+                what => what.clone(),
+            };
+            return self.delete_all(&told(what), Target::Namespace, done).await;
         };
         let places: BTreeMap<BlockKey, usize> = entry.what.keys().iter().copied().zip(0..).collect();
         let mut columns: BTreeMap<Column, Vec<BlockKey>> = BTreeMap::new();
         let mut take = |one: &Produced| columns.entry((one.group, one.coordinate)).or_default().push(one.key);
-        let older = here.iter().filter(|one| one.produced_ms < entry.below_ms);
+        let older = here.iter().filter(|one| one.produced_ms < below_ms);
+        let mut what = entry.what.clone();
         match &entry.what {
             What::Keys(of, _) => {
                 let is_of = |one: &&Produced| of.is_none_or(|of| of == (one.group, one.coordinate));
@@ -184,25 +205,33 @@ impl ClusterNode {
             What::Prefix(keys) => {
                 let all = descend(keys, &here);
                 older.filter(|one| all.contains(&one.key)).for_each(take);
+                what = What::Keys(None, all.iter().copied().collect());
                 let new = all.into_iter().filter(|key| !places.contains_key(key));
                 let new: Vec<BlockKey> = new.take(MAX_REQUEST_BLOCKS + 1).collect();
                 done.found = (new.len() <= MAX_REQUEST_BLOCKS).then_some(new);
             }
             What::Everything | What::Sooner(..) => older.for_each(&mut take),
         }
-        if columns.is_empty() {
-            // A restore from the bucket may be under way by a manifest that was read before the delete: it is broken off, and the manifest is
-            // read again.
-            let target = Target::Keys { column: None, keys: entry.what.keys().to_vec() };
-            if let Some(beside) = self.deletes.beside.get() {
-                beside.deleting(entry.namespace, &target).await.done().await;
-            }
-        }
+        // Also where nothing is here: a restore from the bucket may be under way by a manifest that was read before the delete.
+        let told = told(what);
+        let guard = self.guarded(&told).await;
+        let deleted = self.delete_columns(namespace, columns, &places, done).await;
+        finished(deleted, guard).await
+    }
+
+    /// Deletes these blocks, and notes of which of the keys at these places there was one.
+    async fn delete_columns(
+        &self,
+        namespace: NamespaceId,
+        columns: BTreeMap<Column, Vec<BlockKey>>,
+        places: &BTreeMap<BlockKey, usize>,
+        done: &mut Done,
+    ) -> Result<(), Error> {
         for (column, keys) in columns {
             for keys in keys.chunks(MAX_REQUEST_BLOCKS) {
                 let target = Target::Keys { column: Some(column), keys: keys.to_vec() };
                 let mut these = Done { were: vec![false; keys.len()], ..Done::default() };
-                self.delete_all(entry.namespace, target, &mut these).await?;
+                self.delete_stored(namespace, target, &mut these).await?;
                 done.blocks += these.blocks;
                 for (key, _) in keys.iter().zip(these.were).filter(|(_, were)| *were) {
                     if let Some(were) = places.get(key).and_then(|place| done.were.get_mut(*place)) {
@@ -275,6 +304,17 @@ impl ClusterNode {
         }
         Ok(Some(found.into_values().collect()))
     }
+}
+
+/// What else holds blocks is told if it was carried out.
+async fn finished<'a>(
+    outcome: Result<(), Error>,
+    guard: Option<Box<dyn Underway<'a> + 'a>>,
+) -> Result<(), Error> {
+    if let Some(guard) = guard.filter(|_| outcome.is_ok()) {
+        guard.done().await;
+    }
+    outcome
 }
 
 fn refusal(outcome: &DeleteOutcome) -> Option<Reason> {

@@ -53,6 +53,8 @@ pub struct Deleted {
     pub away: Vec<Away>,
     /// By which nodes know it ([`ClusterNode::deletes_known`]).
     pub name: Name,
+    /// What was produced before this time, in milliseconds since 1970, was meant: nodes say later times of what they produce since.
+    pub below_ms: u64,
 }
 
 /// What nodes have said of one entry, for whom waits for it.
@@ -256,7 +258,7 @@ impl ClusterNode {
                 *outcome = DeleteOutcome::Deleted;
             }
         }
-        Ok(Deleted { reply, away, name })
+        Ok(Deleted { reply, away, name, below_ms })
     }
 
     /// Blocks have less time to live here since now: so they have on all other nodes. Says of each key whether that changed anything
