@@ -3,6 +3,7 @@
 mod cold_blocks;
 mod cold_bounds;
 mod cold_collectors;
+mod cold_members;
 mod cold_path;
 mod cold_spare;
 mod cold_spill;

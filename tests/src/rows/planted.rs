@@ -248,6 +248,8 @@ pub const BUGS: &[Bug] = &[
     bug("deletes-not-noted", "R41", "a manifest does not keep what was deleted"),
     bug("deletes-not-compared", "R41", "a pack is named whatever its manifest knows of deletes"),
     bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named"),
+    bug("late-deletes-are-new", "R41", "a delete that is heard of late counts as one of now"),
+    bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named"),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
