@@ -1,12 +1,13 @@
 //! Bugs of the kind that real stores had, planted one at a time: each must be found by the row that is there to find it.
 //! A row that finds none of them measures nothing.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use kvarts_layout::planted;
 
-use super::{Ask, Row, Tally, Violation};
+use super::{Ask, Row, Tally, Tier, Violation};
 
 /// A bug that can be planted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -17,10 +18,19 @@ pub struct Bug {
     pub row: &'static str,
     /// What it breaks.
     pub breaks: &'static str,
+    /// A seed at which the row finds it: where the merge tier looks first.
+    pub seed: u64,
 }
 
 const fn bug(name: &'static str, row: &'static str, breaks: &'static str) -> Bug {
-    Bug { name, row, breaks }
+    Bug { name, row, breaks, seed: 0 }
+}
+
+impl Bug {
+    /// The same, found at this seed.
+    const fn at(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
 }
 
 /// All of them, in the order of the rows.
@@ -37,29 +47,35 @@ pub const BUGS: &[Bug] = &[
         "delete-does-not-wait",
         "R22",
         "a delete takes its sequence before writes that had begun have theirs",
-    ),
-    bug("seal-before-flush", "R1", "a footer lists records that have not been flushed"),
+    )
+    .at(7),
+    bug("seal-before-flush", "R1", "a footer lists records that have not been flushed").at(2),
     bug(
         "recycled-header-late",
         "R1",
         "records of a new generation are acknowledged before its header is durable",
-    ),
-    bug("tombstones-recycled", "R22", "a segment is rewritten while its tombstones stand nowhere else"),
+    )
+    .at(3),
+    bug("tombstones-recycled", "R22", "a segment is rewritten while its tombstones stand nowhere else")
+        .at(19),
     bug(
         "tombstone-forgotten-early",
         "R22",
         "tombstones are forgotten while records that they kill are on disk",
-    ),
-    bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other"),
-    bug("sequence-not-restored", "R22", "sequences start over after a recovery"),
+    )
+    .at(3),
+    bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other")
+        .at(97),
+    bug("sequence-not-restored", "R22", "sequences start over after a recovery").at(12),
     bug(
         "move-without-compare",
         "R22",
         "compaction switches the index without a look at what it points to now",
-    ),
+    )
+    .at(118),
     bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
-    bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one"),
+    bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
     bug(
         "checkpoint-header-first",
         "R26",
@@ -70,42 +86,51 @@ pub const BUGS: &[Bug] = &[
         "lost-header-not-written",
         "R26",
         "recovery seals a segment whose header never arrived, and leaves it without",
-    ),
-    bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed"),
-    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had"),
+    )
+    .at(2),
+    bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed").at(4),
+    bug("generation-reused", "R22", "a segment is rewritten under the generation that it had").at(6),
     bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
-    bug("digest-not-compared", "R6", "chunks are served without a look at their digests"),
-    bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests"),
-    bug("quarantined-served", "R6", "a block that failed verification stays in service"),
-    bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests"),
-    bug("fsck-skips-padding", "R6", "the checker does not look at padding"),
-    bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail"),
+    bug("digest-not-compared", "R6", "chunks are served without a look at their digests").at(26),
+    bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests")
+        .at(556),
+    bug("quarantined-served", "R6", "a block that failed verification stays in service").at(26),
+    bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests").at(26),
+    bug("fsck-skips-padding", "R6", "the checker does not look at padding").at(66),
+    bug("fsck-calls-damage-torn", "R6", "the checker takes damage below what was flushed for a torn tail")
+        .at(155),
     bug(
         "rescan-forgets-holes",
         "R6",
         "recovery takes evicted blocks of a segment without a footer for torn or live ones",
-    ),
+    )
+    .at(1713),
     bug(
         "fsck-forgets-holes",
         "R6",
         "the checker takes evicted blocks of a segment without a footer for damaged ones",
-    ),
-    bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one"),
-    bug("position-not-compared", "R7", "a sound structure counts wherever it lies"),
-    bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows"),
-    bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too"),
-    bug("repair-drops-good", "R7", "a repair drops good records"),
+    )
+    .at(1713),
+    bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one").at(9),
+    bug("position-not-compared", "R7", "a sound structure counts wherever it lies").at(62),
+    bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows")
+        .at(3),
+    bug("repair-keeps-damaged", "R7", "a repair lists what the old footer lists, damaged records too").at(5),
+    bug("repair-drops-good", "R7", "a repair drops good records").at(27),
     bug(
         "repair-costs-neighbours",
         "R7",
         "a repair takes sound blocks out with damaged ones that they share their pages with",
-    ),
-    bug("repair-believes-one-reading", "R7", "a repair gives up what one reading of two calls damaged"),
+    )
+    .at(1218),
+    bug("repair-believes-one-reading", "R7", "a repair gives up what one reading of two calls damaged")
+        .at(127),
     bug(
         "recycled-header-unseen",
         "R7",
         "recovery takes a segment that was used again for a free one where its new header was lost",
-    ),
+    )
+    .at(328),
     bug(
         "fsck-recycled-header-unseen",
         "R7",
@@ -120,29 +145,32 @@ pub const BUGS: &[Bug] = &[
     bug("failed-write-taken-for-done", "R9", "a write that ends with an error counts as done"),
     bug("shortage-latches", "R29", "a want of descriptors or memory makes the store read-only"),
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
-    bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole"),
+    bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole").at(20),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
     bug("event-lost", "R16", "a delete is not told to those who follow the events"),
-    bug("pin-cap-ignored", "R16", "a tenant pins more than it may"),
+    bug("pin-cap-ignored", "R16", "a tenant pins more than it may").at(1),
     bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
-    bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards"),
+    bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards")
+        .at(2),
     bug("promise-leaked", "R14", "bytes of a quota that a put was promised are not given back"),
     bug("quota-off-by-one", "R14", "a namespace may have a byte more than its quota"),
     bug("budget-leaked", "R14", "the bytes of a segment that is removed are not given back to the budget"),
-    bug("lease-ignored", "R17", "eviction takes blocks that a lease holds"),
-    bug("lease-forgets-one", "R17", "a lease does not hold every block that it was given for"),
-    bug("lease-never-ends", "R17", "a lease holds past its end"),
+    bug("lease-ignored", "R17", "eviction takes blocks that a lease holds").at(13),
+    bug("lease-forgets-one", "R17", "a lease does not hold every block that it was given for").at(1),
+    bug("lease-never-ends", "R17", "a lease holds past its end").at(13),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
-    bug("follower-walks-every-step", "R30", "who follows another read walks all its steps for each run"),
+    bug("follower-walks-every-step", "R30", "who follows another read walks all its steps for each run")
+        .at(3),
     bug(
         "footers-read-again",
         "R30",
         "a search for what descends from a key reads all footers again and again",
-    ),
-    bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted"),
-    bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards"),
-    bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired"),
+    )
+    .at(30),
+    bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted").at(7),
+    bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
+    bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
     bug(
         "tile-with-its-own-origins",
         "R31",
@@ -162,45 +190,53 @@ pub const BUGS: &[Bug] = &[
         "footer-proves-nothing",
         "R32",
         "a segment whose trailer was zeroed is recovered as if it had never been sealed",
-    ),
+    )
+    .at(14),
     bug(
         "fsck-footer-proves-nothing",
         "R32",
         "the checker takes a segment whose trailer was zeroed for one that was never sealed",
-    ),
-    bug("scan-verifies-holes", "R32", "recovery compares digests of blocks that are holes"),
-    bug("holes-filled-again", "R32", "a scanned segment gets the bytes back that were evicted from it"),
-    bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes"),
+    )
+    .at(14),
+    bug("scan-verifies-holes", "R32", "recovery compares digests of blocks that are holes").at(14),
+    bug("holes-filled-again", "R32", "a scanned segment gets the bytes back that were evicted from it")
+        .at(14),
+    bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
-    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again"),
+    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(5),
     bug(
         "latch-lifted-unproven",
         "R32",
         "a store resumes though no shard has shown that it can be written to",
-    ),
-    bug("short-segments-stay", "R32", "segments that starts leave behind are never merged"),
-    bug("rest-is-no-room", "R32", "room that segments lack is not counted where room is made"),
-    bug("coarse-holes-believed", "R32", "single pages are punched where the file system gives none back"),
-    bug("given-back-unflushed", "R32", "bytes go back to the budget though the flush of their hole failed"),
-    bug("deleted-namespace-remembered", "R32", "what a deleted namespace had in memory stays"),
-    bug("small-pins-are-free", "R32", "a lease counts the bytes of its blocks and not what they take"),
-    bug("index-limit-ignored", "R32", "the index takes more memory than its budget"),
-    bug("descriptors-not-counted", "R32", "segment files are made beyond the descriptors that there are"),
-    bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts"),
-    bug("spare-room-waits", "R32", "a shard waits for room from one that hangs"),
+    )
+    .at(2),
+    bug("short-segments-stay", "R32", "segments that starts leave behind are never merged").at(3),
+    bug("rest-is-no-room", "R32", "room that segments lack is not counted where room is made").at(11),
+    bug("coarse-holes-believed", "R32", "single pages are punched where the file system gives none back")
+        .at(19),
+    bug("given-back-unflushed", "R32", "bytes go back to the budget though the flush of their hole failed")
+        .at(5),
+    bug("deleted-namespace-remembered", "R32", "what a deleted namespace had in memory stays").at(6),
+    bug("small-pins-are-free", "R32", "a lease counts the bytes of its blocks and not what they take").at(7),
+    bug("index-limit-ignored", "R32", "the index takes more memory than its budget").at(8),
+    bug("descriptors-not-counted", "R32", "segment files are made beyond the descriptors that there are")
+        .at(9),
+    bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts").at(12),
+    bug("spare-room-waits", "R32", "a shard waits for room from one that hangs").at(13),
     bug(
         "coldest-by-the-log",
         "R32",
         "the oldest segments of the log are looked at first, however warm they are",
-    ),
+    )
+    .at(10),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
-    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of"),
+    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(5),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests"),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
     bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was"),
-    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name"),
+    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(9),
     bug("departed-still-listed", "R33", "a node that left is still said to have blocks"),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
     bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
@@ -211,12 +247,12 @@ pub const BUGS: &[Bug] = &[
         "R38",
         "the members of a service that has lost everything begin with the first epoch again",
     ),
-    bug("epoch-without-majority", "R38", "the members change before a majority is of their epoch"),
-    bug("members-of-the-gone", "R38", "members are left of whom a majority is not there"),
+    bug("epoch-without-majority", "R38", "the members change before a majority is of their epoch").at(2),
+    bug("members-of-the-gone", "R38", "members are left of whom a majority is not there").at(35),
     bug("lapsed-stay", "R38", "a node whose registration has run out stays a member"),
-    bug("two-changes-at-once", "R38", "all members that are gone are removed in one epoch"),
-    bug("moved-not-followed", "R38", "a member that has moved keeps its old address"),
-    bug("address-twice", "R38", "a node is proposed that has the address of another one"),
+    bug("two-changes-at-once", "R38", "all members that are gone are removed in one epoch").at(1),
+    bug("moved-not-followed", "R38", "a member that has moved keeps its old address").at(1),
+    bug("address-twice", "R38", "a node is proposed that has the address of another one").at(1),
     bug("held-by-the-gone", "R39", "a put is held by a node that cannot be reached"),
     bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored for good"),
     bug("lease-never-over", "R39", "a put goes by a lease whose time is over"),
@@ -226,10 +262,11 @@ pub const BUGS: &[Bug] = &[
         "late-grant-counts",
         "R39",
         "the answer to an earlier question brings a lease back that was given up",
-    ),
+    )
+    .at(2),
     bug("owners-put-held", "R39", "an owner does not store what another node has"),
     bug("owner-not-offered", "R39", "what another node stored of a chain is not offered to its owner"),
-    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain go last as well"),
+    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain go last as well").at(4),
     bug("favour-stays", "R39", "blocks of a chain that was given up still go last"),
     bug("hot-at-once", "R39", "what is read once is copied"),
     bug("hot-copies-stay", "R39", "copies of what is read often have no end"),
@@ -280,20 +317,36 @@ pub fn plant(name: &str) -> Result<(), String> {
 }
 
 /// Runs the row of a bug with the bug in place. An error if it finds nothing.
-pub fn found(bug: &Bug, seed: u64) -> Result<Violation, String> {
+///
+/// The merge tier begins with the seed that is noted for the bug, and where the row finds nothing there any more, it searches
+/// from `seed` on, as the other tiers do from the beginning.
+pub fn found(bug: &Bug, tier: Tier, seed: u64) -> Result<Violation, String> {
     let row = super::all()
         .into_iter()
         .find(|row| row.id == bug.row)
         .ok_or(format!("there is no row {}", bug.row))?;
     let [merge, ..] = row.targets;
     let is_of_nodes = ["R33", "R38", "R39", "R41"].contains(&row.id);
-    let budget = Some(merge.max(if is_of_nodes { COURSES } else { STATES }));
-    planted::plant(Some(bug.name));
-    let tier = super::Tier::Merge;
-    let tally = row.run(&Ask { tier, seed, end: None, budget, workers: 1, progress: false });
-    planted::plant(None);
-    let missed = || format!("{} does not find {} in {} states", bug.row, bug.name, tally.distinct);
-    tally.violations.first().cloned().ok_or_else(missed)
+    let budget = merge.max(if is_of_nodes { COURSES } else { STATES });
+    // With an end, as otherwise a row that runs out of new states says so, which is no finding.
+    let look = |seeds: Range<u64>| {
+        let (seed, end) = (seeds.start, Some(seeds.end));
+        let ask = Ask { tier: Tier::Merge, seed, end, budget: Some(budget), workers: 1, progress: false };
+        planted::plant(Some(bug.name));
+        let tally = row.run(&ask);
+        planted::plant(None);
+        let missed = || format!("{} does not find {} in {} states", bug.row, bug.name, tally.distinct);
+        tally.violations.first().cloned().ok_or_else(missed)
+    };
+    let search = || look(seed..seed.saturating_add(2 * budget));
+    if tier != Tier::Merge {
+        return search();
+    }
+    look(bug.seed..bug.seed + 1).or_else(|_| {
+        let violation = search()?;
+        eprintln!("R27: {} is noted at seed {}, and found at {}", bug.name, bug.seed, violation.seed);
+        Ok(violation)
+    })
 }
 
 fn run(ask: &Ask, target: u64) -> Tally {
@@ -308,7 +361,7 @@ fn run(ask: &Ask, target: u64) -> Tally {
         for _ in 0..ask.workers.max(1) {
             scope.spawn(|| {
                 while let Some(bug) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    match found(bug, ask.seed) {
+                    match found(bug, ask.tier, ask.seed) {
                         Ok(_) => drop(caught.fetch_add(1, Ordering::Relaxed)),
                         Err(what) => {
                             let violation = Violation { seed: ask.seed, what };
