@@ -114,7 +114,8 @@ pub fn content(
         }
         bytes.truncate(chunk.bytes as usize);
         if producer % 2 == 1 {
-            bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte = 0x3f);
+            // By chunks: steps of an iterator are calls in the profile of the tests, and this is where campaigns spend their time.
+            bytes.as_chunks_mut::<2>().0.iter_mut().for_each(|pair| pair[1] = 0x3f);
         }
         bytes
     };

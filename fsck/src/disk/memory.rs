@@ -398,8 +398,8 @@ impl DiskFile for MemoryFile {
         }
         let rest = usize::try_from(offset).ok().and_then(|at| self.bytes.get(at..)).unwrap_or_default();
         let len = rest.len().min(into.len());
-        for (to, from) in into.iter_mut().zip(rest) {
-            *to = *from;
+        if let (Some(to), Some(from)) = (into.get_mut(..len), rest.get(..len)) {
+            to.copy_from_slice(from);
         }
         Ok(len)
     }
