@@ -231,7 +231,7 @@ pub const BUGS: &[Bug] = &[
     .at(10),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
     bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(5),
-    bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests"),
+    bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(51),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
@@ -239,7 +239,7 @@ pub const BUGS: &[Bug] = &[
     bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(9),
     bug("departed-still-listed", "R33", "a node that left is still said to have blocks"),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
-    bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
+    bug("old-token-renewed", "R33", "a lease is renewed under an older token").at(100),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
     bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed"),
     bug(
@@ -279,22 +279,25 @@ pub const BUGS: &[Bug] = &[
         "read-from-who-lacks-deletes",
         "R33",
         "blocks are read from a node that has not heard what was deleted",
-    ),
-    bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block"),
-    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of"),
+    )
+    .at(51),
+    bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
+        .at(11),
+    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of").at(12),
     bug("deletes-not-noted", "R41", "a manifest does not keep what was deleted"),
     bug("deletes-not-compared", "R41", "a pack is named whatever its manifest knows of deletes"),
-    bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named"),
-    bug("late-deletes-are-new", "R41", "a delete that is heard of late counts as one of now"),
-    bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named"),
-    bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to"),
+    bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named")
+        .at(144),
+    bug("late-deletes-are-new", "R41", "a delete that is heard of late counts as one of now").at(1),
+    bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
+    bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
         "R33",
         "a piece that is asked for twice is read twice into the same places",
     ),
-    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline"),
+    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(7),
     bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing"),
 ];
 
