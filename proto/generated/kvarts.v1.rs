@@ -4063,6 +4063,13 @@ pub mod stats_reply {
         /// Segment headers, footers, checkpoints, directories.
         #[prost(uint64, tag = "4")]
         pub overhead_bytes: u64,
+        /// Of the live ones, blocks that cannot be used, since a block before them is not here; as they were counted last, twice a
+        /// minute at most.
+        #[prost(uint64, tag = "5")]
+        pub cut_off_blocks: u64,
+        /// What they take of the live bytes.
+        #[prost(uint64, tag = "6")]
+        pub cut_off_bytes: u64,
     }
     /// A limit that the operator sets.
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

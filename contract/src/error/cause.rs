@@ -141,6 +141,12 @@ pub enum SpaceCause {
         /// Its bytes.
         limit: u64,
     },
+    /// The budget of the store, which is full of what is in use: what could go is the beginning of the same prefix, without which
+    /// the blocks could not be used.
+    Prefix {
+        /// Its bytes.
+        limit: u64,
+    },
     /// The file system is full, whatever the budget allows.
     Disk,
     /// The memory that the index of blocks may take.
@@ -169,6 +175,12 @@ impl fmt::Display for SpaceCause {
                 f,
                 "the store's budget of {} is full, and pins, leases or puts under way hold what could be evicted: raise --budget, \
                  or {END_PINS}",
+                exact_units(*limit)
+            ),
+            Self::Prefix { limit } => write!(
+                f,
+                "the store's budget of {} has no room for the rest of this prefix; its beginning is kept: raise --budget, or store \
+                 shorter prefixes",
                 exact_units(*limit)
             ),
             Self::Disk => f.write_str(

@@ -357,6 +357,7 @@ mod tests {
         let limit = 3 << 30;
         for (cause, expected) in [
             (SpaceCause::Budget { limit }, ["budget of 3 GiB", "raise --budget", "kvarts pin --release PIN"]),
+            (SpaceCause::Prefix { limit }, ["budget of 3 GiB", "its beginning is kept", "raise --budget"]),
             (SpaceCause::Disk, ["file system of the store is full", "free some", "lower --budget"]),
             (SpaceCause::Index { limit }, ["memory of the index, 3 GiB", "is full", "raise --index-memory"]),
             (SpaceCause::Files { most: 77 }, ["77 segment files", "ulimit -n", "kvarts pin --list"]),

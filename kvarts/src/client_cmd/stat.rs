@@ -33,6 +33,13 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         let parts = [space.live_bytes, space.dead_bytes, space.free_bytes, space.overhead_bytes].map(bytes);
         let [live, dead, free, overhead] = parts;
         writeln!(out, "            {live} live, {dead} dead, {free} free, {overhead} overhead")?;
+        if space.cut_off_blocks > 0 {
+            let (blocks, size) = (grouped(space.cut_off_blocks), bytes(space.cut_off_bytes));
+            writeln!(
+                out,
+                "            {blocks} live blocks, {size}, are cut off: a block before them is not here"
+            )?;
+        }
     }
     if let Some(short) = stats.notes.iter().find_map(|note| note.strip_prefix(SHORT_OF_DISK)) {
         writeln!(out, "  short     {short}")?;
@@ -145,6 +152,7 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
         "space": stats.space.map(|space| json!({
             "live_bytes": space.live_bytes, "dead_bytes": space.dead_bytes,
             "free_bytes": space.free_bytes, "overhead_bytes": space.overhead_bytes,
+            "cut_off_blocks": space.cut_off_blocks, "cut_off_bytes": space.cut_off_bytes,
         })),
         "counts": stats.counts, "notes": stats.notes,
         "ownerless": stats.ownerless.iter().map(ownerless).collect::<Vec<_>>(),

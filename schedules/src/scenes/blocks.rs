@@ -56,6 +56,8 @@ fn info(segment: u32) -> RecordInfo {
         payload_pages: 4,
         blocks: NonZeroU16::new(4).expect("not zero"),
         live: 0,
+        parent: 0,
+        hangs: false,
         class: CLASS,
         expires: 0,
     }
@@ -168,11 +170,11 @@ fn readers() {
             let now = holding.records().get(at.record).map(|info| info.segment);
             assert_eq!(now, Some(1), "a held record's number was given out again");
         }
-        holding.records().release(at.record);
+        holding.release_record(at.record);
     });
     // A digest did not match: the block is taken out of service, its record freed, and the number used again.
     if index.quarantine(damaged, at) == Some(0) {
-        let _ = index.records().free(at.record);
+        let _ = index.free_record(at.record);
     }
     for _ in 0..16 {
         index.records().insert(info(9)).expect("numbers are left");
@@ -196,7 +198,7 @@ fn counts() {
     let deleter = thread::spawn(move || {
         let (claim, were) = deleting.condemn(&[condemned]);
         if let [Deleted::Live { location, left: 0 }] = were[..] {
-            let _ = deleting.records().free(location.record);
+            let _ = deleting.free_record(location.record);
         }
         deleting.abandon(claim, &[condemned]);
     });
@@ -236,6 +238,6 @@ fn put_some(index: &Index, prints: &[BlockFingerprint]) {
     let record = index.records().insert(info(1)).expect("numbers are left");
     let lost = index.commit(claim, record, &mine, 0).expect("the record is there");
     if lost.len() == mine.len() {
-        let _ = index.records().free(record);
+        let _ = index.free_record(record);
     }
 }

@@ -25,6 +25,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         scanned_bytes: report.scanned_bytes,
     };
     let StoreId(store) = stats.store;
+    let (cut_off_blocks, cut_off_bytes) = state.engine.cut_off();
     let client = |facts: crate::state::locals::ClientFacts| proto::stats_reply::LocalClient {
         tenant: facts.tenant,
         pid: facts.peer.pid,
@@ -49,6 +50,8 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
             dead_bytes: stats.space.total.dead,
             free_bytes: stats.space.total.free,
             overhead_bytes: stats.space.total.overhead,
+            cut_off_blocks,
+            cut_off_bytes,
         }),
         local_clients: state.locals.clients().into_iter().map(client).collect(),
         limits: limits(state, &stats),

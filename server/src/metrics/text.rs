@@ -141,12 +141,23 @@ fn engine(out: &mut String, state: &ServerState) {
     {
         let _ = writeln!(out, "kvarts_disk_bytes{{what=\"{what}\"}} {bytes}");
     }
+    cut_off(out, state.engine.cut_off());
     let payload = counts.payload_bytes_stored;
     let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
     let help = "Write amplification: bytes of records written, moves included, over bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     recovery(out, state);
+}
+
+/// What is here and of no use.
+fn cut_off(out: &mut String, (blocks, bytes): (u64, u64)) {
+    for (what, help, value) in [
+        ("blocks", "Live blocks that cannot be used: a block before them is not here.", blocks),
+        ("bytes", "What live blocks take that cannot be used, in bytes.", bytes),
+    ] {
+        one(out, &format!("kvarts_cut_off_{what}"), "gauge", help, value);
+    }
 }
 
 /// What reads find the disks to be.

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use super::table::{HANGING_MAX, RECORD_BITS};
 use super::{
     BlockFingerprint, Groups, Heat, Index, Inner, Location, Lookup, RecordError, RecordId, Slot, State, read,
     write,
@@ -47,10 +48,14 @@ const fn claim(ticket: Ticket) -> Location {
 }
 
 impl Inner {
-    /// Removes an entry with its pins.
+    /// Removes an entry with its pins, and what is counted of it.
     fn take(&mut self, print: BlockFingerprint) {
-        if self.table.remove(print).is_some_and(|slot| slot.leased()) {
+        let Some(slot) = self.table.remove(print) else { return };
+        if slot.leased() {
             self.drop_pins(print);
+        }
+        if slot.hanging() == HANGING_MAX {
+            self.crowded.remove(&print.first());
         }
     }
 
@@ -70,12 +75,16 @@ impl Inner {
 }
 
 impl Index {
+    fn ticket(&self) -> Ticket {
+        // 268 million puts later the number comes again, when this put is long gone.
+        Ticket(self.tickets.fetch_add(1, Relaxed) % (1 << RECORD_BITS))
+    }
+
     /// Claims each block that is neither here nor in flight for one put, and says so of each in `out`, in
     /// order. A claimed block is pending until [`Index::commit`] or [`Index::abandon`]. Of several puts of
     /// one block at once exactly one gets it. Blocks are claimed one by one, not all at one moment.
     pub fn reserve(&self, prints: &[BlockFingerprint], out: &mut Vec<Reservation>) -> Ticket {
-        // Four billion puts later the number comes again, when this put is long gone.
-        let ticket = Ticket(self.tickets.fetch_add(1, Relaxed));
+        let ticket = self.ticket();
         out.clear();
         out.resize(prints.len(), Reservation::Reserved);
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
@@ -88,7 +97,12 @@ impl Index {
                         there.settle(State::Pending, claim(ticket))
                     }
                     Lookup::Live(location) => out[place] = Reservation::Live(location),
-                    Lookup::Quarantined => there.settle(State::Pending, claim(ticket)),
+                    Lookup::Quarantined => {
+                        there.settle(State::Pending, claim(ticket));
+                        // It comes anew: what hung on the one before was put before it, and may be what it hangs on.
+                        there.set_hanging(0);
+                        inner.crowded.remove(&prints[place].first());
+                    }
                     Lookup::Pending | Lookup::Absent => out[place] = Reservation::InFlight,
                 }
             }
@@ -153,7 +167,7 @@ impl Index {
     /// [`Index::abandon`], so that no put of it begins meanwhile. Says of each what it was. A put that was in flight
     /// will find at its commit that the block is lost. A block that stands twice was pending the second time.
     pub fn condemn(&self, prints: &[BlockFingerprint]) -> (Ticket, Vec<Deleted>) {
-        let ticket = Ticket(self.tickets.fetch_add(1, Relaxed));
+        let ticket = self.ticket();
         let mut were = vec![Deleted::Absent; prints.len()];
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let mut inner = write(&self.partitions[partition].0);

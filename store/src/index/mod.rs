@@ -21,6 +21,7 @@
 //!
 //! Lock order: partition, then its pins, then leases; partition, then a shard of records, then the ledger.
 
+mod chains;
 mod changes;
 mod gathering;
 mod groups;
@@ -31,10 +32,12 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::PoisonError;
 
 pub use crate::memory_ids::{BlockFingerprint, FingerprintKey, RecordId};
+pub use chains::{Cut, Known, Walk};
 pub use changes::{Deleted, Reservation, Ticket};
 pub use gathering::{Gathering, Recovered};
 pub use leases::{LeaseError, LeaseTerms, PINS_MAX, PinShare};
@@ -89,6 +92,9 @@ pub struct Heat {
     pub epoch: u16,
 }
 
+/// Bytes of a count that stands outside of its entry, about.
+const CROWDED_BYTES: usize = 24;
+
 /// How many coarse times there are.
 pub const EPOCHS: u16 = 1 << 10;
 
@@ -123,6 +129,8 @@ pub struct Located {
     pub heat: Heat,
     /// Whether a lease or pin is on it; one that has expired counts until it is swept up.
     pub leased: bool,
+    /// How many records and puts hang on it ([`Index::hang`]).
+    pub hanging: u32,
 }
 
 /// The memory an index takes, with everything counted.
@@ -145,6 +153,8 @@ struct Inner {
     table: Table,
     /// Under a lock of its own, so that leases are taken and ended while others look up.
     pins: Mutex<Pins>,
+    /// How many records hang on a block, of those of which an entry cannot count it. By the first 64 bits of its fingerprint.
+    crowded: BTreeMap<u64, u32>,
 }
 
 /// Aligned so that two partitions' locks do not share a cache line.
@@ -194,7 +204,8 @@ impl Index {
         let mean = expected_blocks >> bits;
         // Fingerprints fall into partitions at random: three standard deviations take in the fuller ones.
         let each = if expected_blocks == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };
-        let inner = || Inner { table: Table::new(bits, each), pins: Mutex::default() };
+        let inner =
+            || Inner { table: Table::new(bits, each), pins: Mutex::default(), crowded: BTreeMap::new() };
         Self {
             key: FingerprintKey::new(seed),
             partitions: (0..1usize << bits).map(|_| Partition(RwLock::new(inner()))).collect(),
@@ -260,10 +271,11 @@ impl Index {
         let inner = read(self.partition(print));
         let slot = inner.table.get(print).filter(|slot| slot.state() == Some(State::Live))?;
         let (location, heat, leased) = (slot.location(), slot.heat(), slot.leased());
+        let hanging = inner.hanging(slot);
         if planted(Race::RecordAfterLookup) {
             drop(inner);
         }
-        Some(Located { location, record: self.records.get(location.record)?, heat, leased })
+        Some(Located { location, record: self.records.get(location.record)?, heat, leased, hanging })
     }
 
     /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.
@@ -344,7 +356,7 @@ impl Index {
         for Partition(partition) in &self.partitions {
             let inner = read(partition);
             blocks += inner.table.entries();
-            bytes += inner.table.bytes() + lock(&inner.pins).bytes();
+            bytes += inner.table.bytes() + lock(&inner.pins).bytes() + inner.crowded.len() * CROWDED_BYTES;
         }
         bytes += self.records.bytes() + self.leases.bytes();
         let bytes_per_block = if blocks == 0 { 0.0 } else { bytes as f64 / blocks as f64 };

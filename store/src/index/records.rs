@@ -37,6 +37,8 @@ const SPARE_MAX: usize = 8;
 /// Bytes of an owner without its chunks, and of what lists a chunk, about.
 const OWNER_BYTES: usize = 192;
 const LISTED_BYTES: usize = 16;
+/// Numbers that there are: those for which an entry of the index has bits.
+const NUMBERS: u32 = 1 << super::table::RECORD_BITS;
 /// Ends the list of free slots.
 const NONE: u32 = u32::MAX;
 /// Locks over which the records of one owner are spread.
@@ -64,6 +66,11 @@ pub struct RecordInfo {
     /// When it expires, in the caller's steps since the store's epoch; 0 for never. Lookups do not see it: the
     /// code that resolves a location compares, and the expiry task removes.
     pub expires: u32,
+    /// The first 64 bits of the fingerprint of the block that its first one hangs on; 0 where that is not known, or where a chain
+    /// begins.
+    pub parent: u64,
+    /// It counts among what hangs on that block ([`super::Index::hang`]); when it is freed, it does not any more.
+    pub hangs: bool,
 }
 
 impl RecordInfo {
@@ -79,15 +86,84 @@ impl RecordInfo {
     }
 }
 
+/// A record as it is kept: its shard is known from its chunk, and what has a few bits shares a word.
+#[derive(Clone, Copy)]
+struct Packed {
+    /// The page in 24 bits, the payload in 23, whether it hangs on something in one, the header in 16; as two halves, since more
+    /// than 4 bytes of alignment would cost each record 4 bytes.
+    pages: [u32; 2],
+    segment: u32,
+    class: u32,
+    expires: u32,
+    parent: [u32; 2],
+    blocks: NonZeroU16,
+    live: u16,
+}
+
+const fn halves(whole: u64) -> [u32; 2] {
+    [whole as u32, (whole >> 32) as u32]
+}
+
+const fn whole([low, high]: [u32; 2]) -> u64 {
+    low as u64 | (high as u64) << 32
+}
+
+impl Packed {
+    const PAGE_BITS: u32 = 24;
+    const PAYLOAD_BITS: u32 = 23;
+    const HANGS: u64 = 1 << (Self::PAGE_BITS + Self::PAYLOAD_BITS);
+
+    /// `None` for a record that lies beyond 64 GiB of a segment, or is longer than 32 GiB.
+    fn of(info: &RecordInfo) -> Option<Self> {
+        let fits = info.page >> Self::PAGE_BITS == 0 && info.payload_pages >> Self::PAYLOAD_BITS == 0;
+        let pages = u64::from(info.page)
+            | u64::from(info.payload_pages) << Self::PAGE_BITS
+            | if info.hangs { Self::HANGS } else { 0 }
+            | u64::from(info.header_pages) << 48;
+        let RecordInfo { segment, class, expires, blocks, live, .. } = *info;
+        fits.then_some(Self {
+            pages: halves(pages),
+            segment,
+            class,
+            expires,
+            parent: halves(info.parent),
+            blocks,
+            live,
+        })
+    }
+
+    fn info(&self, shard: u16) -> RecordInfo {
+        let pages = whole(self.pages);
+        RecordInfo {
+            shard,
+            segment: self.segment,
+            page: (pages & ((1 << Self::PAGE_BITS) - 1)) as u32,
+            header_pages: (pages >> 48) as u16,
+            payload_pages: (pages >> Self::PAGE_BITS & ((1 << Self::PAYLOAD_BITS) - 1)) as u32,
+            blocks: self.blocks,
+            live: self.live,
+            class: self.class,
+            expires: self.expires,
+            parent: whole(self.parent),
+            hangs: pages & Self::HANGS != 0,
+        }
+    }
+
+    fn set_hangs(&mut self, hangs: bool) {
+        let others = whole(self.pages) & !Self::HANGS;
+        self.pages = halves(others | if hangs { Self::HANGS } else { 0 });
+    }
+}
+
 enum Slot {
     Free {
         next: u32,
     },
     /// With the second of its last use.
-    Used(RecordInfo, AtomicU32),
+    Used(Packed, AtomicU32),
 }
 
-const _: () = assert!(size_of::<Slot>() == 32 || !PLAIN);
+const _: () = assert!(size_of::<Slot>() == 36 || !PLAIN);
 
 /// Whose the records of a chunk are: the shard on disk, and the number of the account.
 type Owner = (u16, u32);
@@ -170,13 +246,21 @@ impl Shard {
         self.chunks.get(local as usize / CHUNK)?.slots.get(local as usize % CHUNK)
     }
 
+    fn info(&self, local: u32) -> Option<RecordInfo> {
+        let chunk = self.chunks.get(local as usize / CHUNK)?;
+        match chunk.slots.get(local as usize % CHUNK)? {
+            Slot::Used(record, _) => Some(record.info(chunk.owner.0)),
+            Slot::Free { .. } => None,
+        }
+    }
+
     fn slot_mut(&mut self, local: u32) -> Option<&mut Slot> {
         self.chunks.get_mut(local as usize / CHUNK)?.slots.get_mut(local as usize % CHUNK)
     }
 
-    fn info_mut(&mut self, local: u32) -> Option<&mut RecordInfo> {
+    fn packed(&mut self, local: u32) -> Option<&mut Packed> {
         match self.slot_mut(local)? {
-            Slot::Used(info, _) => Some(info),
+            Slot::Used(record, _) => Some(record),
             Slot::Free { .. } => None,
         }
     }
@@ -195,7 +279,7 @@ impl Shard {
                 }
                 None => {
                     let number = u32::try_from(self.chunks.len()).ok()?;
-                    if number >= u32::MAX / SHARDS / CHUNK as u32 {
+                    if number >= NUMBERS / SHARDS / CHUNK as u32 {
                         return None;
                     }
                     self.chunks.push(Chunk::new(owner, len));
@@ -210,7 +294,8 @@ impl Shard {
         Some(number)
     }
 
-    fn insert(&mut self, owner: Owner, info: RecordInfo) -> Option<u32> {
+    fn insert(&mut self, owner: Owner, info: &RecordInfo) -> Option<u32> {
+        let packed = Packed::of(info)?;
         let owned = self.owners.get(&owner);
         let number = match owned.and_then(|owned| owned.open.first().copied()) {
             Some(open) => open,
@@ -223,7 +308,7 @@ impl Shard {
         let place = chunk.free;
         let slot = chunk.slots.get_mut(place as usize)?;
         let Slot::Free { next } = *slot else { return None };
-        *slot = Slot::Used(info, AtomicU32::new(0));
+        *slot = Slot::Used(packed, AtomicU32::new(0));
         chunk.free = next;
         chunk.used += 1;
         self.used += 1;
@@ -239,13 +324,10 @@ impl Shard {
             return Err(RecordError::Held);
         }
         let unknown = RecordError::Unknown(id);
-        let info = match self.slot(local) {
-            None | Some(Slot::Free { .. }) => return Err(unknown),
-            Some(Slot::Used(RecordInfo { live, .. }, _)) if *live > 0 => {
-                return Err(RecordError::InUse { live: *live });
-            }
-            Some(Slot::Used(info, _)) => *info,
-        };
+        let info = self.info(local).ok_or(unknown)?;
+        if info.live > 0 {
+            return Err(RecordError::InUse { live: info.live });
+        }
         let number = local / CHUNK as u32;
         let chunk = self.chunks.get_mut(number as usize).ok_or(unknown)?;
         let place = local % CHUNK as u32;
@@ -280,9 +362,10 @@ impl Shard {
     fn list(&self, chunk: usize, lock: u32, out: &mut Vec<(RecordId, RecordInfo, u32)>) {
         let first = (chunk * CHUNK) as u32;
         let slots = self.chunks.get(chunk).map(|chunk| &*chunk.slots).unwrap_or_default();
+        let shard = self.chunks.get(chunk).map_or(0, |chunk| chunk.owner.0);
         for (local, slot) in (first..).zip(slots) {
-            if let Slot::Used(info, used) = slot {
-                out.push((RecordId(local * SHARDS + lock), *info, used.load(Relaxed)));
+            if let Slot::Used(record, used) = slot {
+                out.push((RecordId(local * SHARDS + lock), record.info(shard), used.load(Relaxed)));
             }
         }
     }
@@ -350,7 +433,8 @@ impl Records {
     }
 
     /// Tells the ledger that the record had `before` live blocks until now.
-    fn recount(&self, info: &RecordInfo, before: u16) {
+    fn recount(&self, info: Option<RecordInfo>, before: u16) {
+        let Some(info) = info else { return };
         let place = (u32::from(info.shard), info.segment);
         let live = |blocks: u16| Live { bytes: info.share(blocks), blocks: blocks.into() };
         self.ledger.moved(place, info.class, live(before), live(info.live));
@@ -367,17 +451,14 @@ impl Records {
         let turn = self.turn.fetch_add(1, Relaxed) % LOCKS_EACH;
         let shard = (u32::from(owner.0) * LOCKS_EACH).wrapping_add(owner.1 * 7).wrapping_add(turn) % SHARDS;
         let info = RecordInfo { live: 0, ..info };
-        let local = write(&self.shards[shard as usize]).insert(owner, info).ok_or(RecordError::Full)?;
+        let local = write(&self.shards[shard as usize]).insert(owner, &info).ok_or(RecordError::Full)?;
         Ok(RecordId(local * SHARDS + shard))
     }
 
     /// The record with this number.
     pub fn get(&self, id: RecordId) -> Option<RecordInfo> {
         let (shard, local) = self.shard(id);
-        match read(shard).slot(local) {
-            Some(Slot::Used(info, _)) => Some(*info),
-            _ => None,
-        }
+        read(shard).info(local)
     }
 
     /// Blocks of the record were used in this second; an earlier one than is known changes nothing.
@@ -399,9 +480,19 @@ impl Records {
         }
     }
 
+    /// Notes of a record whether it counts among what hangs on its parent; false if it is another record by now, or that is known
+    /// already.
+    pub(super) fn note_hangs(&self, id: RecordId, parent: u64, hangs: bool) -> bool {
+        let (shard, local) = self.shard(id);
+        let mut shard = write(shard);
+        let other = shard.info(local).filter(|info| info.parent == parent && info.hangs != hangs);
+        let record = other.and_then(|_| shard.packed(local));
+        record.map(|record| record.set_hangs(hangs)).is_some()
+    }
+
     /// Forgets a record that has no live block, and gives what was known of it. Its number may be given out
     /// again at once, so the caller must not use it any more.
-    pub fn free(&self, id: RecordId) -> Result<RecordInfo, RecordError> {
+    pub(super) fn free(&self, id: RecordId) -> Result<RecordInfo, RecordError> {
         let (shard, local) = self.shard(id);
         write(shard).free(local, id)
     }
@@ -412,40 +503,38 @@ impl Records {
     pub fn hold(&self, id: RecordId) -> Option<RecordInfo> {
         let (shard, local) = self.shard(id);
         let mut shard = write(shard);
-        let info = *shard.info_mut(local)?;
+        let info = shard.info(local)?;
         shard.held.entry(local).or_default().0 += 1;
         Some(info)
     }
 
-    /// Ends one hold. A record that was to be freed meanwhile is freed with the last one.
-    pub fn release(&self, id: RecordId) {
+    /// Ends one hold. A record that was to be freed meanwhile is freed with the last one: then it gives what was known of it.
+    pub(super) fn release(&self, id: RecordId) -> Option<RecordInfo> {
         let (shard, local) = self.shard(id);
         let mut shard = write(shard);
-        let Some((holds, free)) = shard.held.get_mut(&local) else { return };
+        let (holds, free) = shard.held.get_mut(&local)?;
         *holds -= 1;
-        let free = *free;
-        if *holds == 0 {
+        let (last, free) = (*holds == 0, *free);
+        if last {
             shard.held.remove(&local);
-            if free {
-                // Refused if a block became live meanwhile: then the change that takes the last one frees it.
-                let _ = shard.free(local, id);
-            }
         }
+        // Refused if a block became live meanwhile: then the change that takes the last one frees it.
+        (last && free).then(|| shard.free(local, id).ok()).flatten()
     }
 
     /// Changes when a record expires; false if there is no such record.
     pub fn set_expires(&self, id: RecordId, expires: u32) -> bool {
         let (shard, local) = self.shard(id);
-        write(shard).info_mut(local).map(|info| info.expires = expires).is_some()
+        write(shard).packed(local).map(|record| record.expires = expires).is_some()
     }
 
     pub(super) fn add_live(&self, id: RecordId, blocks: usize) -> Result<(), RecordError> {
         let (shard, local) = self.shard(id);
         let mut shard = write(shard);
-        let info = shard.info_mut(local).ok_or(RecordError::Unknown(id))?;
-        let sum = u16::try_from(blocks).ok().and_then(|blocks| info.live.checked_add(blocks));
-        let before = std::mem::replace(&mut info.live, sum.ok_or(RecordError::TooManyBlocks(id))?);
-        self.recount(info, before);
+        let record = shard.packed(local).ok_or(RecordError::Unknown(id))?;
+        let sum = u16::try_from(blocks).ok().and_then(|blocks| record.live.checked_add(blocks));
+        let before = std::mem::replace(&mut record.live, sum.ok_or(RecordError::TooManyBlocks(id))?);
+        self.recount(shard.info(local), before);
         Ok(())
     }
 
@@ -453,12 +542,17 @@ impl Records {
     pub(super) fn subtract_live(&self, id: RecordId, blocks: usize) -> u16 {
         let (shard, local) = self.shard(id);
         let mut shard = write(shard);
-        let Some(info) = shard.info_mut(local) else { return 0 };
-        debug_assert!(usize::from(info.live) >= blocks, "record {id} loses {blocks} of {} blocks", info.live);
-        let before = info.live;
-        info.live = before.saturating_sub(u16::try_from(blocks).unwrap_or(u16::MAX));
-        self.recount(info, before);
-        info.live
+        let Some(record) = shard.packed(local) else { return 0 };
+        debug_assert!(
+            usize::from(record.live) >= blocks,
+            "record {id} loses {blocks} of {} blocks",
+            record.live
+        );
+        let before = record.live;
+        let left = before.saturating_sub(u16::try_from(blocks).unwrap_or(u16::MAX));
+        record.live = left;
+        self.recount(shard.info(local), before);
+        left
     }
 
     /// The number of records.
@@ -546,6 +640,8 @@ mod tests {
             live: 0,
             class: 3,
             expires: 0,
+            parent: 0,
+            hangs: false,
         }
     }
 
@@ -611,7 +707,7 @@ mod tests {
         let mut ids: Vec<_> = (0..20_000).map(|n| records.insert(info(n)).unwrap()).collect();
         assert_eq!(all(&records).len(), 20_000);
         let bytes = records.bytes();
-        assert!(bytes < 20_000 * 33 + 16 * CHUNK * 32 + 8192, "{bytes}");
+        assert!(bytes < 20_000 * 37 + 16 * CHUNK * 36 + 8192, "{bytes}");
         for _ in 0..3 {
             ids.iter().for_each(|id| assert!(records.free(*id).is_ok()));
             assert!(records.is_empty());

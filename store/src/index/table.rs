@@ -45,6 +45,12 @@ const MAIN: u16 = 1 << 5;
 const EPOCH_SHIFT: u32 = 6;
 const _: () = assert!(EPOCHS as u32 == 1 << (u16::BITS - EPOCH_SHIFT));
 
+/// Bits of a slot that say which record a block is in, or which put has claimed it.
+pub(super) const RECORD_BITS: u32 = 28;
+const RECORD_MASK: u32 = (1 << RECORD_BITS) - 1;
+/// The rest of them count what hangs on the block; from this number on the partition counts it elsewhere.
+pub(super) const HANGING_MAX: u32 = (1 << (u32::BITS - RECORD_BITS)) - 1;
+
 const fn state_bits(state: State) -> u16 {
     match state {
         State::Pending => 1,
@@ -71,6 +77,7 @@ const fn heat_of(bits: u16) -> Heat {
 #[derive(Debug, Default)]
 pub(super) struct Slot {
     print: BlockFingerprint,
+    /// `hanging 4 | record 28`.
     record: u32,
     block: u16,
     bits: AtomicU16,
@@ -104,7 +111,16 @@ impl Slot {
     }
 
     pub(super) fn location(&self) -> Location {
-        Location { record: RecordId(self.record), block: self.block }
+        Location { record: RecordId(self.record & RECORD_MASK), block: self.block }
+    }
+
+    /// How many records hang on the block, up to [`HANGING_MAX`].
+    pub(super) fn hanging(&self) -> u32 {
+        self.record >> RECORD_BITS
+    }
+
+    pub(super) fn set_hanging(&mut self, count: u32) {
+        self.record = self.record & RECORD_MASK | count.min(HANGING_MAX) << RECORD_BITS;
     }
 
     #[inline]
@@ -145,11 +161,11 @@ impl Slot {
         let _unchanged = self.bits.fetch_update(Relaxed, Relaxed, changed);
     }
 
-    /// Gives the slot another state and location; heat and lease hint stay.
+    /// Gives the slot another state and location; heat, lease hint and the count of what hangs on the block stay.
     pub(super) fn settle(&mut self, state: State, location: Location) {
         let bits = self.bits.get_mut();
         *bits = *bits & !STATE_MASK | state_bits(state);
-        self.record = location.record.0;
+        self.record = self.record & !RECORD_MASK | location.record.0;
         self.block = location.block;
     }
 }
@@ -220,6 +236,18 @@ impl Table {
     #[inline]
     pub(super) fn get(&self, print: BlockFingerprint) -> Option<&Slot> {
         self.find(print).ok().and_then(|at| self.slots.get(at))
+    }
+
+    /// The entry whose fingerprint has these first 64 bits; of several one.
+    pub(super) fn get_first_mut(&mut self, first: u64) -> Option<&mut Slot> {
+        let (Ok(at) | Err(at)) = self.find(BlockFingerprint::from_parts(first, 0));
+        self.slots.get_mut(at).filter(|slot| slot.state().is_some() && slot.print.first() == first)
+    }
+
+    /// The same, to be looked at.
+    pub(super) fn get_first(&self, first: u64) -> Option<&Slot> {
+        let (Ok(at) | Err(at)) = self.find(BlockFingerprint::from_parts(first, 0));
+        self.slots.get(at).filter(|slot| slot.state().is_some() && slot.print.first() == first)
     }
 
     pub(super) fn get_mut(&mut self, print: BlockFingerprint) -> Option<&mut Slot> {

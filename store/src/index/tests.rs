@@ -1,5 +1,6 @@
 //! The index as its callers see it: by hand, against a model, from many threads, and weighed.
 
+mod chains;
 mod model;
 
 use std::num::NonZeroU16;
@@ -22,6 +23,8 @@ fn info(blocks: u16) -> RecordInfo {
         live: 0,
         class: 4,
         expires: 0,
+        parent: 0,
+        hangs: false,
     }
 }
 

@@ -57,7 +57,7 @@ impl HeldRecord {
 
 impl Drop for HeldRecord {
     fn drop(&mut self) {
-        self.shared.index.records().release(self.id);
+        self.shared.index.release_record(self.id);
     }
 }
 

@@ -38,7 +38,7 @@ use crate::engine::shared::visibility::{BlockOf, Relocation};
 use crate::engine::shared::{EXPIRY_STEP_MS, Shared};
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
-use crate::index::{Location, Lookup, RecordId};
+use crate::index::{BlockFingerprint, Location, Lookup, RecordId, RecordInfo};
 use kvarts_contract::buffers::Buf;
 use kvarts_contract::class::Class;
 use kvarts_contract::error::{Reason, SpaceCause};
@@ -306,11 +306,28 @@ async fn append(shard: &Rc<Shard>, head: &Head, blocks: &[&Taken], image: &Image
     }
 }
 
+/// Whether a block came behind `parent` where it lies now: a copy hangs on nothing that came later. In the middle of a record the
+/// block before it is its parent.
+fn came_behind(shared: &Shared, parent: BlockFingerprint, block: &Taken) -> bool {
+    let record = shared.index.records().get(block.old.record);
+    block.old.block > 0 || record.is_some_and(|record| record.hangs && record.parent == parent.first())
+}
+
 /// Points the index at the new record, block by block.
 fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
     let shared = &volume.shared;
     let info = written.info(volume.shard, blocks.len(), head.class.number, head.expires)?;
-    let record = shared.index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
+    let parent = shared.parent_print(&head.class, head.parent);
+    let hangs = blocks.first().is_some_and(|first| came_behind(shared, parent, first))
+        && shared.index.hang(parent.first());
+    let parent = parent.first();
+    let info = RecordInfo { parent, hangs, ..info };
+    let record = shared.index.records().insert(info).map_err(|_| {
+        if hangs {
+            shared.index.let_go(parent);
+        }
+        Reason::NoSpace(SpaceCause::Records)
+    })?;
     shared.note_expiry((volume.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
     for (block, taken) in (0u16..).zip(blocks) {

@@ -145,8 +145,12 @@ impl Executor {
                 | Message::Gather(..)
                 | Message::Rewrite(..)) => self.compact(message),
                 Message::KeepCompact(merging) => self.keep_compact(merging),
+                Message::SurveyChains(shared) => {
+                    self.rt.spawn(Class::Background, Box::pin(async move { shared.count_cut_off().await }));
+                }
                 Message::Shrink => self.shrink(),
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
+                Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
                     let _ = reply.send(free_space(&self.driver, directories).await);
@@ -242,8 +246,8 @@ impl Executor {
         );
     }
 
-    /// Periodic upkeep of a shard, every `checkpoint_every`: leases that ended are swept up, the clock of recency goes on, and
-    /// a checkpoint is written if records were added.
+    /// Periodic upkeep of a shard, every `checkpoint_every`: leases that ended are swept up, the clock of recency goes on, a
+    /// checkpoint is written if records were added, and what is cut off is counted, by the first shard whose turn it is.
     fn upkeep_periodically(&self, shard: &Rc<Shard>) {
         let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
@@ -260,6 +264,9 @@ impl Executor {
                     if checkpoint::write(&shard.volume).await.is_ok() {
                         written = sequence;
                     }
+                }
+                if !stopping.get() {
+                    shared.count_cut_off().await;
                 }
             }
         };
@@ -307,6 +314,14 @@ impl Executor {
         self.background(async move {
             let given = shard.space.give_spare(bytes).await;
             let _ = reply.send(given);
+        });
+    }
+
+    fn make_room(&self, shard: u32, reply: Reply<bool>) {
+        let Some(shard) = self.own(shard) else { return };
+        self.background(async move {
+            let made = shard.space.make_room_for_another().await;
+            let _ = reply.send(made);
         });
     }
 

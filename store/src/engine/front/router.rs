@@ -75,6 +75,10 @@ pub(crate) enum Message {
     Shrink,
     /// Give segments of a shard that hold nothing back, for another one.
     GiveSpare { shard: u32, bytes: u64, reply: Reply<bool> },
+    /// Count what hangs on what recovery has taken in.
+    SurveyChains(Arc<Shared>),
+    /// Evict for another shard, in which nothing may go.
+    MakeRoom { shard: u32, reply: Reply<bool> },
     /// Tell of what quotas took out.
     TellQuotaEvictions,
     /// Say how many bytes the file systems of the directories have free.
@@ -195,5 +199,10 @@ impl OtherShards for Router {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>> {
         let (reply, answer) = ticket();
         self.offer(shard, Message::GiveSpare { shard, bytes, reply }).is_none().then_some(answer)
+    }
+
+    fn make_room(&self, shard: u32) -> Option<Ticket<bool>> {
+        let (reply, answer) = ticket();
+        self.offer(shard, Message::MakeRoom { shard, reply }).is_none().then_some(answer)
     }
 }

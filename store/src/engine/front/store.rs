@@ -224,6 +224,7 @@ impl Store {
         if !options.budget_beyond_disk {
             store.check_room(found.is_new, options.budget_bytes).await?;
         }
+        store.survey_chains()?;
         store.shrink()?;
         store.keep_compact(options)?;
         Ok(store)
@@ -240,6 +241,12 @@ impl Store {
             // An error leaves it condemned. A namespace that nothing defines any more has no blocks.
             let _ = self.delete(request).await;
         }
+    }
+
+    /// Tells the index what hangs on what: recovery has taken in records in any order.
+    fn survey_chains(&self) -> Result<(), Reason> {
+        let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        send(first, Message::SurveyChains(Arc::clone(&self.0.shared)))
     }
 
     /// Lets every executor compact by need; the first one merges for all.
@@ -272,6 +279,17 @@ impl Store {
             tombstones: shared.buried.load(Ordering::Relaxed),
             space: shared.space_report(),
         }
+    }
+
+    /// Blocks that are here and cannot be used, since a block before them is not, and the bytes that they take of those that
+    /// are live: as they were counted last, twice a minute at most.
+    pub fn cut_off(&self) -> (u64, u64) {
+        self.0.shared.cut_off.counted()
+    }
+
+    /// Bytes that are being given back, since what is allocated is beyond the budget.
+    pub fn over_budget(&self) -> u64 {
+        self.0.shared.excess()
     }
 
     /// The bytes of a block of a column, also of a namespace that recovery found and that was not registered since.

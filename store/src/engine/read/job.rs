@@ -267,7 +267,7 @@ impl ReadJob {
         {
             self.shared.counters.blocks_quarantined.fetch_add(1, Relaxed);
         }
-        records.release(at.record);
+        self.shared.index.release_record(at.record);
     }
 
     /// Whether every slice of the first step is in.

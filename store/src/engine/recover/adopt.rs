@@ -223,6 +223,8 @@ impl Recovery<'_> {
             self.report.unusable += 1;
             return Ok(());
         };
+        let info =
+            RecordInfo { parent: self.volume.shared.parent_print(&class, blocks.parent).first(), ..info };
         let last_s = recency.map_or(blocks.created_ms / 1000, |recency| u64::from(recency.last_access_s));
         // Used since it was put.
         let used = last_s > (blocks.created_ms / 1000).saturating_add(EPOCH_S);
@@ -328,7 +330,7 @@ impl Recovery<'_> {
         let (index, batch) = (&self.volume.shared.index, &mut self.batch);
         if duplicates > 0 || self.report.deleted > 0 || self.report.evicted > 0 {
             for &record in &batch.records {
-                if index.records().free(record).is_ok() {
+                if index.free_record(record).is_ok() {
                     self.report.records -= 1;
                 }
             }
@@ -352,7 +354,7 @@ impl Recovery<'_> {
             match moved {
                 Some(Ok(Some(_))) => shared.supersede(at.record),
                 // An older copy of this shard, or the other one has been replaced by a newer one of this.
-                _ => shared.index.records().release(at.record),
+                _ => shared.index.release_record(at.record),
             }
         }
     }
@@ -394,5 +396,7 @@ fn info(
         live: 0,
         class,
         expires,
+        parent: 0,
+        hangs: false,
     })
 }

@@ -3,6 +3,7 @@
 pub(crate) mod admission;
 pub(crate) mod batches;
 pub(crate) mod budget;
+pub(crate) mod chains;
 pub(crate) mod disk_path;
 pub(crate) mod due;
 pub(crate) mod favoured;
@@ -31,6 +32,7 @@ use crate::index::{Heat, Index, RecordId};
 use admission::Admission;
 use batches::Batches;
 use budget::Budget;
+use chains::CutOff;
 use disk_path::DiskPath;
 use due::{Due, stretch_of};
 use favoured::Favoured;
@@ -183,6 +185,8 @@ pub(crate) struct Shared {
     pub(crate) admission: Admission,
     /// What goes last.
     pub(crate) favoured: Favoured,
+    /// Live blocks that cannot be used, as they were counted last.
+    pub(crate) cut_off: CutOff,
     /// The policy's place among all.
     eviction: AtomicU64,
     /// Some record has an expiry: before the first one, expired blocks are not looked for.
@@ -244,6 +248,7 @@ impl Shared {
             index_room: IndexBudget::default(),
             admission: Admission::default(),
             favoured: Favoured::default(),
+            cut_off: CutOff::default(),
             eviction: AtomicU64::new(0),
             expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
@@ -292,7 +297,7 @@ impl Shared {
     pub(crate) fn free_if_empty(&self, record: RecordId, left: u16) {
         if left == 0 {
             // Refused if a block of it became live meanwhile: then it is not empty.
-            let _ = self.index.records().free(record);
+            let _ = self.index.free_record(record);
         }
     }
 
@@ -308,7 +313,7 @@ impl Shared {
             let records = self.index.records();
             let left = records.get(record).map_or(0, |info| info.live);
             self.free_if_empty(record, left);
-            records.release(record);
+            self.index.release_record(record);
         }
     }
 

@@ -10,9 +10,10 @@
 //! Which blocks a record has, the index does not say: of accounts with a limit it is kept by record from the put on. Of
 //! what recovery found, or what was put before there was a limit, it is learnt by one walk over the index.
 //!
-//! Records go as a whole, oldest use first, those of one time in log order: a chain that loses its oldest record
-//! keeps the others whole.
+//! Records go as a whole, oldest use first, of one time the last ones of the log. One on which another hangs stays until that one
+//! has gone: of a chain the end goes first.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
@@ -205,33 +206,44 @@ async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) ->
     let mut found = BTreeSet::new();
     for (place, account) in accounts.iter().enumerate() {
         let look = |id: RecordId, info: &RecordInfo, used: u32| {
-            found.insert((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
+            // What was put later may hang on what was put before.
+            let log = Reverse((info.segment, info.page, info.shard));
+            found.insert((used, log, id, info.share(info.live), place));
         };
         records_of(shared, account, &mut section, look).await;
     }
     let (mut sum, mut walked, now) = (0u64, false, shared.clock.now());
+    // On these something hangs: they have another turn when that has gone.
+    let mut needed = BTreeMap::new();
     while sum < bytes
-        && let Some((_, _, id, share, place)) = found.pop_first()
+        && let Some(oldest) = found.pop_first()
     {
+        let (_, _, id, share, place) = oldest;
         let Some(account) = accounts.get(place) else { break };
         if !walked && !lock(&account.known).has(id) {
             walked = true;
             learn(shared, accounts, &mut section).await;
         }
         let Some(prints) = lock(&account.known).remove(id) else { continue };
-        let mut leased = false;
+        let (mut leased, mut held) = (false, None);
         for some in prints.chunks(BLOCKS_AT_ONCE) {
             leased |= some.iter().any(|print| shared.index.is_leased(*print, now));
+            held = held.or_else(|| some.iter().copied().find(|print| shared.index.hanging(*print) > 0));
             section.step(some.len() as u64).await;
         }
-        if leased {
+        if leased || held.is_some() {
             lock(&account.known).insert(id, prints);
+            if let Some(held) = held.filter(|_| !leased) {
+                needed.insert(held.first(), oldest);
+            }
             continue;
         }
+        let parent = shared.index.records().get(id).map_or(0, |info| info.parent);
         for some in prints.chunks(BLOCKS_AT_ONCE) {
             some.iter().for_each(|print| evict(shared, id, *print));
             section.step(some.len() as u64).await;
         }
+        found.extend(needed.remove(&parent));
         sum = sum.saturating_add(share);
     }
     sum

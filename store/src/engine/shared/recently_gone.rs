@@ -6,7 +6,8 @@
 //! ones. Nothing of it is on disk: a store that was opened just now remembers nothing.
 //!
 //! What is remembered is 29 bits of the fingerprint. A block that never went is taken for one that did with probability
-//! 2^-26 at most ([`WAYS`] * 2^-29): one miss of 67 million has a wrong reason. No other answer depends on it.
+//! 2^-26 at most ([`WAYS`] * 2^-29): one miss of 67 million has a wrong reason. Besides, a put behind a block
+//! that was refused for want of room is refused ([`Gone::NoRoom`]): with the same probability one behind a block that was never here.
 
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -14,6 +15,7 @@ use std::sync::PoisonError;
 use super::Shared;
 use crate::index::{BlockFingerprint, Lookup};
 use kvarts_contract::api::Missing;
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
 use kvarts_contract::sync::{PLAIN, RwLock, RwLockReadGuard};
 
 /// Departures that are remembered, about.
@@ -38,6 +40,8 @@ pub(crate) enum Gone {
     Deleted,
     /// Its bytes were damaged, or its executor has died.
     OutOfService,
+    /// It was never here: there was no room for it.
+    NoRoom,
 }
 
 impl Gone {
@@ -47,6 +51,7 @@ impl Gone {
             Self::Expired => 2,
             Self::Deleted => 3,
             Self::OutOfService => 4,
+            Self::NoRoom => 5,
         }
     }
 
@@ -57,6 +62,7 @@ impl Gone {
             2 => Some(Self::Expired),
             3 => Some(Self::Deleted),
             4 => Some(Self::OutOfService),
+            5 => Some(Self::NoRoom),
             _ => None,
         }
     }
@@ -64,7 +70,11 @@ impl Gone {
 
 /// The last departures. Its lock is taken last of all, and no wait stands under it.
 #[derive(Debug, Default)]
-pub(crate) struct RecentlyGone(RwLock<Vec<u32>>);
+pub(crate) struct RecentlyGone {
+    places: RwLock<Vec<u32>>,
+    /// Something was refused for want of room: most stores refuse nothing, and ask for no parent's reason.
+    refused: AtomicBool,
+}
 
 /// The first place of a block's set, and what stands for the block there.
 fn place_of(print: BlockFingerprint) -> (usize, u32) {
@@ -80,8 +90,11 @@ const fn tag_in(place: u32) -> u32 {
 impl RecentlyGone {
     /// Remembers why a block went.
     pub(crate) fn note(&self, print: BlockFingerprint, why: Gone) {
+        if why == Gone::NoRoom {
+            self.refused.store(true, Ordering::Relaxed);
+        }
         let (first, tag) = place_of(print);
-        let mut places = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut places = self.places.write().unwrap_or_else(PoisonError::into_inner);
         if places.is_empty() {
             *places = vec![0; PLACES];
         }
@@ -94,9 +107,19 @@ impl RecentlyGone {
         }
     }
 
+    /// Why a block went, as far as it is remembered.
+    pub(crate) fn why(&self, print: BlockFingerprint) -> Option<Gone> {
+        self.read().why(print)
+    }
+
+    /// Whether anything may have been refused for want of room.
+    pub(crate) fn any_refused(&self) -> bool {
+        self.refused.load(Ordering::Relaxed)
+    }
+
     /// The memory, to be looked at now. Nothing is noted while it is held.
     fn read(&self) -> Remembered<'_> {
-        Remembered(self.0.read().unwrap_or_else(PoisonError::into_inner))
+        Remembered(self.places.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Bytes of memory that it takes.
@@ -147,7 +170,7 @@ impl Shared {
                 *match standing {
                     Standing::Pending => continue,
                     Standing::CutOff => &mut missing.cut_off,
-                    Standing::NeverStored => &mut missing.never_stored,
+                    Standing::NeverStored | Standing::Gone(Gone::NoRoom) => &mut missing.never_stored,
                     Standing::Gone(Gone::Evicted) => &mut missing.evicted,
                     Standing::Gone(Gone::Expired) => &mut missing.expired,
                     Standing::Gone(Gone::Deleted) => &mut missing.deleted,

@@ -1,4 +1,4 @@
-//! Record classes: what records have in common, interned, so that a record costs the index 28 bytes.
+//! Record classes: what records have in common, interned, so that a record costs the index 36 bytes.
 //!
 //! A class is a namespace, group, coordinate, layout and encoding; from it and a number of blocks follows where
 //! every byte of a record lies. There are as many as an operator has models, groups and ranks. Those of a namespace that
@@ -66,6 +66,11 @@ pub(crate) struct RecordClass {
 }
 
 impl RecordClass {
+    /// Whether its blocks are good for one boundary only: they hang on nothing.
+    pub(crate) fn is_boundary(&self) -> bool {
+        self.namespace.spec.geometry.group(self.group).is_some_and(|group| group.class.is_boundary())
+    }
+
     /// Where everything lies in a record of this many blocks.
     pub(crate) fn layout_of(&self, blocks: u32) -> Result<Arc<RunLayout>, Reason> {
         let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);

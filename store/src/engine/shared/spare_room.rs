@@ -1,8 +1,9 @@
 //! Room that other shards have and do not use. All shards share the budget, and files of segments that hold nothing any
 //! more keep a part of it: before a shard evicts for want of room, the one that has most of that gives some back.
 //!
-//! Nothing live goes for another shard's sake, and a shard that is getting a segment itself gives nothing: so two that are
-//! short at once do not wait for each other. The wait for an answer is bounded: a shard whose device or executor hangs
+//! Something live goes for another shard's sake only where nothing there may go: all that it has is needed by what hangs on
+//! it in others. A shard that is getting a segment itself gives no spare room, and one that asks others makes none for them: so
+//! two that are short at once do not wait for each other. The wait for an answer is bounded: a shard whose device or executor hangs
 //! costs the others one wait, and is then left alone for a while.
 
 use std::pin::pin;
@@ -30,6 +31,8 @@ pub(crate) trait OtherShards: Send + Sync {
     /// Has a shard give segments that hold nothing back to the budget, until it has this many bytes more. The answer says
     /// whether it gave any; none if it cannot be asked.
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
+    /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
+    fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
 }
 
 /// The way to them, once the store is open.
@@ -89,5 +92,24 @@ impl Shared {
                 false
             }
         }
+    }
+
+    /// Has other shards evict, one after the other, until one of them has made room. Only for a shard in which nothing may go.
+    pub(crate) async fn room_of_others(&self, shard: u32, timer: impl Fn(Nanos) -> LocalTask) -> bool {
+        let shards = u32::try_from(self.shards()).unwrap_or(u32::MAX).max(1);
+        for other in (1..shards).map(|step| shard.wrapping_add(step) % shards) {
+            if self.clock.now() < self.spare_room.not_before() {
+                return false;
+            }
+            let others = self.spare_room.others.get().and_then(Weak::upgrade);
+            let Some(answer) = others.and_then(|others| others.make_room(other)) else { continue };
+            let within = timer(self.clock.now().plus(ANSWER_WITHIN));
+            match with_deadline(pin!(answer), Some(within)).await {
+                Some(Ok(true)) => return true,
+                Some(_) => {}
+                None => self.spare_room.leave_alone_until(self.clock.now().plus(ASKED_AGAIN_AFTER)),
+            }
+        }
+        false
     }
 }

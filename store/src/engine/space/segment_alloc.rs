@@ -2,7 +2,7 @@
 //!
 //! In this order: a free segment; a new file, if budget and disk allow; one that failed for want of something that passes,
 //! emptied, or that failed before anything in it counted; a new file in the room that other shards do not use, or that
-//! eviction makes; the one that reclaim empties. While the budget is passed, segments are removed instead of used.
+//! eviction makes; the one that reclaim empties; a new file in the room that other shards make by eviction. While the budget is passed, segments are removed instead of used.
 //!
 //! Invariants:
 //! - after a write or flush has failed nothing is begun and nothing evicted before the device was seen to take writes
@@ -38,7 +38,10 @@ impl Space {
     pub(crate) async fn next_segment(&self) -> Result<Rc<Segment>, Reason> {
         self.look_for_trouble().await?;
         while self.volume.shared.must_shrink() {
-            self.give_back_one().await?;
+            match self.give_back_one().await {
+                Err(Reason::NoSpace(_)) if self.room_of_others().await => {}
+                given => given?,
+            }
         }
         let mut round = 0;
         loop {
@@ -60,9 +63,36 @@ impl Space {
                 Ok(Made::Segment(segment)) => return Ok(segment),
                 // Others may take what was given back.
                 Ok(Made::Room | Made::Nothing) => round += 1,
+                Err(Reason::NoSpace(_)) if self.room_of_others().await => {}
                 Err(Reason::NoSpace(_)) => return Err(bound),
                 Err(reason) => return Err(reason),
             }
+        }
+    }
+
+    /// Has other shards evict: what lies here is needed by what hangs on it there, or there is nothing here that may go.
+    async fn room_of_others(&self) -> bool {
+        self.asking.set(true);
+        let timer = |at| self.volume.driver.sleep_until(at);
+        let made = self.volume.shared.room_of_others(self.volume.shard, timer).await;
+        self.asking.set(false);
+        made
+    }
+
+    /// Makes room for another shard. The answer does not wait for one that waits for others itself.
+    pub(crate) async fn make_room_for_another(&self) -> bool {
+        if self.asking.get() {
+            return false;
+        }
+        let _turn = self.roll_turn().await;
+        match self.make_room_in_round(0).await {
+            Ok(Made::Segment(segment)) => {
+                let said = segment.may_be_missing() || self.say_free().await;
+                let here = segment.state.get() == SegmentState::Free && self.volume.is_unread(&segment);
+                said && here && self.remove_segment(&segment).await.is_ok()
+            }
+            Ok(Made::Room) => true,
+            Ok(Made::Nothing) | Err(_) => false,
         }
     }
 
@@ -86,7 +116,7 @@ impl Space {
         if round > 2 * batches.hole_rounds {
             return Err(self.volume.shared.budget_full());
         }
-        self.reclaim().await
+        self.reclaim(!holes_help || self.no_holes.get()).await
     }
 
     /// Gives segments back until the budget is kept, or `stopping`. What cannot go now is tried again.
@@ -98,8 +128,9 @@ impl Space {
             let turn = self.roll_turn().await;
             // Another task may have given enough back meanwhile.
             let given = if self.volume.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
+            let given = given.is_ok() || self.room_of_others().await;
             drop(turn);
-            if given.is_err() {
+            if !given {
                 rt.sleep_until(rt.clock().now().plus(AGAIN)).await;
             }
         }

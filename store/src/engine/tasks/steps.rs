@@ -87,6 +87,8 @@ kinds! {
     searches,
     /// Footers of segments that were read while the store is open.
     footers,
+    /// Walks from records to what they hang on.
+    chains,
 }
 
 /// One piece of long work.

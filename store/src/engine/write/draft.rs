@@ -110,6 +110,8 @@ impl Written {
             live: 0,
             class,
             expires,
+            parent: 0,
+            hangs: false,
         })
     }
 }

@@ -10,6 +10,7 @@
 pub(crate) mod layers;
 mod write;
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::pin::pin;
 use std::rc::Rc;
@@ -26,10 +27,12 @@ use super::log::Log;
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::{self, Share};
 use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::shared::recently_gone::Gone;
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
+use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::segment::record_range;
-use crate::index::{BlockFingerprint, Reservation, Ticket as Claim};
+use crate::index::{BlockFingerprint, Eviction, Lookup, Reservation, Ticket as Claim};
 use crate::rt::LocalTask;
 use kvarts_contract::api::{BlockOutcome, Durability, MAX_REQUEST_BLOCKS, Parent, PutReply, PutRequest};
 use kvarts_contract::clock::Nanos;
@@ -59,6 +62,10 @@ pub(crate) struct PutJob {
 
 struct PutState {
     outcomes: Vec<BlockOutcome>,
+    /// The first block of a chain that was refused for want of room, and why.
+    refused: Option<(u32, Reason)>,
+    /// What runs hang on that are not written yet, by their first blocks: it does not go meanwhile ([`Index::hang`]).
+    holds: BTreeMap<u32, u64>,
     parts_left: usize,
     reply: Option<Reply<Result<PutReply, Error>>>,
 }
@@ -99,7 +106,10 @@ pub(crate) fn begin(
         }
     };
     let (job, reservations) = reserve(shared, (request, produced_ms), class, reply);
-    let mut parts = job.writes(&reservations, shards);
+    let mut parts = match job.hangs_on_refused() {
+        Some(reason) => job.refuse_reserved(&reservations, &reason),
+        None => job.writes(&reservations, shards),
+    };
     parts.extend(job.settles(&reservations));
     job.lock().parts_left = parts.len();
     if parts.is_empty() {
@@ -123,10 +133,15 @@ fn reserve(
         Reservation::InFlight => BlockOutcome::InFlight,
         Reservation::Reserved => BlockOutcome::Refused(Reason::Bug("a reserved block that no part took")),
     };
-    let state =
-        PutState { outcomes: reservations.iter().map(outcome).collect(), parts_left: 0, reply: Some(reply) };
-    let (shared, state) = (Arc::clone(shared), Mutex::new(state));
-    let job = PutJob { shared, request, produced_ms, class, prints, claim, state };
+    let outcomes = reservations.iter().map(outcome).collect();
+    let state = Mutex::new(PutState {
+        outcomes,
+        refused: None,
+        holds: BTreeMap::new(),
+        parts_left: 0,
+        reply: Some(reply),
+    });
+    let job = PutJob { shared: Arc::clone(shared), request, produced_ms, class, prints, claim, state };
     (Arc::new(job), reservations)
 }
 
@@ -273,6 +288,7 @@ impl PutJob {
                 return None;
             }
         };
+        self.hold_before(run.start);
         let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
         Some((
             shard,
@@ -314,7 +330,7 @@ impl PutJob {
 
     /// One part for each segment that blocks which are here already must be durable in.
     fn settles(self: &Arc<Self>, reservations: &[Reservation]) -> Vec<Routed> {
-        let mut ends = std::collections::BTreeMap::<(u16, u32), (u64, Vec<u32>)>::new();
+        let mut ends = BTreeMap::<(u16, u32), (u64, Vec<u32>)>::new();
         if self.request.durability == Durability::Relaxed {
             return Vec::new();
         }
@@ -331,6 +347,74 @@ impl PutJob {
             (u32::from(shard), PutPart { job: Arc::clone(self), work, tell: None })
         };
         ends.into_iter().map(part).collect()
+    }
+
+    /// Why nothing may be stored behind what it hangs on: that was refused for want of room, and has not come since.
+    fn hangs_on_refused(&self) -> Option<Reason> {
+        if !self.shared.gone.any_refused() || !matches!(self.request.parent, Parent::Key(_)) {
+            return None;
+        }
+        let parent = self.before(0);
+        let refused = self.shared.index.lookup(parent) == Lookup::Absent
+            && self.shared.gone.why(parent) == Some(Gone::NoRoom);
+        refused.then(|| Reason::NoSpace(SpaceCause::Prefix { limit: self.shared.space().1 }))
+    }
+
+    /// Refuses all that is to be written. No part is left of it.
+    fn refuse_reserved(&self, reservations: &[Reservation], reason: &Reason) -> Vec<Routed> {
+        for (place, _) in (0u32..).zip(reservations).filter(|(_, one)| **one == Reservation::Reserved) {
+            let outcome = self.give_up(&(place..place + 1), reason.clone());
+            if let Some(slot) = self.lock().outcomes.get_mut(place as usize) {
+                *slot = outcome;
+            }
+        }
+        Vec::new()
+    }
+
+    /// What a run hangs on that begins with this block does not go until it is written, or refused.
+    fn hold_before(&self, place: u32) {
+        let before = self.before(place).first();
+        if !kvarts_layout::planted!("beginnings-go-first") && self.shared.index.hang(before) {
+            self.lock().holds.insert(place, before);
+        }
+    }
+
+    /// Leaves to a record what the run was held by that begins with this block.
+    fn take_hold(&self, place: u32) -> bool {
+        self.lock().holds.remove(&place).is_some()
+    }
+
+    /// What stands before a block of the request, as far as it is known and what comes behind it is of no use without it; else the
+    /// default.
+    fn before(&self, place: u32) -> BlockFingerprint {
+        if self.class.is_boundary() {
+            return BlockFingerprint::default();
+        }
+        match (self.request.parent, place.checked_sub(1)) {
+            (Parent::Unknown, _) => BlockFingerprint::default(),
+            (_, Some(before)) => self.prints.get(before as usize).copied().unwrap_or_default(),
+            (parent, None) => self.shared.asked_parent(&self.class, parent),
+        }
+    }
+
+    /// A chain is kept up to the first block that there was no room for: what was stored behind it goes again, before anything
+    /// of it was acknowledged.
+    fn end_at(&self, refused: u32, reason: &Reason, outcomes: &mut [BlockOutcome]) {
+        for (place, outcome) in outcomes.iter_mut().enumerate().skip(refused as usize) {
+            if *outcome != BlockOutcome::Stored {
+                continue;
+            }
+            let (Some(print), Some(key)) = (self.prints.get(place), self.request.keys.get(place)) else {
+                break;
+            };
+            let Lookup::Live(at) = self.shared.index.lookup(*print) else { continue };
+            let block = BlockOf { class: &self.class, key: *key };
+            if let Eviction::Evicted { .. } = self.shared.evict(*print, at, Departure::Evicted, block) {
+                *outcome = BlockOutcome::Refused(reason.clone());
+                // It was never acknowledged: what comes behind it is refused as behind the others.
+                self.shared.gone.note(*print, Gone::NoRoom);
+            }
+        }
     }
 
     /// The answer, if this was the last part.
@@ -351,9 +435,13 @@ impl PutJob {
 
     fn answer(&self) {
         let mut state = self.lock();
-        let outcomes = std::mem::take(&mut state.outcomes);
+        let mut outcomes = std::mem::take(&mut state.outcomes);
+        let refused = state.refused.take();
         let Some(reply) = state.reply.take() else { return };
         drop(state);
+        if let Some((place, reason)) = refused {
+            self.end_at(place, &reason, &mut outcomes);
+        }
         let count = |kind: fn(&BlockOutcome) -> bool| outcomes.iter().filter(|one| kind(one)).count() as u64;
         let counters = &self.shared.counters;
         counters.blocks_stored.fetch_add(count(|one| *one == BlockOutcome::Stored), Relaxed);
@@ -365,7 +453,15 @@ impl PutJob {
 
     /// Why the part should not be begun, if so.
     fn stopped(&self) -> Option<Reason> {
+        self.stopped_at(0)
+    }
+
+    /// The same of a part that begins with this block: it is not if one before it was refused for want of room.
+    fn stopped_at(&self, place: u32) -> Option<Reason> {
         let state = self.lock();
+        if let Some((_, reason)) = state.refused.as_ref().filter(|(refused, _)| *refused < place) {
+            return Some(reason.clone());
+        }
         if state.reply.as_ref().is_none_or(Reply::is_cancelled) {
             return Some(Reason::Busy("the put was cancelled"));
         }
@@ -375,6 +471,17 @@ impl PutJob {
 
     /// Ends the reservation of a run: nothing of it will be visible.
     fn give_up(&self, run: &Range<u32>, reason: Reason) -> BlockOutcome {
+        if matches!(reason, Reason::NoSpace(_)) && self.request.parent != Parent::Unknown {
+            let mut state = self.lock();
+            if state.refused.as_ref().is_none_or(|(refused, _)| run.start < *refused) {
+                state.refused = Some((run.start, reason.clone()));
+            }
+            drop(state);
+            // What comes behind it would be of no use.
+            if let Some(last) = run.end.checked_sub(1).and_then(|last| self.prints.get(last as usize)) {
+                self.shared.gone.note(*last, Gone::NoRoom);
+            }
+        }
         let prints = self.prints.get(run.start as usize..run.end as usize);
         self.shared.index.abandon(self.claim, prints.unwrap_or_default());
         BlockOutcome::Refused(reason)
@@ -434,6 +541,9 @@ impl PutJob {
 
 impl Drop for PutJob {
     fn drop(&mut self) {
+        std::mem::take(&mut self.lock().holds)
+            .into_values()
+            .for_each(|before| self.shared.index.let_go(before));
         // What was made live is not pending any more and stays.
         self.shared.index.abandon(self.claim, &self.prints);
     }

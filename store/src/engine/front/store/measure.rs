@@ -135,6 +135,8 @@ impl Store {
                     // Of no tenant.
                     class: u32::MAX,
                     expires: 0,
+                    parent: 0,
+                    hangs: false,
                 };
                 let record =
                     index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;

@@ -104,7 +104,7 @@ fn what_was_lent_is_neither_written_anew_nor_given_back_until_it_is_returned() {
         // Everything in it is gone, and its space is wanted: by holes, by emptying, by removing.
         evict(&world, &ALL);
         assert!(!matches!(world.shard.space.make_room().await, Made::Segment(_)));
-        assert!(matches!(world.shard.space.reclaim().await.unwrap_err(), Reason::NoSpace(_)));
+        assert!(matches!(world.shard.space.reclaim(true).await.unwrap_err(), Reason::NoSpace(_)));
         assert!(world.shard.space.give_back_one().await.is_err());
         assert!(is(1) && !segment.is_holed());
         assert_eq!(chunks_of(&lent), expected(0..6));

@@ -9,7 +9,7 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::choose::{self, Leaving, Victims, is_boundary};
+use super::choose::{self, Leaving, Victims};
 use super::coldest::{Footers, is_punchable};
 use super::pages::{Holes, Lying, inside, without};
 use crate::engine::shared::record_class::RecordClass;
@@ -112,12 +112,21 @@ impl Space {
             }
         }
         dead.extend(victims.keys());
-        let numbers: Vec<u32> = dead.into_iter().collect();
+        let numbers = self.last_first(dead);
         let mut made = false;
         for some in numbers.chunks(AT_ONCE) {
             made |= self.give_back(some, &victims, &mut footers).await;
         }
         if made { Made::Room } else { Made::Nothing }
+    }
+
+    /// In the order in which blocks go: what hangs on others was put after them, as a rule.
+    fn last_first(&self, numbers: BTreeSet<u32>) -> Vec<u32> {
+        let segments = self.volume.segments.borrow();
+        let sequence = |number: &u32| segments.get(number).map_or(0, |segment| segment.first_sequence.get());
+        let mut numbers: Vec<u32> = numbers.into_iter().collect();
+        numbers.sort_by_cached_key(|number| std::cmp::Reverse(sequence(number)));
+        numbers
     }
 
     /// A sealed segment in which nothing is live, the oldest first, to be recycled. One with holes has next to nothing
@@ -277,7 +286,8 @@ impl Space {
         all.into_iter().flatten().collect()
     }
 
-    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks.
+    /// Evicts blocks of a segment, those behind others first, with what else there is of the same blocks. One stays that
+    /// something hangs on by now: a put has begun behind it, or what hung on it has not gone yet.
     async fn evict_some(
         &self,
         (segment, footer): (&Segment, &Footer),
@@ -285,7 +295,7 @@ impl Space {
         columns: &mut BTreeMap<u32, BTreeSet<(Group, Coordinate)>>,
         section: &mut Section<'_>,
     ) {
-        for entry in &footer.records {
+        for entry in footer.records.iter().rev() {
             let Content::Blocks(blocks) = &entry.content else { continue };
             let page = u32::try_from(entry.offset / PAGE_BYTES).unwrap_or(u32::MAX);
             match leaving.get(&page) {
@@ -322,6 +332,9 @@ impl Space {
                 self.volume.shared.index.key().of(class.namespace.local, &key, class.group, class.coordinate);
             if here != print {
                 continue;
+            }
+            if self.volume.shared.index.hanging(print) > 0 {
+                break;
             }
             let siblings: Vec<_> = siblings(&self.volume.shared, &class, &key, columns).collect();
             let now = self.volume.shared.clock.now();
@@ -366,7 +379,7 @@ impl Space {
         }
         let Some((first, _)) = live.first() else { return };
         let Some(class) = self.volume.shared.classes.get(first.record.class) else { return };
-        if is_boundary(&class) || live.iter().any(|(found, _)| found.heat.age(now) < ORPHAN_GRACE) {
+        if class.is_boundary() || live.iter().any(|(found, _)| found.heat.age(now) < ORPHAN_GRACE) {
             return;
         }
         for (found, key) in live.into_iter().rev() {
@@ -530,7 +543,7 @@ fn siblings<'a>(
     key: &'a BlockKey,
     columns: &'a BTreeSet<(Group, Coordinate)>,
 ) -> impl Iterator<Item = (BlockFingerprint, Location)> + 'a {
-    let alone = is_boundary(class);
+    let alone = class.is_boundary();
     let others = columns.iter().filter(move |(group, coordinate)| {
         (*group, *coordinate) != (class.group, class.coordinate) && (!alone || *group == class.group)
     });

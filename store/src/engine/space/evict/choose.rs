@@ -10,7 +10,9 @@
 //! What holds for every policy:
 //! - a block under a lease stays, and so do those before it in its record;
 //! - a block that is favoured goes when nothing else is left;
-//! - a block does not go before those behind it in its record: children before parents;
+//! - a block does not go before what hangs on it, in its record or in others: of a chain the end goes first. What is listed of a
+//!   chain is picked from its end, each block as soon as all that hangs on it is picked; the end of others lies in another shard,
+//!   or is a put under way, and they stay;
 //! - of equal rank those go that empty a segment, then those whose record was unused for longest, then the later in the
 //!   log;
 //! - where single blocks cannot be given back (layer-block layout, encoded records) a record goes as a whole, when the
@@ -60,7 +62,7 @@ impl Facts {
         let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
         Self {
             whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
-            boundary: is_boundary(class),
+            boundary: class.is_boundary(),
             cost: class.namespace.worth(bytes),
         }
     }
@@ -76,6 +78,19 @@ struct Listed {
     whole: bool,
     /// One behind the last block that stays.
     keep: u16,
+    /// The block that it hangs on, and how often it counts there. 0 for nothing.
+    parent: (u64, u32),
+    /// All that is live of it is picked.
+    picked: bool,
+}
+
+/// What is listed of a record and not picked: the last of it has something behind it that is not.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// In the order of the record.
+    blocks: Vec<(Order, Picked)>,
+    /// The least of what hangs on it and is picked, and its age: it goes after that, and was used as lately.
+    behind: Option<(Order, u32)>,
 }
 
 /// In which order blocks go: the greatest first.
@@ -85,9 +100,24 @@ struct Order {
     used: Reverse<u32>,
     /// Later in the log, later in the record: what hangs on others was put after them.
     sequence: u64,
+    /// Records behind it that are picked.
+    behind: Reverse<u32>,
     segment: u32,
     page: u32,
     block: u16,
+}
+
+impl Order {
+    /// The same, no earlier than right after `other`.
+    fn after(self, other: &Self) -> Self {
+        Self {
+            rank: self.rank.min(other.rank),
+            used: self.used.min(other.used),
+            sequence: self.sequence.min(other.sequence),
+            behind: Reverse(self.behind.0.max(other.behind.0.saturating_add(1))),
+            ..self
+        }
+    }
 }
 
 /// A block that is to go.
@@ -98,6 +128,8 @@ struct Picked {
     at: Location,
     print: BlockFingerprint,
     known: Candidate,
+    /// How much hangs on it that is not in its record.
+    hanging: u32,
 }
 
 /// A live block of a record that is being listed.
@@ -124,6 +156,13 @@ struct Choice<'a> {
     blocks: u64,
     /// Segments of which some block stays.
     in_use: BTreeSet<u32>,
+    /// What waits for others, by its place among what is listed; and those places by the block that the record waits for.
+    waiting: BTreeMap<usize, Waiting>,
+    waits_for: BTreeMap<u64, usize>,
+    /// How many records are picked that hang on a block.
+    released: BTreeMap<u64, u32>,
+    /// Blocks on which something hangs that stays after all.
+    needed: BTreeSet<u64>,
     samples: Vec<(Rc<Segment>, Sample)>,
 }
 
@@ -148,6 +187,10 @@ pub(crate) async fn choose(
         bytes: 0,
         blocks: 0,
         in_use: BTreeSet::new(),
+        waiting: BTreeMap::new(),
+        waits_for: BTreeMap::new(),
+        released: BTreeMap::new(),
+        needed: BTreeSet::new(),
         samples: Vec::new(),
     };
     let mut kept = Footers::new();
@@ -237,22 +280,83 @@ impl Choice<'_> {
             share,
             whole: facts.whole,
             keep: 0,
+            parent: (info.parent, hanging_of(&seen)),
+            picked: false,
         });
-        let sequence = segment.first_sequence.get();
+        let (sequence, behind) = (segment.first_sequence.get(), Reverse(0));
+        let (mut blocks, used) = (Vec::with_capacity(seen.len()), Reverse(used));
         for Seen { block, found, print, rank, known } in seen {
             if rank == 0 {
                 self.stays(of, block);
                 continue;
             }
-            sample.add(rank, share);
-            let (used, segment) = (Reverse(used), segment.number);
-            let order = Order { rank, used, sequence, segment, page: info.page, block };
-            self.bytes += share;
-            *self.levels.entry(rank).or_default() += share;
-            let picked = Picked { of, at: found.location, print, known };
-            self.picked.insert(order, picked);
-            self.drop_least();
+            let order =
+                Order { rank, used, sequence, behind, segment: segment.number, page: info.page, block };
+            let hanging = found.hanging;
+            blocks.push((order, Picked { of, at: found.location, print, known, hanging }));
         }
+        self.waiting.insert(of, Waiting { blocks, behind: None });
+        self.pick_from(of, sample);
+    }
+
+    /// Picks what is listed of a record from its end, up to a block on which something hangs that is not picked; and so on with
+    /// what the record hangs on, if all of it is picked.
+    fn pick_from(&mut self, of: usize, sample: &mut Sample) {
+        let mut next = Some(of);
+        while let Some(of) = next.take() {
+            let Some(waiting) = self.waiting.get(&of) else { return };
+            let is_held = |(_, one): &&(Order, Picked)| {
+                one.hanging > self.released.get(&one.print.first()).copied().unwrap_or(0)
+            };
+            let whole = self.listed.get(of).is_some_and(|record| record.whole);
+            if let Some((_, held)) = waiting.blocks.iter().rev().find(is_held) {
+                self.waits_for.insert(held.print.first(), of);
+            }
+            if whole && waiting.blocks.iter().rev().any(|one| is_held(&one)) {
+                return;
+            }
+            let keep = waiting.blocks.iter().rposition(|one| is_held(&one)).map_or(0, |at| at + 1);
+            let Some(waiting) = self.waiting.get_mut(&of) else { return };
+            let behind = waiting.behind;
+            let going: Vec<_> = waiting.blocks.drain(keep..).rev().collect();
+            if waiting.blocks.is_empty() {
+                self.waiting.remove(&of);
+            }
+            let mut last = None;
+            for (mut order, mut picked) in going {
+                if let Some((behind, age)) = behind {
+                    // A use of what is behind it was a use of it.
+                    picked.known.age = picked.known.age.min(age);
+                    order.rank = order.rank.min(self.policy.rank(&picked.known).max(1));
+                    order = order.after(&behind);
+                }
+                last = Some((order, picked.known.age));
+                self.pick(order, picked, sample);
+            }
+            let Some(record) = self.listed.get_mut(of).filter(|record| record.keep == 0 && keep == 0) else {
+                return;
+            };
+            record.picked = true;
+            let (parent, count) = record.parent;
+            if parent == 0 || count == 0 {
+                return;
+            }
+            *self.released.entry(parent).or_default() += count;
+            next = self.waits_for.remove(&parent);
+            if let Some(waiting) = next.and_then(|of| self.waiting.get_mut(&of)) {
+                let both = waiting.behind.into_iter().chain(last);
+                waiting.behind = both.reduce(|one, other| (one.0.min(other.0), one.1.min(other.1)));
+            }
+        }
+    }
+
+    fn pick(&mut self, order: Order, picked: Picked, sample: &mut Sample) {
+        let share = self.listed.get(picked.of).map_or(0, |record| record.share);
+        sample.add(order.rank, share);
+        self.bytes += share;
+        *self.levels.entry(order.rank).or_default() += share;
+        self.picked.insert(order, picked);
+        self.drop_least();
     }
 
     /// Drops ranks that the wanted bytes do not need any more: at most two levels for each block that is picked, so that no
@@ -342,11 +446,20 @@ impl Choice<'_> {
         }
     }
 
-    /// The block stays, and so do those before it in its record.
+    /// The block stays, and so do those before it in its record, and what that hangs on.
     fn stays(&mut self, of: usize, block: u16) {
         let Some(record) = self.listed.get_mut(of) else { return };
         record.keep = record.keep.max(block.saturating_add(1));
         self.in_use.insert(record.segment);
+        let (parent, count) = record.parent;
+        if parent != 0 && count > 0 {
+            self.needed.insert(parent);
+        }
+        if std::mem::take(&mut record.picked)
+            && let Some(released) = self.released.get_mut(&parent)
+        {
+            *released = released.saturating_sub(count);
+        }
     }
 
     fn goes(&self, of: usize, block: u16) -> bool {
@@ -359,6 +472,12 @@ impl Choice<'_> {
 
     /// What goes of what is picked.
     async fn end(mut self, section: &mut Section<'_>) -> Victims {
+        for (of, waiting) in std::mem::take(&mut self.waiting) {
+            section.step(1).await;
+            if let Some((order, _)) = waiting.blocks.last() {
+                self.stays(of, order.block);
+            }
+        }
         let full = self.boundary();
         let now = self.space.volume.shared.epoch();
         let mut picked = Vec::with_capacity(self.picked.len());
@@ -374,6 +493,7 @@ impl Choice<'_> {
             }
         }
         let spared = self.spare_others(&picked, section).await;
+        self.keep_needed(&mut picked, section).await;
         let mut victims = Victims::new();
         for (order, block) in &picked {
             section.step(1).await;
@@ -384,6 +504,17 @@ impl Choice<'_> {
         }
         self.note_coldest(full.map_or(0, |(boundary, _)| boundary), &spared);
         victims
+    }
+
+    /// What hangs on others comes before them: so where it stays after all, they are found in one pass.
+    async fn keep_needed(&mut self, picked: &mut [(Order, Picked)], section: &mut Section<'_>) {
+        picked.sort_unstable_by_key(|(order, _)| Reverse(*order));
+        for (order, block) in picked {
+            section.step(1).await;
+            if self.needed.contains(&block.print.first()) || !self.goes(block.of, order.block) {
+                self.stays(block.of, order.block);
+            }
+        }
     }
 
     /// Of what is picked as much as is wanted: all above the last rank that is needed, and of that rank segment by
@@ -477,6 +608,13 @@ impl Choice<'_> {
     }
 }
 
+/// How many records of the index that these are all of hang on what is before them.
+fn hanging_of(seen: &[Seen]) -> u32 {
+    let records: BTreeSet<_> =
+        seen.iter().filter(|one| one.found.record.hangs).map(|one| one.found.location.record).collect();
+    records.len() as u32
+}
+
 /// Bytes that go with a block: of a record that goes as a whole its header as well.
 fn share_of(record: &RecordInfo, lives: u16, whole: bool) -> u64 {
     let bytes = match whole {
@@ -484,9 +622,4 @@ fn share_of(record: &RecordInfo, lives: u16, whole: bool) -> u64 {
         false => u64::from(record.payload_pages) * PAGE_BYTES / u64::from(record.blocks.get()),
     };
     bytes.max(1)
-}
-
-/// Whether blocks of a class are good for one boundary only.
-pub(crate) fn is_boundary(class: &RecordClass) -> bool {
-    class.namespace.spec.geometry.group(class.group).is_some_and(|group| group.class.is_boundary())
 }

@@ -55,6 +55,8 @@ fn records(world: &World, class: u32, blocks: u64) {
             live: 0,
             class,
             expires: 0,
+            parent: 0,
+            hangs: false,
         };
         let known = index.records().insert(info).unwrap();
         let prints: Vec<_> = (0..10)
@@ -581,7 +583,7 @@ fn what_a_quota_knows_of_its_records_does_not_grow_with_those_that_have_gone() {
             let record = world.shared.index.records().insert(RecordInfo { live: 0, ..info }).unwrap();
             let print = BlockFingerprint::from_parts(n, 77);
             crate::engine::shared::quota::note(&world.shared, class, record, [print].into_iter());
-            world.shared.index.records().free(record).unwrap();
+            world.shared.index.free_record(record).unwrap();
             most = most.max(account.known.lock().unwrap().len());
         }
         assert!(most < 200, "{most} records are remembered");
@@ -726,7 +728,7 @@ fn what_a_quota_knows_of_its_blocks_counts_as_memory_of_the_index_and_goes_with_
         }
         assert!(shared.must_shrink(), "what is known beside it counts as nothing");
         for record in all {
-            shared.index.records().free(record).unwrap();
+            shared.index.free_record(record).unwrap();
         }
         // A look forgets a bounded number of those that are gone.
         let looks = (0..100).take_while(|_| shared.must_shrink()).count();

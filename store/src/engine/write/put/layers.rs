@@ -151,6 +151,9 @@ fn try_begin(
     if reservations.iter().any(|one| *one != Reservation::Reserved) {
         return Err(Reason::Busy("some of the blocks are here, or on their way"));
     }
+    if let Some(reason) = job.hangs_on_refused() {
+        return Err(reason);
+    }
     let (mut runs, mut shares) = (Vec::new(), Vec::new());
     for start in (0..blocks).step_by(limit.max(1) as usize) {
         let run = start..start.saturating_add(limit).min(blocks);

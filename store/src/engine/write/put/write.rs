@@ -19,7 +19,7 @@ use crate::engine::shared::quota;
 use crate::engine::volume::Volume;
 use crate::engine::write::draft::{Draft, Payload, Written};
 use crate::engine::write::log::Log;
-use crate::index::{BlockFingerprint, RecordId};
+use crate::index::{BlockFingerprint, RecordId, RecordInfo};
 use crate::ledger::Promise;
 use kvarts_contract::api::{Durability, Parent};
 use kvarts_contract::class::Class;
@@ -52,7 +52,7 @@ pub(super) async fn write(
     run: &Range<u32>,
     digests: &[u32],
 ) -> Result<Vec<u16>, Reason> {
-    if let Some(reason) = job.stopped() {
+    if let Some(reason) = job.stopped_at(run.start) {
         return Err(reason);
     }
     if !job.is_claimed(run) {
@@ -190,12 +190,22 @@ pub(super) fn publish(
     let mut known: Vec<RecordId> = Vec::with_capacity(pieces.len());
     for piece in pieces {
         let info = piece.written.info(volume.shard, piece.run.len(), job.class.number, piece.expires)?;
+        let parent = job.before(piece.run.start).first();
+        let hangs = match piece.run.start == run.start {
+            true => job.take_hold(run.start),
+            // Behind a piece of the same run, of which no block is live yet.
+            false => job.shared.index.hang(parent),
+        };
+        let info = RecordInfo { parent, hangs, ..info };
         match records.insert(info) {
             Ok(record) => {
                 records.note_use(record, job.shared.second());
                 known.push(record);
             }
             Err(_) => {
+                if hangs {
+                    job.shared.index.let_go(parent);
+                }
                 for record in known {
                     job.shared.free_if_empty(record, 0);
                 }
