@@ -78,16 +78,16 @@ fn run(seed: Seed, ops: usize, cut: u64, rules: &[Rule]) -> Ran {
         let Ok((store, _executors)) = Store::open(&launcher, &options).await else { return };
         opened.replace(Some(store.clone()));
         work(&store, &ledger, &mut rng, ops).await;
-        ledger.borrow_mut().allow_absent(&store);
+        ledger.borrow_mut().allow_evicted_by(&store);
         let done = store.stats().counts;
         counts.replace((done.blocks_evicted, done.bytes_punched));
         let _ = store.close().await;
-        ledger.borrow_mut().allow_absent(&store);
+        ledger.borrow_mut().allow_evicted_by(&store);
         opened.take();
     };
     let mut watch = || {
         if let Some(store) = opened.borrow().as_ref() {
-            ledger.borrow_mut().allow_absent(store);
+            ledger.borrow_mut().allow_evicted_by(store);
         }
     };
     let driven = observe(&world, cut, &mut watch, whole);

@@ -3,12 +3,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvarts_contract::api::{BlockOutcome, ContainsRequest, KvStore, Presence, PutReply};
+use kvarts_contract::api::{BlockOutcome, ContainsRequest, KvStore, Presence, PutReply, Subscription};
 use kvarts_contract::error::Reason;
+use kvarts_contract::events::{EventKind, Subject};
 use kvarts_store::engine::Store;
 
 use super::{Found, Judge, Name, Put, content, key, register};
 use crate::fixture;
+
+/// Events that are taken at once.
+const EVENTS: usize = 1024;
 
 /// What is known of one block.
 #[derive(Clone, Debug, Default)]
@@ -24,6 +28,8 @@ pub(super) struct Known {
     pub(super) deleted: u64,
     /// Deletes that are asked for and not answered.
     pub(super) deleting: u32,
+    /// The last request that had been asked for when it was evicted: what was found of it by then promises nothing.
+    pub(super) evicted: u64,
 }
 
 impl Known {
@@ -60,6 +66,24 @@ pub struct Ledger {
     pub waits_for: &'static str,
     /// Operations of the workload that have begun.
     pub begun: usize,
+    /// The events of the store that it is about.
+    pub(super) heard: Heard,
+}
+
+/// What is heard of an open store. A copy of a ledger hears of the next one.
+#[derive(Default)]
+pub(super) struct Heard(Option<Subscription>);
+
+impl Clone for Heard {
+    fn clone(&self) -> Self {
+        Self(None)
+    }
+}
+
+impl std::fmt::Debug for Heard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Heard" } else { "Heard(nothing)" })
+    }
 }
 
 impl Ledger {
@@ -141,8 +165,8 @@ impl Ledger {
         }
     }
 
-    /// What an open store says of itself: a block that was acknowledged and is absent now was evicted.
-    pub fn allow_absent(&mut self, store: &Store) {
+    /// A block that is not here was evicted, if the store has evicted any.
+    fn allow_absent(&mut self, store: &Store) {
         if store.stats().counts.blocks_evicted == 0 {
             return;
         }
@@ -158,6 +182,35 @@ impl Ledger {
         }
     }
 
+    /// What an open store has told since the first call: a block whose eviction it recorded may be gone, and no other. What a
+    /// store has evicted by the first call, while it was opened, was told before that: what is not here then may be gone.
+    ///
+    /// # Panics
+    /// If events were lost: then nothing can be said.
+    pub fn allow_evicted_by(&mut self, store: &Store) {
+        if self.heard.0.is_none() {
+            self.heard.0 = Some(store.subscribe(None));
+            self.allow_absent(store);
+        }
+        let Some(heard) = &mut self.heard.0 else { return };
+        loop {
+            let events = heard.try_next(EVENTS).expect("no events are lost between two looks");
+            if events.is_empty() {
+                return;
+            }
+            for event in events.iter().filter(|event| event.kind == EventKind::Evicted) {
+                let Subject::Block(name) = &event.subject else { continue };
+                let column = fixture::columns().iter().position(|one| *one == (name.group, name.coordinate));
+                let evicted =
+                    |known: &(&Name, &mut Known)| Some(known.0.0) == column && key(*known.0) == name.key;
+                if let Some((_, known)) = self.blocks.iter_mut().find(evicted) {
+                    known.leaves();
+                    known.evicted = self.asked;
+                }
+            }
+        }
+    }
+
     pub(super) fn tried(&mut self, names: &[Name], producer: u64) {
         for name in names {
             self.blocks.entry(*name).or_default().producers.insert(producer);
@@ -169,8 +222,8 @@ impl Ledger {
             match outcome {
                 BlockOutcome::Stored | BlockOutcome::AlreadyThere => {
                     let known = self.blocks.entry(*name).or_default();
-                    // A delete that was asked for after the put may have met it.
-                    known.durable |= put.durable && put.asked > known.deleted;
+                    // A delete that was asked for after the put may have met it, and so may an eviction.
+                    known.durable |= put.durable && put.asked > known.deleted && put.asked > known.evicted;
                     self.acknowledged += u64::from(put.durable);
                 }
                 BlockOutcome::Refused(reason) => self.refusals.push(reason),

@@ -104,13 +104,13 @@ fn follow(
     next.adopt(&found, opened.store.stats().counts.blocks_evicted > 0);
     let ledger = RefCell::new(next);
     let cut = opened.world.disk().operations().1 + rng.between(1, 60);
-    let mut watch = || ledger.borrow_mut().allow_absent(&opened.store);
+    let mut watch = || ledger.borrow_mut().allow_evicted_by(&opened.store);
     let work = Work { budgets: budgets(settings, &options), ..Work::new(10, mix(settings)) };
     let worked = observe(&opened.world, cut, &mut watch, work_on(&opened.store, &ledger, &mut rng, work));
     if let Driven::Hung(hang) = worked {
         return Err(format!("after recovery: {hang}"));
     }
-    ledger.borrow_mut().allow_absent(&opened.store);
+    ledger.borrow_mut().allow_evicted_by(&opened.store);
     let state = opened.world.cut_power();
     let ledger = ledger.into_inner();
     for crash in [Crash::LoseAll, Crash::Random(seed.0)] {

@@ -10,7 +10,7 @@ use kvarts_contract::api::{
     ReadRequest, Target,
 };
 use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
-use kvarts_layout::{Coordinate, Group, Requirements};
+use kvarts_layout::{BlockKey, Coordinate, Group, Requirements};
 use kvarts_store::engine::{Done, EvictionPolicy, Limits, Options, WorkDone};
 
 use super::pool::{States, until};
@@ -204,8 +204,20 @@ pub fn fill(desk: &Desk<'_>, blocks: u64) {
     put(desk, 0..blocks, None);
 }
 
+/// Of a chain longer than the budget the beginning is kept: so a full store takes many.
+const SESSION: usize = 24;
+
+/// Puts blocks of chains of [`SESSION`] blocks.
+fn put_sessions(desk: &Desk<'_>, numbers: std::ops::Range<u64>) {
+    desk.keys(numbers).chunks(SESSION).for_each(|keys| put_keys(desk, keys, None));
+}
+
+/// Puts blocks of one chain.
 fn put(desk: &Desk<'_>, numbers: std::ops::Range<u64>, expires_after: Option<Duration>) {
-    let keys = desk.keys(numbers);
+    put_keys(desk, &desk.keys(numbers), expires_after);
+}
+
+fn put_keys(desk: &Desk<'_>, keys: &[BlockKey], expires_after: Option<Duration>) {
     for (at, some) in keys.chunks(256).enumerate() {
         let before = (at * 256).checked_sub(1).map(|before| keys[before]);
         let parent = before.map_or(Parent::Root, Parent::Key);
@@ -354,12 +366,12 @@ fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
     let blocks = size * 16 + 600;
     let stage = small_records_within(seed, 1, bytes_of(blocks))?;
     let desk = Desk::new(&stage, "growth");
-    put(&desk, 0..blocks + MORE, None);
+    put_sessions(&desk, 0..blocks + MORE);
     stage.rest();
     let evicted = || stage.engine().stats().counts.blocks_evicted;
     let before = evicted();
     let mut meter = Meter::new(&stage, |done| done.evictions);
-    put(&desk, blocks + MORE..blocks + 2 * MORE, None);
+    put_sessions(&desk, blocks + MORE..blocks + 2 * MORE);
     meter.until(100_000, || evicted() > before)?;
     let cost = meter.cost();
     match evicted() - before {

@@ -22,6 +22,7 @@ mod nodes;
 mod noise;
 pub mod planted;
 mod pool;
+mod prefixes;
 mod real;
 mod registered;
 mod repaired;

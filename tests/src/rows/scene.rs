@@ -198,7 +198,7 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
                     world.disk().heal();
                     left.replace(aftermath(&store, &ledger).await);
                 }
-                ledger.borrow_mut().allow_absent(&store);
+                ledger.borrow_mut().allow_evicted_by(&store);
                 let done = store.stats().counts;
                 counts.replace((done.segments_recycled, done.blocks_evicted));
                 stage.set(Stage::Closing);
@@ -206,7 +206,7 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
                 if let Err(error) = store.close().await {
                     ledger.borrow_mut().refusals.push(error.0);
                 }
-                ledger.borrow_mut().allow_absent(&store);
+                ledger.borrow_mut().allow_evicted_by(&store);
                 opened.take();
             }
             Err(error) => ledger.borrow_mut().refusals.push(error.0),
@@ -217,7 +217,7 @@ pub(super) fn run_on(seed: Seed, options: &Options, work: Work, rules: &[Rule], 
         // A block that is evicted now may be put again, relaxed, before the row looks: so it looks after every
         // operation.
         if let Some(store) = opened.borrow().as_ref() {
-            ledger.borrow_mut().allow_absent(store);
+            ledger.borrow_mut().allow_evicted_by(store);
         }
         if ledger.borrow().begun >= keep_from {
             moments.push(Moment { state: world.disk().crash_state(), ledger: ledger.borrow().clone() });
