@@ -39,6 +39,9 @@ use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
 /// Blocks that are listed for one choice beyond the first segment's, about.
 const BLOCKS_MAX: u64 = 64 << 10;
 
+/// Records of a chain that are picked without a turn for others.
+const PICKED_AT_ONCE: u64 = 64;
+
 /// Blocks of one record on disk that go.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Leaving {
@@ -257,19 +260,29 @@ impl Choice<'_> {
         let mut sample = Sample::of(blocks.sum());
         for entry in &footer.records {
             let Content::Blocks(blocks) = &entry.content else { continue };
-            self.record(segment, entry, blocks, &mut sample);
+            let mut next = self.record(segment, entry, blocks, &mut sample);
+            while let Some(of) = next {
+                section.step(PICKED_AT_ONCE).await;
+                next = self.pick_from(of, &mut sample);
+            }
             self.blocks += blocks.blocks.len() as u64;
             section.step(blocks.blocks.len() as u64).await;
         }
         self.samples.push((Rc::clone(segment), sample));
     }
 
-    /// Ranks the live blocks of one record, and picks those that are among the highest so far.
-    fn record(&mut self, segment: &Segment, entry: &Entry, blocks: &Blocks, sample: &mut Sample) {
+    /// Ranks the live blocks of one record, and picks those that are among the highest so far. Gives a record with which to go on.
+    fn record(
+        &mut self,
+        segment: &Segment,
+        entry: &Entry,
+        blocks: &Blocks,
+        sample: &mut Sample,
+    ) -> Option<usize> {
         let mut seen = self.seen(segment, entry, blocks);
-        let Some(first) = seen.first() else { return };
+        let first = seen.first()?;
         let (info, used) = (first.found.record, self.used(&seen));
-        let Some(facts) = self.facts(info.class) else { return };
+        let facts = self.facts(info.class)?;
         self.rank(&mut seen, facts, used);
         let lives = u16::try_from(seen.len()).unwrap_or(u16::MAX);
         let of = self.listed.len();
@@ -296,58 +309,59 @@ impl Choice<'_> {
             blocks.push((order, Picked { of, at: found.location, print, known, hanging }));
         }
         self.waiting.insert(of, Waiting { blocks, behind: None });
-        self.pick_from(of, sample);
+        self.pick_from(of, sample)
     }
 
-    /// Picks what is listed of a record from its end, up to a block on which something hangs that is not picked; and so on with
-    /// what the record hangs on, if all of it is picked.
-    fn pick_from(&mut self, of: usize, sample: &mut Sample) {
-        let mut next = Some(of);
-        while let Some(of) = next.take() {
-            let Some(waiting) = self.waiting.get(&of) else { return };
-            let is_held = |(_, one): &&(Order, Picked)| {
-                one.hanging > self.released.get(&one.print.first()).copied().unwrap_or(0)
-            };
-            let whole = self.listed.get(of).is_some_and(|record| record.whole);
-            if let Some((_, held)) = waiting.blocks.iter().rev().find(is_held) {
-                self.waits_for.insert(held.print.first(), of);
-            }
-            if whole && waiting.blocks.iter().rev().any(|one| is_held(&one)) {
-                return;
-            }
-            let keep = waiting.blocks.iter().rposition(|one| is_held(&one)).map_or(0, |at| at + 1);
-            let Some(waiting) = self.waiting.get_mut(&of) else { return };
-            let behind = waiting.behind;
-            let going: Vec<_> = waiting.blocks.drain(keep..).rev().collect();
-            if waiting.blocks.is_empty() {
-                self.waiting.remove(&of);
-            }
-            let mut last = None;
-            for (mut order, mut picked) in going {
-                if let Some((behind, age)) = behind {
-                    // A use of what is behind it was a use of it.
-                    picked.known.age = picked.known.age.min(age);
-                    order.rank = order.rank.min(self.policy.rank(&picked.known).max(1));
-                    order = order.after(&behind);
-                }
-                last = Some((order, picked.known.age));
-                self.pick(order, picked, sample);
-            }
-            let Some(record) = self.listed.get_mut(of).filter(|record| record.keep == 0 && keep == 0) else {
-                return;
-            };
-            record.picked = true;
-            let (parent, count) = record.parent;
-            if parent == 0 || count == 0 {
-                return;
-            }
-            *self.released.entry(parent).or_default() += count;
-            next = self.waits_for.remove(&parent);
-            if let Some(waiting) = next.and_then(|of| self.waiting.get_mut(&of)) {
-                let both = waiting.behind.into_iter().chain(last);
-                waiting.behind = both.reduce(|one, other| (one.0.min(other.0), one.1.min(other.1)));
+    /// Picks what is listed of a record from its end, and so on with what it hangs on, a few records at once. Gives the record with
+    /// which to go on.
+    fn pick_from(&mut self, of: usize, sample: &mut Sample) -> Option<usize> {
+        (0..PICKED_AT_ONCE).try_fold(of, |of, _| self.pick_record(of, sample))
+    }
+
+    /// Picks what is listed of a record from its end, up to a block on which something hangs that is not picked. If all of it is
+    /// picked, gives the listed record that has waited for that.
+    fn pick_record(&mut self, of: usize, sample: &mut Sample) -> Option<usize> {
+        let is_held = |(_, one): &(Order, Picked)| {
+            one.hanging > self.released.get(&one.print.first()).copied().unwrap_or(0)
+        };
+        let blocks = &self.waiting.get(&of)?.blocks;
+        let held = blocks.iter().rposition(is_held);
+        if let Some((_, held)) = held.and_then(|at| blocks.get(at)) {
+            self.waits_for.insert(held.print.first(), of);
+            if self.listed.get(of)?.whole {
+                return None;
             }
         }
+        let waiting = self.waiting.get_mut(&of)?;
+        let behind = waiting.behind;
+        let going: Vec<_> = waiting.blocks.drain(held.map_or(0, |at| at + 1)..).rev().collect();
+        let mut last = None;
+        for (mut order, mut picked) in going {
+            if let Some((behind, age)) = behind {
+                // A use of what is behind it was a use of it.
+                picked.known.age = picked.known.age.min(age);
+                order.rank = order.rank.min(self.policy.rank(&picked.known).max(1));
+                order = order.after(&behind);
+            }
+            last = Some((order, picked.known.age));
+            self.pick(order, picked, sample);
+        }
+        if held.is_some() {
+            return None;
+        }
+        self.waiting.remove(&of);
+        let record = self.listed.get_mut(of).filter(|record| record.keep == 0)?;
+        record.picked = true;
+        let (parent, count) = record.parent;
+        if parent == 0 || count == 0 {
+            return None;
+        }
+        *self.released.entry(parent).or_default() += count;
+        let next = self.waits_for.remove(&parent)?;
+        let waiting = self.waiting.get_mut(&next)?;
+        let both = waiting.behind.into_iter().chain(last);
+        waiting.behind = both.reduce(|one, other| (one.0.min(other.0), one.1.min(other.1)));
+        Some(next)
     }
 
     fn pick(&mut self, order: Order, picked: Picked, sample: &mut Sample) {

@@ -158,6 +158,7 @@ fn try_begin(
     for start in (0..blocks).step_by(limit.max(1) as usize) {
         let run = start..start.saturating_add(limit).min(blocks);
         shares.push(job.share(&run)?);
+        job.hold_before(run.start);
         runs.push(run);
     }
     job.lock().parts_left = 1;
