@@ -414,7 +414,7 @@ fn blocks_behind_a_gap_are_counted_and_so_is_the_end_of_the_gap() {
     // Behind the second one lie three records of eight, and nothing of its own record.
     let (blocks, bytes) = told(&mut desk);
     assert_eq!(blocks, 19 + 24);
-    assert!(bytes >= 43 * BLOCK && bytes < 43 * (BLOCK + 8192), "{bytes}");
+    assert!((43 * BLOCK..43 * (BLOCK + 8192)).contains(&bytes), "{bytes}");
     assert_eq!(desk.cut_off(&[one.clone(), other.clone()]).1, 43);
     desk.put(&[10], Parent::Key(block_key(9)));
     desk.put(&[115], Parent::Key(block_key(114)));

@@ -53,6 +53,8 @@ fn info(blocks: u16) -> RecordInfo {
         live: 0,
         class: 0,
         expires: 0,
+        parent: 0,
+        hangs: false,
     }
 }
 

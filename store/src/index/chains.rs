@@ -177,10 +177,10 @@ impl Index {
         let parent = info.parent;
         match (found, info.hangs) {
             (Cut::Circle, true) if self.records.note_hangs(id, parent, false) => self.let_go(parent),
-            (Cut::Whole | Cut::Missing, false) if self.hang(parent) => {
-                if !self.records.note_hangs(id, parent, true) {
-                    self.let_go(parent);
-                }
+            (Cut::Whole | Cut::Missing, false)
+                if self.hang(parent) && !self.records.note_hangs(id, parent, true) =>
+            {
+                self.let_go(parent);
             }
             _ => {}
         }
