@@ -497,7 +497,7 @@ impl Records {
         write(shard).free(local, id)
     }
 
-    /// Keeps a record's number from being given out again until [`Records::release`], and gives what is known of
+    /// Keeps a record's number from being given out again until [`super::Index::release_record`], and gives what is known of
     /// the record; `None` if there is none under this number. While it is held, a location in it means this record
     /// and no later one.
     pub fn hold(&self, id: RecordId) -> Option<RecordInfo> {

@@ -230,8 +230,8 @@ pub const BUGS: &[Bug] = &[
     )
     .at(10),
     bug("beginnings-go-first", "R32", "room for the end of a chain is made of its beginning").at(15),
-    bug("let-go-forgotten", "R32", "what hung on a block and is gone is counted for ever"),
-    bug("evicted-untold", "R22", "blocks are evicted to make room, and no event says so"),
+    bug("let-go-forgotten", "R30", "what hung on a block and is gone is counted for ever").at(7),
+    bug("evicted-untold", "R1", "blocks are evicted to make room, and no event says so").at(3),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
     bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(5),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(51),
