@@ -10,10 +10,9 @@
 //! Which blocks a record has, the index does not say: of accounts with a limit it is kept by record from the put on. Of
 //! what recovery found, or what was put before there was a limit, it is learnt by one walk over the index.
 //!
-//! Records go as a whole, oldest use first, of one time the last ones of the log. One on which another hangs stays until that one
-//! has gone: of a chain the end goes first.
+//! Records go as a whole, oldest use first, those of one time in log order. One on which another hangs stays until that one has
+//! gone: of a chain the end goes first.
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
@@ -206,9 +205,7 @@ async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) ->
     let mut found = BTreeSet::new();
     for (place, account) in accounts.iter().enumerate() {
         let look = |id: RecordId, info: &RecordInfo, used: u32| {
-            // What was put later may hang on what was put before.
-            let log = Reverse((info.segment, info.page, info.shard));
-            found.insert((used, log, id, info.share(info.live), place));
+            found.insert((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
         };
         records_of(shared, account, &mut section, look).await;
     }
