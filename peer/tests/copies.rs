@@ -45,7 +45,7 @@ async fn start(stages: &[&Stage], change: impl Fn(NodeOptions) -> NodeOptions) -
     let members = common::members(1, stages, &listeners);
     let (identity, geometry) = common::model();
     let node = |(stage, listener): (&&Stage, TcpListener)| {
-        let options = change(common::options(&members));
+        let options = change(common::patient(&members));
         let node = ClusterNode::start(stage.store().clone(), listener, options).unwrap();
         node.know(&identity, &geometry, stage.namespace);
         node
@@ -337,15 +337,24 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
     nodes[0].note_use(&column(&a, of_chain), None);
     nodes[0].note_use(&column(&a, &passing), Some(keys[0]));
     until("last copies are offered", || offers().last > 0).await;
-    until("they are taken and read", || {
-        let copied: u64 = nodes[1..].iter().map(|node| node.status().offers.copied).sum();
-        let OfferCounts { last, taken, .. } = offers();
-        let copied_here = others(&used) as u64;
-        taken == last && copied == taken && copied_here == copied
-    })
-    .await;
-    let (before, taken) = (offers().last, offers().taken);
-    assert!(before <= used.len() as u64 && taken == before, "{:?}", offers());
+    // Where a holder was late, those that it knows of are offered at a later look. What another node has is the last copy no more.
+    let begun = Instant::now();
+    loop {
+        until("they are taken and read", || {
+            let copied: u64 = nodes[1..].iter().map(|node| node.status().offers.copied).sum();
+            let OfferCounts { last, taken, .. } = offers();
+            let copied_here = others(&used) as u64;
+            taken == last && copied == taken && copied_here == copied
+        })
+        .await;
+        let before = offers().last;
+        tokio::time::sleep(LOOKS_EVERY * 2).await;
+        if offers().last == before {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", offers());
+    }
+    assert!(offers().last <= used.len() as u64, "{:?}", offers());
     assert_eq!((others(&unused), here(&a, &keys)), (0, keys.len()), "what was not used is not worth it");
     assert_eq!(others(of_none), 0, "nor is what is of no own chain");
     assert_eq!(
@@ -354,8 +363,5 @@ async fn the_last_copy_of_what_an_owner_uses_is_offered_before_it_may_be_evicted
         "nor what goes anyhow, or has room"
     );
     assert_eq!(here(&c, &keys), 0, "a node without room takes nothing");
-    // What another node has is the last copy no more.
-    tokio::time::sleep(LOOKS_EVERY * 2).await;
-    assert_eq!((offers().last, offers().taken), (before, taken));
     nodes.iter().for_each(|node| node.stop());
 }

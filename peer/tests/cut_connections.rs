@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::common::{self, GROUP, Stage, key, options};
+use crate::common::{self, GROUP, Stage, key, options, patient};
 use crate::depth::depth;
 use crate::proxied::{Cut, Proxy, Way};
 use kvarts_cluster::members::{Member, Members, NodeId};
@@ -131,7 +131,7 @@ impl Scene {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         };
-        let node = ClusterNode::start(self.reader.store().clone(), listener, options(&self.members)).unwrap();
+        let node = ClusterNode::start(self.reader.store().clone(), listener, patient(&self.members)).unwrap();
         let (identity, geometry) = common::model();
         node.know(&identity, &geometry, self.reader.namespace);
         node

@@ -188,8 +188,11 @@ async fn what_holds_blocks_beside_a_store_hears_what_another_node_was_asked_with
     b.store().produce_after(b.store().wall_ms() + 60_000);
     delete_here(&b, &keys[..1]).await;
     b.put(&keys[..1]);
-    let (other, noting) =
-        (ClusterNode::start(b.store().clone(), of_b, common::options(&members)).unwrap(), Noting::default());
+    let options = NodeOptions { has_tier: true, ..common::options(&members) };
+    let (other, noting) = (ClusterNode::start(b.store().clone(), of_b, options).unwrap(), Noting::default());
+    // What it is told waits for the tier.
+    let taken = until("something is carried out", || !other.deletes_known().is_empty());
+    assert!(tokio::time::timeout(Duration::from_millis(500), taken).await.is_err());
     other.set_beside(Arc::new(noting.clone()));
     until_reached(&other).await;
     until_reached(&one).await;

@@ -11,7 +11,9 @@ use kvarts_layout::identity::Arrangement;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, OriginId};
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, Column, InMemory, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
+use kvarts_peer::node::{
+    ClusterNode, Column, InMemory, NodeOptions, OFFER_EVERY, Patience, PutPolicy, Secret,
+};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::Home;
 use kvarts_terminal::Failure;
@@ -174,6 +176,8 @@ impl Bench<'_> {
                 deletes: Arc::new(InMemory::default()),
                 serve: ServeLimits { bytes_per_second, ..ServeLimits::default() },
                 put: PutPolicy::Store,
+                patience: Patience::default(),
+                has_tier: false,
                 hot: None,
                 offer_every: OFFER_EVERY,
             };

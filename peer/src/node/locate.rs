@@ -11,6 +11,21 @@ use kvarts_wire::proto;
 
 use super::{ClusterNode, wire};
 
+/// How long puts and reads wait for nodes that are asked what they have. Such a node that has not answered by then has nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// A put: it stores what it was not told of.
+    pub put: Duration,
+    /// A read, before it begins.
+    pub read: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { put: Duration::from_millis(10), read: Duration::from_millis(25) }
+    }
+}
+
 /// Blocks of one column.
 #[derive(Clone, Copy, Debug)]
 pub struct Column<'a> {

@@ -45,7 +45,7 @@ use tokio::sync::{Semaphore, watch};
 
 pub use chain::lease_of;
 pub use deletes::{Away, Beside, Deleted, FILE_BYTES_MAX, Guarded, InMemory, Kept, Underway, Written};
-pub use locate::{Column, Located};
+pub use locate::{Column, Located, Patience};
 pub use network::{Called, Calls, Footing, Network};
 pub use offering::{OFFER_EVERY, OfferCounts};
 pub use placing::{Fate, Placing, PutCounts, PutPolicy};
@@ -135,6 +135,10 @@ pub struct NodeOptions {
     pub serve: ServeLimits,
     /// What puts do with blocks that another node has.
     pub put: PutPolicy,
+    /// How long puts and reads wait for nodes that are asked what they have.
+    pub patience: Patience,
+    /// Whether [`ClusterNode::set_beside`] will be called: until then no entry of another node is carried out.
+    pub has_tier: bool,
     /// When blocks that are read from other nodes are copied here; none: never by themselves.
     pub hot: Option<Rule>,
     /// How often last copies are looked for that are about to be evicted: [`OFFER_EVERY`] but in tests.

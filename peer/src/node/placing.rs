@@ -16,9 +16,6 @@ use super::offering::ToOwner;
 use super::replicate::Held;
 use super::{ClusterNode, Column};
 
-/// How long a put waits for the directory at most. A holder that does not answer by then knows of no copy, and the blocks are stored.
-const PUT_TIMEOUT: Duration = Duration::from_millis(10);
-
 /// What a put does with blocks that another node has, or is to have.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PutPolicy {
@@ -127,7 +124,7 @@ impl ClusterNode {
         let behind = self.owned.chain_of_first(parent.iter().chain(&tags));
         // The blocks, the one before them, and the chain that one of them is known to be of.
         let names: Vec<Tag> = tags.iter().copied().chain(parent).chain(behind).collect();
-        let Asked { located, owners, .. } = self.ask_holders(&names, true, PUT_TIMEOUT).await;
+        let Asked { located, owners, .. } = self.ask_holders(&names, true, self.options.patience.put).await;
         let now = self.now();
         let others = owners.iter().filter(|(_, owner)| *owner != self.me);
         let others: BTreeMap<Tag, NodeId> =

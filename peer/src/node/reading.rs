@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use kvarts_cluster::dealer::PathSet;
 use kvarts_cluster::members::NodeId;
@@ -21,8 +20,6 @@ use crate::read::{Copies, MultiRead, MultiTiles, NodePaths, OWN, begin};
 
 /// From this size on a read takes what other nodes have besides what is here.
 const SHARED_BYTES: u64 = 16 << 20;
-/// How long the directory may take before a read begins.
-const LOCATE_TIMEOUT: Duration = Duration::from_millis(25);
 
 /// Nodes that are asked for a block whose holder is away: which nodes have it is not known then.
 const ASKED_BLINDLY: usize = 8;
@@ -225,7 +222,7 @@ impl ClusterNode {
     /// they are asked for here first.
     async fn copies(&self, column: &Column<'_>, own: &[bool]) -> Option<Arc<Copies>> {
         let tags: Vec<Tag> = column.keys.iter().map(|key| column.tag(key)).collect();
-        let Asked { located, silent, .. } = self.ask_holders(&tags, false, LOCATE_TIMEOUT).await;
+        let Asked { located, silent, .. } = self.ask_holders(&tags, false, self.options.patience.read).await;
         // A holder that is only late is asked again by the next read.
         let is_away = |holder| self.link(holder).is_none_or(|link| !link.state().is_connected);
         let away = silent.iter().filter(|(holder, _)| is_away(*holder)).flat_map(|(_, places)| places);

@@ -10,6 +10,7 @@ pub mod certificates;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_contract::api::{BlockOutcome, DeleteRequest, KvStore, Parent, Placed, PutRequest, Target};
@@ -20,7 +21,7 @@ use kvarts_layout::spec::{Kind, PartGeometry, Role};
 use kvarts_layout::{BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
 use kvarts_peer::credentials::Credentials;
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, InMemory, NodeOptions, OFFER_EVERY, PutPolicy, Secret};
+use kvarts_peer::node::{ClusterNode, InMemory, NodeOptions, OFFER_EVERY, Patience, PutPolicy, Secret};
 use kvarts_store::engine::{Options, Store};
 use kvarts_store::home::{Home, HomeOptions};
 use tokio::net::TcpListener;
@@ -180,7 +181,7 @@ pub async fn start_with(
     let pairs = stages.iter().zip(listeners);
     pairs
         .map(|(stage, listener)| {
-            let options = NodeOptions { credentials: credentials(stage.id()), ..options(&members) };
+            let options = NodeOptions { credentials: credentials(stage.id()), ..patient(&members) };
             ClusterNode::start(stage.store().clone(), listener, options).unwrap()
         })
         .collect()
@@ -195,6 +196,12 @@ pub fn members(epoch: u64, stages: &[&Stage], listeners: &[TcpListener]) -> Memb
     Members::new(epoch, stages.iter().zip(listeners).map(one).collect()).unwrap()
 }
 
+/// Where every node answers: that a machine is busy must not make a put or a read do without.
+pub fn patient(members: &Members) -> NodeOptions {
+    let minute = Duration::from_secs(60);
+    NodeOptions { patience: Patience { put: minute, read: minute }, ..options(members) }
+}
+
 pub fn options(members: &Members) -> NodeOptions {
     NodeOptions {
         credentials: None,
@@ -207,6 +214,8 @@ pub fn options(members: &Members) -> NodeOptions {
         deletes: Arc::new(InMemory::default()),
         serve: ServeLimits { memory: 32 << 20, ..ServeLimits::default() },
         put: PutPolicy::Store,
+        patience: Patience::default(),
+        has_tier: false,
         hot: None,
         offer_every: OFFER_EVERY,
     }

@@ -9,7 +9,7 @@ use kvarts_cluster::members::{FILE_BYTES_MAX, Member, Members, NodeId};
 use kvarts_peer::credentials::{Credentials, Pem};
 use kvarts_peer::etcd::{EtcdAccess, Registered};
 use kvarts_peer::lane::ServeLimits;
-use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, Secret};
+use kvarts_peer::node::{ClusterNode, NodeOptions, OFFER_EVERY, Patience, Secret};
 use kvarts_store::engine::Store;
 
 use super::deletes_file::DeletesFile;
@@ -188,7 +188,7 @@ impl Named {
 
 /// Begins to serve the other nodes.
 pub(super) async fn start(
-    (config, port): (&ClusterConfig, Option<Port>),
+    (config, port, has_tier): (&ClusterConfig, Option<Port>, bool),
     Named { all, own, credentials }: Named,
     directory: &Path,
     store: &Store,
@@ -219,6 +219,8 @@ pub(super) async fn start(
         deletes: Arc::new(DeletesFile::new(directory)),
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
         put: config.put,
+        patience: Patience::default(),
+        has_tier,
         hot: config.hot,
         offer_every: OFFER_EVERY,
     };

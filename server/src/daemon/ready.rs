@@ -104,8 +104,11 @@ async fn tiers(
     notes: &mut Vec<String>,
 ) -> Result<Tiers, String> {
     let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
+    let has_tier = config.cold.is_some();
     let cluster = match config.cluster.as_ref().zip(named) {
-        Some((config, named)) => Some(cluster::start((config, port), named, first, store, notes).await?),
+        Some((config, named)) => {
+            Some(cluster::start((config, port, has_tier), named, first, store, notes).await?)
+        }
         None => None,
     };
     let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));

@@ -19,7 +19,7 @@ use kvarts_contract::error::Reason;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_peer::lane::{self, Bell, Host, Join, LaneServer, Ready, ServeLimits, Served, Wire};
 use kvarts_peer::node::{
-    Calls, ClusterNode, Footing, InMemory, Network, NodeOptions, OFFER_EVERY, PutPolicy, Secret,
+    Calls, ClusterNode, Footing, InMemory, Network, NodeOptions, OFFER_EVERY, Patience, PutPolicy, Secret,
 };
 use kvarts_peer::path::{Path, Piece};
 use kvarts_peer::read::Runner;
@@ -350,6 +350,8 @@ impl Town {
             deletes: Arc::new(self.seats[place].deletes.clone()),
             serve: ServeLimits { memory: 16 << 20, connections: 64, ..ServeLimits::default() },
             put: self.rules.0,
+            patience: Patience::default(),
+            has_tier: false,
             hot: self.rules.1,
             offer_every: OFFER_EVERY,
         };

@@ -118,7 +118,7 @@ impl ClusterNode {
         let mut done = nothing();
         let carried = match (&entry.what, all) {
             (What::Sooner(column, keys, ends_ms), _) => {
-                let guard = self.guarded(entry).await;
+                let guard = self.guarded(entry).await?;
                 let shortened = self.shorten(entry, *column, keys, *ends_ms, &mut done, all).await;
                 finished(shortened, guard).await
             }
@@ -136,15 +136,22 @@ impl ClusterNode {
         }
     }
 
-    /// Has whatever else holds blocks know of an entry that is about to be carried out.
-    async fn guarded<'a>(&'a self, entry: &'a Entry) -> Option<Box<dyn Underway<'a> + 'a>> {
-        let beside = self.deletes.beside.get()?;
-        Some(beside.carrying(entry).await)
+    /// Announces to the tier behind the disks an entry that is about to be carried out. Waits for a tier that is still to be set: it
+    /// must not miss one.
+    async fn guarded<'a>(&'a self, entry: &'a Entry) -> Result<Option<Box<dyn Underway<'a> + 'a>>, Error> {
+        if !self.options.has_tier {
+            return Ok(None);
+        }
+        tokio::select! {
+            biased;
+            beside = self.deletes.beside.wait() => Ok(Some(beside.carrying(entry).await)),
+            () = self.stopped() => Err(Error(Reason::Busy("this node stops"))),
+        }
     }
 
     /// Deletes with whatever else holds blocks.
     async fn delete_all(&self, entry: &Entry, target: Target, done: &mut Done) -> Result<(), Error> {
-        let guard = self.guarded(entry).await;
+        let guard = self.guarded(entry).await?;
         let deleted = self.delete_stored(entry.namespace, target, done).await;
         finished(deleted, guard).await
     }
@@ -214,7 +221,7 @@ impl ClusterNode {
         }
         // Also where nothing is here: a restore from the bucket may be under way by a manifest that was read before the delete.
         let told = told(what);
-        let guard = self.guarded(&told).await;
+        let guard = self.guarded(&told).await?;
         let deleted = self.delete_columns(namespace, columns, &places, done).await;
         finished(deleted, guard).await
     }
@@ -306,7 +313,7 @@ impl ClusterNode {
     }
 }
 
-/// What else holds blocks is told if it was carried out.
+/// Notifies the tier behind the disks of an entry that the store has carried out.
 async fn finished<'a>(
     outcome: Result<(), Error>,
     guard: Option<Box<dyn Underway<'a> + 'a>>,

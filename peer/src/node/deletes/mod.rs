@@ -14,7 +14,7 @@ mod wire;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_cluster::deletes::{CLOCKS_APART_MS, Column, CopyFate, Entry, Log, Name, Recent, What};
@@ -23,7 +23,7 @@ use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, Life, MAX_
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_layout::{BlockKey, NamespaceId, planted};
-use tokio::sync::{RwLock, RwLockReadGuard, oneshot};
+use tokio::sync::{RwLock, RwLockReadGuard, SetOnce, oneshot};
 
 use super::ClusterNode;
 use super::link::Link;
@@ -94,7 +94,7 @@ pub(super) struct Deletes {
     keeper: tokio::sync::Mutex<Keeper>,
     tallies: Mutex<BTreeMap<Name, Tally>>,
     /// The tier behind the disks, where there is one.
-    beside: OnceLock<Arc<dyn Beside>>,
+    beside: SetOnce<Arc<dyn Beside>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -128,7 +128,7 @@ impl Deletes {
             taking: tokio::sync::Mutex::default(),
             keeper: tokio::sync::Mutex::new(keeper),
             tallies: Mutex::default(),
-            beside: OnceLock::new(),
+            beside: SetOnce::new(),
         };
         Ok((deletes, below_ms))
     }
@@ -232,7 +232,8 @@ fn failed(why: String) -> Error {
 }
 
 impl ClusterNode {
-    /// What else holds blocks here, and must not bring back what other nodes delete. For who has it, once.
+    /// The tier that holds blocks behind this node's disks, and must not bring back what other nodes delete. Once, where the options
+    /// say that there is one.
     pub fn set_beside(&self, beside: Arc<dyn Beside>) {
         // A second one is not set.
         let _ = self.deletes.beside.set(beside);
