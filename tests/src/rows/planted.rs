@@ -72,7 +72,7 @@ pub const BUGS: &[Bug] = &[
         "R22",
         "compaction switches the index without a look at what it points to now",
     )
-    .at(118),
+    .at(266),
     bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
@@ -104,13 +104,13 @@ pub const BUGS: &[Bug] = &[
         "R6",
         "recovery takes evicted blocks of a segment without a footer for torn or live ones",
     )
-    .at(1713),
+    .at(8811),
     bug(
         "fsck-forgets-holes",
         "R6",
         "the checker takes evicted blocks of a segment without a footer for damaged ones",
     )
-    .at(1713),
+    .at(8811),
     bug("tag-not-compared", "R7", "a record counts without its tag: a client can forge one").at(9),
     bug("position-not-compared", "R7", "a sound structure counts wherever it lies").at(62),
     bug("fsck-misses-lost-files", "R7", "the checker does not miss a segment that the checkpoint knows")
@@ -135,7 +135,8 @@ pub const BUGS: &[Bug] = &[
         "fsck-recycled-header-unseen",
         "R7",
         "the checker takes a segment that was used again for a free one where its new header was lost",
-    ),
+    )
+    .at(7355),
     bug(
         "key-not-compared",
         "R18",
@@ -203,7 +204,7 @@ pub const BUGS: &[Bug] = &[
         .at(14),
     bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
-    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(5),
+    bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(237),
     bug(
         "latch-lifted-unproven",
         "R32",
@@ -213,7 +214,7 @@ pub const BUGS: &[Bug] = &[
     bug("short-segments-stay", "R32", "segments that starts leave behind are never merged").at(3),
     bug("rest-is-no-room", "R32", "room that segments lack is not counted where room is made").at(11),
     bug("coarse-holes-believed", "R32", "single pages are punched where the file system gives none back")
-        .at(19),
+        .at(38),
     bug("given-back-unflushed", "R32", "bytes go back to the budget though the flush of their hole failed")
         .at(5),
     bug("deleted-namespace-remembered", "R32", "what a deleted namespace had in memory stays").at(6),
@@ -233,7 +234,7 @@ pub const BUGS: &[Bug] = &[
     bug("let-go-forgotten", "R30", "what hung on a block and is gone is counted for ever").at(7),
     bug("evicted-untold", "R1", "blocks are evicted to make room, and no event says so").at(3),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
-    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(5),
+    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(36),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(51),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
