@@ -5,7 +5,7 @@
 #![allow(clippy::disallowed_methods, reason = "reads a trace that is named in the environment")]
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -16,9 +16,8 @@ use kvarts_contract::api::{
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
-use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, Layout, ModelSpec, NamespaceId};
-use kvarts_simulator::disk::{Machine, MemoryIo, Replay, Settings, block_key};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Layout, ModelSpec, NamespaceId};
+use kvarts_simulator::disk::{Machine, MemoryIo, Replay, Settings, block_key, identity};
 use kvarts_store::engine::{EvictionPolicy, Options, Store};
 use kvarts_store::io::Io;
 
@@ -41,25 +40,6 @@ struct Desk {
 
 /// Blocks of one request at most.
 const REQUEST_MAX: u64 = 2048;
-
-fn identity(spec: &ModelSpec) -> Identity {
-    let text = |text: &str| text.to_owned();
-    Identity {
-        model: text(spec.name()),
-        revision: text("chains"),
-        tokenizer: text("chains"),
-        adapter: text("none"),
-        kv_dtype: text("bf16"),
-        quantisation: Quantisation { recipe: text("none"), scales: text("none") },
-        rope: text("none"),
-        window: text("none"),
-        arrangement: Arrangement { engine: text("test"), layout: text("canonical"), version: text("1") },
-        block_tokens: spec.default_block_tokens(),
-        spec_fingerprint: spec.geometry().fingerprint(),
-        tenant_salt: TenantSalt(Vec::new()),
-        extras: BTreeMap::new(),
-    }
-}
 
 fn keys(blocks: &[u64]) -> Vec<BlockKey> {
     blocks.iter().map(|block| block_key(*block)).collect()

@@ -18,4 +18,4 @@ pub use events::{Happened, Kind};
 pub use lockstep::Lockstep;
 pub use machine::{Machine, MakeIo};
 pub use memory::MemoryIo;
-pub use replay::{Figures, Replay, Settings, block_key};
+pub use replay::{Figures, Replay, Settings, block_key, identity};

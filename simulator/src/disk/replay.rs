@@ -132,7 +132,8 @@ fn memory(bytes: u64) -> Result<SharedBuf, String> {
     SharedBuf::new(&region, 0, len).ok_or_else(|| "no memory".to_owned())
 }
 
-fn identity(spec: &ModelSpec) -> Identity {
+/// An identity of a model that only its spec tells from others.
+pub fn identity(spec: &ModelSpec) -> Identity {
     let text = |text: &str| text.to_owned();
     Identity {
         model: text(spec.name()),
