@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvarts_contract::error::Reason;
 use kvarts_fsck::check::Level;
-use kvarts_store::engine::{Limits, Options};
+use kvarts_store::engine::{EvictionPolicy, Limits, Options};
 use kvarts_tests::campaign::layered::Layered;
 use kvarts_tests::campaign::{Act, Aim, Driven, Judge, Ledger, Poller, act, drive, read_all};
 use kvarts_tests::sim::{Effect, OpKind, Rule, SimWorld, When, Which, WorldConfig};
@@ -164,6 +164,39 @@ fn churn(stage: &SimStage, ledger: &RefCell<Ledger>) -> (u64, u64) {
         }
     }
     (deletes, most)
+}
+
+#[test]
+fn what_it_hangs_on_stays_while_it_stands_still_and_afterwards() {
+    let stage = open(6, &Options { budget_bytes: 2 << 20, eviction: EvictionPolicy::Lru, ..options() });
+    let ledger = RefCell::new(Ledger::default());
+    let fill = |keys: std::ops::Range<u64>| {
+        let before = stage.engine().stats().counts.blocks_evicted;
+        for key in keys {
+            // Each hangs on nothing that is here.
+            wait(&stage, act(stage.engine(), &ledger, Act::Put(bring(2 * key, 1, 10))));
+        }
+        stage.engine().stats().counts.blocks_evicted - before
+    };
+    let here = || wait(&stage, read_all(stage.engine()))[&(0, 0)].is_ok();
+    wait(&stage, act(stage.engine(), &ledger, Act::Put(bring(0, 1, 1))));
+    let mut put = wait(&stage, Layered::begin(stage.engine(), bring(1, 1, 2))).unwrap();
+    wait(&stage, put.next());
+    let evicted = fill(1000..1200);
+    assert!(evicted > 60, "{evicted} evicted");
+    assert!(here(), "what it hangs on is gone");
+    finish(&stage, put, &ledger);
+    assert!(here());
+    // Its record hangs on it by now: of the two it does not go first.
+    let both = || {
+        let found = wait(&stage, read_all(stage.engine()));
+        (found[&(0, 0)].is_ok(), found[&(0, 1)].is_ok())
+    };
+    for key in (1200..1400).step_by(5) {
+        fill(key..key + 5);
+        assert_ne!(both(), (false, true), "a block goes before what hangs on it");
+    }
+    stage.audit_all();
 }
 
 #[test]
