@@ -1,5 +1,5 @@
-//! What a bucket is told of: what was deleted, and when. Who hears of a delete late tells the bucket of it as it was, so that what was put
-//! again since stays.
+//! A delete, or a shorter time to live, as it is recorded in a namespace's manifest, with its time. A node that receives a delete late
+//! records it with the delete's own time, so that blocks which were put again since stay.
 
 use kvarts_layout::{BlockKey, Coordinate, Group, planted};
 
@@ -30,7 +30,7 @@ impl Deleted {
     }
 }
 
-/// When it was deleted.
+/// The time of a delete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum When {
     /// Now. All that the bucket has of it goes.
@@ -42,7 +42,7 @@ pub enum When {
     Until(u64),
 }
 
-/// What a bucket is told of.
+/// A delete, or a shorter time to live, and its time.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Told {
     /// What was deleted.
@@ -56,7 +56,7 @@ impl Told {
         if planted!("late-deletes-are-new") { When::Now } else { self.when }
     }
 
-    /// The time that a manifest keeps, where it is told now.
+    /// The time to record in the manifest, when it is recorded at `now_ms`.
     fn at_ms(&self, now_ms: u64) -> u64 {
         match self.when() {
             When::Now => now_ms,

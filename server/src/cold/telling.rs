@@ -14,7 +14,7 @@ use super::counts::{Counts, add};
 
 /// Namespaces that are told at once, about: those that share a turn wait for each other.
 const TURNS: usize = 16;
-/// Keys that are remembered at most of what the bucket could not be told: the oldest are forgotten.
+/// Keys that are remembered at most of what could not be recorded: the oldest are forgotten.
 const OWED_KEYS: usize = 1 << 16;
 /// How long the bucket may take for one of these.
 const OWED_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,7 +31,7 @@ struct Waiting {
 pub(super) struct Telling {
     waiting: Mutex<BTreeMap<NamespaceId, Vec<Waiting>>>,
     turns: [tokio::sync::Mutex<()>; TURNS],
-    /// What other nodes were asked, and the bucket could not be told.
+    /// Entries of other nodes that could not be recorded in the bucket.
     owed: Mutex<VecDeque<(NamespaceId, Told)>>,
 }
 
@@ -46,7 +46,7 @@ impl Telling {
         self.owed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The bucket is to be told of this when it answers again.
+    /// Records this in the bucket when the bucket answers again.
     pub(super) fn owe(&self, namespace: NamespaceId, what: Told) {
         let mut owed = self.owed();
         owed.push_back((namespace, what));
@@ -58,7 +58,7 @@ impl Telling {
         }
     }
 
-    /// Tells the bucket what it could not be told, up to where that fails again.
+    /// Records what could not be recorded before, until a request fails again.
     pub(super) async fn tell_owed(&self, (tier, counts): (&Tier, &Counts)) {
         let count = self.owed().len();
         for _ in 0..count {
