@@ -79,6 +79,27 @@ def indices(*pages):
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
+def storage(pool, tp_rank=0, tp_size=1, alias="served/name", mla=False, **extra):
+    """As SGLang makes it."""
+    given = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1, "revision": "1"}
+    config = HiCacheStorageConfig(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=mla,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=alias,
+        extra_config={**given, **extra},
+    )
+    made = StorageBackendFactory.create_backend("dynamic", config, pool)
+    made.register_mem_pool_host(pool)
+    return made
+
+
 class Sglang(unittest.TestCase):
     def setUp(self):
         self.server = Server()
@@ -88,29 +109,12 @@ class Sglang(unittest.TestCase):
         settings.start()
         self.addCleanup(settings.stop)
 
-    def storage(self, pool=None, tp_rank=0, tp_size=1, alias="served/name", mla=False, settings=None, **extra):
+    def storage(self, pool=None, settings=None, **extra):
         doubles.of_sglang(**(settings or {}))
-        given = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1}
-        given.update(server=self.server.socket, revision="1", timeout=SOON, pause=0.1)
-        given.update(extra)
-        config = HiCacheStorageConfig(
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=mla,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name=alias,
-            extra_config=given,
-        )
         pool = pool or Pool()
-        storage = StorageBackendFactory.create_backend("dynamic", config, pool)
-        storage.register_mem_pool_host(pool)
-        self.addCleanup(storage.close)
-        return storage, pool
+        made = storage(pool, **{"server": self.server.socket, "timeout": SOON, "pause": 0.1, **extra})
+        self.addCleanup(made.close)
+        return made, pool
 
     def test_pages_come_back_into_other_places_of_another_pool(self):
         first, pool = self.storage()
