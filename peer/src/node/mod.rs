@@ -44,7 +44,9 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
 pub use chain::lease_of;
-pub use deletes::{Away, Beside, Deleted, FILE_BYTES_MAX, Guarded, InMemory, Kept, Underway, Written};
+pub use deletes::{
+    Away, Beside, Deleted, FILE_BYTES_MAX, Guarded, InMemory, Kept, Shortened, Underway, Written,
+};
 pub use locate::{Column, Located, Patience};
 pub use network::{Called, Calls, Footing, Network};
 pub use offering::{OFFER_EVERY, OfferCounts};

@@ -288,9 +288,9 @@ pub(crate) async fn shorten_elsewhere(
     }
     let told = node.end_sooner(namespace, column, keys, Duration::from_millis(ttl));
     let told = tokio::time::timeout_at(call.deadline, told).await;
-    let (changed, away) = told.map_err(|_| Reason::DeadlinePassed)??;
-    reply.changed.iter_mut().zip(changed).for_each(|(here, there)| *here |= there);
-    reply.away = wire_away(&away);
+    let told = told.map_err(|_| Reason::DeadlinePassed)??;
+    reply.changed.iter_mut().zip(told.were).for_each(|(here, there)| *here |= there);
+    reply.away = wire_away(&told.away);
     Ok(reply)
 }
 

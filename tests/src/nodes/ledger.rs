@@ -42,11 +42,13 @@ const APART: Duration = Duration::from_millis(CLOCKS_APART_MS + 1000);
 /// How much later than its time a production may still be given.
 const ENDS_LATE: Duration = Duration::from_millis(300);
 
-/// A delete.
+/// A delete, or a shorter time to live.
 struct Deleting {
     /// Of everything if none are named.
     keys: Option<Vec<BlockKey>>,
     began: Nanos,
+    /// When blocks are over that have less time to live, once that is known.
+    over: Option<Nanos>,
     /// What had been put before it.
     dead: Vec<(BlockKey, u64)>,
     /// Who may not have heard of it.
@@ -69,8 +71,9 @@ struct Notes {
     /// Of each place what was acknowledged as durable and not deleted since.
     durable: BTreeMap<usize, BTreeSet<BlockKey>>,
     deletes: Vec<Deleting>,
-    /// What must not be given at a place, from when on.
+    /// What must not be given at a place, from when on: what was deleted, and what was to end sooner.
     dead: BTreeMap<(usize, BlockKey, u64), Nanos>,
+    ended: BTreeMap<(usize, BlockKey, u64), Nanos>,
     chains: BTreeMap<u64, Vec<Held>>,
     contents: BTreeMap<(BlockKey, u64), Content>,
     violations: Vec<String>,
@@ -182,11 +185,12 @@ impl Book {
         }
     }
 
-    /// A delete begins in a cluster of that number of places; of everything if no keys are named. Gives its number.
+    /// A delete, or a shorter time to live, begins in a cluster of that number of places; of everything if no keys are named. Gives
+    /// its number.
     pub fn delete(&self, places: usize, keys: Option<&[BlockKey]>, now: Nanos) -> usize {
         let mut notes = self.lock();
         let (keys, untold) = (keys.map(<[BlockKey]>::to_vec), (0..places).collect());
-        let mut delete = Deleting { keys, began: now, dead: Vec::new(), untold, name: None };
+        let mut delete = Deleting { keys, began: now, over: None, dead: Vec::new(), untold, name: None };
         let all = notes.productions.iter().filter(|(key, _)| delete.is_of(key));
         let all = all.flat_map(|(key, producers)| producers.iter().map(|producer| (*key, *producer)));
         let answered: Vec<_> = all.filter(|(_, producer)| notes.answered.contains_key(producer)).collect();
@@ -196,10 +200,25 @@ impl Book {
         notes.deletes.len() - 1
     }
 
-    /// A delete was acknowledged under this name, and these places have it.
-    pub fn deleted(&self, number: usize, name: Name, told: &[usize], now: Nanos) {
-        self.lock().deletes[number].name = Some(name);
+    /// It was acknowledged under this name, and these places have it. Blocks that have less time to live are over then.
+    pub fn deleted(&self, number: usize, name: Name, told: &[usize], (now, over): (Nanos, Option<Nanos>)) {
+        let mut notes = self.lock();
+        let delete = &mut notes.deletes[number];
+        delete.name = Some(name);
+        delete.over = over.map(|over| over.plus(ENDS_LATE));
+        drop(notes);
         told.iter().for_each(|place| self.tell(*place, |at, _| at == number, now));
+    }
+
+    /// A store is opened again: it may have forgotten that blocks were to end sooner, and gives them to others until they would have.
+    pub fn reopened(&self) {
+        let mut notes = self.lock();
+        notes.ended.clear();
+        notes
+            .deletes
+            .iter_mut()
+            .filter(|delete| delete.over.is_some())
+            .for_each(|delete| delete.dead.clear());
     }
 
     /// A place has heard of this.
@@ -209,11 +228,13 @@ impl Book {
 
     fn tell(&self, place: usize, is_it: impl Fn(usize, Name) -> bool, now: Nanos) {
         let mut notes = self.lock();
-        let Notes { deletes, dead, .. } = &mut *notes;
+        let Notes { deletes, dead, ended, .. } = &mut *notes;
         for (at, delete) in (0..).zip(deletes) {
             if delete.name.is_some_and(|name| is_it(at, name)) && delete.untold.remove(&place) {
+                let gone = if delete.over.is_some() { &mut *ended } else { &mut *dead };
                 for (key, producer) in &delete.dead {
-                    dead.entry((place, *key, *producer)).or_insert(now);
+                    let since = gone.entry((place, *key, *producer)).or_insert(Nanos(u64::MAX));
+                    *since = delete.over.unwrap_or(now).max(now).min(*since);
                 }
             }
         }
@@ -222,8 +243,12 @@ impl Book {
     /// What a read must not have given that began then, at this place.
     fn is_gone(&self, (place, began): (usize, Nanos), key: &BlockKey, producer: u64) -> bool {
         let notes = self.lock();
-        let is_dead = notes.dead.get(&(place, *key, producer)).is_some_and(|since| *since <= began);
-        is_dead || notes.answered.get(&producer).copied().flatten().is_some_and(|end| end < began)
+        let all = [&notes.dead, &notes.ended];
+        let is_gone = |gone: &&BTreeMap<_, Nanos>| {
+            gone.get(&(place, *key, producer)).is_some_and(|since| *since <= began)
+        };
+        all.iter().any(is_gone)
+            || notes.answered.get(&producer).copied().flatten().is_some_and(|end| end < began)
     }
 
     /// What must be at a place.

@@ -20,7 +20,7 @@ use kvarts_contract::clock::Clock;
 use kvarts_contract::error::Kind;
 use kvarts_fsck::check::Level;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
-use kvarts_peer::node::{Column, lease_of};
+use kvarts_peer::node::{Away, Column, lease_of};
 use kvarts_peer::read::Runner;
 use kvarts_store::engine::{Limits, Options};
 use kvarts_wire::proto;
@@ -180,25 +180,37 @@ impl Scene {
         let number = book.delete(self.count(), (!all).then_some(&keys), clock.now());
         let target = if all { Target::Namespace } else { Target::Keys { column: None, keys } };
         let request = DeleteRequest { namespace: self.namespace, target, deadline: None };
-        let ids: Vec<NodeId> = self.town.seats.iter().map(|seat| seat.id).collect();
+        let ids = self.ids();
         self.spawn(place, async move {
             let before = node.members();
             let Ok(deleted) = node.delete(request).await else { return };
-            let (is_refused, after) =
-                (|one: &DeleteOutcome| matches!(one, DeleteOutcome::Refused(_)), node.members());
+            let is_refused = |one: &DeleteOutcome| matches!(one, DeleteOutcome::Refused(_));
             if deleted.reply.outcomes.iter().any(is_refused) {
                 return;
             }
-            // Who was a member all the time, and is not said to be away, has it.
-            let is_told = |id: &NodeId| {
-                before.get(*id).is_some()
-                    && after.get(*id).is_some()
-                    && !deleted.away.iter().any(|away| away.node == *id)
-            };
-            let told: Vec<usize> =
-                (0..).zip(&ids).filter(|(_, id)| is_told(id)).map(|(place, _)| place).collect();
-            book.deleted(number, deleted.name, &told, clock.now());
+            let told = told(&ids, (&*before, &*node.members()), &deleted.away);
+            book.deleted(number, deleted.name, &told, (clock.now(), None));
         });
+    }
+
+    /// Blocks are to end sooner than they would.
+    fn shorten(&mut self, place: usize) {
+        let Some(node) = self.town.node(place).cloned() else { return };
+        let (keys, ttl) = (self.some(), Duration::from_millis(self.rng.between(200, TTL_MS_MAX)));
+        let (clock, book) = (Arc::clone(&self.town.clock), self.book.clone());
+        let number = book.delete(self.count(), Some(&keys), clock.now());
+        let (namespace, ids) = (self.namespace, self.ids());
+        self.spawn(place, async move {
+            let before = node.members();
+            let Ok(shorter) = node.end_sooner(namespace, pages(), keys, ttl).await else { return };
+            let told = told(&ids, (&*before, &*node.members()), &shorter.away);
+            let now = clock.now();
+            book.deleted(number, shorter.name, &told, (now, Some(now.plus(ttl))));
+        });
+    }
+
+    fn ids(&self) -> Vec<NodeId> {
+        self.town.seats.iter().map(|seat| seat.id).collect()
     }
 
     fn read(&mut self, place: usize, keys: Vec<BlockKey>, order: Order, deadline: Option<Duration>) {
@@ -313,7 +325,7 @@ impl Scene {
     /// Something that a user does.
     fn act(&mut self) {
         let place = self.rng.index(self.count());
-        match self.rng.below(12) {
+        match self.rng.below(13) {
             0..=3 => self.put(place),
             4..=8 => {
                 let keys = self.some();
@@ -323,6 +335,7 @@ impl Scene {
             }
             9 => self.delete(place),
             10 => self.replicate(place),
+            11 => self.shorten(place),
             _ => (0..3).for_each(|_| self.chain(place)),
         }
     }
@@ -413,6 +426,7 @@ impl Scene {
                 return Err(note(format!("after it was gone: {}", problems(&checked))));
             }
         }
+        self.book.reopened();
         let opened = self.town.open(place)?;
         let lost: Vec<BlockKey> = self.book.durable(place);
         let lost = lost.into_iter().filter(|key| !has(&opened.1, self.namespace, key)).count();
@@ -629,6 +643,14 @@ impl Scene {
         let wrong = self.book.first_violation().or_else(|| self.book.overdue(self.town.clock.now()));
         wrong.map_or(Ok(()), Err)
     }
+}
+
+/// Which places have what was acknowledged: who was a member all the time, and is not said to be away.
+fn told(ids: &[NodeId], (before, after): (&Members, &Members), away: &[Away]) -> Vec<usize> {
+    let is_told = |id: &NodeId| {
+        before.get(*id).is_some() && after.get(*id).is_some() && !away.iter().any(|away| away.node == *id)
+    };
+    (0..).zip(ids).filter(|(_, id)| is_told(id)).map(|(place, _)| place).collect()
 }
 
 fn has(store: &impl KvStore, namespace: NamespaceId, key: &BlockKey) -> bool {

@@ -234,18 +234,18 @@ pub const BUGS: &[Bug] = &[
     bug("let-go-forgotten", "R30", "what hung on a block and is gone is counted for ever").at(7),
     bug("evicted-untold", "R1", "blocks are evicted to make room, and no event says so").at(3),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
-    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(36),
-    bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(51),
+    bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(2),
+    bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(5),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
-    bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was"),
-    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(9),
-    bug("departed-still-listed", "R33", "a node that left is still said to have blocks"),
+    bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was").at(5),
+    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(3),
+    bug("departed-still-listed", "R33", "a node that left is still said to have blocks").at(9),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
-    bug("old-token-renewed", "R33", "a lease is renewed under an older token").at(100),
+    bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
-    bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed"),
+    bug("unconfirmed-holder-grants", "R33", "a holder grants that no majority has confirmed").at(34),
     bug(
         "epochs-start-over",
         "R38",
@@ -278,16 +278,19 @@ pub const BUGS: &[Bug] = &[
         "deletes-not-told-again",
         "R33",
         "a node that was away is not told what was deleted when it is connected again",
-    ),
+    )
+    .at(5),
     bug(
         "read-from-who-lacks-deletes",
         "R33",
         "blocks are read from a node that has not heard what was deleted",
     )
-    .at(51),
+    .at(65),
     bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
-        .at(11),
-    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of").at(12),
+        .at(144),
+    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of").at(11),
+    bug("shorter-times-stay", "R33", "what another node was asked to end sooner ends when it would have")
+        .at(1),
     bug("deletes-not-noted", "R41", "a manifest does not keep what was deleted"),
     bug("deletes-not-compared", "R41", "a pack is named whatever its manifest knows of deletes"),
     bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named")
@@ -300,9 +303,10 @@ pub const BUGS: &[Bug] = &[
         "duplicate-into-the-places",
         "R33",
         "a piece that is asked for twice is read twice into the same places",
-    ),
-    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(7),
-    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing"),
+    )
+    .at(106),
+    bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(4),
+    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing").at(144),
 ];
 
 /// Bugs at the end of the list that the merge tier does without.

@@ -57,6 +57,17 @@ pub struct Deleted {
     pub below_ms: u64,
 }
 
+/// What came of a shorter time to live.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Shortened {
+    /// Of each key whether that changed anything on another node.
+    pub were: Vec<bool>,
+    /// Nodes that could not be told.
+    pub away: Vec<Away>,
+    /// By which nodes know it ([`ClusterNode::deletes_known`]).
+    pub name: Name,
+}
+
 /// What nodes have said of one entry, for whom waits for it.
 #[derive(Clone, Debug)]
 struct Tally {
@@ -262,15 +273,14 @@ impl ClusterNode {
         Ok(Deleted { reply, away, name, below_ms })
     }
 
-    /// Blocks have less time to live here since now: so they have on all other nodes. Says of each key whether that changed anything
-    /// there, and which nodes could not be told.
+    /// Blocks have less time to live here since now: so they have on all other nodes.
     pub async fn end_sooner(
         self: &Arc<Self>,
         namespace: NamespaceId,
         column: Column,
         keys: Vec<BlockKey>,
         ttl: Duration,
-    ) -> Result<(Vec<bool>, Vec<Away>), Error> {
+    ) -> Result<Shortened, Error> {
         let node = Arc::clone(self);
         self.to_the_end(async move {
             let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
@@ -284,8 +294,8 @@ impl ClusterNode {
                 let request = TtlRequest { namespace, group, coordinate, keys, ttl: Some(ttl) };
                 node.store.shorten_ttl(&request)?;
             }
-            let (_, tally, away) = node.tell_all(vec![entry], None).await?;
-            Ok((tally.were, away))
+            let (name, tally, away) = node.tell_all(vec![entry], None).await?;
+            Ok(Shortened { were: tally.were, away, name })
         })
         .await
     }
