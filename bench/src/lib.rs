@@ -97,7 +97,7 @@ enum BenchCommand {
 /// Runs one of the subcommands. What it made on this machine is gone when it ends, however that is.
 pub fn run(arguments: &BenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let done = measure(arguments, out);
-    scratch::last_word();
+    kvarts_terminal::undo::last_word();
     done
 }
 

@@ -28,7 +28,7 @@ use kvarts_layout::BlockKey;
 use serde::Serialize;
 
 use ground::{Ground, Prefix, Server};
-use kvarts_terminal::Failure;
+use kvarts_terminal::{Failure, undo};
 use show::Layer;
 
 /// Sessions that go on from the shared prefix, and the blocks that each adds.
@@ -112,10 +112,12 @@ struct Damage {
 
 /// Runs the demonstration.
 pub(crate) fn run(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    match arguments.cluster {
+    let done = match arguments.cluster {
         true => cluster::run(arguments, out),
         false => one_server(arguments, out),
-    }
+    };
+    undo::last_word();
+    done
 }
 
 fn one_server(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failure> {
@@ -134,7 +136,7 @@ fn one_server(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failure> 
     let stored = store(&prefix)?;
     let (matched, added) = fork(&prefix)?;
     tell("killing the server");
-    server.kill()?;
+    server.kill();
     let restarted = Instant::now();
     let server = Server::start(&ground)?;
     let restart_seconds = restarted.elapsed().as_secs_f64();

@@ -1,7 +1,10 @@
 //! Runs the real `kvarts demo`: everything that it tells happened, and nothing of it is left.
 
-use std::process::Command;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 #[test]
@@ -37,4 +40,37 @@ fn the_demonstration_holds_what_it_says_and_leaves_nothing() {
     assert!(text.contains("killed (SIGKILL)") && text.contains("   layer 0 ms"), "{text}");
     assert_eq!(std::fs::read_dir(&below).unwrap().count(), 0, "nothing is left");
     std::fs::remove_dir(&below).unwrap();
+}
+
+/// Processes that were started with this path in an argument.
+fn started_with(path: &Path) -> usize {
+    let named = |entry: std::fs::DirEntry| {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(&path.display().to_string())
+    };
+    std::fs::read_dir("/proc").unwrap().filter_map(Result::ok).map(named).filter(|is| *is).count()
+}
+
+#[test]
+fn interrupted_it_leaves_nothing_either() {
+    for more in [&[][..], &["--cluster"]] {
+        let below =
+            std::env::temp_dir().join(format!("kvarts-demo-cut-{}-{}", std::process::id(), more.len()));
+        std::fs::create_dir_all(&below).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));
+        command.args(["demo", "--tokens", "1024", "--dir"]).arg(&below).args(more);
+        let mut demo = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let begun = Instant::now();
+        // Itself and a server.
+        while started_with(&below) < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no server was started");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        kill_process(Pid::from_child(&demo), Signal::INT).unwrap();
+        let code = demo.wait().unwrap().code();
+        let said = std::io::read_to_string(demo.stderr.take().unwrap()).unwrap();
+        assert_eq!((code, said.as_str()), (Some(130), ""));
+        assert_eq!((std::fs::read_dir(&below).unwrap().count(), started_with(&below)), (0, 0));
+        std::fs::remove_dir(&below).unwrap();
+    }
 }

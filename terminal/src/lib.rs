@@ -3,6 +3,7 @@
 mod failure;
 pub mod program;
 mod table;
+pub mod undo;
 
 pub use failure::{Failure, Refusal};
 pub use table::{Align, Table};

@@ -10,11 +10,11 @@ use kvarts_cluster::members::{Member, NodeId};
 use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_layout::BlockKey;
 use kvarts_terminal::Failure;
+use kvarts_terminal::undo::Undo;
 
 use super::stage::{CLUSTER, Model, SECRET, SEGMENT_MIB, Trio, chain_keys};
 use super::{Bench, PAUSE};
 use crate::report::Report;
-use crate::scratch::Undo;
 
 /// How often it is killed.
 const KILLS: usize = 3;

@@ -9,9 +9,8 @@ use std::os::fd::AsFd;
 use std::process::{Command, Output};
 
 use kvarts_peer::node::ClusterNode;
+use kvarts_terminal::undo::Undo;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
-
-use crate::scratch::Undo;
 
 /// What may go out at once after a pause: a few of the largest packets.
 const BURST: &str = "256k";

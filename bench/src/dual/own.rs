@@ -10,12 +10,12 @@ use std::path::Path;
 
 use kvarts_contract::buffers::BufMut;
 use kvarts_terminal::Failure;
+use kvarts_terminal::undo::Undo;
 
 use super::Bench;
 use super::stage::{Trio, chain_keys};
 use crate::pairs::{Contestant, summary, take_turns};
 use crate::report::Report;
-use crate::scratch::Undo;
 
 const GROUPS: &str = "/sys/fs/cgroup/blkio";
 

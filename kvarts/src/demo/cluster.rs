@@ -98,7 +98,7 @@ pub(super) fn run(arguments: &DemoArgs, out: &mut dyn Write) -> Result<(), Failu
     });
     let killing = killing.map_err(Failure::user)?;
     reads.push(read("A is killed in the middle", &on_b)?);
-    killing.join().map_err(|_| Failure::user("the node could not be killed"))??;
+    killing.join().map_err(|_| Failure::user("the node could not be killed"))?;
     let waited = Instant::now();
     let mut while_it_is_leased = "granted";
     let next = loop {

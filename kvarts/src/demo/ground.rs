@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_contract::api::{KvStore, Placed};
 use kvarts_contract::buffers::SharedBuf;
@@ -18,6 +19,7 @@ use kvarts_layout::{
 
 use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_terminal::Failure;
+use kvarts_terminal::undo::{Undo, remove};
 use kvarts_wire::proto;
 
 /// Tokens of a block.
@@ -32,6 +34,7 @@ const NEEDLE_BYTES: usize = 64;
 /// A directory of this run, the model, and the prefix's keys.
 pub(super) struct Ground {
     path: PathBuf,
+    _undo: Undo,
     geometry: Geometry,
     identity: Identity,
     pub(super) requirements: Requirements,
@@ -40,13 +43,6 @@ pub(super) struct Ground {
     pub(super) shape: BlockShape,
     pub(super) block_tokens: u32,
     pub(super) keys: Vec<BlockKey>,
-}
-
-impl Drop for Ground {
-    fn drop(&mut self) {
-        // What cannot be removed lies among temporary files.
-        let _ = std::fs::remove_dir_all(&self.path);
-    }
 }
 
 fn identity(model: &str, geometry: &Geometry) -> Identity {
@@ -72,12 +68,24 @@ impl Ground {
         let keys = text_keys(&prompt, BLOCK_TOKENS);
         let below = below.map_or_else(std::env::temp_dir, Path::to_owned);
         let path = below.join(format!("kvarts-demo-{}", std::process::id()));
-        std::fs::create_dir_all(&path)
-            .map_err(|error| Failure::User(format!("{}: {error}", path.display())))?;
+        let told = |error: std::io::Error| format!("{}: {error}", path.display());
+        let gone = path.clone();
+        let made = Undo::of(|| std::fs::create_dir_all(&path).map_err(told), move || remove(&gone));
+        let (_undo, ()) = made.map_err(Failure::User)?;
         let identity = identity(model, &geometry);
         let block_tokens = BLOCK_TOKENS;
-        let ground =
-            Self { path, geometry, identity, requirements, group, coordinate, shape, block_tokens, keys };
+        let ground = Self {
+            path,
+            _undo,
+            geometry,
+            identity,
+            requirements,
+            group,
+            coordinate,
+            shape,
+            block_tokens,
+            keys,
+        };
         let wanted = ground.bytes().saturating_mul(2).saturating_add(512 << 20);
         let space = rustix::fs::statvfs(&ground.path).map_err(Failure::user)?;
         let free = space.f_bavail.saturating_mul(space.f_frsize);
@@ -223,10 +231,19 @@ pub(super) fn content(key: &BlockKey, part: u32, bytes: &mut [u8]) {
     }
 }
 
-/// A server in another process.
+/// A server in another process, killed when this is dropped.
 pub(super) struct Server {
-    child: Child,
+    child: Arc<Mutex<Option<Child>>>,
+    _undo: Undo,
     endpoint: String,
+}
+
+/// Until it has ended; it may have already.
+fn kill(child: &Mutex<Option<Child>>) {
+    if let Some(child) = child.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        let _ = child.kill();
+        let _ = child.wait();
+    }
 }
 
 impl Server {
@@ -242,7 +259,8 @@ impl Server {
         let socket = ground.path.join(format!("{name}.socket"));
         let file = File::create(&log).map_err(Failure::user)?;
         let budget = format!("{} MiB", (ground.bytes() >> 20) * 3 / 2 + 384);
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .arg("serve")
             .args(["--dir", &ground.path.join(name).display().to_string()])
             .args(["--budget", &budget, "--segment", SEGMENT])
@@ -252,12 +270,18 @@ impl Server {
             .env_remove("KVARTS_CONFIG")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(file)
-            .spawn()
-            .map_err(Failure::user)?;
-        let mut server = Self { child, endpoint: format!("unix:{}", socket.display()) };
+            .stderr(file);
+        let child = Arc::new(Mutex::new(None));
+        let (started, gone) = (Arc::clone(&child), Arc::clone(&child));
+        let start = move || {
+            let mut child = command.spawn().map_err(|error| error.to_string())?;
+            let pipe = child.stdout.take();
+            *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(child);
+            pipe.ok_or_else(|| "a server without output".to_owned())
+        };
+        let (_undo, pipe) = Undo::of(start, move || kill(&gone)).map_err(Failure::User)?;
+        let server = Self { child, _undo, endpoint: format!("unix:{}", socket.display()) };
         let mut line = String::new();
-        let pipe = server.child.stdout.take().ok_or_else(|| Failure::user("a server without output"))?;
         // One line, or none if it ended.
         BufReader::new(pipe).read_line(&mut line).map_err(Failure::user)?;
         if line.starts_with("serving ") {
@@ -274,24 +298,17 @@ impl Server {
     }
 
     /// SIGKILL: whatever it was doing, it does no more.
-    pub(super) fn kill(mut self) -> Result<(), Failure> {
-        self.child.kill().map_err(Failure::user)?;
-        self.child.wait().map(drop).map_err(Failure::user)
+    pub(super) fn kill(self) {
+        kill(&self.child);
     }
 
     /// SIGTERM, and waits for it to end.
-    pub(super) fn stop(mut self) -> Result<(), Failure> {
-        let pid = rustix::process::Pid::from_child(&self.child);
+    pub(super) fn stop(self) -> Result<(), Failure> {
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(child) = child.as_mut() else { return Ok(()) };
+        let pid = rustix::process::Pid::from_child(child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).map_err(Failure::user)?;
-        self.child.wait().map(drop).map_err(Failure::user)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        child.wait().map(drop).map_err(Failure::user)
     }
 }
 
