@@ -275,7 +275,11 @@ fn a_download_that_is_cut_at_any_page_never_says_more_than_has_arrived() {
             }
         }
         // The first one is asked again, before anything of an answer; the last may miss no more than the end.
-        assert!(whole <= 2 && partly > 4, "{order:?}: {partly} in part and {whole} whole of {cuts}");
+        // What a reset finds in the receiver's own queue is lost with it.
+        assert!(
+            whole <= 2 && partly > depth(1, 4),
+            "{order:?}: {partly} in part and {whole} whole of {cuts}"
+        );
     }
     scene.end();
 }
