@@ -190,7 +190,7 @@ async fn what_holds_blocks_beside_a_store_hears_what_another_node_was_asked_with
     b.put(&keys[..1]);
     let options = NodeOptions { has_tier: true, ..common::options(&members) };
     let (other, noting) = (ClusterNode::start(b.store().clone(), of_b, options).unwrap(), Noting::default());
-    // What it is told waits for the tier.
+    // Entries of other nodes wait until the tier is set.
     let taken = until("something is carried out", || !other.deletes_known().is_empty());
     assert!(tokio::time::timeout(Duration::from_millis(500), taken).await.is_err());
     other.set_beside(Arc::new(noting.clone()));

@@ -406,7 +406,8 @@ def course(seed):
         try:
             world.go()
         except BaseException as error:
-            error.add_note(f"seed {seed}:\n  " + "\n  ".join(world.story))
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"seed {seed}:\n  " + "\n  ".join(world.story))
             raise
         return world.elsewhere
 

@@ -11,7 +11,8 @@ use kvarts_wire::proto;
 
 use super::{ClusterNode, wire};
 
-/// How long puts and reads wait for nodes that are asked what they have. Such a node that has not answered by then has nothing.
+/// How long puts and reads wait for nodes that are asked what they have. A node that has not answered by then counts as one
+/// without any of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
     /// A put: it stores what it was not told of.

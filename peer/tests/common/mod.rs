@@ -196,7 +196,7 @@ pub fn members(epoch: u64, stages: &[&Stage], listeners: &[TcpListener]) -> Memb
     Members::new(epoch, stages.iter().zip(listeners).map(one).collect()).unwrap()
 }
 
-/// Where every node answers: that a machine is busy must not make a put or a read do without.
+/// For tests in which every node answers: on a busy machine the default times are too short.
 pub fn patient(members: &Members) -> NodeOptions {
     let minute = Duration::from_secs(60);
     NodeOptions { patience: Patience { put: minute, read: minute }, ..options(members) }
