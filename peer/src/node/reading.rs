@@ -223,10 +223,8 @@ impl ClusterNode {
     async fn copies(&self, column: &Column<'_>, own: &[bool]) -> Option<Arc<Copies>> {
         let tags: Vec<Tag> = column.keys.iter().map(|key| column.tag(key)).collect();
         let Asked { located, silent, .. } = self.ask_holders(&tags, false, self.options.patience.read).await;
-        // A holder that is only late is asked again by the next read.
-        let is_away = |holder| self.link(holder).is_none_or(|link| !link.state().is_connected);
-        let away = silent.iter().filter(|(holder, _)| is_away(*holder)).flat_map(|(_, places)| places);
-        let away: Vec<usize> = away.filter(|place| own.get(**place) == Some(&false)).copied().collect();
+        let unsaid = silent.iter().flat_map(|(_, places)| places);
+        let unsaid: Vec<usize> = unsaid.copied().filter(|place| own.get(*place) == Some(&false)).collect();
         // What no node is said to have may be here by now; if not, it is known at once that it is nowhere.
         let nowhere = own.iter().zip(&located.copies).any(|(here, nodes)| !here && nodes.is_empty());
         let own_now = if nowhere { self.own_blocks(column) } else { own.to_vec() };
@@ -241,11 +239,12 @@ impl ClusterNode {
             if *here { others.with(OWN) } else { others }
         });
         let mut paths: Vec<PathSet> = paths.collect();
-        // Whose holder is away may be anywhere: a node that does not have it says so at the price of one message.
+        // Whose holder did not say may be anywhere, whether the holder is late or dies in this moment: a node that does not have it says so at
+        // the price of one message.
         let anywhere = lanes.by_node.iter().filter(|(node, _)| is_told(node)).map(|(_, lane)| lane);
         let anywhere = anywhere.filter(|lane| lane.client.counts().connected).take(ASKED_BLINDLY);
         let anywhere = anywhere.fold(PathSet::default(), |paths, lane| paths.with(lane.path));
-        for place in away {
+        for place in unsaid {
             if let Some(of) = paths.get_mut(place) {
                 *of = of.or(anywhere);
                 elsewhere |= !anywhere.is_empty();
