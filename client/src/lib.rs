@@ -20,6 +20,7 @@ mod grpc_path;
 mod local;
 mod messages;
 mod peer;
+pub mod pool;
 mod remote;
 mod timeouts;
 mod upload;
@@ -45,6 +46,7 @@ use kvarts_planner::cost::Times;
 use kvarts_planner::route::{self, Route};
 use kvarts_wire::{convert, limits, plans, proto};
 use local::LocalPath;
+pub use pool::PoolName;
 use remote::Remote;
 pub use remote::endpoint;
 use tonic::Streaming;
@@ -84,6 +86,25 @@ pub trait Path: KvStore + fmt::Debug {
         let region = shared::map_own(&file, bytes, Box::new(()));
         region.map_err(|error| Error(Reason::Config(format!("shared memory: {error}"))))
     }
+
+    /// Memory for a pool of blocks that other processes may use by its name: see [`Client::shared_pool`].
+    fn named_pool(&self, bytes: usize, name: PoolName) -> Result<Arc<Region>, Error> {
+        let _ = (bytes, name);
+        Err(only_local())
+    }
+
+    /// The pool of this name: see [`Client::attach`].
+    fn attach(&self, name: PoolName) -> Result<Arc<Region>, Error> {
+        let _ = name;
+        Err(only_local())
+    }
+}
+
+/// What other paths than the local one say of pools that processes share.
+fn only_local() -> Error {
+    let why =
+        "processes share a pool over the local path alone: connect with unix:PATH, on the server's host";
+    Error(Reason::Config(why.to_owned()))
 }
 
 /// What a match found, of the server's own store and beyond it.
@@ -228,6 +249,22 @@ impl Client {
         // A seal turns an engine's mistake into an error of that engine. Files of `/dev/shm` take none.
         let _ = shared::seal(&file);
         self.path.adopt(file, bytes)
+    }
+
+    /// Memory for a pool of blocks that the processes of one engine share: its scheduler takes it, and its workers attach to it by the
+    /// name ([`Client::attach`]), which cannot be guessed and which no other tenant's client can use. All of them may read and write it.
+    /// It counts once as memory of the tenant, however many processes attach to it, and is gone with the last process that has it.
+    ///
+    /// What is read into it is verified by the client that reads. Its pages are all there when this returns, and stay the ones they are.
+    pub fn shared_pool(&self, bytes: usize) -> Result<(Arc<Region>, PoolName), Error> {
+        let name = PoolName::new();
+        Ok((self.path.named_pool(bytes, name)?, name))
+    }
+
+    /// The memory of a pool that another process of the same tenant has taken on this server ([`Client::shared_pool`]). It stays when that
+    /// process ends.
+    pub fn attach(&self, name: PoolName) -> Result<Arc<Region>, Error> {
+        self.path.attach(name)
     }
 
     /// The way that blocks take.

@@ -101,5 +101,6 @@ pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsR
     if presence.len() != keys {
         return Err(Reason::Bug("an answer for another number of keys"));
     }
-    Ok(ContainsReply { presence, missing: missing(reply.missing.as_ref()), lease: lease(reply.lease) })
+    let missing = missing(reply.missing.as_ref());
+    Ok(ContainsReply { presence, missing, lease: lease(reply.lease), deletes: reply.deletes })
 }

@@ -2069,6 +2069,10 @@ pub struct ExistsReply {
     /// Why those that are absent are. Absent from servers that do not know.
     #[prost(message, optional, tag = "3")]
     pub missing: ::core::option::Option<Missing>,
+    /// Another number whenever a delete in the namespace was acknowledged since, or the server's store was opened again. 0 from servers that do
+    /// not know.
+    #[prost(uint64, tag = "4")]
+    pub deletes: u64,
 }
 /// Nested message and enum types in `ExistsReply`.
 pub mod exists_reply {
@@ -5282,6 +5286,9 @@ pub struct Welcome {
     /// It knows `ShareRequest.client_verifies`.
     #[prost(bool, tag = "5")]
     pub client_verifies: bool,
+    /// It knows `ShareRequest.pool`.
+    #[prost(bool, tag = "6")]
+    pub pools: bool,
 }
 /// Asks whether a device may still write to memory of another session of the same client and server.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -5298,19 +5305,24 @@ pub struct SettledReply {
 }
 /// Makes memory known to the server under a number of the client's choice, not 0. With a descriptor: that file in memory,
 /// sealed against shrinking. Without: the server makes one, and its descriptor travels with the reply; it has little for
-/// that, and what it made once counts for as long as it runs.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+/// that, and what it made once counts for as long as it runs. With the name of a pool and without a descriptor: the file that
+/// another session of the same tenant shares by that name, whose descriptor travels with the reply.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ShareRequest {
     #[prost(uint32, tag = "1")]
     pub memory: u32,
     #[prost(enumeration = "LocalMode", tag = "2")]
     pub mode: i32,
-    /// Whole pages of 4 KiB.
+    /// Whole pages of 4 KiB. Of a pool that another session shares: 0 for all of it.
     #[prost(uint64, tag = "3")]
     pub bytes: u64,
     /// The client compares digests itself, as in adopted memory; the server does not look at the memory.
     #[prost(bool, tag = "4")]
     pub client_verifies: bool,
+    /// Of adopted memory, a name that nobody can guess, 16 bytes: by it other sessions of the same tenant share the same file, for as
+    /// long as one session does. Or nothing.
+    #[prost(bytes = "bytes", tag = "5")]
+    pub pool: ::prost::bytes::Bytes,
 }
 /// Comes when the memory is as fast as it will be.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

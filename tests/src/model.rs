@@ -229,7 +229,7 @@ impl Model {
             Some(terms) if !held.is_empty() => Some(state.lease(terms, bytes, held, self.clock.now())?),
             _ => None,
         };
-        Ok(ContainsReply { presence, missing: Missing::default(), lease })
+        Ok(ContainsReply { presence, missing: Missing::default(), lease, deletes: 0 })
     }
 
     fn try_read(&self, request: &ReadRequest) -> Result<Vec<ReadEvent>, Reason> {

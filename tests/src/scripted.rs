@@ -55,7 +55,7 @@ impl KvStore for Scripted {
         let presence = self.presence.lock().unwrap().clone();
         assert_eq!(presence.len(), request.keys.len());
         let lease = request.lease.map(|terms| LeaseId(terms.hold.as_secs()));
-        Ok(ContainsReply { presence, missing: Missing::default(), lease })
+        Ok(ContainsReply { presence, missing: Missing::default(), lease, deletes: 0 })
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {

@@ -71,7 +71,8 @@ fn a_window_that_its_client_verifies_comes_with_digests_and_one_that_the_server_
         let mut raw = Raw::open(&stage.served);
         let file = shared::sealed(4 * BLOCK).unwrap();
         let mode = proto::LocalMode::LocalCopied.into();
-        let share = proto::ShareRequest { memory, mode, bytes: 4 * BLOCK, client_verifies };
+        let share =
+            proto::ShareRequest { memory, mode, bytes: 4 * BLOCK, client_verifies, pool: Default::default() };
         raw.say_with(Kind::Share, 1, &share, &file);
         raw.answer::<proto::ShareReply>().unwrap();
         raw.say(Kind::Read, 2, &local_read(desk.namespace, &keys, places(memory, 4)));

@@ -22,6 +22,7 @@ mod serve_local_late;
 mod serve_local_memory;
 mod serve_noise;
 mod serve_origins;
+mod serve_pool;
 mod serve_python;
 mod serve_refusals;
 mod serve_scrub;

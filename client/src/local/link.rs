@@ -28,6 +28,7 @@ use super::held;
 use super::outbox::{Outbox, Sent};
 use super::reading::{Reading, SharedPlaces, Wanted, met};
 use super::wire::{self, Calls, GONE, Inbox, Whom};
+use crate::pool::PoolName;
 use crate::{messages, upload};
 use kvarts_wire::local::Mode;
 use kvarts_wire::local::frame::{Head, Kind, bare, frame};
@@ -113,6 +114,8 @@ pub(super) struct Link {
     call_timeout: Duration,
     /// The server leaves it to this side to verify memory of any mode.
     pub(super) lets_verify: bool,
+    /// The server knows pools by name.
+    has_pools: bool,
     /// Where bytes stop on their way to memory that is not shared.
     pub(super) windows: std::sync::OnceLock<Arena>,
 }
@@ -336,8 +339,9 @@ impl Link {
             .spawn(move || attend(&receiver))
             .map_err(fault)?;
         let (next, windows) = (AtomicU64::new(1), std::sync::OnceLock::new());
-        let (call_timeout, lets_verify) = (whom.call_timeout, welcome.client_verifies);
-        Ok(Arc::new(Self { shared, calls, next, call_timeout, lets_verify, windows }))
+        let call_timeout = whom.call_timeout;
+        let (lets_verify, has_pools) = (welcome.client_verifies, welcome.pools);
+        Ok(Arc::new(Self { shared, calls, next, call_timeout, lets_verify, has_pools, windows }))
     }
 
     /// Whether the connection has ended, as far as can be seen now.
@@ -375,15 +379,19 @@ impl Link {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Makes memory known; gives the descriptor if the server made it.
+    /// Makes memory known, by the name of a pool too if it has one; gives its bytes, and the descriptor if it is the server's to give.
     pub(super) fn share(
         &self,
         memory: u32,
         (mode, client_verifies): (Mode, bool),
-        bytes: u64,
-        file: Option<&OwnedFd>,
-    ) -> Result<Option<OwnedFd>, Reason> {
-        let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes, client_verifies };
+        (bytes, file): (u64, Option<&OwnedFd>),
+        pool: Option<PoolName>,
+    ) -> Result<(u64, Option<OwnedFd>), Reason> {
+        if pool.is_some() && !self.has_pools {
+            return Err(Reason::Config("the server is older than pools that processes share".to_owned()));
+        }
+        let pool = pool.map_or_else(Bytes::new, |PoolName(name)| name.to_vec().into());
+        let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes, client_verifies, pool };
         let (id, slot) = (self.id(), Arc::new(Slot::default()));
         self.begin(id, Pending::Call(Arc::clone(&slot), file.is_none()))?;
         self.shared.send(frame(Kind::Share, id, &message), file)?;
@@ -391,8 +399,9 @@ impl Link {
         let answer = slot.answer.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = slot.came.wait_timeout_while(answer, self.call_timeout, |answer| answer.is_none());
         let (mut answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let (_, file) = answer.take().unwrap_or(Err(GONE))?;
-        Ok(file)
+        let (body, file) = answer.take().unwrap_or(Err(GONE))?;
+        let reply = proto::ShareReply::decode(body).map_err(|_| GONE)?;
+        Ok((reply.bytes, file))
     }
 
     /// Forgets memory. Its answer is of no interest.

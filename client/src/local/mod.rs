@@ -39,7 +39,7 @@ use kvarts_layout::{BlockKey, BlockShape, Geometry, Identity, NamespaceId};
 
 use super::grpc_path::GrpcPath;
 use super::remote::Remote;
-use super::{ConnectOptions, Path, download, messages, upload};
+use super::{ConnectOptions, Path, PoolName, download, messages, upload};
 use kvarts_wire::local::Mode;
 use kvarts_wire::local::frame::Kind;
 use kvarts_wire::local::limits::{PINNED_BYTES_MAX, WINDOWS_BYTES};
@@ -59,6 +59,18 @@ struct Known {
     bytes: u64,
     file: Arc<OwnedFd>,
     region: Weak<Region>,
+    /// By which other processes share it.
+    pool: Option<PoolName>,
+}
+
+/// What is to be shared.
+enum Which {
+    /// A file in memory that is made for it, of this many bytes.
+    New(u64),
+    /// The first bytes of a file that there is, this many.
+    Given(OwnedFd, u64),
+    /// What another process of the tenant shares by the name that goes with it.
+    Attached,
 }
 
 /// The connection.
@@ -172,12 +184,13 @@ impl Inner {
             self.remote.register_all()?;
         }
         let share = |known: &Known| {
-            (known.number, (known.mode, known.verifies), known.bytes, Arc::clone(&known.file))
+            let file = (known.bytes, Arc::clone(&known.file));
+            (known.number, (known.mode, known.verifies), file, known.pool)
         };
         let is_used = |known: &&Known| known.region.strong_count() > 0;
         let known: Vec<_> = self.memories().values().filter(is_used).map(share).collect();
-        for (number, mode, bytes, file) in known {
-            link.share(number, mode, bytes, Some(&file))?;
+        for (number, mode, (bytes, file), pool) in known {
+            link.share(number, mode, (bytes, Some(&file)), pool)?;
         }
         Ok(link)
     }
@@ -187,33 +200,39 @@ impl Inner {
         let link = self.link()?;
         if link.windows.get().is_none() {
             // Two that ask at once make two; one of them is dropped, and forgotten.
-            let region = self.share(&link, Mode::Copied, WINDOWS_BYTES, None)?;
+            let region = self.share(&link, Mode::Copied, Which::New(WINDOWS_BYTES), None)?;
             let _ = link.windows.set(Arena::new(region));
         }
         Ok(link)
     }
 
-    /// Shares a file in memory, or one that is made for that: by this process, whose memory it is, in large pages and all
+    /// Shares memory, by the name of a pool too if it has one. A file that is made for it is this process's own, in large pages and all
     /// there.
     fn share(
         &self,
         link: &Link,
         mode: Mode,
-        bytes: u64,
-        file: Option<OwnedFd>,
+        which: Which,
+        pool: Option<PoolName>,
     ) -> Result<Arc<Region>, Reason> {
         let fault = |error: std::io::Error| Reason::Config(format!("shared memory: {error}"));
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let made = file.is_none();
-        let file = match file {
-            Some(file) => file,
-            None => shared::sealed(bytes).map_err(fault)?,
+        // The server would take a copy of a window to look at it.
+        let verifies = mode == Mode::Adopted || (mode == Mode::Copied && link.lets_verify);
+        let forget = Box::new(Forget { inner: self.me.clone(), number });
+        let is_new = matches!(which, Which::New(_));
+        let (file, bytes, is_known) = match which {
+            Which::New(bytes) => (shared::sealed(bytes).map_err(fault)?, bytes, false),
+            Which::Given(file, bytes) => (file, bytes, false),
+            Which::Attached => {
+                let (bytes, file) = link.share(number, (mode, verifies), (0, None), pool)?;
+                (file.ok_or(Reason::Bug("a pool without a descriptor"))?, bytes, true)
+            }
         };
-        let forget = Forget { inner: self.me.clone(), number };
         // An engine's file perhaps cannot be sealed.
         let map = if mode == Mode::Adopted { shared::map_own } else { shared::map };
-        let region = map(&file, bytes, Box::new(forget)).map_err(fault)?;
-        if made {
+        let region = map(&file, bytes, forget).map_err(fault)?;
+        if is_new {
             region.populate().map_err(fault)?;
             if bytes <= PINNED_BYTES_MAX && !region.collapse() {
                 tracing::debug!(bytes, "shared memory is not all in large pages");
@@ -222,14 +241,15 @@ impl Inner {
         // A driver or an engine may rely on these very pages; it cannot be known here.
         region.keep_pages(true);
         let file = Arc::new(file);
-        // The server would take a copy of a window to look at it.
-        let verifies = mode == Mode::Adopted || (mode == Mode::Copied && link.lets_verify);
-        link.share(number, (mode, verifies), bytes, Some(&file))?;
+        if !is_known {
+            link.share(number, (mode, verifies), (bytes, Some(&file)), pool)?;
+        }
         // Windows belong to one connection: what a broken one may still write is never used again.
         let kept = if mode == Mode::Copied { Weak::new() } else { Arc::downgrade(&region) };
-        let known = Known { number, mode, verifies, bytes, file: Arc::clone(&file), region: kept };
+        let known = Known { number, mode, verifies, bytes, file: Arc::clone(&file), region: kept, pool };
         self.memories().insert(region.id(), known);
-        if mode == Mode::Adopted {
+        // Those of a pool are put together by the process that made it.
+        if mode == Mode::Adopted && !is_known {
             large_pages::begin(&region, &file);
         }
         Ok(region)
@@ -278,7 +298,7 @@ impl Inner {
         let link = self.link()?;
         let length = usize::try_from(shape.block_bytes()).map_err(|_| Reason::TooMany("bytes"))?;
         let pages = length.checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
-        let region = self.share(&link, Mode::Direct, pages as u64, None)?;
+        let region = self.share(&link, Mode::Direct, Which::New(pages as u64), None)?;
         let memory = SharedBuf::new(&region, 0, length).ok_or(Reason::OutOfBounds)?;
         let into = Placed::blocks(shape, memory, 1)?;
         let request = ReadRequest { keys: vec![key], into, ..like.clone() };
@@ -406,6 +426,12 @@ impl LocalPath {
     }
 }
 
+/// This many bytes, in whole pages.
+fn whole_pages(bytes: usize) -> Result<u64, Reason> {
+    let bytes = bytes.max(1).checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
+    Ok(bytes as u64)
+}
+
 impl Path for LocalPath {
     fn name(&self) -> &'static str {
         "local"
@@ -416,14 +442,23 @@ impl Path for LocalPath {
     }
 
     fn pool(&self, bytes: usize) -> Result<Arc<Region>, Error> {
-        let bytes = bytes.max(1).checked_next_multiple_of(PAGE).ok_or(Reason::TooMany("bytes"))?;
         let link = self.inner.link()?;
-        Ok(self.inner.share(&link, Mode::Direct, bytes as u64, None)?)
+        Ok(self.inner.share(&link, Mode::Direct, Which::New(whole_pages(bytes)?), None)?)
     }
 
     fn adopt(&self, file: OwnedFd, bytes: u64) -> Result<Arc<Region>, Error> {
         let link = self.inner.link()?;
-        Ok(self.inner.share(&link, Mode::Adopted, bytes, Some(file))?)
+        Ok(self.inner.share(&link, Mode::Adopted, Which::Given(file, bytes), None)?)
+    }
+
+    fn named_pool(&self, bytes: usize, name: PoolName) -> Result<Arc<Region>, Error> {
+        let link = self.inner.link()?;
+        Ok(self.inner.share(&link, Mode::Adopted, Which::New(whole_pages(bytes)?), Some(name))?)
+    }
+
+    fn attach(&self, name: PoolName) -> Result<Arc<Region>, Error> {
+        let link = self.inner.link()?;
+        Ok(self.inner.share(&link, Mode::Adopted, Which::Attached, Some(name))?)
     }
 
     fn file_of(&self, region: &Region) -> Option<OwnedFd> {

@@ -39,4 +39,7 @@ pub struct ContainsReply {
     pub missing: Missing,
     /// The lease on all blocks that are `Here`, if one was asked for and there is any.
     pub lease: Option<LeaseId>,
+    /// Another number whenever a delete in the namespace was acknowledged since, or the store was opened again: blocks that were read while it
+    /// was the same were not deleted between. 0: not known.
+    pub deletes: u64,
 }

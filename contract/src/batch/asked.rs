@@ -95,7 +95,7 @@ pub(super) fn tell(keys: &[BlockKey], answer: Answer) -> Told {
             }
             results.into()
         }
-        Answer::Looked(Ok(Ok(ContainsReply { presence, lease, missing: _ }))) => {
+        Answer::Looked(Ok(Ok(ContainsReply { presence, lease, .. }))) => {
             let result = |(key, presence): (&BlockKey, Presence)| match presence {
                 Presence::Here => Ok(()),
                 Presence::Pending => Err(Reason::InFlight),

@@ -75,6 +75,11 @@ impl EventLog {
         Subscription { next: from.unwrap_or_else(|| self.sequence()), log: Arc::clone(self) }
     }
 
+    /// Which stream it is.
+    pub fn stream(&self) -> u64 {
+        self.stream
+    }
+
     /// Ends the stream: readers who have read everything are told.
     pub fn close(&self) {
         let mut ring = self.lock();

@@ -11,6 +11,7 @@ mod pieces;
 mod placement;
 mod read;
 mod step;
+mod stretch;
 mod tiles;
 mod write;
 
@@ -25,5 +26,6 @@ pub use placement::{
 };
 pub use read::{ReadPlan, RecordRead};
 pub use step::{Extent, Landing, RangePlace, ReadRange, Region, Step};
+pub use stretch::Stretch;
 pub use tiles::{Tile, TileChunk, TileRange, Tiles};
 pub use write::{WritePiece, WritePlan, WriteSource, WriteSummary};

@@ -187,6 +187,7 @@ pub(crate) fn exists(call: &Call, wire: proto::ExistsRequest) -> Outcome<proto::
         presence: found.presence.iter().map(presence).collect(),
         lease: named(call, (found.lease, lease), (&model, here)),
         missing: Some(wire_missing(&found.missing)),
+        deletes: found.deletes,
     })
 }
 

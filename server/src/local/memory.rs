@@ -1,8 +1,10 @@
 //! The memories that a session shares with the server.
 
+use std::any::Any;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::buffers::{Region, shared};
 use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
@@ -12,6 +14,8 @@ use tokio::runtime::Handle;
 use super::Mode;
 use super::pinned::{Pinned, Ready};
 use crate::state::locals::Locals;
+use crate::state::locals::pools::Name;
+use crate::state::parts::Part;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
 
@@ -25,63 +29,126 @@ pub(super) struct Memory {
     _pinned: Option<Arc<Pinned>>,
 }
 
+/// What is mapped, and what it counts as for as long as it is in use.
+struct Given {
+    file: OwnedFd,
+    bytes: u64,
+    counts: Box<dyn Any + Send + Sync>,
+    /// The client has no descriptor of it yet.
+    is_new: bool,
+}
+
+fn malformed(what: &str) -> Fault {
+    Fault::malformed(format!("share: {what}"))
+}
+
 impl Memory {
-    /// Maps what a client shares. Without a descriptor one is made, and is the second part of the answer; the third is what
-    /// the client had better wait for.
+    /// Maps what a client shares. Without a descriptor one is made, or found by the name of its pool, and is the second part of the
+    /// answer; the third is what the client had better wait for.
     pub(super) fn share(
         (locals, tenant, store, elsewhere): (&Arc<Locals>, u32, &Store, &Handle),
         wire: &proto::ShareRequest,
         file: Option<OwnedFd>,
     ) -> Outcome<(Self, Option<OwnedFd>, Option<Ready>)> {
-        let malformed = |what: &str| Fault::malformed(format!("share: {what}"));
         let mode =
             Mode::from_wire(wire.mode).ok_or_else(|| malformed("mode: say direct, adopted or copied"))?;
-        if wire.bytes == 0 || !wire.bytes.is_multiple_of(kvarts_contract::buffers::region::PAGE as u64) {
-            return Err(malformed("bytes: whole pages of 4096, at least one"));
-        }
-        if file.is_none() && mode == Mode::Adopted {
-            return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
-        }
-        let part = locals.mapped.try_take(tenant, wire.bytes).ok_or(Reason::TooMany("bytes"))?;
-        // Adopted memory is whatever the client has.
-        let is_pinned = mode != Mode::Adopted;
-        // What is to be registered has a second one until it is.
-        let files = if is_pinned { 2 } else { 1 };
-        let files = locals.files.try_take(tenant, files);
-        let files = files
-            .ok_or_else(|| Fault::busy("as many memories are shared as the server has open files for"))?;
-        let made = file.is_none();
-        let file = match file {
-            Some(file) => {
-                // An engine's file of `/dev/shm` cannot be sealed; no touch of this process depends on its length.
-                let length =
-                    if mode == Mode::Adopted { shared::length_now(&file) } else { shared::length(&file) };
-                let length = length.map_err(malformed)?;
-                if wire.bytes > length {
-                    return Err(malformed("the file is shorter than that"));
-                }
-                file
-            }
-            None if locals.make(wire.bytes) => {
-                shared::sealed(wire.bytes).map_err(|_| Fault::busy("the server has no memory to share"))?
-            }
-            None => {
-                return Err(Fault::busy(
-                    "the server makes no more memory: share a file in memory of your own, sealed against shrinking",
-                ));
-            }
+        let name = match &wire.pool[..] {
+            [] => None,
+            name => Some(Name::try_from(name).map_err(|_| malformed("pool: a name of 16 bytes"))?),
         };
+        if name.is_some() && mode != Mode::Adopted {
+            return Err(malformed("pool: in adopted mode alone"));
+        }
+        let given = match (name, file) {
+            (Some(name), None) => attached((locals, tenant), name, wire.bytes)?,
+            (name, file) => given((locals, tenant), (mode, wire.bytes), name, file)?,
+        };
+        let Given { file, bytes, counts, is_new } = given;
         // The descriptor that stays is for the client, or to look at.
         let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
         let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
-        let mapped = shared::map_foreign(file, wire.bytes, Box::new((part, files)), &locals.reaper.0);
+        let mapped = shared::map_foreign(file, bytes, counts, &locals.reaper.0);
         let region =
             mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
-        let (mine, theirs) = if made { (None, Some(second)) } else { (Some(second), None) };
-        let pinned = is_pinned.then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
+        let (mine, theirs) = if is_new { (None, Some(second)) } else { (Some(second), None) };
+        let pinned =
+            is_pinned(mode).then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
         let (pinned, ready) = pinned.flatten().unzip();
         let client_verifies = wire.client_verifies || mode == Mode::Adopted;
         let memory = Self { region, mode, client_verifies, _pinned: pinned.map(Arc::new) };
         Ok((memory, theirs, ready))
     }
+}
+
+/// Whether the rings are told of memory of this mode: adopted memory is whatever the client has.
+fn is_pinned(mode: Mode) -> bool {
+    mode != Mode::Adopted
+}
+
+/// This many open files of memory.
+fn files((locals, tenant): (&Arc<Locals>, u32), count: u64) -> Outcome<Part> {
+    let files = locals.files.try_take(tenant, count);
+    files.ok_or_else(|| Fault::busy("as many memories are shared as the server has open files for"))
+}
+
+/// A client's own file, or one that is made for it; with a name, a pool that others share after it.
+fn given(
+    of: (&Arc<Locals>, u32),
+    (mode, bytes): (Mode, u64),
+    name: Option<Name>,
+    file: Option<OwnedFd>,
+) -> Outcome<Given> {
+    let (locals, tenant) = of;
+    if bytes == 0 || !bytes.is_multiple_of(PAGE as u64) {
+        return Err(malformed("bytes: whole pages of 4096, at least one"));
+    }
+    if file.is_none() && mode == Mode::Adopted {
+        return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
+    }
+    let part = || locals.mapped.try_take(tenant, bytes).ok_or(Reason::TooMany("bytes"));
+    // What is to be registered has a second one until it is.
+    let open = files(of, if is_pinned(mode) { 2 } else { 1 })?;
+    let Some(file) = file else {
+        let part = part()?;
+        if !locals.make(bytes) {
+            return Err(Fault::busy(
+                "the server makes no more memory: share a file in memory of your own, sealed against shrinking",
+            ));
+        }
+        let file = shared::sealed(bytes).map_err(|_| Fault::busy("the server has no memory to share"))?;
+        return Ok(Given { file, bytes, counts: Box::new((part, open)), is_new: true });
+    };
+    // An engine's file of `/dev/shm` cannot be sealed; no touch of this process depends on its length.
+    let length = if mode == Mode::Adopted { shared::length_now(&file) } else { shared::length(&file) };
+    if bytes > length.map_err(malformed)? {
+        return Err(malformed("the file is shorter than that"));
+    }
+    let Some(name) = name else {
+        return Ok(Given { file, bytes, counts: Box::new((part()?, open)), is_new: false });
+    };
+    // One that is known is counted already.
+    let pool = match locals.pools.find(tenant, name) {
+        Some(known) => known.is(&file, bytes).then_some(known),
+        None => {
+            let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
+            let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+            locals.pools.name((tenant, name), (second, bytes), (part()?, files(of, 1)?))
+        }
+    };
+    let pool = pool.ok_or_else(|| malformed("pool: another memory has this name"))?;
+    Ok(Given { file, bytes, counts: Box::new((pool, open)), is_new: false })
+}
+
+/// A pool that another session of the tenant shares.
+fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
+    let (locals, tenant) = of;
+    let pool = locals.pools.find(tenant, name);
+    let pool = pool.ok_or_else(|| malformed("pool: nobody shares memory of this name"))?;
+    if bytes != 0 && bytes != pool.bytes() {
+        return Err(malformed("bytes: the pool has another size"));
+    }
+    let open = files(of, 1)?;
+    let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
+    let file = file.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+    Ok(Given { file, bytes: pool.bytes(), counts: Box::new((pool, open)), is_new: true })
 }

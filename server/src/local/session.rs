@@ -150,6 +150,7 @@ pub(super) async fn run(
                 memories_max: MEMORIES_MAX as u32,
                 instance: server.locals.instance.to_vec().into(),
                 client_verifies: true,
+                pools: true,
             };
             outbox.push(frame(Kind::Welcome, id, &limits));
             outbox.sends_to(&line);
@@ -573,11 +574,12 @@ impl Session {
         let from = (&self.state.locals, self.tenant, &self.state.engine, &self.elsewhere);
         let (memory, file, ready) = Memory::share(from, &wire, file)?;
         self.named.shares(&memory.region);
-        tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes = wire.bytes, "memory shared");
+        let bytes = memory.region.len() as u64;
+        tracing::debug!(pid = self.peer.pid, mode = memory.mode.name(), bytes, "memory shared");
         self.memories.insert(wire.memory, memory);
         self.shared();
         call.end(Code::Ok);
-        let (reply, outbox) = (proto::ShareReply { bytes: wire.bytes }, Arc::clone(&self.outbox));
+        let (reply, outbox) = (proto::ShareReply { bytes }, Arc::clone(&self.outbox));
         let answer = frame(Kind::Done, id, &reply);
         match ready {
             None => outbox.push_with(answer, file),

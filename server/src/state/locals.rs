@@ -1,6 +1,7 @@
 //! The clients of the local path, and what all of them share: each tenant has a part of it.
 
 pub(crate) mod named;
+pub(crate) mod pools;
 mod reaper;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,6 +13,7 @@ use super::parts::Parts;
 use kvarts_wire::local::{Mode, limits};
 
 use named::Names;
+use pools::Pools;
 use reaper::Reaper;
 
 /// The process at the other end of a connection, as the kernel says.
@@ -95,6 +97,8 @@ pub struct Locals {
     pub(crate) turn: tokio::sync::Mutex<()>,
     /// Sessions by the names that their clients gave them.
     pub(crate) names: Arc<Names>,
+    /// Memory that several sessions share.
+    pub(crate) pools: Pools,
     /// This server among all that ever ran.
     pub(crate) instance: [u8; 16],
     pub(crate) reaper: Reaper,
@@ -143,6 +147,7 @@ impl Locals {
             made_max: mapped_max / limits::MADE_PART,
             turn: tokio::sync::Mutex::default(),
             names: Arc::default(),
+            pools: Pools::default(),
             instance,
             reaper: Reaper::default(),
             threads,

@@ -39,5 +39,6 @@ pub(crate) fn contains(shared: &Shared, request: &ContainsRequest<'_>) -> Result
     let mut missing = shared.missing(0..prints.len(), std::iter::once((&prints[..], &found[..])));
     // Each block is for itself here.
     missing.cut_off = 0;
-    Ok(ContainsReply { presence: found.iter().map(presence).collect(), missing, lease })
+    let deletes = namespace.deletes(shared.events.stream());
+    Ok(ContainsReply { presence: found.iter().map(presence).collect(), missing, lease, deletes })
 }

@@ -47,6 +47,8 @@ pub(crate) struct Namespace {
     token_ns: AtomicU64,
     /// Whether anything on disk may be of it: a put began, or recovery found it there.
     used: AtomicBool,
+    /// Deletes in it that have ended since the store was opened.
+    deletes: AtomicU64,
 }
 
 impl Namespace {
@@ -63,12 +65,19 @@ impl Namespace {
             token_ns: AtomicU64::new(self.token_ns.load(Ordering::Relaxed)),
             // The delete is on disk.
             used: AtomicBool::new(true),
+            deletes: AtomicU64::new(self.deletes.load(Ordering::SeqCst)),
         }
     }
 
     /// A put of it begins: from now on something on disk may be of it.
     pub(crate) fn note_put(&self) {
         self.used.store(true, Ordering::Relaxed);
+    }
+
+    /// Of all deletes in it that have ended, a number that no other count of them has, nor the store when it is opened again as another
+    /// `stream` of events. Never 0.
+    pub(crate) fn deletes(&self, stream: u64) -> u64 {
+        stream.wrapping_add(self.deletes.load(Ordering::SeqCst)).max(1)
     }
 
     /// Whether anything on disk may be of it.
@@ -196,6 +205,7 @@ impl Tables {
             shapes,
             token_ns: AtomicU64::new(0),
             used: AtomicBool::new(false),
+            deletes: AtomicU64::new(0),
         });
         self.namespaces.insert(id, Arc::clone(&namespace));
         self.take_local(local);
@@ -305,6 +315,13 @@ impl Names {
         let mut tables = self.write();
         if tables.namespaces.get(&retired.id).is_none_or(|now| now.local != retired.local) {
             tables.locals.remove(&retired.local);
+        }
+    }
+
+    /// A delete in it ends: what was read before, of whatever it was, may be what was deleted.
+    pub(crate) fn note_delete(&self, id: NamespaceId) {
+        if let Some(namespace) = self.get(id) {
+            namespace.deletes.fetch_add(1, Ordering::SeqCst);
         }
     }
 

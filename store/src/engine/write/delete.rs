@@ -317,6 +317,8 @@ impl DeleteJob {
         let (refused, were) = (state.refused.clone(), std::mem::take(&mut state.were));
         let (late, blocks, reply) = (state.late, state.blocks, state.reply.take());
         drop(state);
+        // Before the answer, and when nothing of it is in the index any more: who asks behind it knows that there was one.
+        self.shared.names.note_delete(self.namespace.id);
         if !late {
             // Before the answer: a put that begins after it must not meet the claim.
             self.release(refused.is_none());

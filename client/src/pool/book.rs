@@ -1,0 +1,324 @@
+//! What is in a pool: extents, the blocks in them, and the reads that bring them.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use kvarts_contract::api::{ContainsReply, ContainsRequest, KvStore};
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::class::Class;
+use kvarts_contract::clock::Nanos;
+use kvarts_contract::error::Error;
+use kvarts_contract::ticket::Ticket;
+use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
+
+use super::column::Column;
+use super::extent::{Extent, Read, State};
+use super::room::Room;
+
+/// Reads that are under way at a time: each is of an extent. Those that wait begin in the order in which they were asked for.
+const READS_MAX: usize = 16;
+
+/// What a pool has and has done. Blocks of several columns count in each.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Counts {
+    /// Bytes of the pool, and those that no block has.
+    pub bytes: u64,
+    /// Bytes that are free.
+    pub free_bytes: u64,
+    /// Blocks that were asked for and were here.
+    pub hits: u64,
+    /// Blocks that were asked for and were on their way for another stage.
+    pub shared: u64,
+    /// Blocks that were asked for and had to be read.
+    pub read: u64,
+    /// Of these, blocks that came.
+    pub came: u64,
+    /// Blocks that were asked for and for which there was no room.
+    pub no_room: u64,
+    /// Blocks that were here and that the store has no more: deleted, expired or evicted there.
+    pub withdrawn: u64,
+    /// Blocks that went to make room.
+    pub evicted: u64,
+    /// Stages that ended because nothing came any more.
+    pub silent: u64,
+}
+
+/// Where a block is: the number of its extent, and which of the extent's blocks it is.
+pub(super) type At = (u64, u32);
+
+/// The books of a pool.
+pub(super) struct Book {
+    store: Arc<dyn KvStore>,
+    region: Arc<Region>,
+    room: Arc<Room>,
+    blocks: BTreeMap<(Column, BlockKey), At>,
+    extents: BTreeMap<u64, Extent>,
+    /// Those that may go: which one first.
+    idle: BTreeSet<(u64, Reverse<u32>, u64)>,
+    waiting: VecDeque<u64>,
+    going: BTreeSet<u64>,
+    /// What the store said last of the deletes in a namespace; none where it could not be asked. No read of a namespace begins before.
+    deletes: BTreeMap<NamespaceId, Option<u64>>,
+    next: u64,
+    turn: u64,
+    /// When anything came last.
+    heard: Nanos,
+    pub(super) counts: Counts,
+}
+
+impl fmt::Debug for Book {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Book").field("counts", &self.counts).finish_non_exhaustive()
+    }
+}
+
+impl Book {
+    pub(super) fn new(store: Arc<dyn KvStore>, region: &Arc<Region>) -> Self {
+        Self {
+            store,
+            region: Arc::clone(region),
+            room: Room::new(region.len() as u64),
+            blocks: BTreeMap::new(),
+            extents: BTreeMap::new(),
+            idle: BTreeSet::new(),
+            waiting: VecDeque::new(),
+            going: BTreeSet::new(),
+            deletes: BTreeMap::new(),
+            next: 0,
+            turn: 0,
+            heard: Nanos::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        Counts { bytes: self.region.len() as u64, free_bytes: self.room.bytes(), ..self.counts }
+    }
+
+    /// A stage begins: what it uses is used later than what was before.
+    pub(super) fn next_turn(&mut self) {
+        self.turn += 1;
+    }
+
+    /// Where a block is, here or on its way.
+    pub(super) fn find(&self, column: Column, key: BlockKey) -> Option<At> {
+        self.blocks.get(&(column, key)).copied()
+    }
+
+    pub(super) fn extent(&self, number: u64) -> Option<&Extent> {
+        self.extents.get(&number)
+    }
+
+    pub(super) fn state(&self, (number, at): At) -> State {
+        let state = self.extents.get(&number).and_then(|extent| extent.states.get(at as usize));
+        state.copied().unwrap_or(State::Failed)
+    }
+
+    /// Asks the store which blocks it has.
+    pub(super) fn ask(
+        &self,
+        Column { namespace, group, coordinate }: Column,
+        keys: &[BlockKey],
+        deadline: Nanos,
+    ) -> Ticket<Result<ContainsReply, Error>> {
+        let request = ContainsRequest { namespace, group, coordinate, keys, lease: None };
+        self.store.look_up(&request, Some(deadline))
+    }
+
+    /// Whether it is to be asked what deletes there were in a namespace.
+    pub(super) fn wants_to_know(&self, namespace: NamespaceId) -> bool {
+        !matches!(self.deletes.get(&namespace), Some(Some(_)))
+    }
+
+    /// What the store says of them, or that it cannot.
+    pub(super) fn know(&mut self, namespace: NamespaceId, answer: Option<&ContainsReply>) {
+        let deletes = answer.map(|reply| reply.deletes).filter(|deletes| *deletes != 0);
+        self.deletes.insert(namespace, deletes);
+    }
+
+    /// A stage holds an extent, and uses it.
+    pub(super) fn hold(&mut self, number: u64) {
+        let Some(extent) = self.extents.get_mut(&number) else { return };
+        self.idle.remove(&place(number, extent));
+        extent.holders += 1;
+        extent.used = self.turn;
+    }
+
+    /// A stage holds it no more. If no other one waits for its blocks, they are read no further.
+    pub(super) fn let_go(&mut self, number: u64, now: Nanos, waker: &Waker) {
+        let Some(extent) = self.extents.get_mut(&number) else { return };
+        extent.holders = extent.holders.saturating_sub(1);
+        if extent.holders > 0 {
+            return;
+        }
+        if !matches!(extent.read, Read::Over) {
+            // This drops the stream, which cancels the read. Its memory is free when no device writes to it any more.
+            extent.end();
+            self.waiting.retain(|waits| *waits != number);
+            self.over(number);
+            self.begin_reads(now, waker);
+        } else {
+            self.rest(number);
+        }
+    }
+
+    /// A read of an extent is over.
+    fn over(&mut self, number: u64) {
+        self.going.remove(&number);
+        let Some(extent) = self.extents.get(&number) else { return };
+        let failed = extent.keys.iter().zip(&extent.states).enumerate();
+        for (at, (key, _)) in failed.filter(|(_, (_, state))| **state == State::Failed) {
+            remove(&mut self.blocks, (extent.column, *key), (number, at as u32));
+        }
+        self.rest(number);
+    }
+
+    /// Keeps an extent that no stage holds for the next, if there is anything in it.
+    fn rest(&mut self, number: u64) {
+        let Some(extent) = self.extents.get(&number).filter(|extent| extent.is_free()) else { return };
+        if extent.here() == 0 {
+            self.extents.remove(&number);
+        } else {
+            self.idle.insert(place(number, extent));
+        }
+    }
+
+    /// Makes an extent for blocks that are to be read, and holds it. None where there is no room, whatever goes that may.
+    pub(super) fn make(
+        &mut self,
+        (column, shape): (Column, &Arc<BlockShape>),
+        keys: &[BlockKey],
+        depth: u32,
+        class: Class,
+    ) -> Option<u64> {
+        let bytes = shape.block_bytes().checked_mul(keys.len() as u64)?;
+        let lease = loop {
+            match self.room.take(bytes) {
+                Some(lease) => break lease,
+                None => self.evict()?,
+            }
+        };
+        let memory =
+            SharedBuf::new(&self.region, usize::try_from(lease.start()).ok()?, usize::try_from(bytes).ok()?)?;
+        let memory = memory.kept_by(Arc::new(lease));
+        let number = self.next;
+        self.next += 1;
+        for (at, key) in (0u32..).zip(keys) {
+            self.blocks.insert((column, *key), (number, at));
+        }
+        let extent = Extent {
+            column,
+            shape: Arc::clone(shape),
+            keys: keys.to_vec(),
+            states: vec![State::Coming; keys.len()],
+            memory,
+            read: Read::Waits,
+            class,
+            holders: 1,
+            used: self.turn,
+            depth,
+            heard: Nanos::default(),
+            deletes: None,
+            reasons: BTreeMap::new(),
+        };
+        self.extents.insert(number, extent);
+        self.waiting.push_back(number);
+        Some(number)
+    }
+
+    /// Makes room: the extent goes that is worth least of those that no stage holds. None if there is none.
+    pub(super) fn evict(&mut self) -> Option<()> {
+        let (_, _, number) = self.idle.pop_first()?;
+        let extent = self.extents.remove(&number)?;
+        self.counts.evicted += extent.here();
+        for (at, key) in (0u32..).zip(&extent.keys) {
+            remove(&mut self.blocks, (extent.column, *key), (number, at));
+        }
+        Some(())
+    }
+
+    /// A block that is here is the store's no more: no stage finds it.
+    pub(super) fn withdraw(&mut self, column: Column, key: BlockKey, at: At) {
+        if remove(&mut self.blocks, (column, key), at) {
+            self.counts.withdrawn += 1;
+        }
+    }
+
+    /// Begins reads whose turn it is. A store's `read` waits for nothing.
+    pub(super) fn begin_reads(&mut self, now: Nanos, waker: &Waker) {
+        while self.going.len() < READS_MAX
+            && let Some(number) = self.waiting.pop_front()
+        {
+            let Some(extent) = self.extents.get_mut(&number) else { continue };
+            // A number that is older than the read is one that no delete behind the read's beginning leaves as it is.
+            let Some(deletes) = self.deletes.get(&extent.column.namespace) else {
+                self.waiting.push_front(number);
+                break;
+            };
+            extent.deletes = *deletes;
+            let begun = extent.request().map_err(Error).and_then(|request| self.store.read(request));
+            match begun {
+                Ok(stream) => {
+                    extent.read = Read::Going(stream);
+                    (extent.heard, self.heard) = (now, now);
+                    self.going.insert(number);
+                }
+                Err(error) => {
+                    extent.reasons = (0..extent.keys.len() as u32).map(|at| (at, error.0.clone())).collect();
+                    extent.end();
+                    self.over(number);
+                }
+            }
+        }
+        // From here on each is waited for.
+        self.take_in(now, waker);
+    }
+
+    /// Takes in what has arrived, begins what can begin then, and has `waker` woken by what arrives next.
+    pub(super) fn take_in(&mut self, now: Nanos, waker: &Waker) {
+        let mut context = Context::from_waker(waker);
+        let mut over = Vec::new();
+        for number in &self.going {
+            let Some(extent) = self.extents.get_mut(number) else { continue };
+            while let Read::Going(stream) = &extent.read
+                && let Poll::Ready(event) = stream.poll_next(&mut context)
+            {
+                let before = extent.here();
+                if extent.heard(event, now) {
+                    over.push(*number);
+                }
+                self.counts.came += extent.here() - before;
+                self.heard = now;
+            }
+        }
+        let ended = !over.is_empty();
+        over.into_iter().for_each(|number| self.over(number));
+        if ended && !self.waiting.is_empty() {
+            self.begin_reads(now, waker);
+        }
+    }
+
+    /// When something came last of these extents; of any, as long as none of these has been begun.
+    pub(super) fn heard_of(&self, numbers: &BTreeSet<u64>) -> Nanos {
+        let going = |number: &u64| self.going.contains(number);
+        let of = numbers.iter().filter(|number| going(number)).filter_map(|number| self.extents.get(number));
+        of.map(|extent| extent.heard).max().unwrap_or(self.heard)
+    }
+}
+
+/// Where an extent stands among those that may go.
+fn place(number: u64, extent: &Extent) -> (u64, Reverse<u32>, u64) {
+    (extent.used, Reverse(extent.depth), number)
+}
+
+/// Forgets where a block is, if it is there.
+fn remove(blocks: &mut BTreeMap<(Column, BlockKey), At>, name: (Column, BlockKey), at: At) -> bool {
+    let is_there = blocks.get(&name) == Some(&at);
+    if is_there {
+        blocks.remove(&name);
+    }
+    is_there
+}
