@@ -9,7 +9,7 @@ use std::path::Path;
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 
 /// Each file of kernels: its name, its entries, source and PTX.
-const KERNELS: [(&str, &[&str], &str, &str); 3] = [
+const KERNELS: [(&str, &[&str], &str, &str); 4] = [
     (
         "crc32",
         &["kvarts_crc32", "kvarts_crc32_many"],
@@ -21,6 +21,12 @@ const KERNELS: [(&str, &[&str], &str, &str); 3] = [
         &["kvarts_gather"],
         include_str!("../src/kernels/gather.cu"),
         include_str!("../src/kernels/gather.ptx"),
+    ),
+    (
+        "slots",
+        &["kvarts_slots"],
+        include_str!("../src/kernels/slots.cu"),
+        include_str!("../src/kernels/slots.ptx"),
     ),
     (
         "wait",

@@ -27,7 +27,7 @@ use kvarts_contract::buffers::Region;
 use self::sys::{Context, DigestKernels, Digester, Kernel, RawEvent, RawMemory, RawStream};
 use super::{
     Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Route,
-    Stream, check, within,
+    SlotMove, Stream, check, within,
 };
 use crate::error::DeviceError;
 use crate::follow::keep_for_good;
@@ -45,6 +45,8 @@ const SLICE: Duration = Duration::from_secs(1);
 
 /// The gather kernel, compiled.
 const GATHER: &CStr = ptx(concat!(include_str!("../kernels/gather.ptx"), "\0"));
+/// The kernel that moves rows of slots, compiled.
+const SLOTS: &CStr = ptx(concat!(include_str!("../kernels/slots.ptx"), "\0"));
 /// The kernels that digest, compiled.
 const DIGESTS: &CStr = ptx(concat!(include_str!("../kernels/crc32.ptx"), "\0"));
 
@@ -64,6 +66,8 @@ const fn ptx(text: &'static str) -> &'static CStr {
 struct Core {
     context: Context,
     kernel: Option<Kernel>,
+    /// Moves rows of slots, or why it cannot.
+    slots: Result<Kernel, String>,
     /// Digests chunks where they lie.
     digests: Option<DigestKernels>,
     /// Stands for an engine's work, once that was asked for.
@@ -175,6 +179,10 @@ impl Cuda {
                 None
             }
         };
+        let slots = Kernel::load(&context, SLOTS, c"kvarts_slots");
+        if let Err(why) = &slots {
+            notes.push(format!("no kernel for slots: {why}"));
+        }
         let kernel = match Kernel::load(&context, GATHER, c"kvarts_gather") {
             Ok(kernel) => {
                 methods.push(Method::Kernel);
@@ -188,6 +196,7 @@ impl Cuda {
         Ok(Self(Arc::new(Core {
             context,
             kernel,
+            slots,
             digests,
             work: OnceLock::new(),
             methods,
@@ -351,6 +360,18 @@ impl Device for Cuda {
             // One launch instead of a call for each.
             Some(kernel) if pieces.len() > 1 => context.spread(kernel, stream, from.base, memories, pieces),
             _ => context.spread_each(stream, from.base, memories, pieces),
+        }
+    }
+
+    fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError> {
+        self.alive()?;
+        moved.check()?;
+        [moved.ring.0, moved.pool, moved.slots.0]
+            .iter()
+            .try_for_each(|memory| self.owned(memory).map(drop))?;
+        match &self.0.slots {
+            Ok(kernel) => self.0.context.move_slots(kernel, raw(stream)?, moved),
+            Err(why) => Err(DeviceError::Call { call: "cuModuleLoadData", why: why.clone() }),
         }
     }
 

@@ -22,14 +22,18 @@ use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::clock::Nanos;
 
 use self::memory::Shared as SharedMemory;
-use self::stream::{EventState, Op, Queue};
+pub use self::stream::Sampled;
+use self::stream::{EventState, Op, Queue, Sample, SlotOp};
 use super::{
     Batch, Description, Device, Digests, Direction, Event, Files, InUse, IpcHandle, Memory, Method, Piece,
-    Route, Stream, check, within,
+    Route, SlotMove, Stream, check, within,
 };
 use crate::crc;
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace};
+
+/// Memory within the device is so much faster than the link.
+const WITHIN: u64 = 32;
 
 /// How fast the device is. The defaults are round numbers in the region of one PCIe 4.0 link; no device was measured
 /// for them.
@@ -215,6 +219,37 @@ impl Emulated {
     pub fn touch(&self, stream: &Stream, memory: &Memory, at: u64, len: u64) -> Result<(), DeviceError> {
         let start = memory.base.saturating_add(at);
         self.push(stream, Op::Touch(start, start.saturating_add(len)))
+    }
+
+    /// Enqueues a kernel that reads memory for so long: the answer tells later what it has seen there. Bytes that come too late, or that are
+    /// replaced too early, are seen as what they are.
+    pub fn sample(
+        &self,
+        stream: &Stream,
+        memory: &Memory,
+        (at, len): (u64, u64),
+        time: Duration,
+    ) -> Result<Sampled, DeviceError> {
+        let outside = || DeviceError::OutOfBounds;
+        let (at, len) =
+            (usize::try_from(at).map_err(|_| outside())?, usize::try_from(len).map_err(|_| outside())?);
+        let of = memory_of(memory)?.slice(at, len).ok_or_else(outside)?;
+        let sampled = Sampled::default();
+        self.push(stream, Op::Sample(Sample { of, time, seen: sampled.clone() }))?;
+        Ok(sampled)
+    }
+
+    /// Enqueues a kernel that writes bytes into memory.
+    pub fn write(
+        &self,
+        stream: &Stream,
+        memory: &Memory,
+        at: u64,
+        bytes: Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        let at = usize::try_from(at).map_err(|_| DeviceError::OutOfBounds)?;
+        let into = memory_of(memory)?.slice(at, bytes.len()).ok_or(DeviceError::OutOfBounds)?;
+        self.push(stream, Op::Write(into, bytes))
     }
 
     /// Reads of files that were begun.
@@ -441,6 +476,26 @@ impl Device for Emulated {
         self.0.alive()?;
         check(pieces, from.len, memories, self.0.model.align)?;
         self.move_pieces(stream, (Direction::ToDevice, Method::Kernel), memory_of(from)?, memories, pieces)
+    }
+
+    fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError> {
+        self.0.alive()?;
+        moved.check()?;
+        let (slots, first, count) = moved.slots;
+        // The rows of each slot count from zero; where the slot lies is known when the move runs.
+        let rows = |ordinal| moved.rows(ordinal, 0).collect();
+        let time = self.0.model.time(Method::Kernel, 1, moved.bytes() / WITHIN);
+        queue_of(stream)?.push(Op::Slots(SlotOp {
+            direction: moved.direction,
+            time,
+            ring: memory_of(moved.ring.0)?,
+            pool: memory_of(moved.pool)?,
+            slots: memory_of(slots)?,
+            first,
+            rows: (0..count).map(rows).collect(),
+            pool_stride: moved.shape.pool_stride,
+            row_bytes: moved.shape.row_bytes,
+        }))
     }
 
     fn files(&self, _: Route) -> Result<Arc<dyn Files>, DeviceError> {

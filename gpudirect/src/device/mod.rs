@@ -8,6 +8,7 @@ pub mod cuda;
 pub mod emulated;
 mod files;
 pub mod name;
+pub mod slots;
 
 use std::any::Any;
 use std::fmt;
@@ -19,6 +20,7 @@ use kvarts_contract::buffers::{Region, SharedBuf};
 use crate::error::DeviceError;
 
 pub use files::{Files, OpenFile, Registered, Route};
+use slots::SlotMove;
 
 /// What a device is.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -269,6 +271,9 @@ pub trait Device: Send + Sync + fmt::Debug {
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError>;
+    /// Enqueues a move of rows between two memories of this device, which must both stay until an event behind it is done. The numbers of
+    /// the slots are read when the move runs.
+    fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError>;
     /// Reads of files into this device's memory, or why it has none.
     fn files(&self, route: Route) -> Result<Arc<dyn Files>, DeviceError>;
     /// A point behind everything that was enqueued.

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <cstdio>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -37,6 +38,7 @@ static void atomicXor(unsigned *to, unsigned value) { __atomic_fetch_xor(to, val
 
 #include "crc32.cu"
 #include "gather.cu"
+#include "slots.cu"
 
 static u32 plain(const unsigned char *bytes, size_t len) {
     u32 crc = ~0u;
@@ -108,5 +110,25 @@ int main() {
             expected[table.to[piece] - (u64)to.data() + byte] = ((unsigned char *)table.from[piece])[byte];
     int wrong = to != expected;
     std::printf("gather: %llu pieces, %s\n", table.count, wrong ? "wrong" : "right");
+
+    // Rows of every width that the kernel tells apart, longer and shorter than a piece.
+    std::vector<u32> slots = {5, 0, 9, 3, 7, 2};
+    for (u64 bytes : {4096, 16, 48, 4, 20, 17, 1, 5000, 8200})
+        for (u32 to_pool : {0, 1}) {
+            std::vector<unsigned char> ring(from.begin(), from.begin() + 150000), pool(600000, 0xdd);
+            Moved moved{(u64)slots.data(), (u64)ring.data() + 16, (u64)pool.data() + 32, bytes * 2, bytes * 6, bytes, bytes * 2,
+                        bytes * 6, bytes * 60 / 3, bytes, (u32)slots.size(), 2, 1, to_pool};
+            std::vector<unsigned char> right_ring = ring, right_pool = pool;
+            for (size_t slot = 0; slot < slots.size(); slot++)
+                for (u64 row = 0; row < 2; row++) {
+                    unsigned char *here = right_ring.data() + 16 + slot * moved.ring_stride + row * moved.ring_outer;
+                    unsigned char *there = right_pool.data() + 32 + slots[slot] * moved.pool_stride + row * moved.pool_outer;
+                    memcpy(to_pool ? there : here, to_pool ? here : there, bytes);
+                }
+            launch(3, 64, false, [&] { kvarts_slots(moved); });
+            bool is_right = ring == right_ring && pool == right_pool;
+            wrong += !is_right;
+            std::printf("slots: rows of %llu bytes %s the pool, %s\n", bytes, to_pool ? "to" : "from", is_right ? "right" : "wrong");
+        }
     return bad + wrong;
 }

@@ -173,16 +173,22 @@ fn a_driver_that_is_older_than_the_kernels_has_none_and_says_so() {
 #[test]
 fn a_module_that_is_loaded_without_its_kernel_is_unloaded() {
     inside(Kit::Whole, here!(), |standin| {
-        // The first two are those of the digests, the third is that of the gather kernel.
+        // The first two are those of the digests; those of slots and of the gather kernel follow.
         for nth in [1, 2] {
             standin.fail("cuModuleGetFunction", nth, 500);
             let device = Cuda::open(0).unwrap();
             assert_eq!(device.methods(), Method::ALL);
             let notes = device.describe().notes.join("\n");
             assert!(notes.contains("no digests on the device: cuModuleGetFunction"), "{notes}");
-            assert_eq!(standin.live(), ["contexts retained: 1", "modules: 1"]);
+            assert_eq!(standin.live(), ["contexts retained: 1", "modules: 2"]);
         }
         standin.fail("cuModuleLoadData", 3, 218);
+        let other = Cuda::open(0).unwrap();
+        assert_eq!(other.methods(), Method::ALL);
+        let notes = other.describe().notes.join("\n");
+        assert!(notes.contains("no kernel for slots: cuModuleLoadData: CUDA_ERROR_INVALID_PTX"), "{notes}");
+        drop(other);
+        standin.fail("cuModuleLoadData", 4, 218);
         let other = Cuda::open(0).unwrap();
         assert_eq!(other.methods(), [Method::Each, Method::Batch]);
         let notes = other.describe().notes.join("\n");

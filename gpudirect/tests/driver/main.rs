@@ -18,6 +18,7 @@ mod failures;
 mod figures;
 mod files;
 mod guests;
+mod lander;
 mod lives;
 mod lost;
 mod pipeline;

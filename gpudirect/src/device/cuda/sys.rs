@@ -15,6 +15,7 @@ use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUpointer_attribute as Ask;
 use kvarts_contract::buffers::Region;
 
+use super::super::slots::{SlotMove, SlotShape};
 use super::super::{Batch, Direction, Memory, Piece};
 use super::calls::{Calls, Code};
 use crate::error::DeviceError;
@@ -30,10 +31,15 @@ const DIGEST_BLOCKS: u32 = 1024;
 const MANY_CHUNKS: usize = 4096;
 /// Threads of a warp.
 const WARP: u32 = 32;
+/// Threads of a block that moves rows of slots, the most blocks of a launch, and how much of a row a warp takes at a time, as the kernel
+/// has it.
+const SLOT_THREADS: u32 = 256;
+const SLOT_BLOCKS: u64 = 128;
+const SLOT_PIECE: u64 = 4096;
 /// The flag of streams that do not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
-/// Events that let a waiting thread sleep (1) and keep no time (2).
-const EVENT_FLAGS: u32 = 3;
+/// Events that keep no time. No thread of ours waits inside the driver for one, so none asks to be woken by an interrupt.
+const EVENT_FLAGS: u32 = 2;
 
 /// What a call said, as a result.
 fn check(call: &'static str, code: Code) -> Result<(), DeviceError> {
@@ -375,6 +381,25 @@ struct Table {
     to: [u64; TABLE],
     from: [u64; TABLE],
     len: [u64; TABLE],
+}
+
+/// The parameter of the kernel that moves rows of slots.
+#[repr(C)]
+struct Moved {
+    slots: u64,
+    ring: u64,
+    pool: u64,
+    ring_stride: u64,
+    pool_stride: u64,
+    ring_outer: u64,
+    pool_outer: u64,
+    ring_inner: u64,
+    pool_inner: u64,
+    bytes: u64,
+    count: u32,
+    outer: u32,
+    inner: u32,
+    to_pool: u32,
 }
 
 impl Context {
@@ -815,6 +840,47 @@ impl Context {
 }
 
 impl Context {
+    /// Enqueues a move of rows, whose ranges were checked and are kept by the caller until an event behind it.
+    pub(super) fn move_slots(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        moved: &SlotMove<'_>,
+    ) -> Result<(), DeviceError> {
+        let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
+        let (slots, first, count) = moved.slots;
+        let SlotShape { ring_stride, ring_first, pool_base, pool_stride, outer, inner, row_bytes } =
+            moved.shape;
+        let mut parameter = Moved {
+            slots: slots.base().wrapping_add(u64::from(first) * 4),
+            ring: moved.ring.0.base().wrapping_add(moved.ring.1).wrapping_add(ring_first),
+            pool: moved.pool.base().wrapping_add(pool_base),
+            ring_stride,
+            pool_stride,
+            ring_outer: outer.ring,
+            pool_outer: outer.pool,
+            ring_inner: inner.ring,
+            pool_inner: inner.pool,
+            bytes: row_bytes,
+            count,
+            outer: outer.count,
+            inner: inner.count,
+            to_pool: u32::from(moved.direction == Direction::ToDevice),
+        };
+        // A warp for each piece of a row, but no more blocks than keep the memory busy.
+        let rows = u64::from(count) * u64::from(outer.count) * u64::from(inner.count);
+        let warps = rows.saturating_mul(row_bytes.div_ceil(SLOT_PIECE));
+        let blocks = warps.div_ceil(u64::from(SLOT_THREADS / WARP)).clamp(1, SLOT_BLOCKS) as u32;
+        let (mut parameters, none) = ([(&raw mut parameter).cast::<c_void>()], std::ptr::null_mut());
+        let (function, raw, parameters) = (kernel.function, stream.raw, parameters.as_mut_ptr());
+        // SAFETY: one parameter, the kernel's own structure, copied during the call; ranges as said above.
+        let code = unsafe {
+            (self.calls().launch)(function, blocks, 1, 1, SLOT_THREADS, 1, 1, 0, raw, parameters, none)
+        };
+        check("cuLaunchKernel", code)
+    }
+
     /// Enqueues one thread that is busy for so long.
     pub(super) fn launch_wait(
         &self,

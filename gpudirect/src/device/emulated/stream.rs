@@ -29,6 +29,70 @@ pub(super) enum Op {
     Touch(u64, u64),
     /// A kernel by its number that reads memory for so long.
     Read(u64, Duration),
+    /// A kernel whose reads are told.
+    Sample(Sample),
+    /// A kernel that writes.
+    Write(SharedBuf, Vec<u8>),
+    Slots(SlotOp),
+}
+
+/// What a kernel has seen, once it has run.
+#[derive(Clone, Debug, Default)]
+pub struct Sampled(Arc<Mutex<Option<Seen>>>);
+
+/// At its beginning, and at its end.
+type Seen = (Vec<u8>, Vec<u8>);
+
+impl Sampled {
+    /// The bytes that it saw. None if it has not run, or if they changed while it did.
+    pub fn seen(&self) -> Option<Vec<u8>> {
+        let seen = lock(&self.0).clone();
+        seen.and_then(|(before, after)| (before == after).then_some(before))
+    }
+}
+
+/// A read that is to be told.
+pub(super) struct Sample {
+    pub(super) of: SharedBuf,
+    pub(super) time: Duration,
+    pub(super) seen: Sampled,
+}
+
+/// A move of rows.
+pub(super) struct SlotOp {
+    pub(super) direction: Direction,
+    pub(super) time: Duration,
+    pub(super) ring: SharedBuf,
+    pub(super) pool: SharedBuf,
+    pub(super) slots: SharedBuf,
+    pub(super) first: u32,
+    /// Of each slot, were it number zero.
+    pub(super) rows: Vec<Vec<(u64, u64)>>,
+    pub(super) pool_stride: u64,
+    pub(super) row_bytes: u64,
+}
+
+impl SlotOp {
+    /// False if a number leads out of the pool.
+    fn run(&self) -> bool {
+        let len = self.row_bytes as usize;
+        for (ordinal, rows) in self.rows.iter().enumerate() {
+            let mut number = [0; 4];
+            self.slots.copy_out((self.first as usize + ordinal) * 4, &mut number);
+            let slot = u64::from(u32::from_le_bytes(number)) * self.pool_stride;
+            for (ring, pool) in rows {
+                let (ring, pool) = (*ring as usize, (pool + slot) as usize);
+                if pool + len > self.pool.len() {
+                    return false;
+                }
+                match self.direction {
+                    Direction::ToDevice => self.pool.copy_from(pool, &self.ring, ring, len),
+                    Direction::ToHost => self.ring.copy_from(ring, &self.pool, pool, len),
+                }
+            }
+        }
+        true
+    }
 }
 
 /// Whether an event is done, and how what came before it ended.
@@ -129,6 +193,20 @@ fn serve(core: &Core, inbox: &Receiver<Op>) {
                 core.has_read(number);
             }
             _ if failed.is_err() => {}
+            Op::Sample(Sample { of, time, seen }) => {
+                let before = of.to_vec();
+                core.pace.sleep_until(core.pace.now().plus(time));
+                *lock(&seen.0) = Some((before, of.to_vec()));
+            }
+            Op::Write(into, bytes) => into.copy_in(0, &bytes),
+            Op::Slots(op) => {
+                core.pace.sleep_until(core.pace.now().plus(op.time));
+                if !op.run() {
+                    let lost = DeviceError::Lost("an illegal address was met".to_owned());
+                    core.lose(lost.clone());
+                    failed = Err(lost);
+                }
+            }
             Op::Compute(time) => core.pace.sleep_until(core.pace.now().plus(time)),
             Op::Touch(start, end) => touch(core, start, end),
             Op::Copy { number, direction, time, host, memories, pieces } => {

@@ -15,7 +15,7 @@ struct module {
 
 struct function {
     struct module *module;
-    enum { GATHER, CRC32, BUSY_FOR } kernel;
+    enum { GATHER, CRC32, BUSY_FOR, MOVES_SLOTS } kernel;
     // What the PTX says of it: entries of its table, threads of a block.
     unsigned long size;
 };
@@ -90,13 +90,14 @@ result cuModuleGetFunction(struct function **to, void *handle, const char *name)
     char head[128];
     snprintf(head, sizeof head, ".visible .entry %s(", name);
     int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32") || !strcmp(name, "kvarts_crc32_many");
-    int busy = !strcmp(name, "kvarts_wait");
-    if (!strstr(module->source, head) || !(gather || crc || busy)) return leave(NOT_FOUND);
+    int busy = !strcmp(name, "kvarts_wait"), slots = !strcmp(name, "kvarts_slots");
+    if (!strstr(module->source, head) || !(gather || crc || busy || slots)) return leave(NOT_FOUND);
     struct function *function = calloc(1, sizeof *function);
     function->module = module;
-    function->kernel = gather ? GATHER : crc ? CRC32 : BUSY_FOR;
+    function->kernel = gather ? GATHER : crc ? CRC32 : slots ? MOVES_SLOTS : BUSY_FOR;
     // Behind a number of eight bytes each entry of the gather kernel's table has three of them.
     if (busy) function->size = 1;
+    else if (slots) function->size = number_behind(module->source, "kvarts_slots_param_0[") == sizeof(struct moved);
     else if (gather) function->size = (number_behind(module->source, "kvarts_gather_param_0[") - 8) / 24;
     else function->size = number_behind(module->source, ".maxntid ");
     if (!function->size) return leave(NOT_FOUND);
@@ -173,6 +174,29 @@ static result busy(struct function *function, struct stream *stream, void **para
     return OK;
 }
 
+// The last byte that rows reach behind their beginning.
+static uint64_t rows_end(const struct moved *moved, uint64_t outer, uint64_t inner) {
+    return (moved->outer - 1) * outer + (moved->inner - 1) * inner + moved->bytes;
+}
+
+static result slots_of(struct function *function, struct stream *stream, void **parameters) {
+    struct work *work = calloc(1, sizeof *work);
+    work->what = SLOTS;
+    struct moved *moved = &work->moved;
+    memcpy(moved, parameters[0], sizeof *moved);
+    if (!moved->count || !moved->outer || !moved->inner || !moved->bytes) misuse("a move of no rows");
+    uint64_t ring = (moved->count - 1) * moved->ring_stride + rows_end(moved, moved->ring_outer, moved->ring_inner);
+    int inside = reach(moved->slots, moved->count * 4ull, &work->uses[0]) != NULL;
+    inside &= reach(moved->ring, ring, &work->uses[1]) != NULL;
+    // Where the slots are is known when it runs; the memory that slot zero is in is the one that is used.
+    inside &= reach(moved->pool, 1, &work->uses[2]) != NULL;
+    if (!inside) current->broken = ILLEGAL_ADDRESS;
+    work->uses[3] = &function->module->launches;
+    ++*work->uses[3];
+    enqueue(stream, work);
+    return OK;
+}
+
 result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
                       unsigned threads_y, unsigned threads_z, unsigned shared, void *in, void **parameters, void **extra) {
     ENTER(1);
@@ -192,6 +216,7 @@ result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned
     }
     if (function->kernel == GATHER) return leave(gather(function, stream, parameters));
     if (function->kernel == BUSY_FOR) return leave(busy(function, stream, parameters));
+    if (function->kernel == MOVES_SLOTS) return leave(slots_of(function, stream, parameters));
     if (threads != function->size) misuse("%u threads, the kernel is written for %lu", threads, function->size);
     return leave(crc32_of(function, stream, parameters));
 }
@@ -215,6 +240,32 @@ result run_digest(const struct digest *digest) {
         crc = ~crc;
         if (bytes) memcpy(digests + at * 4, &crc, 4);
         else code = ILLEGAL_ADDRESS;
+    }
+    unlock_books();
+    return code;
+}
+
+// From the last slot to the first, and so with its rows: they have no order.
+result run_slots(const struct moved *moved) {
+    result code = OK;
+    lock_books();
+    uint64_t end = rows_end(moved, moved->pool_outer, moved->pool_inner);
+    for (uint64_t at = moved->count; at-- > 0 && !code;) {
+        uint32_t slot = 0;
+        char *number = reach(moved->slots + at * 4, 4, NULL);
+        if (number) memcpy(&slot, number, 4);
+        char *pool = number ? reach(moved->pool + slot * moved->pool_stride, end, NULL) : NULL;
+        char *ring = reach(moved->ring + at * moved->ring_stride, rows_end(moved, moved->ring_outer, moved->ring_inner), NULL);
+        if (!pool || !ring) {
+            code = ILLEGAL_ADDRESS;
+            break;
+        }
+        for (uint64_t row = (uint64_t)moved->outer * moved->inner; row-- > 0;) {
+            uint64_t outer = row / moved->inner, inner = row % moved->inner;
+            char *here = ring + outer * moved->ring_outer + inner * moved->ring_inner;
+            char *there = pool + outer * moved->pool_outer + inner * moved->pool_inner;
+            memmove(moved->to_pool ? there : here, moved->to_pool ? here : there, moved->bytes);
+        }
     }
     unlock_books();
     return code;

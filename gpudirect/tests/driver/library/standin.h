@@ -100,7 +100,14 @@ struct digest {
     uint64_t count;
 };
 
-enum what { COPY, DIGEST, WAIT, WORD, BUSY };
+// A launch of the kernel that moves rows of slots: its parameter.
+struct moved {
+    address slots, ring, pool;
+    uint64_t ring_stride, pool_stride, ring_outer, pool_outer, ring_inner, pool_inner, bytes;
+    uint32_t count, outer, inner, to_pool;
+};
+
+enum what { COPY, DIGEST, WAIT, WORD, BUSY, SLOTS };
 
 // One thing that a stream does.
 struct work {
@@ -110,6 +117,7 @@ struct work {
     struct part *parts;
     char *staged;
     struct digest digest;
+    struct moved moved;
     struct stream *other;
     uint64_t target;
     // A word in host memory, and the least that is waited for.
@@ -158,4 +166,5 @@ void forget_streams_of(struct context *context);
 
 // kernel.c
 result run_digest(const struct digest *digest);
+result run_slots(const struct moved *moved);
 void forget_modules_of(struct context *context);

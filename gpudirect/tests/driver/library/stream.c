@@ -51,6 +51,7 @@ static void release(struct work *work) {
 
 static result perform(const struct work *work) {
     if (work->what == DIGEST) return run_digest(&work->digest);
+    if (work->what == SLOTS) return run_slots(&work->moved);
     if (work->what == BUSY) usleep((unsigned)(work->target / 1000));
     // From the last to the first: parts of one call have no order.
     for (size_t at = work->count; at-- > 0;) {

@@ -1,0 +1,275 @@
+//! Landing and saving: blocks of a pool in pinned host memory, and pages of an engine's memory on a device.
+//!
+//! Landing does not read: everything is in the pool, verified. Of each layer the stretches go to a ring in device memory by the copy engine, in
+//! copies of megabytes whatever the size of a page, and a kernel spreads them within the device's memory to the engine's pages. All of it is
+//! enqueued at once, when the landing begins: the ring's places are reused in the order of streams, so no thread of the host waits for a layer. An
+//! event for each layer is there from the beginning, for which the engine's stream waits ([`Landed::wait`]).
+//!
+//! Saving is the mirror image, layer by layer: behind the engine's work a kernel gathers the pages of a layer in the ring, and one copy for each
+//! stretch takes them to the pool. Nothing is stored by it: when all layers have left, the blocks are there to be put.
+//!
+//! - What the device may use is kept until an event behind it is done: the ring by order, the pool's memory and the engine's by what the caller
+//!   gives to keep. On a device that is lost or stuck it is kept for good; then the process is to be restarted, and every later call says so.
+//! - Nothing is allocated on the device for a layer; for a request at most memory for the numbers of its slots, which is used again.
+//! - Calls on one of the engine's threads wait for nothing.
+
+mod lane;
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_layout::plan::Stretch;
+
+use crate::device::{Device, Event, Stream};
+use crate::error::{DeviceError, LandError};
+use crate::follow::Followed;
+use crate::pages::Pages;
+use crate::pipeline::COPY_TIMEOUT;
+
+use lane::{Lane, Open};
+
+/// Bytes of a ring, unless a lander is told otherwise.
+pub const RING_BYTES: u64 = 64 << 20;
+
+/// What blocks of a column lie in the pool, and the pages that they belong to.
+#[derive(Clone, Debug)]
+pub struct Column {
+    /// Where the blocks are in the pool, in the order of the pages' blocks.
+    pub stretches: Vec<Stretch>,
+    /// Where the engine has them.
+    pub pages: Pages,
+}
+
+/// What is to be landed or saved.
+pub struct Move {
+    /// The pool's memory. Register it with the device first ([`Device::pin`]): copies with memory that is not pinned may wait inside the driver.
+    pub pool: Arc<Region>,
+    /// The columns. All have as many layers.
+    pub columns: Vec<Column>,
+    /// What holds the blocks in the pool; it is dropped when the device uses them no more.
+    pub keeps: Box<dyn Any + Send>,
+}
+
+impl fmt::Debug for Move {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Move").field("columns", &self.columns.len()).finish_non_exhaustive()
+    }
+}
+
+impl Move {
+    /// The layers of its columns, if all have as many, and every block has its place.
+    fn layers(&self, segment: u64) -> Result<u32, LandError> {
+        let wrong = |what: &str| LandError::Request(what.to_owned());
+        let mut layers = None;
+        for Column { stretches, pages } in &self.columns {
+            let shape = pages.shape();
+            let own = shape.layers().len() as u32;
+            if *layers.get_or_insert(own) != own {
+                return Err(wrong("columns of different numbers of layers"));
+            }
+            let blocks: u64 = stretches.iter().map(|stretch| u64::from(stretch.count)).sum();
+            if blocks != u64::from(pages.blocks()) {
+                return Err(LandError::Request(format!("{blocks} blocks for pages of {}", pages.blocks())));
+            }
+            for (part, chunk) in (0..own).flat_map(|layer| pages.parts_of(layer)) {
+                if chunk > segment {
+                    return Err(LandError::Request(format!(
+                        "a chunk of {chunk} bytes: the ring has {segment} at a time"
+                    )));
+                }
+                let inside = |stretch: &Stretch| {
+                    stretch.part(shape, part).is_some_and(|(at, bytes)| at + bytes <= self.pool.len() as u64)
+                };
+                if !stretches.iter().all(inside) {
+                    return Err(wrong("a stretch that leaves the pool"));
+                }
+            }
+        }
+        layers.ok_or_else(|| wrong("nothing is to be moved"))
+    }
+}
+
+/// What moves blocks between pools and the memory of one device. Cheap to clone; all landings of a process share one.
+#[derive(Clone, Debug)]
+pub struct Lander(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    device: Arc<dyn Device>,
+    inward: Mutex<Lane>,
+    outward: Mutex<Lane>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every change under these locks is one step, or is marked as failed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Lander {
+    /// A lander with rings of `ring_bytes` on the device, one for each direction.
+    pub fn new(device: &Arc<dyn Device>, ring_bytes: u64) -> Result<Self, LandError> {
+        Self::with_timeout(device, ring_bytes, COPY_TIMEOUT)
+    }
+
+    /// The same with another bound on how long work that was enqueued may take once the work before it is done.
+    pub fn with_timeout(
+        device: &Arc<dyn Device>,
+        ring_bytes: u64,
+        timeout: Duration,
+    ) -> Result<Self, LandError> {
+        let followed = || Followed { device: Arc::clone(device), timeout };
+        let inward = Mutex::new(Lane::new(followed(), "kvarts-land", ring_bytes)?);
+        let outward = Mutex::new(Lane::new(followed(), "kvarts-save", ring_bytes)?);
+        Ok(Self(Arc::new(Inner { device: Arc::clone(device), inward, outward })))
+    }
+
+    /// Enqueues the landing of all layers. Pages are written behind `after`, if it is given: the engine's last kernel that uses them; without
+    /// it they must be idle now. The ring is filled before that.
+    pub fn land(&self, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
+        let mut lane = lock(&self.0.inward);
+        let layers = what.layers(lane.segment_bytes())?;
+        let pool = whole(&what.pool)?;
+        let mut open = lane.open(&what.columns)?;
+        let waits = after.map_or(Ok(()), |after| lane.near_waits(after));
+        let ended: Result<Vec<Event>, DeviceError> = waits.and_then(|()| {
+            (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer)).collect()
+        });
+        let done = lane.close(open, Box::new((what, pool)), ended.is_ok());
+        Ok(Landed { device: Arc::clone(&self.0.device), events: ended?, done })
+    }
+
+    /// Begins a save: layers leave by [`Saving::layer`].
+    pub fn save(&self, what: Move) -> Result<Saving, LandError> {
+        let mut lane = lock(&self.0.outward);
+        let layers = what.layers(lane.segment_bytes())?;
+        let pool = whole(&what.pool)?;
+        let open = lane.open(&what.columns)?;
+        drop(lane);
+        Ok(Saving { lander: self.clone(), what: Some((what, pool)), open: Some(open), next: 0, layers })
+    }
+}
+
+fn whole(pool: &Arc<Region>) -> Result<SharedBuf, LandError> {
+    SharedBuf::new(pool, 0, pool.len()).ok_or(LandError::Device(DeviceError::OutOfBounds))
+}
+
+/// How a landing or a save ended, once it has.
+#[derive(Clone, Debug, Default)]
+pub struct Done(Arc<Ended>);
+
+#[derive(Debug, Default)]
+struct Ended {
+    outcome: Mutex<Option<Result<(), DeviceError>>>,
+    changed: Condvar,
+}
+
+impl Done {
+    fn tell(&self, outcome: Result<(), DeviceError>) {
+        lock(&self.0.outcome).get_or_insert(outcome);
+        self.0.changed.notify_all();
+    }
+
+    /// How it ended, if it has: then the device uses neither the pool nor the pages for it.
+    pub fn outcome(&self) -> Option<Result<(), DeviceError>> {
+        lock(&self.0.outcome).clone()
+    }
+
+    /// Blocks the thread until it has ended, or for so long. Not for a thread of an engine that computes.
+    pub fn wait(&self, most: Duration) -> Option<Result<(), DeviceError>> {
+        let goes_on = |outcome: &mut Option<_>| outcome.is_none();
+        let waited = self.0.changed.wait_timeout_while(lock(&self.0.outcome), most, goes_on);
+        waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+    }
+}
+
+/// Layers on their way to the engine's pages. It may be dropped at any time: what was enqueued lands all the same.
+#[derive(Debug)]
+pub struct Landed {
+    device: Arc<dyn Device>,
+    events: Vec<Event>,
+    done: Done,
+}
+
+impl Landed {
+    /// What the engine's stream is given from now on runs when this layer has landed. The calling thread does not wait. Where the layer cannot
+    /// land any more this is an error, at once if that is known already; if not, the work behind it does not run.
+    pub fn wait(&self, layer: u32, stream: &Stream) -> Result<(), LandError> {
+        if let Some(Err(error)) = self.done.outcome() {
+            return Err(LandError::Device(error));
+        }
+        let event = self.events.get(layer as usize);
+        let event = event.ok_or_else(|| LandError::Request(format!("there is no layer {layer}")))?;
+        Ok(self.device.wait(stream, event)?)
+    }
+
+    /// How it ended, once it has.
+    pub fn done(&self) -> &Done {
+        &self.done
+    }
+}
+
+/// Layers on their way from the engine's pages. Dropping it early leaves bytes in the pool that are no blocks.
+#[derive(Debug)]
+pub struct Saving {
+    lander: Lander,
+    what: Option<(Move, SharedBuf)>,
+    open: Option<Open>,
+    next: u32,
+    layers: u32,
+}
+
+impl Saving {
+    /// Enqueues that a layer leaves its pages, behind what the engine's stream was given so far. The pages may be written again by what that
+    /// stream is given behind the answer's event. Layers come in order.
+    pub fn layer(&mut self, layer: u32, computed: &Stream) -> Result<Event, LandError> {
+        if layer != self.next || layer >= self.layers {
+            return Err(LandError::Request(format!(
+                "layer {} of {} is next, not layer {layer}",
+                self.next, self.layers
+            )));
+        }
+        let lander = self.lander.clone();
+        let mut lane = lock(&lander.0.outward);
+        let saved = match (&self.what, &mut self.open) {
+            (Some((what, pool)), Some(open)) => lander.0.device.record(computed).and_then(|event| {
+                lane.near_waits(&event)?;
+                lane.save(open, (pool, &what.columns), layer)
+            }),
+            _ => return Err(LandError::Request("the save has ended".to_owned())),
+        };
+        if saved.is_ok() {
+            self.next += 1;
+        } else {
+            self.end(&mut lane, false);
+        }
+        Ok(saved?)
+    }
+
+    /// No more layers come; the answer tells when all have left. An error where some have not been given.
+    pub fn finish(mut self) -> Result<Done, LandError> {
+        if self.next < self.layers {
+            return Err(LandError::Request(format!("layer {} did not leave", self.next)));
+        }
+        let lander = self.lander.clone();
+        let mut lane = lock(&lander.0.outward);
+        self.end(&mut lane, true).ok_or_else(|| LandError::Request("the save has ended".to_owned()))
+    }
+
+    fn end(&mut self, lane: &mut Lane, is_whole: bool) -> Option<Done> {
+        let (what, open) = self.what.take().zip(self.open.take())?;
+        Some(lane.close(open, Box::new(what), is_whole))
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        let lander = self.lander.clone();
+        self.end(&mut lock(&lander.0.outward), false);
+    }
+}
+
+#[cfg(test)]
+mod tests;

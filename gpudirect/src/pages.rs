@@ -1,0 +1,277 @@
+//! Where an engine has the blocks of a column: in pages of its own, as it laid them out.
+//!
+//! A block has as many pages as its tokens fill, each in a slot of any number. What a page has of a part of the block (the keys of a layer, for
+//! example) are rows that lie apart by strides ([`SlotShape`]): so halves of keys and values, ranges of heads, and any order of dimensions that
+//! strides can say are described without a copy.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvarts_layout::BlockShape;
+
+use crate::device::Memory;
+use crate::device::slots::SlotShape;
+use crate::error::LandError;
+
+/// Rows that are compared, at most, to see that no two share a byte.
+const ROWS_MAX: u64 = 1 << 20;
+
+/// Where the pages of one part lie.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PagePart {
+    /// In which of the memories.
+    pub memory: u32,
+    /// The rows of a page; `ring_stride` and `ring_first` say where they lie in a chunk of the block, of which each page has an equal part.
+    pub rows: SlotShape,
+}
+
+/// Blocks and their pages. Cheap to clone. Checked when it is made: every row of every page is inside its memory, and no two share a byte.
+#[derive(Clone, Debug)]
+pub struct Pages {
+    shape: Arc<BlockShape>,
+    memories: Arc<[Memory]>,
+    parts: Arc<[PagePart]>,
+    per_block: u32,
+    slots: Arc<[u32]>,
+    largest: u32,
+}
+
+fn wrong(what: impl Into<String>) -> LandError {
+    LandError::Request(format!("pages: {}", what.into()))
+}
+
+impl Pages {
+    /// Of each part of a block, counted through all layers, where its pages lie; and the slots of all pages, `per_block` for each block, in the
+    /// order of its tokens.
+    pub fn new(
+        shape: &Arc<BlockShape>,
+        memories: Vec<Memory>,
+        parts: Vec<PagePart>,
+        per_block: u32,
+        slots: Vec<u32>,
+    ) -> Result<Self, LandError> {
+        let chunks: Vec<u64> =
+            shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
+        if chunks.len() != parts.len() {
+            return Err(wrong(format!("{} parts for a block that has {}", parts.len(), chunks.len())));
+        }
+        let largest = slots.iter().copied().max().ok_or_else(|| wrong("none"))?;
+        if per_block == 0 || !slots.len().is_multiple_of(per_block as usize) {
+            return Err(wrong(format!("{} slots for blocks of {per_block} pages", slots.len())));
+        }
+        if slots.iter().collect::<BTreeSet<_>>().len() != slots.len() {
+            return Err(wrong("a slot stands twice"));
+        }
+        for (part, bytes) in parts.iter().zip(&chunks) {
+            let rows = &part.rows;
+            let (ring, pool) =
+                rows.reach().filter(|_| rows.bytes() > 0).ok_or_else(|| wrong("a page without rows"))?;
+            if !bytes.is_multiple_of(u64::from(per_block)) || rows.ring_stride != bytes / u64::from(per_block)
+            {
+                return Err(wrong(format!(
+                    "a chunk of {bytes} bytes is not {per_block} pages of {}",
+                    rows.ring_stride
+                )));
+            }
+            if ring > rows.ring_stride {
+                return Err(wrong("rows that leave their page of the chunk"));
+            }
+            let memory =
+                memories.get(part.memory as usize).ok_or_else(|| wrong("a memory that is not given"))?;
+            let last = u64::from(largest)
+                .checked_mul(rows.pool_stride)
+                .and_then(|at| at.checked_add(rows.pool_base));
+            if last.and_then(|at| at.checked_add(pool)).is_none_or(|end| end > memory.len()) {
+                return Err(wrong(format!("slot {largest} leaves its memory of {} bytes", memory.len())));
+            }
+        }
+        apart(&memories, &parts, largest)?;
+        Ok(Self {
+            shape: Arc::clone(shape),
+            memories: memories.into(),
+            parts: parts.into(),
+            per_block,
+            slots: slots.into(),
+            largest,
+        })
+    }
+
+    /// The shape of a block.
+    pub fn shape(&self) -> &Arc<BlockShape> {
+        &self.shape
+    }
+
+    /// Blocks that have pages.
+    pub fn blocks(&self) -> u32 {
+        self.slots.len() as u32 / self.per_block
+    }
+
+    pub(crate) fn per_block(&self) -> u32 {
+        self.per_block
+    }
+
+    pub(crate) fn slots(&self) -> &[u32] {
+        &self.slots
+    }
+
+    pub(crate) fn largest(&self) -> u32 {
+        self.largest
+    }
+
+    /// Where the pages of a part lie, and in which memory.
+    pub(crate) fn part(&self, part: u32) -> Option<(&Memory, SlotShape)> {
+        let part = self.parts.get(part as usize)?;
+        Some((self.memories.get(part.memory as usize)?, part.rows))
+    }
+
+    /// The parts of a layer, with the bytes of a chunk of each.
+    pub(crate) fn parts_of(&self, layer: u32) -> impl Iterator<Item = (u32, u64)> + '_ {
+        let layers = self.shape.layers();
+        let before: usize = layers.iter().take(layer as usize).map(|layer| layer.chunks.len()).sum();
+        let chunks = layers.get(layer as usize).into_iter().flat_map(|layer| &layer.chunks);
+        (before as u32..).zip(chunks.map(|chunk| chunk.bytes))
+    }
+}
+
+/// Refuses pages of which two rows share a byte. Memories are compared by their addresses: an engine may give one of them twice.
+fn apart(memories: &[Memory], parts: &[PagePart], largest: u32) -> Result<(), LandError> {
+    let shared = || wrong("two rows share a byte");
+    // By the distance of slots: parts whose slots are equally far apart may lie between each other.
+    let mut by_stride: BTreeMap<u64, Vec<(u64, SlotShape)>> = BTreeMap::new();
+    for part in parts {
+        let base = memories.get(part.memory as usize).map_or(0, Memory::base);
+        let stride = if largest == 0 { 0 } else { part.rows.pool_stride };
+        by_stride.entry(stride).or_default().push((base, part.rows));
+    }
+    let mut spans: Vec<(Range<u64>, u64)> = Vec::new();
+    for (&stride, parts) in &by_stride {
+        let rows: u64 =
+            parts.iter().map(|(_, rows)| u64::from(rows.outer.count) * u64::from(rows.inner.count)).sum();
+        if rows > ROWS_MAX {
+            return Err(wrong(format!("{rows} rows in a page: at most {ROWS_MAX}")));
+        }
+        // Where parts are less than a slot apart they lie in the same slots, and their rows are compared as within one slot; others are
+        // compared as wholes.
+        let mut sorted: Vec<_> = parts.iter().map(|(base, rows)| (base + rows.pool_base, rows)).collect();
+        sorted.sort_by_key(|(start, _)| *start);
+        let mut group: Vec<Range<u64>> = Vec::new();
+        let mut first = None;
+        for (start, rows) in sorted {
+            let begin = *first.get_or_insert(start);
+            if stride > 0 && start - begin >= stride
+                || stride == 0 && !group.is_empty() && start >= ends(&group)
+            {
+                close(&mut spans, std::mem::take(&mut group), (begin, stride), largest).ok_or_else(shared)?;
+                first = Some(start);
+            }
+            for outer in 0..u64::from(rows.outer.count) {
+                for inner in 0..u64::from(rows.inner.count) {
+                    let at = start + outer * rows.outer.pool + inner * rows.inner.pool;
+                    group.push(at..at + rows.row_bytes);
+                }
+            }
+        }
+        if let Some(begin) = first {
+            close(&mut spans, group, (begin, stride), largest).ok_or_else(shared)?;
+        }
+    }
+    spans.sort_by_key(|(span, _)| span.start);
+    let overlap =
+        spans.windows(2).any(|two| two.first().zip(two.get(1)).is_some_and(|(a, b)| b.0.start < a.0.end));
+    if overlap { Err(shared()) } else { Ok(()) }
+}
+
+fn ends(group: &[Range<u64>]) -> u64 {
+    group.iter().map(|row| row.end).max().unwrap_or(0)
+}
+
+/// Compares the rows of slot zero with each other, and notes what all slots cover. None if two share a byte, or if a slot reaches into the next.
+fn close(
+    spans: &mut Vec<(Range<u64>, u64)>,
+    mut group: Vec<Range<u64>>,
+    (begin, stride): (u64, u64),
+    largest: u32,
+) -> Option<()> {
+    group.sort_by_key(|row| row.start);
+    let end = ends(&group);
+    let is_apart =
+        group.windows(2).all(|two| two.first().zip(two.get(1)).is_none_or(|(a, b)| a.end <= b.start));
+    if !is_apart || (stride > 0 && end - begin > stride) {
+        return None;
+    }
+    spans.push((begin..end.checked_add(u64::from(largest).checked_mul(stride)?)?, stride));
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+    use crate::device::emulated::{Emulated, Model};
+    use crate::device::slots::Rows;
+    use kvarts_layout::{ChunkShape, LayerShape};
+
+    fn shape() -> Arc<BlockShape> {
+        let chunk = ChunkShape { bytes: 256, align: 1 };
+        Arc::new(BlockShape::new(vec![LayerShape { layer: 0, chunks: vec![chunk; 2] }]).unwrap())
+    }
+
+    fn part(rows: SlotShape) -> PagePart {
+        PagePart { memory: 0, rows }
+    }
+
+    /// Pages of four tokens with two heads of eight bytes, four pages a block.
+    fn pages(bytes: u64, parts: [SlotShape; 2], slots: &[u32]) -> Result<Pages, LandError> {
+        let memory = Emulated::new(Model::default()).allocate(bytes).unwrap();
+        Pages::new(&shape(), vec![memory], parts.map(part).to_vec(), 4, slots.to_vec())
+    }
+
+    #[test]
+    fn layouts_of_engines_are_taken_and_rows_that_share_bytes_are_not() {
+        let slots = [4, 0, 2, 1];
+        let whole = |base, stride| SlotShape::whole(64, base, stride);
+        // Keys and values in halves of the memory, one behind the other in each slot, and between each other token by token.
+        assert!(pages(640, [whole(0, 64), whole(320, 64)], &slots).is_ok());
+        assert!(pages(640, [whole(0, 128), whole(64, 128)], &slots).is_ok());
+        let between = |base| SlotShape {
+            outer: Rows { count: 4, ring: 16, pool: 32 },
+            row_bytes: 16,
+            ..SlotShape::whole(64, base, 128)
+        };
+        assert!(pages(640, [between(0), between(16)], &slots).is_ok());
+        // One head of two, into pages that have heads before tokens.
+        let head = |base| SlotShape {
+            ring_first: 8,
+            outer: Rows { count: 4, ring: 16, pool: 8 },
+            row_bytes: 8,
+            ..SlotShape::whole(64, base, 64)
+        };
+        assert!(pages(320, [head(0), head(32)], &slots).is_ok());
+        let refused = |bytes, parts, slots: &[u32], why: &str| {
+            let refused = pages(bytes, parts, slots).unwrap_err().to_string();
+            assert!(refused.contains(why), "{refused}");
+        };
+        refused(639, [whole(0, 128), whole(64, 128)], &slots, "leaves its memory");
+        refused(640, [whole(0, 128), whole(63, 128)], &slots, "share a byte");
+        refused(640, [whole(0, 64), whole(319, 64)], &slots, "share a byte");
+        refused(640, [whole(0, 64), whole(64, 96)], &slots, "share a byte");
+        refused(640, [between(0), between(8)], &slots, "share a byte");
+        refused(640, [whole(0, 63), whole(320, 64)], &slots, "share a byte");
+        refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3, 1], "twice");
+        refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3], "slots for blocks");
+        refused(
+            640,
+            [SlotShape { ring_first: 1, ..whole(0, 128) }, whole(64, 128)],
+            &slots,
+            "leave their page",
+        );
+        refused(640, [SlotShape::whole(32, 0, 128), whole(64, 128)], &slots, "not 4 pages");
+        refused(
+            640,
+            [SlotShape { outer: Rows { count: 0, ..Rows::ONE }, ..whole(0, 128) }, whole(64, 128)],
+            &slots,
+            "rows",
+        );
+    }
+}
