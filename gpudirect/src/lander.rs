@@ -114,7 +114,7 @@ impl Lander {
         Self::with_timeout(device, ring_bytes, COPY_TIMEOUT)
     }
 
-    /// The same with another bound on how long work that was enqueued may take once the work before it is done.
+    /// The same with another bound on how long a request may take once the one before it has ended; what takes longer is stuck.
     pub fn with_timeout(
         device: &Arc<dyn Device>,
         ring_bytes: u64,
@@ -127,7 +127,11 @@ impl Lander {
     }
 
     /// Enqueues the landing of all layers. Pages are written behind `after`, if it is given: the engine's last kernel that uses them; without
-    /// it they must be idle now. The ring is filled before that.
+    /// it they must be idle now. The ring is filled before that. The engine must come to `after` within the lander's timeout, and what is landed
+    /// later waits behind it.
+    ///
+    /// An error is that of the device, or of the request before anything was enqueued. On a device that fails half-way pages may still be
+    /// written: it is to be treated as lost.
     pub fn land(&self, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
         let mut lane = lock(&self.0.inward);
         let layers = what.layers(lane.segment_bytes())?;

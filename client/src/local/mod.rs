@@ -229,8 +229,8 @@ impl Inner {
                 (file.ok_or(Reason::Bug("a pool without a descriptor"))?, bytes, true)
             }
         };
-        // An engine's file perhaps cannot be sealed.
-        let map = if mode == Mode::Adopted { shared::map_own } else { shared::map };
+        // An engine's file perhaps cannot be sealed; that of a pool is, whatever process made it.
+        let map = if mode == Mode::Adopted && pool.is_none() { shared::map_own } else { shared::map };
         let region = map(&file, bytes, forget).map_err(fault)?;
         if is_new {
             region.populate().map_err(fault)?;

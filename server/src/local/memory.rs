@@ -118,8 +118,9 @@ fn given(
         let file = shared::sealed(bytes).map_err(|_| Fault::busy("the server has no memory to share"))?;
         return Ok(Given { file, bytes, counts: Box::new((part, open)), is_new: true });
     };
-    // An engine's file of `/dev/shm` cannot be sealed; no touch of this process depends on its length.
-    let length = if mode == Mode::Adopted { shared::length_now(&file) } else { shared::length(&file) };
+    // An engine's file of `/dev/shm` cannot be sealed; no touch of this process depends on its length. Those of a pool's other processes do.
+    let may_shrink = mode == Mode::Adopted && name.is_none();
+    let length = if may_shrink { shared::length_now(&file) } else { shared::length(&file) };
     if bytes > length.map_err(malformed)? {
         return Err(malformed("the file is shorter than that"));
     }
