@@ -23,6 +23,8 @@ from ._kvarts import (
     Paged,
     Pages,
     Plan,
+    Pool,
+    Stage,
     Times,
     __version__,
     chain,
@@ -32,7 +34,7 @@ from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refu
 
 __all__ = [
     "Bug", "Client", "Completion", "Corrupt", "Deadline", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Missing", "Paged", "Pages", "Plan", "ReadOnly", "Refused", "Retry", "Times", "chain", "connect", "key", "open", "__version__",
+    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Stage", "Times", "chain", "connect", "key", "open", "__version__",
 ]
 
 #: What calls take, for annotations: the stub says it in full.

@@ -177,6 +177,13 @@ class Client:
         """Memory into which the server's disks write directly: verified where it lies, without a copy on the host. Where there is no
         such way (gRPC), memory like any other. It stays until its last user is gone, views of it included."""
 
+    def shared_pool(self, nbytes: int) -> Pool:
+        """Memory that the processes of one engine share: see `Pool`. Over the local path alone. It counts once as memory of the tenant,
+        and is gone with the last process that has it."""
+
+    def attach(self, name: str) -> Memory:
+        """The memory of a pool that another process of the same tenant has taken on this server."""
+
     def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
         """Makes memory of an engine's known, once, so that its pages can be named by buffers or addresses in it from then on
         without being pinned and looked at one by one.
@@ -220,6 +227,66 @@ class Memory:
     def close(self, timeout: float | None = None) -> None:
         """Forgets it: returns when no batch uses it any more (raises `Deadline` if that takes longer). Its pages are named by
         buffers like any other memory afterwards."""
+
+@final
+class Pool:
+    """Memory that the processes of one engine share, and the blocks that are staged in it. The scheduler has it; workers attach to
+    its memory by its name (`Client.attach`)."""
+
+    @property
+    def name(self) -> str:
+        """32 hexadecimal digits that cannot be guessed. Another tenant's client finds nothing by it."""
+
+    @property
+    def memory(self) -> Memory:
+        """All of it, as this process has it."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What it has and has done: `bytes`, `free_bytes`, and blocks: `hits` (asked for and here), `shared` (on their way for another
+        stage), `read`, `came`, `no_room`, `withdrawn` (deleted since, expired or evicted on the server), `evicted`; and stages that were
+        `silent`."""
+
+    def stage(
+        self,
+        columns: Sequence[tuple[Pages, int, int | None]],
+        keys: Sequence[bytes | str],
+        *,
+        first_block: int = 0,
+        silence: float = 10.0,
+    ) -> Stage:
+        """Holds and reads blocks that follow each other in a chain, the same ones in every column: (handle, group, rank; `None` for the
+        handle's own). `first_block`: how many blocks of the chain stand before. It waits for nothing."""
+
+@final
+class Stage:
+    """What one request needs of a pool, held and on its way. It ends when all is here, when the next block cannot come, or when nothing has
+    come for `silence` seconds. What is staged stays where it is until `close`, whatever happens to disks, networks and servers."""
+
+    @property
+    def staged(self) -> int:
+        """Leading blocks that are here in every column, with what has arrived by now."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will not be more."""
+
+    @property
+    def why(self) -> Error | None:
+        """Why it is over before the last block."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits until it is over, or so long; gives `staged`."""
+
+    def stretches(self, column: int = 0) -> list[tuple[int, int, int, int]]:
+        """Where the staged blocks of a column are, in their order: (where an extent begins in the pool, blocks of the extent, the first of
+        these, how many these are). An extent lies `[part][block]`, with the parts of all layers in the order of the shape."""
+
+    def places(self, part: int, column: int = 0) -> list[tuple[int, int]]:
+        """The same for one part: (where it begins in the pool, bytes), one after the other."""
+
+    def close(self) -> None:
+        """Lets go of what it holds, and stops reads that no other stage waits for."""
 
 @final
 class Completion:

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use kvarts_client::{Client as Remote, ConnectOptions, Via};
+use kvarts_client::{Client as Remote, ConnectOptions, PoolName, Via};
 use kvarts_contract::buffers::shared;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
@@ -20,6 +20,7 @@ use crate::identity::{Cut, Wanted};
 use crate::left;
 use crate::memory::{Adopted, Memory};
 use crate::pages::Pages;
+use crate::pool::{self, Pool};
 use crate::waiting;
 use crate::watching::{self, Events};
 
@@ -189,6 +190,24 @@ impl Client {
             region: shared.map(|(region, _)| (region, 0)),
         };
         Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is known already"))
+    }
+
+    fn shared_pool(&self, py: Python<'_>, nbytes: usize) -> PyResult<Pool> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        left::settle(py);
+        Pool::take(py, core, nbytes)
+    }
+
+    fn attach(&self, py: Python<'_>, name: &str) -> PyResult<Memory> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        left::settle(py);
+        let name: PoolName = name.parse().or_raise(py)?;
+        let embedded = || Error(Reason::Config("a pool belongs to a server: connect to one".to_owned()));
+        let remote = core.remote.as_ref().ok_or_else(embedded).or_raise(py)?;
+        let region = py.detach(|| remote.attach(name)).or_raise(py)?;
+        pool::memory(py, core, &region)
     }
 
     #[pyo3(signature = (buffer, *, fd=None, offset=0, nbytes=None))]

@@ -28,6 +28,7 @@ mod open;
 mod pages;
 mod places;
 mod planning;
+mod pool;
 mod reading;
 mod registry;
 mod waiting;
@@ -46,6 +47,8 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<client::Client>()?;
     module.add_class::<pages::Pages>()?;
     module.add_class::<memory::Memory>()?;
+    module.add_class::<pool::Pool>()?;
+    module.add_class::<pool::Stage>()?;
     module.add_class::<completion::Completion>()?;
     module.add_class::<places::Paged>()?;
     module.add_class::<calls::Match>()?;

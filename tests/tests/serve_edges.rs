@@ -1,21 +1,26 @@
 //! Three tenants, three nodes of one cluster, one bucket behind all of them, and what an engine's connector does, in one seeded
 //! run: blocks are put, read and deleted, and end; nodes stop hard and come back; tenants go, come back as others, and change
-//! their tokens. After each step every tenant reads everything on every node: what was put for it and lives, or a miss.
+//! their tokens. After each step every tenant reads everything on every node, over gRPC, over the local path, or out of a pool that
+//! keeps what was staged: what was put for it and lives, or a miss.
 #![allow(clippy::disallowed_methods, reason = "real servers stand outside the simulation")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::serve_tenants::{COLUMN, find, read, register};
 use crate::served::Served;
 use kvarts_client::Client;
+use kvarts_client::pool::{Column, Pool, Stage, StageRequest};
 use kvarts_contract::api::{
     BlockOutcome, DeleteOutcome, DeleteRequest, KvStore, Parent, Placed, PutRequest, Target,
 };
 use kvarts_contract::batch::{BatchKind, Block, Completion, Lane, Memory, Pages, PagesOptions, Terms};
 use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::SharedBuf;
+use kvarts_contract::class::Class;
 use kvarts_contract::error::{Kind, Reason};
 use kvarts_layout::{BlockKey, NamespaceId};
 use kvarts_server::state::auth::TokenHash;
@@ -36,6 +41,9 @@ const STEPS: u64 = 16;
 /// How much longer than it should a block may be found: ends are counted in steps of 100 ms, rounded up by each store on its way.
 const SLACK: Duration = Duration::from_millis(800);
 const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Bytes of a pool: too few for all blocks.
+const POOL_BYTES: usize = 288 << 10;
 
 /// The chunks of a block.
 type Chunks = Vec<Vec<u8>>;
@@ -108,6 +116,8 @@ struct World {
     story: Story,
     /// By tenant, node, and whether it is one over the local path.
     clients: BTreeMap<(usize, usize, bool), (Client, NamespaceId)>,
+    /// Of each client over the local path, by tenant and node.
+    pools: BTreeMap<(usize, usize), Pool>,
     nodes: Vec<Served>,
     addresses: Vec<String>,
     /// What stands in the nodes' configuration besides tenants.
@@ -118,6 +128,8 @@ struct World {
     made: Vec<String>,
     hits: u64,
     restored: u64,
+    /// Blocks that a pool had.
+    pooled: u64,
     _scratch: [Scratch; 2],
 }
 
@@ -212,6 +224,38 @@ fn store(
     took.collect()
 }
 
+/// Stages these blocks, each for itself and a few at a time, and looks at them.
+fn staged(pool: &Pool, namespace: NamespaceId, keys: &[BlockKey]) -> Vec<Result<Chunks, Reason>> {
+    let (group, coordinate) = COLUMN;
+    let shape = Arc::new(fixture::shape(group, coordinate));
+    let stage = |key: &BlockKey| {
+        let request = StageRequest {
+            columns: vec![(Column { namespace, group, coordinate }, Arc::clone(&shape))],
+            keys: vec![*key],
+            first_block: 0,
+            silence: TIMEOUT,
+            class: Class::Foreground,
+        };
+        pool.stage(request).unwrap()
+    };
+    let looked = |stage: Stage| {
+        if stage.wait(TIMEOUT * 2).staged == 0 {
+            return Err(stage.why().expect("a reason"));
+        }
+        let [stretch] = stage.stretches(0)[..] else { panic!("one block is one stretch") };
+        let chunk = |part| {
+            let (at, bytes) = stretch.part(&shape, part)?;
+            Some(SharedBuf::new(pool.region(), at as usize, bytes as usize).unwrap().to_vec())
+        };
+        Ok((0..).map_while(chunk).collect())
+    };
+    let some = keys.chunks(4).flat_map(|keys| {
+        let stages: Vec<Stage> = keys.iter().map(stage).collect();
+        stages.into_iter().map(looked).collect::<Vec<_>>()
+    });
+    some.collect()
+}
+
 impl World {
     fn start(seed: u64) -> Self {
         Self::start_with(seed, 1)
@@ -250,6 +294,7 @@ impl World {
         let mut world = Self {
             story: Story { seed, steps: Vec::new() },
             clients: BTreeMap::new(),
+            pools: BTreeMap::new(),
             nodes,
             addresses,
             base,
@@ -258,6 +303,7 @@ impl World {
             made: Vec::new(),
             hits: 0,
             restored: 0,
+            pooled: 0,
             _scratch: [bucket, members],
         };
         let file = world.file();
@@ -308,6 +354,10 @@ impl World {
                     let own = *tenant.namespace.get_or_insert(namespace);
                     assert_eq!(own, namespace, "{} has another name on node {node}", tenant.name);
                     assert!(!tenant.before.contains(&own), "{} has what another one had", tenant.name);
+                    if is_local {
+                        let (memory, _) = client.shared_pool(POOL_BYTES).unwrap();
+                        self.pools.insert((who, node), Pool::new(client.store(), client.clock(), &memory));
+                    }
                     self.clients.insert((who, node, is_local), (client, namespace));
                 }
             }
@@ -444,6 +494,7 @@ impl World {
     fn stop(&mut self, node: usize, is_hard: bool) {
         self.say(format!("node {node} stops, hard {is_hard}"));
         self.clients.retain(|(_, at, _), _| *at != node);
+        self.pools.retain(|(_, at), _| *at != node);
         if is_hard { self.nodes[node].halt() } else { self.nodes[node].stop() }
     }
 
@@ -497,6 +548,7 @@ impl World {
         self.say(format!("{} {what}", NAMES[who]));
         let old: Vec<Client> = self.clients_of(who);
         self.clients.retain(|(of, ..), _| *of != who);
+        self.pools.retain(|(of, _), _| *of != who);
         let file = self.file();
         for node in self.up() {
             self.nodes[node].reload(&file).unwrap();
@@ -581,6 +633,27 @@ impl World {
         }
     }
 
+    /// The same out of the pools of all tenants on all nodes, of which each has room for a part.
+    fn check_pools(&mut self) {
+        let keys = &self.keys;
+        let places: Vec<_> = self.pools.iter().collect();
+        let found: Vec<_> = std::thread::scope(|scope| {
+            let stage = places.into_iter().map(|(place, pool)| {
+                let namespace = self.clients[&(place.0, place.1, true)].1;
+                (*place, Instant::now(), scope.spawn(move || staged(pool, namespace, keys)))
+            });
+            let stages: Vec<_> = stage.collect();
+            let ends = |(place, asked, one): (_, _, std::thread::ScopedJoinHandle<'_, Vec<_>>)| {
+                (place, asked, one.join().expect("stages that end"))
+            };
+            stages.into_iter().map(ends).collect()
+        });
+        for (place, asked, found) in found {
+            self.hits += self.judge(place, asked, &found);
+        }
+        self.pooled += self.pools.values().map(|pool| pool.counts().hits).max().unwrap_or(0);
+    }
+
     /// Gives how many blocks were there.
     fn judge(&self, (who, node): (usize, usize), asked: Instant, found: &[Result<Chunks, Reason>]) -> u64 {
         let mut hits = 0;
@@ -620,12 +693,15 @@ impl World {
 
 #[test]
 fn each_tenant_reads_its_own_blocks_that_live_or_nothing_whatever_nodes_tenants_and_the_bucket_do() {
-    let (mut hits, mut restored) = (0, 0);
+    let (mut hits, mut restored, mut pooled) = (0, 0, 0);
     for seed in 0..seeds(2, 12) {
         let mut world = World::start(seed);
         for step in 0..STEPS {
             world.step(step, &mut Seed(seed).child("edges").nth(step).rng());
-            world.check(step % 2 == 0);
+            match step % 3 {
+                0 => world.check_pools(),
+                of_path => world.check(of_path == 1),
+            }
         }
         for node in 0..NODES {
             world.stop(node, true);
@@ -633,9 +709,11 @@ fn each_tenant_reads_its_own_blocks_that_live_or_nothing_whatever_nodes_tenants_
         }
         world.until_ended();
         [false, true].into_iter().for_each(|is_local| world.check(is_local));
-        (hits, restored) = (hits + world.hits, restored + world.restored);
+        world.check_pools();
+        (hits, restored, pooled) = (hits + world.hits, restored + world.restored, pooled + world.pooled);
     }
     assert!(hits > 0 && restored > 0, "{hits} blocks were read, {restored} came from the bucket");
+    assert!(pooled > 0, "no pool had anything");
 }
 
 #[test]

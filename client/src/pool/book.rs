@@ -46,6 +46,25 @@ pub struct Counts {
     pub silent: u64,
 }
 
+impl Counts {
+    /// Each by its name.
+    pub fn named(&self) -> [(&'static str, u64); 10] {
+        let Self { bytes, free_bytes, hits, shared, read, came, no_room, withdrawn, evicted, silent } = *self;
+        [
+            ("bytes", bytes),
+            ("free_bytes", free_bytes),
+            ("hits", hits),
+            ("shared", shared),
+            ("read", read),
+            ("came", came),
+            ("no_room", no_room),
+            ("withdrawn", withdrawn),
+            ("evicted", evicted),
+            ("silent", silent),
+        ]
+    }
+}
+
 /// Where a block is: the number of its extent, and which of the extent's blocks it is.
 pub(super) type At = (u64, u32);
 

@@ -1,0 +1,199 @@
+//! Pools that the processes of an engine share, and what a scheduler stages in them.
+
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use kvarts_client::pool::{self, Column, StageRequest};
+use kvarts_contract::buffers::Region;
+use kvarts_contract::class::Class;
+use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::BlockShape;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffer;
+use crate::error::{OrRaise, exception, invalid};
+use crate::guarded::Guarded;
+use crate::handle::Core;
+use crate::memory::{Adopted, Memory};
+use crate::pages::Pages;
+use crate::{keys, waiting};
+
+/// How often a thread that waits looks for signals.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Memory of a pool, as this process has it.
+pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> PyResult<Memory> {
+    let remote = core.remote.as_ref();
+    let file = remote.and_then(|remote| remote.file_of(region));
+    let file = file.ok_or(Error(Reason::Bug("a pool that lies in no file"))).or_raise(py)?;
+    // Of the same pages once more, as the interpreter maps memory: its views keep that.
+    let owner = py.import("mmap")?.getattr("mmap")?.call1((file.as_raw_fd(), region.len()))?;
+    let given = buffer::given("nbytes", &owner, true)?;
+    let adopted = Adopted {
+        address: given.address,
+        nbytes: given.len,
+        held: Some(given.held),
+        owner: Some(owner.unbind()),
+        mode: "adopted",
+        region: Some((Arc::clone(region), 0)),
+    };
+    Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is known already"))
+}
+
+/// A pool: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Pool {
+    core: Arc<Core>,
+    pool: Guarded<pool::Pool>,
+    name: String,
+    memory: Py<Memory>,
+}
+
+impl Pool {
+    /// Takes memory from the server.
+    pub(crate) fn take(py: Python<'_>, core: &Arc<Core>, nbytes: usize) -> PyResult<Self> {
+        let remote = core.remote.as_ref();
+        let embedded = || Error(Reason::Config("a pool belongs to a server: connect to one".to_owned()));
+        let remote = remote.ok_or_else(embedded).or_raise(py)?;
+        let (region, name) = py.detach(|| remote.shared_pool(nbytes)).or_raise(py)?;
+        let memory = Py::new(py, memory(py, core, &region)?)?;
+        let pool = pool::Pool::new(remote.store(), remote.clock(), &region);
+        Ok(Self { core: Arc::clone(core), pool: Guarded::new(pool), name: name.to_string(), memory })
+    }
+}
+
+#[pymethods]
+impl Pool {
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[getter]
+    fn memory(&self, py: Python<'_>) -> Py<Memory> {
+        self.memory.clone_ref(py)
+    }
+
+    #[getter]
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counts = self.pool.get()?.counts();
+        let found = PyDict::new(py);
+        for (name, count) in counts.named() {
+            found.set_item(name, count)?;
+        }
+        Ok(found)
+    }
+
+    #[pyo3(signature = (columns, keys, *, first_block=0, silence=10.0))]
+    fn stage(
+        &self,
+        columns: Vec<(PyRef<'_, Pages>, u32, Option<u16>)>,
+        keys: &Bound<'_, PyAny>,
+        first_block: u32,
+        silence: f64,
+    ) -> PyResult<Stage> {
+        let py = keys.py();
+        self.core.alive(py)?;
+        let column = |(pages, group, rank): &(PyRef<'_, Pages>, u32, Option<u16>)| {
+            let handle = pages.handle.get()?;
+            let (group, coordinate, shape) = handle.cut.column(py, *group, *rank)?;
+            let column = Column { namespace: handle.namespace, group, coordinate };
+            Ok::<_, PyErr>((column, Arc::new(shape.clone())))
+        };
+        let columns = columns.iter().map(column).collect::<PyResult<Vec<_>>>()?;
+        let shapes = columns.iter().map(|(_, shape)| Arc::clone(shape)).collect();
+        let request = StageRequest {
+            columns,
+            keys: keys::keys(keys)?,
+            first_block,
+            silence: waiting::duration(py, "silence", silence)?,
+            class: Class::Foreground,
+        };
+        let pool = self.pool.get()?;
+        let stage = py.detach(|| pool.stage(request)).or_raise(py)?;
+        Ok(Stage { stage: Guarded::new(Mutex::new(Some(Arc::new(stage)))), shapes })
+    }
+
+    fn __repr__(&self) -> PyResult<String> {
+        Ok(format!("<kvarts.Pool {} bytes>", self.pool.get()?.region().len()))
+    }
+}
+
+/// What a request needs, held and on its way: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Stage {
+    /// Nothing once it was let go of.
+    stage: Guarded<Mutex<Option<Arc<pool::Stage>>>>,
+    shapes: Vec<Arc<BlockShape>>,
+}
+
+impl Stage {
+    fn held(&self, py: Python<'_>) -> PyResult<Arc<pool::Stage>> {
+        let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        held.ok_or_else(|| invalid(py, "stage", "it was let go of"))
+    }
+}
+
+#[pymethods]
+impl Stage {
+    #[getter]
+    fn staged(&self, py: Python<'_>) -> PyResult<u32> {
+        let stage = self.held(py)?;
+        Ok(py.detach(|| stage.look()).staged)
+    }
+
+    #[getter]
+    fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
+        let stage = self.held(py)?;
+        Ok(py.detach(|| stage.look()).is_over)
+    }
+
+    #[getter]
+    fn why(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        let why = self.held(py)?.why();
+        Ok(why.map(|reason| exception(py, &reason).into_value(py).into_any()))
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<u32> {
+        let stage = self.held(py)?;
+        let mut left = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
+        loop {
+            let some = left.map_or(LOOK, |left| left.min(LOOK));
+            let progress = py.detach(|| stage.wait(some));
+            if progress.is_over || left.is_some_and(|left| left <= some) {
+                return Ok(progress.staged);
+            }
+            left = left.map(|left| left - some);
+            py.check_signals()?;
+        }
+    }
+
+    #[pyo3(signature = (column=0))]
+    fn stretches(&self, py: Python<'_>, column: usize) -> PyResult<Vec<(u64, u32, u32, u32)>> {
+        let stage = self.held(py)?;
+        if column >= self.shapes.len() {
+            return Err(invalid(py, "column", format!("there are {}", self.shapes.len())));
+        }
+        let found = py.detach(|| stage.stretches(column));
+        Ok(found.iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
+    }
+
+    #[pyo3(signature = (part, column=0))]
+    fn places(&self, py: Python<'_>, part: u32, column: usize) -> PyResult<Vec<(u64, u64)>> {
+        let stage = self.held(py)?;
+        let shape = self.shapes.get(column);
+        let shape = shape.ok_or_else(|| invalid(py, "column", format!("there are {}", self.shapes.len())))?;
+        let found = py.detach(|| stage.stretches(column));
+        let places = found.iter().map(|one| one.part(shape, part)).collect::<Option<Vec<_>>>();
+        places.ok_or_else(|| invalid(py, "part", format!("{part}: a block has {} parts", shape.chunk_count())))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(held));
+        Ok(())
+    }
+}
