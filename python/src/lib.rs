@@ -17,6 +17,7 @@ mod client;
 mod completion;
 mod dlpack;
 mod error;
+mod gpu;
 mod guarded;
 mod handle;
 mod identity;
@@ -59,5 +60,12 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reading::Layers>()?;
     module.add_class::<reading::Layer>()?;
     module.add_class::<watching::Event>()?;
+    module.add_class::<gpu::Device>()?;
+    module.add_class::<gpu::Stream>()?;
+    module.add_class::<gpu::Lander>()?;
+    module.add_class::<gpu::DevicePages>()?;
+    module.add_class::<gpu::Landed>()?;
+    module.add_class::<gpu::Saving>()?;
+    module.add_class::<gpu::Saved>()?;
     Ok(())
 }

@@ -63,6 +63,13 @@ impl Memory {
         let registered = Guarded::new(Mutex::new(Some(Registered { core: Arc::clone(core), known })));
         Some(Self { registered, mode, owner, address, nbytes })
     }
+
+    /// The region that it is in, and where it begins there.
+    pub(crate) fn region(&self, py: Python<'_>) -> PyResult<(Arc<Region>, usize)> {
+        let slot = self.registered.get()?.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = slot.as_ref().map(|all| (Arc::clone(&all.known.region), all.known.origin));
+        known.ok_or_else(|| crate::error::invalid(py, "memory", "it was closed"))
+    }
 }
 
 #[pymethods]

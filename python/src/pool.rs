@@ -130,7 +130,7 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    fn held(&self, py: Python<'_>) -> PyResult<Arc<pool::Stage>> {
+    pub(crate) fn held(&self, py: Python<'_>) -> PyResult<Arc<pool::Stage>> {
         let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).clone();
         held.ok_or_else(|| invalid(py, "stage", "it was let go of"))
     }
@@ -188,7 +188,8 @@ impl Stage {
         let shape = shape.ok_or_else(|| invalid(py, "column", format!("there are {}", self.shapes.len())))?;
         let found = py.detach(|| stage.stretches(column));
         let places = found.iter().map(|one| one.part(shape, part)).collect::<Option<Vec<_>>>();
-        places.ok_or_else(|| invalid(py, "part", format!("{part}: a block has {} parts", shape.chunk_count())))
+        places
+            .ok_or_else(|| invalid(py, "part", format!("{part}: a block has {} parts", shape.chunk_count())))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -211,6 +211,11 @@ impl Cuda {
         })))
     }
 
+    /// The number of a stream.
+    pub fn handle_of(&self, stream: &Stream) -> Result<u64, DeviceError> {
+        Ok(raw(stream)?.handle())
+    }
+
     /// Keeps the device busy for so long in a stream, as an engine's kernels would: for measurements.
     pub fn compute(&self, stream: &Stream, time: Duration) -> Result<(), DeviceError> {
         self.alive()?;

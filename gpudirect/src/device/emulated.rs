@@ -14,6 +14,7 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -145,6 +146,8 @@ struct Core {
     opened: AtomicU64,
     streams: AtomicU64,
     pins: Mutex<Vec<u64>>,
+    /// Streams by their numbers.
+    queues: Mutex<Vec<(u64, std::sync::Weak<dyn Any + Send + Sync>)>>,
     /// What was allocated, for those who adopt it by its address.
     table: Mutex<Vec<(u64, std::sync::Weak<SharedMemory>)>>,
 }
@@ -187,8 +190,21 @@ impl Emulated {
             opened: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             pins: Mutex::new(Vec::new()),
+            queues: Mutex::new(Vec::new()),
             table: Mutex::new(Vec::new()),
         }))
+    }
+
+    /// Memory of this process as memory of the device: an engine's that computes on the processor.
+    pub fn over(&self, buf: &SharedBuf) -> Memory {
+        let memory = Arc::new(SharedMemory::over(&self.0, buf));
+        let base = memory.base();
+        handed_out(memory, base, buf.len() as u64)
+    }
+
+    /// The number of a stream, by which [`Device::adopt_stream`] knows it as long as it lives.
+    pub fn handle_of(&self, stream: &Stream) -> Result<u64, DeviceError> {
+        queue_of(stream).map(number_of)
     }
 
     /// Enqueues work that takes `time`: an engine's kernels of one layer.
@@ -387,6 +403,11 @@ fn queue_of(stream: &Stream) -> Result<&Queue, DeviceError> {
     stream.0.downcast_ref().ok_or(DeviceError::Foreign("a stream of another device"))
 }
 
+/// Where it lies says which one it is, as long as it lives.
+fn number_of(queue: &Queue) -> u64 {
+    std::ptr::from_ref(queue).addr() as u64
+}
+
 fn state_of(event: &Event) -> Result<&Arc<EventState>, DeviceError> {
     event.0.downcast_ref().ok_or(DeviceError::Foreign("an event of another device"))
 }
@@ -452,11 +473,21 @@ impl Device for Emulated {
         if self.0.faults.no_stream {
             return Err(DeviceError::Call { call: "stream", why: "told to refuse".to_owned() });
         }
-        Ok(Stream(Arc::new(Queue::start(&self.0)?)))
+        let queue = Arc::new(Queue::start(&self.0)?);
+        let mut queues = lock(&self.0.queues);
+        queues.retain(|(_, queue)| queue.strong_count() > 0);
+        let weak = Arc::downgrade(&queue);
+        queues.push((number_of(&queue), weak as std::sync::Weak<dyn Any + Send + Sync>));
+        Ok(Stream(queue))
     }
 
-    fn adopt_stream(&self, _: u64) -> Result<Stream, DeviceError> {
-        Err(DeviceError::Foreign("a stream by its number: make one with the emulated device"))
+    fn adopt_stream(&self, handle: u64) -> Result<Stream, DeviceError> {
+        let queues = lock(&self.0.queues);
+        let known =
+            queues.iter().find(|(number, _)| *number == handle).and_then(|(_, queue)| queue.upgrade());
+        let queue = known
+            .ok_or(DeviceError::Foreign("this number of a stream: make one with the emulated device"))?;
+        Ok(Stream(queue))
     }
 
     fn copy(&self, stream: &Stream, batch: &Batch<'_>) -> Result<(), DeviceError> {
@@ -542,6 +573,9 @@ impl Device for Emulated {
 
     fn export(&self, memory: &Memory) -> Result<IpcHandle, DeviceError> {
         let adopted = memory.raw.downcast_ref::<Adopted>().ok_or(DeviceError::Foreign("this memory"))?;
+        if !adopted.0.has_file() {
+            return Err(DeviceError::Foreign("memory that it did not allocate"));
+        }
         if memory.base != adopted.0.base() {
             return Err(DeviceError::Foreign("a part of an allocation as a handle: export the whole"));
         }

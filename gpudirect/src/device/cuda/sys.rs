@@ -215,6 +215,11 @@ pub(super) struct RawStream {
 }
 
 impl RawStream {
+    /// Its number.
+    pub(super) fn handle(&self) -> u64 {
+        self.raw.expose_provenance() as u64
+    }
+
     /// Whether it is the default stream, which has no handle of its own (or 1, `CU_STREAM_LEGACY`) and takes no batches.
     pub(super) fn is_default(&self) -> bool {
         self.raw.addr() <= 1

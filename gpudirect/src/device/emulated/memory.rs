@@ -20,7 +20,8 @@ pub(super) struct Shared {
     region: Arc<Region>,
     buf: SharedBuf,
     len: u64,
-    file: OwnedFd,
+    /// None where it is memory of this process that was not allocated here.
+    file: Option<OwnedFd>,
     /// Whether another process made it.
     opened: bool,
 }
@@ -63,11 +64,21 @@ impl Shared {
         // SAFETY: the map owns `len` bytes at `base`, and moving it does not move them.
         let region = unsafe { Region::adopt(base, len, Box::new(map)) };
         let buf = SharedBuf::new(&region, 0, len).ok_or(DeviceError::NoMemory(bytes))?;
-        Ok(Self { core: Arc::clone(core), region, buf, len: bytes, file, opened })
+        Ok(Self { core: Arc::clone(core), region, buf, len: bytes, file: Some(file), opened })
+    }
+
+    /// Memory of this process, which its keeper keeps.
+    pub(super) fn over(core: &Arc<Core>, buf: &SharedBuf) -> Self {
+        let (region, len) = (Arc::clone(buf.region()), buf.len() as u64);
+        Self { core: Arc::clone(core), region, buf: buf.clone(), len, file: None, opened: false }
     }
 
     pub(super) fn base(&self) -> u64 {
-        self.region.base().addr() as u64
+        (self.region.base().addr() + self.buf.offset()) as u64
+    }
+
+    pub(super) fn has_file(&self) -> bool {
+        self.file.is_some()
     }
 
     pub(super) fn len(&self) -> u64 {
@@ -80,7 +91,8 @@ impl Shared {
 
     /// A path by which a process of the same user opens the memory while this one holds it.
     pub(super) fn handle(&self) -> IpcHandle {
-        let path = format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd());
+        let number = self.file.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+        let path = format!("/proc/{}/fd/{number}", std::process::id());
         let mut bytes = [0; 64];
         bytes.iter_mut().zip(path.bytes()).for_each(|(to, from)| *to = from);
         IpcHandle(bytes)
@@ -89,6 +101,9 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
+        if self.file.is_none() {
+            return;
+        }
         if self.opened {
             self.core.opened.fetch_sub(1, Ordering::AcqRel);
         } else {

@@ -1,0 +1,15 @@
+"""Blocks of a pool in pages of an engine's memory on a device, and back.
+
+Everything that is landed is in the pool already, verified, so nothing but the device can fail. No call waits for the device, but
+`Stream.synchronize` and those that take a timeout; none holds the interpreter's lock meanwhile. What each promises stands in the stub.
+"""
+
+import sysconfig as _sysconfig
+
+if _sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise ImportError("kvarts.gpu has not been tried with a free-threaded Python: use one that has the interpreter lock")
+
+from ._kvarts import Device, Landed, Lander, Saved, Saving, Stream
+from ._kvarts import DevicePages as Pages
+
+__all__ = ["Device", "Landed", "Lander", "Pages", "Saved", "Saving", "Stream"]
