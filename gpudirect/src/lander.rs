@@ -139,16 +139,21 @@ impl Lander {
         let mut open = lane.open(&what.columns)?;
         let waits = after.map_or(Ok(()), |after| lane.near_waits(after));
         let ended: Result<Vec<Event>, DeviceError> = waits.and_then(|()| {
-            (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer)).collect()
+            let layers = (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer));
+            layers.collect::<Result<_, _>>().inspect_err(|error| lane.fail(error))
         });
         let done = lane.close(open, Box::new((what, pool)), ended.is_ok());
         Ok(Landed { device: Arc::clone(&self.0.device), events: ended?, done })
     }
 
-    /// Begins a save: layers leave by [`Saving::layer`].
+    /// Begins a save: layers leave by [`Saving::layer`]. The pages must have every byte of the blocks ([`Pages::is_whole`]): what lies in the
+    /// pool afterwards are whole blocks.
     pub fn save(&self, what: Move) -> Result<Saving, LandError> {
         let mut lane = lock(&self.0.outward);
         let layers = what.layers(lane.segment_bytes())?;
+        if !what.columns.iter().all(|column| column.pages.is_whole()) {
+            return Err(LandError::Request("a save of pages that have not every byte of a block".to_owned()));
+        }
         let pool = whole(&what.pool)?;
         let open = lane.open(&what.columns)?;
         drop(lane);
@@ -237,17 +242,18 @@ impl Saving {
         }
         let lander = self.lander.clone();
         let mut lane = lock(&lander.0.outward);
-        let saved = match (&self.what, &mut self.open) {
-            (Some((what, pool)), Some(open)) => lander.0.device.record(computed).and_then(|event| {
-                lane.near_waits(&event)?;
-                lane.save(open, (pool, &what.columns), layer)
-            }),
-            _ => return Err(LandError::Request("the save has ended".to_owned())),
+        let (Some((what, pool)), Some(open)) = (&self.what, &mut self.open) else {
+            return Err(LandError::Request("the save has ended".to_owned()));
         };
-        if saved.is_ok() {
-            self.next += 1;
-        } else {
-            self.end(&mut lane, false);
+        // Of a stream that is being captured nothing was taken: the same layer may come again.
+        lane.near_waits(&lander.0.device.record(computed)?)?;
+        let saved = lane.save(open, (pool, &what.columns), layer);
+        match &saved {
+            Ok(_) => self.next += 1,
+            Err(error) => {
+                lane.fail(error);
+                self.end(&mut lane, false);
+            }
         }
         Ok(saved?)
     }

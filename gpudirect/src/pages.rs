@@ -35,6 +35,7 @@ pub struct Pages {
     per_block: u32,
     slots: Arc<[u32]>,
     largest: u32,
+    is_whole: bool,
 }
 
 fn wrong(what: impl Into<String>) -> LandError {
@@ -77,6 +78,9 @@ impl Pages {
             if ring > rows.ring_stride {
                 return Err(wrong("rows that leave their page of the chunk"));
             }
+            if rows.pool_stride == 0 && largest > 0 {
+                return Err(wrong("slots that are no bytes apart"));
+            }
             let memory =
                 memories.get(part.memory as usize).ok_or_else(|| wrong("a memory that is not given"))?;
             let last = u64::from(largest)
@@ -86,8 +90,14 @@ impl Pages {
                 return Err(wrong(format!("slot {largest} leaves its memory of {} bytes", memory.len())));
             }
         }
+        let rows = parts.iter().fold(0u64, |rows, part| rows.saturating_add(part.rows.row_count()));
+        if rows > ROWS_MAX {
+            return Err(wrong(format!("{rows} rows in a slot: at most {ROWS_MAX}")));
+        }
         apart(&memories, &parts, largest)?;
+        let is_whole = parts.iter().all(|part| is_whole(&part.rows));
         Ok(Self {
+            is_whole,
             shape: Arc::clone(shape),
             memories: memories.into(),
             parts: parts.into(),
@@ -105,6 +115,11 @@ impl Pages {
     /// Blocks that have pages.
     pub fn blocks(&self) -> u32 {
         self.slots.len() as u32 / self.per_block
+    }
+
+    /// Whether rows have every byte of a block: then blocks can be saved from here.
+    pub fn is_whole(&self) -> bool {
+        self.is_whole
     }
 
     pub(crate) fn per_block(&self) -> u32 {
@@ -134,6 +149,19 @@ impl Pages {
     }
 }
 
+/// Whether rows have every byte of their page of a chunk, each once.
+fn is_whole(rows: &SlotShape) -> bool {
+    let row = |outer: u64, inner: u64| outer * rows.outer.ring + inner * rows.inner.ring;
+    let inner = |outer| (0..u64::from(rows.inner.count)).map(move |inner| row(outer, inner));
+    let starts: BTreeSet<u64> = (0..u64::from(rows.outer.count)).flat_map(inner).collect();
+    // As many bytes as there are, from the first on, and no two rows nearer to each other than one is long.
+    let apart = starts.iter().zip(starts.iter().skip(1)).all(|(one, next)| next - one >= rows.row_bytes);
+    rows.ring_first == 0
+        && rows.bytes() == rows.ring_stride
+        && starts.len() as u64 == rows.row_count()
+        && apart
+}
+
 /// Refuses pages of which two rows share a byte. Memories are compared by their addresses: an engine may give one of them twice.
 fn apart(memories: &[Memory], parts: &[PagePart], largest: u32) -> Result<(), LandError> {
     let shared = || wrong("two rows share a byte");
@@ -146,11 +174,6 @@ fn apart(memories: &[Memory], parts: &[PagePart], largest: u32) -> Result<(), La
     }
     let mut spans: Vec<(Range<u64>, u64)> = Vec::new();
     for (&stride, parts) in &by_stride {
-        let rows: u64 =
-            parts.iter().map(|(_, rows)| u64::from(rows.outer.count) * u64::from(rows.inner.count)).sum();
-        if rows > ROWS_MAX {
-            return Err(wrong(format!("{rows} rows in a page: at most {ROWS_MAX}")));
-        }
         // Where parts are less than a slot apart they lie in the same slots, and their rows are compared as within one slot; others are
         // compared as wholes.
         let mut sorted: Vec<_> = parts.iter().map(|(base, rows)| (base + rows.pool_base, rows)).collect();
@@ -248,6 +271,12 @@ mod tests {
             ..SlotShape::whole(64, base, 64)
         };
         assert!(pages(320, [head(0), head(32)], &slots).is_ok());
+        // What has every byte of a block, and what has not.
+        let is_whole = |parts| pages(640, parts, &slots).unwrap().is_whole();
+        assert!(is_whole([whole(0, 128), whole(64, 128)]) && is_whole([between(0), between(16)]));
+        assert!(!pages(320, [head(0), head(32)], &slots).unwrap().is_whole());
+        let twice = SlotShape { outer: Rows { count: 2, ring: 0, pool: 32 }, row_bytes: 32, ..whole(0, 128) };
+        assert!(!is_whole([twice, whole(64, 128)]), "the first half twice, the second never");
         let refused = |bytes, parts, slots: &[u32], why: &str| {
             let refused = pages(bytes, parts, slots).unwrap_err().to_string();
             assert!(refused.contains(why), "{refused}");
@@ -267,6 +296,15 @@ mod tests {
             "leave their page",
         );
         refused(640, [SlotShape::whole(32, 0, 128), whole(64, 128)], &slots, "not 4 pages");
+        refused(
+            640,
+            [SlotShape { pool_stride: 0, ..whole(0, 128) }, whole(64, 128)],
+            &slots,
+            "no bytes apart",
+        );
+        let many = Rows { count: u32::MAX, ring: 0, pool: 0 };
+        let endless = SlotShape { outer: many, inner: many, row_bytes: 1, ..whole(0, 128) };
+        refused(640, [endless, endless], &slots, "rows in a slot");
         refused(
             640,
             [SlotShape { outer: Rows { count: 0, ..Rows::ONE }, ..whole(0, 128) }, whole(64, 128)],

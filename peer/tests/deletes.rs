@@ -19,6 +19,13 @@ fn here(stage: &Stage, keys: &[BlockKey]) -> usize {
     reply.presence.iter().filter(|presence| **presence == Presence::Here).count()
 }
 
+/// What look-ups on a node say of deletes.
+fn deletes(stage: &Stage, some: &[BlockKey]) -> u64 {
+    let (namespace, group, coordinate) = (stage.namespace, GROUP, Coordinate::default());
+    let asked = ContainsRequest { namespace, group, coordinate, keys: some, lease: None };
+    stage.store().contains(&asked).unwrap().deletes
+}
+
 async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !holds() {
@@ -94,6 +101,31 @@ async fn what_descends_from_a_key_goes_on_every_node_whichever_knows_that_it_doe
     assert_eq!((deleted.reply.blocks, deleted.away), (12, Vec::new()));
     assert_eq!(stages.each_ref().map(|stage| here(stage, &keys[..6])), [0; 3]);
     assert_eq!((here(a, &keys[6..]), here(c, &keys[6..])), (3, 3), "another chain stays");
+    nodes.iter().for_each(|node| node.stop());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_has_nothing_of_what_is_deleted_on_another_says_that_something_was() {
+    let stages = ["told-a", "told-b"].map(Stage::new);
+    let [a, b] = &stages;
+    let nodes = common::start(&[a, b]).await;
+    for (node, stage) in nodes.iter().zip(&stages) {
+        knows(node, stage);
+        until_reached(node).await;
+    }
+    let keys: Vec<BlockKey> = (0..3).map(key).collect();
+    for target in
+        [Target::Prefix(keys[0]), Target::Keys { column: None, keys: keys.clone() }, Target::Namespace]
+    {
+        b.put(&keys);
+        let before = stages.each_ref().map(|stage| deletes(stage, &keys));
+        assert_eq!(before, stages.each_ref().map(|stage| deletes(stage, &keys)));
+        let deleted = delete(&nodes[1], b, target.clone()).await;
+        assert_eq!((deleted.away, here(a, &keys)), (Vec::new(), 0));
+        for (stage, before) in stages.iter().zip(before) {
+            assert_ne!(deletes(stage, &keys), before, "{target:?}");
+        }
+    }
     nodes.iter().for_each(|node| node.stop());
 }
 

@@ -203,7 +203,7 @@ impl Client {
         let core = self.core.get()?;
         core.alive(py)?;
         left::settle(py);
-        let name: PoolName = name.parse().or_raise(py)?;
+        let name = name.parse::<PoolName>().or_raise(py)?;
         let embedded = || Error(Reason::Config("a pool belongs to a server: connect to one".to_owned()));
         let remote = core.remote.as_ref().ok_or_else(embedded).or_raise(py)?;
         let region = py.detach(|| remote.attach(name)).or_raise(py)?;

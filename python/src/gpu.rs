@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_contract::error::{Error, Reason};
+use kvarts_gpudirect::device;
 use kvarts_gpudirect::device::name::{DeviceName, Opened};
 use kvarts_gpudirect::device::slots::{Rows, SlotShape};
-use kvarts_gpudirect::device::{self, Device as _};
 use kvarts_gpudirect::error::{DeviceError, LandError};
 use kvarts_gpudirect::lander::{self, Column, Done, Move};
 use kvarts_gpudirect::pages::{self as laid, PagePart};

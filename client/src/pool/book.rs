@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -81,6 +82,9 @@ pub(super) struct Book {
     going: BTreeSet<u64>,
     /// What the store said last of the deletes in a namespace; none where it could not be asked. No read of a namespace begins before.
     deletes: BTreeMap<NamespaceId, Option<u64>>,
+    learning: BTreeMap<NamespaceId, Ticket<Result<ContainsReply, Error>>>,
+    /// Something has changed since it was asked last.
+    stirred: bool,
     next: u64,
     turn: u64,
     /// When anything came last.
@@ -106,6 +110,8 @@ impl Book {
             waiting: VecDeque::new(),
             going: BTreeSet::new(),
             deletes: BTreeMap::new(),
+            learning: BTreeMap::new(),
+            stirred: false,
             next: 0,
             turn: 0,
             heard: Nanos::default(),
@@ -147,15 +153,47 @@ impl Book {
         self.store.look_up(&request, Some(deadline))
     }
 
-    /// Whether it is to be asked what deletes there were in a namespace.
-    pub(super) fn wants_to_know(&self, namespace: NamespaceId) -> bool {
-        !matches!(self.deletes.get(&namespace), Some(Some(_)))
+    /// Asks what deletes there were in a column's namespace, if it is not known: no read of it begins before.
+    pub(super) fn learn(&mut self, column: Column, some: &[BlockKey], deadline: Nanos) {
+        let is_known = matches!(self.deletes.get(&column.namespace), Some(Some(_)));
+        if !is_known && !self.learning.contains_key(&column.namespace) {
+            let asked = self.ask(column, some, deadline);
+            self.learning.insert(column.namespace, asked);
+        }
     }
 
-    /// What the store says of them, or that it cannot.
-    pub(super) fn know(&mut self, namespace: NamespaceId, answer: Option<&ContainsReply>) {
-        let deletes = answer.map(|reply| reply.deletes).filter(|deletes| *deletes != 0);
-        self.deletes.insert(namespace, deletes);
+    /// What the store says of them.
+    pub(super) fn know(&mut self, namespace: NamespaceId, reply: &ContainsReply) {
+        self.deletes.insert(namespace, Some(reply.deletes).filter(|deletes| *deletes != 0));
+    }
+
+    /// Takes in what the store says of deletes, or that it cannot; true if reads may begin that could not before.
+    fn hear_of_deletes(&mut self, context: &mut Context<'_>) -> bool {
+        let mut heard = Vec::new();
+        self.learning.retain(|namespace, answer| {
+            let Poll::Ready(answer) = Pin::new(answer).poll(context) else { return true };
+            heard.push((*namespace, answer.ok().and_then(Result::ok)));
+            false
+        });
+        for (namespace, reply) in &heard {
+            match reply {
+                Some(reply) => self.know(*namespace, reply),
+                None => drop(self.deletes.entry(*namespace).or_insert(None)),
+            }
+        }
+        !heard.is_empty()
+    }
+
+    /// Whether a block is one that no delete can have met of which the store has told by this number. One whose read has not begun is read
+    /// behind the answer.
+    pub(super) fn is_current(&self, (number, _): At, deletes: u64) -> bool {
+        let Some(extent) = self.extents.get(&number) else { return false };
+        matches!(extent.read, Read::Waits) || extent.deletes == Some(deletes)
+    }
+
+    /// Whether stages that wait should look: what they wait for may have come while another one looked.
+    pub(super) fn has_stirred(&mut self) -> bool {
+        std::mem::take(&mut self.stirred)
     }
 
     /// A stage holds an extent, and uses it.
@@ -198,7 +236,7 @@ impl Book {
     /// Keeps an extent that no stage holds for the next, if there is anything in it.
     fn rest(&mut self, number: u64) {
         let Some(extent) = self.extents.get(&number).filter(|extent| extent.is_free()) else { return };
-        if extent.here() == 0 {
+        if extent.here() == u64::from(extent.withdrawn) {
             self.extents.remove(&number);
         } else {
             self.idle.insert(place(number, extent));
@@ -236,6 +274,7 @@ impl Book {
             memory,
             read: Read::Waits,
             class,
+            withdrawn: 0,
             holders: 1,
             used: self.turn,
             depth,
@@ -263,19 +302,24 @@ impl Book {
     pub(super) fn withdraw(&mut self, column: Column, key: BlockKey, at: At) {
         if remove(&mut self.blocks, (column, key), at) {
             self.counts.withdrawn += 1;
+            if let Some(extent) = self.extents.get_mut(&at.0) {
+                let is_here = extent.states.get(at.1 as usize) == Some(&State::Here);
+                extent.withdrawn += u32::from(is_here);
+            }
         }
     }
 
     /// Begins reads whose turn it is. A store's `read` waits for nothing.
     pub(super) fn begin_reads(&mut self, now: Nanos, waker: &Waker) {
+        let mut passed = VecDeque::new();
         while self.going.len() < READS_MAX
             && let Some(number) = self.waiting.pop_front()
         {
             let Some(extent) = self.extents.get_mut(&number) else { continue };
             // A number that is older than the read is one that no delete behind the read's beginning leaves as it is.
             let Some(deletes) = self.deletes.get(&extent.column.namespace) else {
-                self.waiting.push_front(number);
-                break;
+                passed.push_back(number);
+                continue;
             };
             extent.deletes = *deletes;
             let begun = extent.request().map_err(Error).and_then(|request| self.store.read(request));
@@ -286,12 +330,16 @@ impl Book {
                     self.going.insert(number);
                 }
                 Err(error) => {
-                    extent.reasons = (0..extent.keys.len() as u32).map(|at| (at, error.0.clone())).collect();
+                    let failed = |at| (at, error.0.clone());
+                    extent.reasons = (0..extent.keys.len() as u32).map(failed).collect();
                     extent.end();
+                    self.stirred = true;
                     self.over(number);
                 }
             }
         }
+        passed.append(&mut self.waiting);
+        self.waiting = passed;
         // From here on each is waited for.
         self.take_in(now, waker);
     }
@@ -299,6 +347,7 @@ impl Book {
     /// Takes in what has arrived, begins what can begin then, and has `waker` woken by what arrives next.
     pub(super) fn take_in(&mut self, now: Nanos, waker: &Waker) {
         let mut context = Context::from_waker(waker);
+        let may_begin = self.hear_of_deletes(&mut context);
         let mut over = Vec::new();
         for number in &self.going {
             let Some(extent) = self.extents.get_mut(number) else { continue };
@@ -310,12 +359,12 @@ impl Book {
                     over.push(*number);
                 }
                 self.counts.came += extent.here() - before;
-                self.heard = now;
+                (self.heard, self.stirred) = (now, true);
             }
         }
-        let ended = !over.is_empty();
+        let may_begin = may_begin || !over.is_empty();
         over.into_iter().for_each(|number| self.over(number));
-        if ended && !self.waiting.is_empty() {
+        if may_begin && !self.waiting.is_empty() {
             self.begin_reads(now, waker);
         }
     }

@@ -59,6 +59,8 @@ pub(super) struct Extent {
     pub(super) memory: SharedBuf,
     pub(super) read: Read,
     pub(super) class: Class,
+    /// Blocks that are here and that no stage finds any more.
+    pub(super) withdrawn: u32,
     /// Stages that hold it.
     pub(super) holders: u32,
     /// The turn of its last use, and how far its first block is from the beginning of its chain.

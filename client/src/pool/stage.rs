@@ -69,8 +69,6 @@ struct Part {
     /// One for each leading block for which there was room.
     places: Vec<Place>,
     asked: Option<Asked>,
-    /// The question what deletes there were in the namespace, where the pool does not know yet.
-    learns: Option<Ticket<Result<ContainsReply, Error>>>,
 }
 
 #[derive(Debug)]
@@ -79,8 +77,9 @@ struct Held {
     keys: Vec<BlockKey>,
     first_block: u32,
     class: Class,
-    /// Extents that it holds.
+    /// Extents that it holds, and those of them that were made for it.
     extents: BTreeSet<u64>,
+    made: BTreeSet<u64>,
     /// Leading blocks that may come: there is room for them, and the store can be asked.
     within: u32,
     /// Why the store could not be asked of those behind.
@@ -111,7 +110,7 @@ impl Stage {
         }
         let now = pool.clock.now();
         let waker = Waker::from(Arc::clone(&pool.news));
-        let of = |(column, shape)| Part { column, shape, places: Vec::new(), asked: None, learns: None };
+        let of = |(column, shape)| Part { column, shape, places: Vec::new(), asked: None };
         let mut held = Held {
             parts: columns.into_iter().map(of).collect(),
             within: keys.len() as u32,
@@ -120,6 +119,7 @@ impl Stage {
             first_block,
             class,
             extents: BTreeSet::new(),
+            made: BTreeSet::new(),
             again: None,
             staged: 0,
             is_over: false,
@@ -130,15 +130,13 @@ impl Stage {
         let mut book = pool.book();
         book.next_turn();
         let some = held.keys.get(..1).unwrap_or_default();
-        for part in &mut held.parts {
-            if book.wants_to_know(part.column.namespace) {
-                part.learns = Some(book.ask(part.column, some, now.plus(silence)));
-            }
+        for part in &held.parts {
+            book.learn(part.column, some, now.plus(silence));
         }
-        held.place(&mut book, 0, now);
+        held.place(&mut book, 0, now, &waker);
         held.go_on(&mut book, now, &waker);
         book.begin_reads(now, &waker);
-        drop(book);
+        tell_others(pool, book);
         Ok(Self { pool: Arc::clone(pool), held: Mutex::new(held) })
     }
 
@@ -155,7 +153,9 @@ impl Stage {
         let mut book = self.pool.book();
         book.take_in(now, &waker);
         held.go_on(&mut book, now, &waker);
-        Progress { staged: held.staged, is_over: held.is_over }
+        let progress = Progress { staged: held.staged, is_over: held.is_over };
+        tell_others(&self.pool, book);
+        progress
     }
 
     /// The same; until it is over the task is woken by what arrives. Silence wakes no task: it polls again at [`Stage::silent_at`].
@@ -233,10 +233,19 @@ impl Drop for Stage {
     }
 }
 
+/// Another stage may have come further while this one looked, and what it waits for wakes it no more.
+fn tell_others(pool: &Inner, mut book: MutexGuard<'_, Book>) {
+    let has_stirred = book.has_stirred();
+    drop(book);
+    if has_stirred {
+        pool.news.tell();
+    }
+}
+
 impl Held {
     /// Finds a place for each block from this one on, in every column and in the order of the chain, until there is no more room. Of those
     /// that are here the store is asked.
-    fn place(&mut self, book: &mut Book, from: u32, now: Nanos) {
+    fn place(&mut self, book: &mut Book, from: u32, now: Nanos, waker: &Waker) {
         let from = from as usize;
         let keys = self.keys.get(from..).unwrap_or_default();
         // First what is here is held, so that nothing of it goes to make room for the rest.
@@ -251,6 +260,15 @@ impl Held {
             }
             found.push(of_part);
         }
+        // What is of no use any more makes room.
+        let placed = self.parts.iter().flat_map(|part| &part.places).map(|place| place.at.0);
+        let used = placed.chain(found.iter().flatten().flatten().map(|at| at.0));
+        let used: BTreeSet<u64> = used.collect();
+        let unused: Vec<u64> = self.extents.difference(&used).copied().collect();
+        for number in unused {
+            self.extents.remove(&number);
+            book.let_go(number, now, waker);
+        }
         let pool = book.counts().bytes;
         let run = self.parts.iter().map(|part| blocks_of(&part.shape, pool)).min().unwrap_or(1) as usize;
         'all: for begin in (0..keys.len()).step_by(run) {
@@ -259,7 +277,8 @@ impl Held {
                 let mut block = begin;
                 while block < end {
                     if let Some(at) = found.get(block).copied().flatten() {
-                        part.places.push(Place { at, is_unsure: true });
+                        // What was read since this stage began is not asked for.
+                        part.places.push(Place { at, is_unsure: !self.made.contains(&at.0) });
                         block += 1;
                         continue;
                     }
@@ -272,6 +291,7 @@ impl Held {
                         break 'all;
                     };
                     self.extents.insert(number);
+                    self.made.insert(number);
                     let place = |at| Place { at: (number, at), is_unsure: false };
                     part.places.extend((0..missing as u32).map(place));
                     block += missing;
@@ -291,7 +311,6 @@ impl Held {
             return;
         }
         for part in &mut self.parts {
-            part.learn(book, now, waker);
             match part.hear(book, &self.keys, waker) {
                 Heard::Nothing => {}
                 Heard::Gone(block) => self.again = Some(self.again.map_or(block, |again| again.min(block))),
@@ -305,7 +324,7 @@ impl Held {
             && self.parts.iter().all(|part| part.asked.is_none())
         {
             self.again = None;
-            self.place(book, from, now);
+            self.place(book, from, now, waker);
             book.begin_reads(now, waker);
         }
         let least = self.again.unwrap_or(u32::MAX).min(self.within);
@@ -393,17 +412,6 @@ impl Part {
         }
     }
 
-    /// Takes in what deletes there were: reads can begin then.
-    fn learn(&mut self, book: &mut Book, now: Nanos, waker: &Waker) {
-        let Some(answer) = &mut self.learns else { return };
-        let Poll::Ready(answer) = Pin::new(answer).poll(&mut Context::from_waker(waker)) else { return };
-        self.learns = None;
-        if book.wants_to_know(self.column.namespace) {
-            book.know(self.column.namespace, answer.ok().and_then(Result::ok).as_ref());
-        }
-        book.begin_reads(now, waker);
-    }
-
     /// Takes in what the store says.
     fn hear(&mut self, book: &mut Book, keys: &[BlockKey], waker: &Waker) -> Heard {
         let Some(Asked { answer, .. }) = &mut self.asked else { return Heard::Nothing };
@@ -422,15 +430,14 @@ impl Part {
                 );
             }
         };
-        book.know(self.column.namespace, Some(&reply));
+        book.know(self.column.namespace, &reply);
         let mut heard = Heard::Nothing;
         let mut presence = reply.presence.into_iter();
         for block in blocks {
             let is_here = presence.next() == Some(Presence::Here);
             let Some(place) = self.places.get_mut(block as usize) else { continue };
             // One that was put again since a delete is another block.
-            let is_there = is_here
-                && book.extent(place.at.0).is_some_and(|extent| extent.deletes == Some(reply.deletes));
+            let is_there = is_here && book.is_current(place.at, reply.deletes);
             place.is_unsure = !is_there;
             if !is_there && let Some(key) = keys.get(block as usize) {
                 book.withdraw(self.column, *key, place.at);

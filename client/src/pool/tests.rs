@@ -401,6 +401,72 @@ fn no_read_begins_before_the_store_has_said_what_was_deleted_until_then() {
 }
 
 #[test]
+fn what_was_deleted_makes_room_for_what_is_read_in_its_place_and_what_waits_is_shared() {
+    let world = world(32);
+    world.store.put(0..100);
+    let stage = world.stage(0..20);
+    world.store.arrive_all();
+    assert_eq!(stage.look(), over(20));
+    drop(stage);
+    world.store.release();
+    world.store.delete(99);
+    // All of it is read again, into the place of what is believed no more.
+    let stage = world.stage(0..20);
+    stage.look();
+    let again = world.stage(0..20);
+    for _ in 0..4 {
+        world.store.arrive_all();
+        stage.look();
+    }
+    assert_eq!((stage.look(), again.look()), (over(20), over(20)));
+    assert_eq!(world.productions(&again, 0, &(0..20).collect::<Vec<_>>()), [1; 20]);
+    // Reads whose turn has not come are those of both; the second one has none of its own.
+    drop((stage, again));
+    let wide = world_of_small_extents();
+    wide.store.put(0..40);
+    let first = wide.stage(0..20);
+    let reads = wide.store.reads.lock().unwrap().len();
+    let second = wide.stage(0..20);
+    assert_eq!((wide.pool.counts().withdrawn, wide.store.reads.lock().unwrap().len()), (0, reads));
+    while !wide.store.open().is_empty() {
+        wide.store.arrive_all();
+        first.look();
+    }
+    assert_eq!((first.look(), second.look()), (over(20), over(20)));
+    assert_eq!(wide.store.reads.lock().unwrap().len(), 20);
+}
+
+/// A pool whose extents have one block: more of them than reads are under way at a time.
+fn world_of_small_extents() -> World {
+    world(31)
+}
+
+#[test]
+fn a_stage_goes_on_when_what_it_waits_for_comes_while_another_one_looks() {
+    let world = world(64);
+    world.store.put(0..100);
+    *world.store.unanswered.lock().unwrap() = Some(Vec::new());
+    let (first, second) = (world.stage(0..2), world.stage(10..12));
+    let woken = Arc::new(News::default());
+    let waker = std::task::Waker::from(woken.clone());
+    let mut context = std::task::Context::from_waker(&waker);
+    assert!(first.poll(&mut context).is_pending());
+    let before = woken.count();
+    for (keys, reply) in world.store.unanswered.lock().unwrap().take().unwrap() {
+        let Column { namespace, group, coordinate } = column(0);
+        let request = ContainsRequest { namespace, group, coordinate, keys: &keys, lease: None };
+        drop(reply.send(world.store.contains(&request)));
+    }
+    // The second one looks, and begins the reads of both; what comes wakes the first one.
+    second.look();
+    assert_eq!(world.store.open().len(), 2);
+    world.store.arrive_all();
+    assert_eq!(second.look(), over(2));
+    assert!(woken.count() > before, "it was never told");
+    assert_eq!(first.look(), over(2));
+}
+
+#[test]
 fn where_there_is_no_room_the_beginning_is_kept_and_of_what_is_here_the_oldest_ends_go_first() {
     let world = world(32);
     world.store.put(0..200);

@@ -49,24 +49,6 @@ pub enum Opened {
     Cuda(Cuda),
 }
 
-impl Opened {
-    /// It, as any device.
-    pub fn device(&self) -> Arc<dyn Device> {
-        match self {
-            Self::Emulated(device) => Arc::new(device.clone()),
-            Self::Cuda(device) => Arc::new(device.clone()),
-        }
-    }
-
-    /// The number by which [`Device::adopt_stream`] knows a stream of the device's own.
-    pub fn handle_of(&self, stream: &Stream) -> Result<u64, DeviceError> {
-        match self {
-            Self::Emulated(device) => device.handle_of(stream),
-            Self::Cuda(device) => device.handle_of(stream),
-        }
-    }
-}
-
 impl DeviceName {
     /// Opens it.
     pub fn open(self) -> Result<Opened, DeviceError> {
@@ -83,6 +65,14 @@ impl Opened {
         match self {
             Self::Emulated(device) => Arc::new(device.clone()),
             Self::Cuda(device) => Arc::new(device.clone()),
+        }
+    }
+
+    /// The number by which [`Device::adopt_stream`] knows a stream of the device's own.
+    pub fn handle_of(&self, stream: &Stream) -> Result<u64, DeviceError> {
+        match self {
+            Self::Emulated(device) => device.handle_of(stream),
+            Self::Cuda(device) => device.handle_of(stream),
         }
     }
 

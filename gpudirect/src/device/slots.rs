@@ -58,9 +58,14 @@ impl SlotShape {
         Some((of(|rows| rows.ring)?.checked_add(self.ring_first)?, of(|rows| rows.pool)?))
     }
 
+    /// Rows of a slot.
+    pub fn row_count(&self) -> u64 {
+        u64::from(self.outer.count) * u64::from(self.inner.count)
+    }
+
     /// Bytes of a slot's rows.
     pub fn bytes(&self) -> u64 {
-        u64::from(self.outer.count) * u64::from(self.inner.count) * self.row_bytes
+        self.row_count().saturating_mul(self.row_bytes)
     }
 }
 

@@ -163,6 +163,11 @@ impl Lane {
         self.device.wait(&self.near, event)
     }
 
+    /// A request was enqueued in part: segments and streams are not what the next one takes them for.
+    pub(super) fn fail(&mut self, error: &DeviceError) {
+        lock(&self.failed).get_or_insert(error.clone());
+    }
+
     /// Begins a request: the numbers of its slots are on their way.
     pub(super) fn open(&mut self, columns: &[Column]) -> Result<Open, LandError> {
         if let Some(error) = lock(&self.failed).clone() {

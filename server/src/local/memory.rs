@@ -14,7 +14,7 @@ use tokio::runtime::Handle;
 use super::Mode;
 use super::pinned::{Pinned, Ready};
 use crate::state::locals::Locals;
-use crate::state::locals::pools::Name;
+use crate::state::locals::pools::{Name, Shared};
 use crate::state::parts::Part;
 use kvarts_wire::fault::{Fault, Outcome};
 use kvarts_wire::proto;
@@ -137,7 +137,16 @@ fn given(
         }
     };
     let pool = pool.ok_or_else(|| malformed("pool: another memory has this name"))?;
+    has_room(&pool)?;
     Ok(Given { file, bytes, counts: Box::new((pool, open)), is_new: false })
+}
+
+/// Each session that shares a pool has a mapping of it.
+fn has_room(pool: &Shared) -> Outcome<()> {
+    match pool.is_full() {
+        false => Ok(()),
+        true => Err(Fault::busy("as many sessions share this pool as may")),
+    }
 }
 
 /// A pool that another session of the tenant shares.
@@ -148,6 +157,7 @@ fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     if bytes != 0 && bytes != pool.bytes() {
         return Err(malformed("bytes: the pool has another size"));
     }
+    has_room(&pool)?;
     let open = files(of, 1)?;
     let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
     let file = file.map_err(|_| Fault::busy("the server has no descriptor left"))?;

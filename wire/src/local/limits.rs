@@ -30,6 +30,8 @@ pub const REQUESTS_MAX: usize = 256;
 pub const UNKNOWN_MAX: usize = 256;
 /// Memories that one session may share at a time.
 pub const MEMORIES_MAX: usize = 256;
+/// Sessions that may share one pool at a time: each has a mapping of its own in the server.
+pub const POOL_SESSIONS_MAX: usize = 64;
 /// Files of memories that the server has open, in all sessions together, where the process may have enough of them.
 pub const MEMORY_FILES_MAX: u64 = 4096;
 /// Bytes of memories that are registered with the engine's rings, in all sessions together. More is used as it is. Each

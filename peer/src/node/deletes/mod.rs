@@ -339,7 +339,15 @@ impl ClusterNode {
         if let (Err(_), Some(name)) = (&noted, numbered) {
             lock(&self.deletes.tallies).remove(&name);
         }
+        self.note_in_store(entry);
         noted.map_err(failed)
+    }
+
+    /// From here on nothing of it is read from a node that may have it still; what was read until then is not believed any more.
+    pub(super) fn note_in_store(&self, entry: &Entry) {
+        if !matches!(entry.what, What::Sooner(..)) {
+            self.store.note_delete(entry.namespace);
+        }
     }
 
     /// Writes entries down and tells all other nodes, and what these know to descend from them. Gives the last one's name, what they

@@ -240,6 +240,7 @@ impl ClusterNode {
             // Who numbered it has it.
             let lacking: Vec<NodeId> = lacking.iter().copied().filter(|id| *id != name.0).collect();
             self.deletes.note(|_| name, &entry, &lacking).await?;
+            self.note_in_store(&entry);
             done.push((name, came));
         }
         links

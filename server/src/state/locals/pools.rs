@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::state::parts::Part;
+use kvarts_wire::local::limits::POOL_SESSIONS_MAX;
 
 /// Bytes of a name.
 pub(crate) const NAME_BYTES: usize = 16;
@@ -25,21 +26,30 @@ pub(crate) struct Pool {
     _counted: (Part, Part),
 }
 
-impl Pool {
+/// A session's share in a pool.
+#[derive(Debug)]
+pub(crate) struct Shared(Arc<Pool>);
+
+impl Shared {
     /// The file.
     pub(crate) fn file(&self) -> &OwnedFd {
-        &self.file
+        &self.0.file
     }
 
     /// How much of it is shared.
     pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
+        self.0.bytes
+    }
+
+    /// Whether no more sessions may share it.
+    pub(crate) fn is_full(&self) -> bool {
+        Arc::strong_count(&self.0) > POOL_SESSIONS_MAX
     }
 
     /// Whether it is this one.
     pub(crate) fn is(&self, file: &OwnedFd, bytes: u64) -> bool {
         let of = |file: &OwnedFd| rustix::fs::fstat(file).ok().map(|stat| (stat.st_dev, stat.st_ino));
-        self.bytes == bytes && of(&self.file).is_some_and(|mine| of(file) == Some(mine))
+        self.0.bytes == bytes && of(&self.0.file).is_some_and(|mine| of(file) == Some(mine))
     }
 }
 
@@ -49,8 +59,9 @@ pub(crate) struct Pools(Mutex<BTreeMap<(u32, Name), Weak<Pool>>>);
 
 impl Pools {
     /// The pool of this name.
-    pub(crate) fn find(&self, tenant: u32, name: Name) -> Option<Arc<Pool>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&(tenant, name))?.upgrade()
+    pub(crate) fn find(&self, tenant: u32, name: Name) -> Option<Shared> {
+        let pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.get(&(tenant, name))?.upgrade().map(Shared)
     }
 
     /// Gives a file a name; none if another file has it. A client that comes again after its connection broke, and those that share the
@@ -60,15 +71,16 @@ impl Pools {
         (tenant, name): (u32, Name),
         (file, bytes): (OwnedFd, u64),
         counted: (Part, Part),
-    ) -> Option<Arc<Pool>> {
+    ) -> Option<Shared> {
         let mut pools = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         pools.retain(|_, pool| pool.strong_count() > 0);
         if let Some(known) = pools.get(&(tenant, name)).and_then(Weak::upgrade) {
+            let known = Shared(known);
             return known.is(&file, bytes).then_some(known);
         }
         let pool = Arc::new(Pool { file, bytes, _counted: counted });
         pools.insert((tenant, name), Arc::downgrade(&pool));
-        Some(pool)
+        Some(Shared(pool))
     }
 }
 
@@ -86,9 +98,13 @@ mod tests {
         let dup = |file: &OwnedFd| (file.try_clone().unwrap(), 4096);
         let first = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
         let again = pools.name((1, [7; 16]), dup(&file), counted()).unwrap();
-        assert!(Arc::ptr_eq(&first, &again), "one pool");
+        assert!(Arc::ptr_eq(&first.0, &again.0), "one pool");
         assert_eq!(parts.used(), 4097, "counted once");
         assert!(pools.name((1, [7; 16]), dup(&shared::sealed(4096).unwrap()), counted()).is_none());
+        assert!(!first.is_full());
+        let many: Vec<Shared> = (0..POOL_SESSIONS_MAX).map(|_| pools.find(1, [7; 16]).unwrap()).collect();
+        assert!(first.is_full());
+        drop(many);
         assert!(pools.find(2, [7; 16]).is_none(), "another tenant's");
         assert!(pools.find(1, [8; 16]).is_none());
         drop(first);

@@ -74,10 +74,11 @@ impl Namespace {
         self.used.store(true, Ordering::Relaxed);
     }
 
-    /// Of all deletes in it that have ended, a number that no other count of them has, nor the store when it is opened again as another
-    /// `stream` of events. Never 0.
+    /// Of all deletes in it that have ended, a number that no other count of them has, nor what is registered under its name when it was
+    /// forgotten, nor the store when it is opened again as another `stream` of events. Never 0.
     pub(crate) fn deletes(&self, stream: u64) -> u64 {
-        stream.wrapping_add(self.deletes.load(Ordering::SeqCst)).max(1)
+        let named = u64::from(self.local) << 32;
+        stream.wrapping_add(named).wrapping_add(self.deletes.load(Ordering::SeqCst)).max(1)
     }
 
     /// Whether anything on disk may be of it.

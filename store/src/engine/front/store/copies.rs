@@ -48,6 +48,12 @@ impl Store {
         self.0.shared.wall_ms()
     }
 
+    /// Something may have been deleted of a namespace, here or elsewhere: look-ups say another number of deletes from now on
+    /// ([`ContainsReply::deletes`](kvarts_contract::api::ContainsReply::deletes)). For nodes, which read what others have.
+    pub fn note_delete(&self, namespace: NamespaceId) {
+        self.0.shared.names.note_delete(namespace);
+    }
+
     /// When what is put now is said to be produced, in milliseconds since 1970.
     pub fn produced_now(&self) -> u64 {
         self.0.shared.produced_now()
