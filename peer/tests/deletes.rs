@@ -117,7 +117,7 @@ async fn a_node_that_has_nothing_of_what_is_deleted_on_another_says_that_somethi
     for target in
         [Target::Prefix(keys[0]), Target::Keys { column: None, keys: keys.clone() }, Target::Namespace]
     {
-        b.put(&keys);
+        b.put_behind(&keys, None);
         let before = stages.each_ref().map(|stage| deletes(stage, &keys));
         assert_eq!(before, stages.each_ref().map(|stage| deletes(stage, &keys)));
         let deleted = delete(&nodes[1], b, target.clone()).await;
