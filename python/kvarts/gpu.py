@@ -5,11 +5,17 @@ Everything that is landed is in the pool already, verified, so nothing but the d
 """
 
 import sysconfig as _sysconfig
+import typing as _typing
 
 if _sysconfig.get_config_var("Py_GIL_DISABLED"):
     raise ImportError("kvarts.gpu has not been tried with a free-threaded Python: use one that has the interpreter lock")
 
 from ._kvarts import Device, Landed, Lander, Saved, Saving, Stream
 from ._kvarts import DevicePages as Pages
+
+#: What calls take, for annotations: the stub says it in full.
+Stretches = _typing.Sequence[_typing.Tuple[int, int, int, int]]
+Rows = _typing.Tuple[int, int, int]
+Part = _typing.Tuple[int, int, int, int, Rows, Rows, int]
 
 __all__ = ["Device", "Landed", "Lander", "Pages", "Saved", "Saving", "Stream"]

@@ -236,7 +236,7 @@ pub const BUGS: &[Bug] = &[
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
     bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(2),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(5),
-    bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block"),
+    bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block").at(1),
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
     bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was").at(5),
