@@ -31,7 +31,7 @@ use crate::pipeline::COPY_TIMEOUT;
 
 use lane::{Lane, Open};
 
-/// Bytes of a ring, unless a lander is told otherwise.
+/// Bytes of a ring by default.
 pub const RING_BYTES: u64 = 64 << 20;
 
 /// What blocks of a column lie in the pool, and the pages that they belong to.

@@ -25,7 +25,7 @@ const READS_MAX: usize = 16;
 /// What a pool has and has done. Blocks of several columns count in each.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
-    /// Bytes of the pool, and those that no block has.
+    /// Bytes of the pool.
     pub bytes: u64,
     /// Bytes that are free.
     pub free_bytes: u64,

@@ -105,7 +105,7 @@ impl Extent {
                 false
             }
             ReadEvent::Layer { .. } => false,
-            // Each block that is good was told before. What the memory may still be written to for is the read's own hold of it.
+            // Each good block was announced before. Memory that a disk may still write to is kept by the read itself.
             ReadEvent::End(end) => {
                 self.reasons.extend(end.failures);
                 self.end();

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvarts_contract::api::{ContainsReply, Presence};
+use kvarts_contract::api::{ContainsReply, MAX_REQUEST_BLOCKS, Presence};
 use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::{Error, Reason};
@@ -24,7 +24,7 @@ use super::extent::{State, blocks_of};
 pub struct StageRequest {
     /// In which columns, and the shape of a block in each.
     pub columns: Vec<(Column, Arc<BlockShape>)>,
-    /// Blocks that follow each other in a chain, the same ones in every column.
+    /// Blocks that follow each other in a chain, the same ones in every column: at most [`MAX_REQUEST_BLOCKS`].
     pub keys: Vec<BlockKey>,
     /// How many blocks of the chain stand before the first.
     pub first_block: u32,
@@ -107,6 +107,10 @@ impl Stage {
         let StageRequest { columns, keys, first_block, silence, class } = request;
         if columns.is_empty() || keys.is_empty() {
             return Err(Reason::Empty.into());
+        }
+        // One question is asked of all of them.
+        if keys.len() > MAX_REQUEST_BLOCKS {
+            return Err(Reason::TooMany("blocks").into());
         }
         let now = pool.clock.now();
         let waker = Waker::from(Arc::clone(&pool.news));

@@ -518,6 +518,24 @@ fn a_block_that_is_nowhere_ends_the_stage_and_what_lies_behind_is_read_no_furthe
 }
 
 #[test]
+fn a_stage_of_nothing_or_of_more_than_one_question_asks_for_is_refused() {
+    let world = world(8);
+    let most = kvarts_contract::api::MAX_REQUEST_BLOCKS as u64;
+    let columns = vec![(column(0), Arc::clone(&world.shape))];
+    for (columns, keys, why) in [
+        (Vec::new(), 1, Reason::Empty),
+        (columns.clone(), 0, Reason::Empty),
+        (columns, most + 1, Reason::TooMany("blocks")),
+    ] {
+        let keys = (0..keys).map(key).collect();
+        let request =
+            StageRequest { columns, keys, first_block: 0, silence: SILENCE, class: Class::Foreground };
+        assert_eq!(world.pool.stage(request).unwrap_err().0, why);
+    }
+    assert_eq!((world.free(), world.store.reads.lock().unwrap().len()), (8, 0));
+}
+
+#[test]
 fn a_thread_and_a_task_wait_for_the_same() {
     let clock: Arc<dyn Clock> = kvarts_contract::clock::SystemClock::new();
     let world = world(64);

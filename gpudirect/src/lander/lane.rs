@@ -124,7 +124,7 @@ impl Lane {
             Ok(()) => {
                 let first = lock(&theirs).pop_front();
                 if let Some((keeps, done)) = first {
-                    // Before it is told.
+                    // The memory is released before the caller hears of the end.
                     drop(keeps);
                     done.tell(Ok(()));
                 }
