@@ -9,12 +9,15 @@
 //!
 //! Memory that a disk may still write to is not used again, whatever became of the stage, of its read or of the connection.
 //!
+//! What an engine saves lies in a draft ([`Pool::draft`]), is put from there, and stays for the next request.
+//!
 //! Blocks lie in extents: a run of a chain's blocks, `[layer][part][block]`, so that a layer of the run is one stretch of memory whatever the
 //! size of a block ([`Stretch`]). When room is needed extents that no stage holds go, those first that were used longest ago, and of one chain its
 //! end before its beginning.
 
 mod book;
 mod column;
+mod draft;
 mod extent;
 mod news;
 mod room;
@@ -28,10 +31,12 @@ use kvarts_contract::api::KvStore;
 use kvarts_contract::buffers::Region;
 use kvarts_contract::clock::{Clock, Entropy, OsEntropy};
 use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::{BlockKey, BlockShape};
 
 use book::Book;
 pub use book::Counts;
 pub use column::Column;
+pub use draft::{Draft, DraftTerms, Storing};
 pub use kvarts_layout::plan::Stretch;
 use news::News;
 pub use stage::{Progress, Stage, StageRequest};
@@ -102,6 +107,17 @@ impl Pool {
     /// Holds and reads what a request needs. When this returns, reads have begun, and blocks that were here are held.
     pub fn stage(&self, request: StageRequest) -> Result<Stage, Error> {
         Stage::begin(&self.0, request)
+    }
+
+    /// Room for blocks of a column that an engine saves ([`Draft::stretches`]) and that are put from there ([`Draft::put`]). The first has
+    /// `first_block` blocks of its chain before it. Keep the draft for as long as a device may write there.
+    pub fn draft(
+        &self,
+        column: (Column, &Arc<BlockShape>),
+        keys: &[BlockKey],
+        first_block: u32,
+    ) -> Result<Draft, Error> {
+        Draft::begin(&self.0, column, keys, first_block)
     }
 
     /// What the pool has and has done.

@@ -1,6 +1,7 @@
 //! What is in a pool: extents, the blocks in them, and the reads that bring them.
 
 use std::cmp::Reverse;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::pin::Pin;
@@ -39,6 +40,8 @@ pub struct Counts {
     pub came: u64,
     /// Blocks that were asked for and for which there was no room.
     pub no_room: u64,
+    /// Blocks that an engine saved here and that stayed when they had been stored.
+    pub kept: u64,
     /// Blocks that were here and that the store has no more: deleted, expired or evicted there.
     pub withdrawn: u64,
     /// Blocks that went to make room.
@@ -49,8 +52,9 @@ pub struct Counts {
 
 impl Counts {
     /// Each by its name.
-    pub fn named(&self) -> [(&'static str, u64); 10] {
-        let Self { bytes, free_bytes, hits, shared, read, came, no_room, withdrawn, evicted, silent } = *self;
+    pub fn named(&self) -> [(&'static str, u64); 11] {
+        let Self { bytes, free_bytes, hits, shared, read, came, no_room, kept, withdrawn, evicted, silent } =
+            *self;
         [
             ("bytes", bytes),
             ("free_bytes", free_bytes),
@@ -59,6 +63,7 @@ impl Counts {
             ("read", read),
             ("came", came),
             ("no_room", no_room),
+            ("kept", kept),
             ("withdrawn", withdrawn),
             ("evicted", evicted),
             ("silent", silent),
@@ -121,6 +126,10 @@ impl Book {
 
     pub(super) fn counts(&self) -> Counts {
         Counts { bytes: self.region.len() as u64, free_bytes: self.room.bytes(), ..self.counts }
+    }
+
+    pub(super) fn store(&self) -> Arc<dyn KvStore> {
+        Arc::clone(&self.store)
     }
 
     /// A stage begins: what it uses is used later than what was before.
@@ -246,10 +255,57 @@ impl Book {
     /// Makes an extent for blocks that are to be read, and holds it. None where there is no room, whatever goes that may.
     pub(super) fn make(
         &mut self,
-        (column, shape): (Column, &Arc<BlockShape>),
+        of: (Column, &Arc<BlockShape>),
         keys: &[BlockKey],
         depth: u32,
         class: Class,
+    ) -> Option<u64> {
+        let number = self.extent_of(of, keys, (depth, class), (Read::Waits, State::Coming))?;
+        for (at, key) in (0u32..).zip(keys) {
+            self.blocks.insert((of.0, *key), (number, at));
+        }
+        self.waiting.push_back(number);
+        Some(number)
+    }
+
+    /// Makes an extent for blocks that an engine writes, and holds it; and where it lies. No stage finds them before they are kept.
+    pub(super) fn draft(
+        &mut self,
+        of: (Column, &Arc<BlockShape>),
+        keys: &[BlockKey],
+        depth: u32,
+    ) -> Option<(u64, u64)> {
+        let number = self.extent_of(of, keys, (depth, Class::Foreground), (Read::Over, State::Failed))?;
+        // No delete behind this leaves the number as it is, and the put comes behind this.
+        let deletes = self.deletes.get(&of.0.namespace).copied().flatten();
+        let extent = self.extents.get_mut(&number)?;
+        extent.deletes = deletes;
+        Some((number, extent.memory.offset() as u64))
+    }
+
+    /// These blocks of a draft were stored as they lie there: stages find them. Not where the deletes before the put are not known, and not
+    /// where another extent has the block.
+    pub(super) fn keep(&mut self, number: u64, column: Column, stored: &[bool]) {
+        let Some(extent) = self.extents.get_mut(&number).filter(|extent| extent.deletes.is_some()) else {
+            return;
+        };
+        let blocks = extent.keys.iter().zip(&mut extent.states).zip(stored);
+        for (at, ((key, state), _)) in (0u32..).zip(blocks).filter(|(_, (_, stored))| **stored) {
+            if let Entry::Vacant(place) = self.blocks.entry((column, *key)) {
+                place.insert((number, at));
+                *state = State::Here;
+                self.counts.kept += 1;
+            }
+        }
+    }
+
+    /// An extent with room of its own, held.
+    fn extent_of(
+        &mut self,
+        (column, shape): (Column, &Arc<BlockShape>),
+        keys: &[BlockKey],
+        (depth, class): (u32, Class),
+        (read, state): (Read, State),
     ) -> Option<u64> {
         let bytes = shape.block_bytes().checked_mul(keys.len() as u64)?;
         let lease = loop {
@@ -263,16 +319,13 @@ impl Book {
         let memory = memory.kept_by(Arc::new(lease));
         let number = self.next;
         self.next += 1;
-        for (at, key) in (0u32..).zip(keys) {
-            self.blocks.insert((column, *key), (number, at));
-        }
         let extent = Extent {
             column,
             shape: Arc::clone(shape),
             keys: keys.to_vec(),
-            states: vec![State::Coming; keys.len()],
+            states: vec![state; keys.len()],
             memory,
-            read: Read::Waits,
+            read,
             class,
             withdrawn: 0,
             holders: 1,
@@ -283,7 +336,6 @@ impl Book {
             reasons: BTreeMap::new(),
         };
         self.extents.insert(number, extent);
-        self.waiting.push_back(number);
         Some(number)
     }
 

@@ -1,12 +1,13 @@
 //! A pool over a store whose reads arrive when the test says so, in a time that the test turns.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::task::Waker;
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, LeaseId, MatchReply, MatchRequest, Missing,
-    Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink, ReadStream, Sequence,
-    SnapshotCursor, SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
+    BlockOutcome, ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, LeaseId, MatchReply,
+    MatchRequest, Missing, Presence, PutReply, PutRequest, ReadEnd, ReadEvent, ReadRequest, ReadSink,
+    ReadStream, Sequence, SnapshotCursor, SnapshotPage, Subscription, TtlReply, TtlRequest, read_channel,
 };
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_contract::class::Class;
@@ -235,6 +236,33 @@ impl World {
 
     fn free(&self) -> u64 {
         self.pool.counts().free_bytes / BLOCK
+    }
+
+    fn draft(&self, numbers: &[u64]) -> Result<Draft, Error> {
+        let keys: Vec<_> = numbers.iter().copied().map(key).collect();
+        self.pool.draft((column(0), &self.shape), &keys, 0)
+    }
+
+    /// An engine saves these blocks in a draft, and they are put from there.
+    fn put_from(&self, draft: &Draft, numbers: &[u64]) -> Vec<BlockOutcome> {
+        let mut outcomes = Vec::new();
+        for (stretch, number) in draft
+            .stretches()
+            .iter()
+            .flat_map(|all| (0..all.count).map(|first| Stretch { first, count: 1, ..*all }))
+            .zip(numbers)
+        {
+            let is_there = self.store.has.lock().unwrap().contains_key(&key(*number));
+            let made = self.store.made.lock().unwrap().get(&key(*number)).copied().unwrap_or(0);
+            for part in 0..4 {
+                let (at, bytes) = stretch.part(&self.shape, part).unwrap();
+                let chunk = SharedBuf::new(self.pool.region(), at as usize, bytes as usize).unwrap();
+                chunk.fill(byte(&key(*number), made + 1, part));
+            }
+            self.store.put([*number]);
+            outcomes.push(if is_there { BlockOutcome::AlreadyThere } else { BlockOutcome::Stored });
+        }
+        outcomes
     }
 }
 
@@ -536,6 +564,55 @@ fn a_stage_of_nothing_or_of_more_than_one_question_asks_for_is_refused() {
 }
 
 #[test]
+fn what_was_saved_and_stored_is_here_for_the_next_request_and_what_another_one_stored_is_read() {
+    let world = world(64);
+    world.store.put([2]);
+    // What the store says of deletes is known from now on.
+    drop(world.stage([40]));
+    let saved = [0, 1, 2, 3, 4, 5];
+    let draft = world.draft(&saved).unwrap();
+    assert_eq!(draft.stretches().len(), 2, "extents of four blocks at most");
+    assert_eq!(world.free(), 64 - 6);
+    let outcomes = world.put_from(&draft, &saved);
+    assert!(!world.stage(0..6).look().is_over, "nothing is here before it is kept");
+    world.store.arrive_all();
+    world.pool.0.book().take_in(Nanos::default(), Waker::noop());
+    while world.pool.0.book().evict().is_some() {}
+    world.store.release();
+    let reads = world.store.reads.lock().unwrap().len();
+    draft.keep(&outcomes);
+    assert_eq!(world.pool.counts().kept, 5);
+    let stage = world.stage(0..6);
+    assert_eq!(world.store.reads.lock().unwrap().len(), reads + 1, "of the one that was there already");
+    world.store.arrive_all();
+    assert_eq!(stage.look(), over(6));
+    assert_eq!(world.productions(&stage, 0, &saved), [1; 6]);
+    drop(stage);
+    // A delete of any of them: all are asked for anew.
+    world.store.delete(4);
+    let stage = world.stage(0..6);
+    world.store.arrive_all();
+    assert_eq!(stage.look(), over(4));
+}
+
+#[test]
+fn a_draft_that_is_dropped_gives_its_room_back_and_one_without_room_is_refused() {
+    let world = world(16);
+    let draft = world.draft(&[0, 1, 2]).unwrap();
+    let full: Vec<u64> = (0..20).collect();
+    assert!(matches!(world.draft(&full).unwrap_err().0, Reason::Busy(_)));
+    assert_eq!(world.free(), 13);
+    drop(draft);
+    assert_eq!(world.free(), 16);
+    // Where the deletes before it are not known nothing is kept of it.
+    let draft = world.draft(&[0]).unwrap();
+    let outcomes = world.put_from(&draft, &[0]);
+    draft.keep(&outcomes);
+    assert_eq!((world.free(), world.pool.counts().kept), (16, 0));
+    assert_eq!(world.draft(&[]).unwrap_err().0, Reason::Empty);
+}
+
+#[test]
 fn a_thread_and_a_task_wait_for_the_same() {
     let clock: Arc<dyn Clock> = kvarts_contract::clock::SystemClock::new();
     let world = world(64);
@@ -574,8 +651,9 @@ proptest! {
         let mut rng = Xoshiro::new(seed);
         let mut below = |most: u64| rng.next_u64() % most;
         let mut stages: Vec<(Stage, Vec<u64>, BTreeMap<u64, u8>)> = Vec::new();
+        let mut drafts: Vec<(Draft, Vec<u64>, Vec<BlockOutcome>)> = Vec::new();
         for _ in 0..160 {
-            match below(10) {
+            match below(13) {
                 0 | 1 => {
                     let begin = below(4) * 20;
                     let keys: Vec<u64> = (begin..begin + 1 + below(20)).collect();
@@ -593,6 +671,23 @@ proptest! {
                 4 => world.store.delete(below(80)),
                 5 => world.store.release(),
                 6 => world.clock.advance(SILENCE / 3),
+                7 => {
+                    let begin = below(76);
+                    let numbers: Vec<u64> = (begin..begin + 1 + below(4)).collect();
+                    drafts.extend(world.draft(&numbers).ok().map(|draft| (draft, numbers, Vec::new())));
+                }
+                8 if !drafts.is_empty() => {
+                    let one = below(drafts.len() as u64) as usize;
+                    if drafts[one].2.is_empty() {
+                        let outcomes = world.put_from(&drafts[one].0, &drafts[one].1);
+                        drafts[one].2 = outcomes;
+                    } else {
+                        let (draft, _, outcomes) = drafts.swap_remove(one);
+                        if below(4) > 0 {
+                            draft.keep(&outcomes);
+                        }
+                    }
+                }
                 _ => {
                     let open = world.store.open();
                     if !open.is_empty() {
@@ -611,7 +706,7 @@ proptest! {
                 }
             }
         }
-        stages.clear();
+        (stages.clear(), drafts.clear());
         world.store.arrive_all();
         world.store.release();
         let stage = world.stage_of(1, [1 << 40]);
