@@ -23,6 +23,7 @@
 pub mod arrange;
 pub mod codec;
 pub mod coord;
+pub mod cut;
 pub mod export;
 pub mod format;
 pub mod identity;

@@ -1,14 +1,14 @@
 //! The blocks of a request: keys, and of each its group and rank.
 
 use kvarts_contract::batch::Block;
+use kvarts_layout::cut::Cut;
 use kvarts_layout::{BlockShape, Coordinate, Group};
 use pyo3::prelude::*;
 
-use crate::error::invalid;
-use crate::identity::Cut;
+use crate::error::{OrRaise, invalid};
 use crate::keys;
 
-/// Blocks with their shapes.
+/// Blocks, with their shapes where they have memory.
 pub(crate) struct Asked<'a> {
     pub(crate) blocks: Vec<Block>,
     pub(crate) shapes: Vec<&'a BlockShape>,
@@ -50,8 +50,8 @@ fn each<'py, T: for<'a> FromPyObject<'a, 'py>>(
 pub(crate) fn asked<'a>(
     cut: &'a Cut,
     keys: &Bound<'_, PyAny>,
-    group: Option<&Bound<'_, PyAny>>,
-    rank: Option<&Bound<'_, PyAny>>,
+    (group, rank): (Option<&Bound<'_, PyAny>>, Option<&Bound<'_, PyAny>>),
+    with_shapes: bool,
 ) -> PyResult<Asked<'a>> {
     let py = keys.py();
     let keys = keys::keys(keys)?;
@@ -63,20 +63,23 @@ pub(crate) fn asked<'a>(
         Some(rank) => each::<u16>("rank", rank, keys.len())?,
         None => Each::All(cut.tp_rank),
     };
-    let (mut blocks, mut shapes) = (Vec::with_capacity(keys.len()), Vec::with_capacity(keys.len()));
+    let mut blocks = Vec::with_capacity(keys.len());
+    let mut shapes = Vec::with_capacity(if with_shapes { keys.len() } else { 0 });
     let mut last: Option<(u32, u16, Group, Coordinate, &BlockShape)> = None;
     for (at, key) in keys.into_iter().enumerate() {
         let (group, rank) = (groups.get(at).unwrap_or_default(), ranks.get(at).unwrap_or_default());
         let (group, coordinate, shape) = match last {
             Some((g, r, found, coordinate, shape)) if (g, r) == (group, rank) => (found, coordinate, shape),
             _ => {
-                let (found, coordinate, shape) = cut.column(py, group, Some(rank))?;
+                let (found, coordinate, shape) = cut.column(group, Some(rank)).or_raise(py)?;
                 last = Some((group, rank, found, coordinate, shape));
                 (found, coordinate, shape)
             }
         };
         blocks.push(Block { group, coordinate, key });
-        shapes.push(shape);
+        if with_shapes {
+            shapes.push(shape);
+        }
     }
     Ok(Asked { blocks, shapes })
 }

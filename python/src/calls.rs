@@ -150,7 +150,7 @@ pub(crate) fn pin(
 ) -> PyResult<Lease> {
     let py = keys.py();
     let keys = keys::keys(keys)?;
-    let (group, coordinate, _) = handle.cut.column(py, group, rank)?;
+    let (group, coordinate, _) = handle.cut.column(group, rank).or_raise(py)?;
     let deadline = handle.terms(py, timeout)?.deadline;
     let lease = Some(terms(waiting::duration(py, "hold", hold)?));
     let request = ContainsRequest { namespace: handle.namespace, group, coordinate, keys: &keys, lease };

@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError};
 use kvarts_client::{Client as Remote, ConnectOptions, PoolName, Via};
 use kvarts_contract::buffers::shared;
 use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::cut::{Cut, Wanted};
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -16,7 +17,6 @@ use crate::buffer;
 use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
 use crate::handle::{Core, Handle, HandleOptions};
-use crate::identity::{Cut, Wanted};
 use crate::left;
 use crate::memory::{Adopted, Memory};
 use crate::pages::Pages;
@@ -146,7 +146,7 @@ impl Client {
             tp_size,
             tp_rank,
         };
-        let cut = Cut::new(py, page_bytes.map(sizes).transpose()?, spec, wanted)?;
+        let cut = Cut::new(page_bytes.map(sizes).transpose()?, spec, wanted).or_raise(py)?;
         let ttl = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;
         let timeout = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
         if batches_max == 0 {

@@ -2,6 +2,7 @@
 
 use kvarts_contract::batch::{CANCELLED, CLOSED};
 use kvarts_contract::error::{Error, Kind, Reason};
+use kvarts_layout::cut::CutError;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -105,6 +106,12 @@ pub(crate) trait OrRaise<T> {
 impl<T> OrRaise<T> for Result<T, Reason> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T> {
         self.map_err(|reason| exception(py, &reason))
+    }
+}
+
+impl<T> OrRaise<T> for Result<T, CutError> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|CutError { argument, why }| invalid(py, argument, why))
     }
 }
 

@@ -163,7 +163,7 @@ impl Lander {
         rank: Option<u16>,
     ) -> PyResult<DevicePages> {
         let handle = handle.handle.get()?;
-        let (_, _, shape) = handle.cut.column(py, group, rank)?;
+        let (_, _, shape) = handle.cut.column(group, rank).or_raise(py)?;
         let shape = Arc::new(shape.clone());
         let memories = memories.iter().map(|memory| self.memory(memory)).collect::<PyResult<Vec<_>>>()?;
         let chunks: Vec<u64> =

@@ -12,6 +12,7 @@ use kvarts_contract::batch::{
 };
 use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::cut::Cut;
 use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
 use kvarts_store::home::Home;
 use pyo3::prelude::*;
@@ -19,7 +20,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::blocks::Asked;
 use crate::error::OrRaise;
-use crate::identity::Cut;
 use crate::places::Laid;
 use crate::registry::Registry;
 use crate::waiting;

@@ -33,7 +33,8 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyString>() {
         return Err(invalid(py, "keys", "a sequence of keys, not one key"));
     }
-    let mut found = Vec::new();
+    let mut found =
+        Vec::with_capacity(given.len().unwrap_or(0).min(kvarts_contract::api::MAX_REQUEST_BLOCKS));
     for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
         if found.len() >= kvarts_contract::api::MAX_REQUEST_BLOCKS {
             let most = kvarts_contract::api::MAX_REQUEST_BLOCKS;

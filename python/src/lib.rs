@@ -20,7 +20,6 @@ mod error;
 mod gpu;
 mod guarded;
 mod handle;
-mod identity;
 mod keys;
 mod left;
 mod memory;

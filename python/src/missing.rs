@@ -66,7 +66,7 @@ pub(crate) fn of(
 ) -> PyResult<Missing> {
     let py = keys.py();
     let keys = keys::keys(keys)?;
-    let (group, coordinate, _) = handle.cut.column(py, group, rank)?;
+    let (group, coordinate, _) = handle.cut.column(group, rank).or_raise(py)?;
     let deadline = handle.terms(py, timeout)?.deadline;
     let mut all = api::Missing::default();
     for keys in keys.chunks(MAX_REQUEST_BLOCKS) {

@@ -93,7 +93,7 @@ fn prepare<'a>(
     change: impl FnOnce(&mut Terms) -> PyResult<()>,
     timeout: Option<f64>,
 ) -> PyResult<(Asked<'a>, Option<Laid>, Terms)> {
-    let asked = blocks::asked(&handle.cut, keys, group, rank)?;
+    let asked = blocks::asked(&handle.cut, keys, (group, rank), buffers.is_some())?;
     let registry = &handle.core.registry;
     let laid =
         buffers.map(|given| places::laid(registry, given, &asked, kind == BatchKind::Get)).transpose()?;
@@ -132,12 +132,12 @@ impl Pages {
 
     #[pyo3(signature = (group=0))]
     fn block_bytes(&self, py: Python<'_>, group: u32) -> PyResult<u64> {
-        Ok(self.handle.get()?.cut.column(py, group, None)?.2.block_bytes())
+        Ok(self.handle.get()?.cut.column(group, None).or_raise(py)?.2.block_bytes())
     }
 
     #[pyo3(signature = (group=0))]
     fn parts(&self, py: Python<'_>, group: u32) -> PyResult<Vec<(u32, u64)>> {
-        let (_, _, shape) = self.handle.get()?.cut.column(py, group, None)?;
+        let (_, _, shape) = self.handle.get()?.cut.column(group, None).or_raise(py)?;
         let parts = shape.layers().iter();
         Ok(parts.flat_map(|layer| layer.chunks.iter().map(|chunk| (layer.layer, chunk.bytes))).collect())
     }

@@ -98,7 +98,7 @@ impl Pool {
         self.core.alive(py)?;
         let column = |(pages, group, rank): &(PyRef<'_, Pages>, u32, Option<u16>)| {
             let handle = pages.handle.get()?;
-            let (group, coordinate, shape) = handle.cut.column(py, *group, *rank)?;
+            let (group, coordinate, shape) = handle.cut.column(*group, *rank).or_raise(py)?;
             let column = Column { namespace: handle.namespace, group, coordinate };
             Ok::<_, PyErr>((column, Arc::new(shape.clone())))
         };

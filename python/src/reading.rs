@@ -232,10 +232,10 @@ pub(crate) struct ByLayers<'a, 'py> {
 pub(crate) fn begin(handle: &Arc<Handle>, wanted: ByLayers<'_, '_>) -> PyResult<Layers> {
     let ByLayers { keys, buffers, layer_buffers, layers, group, rank, timeout } = wanted;
     let py = keys.py();
-    let (group_id, coordinate, shape) = handle.cut.column(py, group, rank)?;
+    let (group_id, coordinate, shape) = handle.cut.column(group, rank).or_raise(py)?;
     let group = group.into_pyobject(py)?.into_any();
     let rank = rank.unwrap_or(handle.cut.tp_rank).into_pyobject(py)?.into_any();
-    let asked = blocks::asked(&handle.cut, keys, Some(&group), Some(&rank))?;
+    let asked = blocks::asked(&handle.cut, keys, (Some(&group), Some(&rank)), true)?;
     let registry = &handle.core.registry;
     let placed = match (buffers, layer_buffers) {
         (Some(buffers), None) => match places::laid(registry, buffers, &asked, true)? {

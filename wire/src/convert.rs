@@ -40,7 +40,9 @@ pub fn keys(bytes: &[u8]) -> Outcome<Vec<BlockKey>> {
 
 /// Keys, one after the other.
 pub fn key_bytes(keys: &[BlockKey]) -> Bytes {
-    keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>().into()
+    let mut bytes = Vec::with_capacity(keys.len().saturating_mul(32));
+    keys.iter().for_each(|key| bytes.extend_from_slice(&key.0));
+    bytes.into()
 }
 
 /// Origins that stand one after the other; none if there are no bytes.

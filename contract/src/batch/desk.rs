@@ -16,7 +16,7 @@ use std::task::{Poll, Wake, Waker};
 use kvarts_layout::BlockKey;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::asked::{Answer, Asked, CANCELLED, CLOSED, Piece, tell};
+use super::asked::{Answer, Asked, CANCELLED, CLOSED, Piece, Told, tell};
 use super::split::Split;
 use super::touched::Touched;
 use super::{BatchId, BatchKind, Completion, EventFds, Lane};
@@ -78,6 +78,16 @@ pub(super) struct Desk {
 pub(super) struct Held {
     pub(super) leases: Vec<LeaseId>,
     pub(super) keys: BTreeSet<BlockKey>,
+}
+
+impl Held {
+    fn add(&mut self, lease: Option<LeaseId>, keys: &[BlockKey], results: &[Result<(), Reason>]) {
+        if let Some(lease) = lease {
+            self.leases.push(lease);
+            let here = keys.iter().zip(results).filter(|(_, result)| result.is_ok());
+            self.keys.extend(here.map(|(key, _)| *key));
+        }
+    }
 }
 
 /// A batch's place, given back when dropped before anything was asked under it.
@@ -310,18 +320,24 @@ impl Drop for Reserved<'_> {
 impl Ended {
     /// Says for each key how it went; and what it holds.
     fn tell(self) -> (Completion, Held) {
-        let Self { id, batch: Batch { kind, split, blocks, .. }, answers } = self;
+        let Self { id, batch: Batch { kind, split, blocks, .. }, mut answers } = self;
+        let is_all = |piece: &Piece| piece.at.len() == blocks && piece.at.iter().is_sorted();
+        if answers.len() == 1
+            && let Some((piece, answer)) = answers.pop_if(|(piece, _)| is_all(piece))
+        {
+            // The usual batch: nothing is to be put in order.
+            let Told { results, written, lease } = tell(&piece.keys, answer);
+            let mut held = Held::default();
+            held.add(lease, &piece.keys, &results);
+            return (Completion { id, kind, results: split.expand(kind, results), written, lease }, held);
+        }
         let unsaid = || Err(Reason::Bug("a block that no piece of its batch answered for"));
         let mut results: Vec<_> = std::iter::repeat_with(unsaid).take(blocks).collect();
         let (mut written, mut held) = (0, Held::default());
         for (piece, answer) in answers {
             let told = tell(&piece.keys, answer);
             written += told.written;
-            if let Some(lease) = told.lease {
-                held.leases.push(lease);
-                let here = piece.keys.iter().zip(&told.results).filter(|(_, result)| result.is_ok());
-                held.keys.extend(here.map(|(key, _)| *key));
-            }
+            held.add(told.lease, &piece.keys, &told.results);
             for (at, result) in piece.at.iter().zip(told.results) {
                 if let Some(place) = results.get_mut(*at as usize) {
                     *place = result;

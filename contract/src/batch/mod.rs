@@ -496,6 +496,13 @@ fn pieces(
     distinct: &[u32],
     memory: &Memory<'_>,
 ) -> Result<Vec<(Block, Piece, Option<Placed>)>, Reason> {
+    if let (Memory::Nowhere, Some(first), true) = (memory, blocks.first(), distinct.len() == blocks.len())
+        && blocks.iter().all(|block| (block.group, block.coordinate) == (first.group, first.coordinate))
+    {
+        // What schedulers ask many times a second: all of one column, once each.
+        let keys = blocks.iter().map(|block| block.key).collect();
+        return Ok(vec![(*first, Piece { keys, at: distinct.to_vec() }, None)]);
+    }
     let block = |at: &u32| blocks.get(*at as usize).copied();
     let mut columns: BTreeMap<(Group, Coordinate), Vec<u32>> = BTreeMap::new();
     for (at, block) in (0..).zip(distinct.iter().filter_map(block)) {

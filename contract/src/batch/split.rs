@@ -24,6 +24,12 @@ pub(super) struct Split {
 
 impl Split {
     pub(super) fn of(blocks: &[Block]) -> Self {
+        // An engine's scheduler waits for this: numbers are sorted several times faster than blocks, and most batches repeat nothing.
+        let mut marks: Vec<u64> = blocks.iter().map(mark).collect();
+        marks.sort_unstable();
+        if marks.array_windows().all(|[a, b]| a != b) {
+            return Self::default();
+        }
         let mut sorted: Vec<(&Block, u32)> = blocks.iter().zip(0u32..).collect();
         sorted.sort_unstable();
         let mut repeats = Vec::new();
@@ -70,6 +76,13 @@ impl Split {
     }
 }
 
+/// A number that is equal for equal blocks, and seldom for others.
+fn mark(block: &Block) -> u64 {
+    let (words, _) = block.key.0.as_chunks();
+    let mixed = |mark: u64, word: &[u8; 8]| mark.rotate_left(17) ^ u64::from_le_bytes(*word);
+    words.iter().fold(0, mixed)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,6 +105,7 @@ mod tests {
         let places: Vec<_> = split.repeats.iter().map(|repeat| (repeat.place, repeat.first)).collect();
         assert_eq!(places, [(2, 0), (4, 1), (5, 1)]);
         assert_eq!(split.distinct(7), [0, 1, 3, 6]);
+        assert_eq!(Split::of(&blocks(&[5, 9, 1])).distinct(3), [0, 1, 2]);
         let mut columns = blocks(&[5, 5]);
         columns[1].group = Group(1);
         assert_eq!(Split::of(&columns).distinct(2), [0, 1], "blocks of two groups");

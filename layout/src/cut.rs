@@ -1,96 +1,121 @@
-//! The identity of blocks from keyword arguments: what decides their bytes, and how they are cut.
+//! Blocks as an engine's connector describes them: what decides their bytes, how they are cut into groups and ranks, and what a prefix needs.
+//!
+//! Every binding for another language takes the same words for it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
-use kvarts_layout::identity::{Arrangement, IdentityError, Quantisation};
-use kvarts_layout::prefix::{Absence, Need, Requirement, Requirements, WindowPolicy};
-use kvarts_layout::spec::{Kind, ModelSpec, PartGeometry, Role, shipped};
-use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity};
-use pyo3::prelude::*;
-
-use crate::error::invalid;
+use crate::identity::{Arrangement, IdentityError, Quantisation};
+use crate::prefix::{Absence, Need, Requirement, Requirements, WindowPolicy};
+use crate::spec::{Kind, ModelSpec, PartGeometry, Role, shipped};
+use crate::{BlockShape, Coordinate, Geometry, Group, Identity};
 
 /// The most ranks, and page sizes, of a handle.
 const RANKS_MAX: u16 = 1024;
 const GROUPS_MAX: usize = 64;
 
-/// What a handle is asked for.
-pub(crate) struct Wanted {
-    pub(crate) model: String,
-    pub(crate) revision: String,
-    pub(crate) dtype: String,
-    pub(crate) engine: String,
-    pub(crate) layout: String,
-    pub(crate) layout_version: String,
-    pub(crate) block_tokens: u32,
-    pub(crate) tokenizer: String,
-    pub(crate) adapter: String,
-    pub(crate) quantisation: String,
-    pub(crate) scales: String,
-    pub(crate) rope: String,
-    pub(crate) window: String,
-    pub(crate) extras: BTreeMap<String, String>,
-    pub(crate) tp_size: u16,
-    pub(crate) tp_rank: u16,
+/// What is wrong with a description.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CutError {
+    /// Which of the words.
+    pub argument: &'static str,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+impl fmt::Display for CutError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.argument, self.why)
+    }
+}
+
+impl std::error::Error for CutError {}
+
+fn wrong_at(argument: &'static str, why: impl fmt::Display) -> CutError {
+    CutError { argument, why: why.to_string() }
+}
+
+/// What decides the bytes of blocks beside their cut: as [`Identity`] has it, the arrangement in three words; and of how many ranks this is which.
+#[derive(Clone, Debug, Default)]
+#[allow(missing_docs, reason = "the fields of an identity, by the same names")]
+pub struct Wanted {
+    pub model: String,
+    pub revision: String,
+    pub dtype: String,
+    pub engine: String,
+    pub layout: String,
+    pub layout_version: String,
+    pub block_tokens: u32,
+    pub tokenizer: String,
+    pub adapter: String,
+    pub quantisation: String,
+    pub scales: String,
+    pub rope: String,
+    pub window: String,
+    pub extras: BTreeMap<String, String>,
+    pub tp_size: u16,
+    pub tp_rank: u16,
 }
 
 /// The blocks of an identity.
-pub(crate) struct Cut {
-    pub(crate) identity: Identity,
-    pub(crate) geometry: Geometry,
-    pub(crate) requirements: Requirements,
-    pub(crate) tp_rank: u16,
+#[derive(Clone, Debug)]
+pub struct Cut {
+    /// What they are.
+    pub identity: Identity,
+    /// How they are cut.
+    pub geometry: Geometry,
+    /// What a prefix of them needs.
+    pub requirements: Requirements,
+    /// The rank that is meant where none is said.
+    pub tp_rank: u16,
     /// The coordinate of each rank, by group; and the shape of its blocks.
-    pub(crate) columns: Vec<(Group, u16, Coordinate, BlockShape)>,
+    pub columns: Vec<(Group, u16, Coordinate, BlockShape)>,
 }
 
 impl Cut {
-    /// Blocks of one group and rank.
-    pub(crate) fn column(
+    /// Blocks of one group and rank; of its own rank where none is said.
+    pub fn column(
         &self,
-        py: Python<'_>,
         group: u32,
         rank: Option<u16>,
-    ) -> PyResult<(Group, Coordinate, &BlockShape)> {
+    ) -> Result<(Group, Coordinate, &BlockShape), CutError> {
         let wanted = (Group(group), rank.unwrap_or(self.tp_rank));
         let found = self.columns.iter().find(|(group, rank, ..)| (*group, *rank) == wanted);
         match found {
             Some((group, _, coordinate, shape)) => Ok((*group, *coordinate, shape)),
             None if self.columns.iter().any(|(known, ..)| known.0 == group) => {
-                Err(invalid(py, "rank", format!("{}: there is no such rank", wanted.1)))
+                Err(wrong_at("rank", format!("{}: there is no such rank", wanted.1)))
             }
-            None => Err(invalid(py, "group", format!("{group}: this handle has no such group"))),
+            None => Err(wrong_at("group", format!("{group}: this handle has no such group"))),
         }
     }
 
-    /// What the blocks of this identity are like.
-    pub(crate) fn new(
-        py: Python<'_>,
+    /// Of flat pages, a size for each group; or of a spec: a shipped model's name, or a text.
+    pub fn new(
         page_bytes: Option<BTreeMap<u32, u64>>,
         spec: Option<&str>,
         wanted: Wanted,
-    ) -> PyResult<Self> {
+    ) -> Result<Self, CutError> {
         let ranks = wanted.tp_size;
         if ranks == 0 || ranks > RANKS_MAX {
-            return Err(invalid(py, "tp_size", format!("1 to {RANKS_MAX}")));
+            return Err(wrong_at("tp_size", format!("1 to {RANKS_MAX}")));
         }
         if wanted.tp_rank >= ranks {
-            return Err(invalid(
-                py,
+            return Err(wrong_at(
                 "tp_rank",
-                format!("{}: ranks count from 0 to {}", wanted.tp_rank, ranks - 1),
+                format!("{}: ranks count from 0 to {}", wanted.tp_rank, ranks.saturating_sub(1)),
             ));
         }
         let (geometry, requirements) = match (page_bytes, spec) {
-            (Some(sizes), None) => paged(py, &sizes, wanted.block_tokens, ranks)?,
-            (None, Some(spec)) => modelled(py, spec, wanted.block_tokens, ranks)?,
-            _ => return Err(invalid(py, "page_bytes", "give either page_bytes or spec")),
+            (Some(sizes), None) => paged(&sizes, wanted.block_tokens, ranks)?,
+            (None, Some(spec)) => modelled(spec, wanted.block_tokens, ranks)?,
+            _ => return Err(wrong_at("page_bytes", "give either page_bytes or spec")),
         };
         let mut columns = Vec::new();
         for group in geometry.groups() {
             for rank in 0..ranks {
                 let coordinate = geometry.coordinate(group.group, ranks, rank);
-                let coordinate = coordinate.map_err(|error| invalid(py, "tp_size", error))?;
+                let coordinate = coordinate.map_err(|error| wrong_at("tp_size", error))?;
                 // A group that has nothing at blocks of this size has no blocks.
                 if let Ok(shape) = geometry.shape(group.group, coordinate, wanted.block_tokens) {
                     columns.push((group.group, rank, coordinate, shape));
@@ -100,7 +125,7 @@ impl Cut {
         let tp_rank = wanted.tp_rank;
         let identity = wanted.identity(&geometry);
         let checked = identity.validate();
-        checked.map_err(|error| invalid(py, argument(&error), error))?;
+        checked.map_err(|error| wrong_at(argument(&error), error))?;
         Ok(Self { identity, geometry, requirements, tp_rank, columns })
     }
 }
@@ -146,12 +171,11 @@ impl Wanted {
 
 /// Flat pages: a size for each group, as many parts as there are ranks.
 fn paged(
-    py: Python<'_>,
     sizes: &BTreeMap<u32, u64>,
     block_tokens: u32,
     ranks: u16,
-) -> PyResult<(Geometry, Requirements)> {
-    let wrong = |what: &dyn std::fmt::Display| invalid(py, "page_bytes", what);
+) -> Result<(Geometry, Requirements), CutError> {
+    let wrong = |what: &dyn fmt::Display| wrong_at("page_bytes", what);
     if sizes.is_empty() || sizes.len() > GROUPS_MAX {
         return Err(wrong(&format!("1 to {GROUPS_MAX} groups")));
     }
@@ -176,18 +200,18 @@ fn paged(
         });
     }
     let requirements = Requirements::new(block_tokens, needs);
-    Ok((geometry, requirements.map_err(|error| invalid(py, "block_tokens", error))?))
+    Ok((geometry, requirements.map_err(|error| wrong_at("block_tokens", error))?))
 }
 
 /// A model: one that is shipped, or a spec's text.
-fn modelled(py: Python<'_>, spec: &str, block_tokens: u32, ranks: u16) -> PyResult<(Geometry, Requirements)> {
+fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requirements), CutError> {
     let spec = match shipped::load(spec) {
         Some(spec) => spec,
         None => ModelSpec::parse(spec).map_err(|error| {
-            invalid(py, "spec", format!("no shipped model of that name, and no text of a spec: {error}"))
+            wrong_at("spec", format!("no shipped model of that name, and no text of a spec: {error}"))
         })?,
     };
     let requirements = spec.requirements(block_tokens, WindowPolicy::Zero, ranks);
-    let requirements = requirements.map_err(|error| invalid(py, "block_tokens", error))?;
+    let requirements = requirements.map_err(|error| wrong_at("block_tokens", error))?;
     Ok((spec.geometry().clone(), requirements))
 }
