@@ -6,6 +6,7 @@ mod plain;
 mod proxied;
 mod raw;
 mod serve_batches;
+mod serve_c;
 mod serve_cluster;
 mod serve_cluster_etcd;
 mod serve_cluster_tls;

@@ -1,0 +1,9 @@
+//! `libkvarts`: what `include/kvarts.h` promises, for engines in C and for whatever calls C.
+//!
+//! The header is the contract: it says of each pointer what it points to and how long it lives, and this crate relies on it. What a call gets that can
+//! be checked (null, text, lengths, handles' states) is checked.
+
+mod blocks;
+mod gpu;
+mod pool;
+mod said;
