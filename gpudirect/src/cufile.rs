@@ -153,7 +153,12 @@ pub fn prepare(
     if decision.mode == Mode::Staging {
         return Ok((decision, None));
     }
-    let route = if decision.mode == Mode::Direct { Route::Straight } else { Route::Any };
+    let route = match (decision.mode, wish) {
+        // An engine's process may have other users of cuFile: they are told nothing that was not asked for.
+        (Mode::Direct, Wish::Only(_)) => Route::Strict,
+        (Mode::Direct, Wish::Auto) => Route::Straight,
+        _ => Route::Any,
+    };
     match DeviceArena::with_route(device, bytes, route) {
         Ok(arena) => Ok(match (device.digests(arena.memory().memory(), &[(0, PAGE)]), wish) {
             (Ok(_), _) => (decision, Some(arena)),

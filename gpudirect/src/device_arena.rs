@@ -37,7 +37,7 @@ impl DeviceArena {
     /// Allocates `bytes` on a device, rounded up to whole smallest pieces, and registers them for reads that come straight
     /// or are an error. Says why not where the device cannot read files.
     pub fn new(device: &Arc<dyn Device>, bytes: u64) -> Result<Self, DeviceError> {
-        Self::with_route(device, bytes, Route::Straight)
+        Self::with_route(device, bytes, Route::Strict)
     }
 
     /// The same for reads that may come another way.

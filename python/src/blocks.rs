@@ -27,23 +27,33 @@ impl<T: Copy> Each<T> {
             Self::One(each) => each.get(at).copied(),
         }
     }
+
+    /// The number of one key of those that are read one after the other.
+    fn of(&self, py: Python<'_>, argument: &str, at: usize) -> PyResult<T> {
+        self.get(at).ok_or_else(|| invalid(py, argument, format!("{at} for more keys")))
+    }
+
+    /// Refuses more numbers than keys.
+    fn for_all(&self, py: Python<'_>, argument: &str, keys: usize) -> PyResult<()> {
+        match self {
+            Self::One(each) if each.len() != keys => {
+                Err(invalid(py, argument, format!("{} for {keys} keys", each.len())))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 fn each<'py, T: for<'a> FromPyObject<'a, 'py>>(
     argument: &str,
     given: &Bound<'py, PyAny>,
-    keys: usize,
 ) -> PyResult<Each<T>> {
     if let Ok(all) = given.extract::<T>() {
         return Ok(Each::All(all));
     }
     let py = given.py();
     let numbers = given.extract::<Vec<T>>();
-    let numbers = numbers.map_err(|_| invalid(py, argument, "a small number, or one for each key"))?;
-    if numbers.len() != keys {
-        return Err(invalid(py, argument, format!("{} for {keys} keys", numbers.len())));
-    }
-    Ok(Each::One(numbers))
+    numbers.map(Each::One).map_err(|_| invalid(py, argument, "a small number, or one for each key"))
 }
 
 /// What is asked for.
@@ -54,20 +64,21 @@ pub(crate) fn asked<'a>(
     with_shapes: bool,
 ) -> PyResult<Asked<'a>> {
     let py = keys.py();
-    let keys = keys::keys(keys)?;
+    let wanted = keys::count(keys);
     let groups = match group {
-        Some(group) => each::<u32>("group", group, keys.len())?,
+        Some(group) => each::<u32>("group", group)?,
         None => Each::All(0),
     };
     let ranks = match rank {
-        Some(rank) => each::<u16>("rank", rank, keys.len())?,
+        Some(rank) => each::<u16>("rank", rank)?,
         None => Each::All(cut.tp_rank),
     };
-    let mut blocks = Vec::with_capacity(keys.len());
-    let mut shapes = Vec::with_capacity(if with_shapes { keys.len() } else { 0 });
+    let mut blocks = Vec::with_capacity(wanted);
+    let mut shapes = Vec::with_capacity(if with_shapes { wanted } else { 0 });
     let mut last: Option<(u32, u16, Group, Coordinate, &BlockShape)> = None;
-    for (at, key) in keys.into_iter().enumerate() {
-        let (group, rank) = (groups.get(at).unwrap_or_default(), ranks.get(at).unwrap_or_default());
+    keys::each(keys, |key| {
+        let at = blocks.len();
+        let (group, rank) = (groups.of(py, "group", at)?, ranks.of(py, "rank", at)?);
         let (group, coordinate, shape) = match last {
             Some((g, r, found, coordinate, shape)) if (g, r) == (group, rank) => (found, coordinate, shape),
             _ => {
@@ -80,6 +91,9 @@ pub(crate) fn asked<'a>(
         if with_shapes {
             shapes.push(shape);
         }
-    }
+        Ok(())
+    })?;
+    groups.for_all(py, "group", blocks.len())?;
+    ranks.for_all(py, "rank", blocks.len())?;
     Ok(Asked { blocks, shapes })
 }

@@ -29,25 +29,43 @@ fn one(argument: &str, given: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
 
 /// The keys of a request.
 pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
+    let mut found = Vec::with_capacity(count(given));
+    each(given, |key| {
+        found.push(key);
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// How many there are, if that can be told.
+pub(crate) fn count(given: &Bound<'_, PyAny>) -> usize {
+    given.len().unwrap_or(0).min(kvarts_contract::api::MAX_REQUEST_BLOCKS)
+}
+
+/// The same, one after the other; how many there were.
+pub(crate) fn each(
+    given: &Bound<'_, PyAny>,
+    mut take: impl FnMut(BlockKey) -> PyResult<()>,
+) -> PyResult<usize> {
     let py = given.py();
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyString>() {
         return Err(invalid(py, "keys", "a sequence of keys, not one key"));
     }
-    let mut found =
-        Vec::with_capacity(given.len().unwrap_or(0).min(kvarts_contract::api::MAX_REQUEST_BLOCKS));
+    let mut found = 0;
     for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
-        if found.len() >= kvarts_contract::api::MAX_REQUEST_BLOCKS {
+        if found >= kvarts_contract::api::MAX_REQUEST_BLOCKS {
             let most = kvarts_contract::api::MAX_REQUEST_BLOCKS;
             return Err(invalid(py, "keys", format!("more than {most}: use several batches")));
         }
-        found.push(match item?.cast_into::<PyBytes>() {
+        take(match item?.cast_into::<PyBytes>() {
             // The common case, without a name for each.
             Ok(bytes) if bytes.as_bytes().len() == 32 => named(py, "keys", bytes.as_bytes())?,
             Ok(bytes) => one(&format!("keys[{at}]"), &bytes)?,
             Err(other) => one(&format!("keys[{at}]"), &other.into_inner())?,
-        });
+        })?;
+        found += 1;
     }
-    if found.is_empty() {
+    if found == 0 {
         return Err(invalid(py, "keys", "none"));
     }
     Ok(found)

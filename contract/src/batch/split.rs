@@ -24,10 +24,8 @@ pub(super) struct Split {
 
 impl Split {
     pub(super) fn of(blocks: &[Block]) -> Self {
-        // An engine's scheduler waits for this: numbers are sorted several times faster than blocks, and most batches repeat nothing.
-        let mut marks: Vec<u64> = blocks.iter().map(mark).collect();
-        marks.sort_unstable();
-        if marks.array_windows().all(|[a, b]| a != b) {
+        // An engine's scheduler waits for this, and most batches repeat nothing.
+        if all_differ(blocks) {
             return Self::default();
         }
         let mut sorted: Vec<(&Block, u32)> = blocks.iter().zip(0u32..).collect();
@@ -74,6 +72,27 @@ impl Split {
             }
         }
     }
+}
+
+/// Whether all blocks differ, if that is soon seen: false says nothing.
+fn all_differ(blocks: &[Block]) -> bool {
+    const TRIES: usize = 64;
+    let mut seen = vec![0u64; (blocks.len() * 2).next_power_of_two()];
+    let last = seen.len() - 1;
+    blocks.iter().map(|block| mark(block).max(1)).all(|mark| {
+        let mut at = (mark.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as usize;
+        for _ in 0..TRIES {
+            match seen.get_mut(at & last) {
+                Some(place) if *place == 0 => {
+                    *place = mark;
+                    return true;
+                }
+                Some(place) if *place != mark => at += 1,
+                _ => return false,
+            }
+        }
+        false
+    })
 }
 
 /// A number that is equal for equal blocks, and seldom for others.

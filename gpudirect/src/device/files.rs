@@ -13,7 +13,10 @@ use crate::error::DeviceError;
 /// Whether bytes may come another way than the straight one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Route {
-    /// The straight way only: what cannot come so is an error.
+    /// The straight way only, and the library is told so for the whole process: other users of it in this process get an error too
+    /// where there is no straight way.
+    Strict,
+    /// The straight way only, as the first read of each file system shows; nothing in the process is changed for it.
     Straight,
     /// Through the processor's memory where there is no straight way.
     Any,

@@ -52,7 +52,7 @@ fn everything(standin: &Standin, device: &Cuda) {
     device.export(&memory).unwrap();
     same("digests");
     if !is_real() {
-        let files = device.files(Route::Straight).unwrap();
+        let files = device.files(Route::Strict).unwrap();
         let source = file(&pattern(4096, 6));
         let (into, open) = (files.register(&memory).unwrap(), files.open(source.as_fd()).unwrap());
         files.read(&open, 0, &into, 0, 4096).unwrap();

@@ -213,6 +213,18 @@ fn memory_that_the_engine_has_pinned_is_pinned_and_stays_so() {
 }
 
 #[test]
+fn a_stub_for_building_is_told_apart_from_a_driver_without_devices() {
+    inside(Kit::Bare, here!(), |standin| {
+        standin.only("a driver that is none");
+        standin.refuse_call("cuInit", 34);
+        let why = count().unwrap_err().to_string();
+        assert!(why.contains("stub for building"), "{why}");
+        standin.refuse_call("cuInit", 0);
+        assert!(count().is_ok());
+    });
+}
+
+#[test]
 fn whether_a_driver_is_there_is_seen_without_asking_it() {
     inside(Kit::Whole, here!(), |standin| {
         let _ = kvarts_gpudirect::device::cuda::shown();

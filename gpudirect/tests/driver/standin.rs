@@ -55,6 +55,10 @@ pub(crate) fn again(kit: Kit, test: &str) -> Command {
     // An empty name in the list would be the working directory.
     let before = std::env::var(PATH).map(|path| format!(":{path}")).unwrap_or_default();
     command.env(PATH, format!("{}{before}", folder(kit).display()));
+    if is_real() {
+        // What watches stands under the name that the driver itself has not.
+        command.env("KVARTS_LIBCUDA", "libcuda.so");
+    }
     command.env(INSIDE, test).args(["--exact", test, "--nocapture", "--test-threads", "1"]);
     command
 }
@@ -126,7 +130,7 @@ pub(crate) fn build(kit: Kit, is_real: bool, folder: &Path) {
         absent("libcufile.so.0");
     }
     if is_real {
-        // Under the name that is tried first, and called otherwise: the driver's own name is the driver's.
+        // Under a name of its own: the driver's is the driver's.
         compile(folder, "libcuda.so", "libkvarts-watch.so", &["watch.c"], without);
         return;
     }
@@ -202,7 +206,7 @@ impl Standin {
             return Ok(());
         }
         let device = cuda::Cuda::open(0).map_err(|error| error.to_string())?;
-        let files = device.files(Route::Straight).map_err(|error| error.to_string())?;
+        let files = device.files(Route::Strict).map_err(|error| error.to_string())?;
         let file = crate::files::file(&[1; 4096]);
         let open = files.open(std::os::fd::AsFd::as_fd(&file)).map_err(|error| error.to_string())?;
         let memory = device.allocate(4096).map_err(|error| error.to_string())?;

@@ -35,13 +35,13 @@ fn a_file_is_registered_once_for_all_who_read_it_and_forgotten_with_the_last() {
         standin.only("cuFile's books");
         let device = Cuda::open(0).unwrap();
         {
-            let files = device.files(Route::Straight).unwrap();
+            let files = device.files(Route::Strict).unwrap();
             let bytes = pattern(20_000, 2);
             let (one, other) = (file(&bytes), file(&bytes[5000..]));
             let memory = device.allocate(8192).unwrap();
             let into = files.register(&memory).unwrap();
             let first = files.open(one.as_fd()).unwrap();
-            let second = device.files(Route::Straight).unwrap().open(one.as_fd()).unwrap();
+            let second = device.files(Route::Strict).unwrap().open(one.as_fd()).unwrap();
             let third = files.open(other.as_fd()).unwrap();
             assert_eq!(handles(standin), "cuFile handles: 2");
             assert_eq!(device.in_use(), InUse { memories: 1, files: 4, ..InUse::default() });
@@ -68,7 +68,7 @@ fn a_read_is_whole_or_says_why_not() {
     inside(Kit::Whole, here!(), |standin| {
         let device = Cuda::open(0).unwrap();
         standin.only("a cuFile that does as a test says");
-        let files = device.files(Route::Straight).unwrap();
+        let files = device.files(Route::Strict).unwrap();
         let bytes = pattern(10_000, 3);
         let source = file(&bytes);
         let open = files.open(source.as_fd()).unwrap();
@@ -104,7 +104,7 @@ fn what_cannot_be_registered_is_an_error_and_leaves_nothing() {
         standin.needs_files();
         let device = Cuda::open(0).unwrap();
         {
-            let files = device.files(Route::Straight).unwrap();
+            let files = device.files(Route::Strict).unwrap();
             let memory = device.allocate(8192).unwrap();
             let into = files.register(&memory).unwrap();
             let twice = files.register(&memory).unwrap_err();
@@ -309,7 +309,7 @@ fn without_a_way(standin: &Standin, route: Route) -> DirectUse {
 #[test]
 fn layers_that_cufile_would_read_through_the_processor_are_not_called_direct() {
     inside(Kit::Whole, here!(), |standin| {
-        let used = without_a_way(standin, Route::Straight);
+        let used = without_a_way(standin, Route::Strict);
         assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
         assert!(used.last_reason.as_ref().is_some_and(|why| why.contains("5007")), "{used:?}");
         close();
@@ -317,9 +317,21 @@ fn layers_that_cufile_would_read_through_the_processor_are_not_called_direct() {
 }
 
 #[test]
+fn in_a_process_that_did_not_ask_for_it_cufile_is_told_nothing_of_detours() {
+    inside(Kit::Whole, here!(), |standin| {
+        let used = without_a_way(standin, Route::Straight);
+        assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
+        // It made its detour, and nothing was counted. Told of detours it would have refused the read (5007).
+        let why = used.last_reason.unwrap();
+        assert!(why.contains("processor") || why.contains("is not known"), "{why}");
+        close();
+    });
+}
+
+#[test]
 fn a_cufile_that_cannot_be_told_the_way_is_held_to_what_is_counted() {
     inside(Kit::Old, here!(), |standin| {
-        let used = without_a_way(standin, Route::Straight);
+        let used = without_a_way(standin, Route::Strict);
         assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
         assert!(
             used.last_reason

@@ -1,6 +1,6 @@
 //! The calls of libcuda, whose results are numbers.
 //!
-//! This file may hold `unsafe`: it looks symbols up by name. The bindings (`cudarc`) find and open the library, and their
+//! This file may hold `unsafe`: it looks symbols up by name. Of the bindings (`cudarc`)
 //! handles, structures, constants and signatures are used; each signature here is compared with theirs when this is
 //! compiled. Only the result is another: theirs is a closed enum, and a driver newer than the bindings answers with codes
 //! that it does not have, which as such a value would be undefined behaviour. The same holds for enums that the driver
@@ -116,17 +116,31 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     found.map(|symbol| *symbol).map_err(|_| format!("libcuda has no {name}: the driver is too old"))
 }
 
+/// Opens libcuda: the driver's by the name that only the driver has. Images for building have a library `libcuda.so` that is a stub, in
+/// folders that are searched first. `KVARTS_LIBCUDA` names another one: a test's, for example.
+fn load() -> Result<Library, String> {
+    let given = std::env::var_os("KVARTS_LIBCUDA");
+    let names = given.map_or_else(|| vec!["libcuda.so.1".into(), "libcuda.so".into()], |name| vec![name]);
+    for name in &names {
+        // SAFETY: its initialisers are NVIDIA's, or those of whoever named it.
+        if let Ok(library) = unsafe { Library::new(name) } {
+            return Ok(library);
+        }
+    }
+    Err(format!("{} cannot be loaded: is the driver installed?", names[0].display()))
+}
+
 impl Calls {
     /// Those of this process's library, or why there are none. Loads it; calls nothing.
     pub(super) fn get() -> Result<&'static Self, String> {
         static CALLS: OnceLock<Result<Calls, String>> = OnceLock::new();
         let calls = CALLS.get_or_init(|| {
-            // SAFETY: opens and closes a library by name; its initialisers are NVIDIA's.
-            if !unsafe { cu::is_culib_present() } {
-                return Err("libcuda cannot be loaded: is the driver installed?".to_owned());
-            }
-            // SAFETY: it is there, so that it is opened without a panic, and it is libcuda.
-            unsafe { Self::find(cu::culib()) }
+            let library = load()?;
+            // SAFETY: it is libcuda.
+            let calls = unsafe { Self::find(&library) };
+            // Its functions are used until the process ends.
+            std::mem::forget(library);
+            calls
         });
         calls.as_ref().map_err(Clone::clone)
     }

@@ -168,7 +168,7 @@ impl Calls {
     /// Loads the library and opens its driver.
     fn open(route: Route) -> Result<Self, String> {
         let library = load()?;
-        let is_straight = route == Route::Straight && forbid_detours(&library);
+        let is_straight = route == Route::Strict && forbid_detours(&library);
         // SAFETY: the types are those of the library's published header.
         let calls = unsafe {
             let open: unsafe extern "C" fn() -> Said = symbol(&library, "cuFileDriverOpen")?;

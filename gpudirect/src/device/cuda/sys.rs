@@ -100,7 +100,12 @@ pub(super) fn count() -> Result<u32, DeviceError> {
         other => other,
     };
     // SAFETY: the call may be repeated.
-    check("cuInit", unsafe { (calls.init)(0) }).map_err(absent)?;
+    let code = unsafe { (calls.init)(0) };
+    if code == cu::CUresult::CUDA_ERROR_STUB_LIBRARY as Code {
+        let why = "the library that was found is a stub for building, not the driver: take its folder out of LD_LIBRARY_PATH";
+        return Err(DeviceError::Absent(why.to_owned()));
+    }
+    check("cuInit", code).map_err(absent)?;
     let mut count: c_int = 0;
     // SAFETY: writes one int.
     check("cuDeviceGetCount", unsafe { (calls.device_count)(&raw mut count) }).map_err(absent)?;

@@ -4,8 +4,8 @@
 // is looked at beside all streams. What only the stand-in can do (a device that breaks on demand, misuse that is survived) has no
 // entry here.
 //
-// It is found under the name that the bindings try first (libcuda.so) and is called otherwise, so that the driver itself
-// (libcuda.so.1) is loaded beside it, by us and by libcufile.
+// The tests have it loaded as libcuda.so (KVARTS_LIBCUDA) and it is called otherwise, so that the driver itself (libcuda.so.1) is loaded beside
+// it, by us and by libcufile.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
