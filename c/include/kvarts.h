@@ -49,7 +49,7 @@ typedef struct kvarts_blocks kvarts_blocks;
 kvarts_status kvarts_connect(const char *endpoint, const char *token, kvarts_client **client);
 void kvarts_client_free(kvarts_client *client);
 
-/* What decides the bytes of blocks. Null stands for no text. Of `spec` (the name of a shipped model, or a spec's text) and `page_bytes` (a block is
+/* What decides the bytes of blocks. The first line of words is needed; null in the second stands for "none". Of `spec` (the name of a shipped model, or a spec's text) and `page_bytes` (a block is
  * one flat page of so many bytes on each rank) one is given, the other null or 0. */
 typedef struct kvarts_identity {
   const char *model, *revision, *dtype, *engine, *layout, *layout_version;

@@ -78,6 +78,7 @@ extern "C" fn kvarts_blocks_of(
         let Client { remote } = given(client, "client")?;
         let said = given(identity, "identity")?;
         let word = |pointer, name| text(pointer, name).map(|text| text.unwrap_or_default().to_owned());
+        let or_none = |pointer, name| text(pointer, name).map(|text| text.unwrap_or("none").to_owned());
         let wanted = Wanted {
             model: word(said.model, "model")?,
             revision: word(said.revision, "revision")?,
@@ -86,12 +87,12 @@ extern "C" fn kvarts_blocks_of(
             layout: word(said.layout, "layout")?,
             layout_version: word(said.layout_version, "layout_version")?,
             block_tokens: said.block_tokens,
-            tokenizer: word(said.tokenizer, "tokenizer")?,
-            adapter: word(said.adapter, "adapter")?,
-            quantisation: word(said.quantisation, "quantisation")?,
-            scales: word(said.scales, "scales")?,
-            rope: word(said.rope, "rope")?,
-            window: word(said.window, "window")?,
+            tokenizer: or_none(said.tokenizer, "tokenizer")?,
+            adapter: or_none(said.adapter, "adapter")?,
+            quantisation: or_none(said.quantisation, "quantisation")?,
+            scales: or_none(said.scales, "scales")?,
+            rope: or_none(said.rope, "rope")?,
+            window: or_none(said.window, "window")?,
             extras: BTreeMap::new(),
             tp_size: said.tp_size,
             tp_rank: said.tp_rank,

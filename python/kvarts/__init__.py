@@ -13,6 +13,7 @@ from . import _kvarts
 from ._kvarts import (
     Client,
     Completion,
+    Draft,
     Event,
     Layer,
     Layers,
@@ -33,7 +34,7 @@ from ._kvarts import (
 from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refused, Retry
 
 __all__ = [
-    "Bug", "Client", "Completion", "Corrupt", "Deadline", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
+    "Bug", "Client", "Completion", "Corrupt", "Deadline", "Draft", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
     "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Stage", "Times", "chain", "connect", "key", "open", "__version__",
 ]
 

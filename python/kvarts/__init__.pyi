@@ -244,7 +244,7 @@ class Pool:
     @property
     def counts(self) -> dict[str, int]:
         """What it has and has done: `bytes`, `free_bytes`, and blocks: `hits` (asked for and here), `shared` (on their way for another
-        stage), `read`, `came`, `no_room`, `withdrawn` (deleted since, expired or evicted on the server), `evicted`; and stages that were
+        stage), `read`, `came`, `no_room`, `kept` (saved here and stored), `withdrawn` (deleted since, expired or evicted on the server), `evicted`; and stages that were
         `silent`."""
 
     def stage(
@@ -257,6 +257,11 @@ class Pool:
     ) -> Stage:
         """Holds and reads blocks that follow each other in a chain, the same ones in every column: (handle, group, rank; `None` for the
         handle's own). `first_block`: how many blocks of the chain stand before. It waits for nothing."""
+
+    def draft(
+        self, handle: Pages, keys: Sequence[bytes | str], *, group: int = 0, rank: int | None = None, first_block: int = 0
+    ) -> Draft:
+        """Room for blocks that an engine saves and that are put from there. Raises `Retry` where there is none."""
 
 @final
 class Stage:
@@ -287,6 +292,27 @@ class Stage:
 
     def close(self) -> None:
         """Lets go of what it holds, and stops reads that no other stage waits for."""
+
+@final
+class Draft:
+    """Room in a pool for blocks that an engine saves: workers write them there (`kvarts.gpu`), and when the last one has, they are put. Keep it
+    for as long as a device may write there; a save of this process that is given it keeps the room by itself."""
+
+    def stretches(self) -> list[tuple[int, int, int, int]]:
+        """Where the blocks lie, in the order of the keys, as `Stage.stretches` says it."""
+
+    def put(
+        self, *, parent: bytes | None = None, durable: bool = True, ttl: float | None = None, timeout: float | None = None
+    ) -> list[bool]:
+        """Puts the blocks from where they lie, and waits for the answer: of each, whether it is stored, now or already. `parent`: the block before
+        the first; without it the first begins the prompt. What was stored here stays in the pool for later stages. Once."""
+
+    @property
+    def why(self) -> Error | None:
+        """Why the first block of the put that is not stored is not."""
+
+    def close(self) -> None:
+        """Gives the room back."""
 
 @final
 class Completion:

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, final
 
 import kvarts
-from kvarts import Buffer, Memory, Stage
+from kvarts import Buffer, Draft, Memory, Stage
 
 #: Blocks of a pool, as `Stage.stretches` gives them.
 Stretches: TypeAlias = Sequence[tuple[int, int, int, int]]
@@ -66,8 +66,9 @@ class Lander:
         """Begins to land all layers of blocks that lie in a pool's memory. Pages are written behind what the stream `after` was given so far; without
         it they must be idle. `stage`, if it is of this process, is held until they have landed."""
 
-    def save(self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]]) -> Saving:
-        """Begins to take layers into a pool's memory. What lies there when all have left is put by `Pages.put` and the like."""
+    def save(self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]], *, draft: Draft | None = None) -> Saving:
+        """Begins to take layers into a pool's memory, where a draft has room for them (`Pool.draft`). When all have left the draft is put. `draft`,
+        if it is of this process, is held until they have."""
 
 @final
 class Landed:

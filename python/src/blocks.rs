@@ -1,8 +1,8 @@
 //! The blocks of a request: keys, and of each its group and rank.
 
 use kvarts_contract::batch::Block;
+use kvarts_layout::BlockShape;
 use kvarts_layout::cut::Cut;
-use kvarts_layout::{BlockShape, Coordinate, Group};
 use pyo3::prelude::*;
 
 use crate::error::{OrRaise, invalid};
@@ -64,7 +64,6 @@ pub(crate) fn asked<'a>(
     with_shapes: bool,
 ) -> PyResult<Asked<'a>> {
     let py = keys.py();
-    let wanted = keys::count(keys);
     let groups = match group {
         Some(group) => each::<u32>("group", group)?,
         None => Each::All(0),
@@ -73,26 +72,27 @@ pub(crate) fn asked<'a>(
         Some(rank) => each::<u16>("rank", rank)?,
         None => Each::All(cut.tp_rank),
     };
-    let mut blocks = Vec::with_capacity(wanted);
-    let mut shapes = Vec::with_capacity(if with_shapes { wanted } else { 0 });
-    let mut last: Option<(u32, u16, Group, Coordinate, &BlockShape)> = None;
-    keys::each(keys, |key| {
-        let at = blocks.len();
+    if let (Each::All(group), Each::All(rank)) = (&groups, &ranks) {
+        let (group, coordinate, shape) = cut.column(*group, Some(*rank)).or_raise(py)?;
+        let mut blocks = Vec::with_capacity(keys::count(keys));
+        keys::each(keys, |key| blocks.push(Block { group, coordinate, key }))?;
+        let shapes = if with_shapes { vec![shape; blocks.len()] } else { Vec::new() };
+        return Ok(Asked { blocks, shapes });
+    }
+    let keys = keys::keys(keys)?;
+    let (mut blocks, mut shapes) = (Vec::with_capacity(keys.len()), Vec::with_capacity(keys.len()));
+    let mut last = None;
+    for (at, key) in keys.into_iter().enumerate() {
         let (group, rank) = (groups.of(py, "group", at)?, ranks.of(py, "rank", at)?);
-        let (group, coordinate, shape) = match last {
-            Some((g, r, found, coordinate, shape)) if (g, r) == (group, rank) => (found, coordinate, shape),
-            _ => {
-                let (found, coordinate, shape) = cut.column(group, Some(rank)).or_raise(py)?;
-                last = Some((group, rank, found, coordinate, shape));
-                (found, coordinate, shape)
-            }
+        let column = match last {
+            Some((wanted, column)) if wanted == (group, rank) => column,
+            _ => cut.column(group, Some(rank)).or_raise(py)?,
         };
+        last = Some(((group, rank), column));
+        let (group, coordinate, shape) = column;
         blocks.push(Block { group, coordinate, key });
-        if with_shapes {
-            shapes.push(shape);
-        }
-        Ok(())
-    })?;
+        shapes.push(shape);
+    }
     groups.for_all(py, "group", blocks.len())?;
     ranks.for_all(py, "rank", blocks.len())?;
     Ok(Asked { blocks, shapes })

@@ -1,5 +1,6 @@
 //! Landing and saving from Python: blocks of a pool into pages of an engine's memory, and back, without the interpreter's lock.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use crate::error::{OrRaise, invalid};
 use crate::guarded::Guarded;
 use crate::memory::Memory;
 use crate::pages::Pages;
-use crate::pool::Stage;
+use crate::pool::{Draft, Stage};
 use crate::waiting;
 
 /// How often a thread that waits looks for signals.
@@ -115,7 +116,7 @@ impl Lander {
         py: Python<'_>,
         memory: &Memory,
         columns: Vec<(Stretches, PyRef<'_, DevicePages>)>,
-        stage: Option<&Stage>,
+        keeps: Box<dyn Any + Send>,
     ) -> PyResult<Move> {
         let (region, origin) = memory.region(py)?;
         if origin != 0 {
@@ -127,8 +128,7 @@ impl Lander {
             Ok::<_, PyErr>(Column { stretches, pages: pages.pages.get()?.clone() })
         };
         let columns = columns.into_iter().map(column).collect::<PyResult<Vec<_>>>()?;
-        let stage = stage.map(|stage| stage.held(py)).transpose()?;
-        Ok(Move { pool: region, columns, keeps: Box::new(stage) })
+        Ok(Move { pool: region, columns, keeps })
     }
 }
 
@@ -196,7 +196,8 @@ impl Lander {
         after: Option<u64>,
         stage: Option<&Stage>,
     ) -> PyResult<Landed> {
-        let what = self.what(py, memory, columns, stage)?;
+        let stage = stage.map(|stage| stage.held(py)).transpose()?;
+        let what = self.what(py, memory, columns, Box::new(stage))?;
         let after = after.map(|handle| self.stream(py, handle)).transpose()?;
         let (lander, device) = (self.lander.get()?, self.device.device());
         let landed = py.detach(|| {
@@ -206,14 +207,16 @@ impl Lander {
         Ok(Landed { landed: Guarded::new(landed.map_err(raised).or_raise(py)?), device: self.device.clone() })
     }
 
-    #[pyo3(signature = (memory, columns))]
+    #[pyo3(signature = (memory, columns, *, draft=None))]
     fn save(
         &self,
         py: Python<'_>,
         memory: &Memory,
         columns: Vec<(Stretches, PyRef<'_, DevicePages>)>,
+        draft: Option<&Draft>,
     ) -> PyResult<Saving> {
-        let what = self.what(py, memory, columns, None)?;
+        let draft = draft.map(Draft::held).transpose()?;
+        let what = self.what(py, memory, columns, Box::new(draft))?;
         let lander = self.lander.get()?;
         let saving = py.detach(|| lander.save(what)).map_err(raised).or_raise(py)?;
         Ok(Saving { saving: Guarded::new(Mutex::new(Some(saving))), device: self.device.clone() })

@@ -49,6 +49,7 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<memory::Memory>()?;
     module.add_class::<pool::Pool>()?;
     module.add_class::<pool::Stage>()?;
+    module.add_class::<pool::Draft>()?;
     module.add_class::<completion::Completion>()?;
     module.add_class::<places::Paged>()?;
     module.add_class::<calls::Match>()?;

@@ -4,7 +4,8 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvarts_client::pool::{self, Column, StageRequest};
+use kvarts_client::pool::{self, Column, DraftTerms, StageRequest};
+use kvarts_contract::api::{BlockOutcome, Durability, Parent};
 use kvarts_contract::buffers::Region;
 use kvarts_contract::class::Class;
 use kvarts_contract::error::{Error, Reason};
@@ -116,6 +117,27 @@ impl Pool {
         Ok(Stage { stage: Guarded::new(Mutex::new(Some(Arc::new(stage)))), shapes })
     }
 
+    #[pyo3(signature = (handle, keys, *, group=0, rank=None, first_block=0))]
+    fn draft(
+        &self,
+        handle: &Pages,
+        keys: &Bound<'_, PyAny>,
+        group: u32,
+        rank: Option<u16>,
+        first_block: u32,
+    ) -> PyResult<Draft> {
+        let py = keys.py();
+        self.core.alive(py)?;
+        let handle = handle.handle.get()?;
+        let (group, coordinate, shape) = handle.cut.column(group, rank).or_raise(py)?;
+        let column = Column { namespace: handle.namespace, group, coordinate };
+        let (shape, keys) = (Arc::new(shape.clone()), keys::keys(keys)?);
+        let pool = self.pool.get()?;
+        let draft = py.detach(|| pool.draft((column, &shape), &keys, first_block)).or_raise(py)?;
+        let draft = Guarded::new(Arc::new(Mutex::new(Some(draft))));
+        Ok(Draft { core: Arc::clone(&self.core), draft, why: Mutex::default() })
+    }
+
     fn __repr__(&self) -> PyResult<String> {
         Ok(format!("<kvarts.Pool {} bytes>", self.pool.get()?.region().len()))
     }
@@ -194,6 +216,78 @@ impl Stage {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(held));
+        Ok(())
+    }
+}
+
+/// Room for what an engine saves: see the stub.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Draft {
+    core: Arc<Core>,
+    /// Nothing once it was put or let go of.
+    draft: Guarded<Arc<Mutex<Option<pool::Draft>>>>,
+    why: Mutex<Option<Reason>>,
+}
+
+impl Draft {
+    /// What a save holds: the room is given back behind it.
+    pub(crate) fn held(&self) -> PyResult<Arc<Mutex<Option<pool::Draft>>>> {
+        Ok(Arc::clone(self.draft.get()?))
+    }
+}
+
+#[pymethods]
+impl Draft {
+    fn stretches(&self, py: Python<'_>) -> PyResult<Vec<(u64, u32, u32, u32)>> {
+        let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner);
+        let draft = held.as_ref().ok_or_else(|| invalid(py, "draft", "it was put, or let go of"))?;
+        Ok(draft.stretches().iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
+    }
+
+    #[pyo3(signature = (*, parent=None, durable=true, ttl=None, timeout=None))]
+    fn put(
+        &self,
+        py: Python<'_>,
+        parent: Option<&[u8]>,
+        durable: bool,
+        ttl: Option<f64>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<bool>> {
+        self.core.alive(py)?;
+        let parent = match parent {
+            None | Some([]) => Parent::Root,
+            Some(bytes) => Parent::Key(keys::parent(py, bytes)?),
+        };
+        let terms = DraftTerms {
+            parent,
+            durability: if durable { Durability::Durable } else { Durability::Relaxed },
+            expires_after: ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?,
+            deadline: self.core.deadline(py, timeout)?,
+        };
+        let taken = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let draft = taken.ok_or_else(|| invalid(py, "draft", "it was put, or let go of"))?;
+        let storing = py.detach(|| draft.put(&terms));
+        let outcomes = waiting::run(py, storing)?;
+        let why = outcomes.iter().find_map(|outcome| match outcome {
+            BlockOutcome::Refused(reason) => Some(reason.clone()),
+            BlockOutcome::InFlight => Some(Reason::InFlight),
+            _ => None,
+        });
+        *self.why.lock().unwrap_or_else(PoisonError::into_inner) = why;
+        let is_there =
+            |outcome: &BlockOutcome| !matches!(outcome, BlockOutcome::Refused(_) | BlockOutcome::InFlight);
+        Ok(outcomes.iter().map(is_there).collect())
+    }
+
+    #[getter]
+    fn why(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        why.map(|reason| exception(py, &reason).into_value(py).into_any())
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(held));
         Ok(())
     }

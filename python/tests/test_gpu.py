@@ -48,16 +48,30 @@ class Landing(Served):
         for n, slot in enumerate(self.slots()):
             self.assertEqual(found[slot, :, 0].tobytes(), pattern(n), n)
         self.assertFalse(found[:, :, 1].any())
-        # And back, into the place of other blocks.
+        # And back, as other blocks, which are put from the pool.
         found[:, :, 0] ^= 0x5A
-        saving = self.lander.save(self.pool.memory, columns)
+        names = keys(BLOCKS, first=100)
+        draft = self.pool.draft(self.handle, names)
+        saving = self.lander.save(self.pool.memory, [(draft.stretches(), pages)], draft=draft)
         saving.layer(0, self.stream.handle)
         self.assertTrue(saving.finish().done(60))
-        view = numpy.frombuffer(self.pool.memory.view, dtype=numpy.uint8)
-        at, blocks, first, count = columns[0][0][0]
-        left = view[at + first * PAGE : at + (first + count) * PAGE].reshape(count, PAGE)
-        for n in range(count):
-            self.assertEqual((left[n] ^ 0x5A).tobytes(), pattern(n), n)
+        self.assertEqual((draft.put(), draft.why), ([True] * BLOCKS, None))
+        with self.assertRaises(kvarts.Invalid):
+            draft.put()
+        there = numpy.zeros(BLOCKS * PAGE, dtype=numpy.uint8)
+        self.assertTrue(self.handle.get(names, there).ok)
+        for n, block in enumerate(there.reshape(BLOCKS, PAGE)):
+            self.assertEqual((block ^ 0x5A).tobytes(), pattern(n), n)
+        # They stayed in the pool.
+        before = self.pool.counts["read"]
+        self.assertEqual(self.pool.stage([(self.handle, 0, None)], names).wait(60), BLOCKS)
+        self.assertEqual((self.pool.counts["read"], self.pool.counts["kept"]), (before, BLOCKS))
+        # One that is there already is not stored again; one that is let go of gives its room back.
+        again = self.pool.draft(self.handle, names[:2])
+        self.assertEqual(again.put(), [True, True])
+        free = self.pool.counts["free_bytes"]
+        self.pool.draft(self.handle, keys(3, first=200)).close()
+        self.assertEqual(self.pool.counts["free_bytes"], free)
 
     def test_what_cannot_be_is_refused(self):
         whole = (0, 0, 0, PAGE, (1, 0, 0), (1, 0, 0), PAGE)

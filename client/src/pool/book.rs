@@ -14,7 +14,7 @@ use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Error;
 use kvarts_contract::ticket::Ticket;
-use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
+use kvarts_layout::{BlockKey, BlockShape, NamespaceId, planted};
 
 use super::column::Column;
 use super::extent::{Extent, Read, State};
@@ -197,7 +197,8 @@ impl Book {
     /// behind the answer.
     pub(super) fn is_current(&self, (number, _): At, deletes: u64) -> bool {
         let Some(extent) = self.extents.get(&number) else { return false };
-        matches!(extent.read, Read::Waits) || extent.deletes == Some(deletes)
+        let is_same = extent.deletes == Some(deletes) || planted!("pool-forgets-deletes");
+        matches!(extent.read, Read::Waits) || is_same
     }
 
     /// Whether stages that wait should look: what they wait for may have come while another one looked.
@@ -209,7 +210,7 @@ impl Book {
     pub(super) fn hold(&mut self, number: u64) {
         let Some(extent) = self.extents.get_mut(&number) else { return };
         self.idle.remove(&place(number, extent));
-        extent.holders += 1;
+        extent.holders += u32::from(!planted!("shared-extents-not-held"));
         extent.used = self.turn;
     }
 
@@ -290,7 +291,8 @@ impl Book {
             return;
         };
         let blocks = extent.keys.iter().zip(&mut extent.states).zip(stored);
-        for (at, ((key, state), _)) in (0u32..).zip(blocks).filter(|(_, (_, stored))| **stored) {
+        let is_kept = |stored: bool| stored || planted!("draft-keeps-what-was-there");
+        for (at, ((key, state), _)) in (0u32..).zip(blocks).filter(|(_, (_, stored))| is_kept(**stored)) {
             if let Entry::Vacant(place) = self.blocks.entry((column, *key)) {
                 place.insert((number, at));
                 *state = State::Here;

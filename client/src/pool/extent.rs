@@ -9,7 +9,7 @@ use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use kvarts_layout::plan::Tile;
-use kvarts_layout::{BlockKey, BlockShape};
+use kvarts_layout::{BlockKey, BlockShape, planted};
 
 use super::column::Column;
 
@@ -99,6 +99,9 @@ impl Extent {
         self.heard = now;
         match event {
             ReadEvent::Block(block) => {
+                if planted!("blocks-behind-count-too") {
+                    self.states.fill(State::Here);
+                }
                 if let Some(state) = self.states.get_mut(block as usize) {
                     *state = State::Here;
                 }

@@ -568,7 +568,11 @@ fn what_was_saved_and_stored_is_here_for_the_next_request_and_what_another_one_s
     let world = world(64);
     world.store.put([2]);
     // What the store says of deletes is known from now on.
-    drop(world.stage([40]));
+    let asked = world.stage([40]);
+    world.store.arrive_all();
+    assert_eq!(asked.look(), over(0));
+    drop(asked);
+    world.store.release();
     let saved = [0, 1, 2, 3, 4, 5];
     let draft = world.draft(&saved).unwrap();
     assert_eq!(draft.stretches().len(), 2, "extents of four blocks at most");

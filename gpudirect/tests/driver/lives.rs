@@ -215,7 +215,6 @@ fn memory_that_the_engine_has_pinned_is_pinned_and_stays_so() {
 #[test]
 fn a_stub_for_building_is_told_apart_from_a_driver_without_devices() {
     inside(Kit::Bare, here!(), |standin| {
-        standin.only("a driver that is none");
         standin.refuse_call("cuInit", 34);
         let why = count().unwrap_err().to_string();
         assert!(why.contains("stub for building"), "{why}");

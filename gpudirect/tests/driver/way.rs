@@ -134,7 +134,7 @@ fn the_same_tests_pass_over_a_driver_that_is_watched() {
     };
     let counts = ["passed", "not here", "failed"].map(results);
     assert!(output.status.success() && counts[2] == 0, "{counts:?}\n{said}");
-    assert!(counts[0] >= 50 && counts[1] <= 16, "{counts:?}: too few can run on a GPU");
+    assert!(counts[0] >= 50 && counts[1] <= 17, "{counts:?}: too few can run on a GPU");
 }
 
 /// Not a test: makes the libraries of every kit, for a machine that has no compiler.

@@ -30,6 +30,7 @@ mod scene;
 mod schedules;
 pub mod scripts;
 mod small;
+mod staged;
 mod stores;
 mod swaps;
 mod tiles;
@@ -168,6 +169,7 @@ pub fn all() -> Vec<Row> {
     rows.push(devices::row());
     rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
     rows.push(buckets::row());
+    rows.push(staged::row());
     rows.push(planted::row());
     rows
 }

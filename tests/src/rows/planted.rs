@@ -298,6 +298,11 @@ pub const BUGS: &[Bug] = &[
     bug("late-deletes-are-new", "R41", "a delete that is heard of late counts as one of now").at(1),
     bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
+    bug("pool-forgets-deletes", "R42", "what is in a pool counts whatever was deleted since").at(91),
+    bug("shared-extents-not-held", "R42", "a stage does not hold what another one brought").at(1),
+    bug("draft-keeps-what-was-there", "R42", "a draft keeps blocks of which another one's bytes were stored")
+        .at(13),
+    bug("blocks-behind-count-too", "R42", "with the first block of an extent all of it counts as here"),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",

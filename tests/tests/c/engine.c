@@ -27,7 +27,7 @@ static void end(const char *what) {
 #define SAME(a, b) \
   do { \
     if ((a) != (b)) { \
-      fprintf(stderr, "line %d: " #a " is not " #b ": %s\n", __LINE__, kvarts_why()); \
+      fprintf(stderr, "line %d: %s is not %s: %s\n", __LINE__, #a, #b, kvarts_why()); \
       exit(1); \
     } \
   } while (0)

@@ -116,13 +116,16 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     found.map(|symbol| *symbol).map_err(|_| format!("libcuda has no {name}: the driver is too old"))
 }
 
+/// What is said of a library that is none.
+pub(super) const STUB: &str = "the library that was found is a stub for building, not the driver: take its folder out of LD_LIBRARY_PATH";
+
 /// Opens libcuda: the driver's by the name that only the driver has. Images for building have a library `libcuda.so` that is a stub, in
 /// folders that are searched first. `KVARTS_LIBCUDA` names another one: a test's, for example.
 fn load() -> Result<Library, String> {
     let given = std::env::var_os("KVARTS_LIBCUDA");
     let names = given.map_or_else(|| vec!["libcuda.so.1".into(), "libcuda.so".into()], |name| vec![name]);
     for name in &names {
-        // SAFETY: its initialisers are NVIDIA's, or those of whoever named it.
+        // SAFETY: its initialisers are NVIDIA's, or those of the library that was named.
         if let Ok(library) = unsafe { Library::new(name) } {
             return Ok(library);
         }

@@ -102,8 +102,7 @@ pub(super) fn count() -> Result<u32, DeviceError> {
     // SAFETY: the call may be repeated.
     let code = unsafe { (calls.init)(0) };
     if code == cu::CUresult::CUDA_ERROR_STUB_LIBRARY as Code {
-        let why = "the library that was found is a stub for building, not the driver: take its folder out of LD_LIBRARY_PATH";
-        return Err(DeviceError::Absent(why.to_owned()));
+        return Err(DeviceError::Absent(super::calls::STUB.to_owned()));
     }
     check("cuInit", code).map_err(absent)?;
     let mut count: c_int = 0;
