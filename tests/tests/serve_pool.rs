@@ -15,9 +15,24 @@ use kvarts_layout::{BlockKey, Layout};
 use kvarts_server::state::auth::TokenHash;
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::fixture;
+use kvarts_tests::stage::Stage as _;
 
 const BYTES: usize = 8 << 20;
 const WAIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_pipeline_over_a_client_is_told_of_pools() {
+    let served = Served::start("pool-no-tiles", "");
+    for client in [served.client(None), served.local(None)] {
+        let stage = Beside(client);
+        let desk = Desk::new(&stage, "no tiles");
+        let request = desk.read_request(pages(), &desk.keys(0..1));
+        let (group, coordinate) = pages();
+        let tiled = request.tiled(&fixture::shape(group, coordinate)).0;
+        let told = stage.store().tiles(tiled).err().unwrap().to_string();
+        assert!(told.contains("stage blocks in a pool"), "{told}");
+    }
+}
 
 /// A scheduler: its client, and the pool that it has taken.
 struct Scheduler {

@@ -2,11 +2,17 @@
 //! are taken over the machine's driver as it is, not watched, by `scripts/gpu-run`; over the stand-in only that they are told.
 
 use std::process::Stdio;
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_gpudirect::device::cuda::Cuda;
+use kvarts_gpudirect::device::slots::SlotShape;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
+use kvarts_gpudirect::lander::{Column, Lander, Move, RING_BYTES};
+use kvarts_gpudirect::pages::{PagePart, Pages};
+use kvarts_layout::plan::Stretch;
+use kvarts_layout::{BlockShape, ChunkShape, LayerShape};
 
 use crate::bare::Bare;
 use crate::standin::{Kit, again};
@@ -16,6 +22,8 @@ const MIB: &str = "KVARTS_FIGURES_MIB";
 /// Bytes of a piece: from a page to what a copy engine moves best.
 const SIZES: [u64; 10] =
     [4 << 10, 8 << 10, 16 << 10, 28 << 10, 40 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+/// How long a request may take.
+const WAIT: Duration = Duration::from_secs(60);
 /// Rounds in which all take turns; the best one counts.
 const ROUNDS: usize = 5;
 /// Pieces of a round at most: small ones are slow one by one.
@@ -86,6 +94,94 @@ fn copies_by_size_of_pieces() {
     device.unpin(&region);
 }
 
+/// Pages of 16 tokens as engines have them, and what a part of one has: keys and values, or what stands for them.
+const PAGES: [(&str, &[u64]); 4] = [
+    ("llama-3.1-8b tp1", &[32 << 10, 32 << 10]),
+    ("llama-3.1-70b tp8", &[4 << 10, 4 << 10]),
+    ("deepseek-v3.2 tp1", &[18_432, 2_112]),
+    ("deepseek-v4-pro tp1", &[1_168, 1_168]),
+];
+/// Layers that those bytes are of.
+const LAYERS: u32 = 16;
+/// Blocks of a stretch, as an extent of a pool has them.
+const STRETCH: u32 = 256;
+
+/// All layers of a request landed from a pool in slots of an engine's pages, and saved from there, beside copies of as many bytes in pieces
+/// of 16 MiB; and what the engine's thread spends on a layer.
+#[test]
+#[ignore = "a figure: scripts/gpu-run"]
+fn landing_beside_the_bare_copy() {
+    let bytes = bytes();
+    let device = Cuda::open(0).unwrap();
+    let as_device: Arc<dyn Device> = Arc::new(device.clone());
+    let bare = Bare::new(bytes);
+    let pool = Region::anonymous(bytes as usize).unwrap();
+    SharedBuf::new(&pool, 0, bytes as usize).unwrap().fill(1);
+    device.pin(&pool).unwrap();
+    let lander = Lander::new(&as_device, RING_BYTES).unwrap();
+    let (engine, memory) = (device.stream().unwrap(), device.allocate(bytes).unwrap());
+    for (model, parts) in PAGES {
+        let chunks = parts.iter().map(|bytes| ChunkShape { bytes: *bytes, align: 1 });
+        let layer = |layer| LayerShape { layer, chunks: chunks.clone().collect() };
+        let shape = Arc::new(BlockShape::new((0..LAYERS).map(layer).collect()).unwrap());
+        let blocks = (bytes / shape.block_bytes()) as u32;
+        // An odd step through the slots: no two pages lie beside each other.
+        let slots = (0..blocks).map(|at| (u64::from(at) * 7919 % u64::from(blocks)) as u32);
+        let slots: Vec<u32> =
+            if blocks.is_multiple_of(7919) { (0..blocks).collect() } else { slots.collect() };
+        let mut base = 0;
+        let place = |bytes: &u64| {
+            let part = PagePart { memory: 0, rows: SlotShape::whole(*bytes, base, *bytes) };
+            base += bytes * u64::from(blocks);
+            part
+        };
+        let placed = (0..LAYERS).flat_map(|_| parts).map(place).collect();
+        let pages = Pages::new(&shape, vec![memory.clone()], placed, 1, slots).unwrap();
+        let stretch = |first: u32| {
+            let count = STRETCH.min(blocks - first);
+            let at = u64::from(first) * shape.block_bytes();
+            Stretch { at, blocks: count, first: 0, count }
+        };
+        let stretches: Vec<Stretch> = (0..blocks).step_by(STRETCH as usize).map(stretch).collect();
+        let what = || Move {
+            pool: Arc::clone(&pool),
+            columns: vec![Column { stretches: stretches.clone(), pages: pages.clone() }],
+            keeps: Box::new(()),
+        };
+        let moved = u64::from(blocks) * shape.block_bytes();
+        let piece = moved.min(16 << 20);
+        let (mut best, mut on_thread) = ([f64::INFINITY; 4], f64::INFINITY);
+        for _ in 0..=ROUNDS {
+            best[0] = best[0].min(bare.copies(true, piece, moved / piece));
+            best[1] = best[1].min(timed(|| {
+                let landed = lander.land(what(), None).unwrap();
+                let waits = timed(|| (0..LAYERS).for_each(|layer| landed.wait(layer, &engine).unwrap()));
+                on_thread = on_thread.min(waits / f64::from(LAYERS));
+                assert_eq!(landed.done().wait(WAIT), Some(Ok(())));
+            }));
+            drain(&device, &engine).unwrap();
+            best[2] = best[2].min(bare.copies(false, piece, moved / piece));
+            best[3] = best[3].min(timed(|| {
+                let mut saving = lander.save(what()).unwrap();
+                (0..LAYERS).for_each(|layer| drop(saving.layer(layer, &engine).unwrap()));
+                assert_eq!(saving.finish().unwrap().wait(WAIT), Some(Ok(())));
+            }));
+        }
+        // The bare loop leaves out what is no whole piece.
+        let whole = (moved / piece * piece) as f64 / moved as f64;
+        let (landed, saved) = (best[0] / whole / best[1], best[2] / whole / best[3]);
+        let host = on_thread * 1e6;
+        tell(
+            "landing",
+            &format!(
+                "\"model\":\"{model}\",\"page_bytes\":{},\"bytes\":{moved},\"land_of_link\":{landed:.4},\"save_of_link\":{saved:.4},\"host_us_per_layer\":{host:.2}",
+                parts.iter().sum::<u64>()
+            ),
+        );
+    }
+    device.unpin(&pool);
+}
+
 /// Digests of what lies on the device, beside the copy that brought it there.
 #[test]
 #[ignore = "a figure: scripts/gpu-run"]
@@ -140,6 +236,7 @@ fn figures_are_told() {
     for (test, mib, least) in [
         ("figures::copies_by_size_of_pieces", "16", SIZES.len() * 2 * (1 + Method::ALL.len())),
         ("figures::digests_beside_the_copy", "2", 4),
+        ("figures::landing_beside_the_bare_copy", "4", PAGES.len()),
     ] {
         if crate::way::is_real() {
             return;

@@ -10,6 +10,9 @@ use crate::steps::{Outcome, SHAPES};
 /// Sizes of small pieces: those of layers of today's models.
 const SMALL: [u64; 4] = [8 << 10, 16 << 10, 28 << 10, 40 << 10];
 const MIB: u64 = 1 << 20;
+/// Models whose pages land: as `landing_beside_the_bare_copy` calls them.
+const LANDED: [&str; 4] =
+    ["llama-3.1-8b tp1", "llama-3.1-70b tp8", "deepseek-v3.2 tp1", "deepseek-v4-pro tp1"];
 
 /// What must hold: what, how much of it was found, and the least or the most that it may be. What is not known says why.
 struct Must {
@@ -101,6 +104,26 @@ fn copies(all: &[Outcome], musts: &mut Vec<Must>) {
     }
 }
 
+/// Landing and saving: of each model the share of the link, and what an engine's thread spends.
+fn landing(all: &[Outcome], musts: &mut Vec<Must>) {
+    let name = "landing beside the bare copy";
+    let found = figures(all, name);
+    for model in LANDED {
+        let of = |field: &str| -> Result<f64, String> {
+            let figure = found.clone()?.iter().find(|figure| figure["model"] == model);
+            figure.and_then(|figure| figure[field].as_f64()).ok_or_else(|| format!("no figure of {model}"))
+        };
+        musts.push(Must::least(
+            format!("{model}: landing, of the link (aim 0.95)"),
+            of("land_of_link"),
+            0.90,
+        ));
+        musts.push(Must::least(format!("{model}: saving, of the link (aim 0.95)"), of("save_of_link"), 0.90));
+        let what = format!("{model}: milliseconds of the engine's thread for a layer");
+        musts.push(Must::most(what, of("host_us_per_layer").map(|us| us / 1e3), 0.02));
+    }
+}
+
 fn layers(all: &[Outcome], musts: &mut Vec<Must>) {
     for (model, tp) in SHAPES {
         let name = format!("layers {model} tp{tp}");
@@ -165,6 +188,7 @@ pub(crate) fn musts(all: &[Outcome], small: bool) -> Vec<Value> {
     let mut musts = Vec::new();
     tests(all, &mut musts);
     copies(all, &mut musts);
+    landing(all, &mut musts);
     layers(all, &mut musts);
     digests(all, &mut musts);
     if small {

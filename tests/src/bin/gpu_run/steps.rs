@@ -90,6 +90,7 @@ pub(crate) fn all(asked: &Asked) -> Vec<Step> {
         Step::new("probe", 60, "kvarts", "gpu probe --device cuda:0 --json --mib 64"),
         tests.with("KVARTS_DRIVER", "real"),
         figure("copies by size of pieces", "copies_by_size_of_pieces", copied),
+        figure("landing beside the bare copy", "landing_beside_the_bare_copy", copied),
         figure("digests on the device", "digests_beside_the_copy", digested),
     ];
     for (model, tp) in SHAPES {
