@@ -281,7 +281,7 @@ pub(crate) struct Saving {
 }
 
 enum SaveState {
-    Leaves(lander::Saving),
+    Leaves(Box<lander::Saving>),
     Left(Done),
     /// It could not be finished.
     Broken,
@@ -300,7 +300,7 @@ extern "C" fn kvarts_save(
         let lander = given(lander, "lander")?;
         let keeps = Box::new(perhaps(draft).map(|draft| Arc::clone(&draft.draft)));
         let begun = lander.lander.save(what(memory, (moves, count), keeps)?).map_err(raised)?;
-        let state = Mutex::new(SaveState::Leaves(begun));
+        let state = Mutex::new(SaveState::Leaves(Box::new(begun)));
         hand_over(saving, Saving { state, opened: lander.opened.clone() }, "saving")
     })
 }

@@ -118,7 +118,7 @@ fn the_header_has_each_call_of_the_library_and_no_other() {
         Some(format!("kvarts_{name}")).filter(|_| text[name.len()..].starts_with('('))
     };
     let declared: std::collections::BTreeSet<String> =
-        header.split("kvarts_").skip(1).filter_map(|text| word(text)).collect();
+        header.split("kvarts_").skip(1).filter_map(word).collect();
     let mut made = std::collections::BTreeSet::new();
     for source in std::fs::read_dir(of_the_house("c/src")).unwrap() {
         let text = std::fs::read_to_string(source.unwrap().path()).unwrap();

@@ -710,7 +710,8 @@ proptest! {
                 }
             }
         }
-        (stages.clear(), drafts.clear());
+        stages.clear();
+        drafts.clear();
         world.store.arrive_all();
         world.store.release();
         let stage = world.stage_of(1, [1 << 40]);

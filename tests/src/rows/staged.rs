@@ -537,7 +537,7 @@ pub(super) fn row() -> Row {
         id: "R42",
         what: "stages and drafts of a pool under puts, deletes, expiry, eviction, restarts and power cuts",
         counts: "courses with different event logs",
-        targets: [300, 20_000, 200_000],
+        targets: [150, 20_000, 200_000],
         run: |ask, target| -> Tally { until(ask, target, course) },
     }
 }

@@ -138,12 +138,11 @@ impl Calls {
     pub(super) fn get() -> Result<&'static Self, String> {
         static CALLS: OnceLock<Result<Calls, String>> = OnceLock::new();
         let calls = CALLS.get_or_init(|| {
-            let library = load()?;
-            // SAFETY: it is libcuda.
-            let calls = unsafe { Self::find(&library) };
             // Its functions are used until the process ends.
-            std::mem::forget(library);
-            calls
+            static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+            let library = LIBRARY.get_or_init(load).as_ref().map_err(Clone::clone)?;
+            // SAFETY: it is libcuda.
+            unsafe { Self::find(library) }
         });
         calls.as_ref().map_err(Clone::clone)
     }
