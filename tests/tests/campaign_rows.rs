@@ -138,7 +138,7 @@ fn root() -> PathBuf {
 fn planted() -> BTreeMap<String, usize> {
     let mut found = BTreeMap::new();
     let mut folders: Vec<PathBuf> =
-        ["layout/src", "store/src", "fsck/src", "cluster/src", "cold/src", "peer/src"]
+        ["layout/src", "store/src", "fsck/src", "client/src", "cluster/src", "cold/src", "peer/src"]
             .map(|one| root().join(one))
             .into();
     while let Some(folder) = folders.pop() {
@@ -189,7 +189,7 @@ fn no_program_that_is_used_has_bugs_planted_in_it() {
         let text = std::fs::read_to_string(root().join(manifest)).unwrap();
         assert!(!text.contains("planted"), "{manifest}");
     }
-    for manifest in ["layout", "store", "fsck", "cluster", "cold", "peer", "tests"] {
+    for manifest in ["layout", "store", "fsck", "client", "cluster", "cold", "peer", "tests"] {
         let text = std::fs::read_to_string(root().join(manifest).join("Cargo.toml")).unwrap();
         assert!(text.contains("planted") && !text.contains("default ="), "{manifest}");
     }
