@@ -18,6 +18,7 @@ import time
 import unittest
 from unittest import mock
 
+import kvarts
 import numpy
 
 import doubles
@@ -40,6 +41,14 @@ TIMEOUT = 6.0
 BYTES = 8192
 
 
+def insist(delete):
+    """A delete that was not acknowledged promises nothing: it is asked for again, as an operator would."""
+    deadline = time.monotonic() + SOON
+    while (why := delete()) is not None:
+        assert time.monotonic() < deadline, f"a delete is not acknowledged: {why}"
+        time.sleep(0.1)
+
+
 class Lmcache:
     """Objects of LMCache."""
 
@@ -60,7 +69,11 @@ class Lmcache:
         return {n: bytes(one) for n, one, good in zip(here, into, results) if good}
 
     def delete(self, some):
-        self.adapter.delete([self.keys[n] for n in some])
+        def delete():
+            is_done, why, _ = self.adapter.delete([self.keys[n] for n in some])
+            return None if is_done else why
+
+        insist(delete)
         return some
 
     def close(self):
@@ -93,8 +106,11 @@ class Vllm:
         return {n: self.tier.memory[n].tobytes() for n in some}
 
     def delete(self, some):
-        pages = self.tier.tier._pages
-        pages.delete([n.to_bytes(32, "big") for n in some], group=0)
+        def delete():
+            told = self.tier.tier._pages.delete([n.to_bytes(32, "big") for n in some], group=0)
+            return next((error for error in told.errors.values() if not isinstance(error, kvarts.Miss)), None)
+
+        insist(delete)
         return some
 
     def close(self):
@@ -148,7 +164,11 @@ class Sglang:
         return {n: self.pool.bytes(n) for n, good in enumerate(results) if good}
 
     def delete(self, some):
-        self.storage.clear()
+        def delete():
+            self.storage.clear()
+            return "the server is away" if self.storage._link.away else None
+
+        insist(delete)
         return range(KEYS)
 
     def close(self):
