@@ -145,7 +145,7 @@ extern "C" fn kvarts_column_parts(
     })
 }
 
-/// So many keys, 32 bytes each.
+/// Keys that lie one after the other, 32 bytes each.
 pub(crate) fn keys(keys: *const u8, count: usize) -> Result<Vec<BlockKey>, Error> {
     let bytes = count.checked_mul(32).ok_or(Error(Reason::TooMany("keys")))?;
     let (keys, _) = several(keys, bytes, "keys")?.as_chunks();

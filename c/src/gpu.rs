@@ -265,8 +265,9 @@ extern "C" fn kvarts_landed_wait(landed: *const Landed, layer: u32, stream: u64)
 
 fn ended(done: &Done, timeout_ms: u64, is_done: *mut bool) -> Result<(), Error> {
     let outcome = done.wait(milliseconds(timeout_ms));
-    leave(is_done, outcome.is_some(), "is_done")?;
-    outcome.unwrap_or(Ok(())).map_err(of_device)
+    let is_over = outcome.is_some();
+    outcome.unwrap_or(Ok(())).map_err(of_device)?;
+    leave(is_done, is_over, "is_done")
 }
 
 #[unsafe(no_mangle)]

@@ -253,6 +253,9 @@ extern "C" fn kvarts_draft_put(
             expires_after: (ttl_ms > 0).then(|| milliseconds(ttl_ms)),
             deadline: Some(clock.now().plus(milliseconds(timeout_ms))),
         };
+        if Arc::strong_count(draft) > 1 {
+            return Err(wrong("a save still writes to the draft: wait until it is done"));
+        }
         let taken = draft.lock().unwrap_or_else(PoisonError::into_inner).take();
         let told = run(taken.ok_or_else(was_put)?.put(&terms));
         if !outcomes.is_null() {

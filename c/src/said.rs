@@ -80,7 +80,7 @@ pub(crate) fn perhaps<'a, T>(pointer: *const T) -> Option<&'a T> {
     unsafe { pointer.as_ref() }
 }
 
-/// So many of them.
+/// The `count` values that a pointer points to.
 pub(crate) fn several<'a, T>(pointer: *const T, count: usize, name: &str) -> Result<&'a [T], Error> {
     if count == 0 {
         return Ok(&[]);
@@ -148,8 +148,11 @@ pub(crate) fn leave_several<T: Copy>(
     if some > 0 && place.is_null() {
         return Err(null("the place for them"));
     }
+    if count.is_null() {
+        return Err(null("count"));
+    }
     if some > 0 {
-        // SAFETY: the header: there is room for so many, and they are no part of `all`.
+        // SAFETY: the header: the place has room for `some`, and does not overlap `all`, which is this call's own.
         unsafe { std::ptr::copy_nonoverlapping(all.as_ptr(), place, some) };
     }
     leave(count, all.len(), "count")

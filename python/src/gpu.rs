@@ -215,7 +215,7 @@ impl Lander {
         columns: Vec<(Stretches, PyRef<'_, DevicePages>)>,
         draft: Option<&Draft>,
     ) -> PyResult<Saving> {
-        let draft = draft.map(Draft::held).transpose()?;
+        let draft = draft.map(|draft| draft.held(py)).transpose()?;
         let what = self.what(py, memory, columns, Box::new(draft))?;
         let lander = self.lander.get()?;
         let saving = py.detach(|| lander.save(what)).map_err(raised).or_raise(py)?;

@@ -134,7 +134,7 @@ impl Pool {
         let (shape, keys) = (Arc::new(shape.clone()), keys::keys(keys)?);
         let pool = self.pool.get()?;
         let draft = py.detach(|| pool.draft((column, &shape), &keys, first_block)).or_raise(py)?;
-        let draft = Guarded::new(Arc::new(Mutex::new(Some(draft))));
+        let draft = Guarded::new(Mutex::new(Some(Arc::new(Mutex::new(Some(draft))))));
         Ok(Draft { core: Arc::clone(&self.core), draft, why: Mutex::default() })
     }
 
@@ -221,28 +221,39 @@ impl Stage {
     }
 }
 
+fn ended(py: Python<'_>) -> PyErr {
+    invalid(py, "draft", "it was put, or let go of")
+}
+
 /// Room for what an engine saves: see the stub.
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Draft {
     core: Arc<Core>,
-    /// Nothing once it was put or let go of.
-    draft: Guarded<Arc<Mutex<Option<pool::Draft>>>>,
+    /// Nothing once it was let go of; what is behind it is nothing once it was put. A save has it, too.
+    draft: Guarded<Mutex<Option<Arc<Mutex<Option<pool::Draft>>>>>>,
     why: Mutex<Option<Reason>>,
 }
 
 impl Draft {
     /// What a save holds: the room is given back behind it.
-    pub(crate) fn held(&self) -> PyResult<Arc<Mutex<Option<pool::Draft>>>> {
-        Ok(Arc::clone(self.draft.get()?))
+    pub(crate) fn held(&self, py: Python<'_>) -> PyResult<Arc<Mutex<Option<pool::Draft>>>> {
+        let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        held.ok_or_else(|| ended(py))
     }
 }
 
 #[pymethods]
 impl Draft {
     fn stretches(&self, py: Python<'_>) -> PyResult<Vec<(u64, u32, u32, u32)>> {
-        let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner);
-        let draft = held.as_ref().ok_or_else(|| invalid(py, "draft", "it was put, or let go of"))?;
-        Ok(draft.stretches().iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
+        let held = self.held(py)?;
+        let held = held.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(held
+            .as_ref()
+            .ok_or_else(|| ended(py))?
+            .stretches()
+            .iter()
+            .map(|one| (one.at, one.blocks, one.first, one.count))
+            .collect())
     }
 
     #[pyo3(signature = (*, parent=None, durable=true, ttl=None, timeout=None))]
@@ -265,8 +276,13 @@ impl Draft {
             expires_after: ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?,
             deadline: self.core.deadline(py, timeout)?,
         };
-        let taken = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let draft = taken.ok_or_else(|| invalid(py, "draft", "it was put, or let go of"))?;
+        let held = self.held(py)?;
+        // This call, and the handle itself.
+        if Arc::strong_count(&held) > 2 {
+            return Err(invalid(py, "draft", "a save still writes there: wait until it is done"));
+        }
+        let taken = held.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let draft = taken.ok_or_else(|| ended(py))?;
         let storing = py.detach(|| draft.put(&terms));
         let outcomes = waiting::run(py, storing)?;
         let why = outcomes.iter().find_map(|outcome| match outcome {

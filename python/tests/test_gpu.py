@@ -53,6 +53,15 @@ class Landing(Served):
         names = keys(BLOCKS, first=100)
         draft = self.pool.draft(self.handle, names)
         saving = self.lander.save(self.pool.memory, [(draft.stretches(), pages)], draft=draft)
+        # While a save has it a draft is not put, and its room stays whatever its handle does.
+        with self.assertRaisesRegex(kvarts.Invalid, "still writes"):
+            draft.put()
+        other = self.pool.draft(self.handle, keys(BLOCKS, first=300))
+        free = self.pool.counts["free_bytes"]
+        unfinished = self.lander.save(self.pool.memory, [(other.stretches(), pages)], draft=other)
+        other.close()
+        self.assertEqual(self.pool.counts["free_bytes"], free)
+        del unfinished
         saving.layer(0, self.stream.handle)
         self.assertTrue(saving.finish().done(60))
         self.assertEqual((draft.put(), draft.why), ([True] * BLOCKS, None))

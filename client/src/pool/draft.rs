@@ -159,7 +159,8 @@ impl Future for Storing {
             };
             let all = |reason: Reason| vec![BlockOutcome::Refused(reason); *count as usize];
             *answer = Answer::Is(match reply {
-                Ok(Ok(reply)) => reply.outcomes,
+                Ok(Ok(reply)) if reply.outcomes.len() == *count as usize => reply.outcomes,
+                Ok(Ok(_)) => all(Reason::Bug("an answer for another number of blocks")),
                 Ok(Err(error)) => all(error.0),
                 Err(_) => all(Reason::Busy("the store is closing")),
             });
