@@ -225,18 +225,21 @@ fn ended(py: Python<'_>) -> PyErr {
     invalid(py, "draft", "it was put, or let go of")
 }
 
+/// A draft that its handle and a save hold: nothing once it was put.
+pub(crate) type SharedDraft = Arc<Mutex<Option<pool::Draft>>>;
+
 /// Room for what an engine saves: see the stub.
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Draft {
     core: Arc<Core>,
-    /// Nothing once it was let go of; what is behind it is nothing once it was put. A save has it, too.
-    draft: Guarded<Mutex<Option<Arc<Mutex<Option<pool::Draft>>>>>>,
+    /// Nothing once it was let go of.
+    draft: Guarded<Mutex<Option<SharedDraft>>>,
     why: Mutex<Option<Reason>>,
 }
 
 impl Draft {
     /// What a save holds: the room is given back behind it.
-    pub(crate) fn held(&self, py: Python<'_>) -> PyResult<Arc<Mutex<Option<pool::Draft>>>> {
+    pub(crate) fn held(&self, py: Python<'_>) -> PyResult<SharedDraft> {
         let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).clone();
         held.ok_or_else(|| ended(py))
     }
