@@ -77,10 +77,18 @@ pub(super) fn matched_together(found: &proto::MatchReply) -> Result<MatchReply, 
 
 /// What single blocks are looked up with; `of_cluster`: also with other nodes.
 pub(super) fn asking(request: &ContainsRequest<'_>, of_cluster: bool) -> proto::ExistsRequest {
+    proto::ExistsRequest { keys: convert::key_bytes(request.keys), ..asking_without_keys(request, of_cluster) }
+}
+
+/// The field of [`proto::ExistsRequest`] in which the keys stand.
+pub(super) const ASKED_KEYS: u32 = 3;
+
+/// The same without its keys, which are put into the frame behind it.
+pub(super) fn asking_without_keys(request: &ContainsRequest<'_>, of_cluster: bool) -> proto::ExistsRequest {
     proto::ExistsRequest {
         namespace: request.namespace.as_bytes().to_vec().into(),
         column: Some(convert::wire_column(request.group, request.coordinate)),
-        keys: convert::key_bytes(request.keys),
+        keys: Default::default(),
         lease_ms: lease_ms(request.lease.as_ref()),
         lease_cap_bytes: request.lease.map(|terms| terms.cap_bytes),
         of_cluster,

@@ -1,7 +1,8 @@
 //! The blocks of a request: keys, and of each its group and rank.
 
-use kvarts_contract::batch::Block;
-use kvarts_layout::BlockShape;
+use kvarts_contract::batch::{BatchId, BatchKind, Block, Memory, Pages, Terms};
+use kvarts_contract::error::Error;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group};
 use kvarts_layout::cut::Cut;
 use pyo3::prelude::*;
 
@@ -10,8 +11,27 @@ use crate::keys;
 
 /// Blocks, with their shapes where they have memory.
 pub(crate) struct Asked<'a> {
+    /// Nothing where `bare` has them.
     pub(crate) blocks: Vec<Block>,
     pub(crate) shapes: Vec<&'a BlockShape>,
+    /// Those without memory, if they are of one group and coordinate.
+    bare: Option<((Group, Coordinate), Vec<BlockKey>)>,
+}
+
+impl Asked<'_> {
+    /// Submits them as a batch.
+    pub(crate) fn submit(
+        self,
+        batches: &Pages,
+        kind: BatchKind,
+        memory: &Memory<'_>,
+        terms: &Terms,
+    ) -> Result<BatchId, Error> {
+        match self.bare {
+            Some((column, keys)) => batches.submit_keys(kind, column, keys, terms),
+            None => batches.submit(kind, &self.blocks, memory, terms),
+        }
+    }
 }
 
 /// One number for all keys, or one for each.
@@ -74,10 +94,14 @@ pub(crate) fn asked<'a>(
     };
     if let (Each::All(group), Each::All(rank)) = (&groups, &ranks) {
         let (group, coordinate, shape) = cut.column(*group, Some(*rank)).or_raise(py)?;
-        let mut blocks = Vec::with_capacity(keys::count(keys));
-        keys::each(keys, |key| blocks.push(Block { group, coordinate, key }))?;
-        let shapes = if with_shapes { vec![shape; blocks.len()] } else { Vec::new() };
-        return Ok(Asked { blocks, shapes });
+        let keys = keys::keys(keys)?;
+        if !with_shapes {
+            let bare = Some(((group, coordinate), keys));
+            return Ok(Asked { blocks: Vec::new(), shapes: Vec::new(), bare });
+        }
+        let blocks: Vec<_> = keys.into_iter().map(|key| Block { group, coordinate, key }).collect();
+        let shapes = vec![shape; blocks.len()];
+        return Ok(Asked { blocks, shapes, bare: None });
     }
     let keys = keys::keys(keys)?;
     let (mut blocks, mut shapes) = (Vec::with_capacity(keys.len()), Vec::with_capacity(keys.len()));
@@ -95,5 +119,5 @@ pub(crate) fn asked<'a>(
     }
     groups.for_all(py, "group", blocks.len())?;
     ranks.for_all(py, "rank", blocks.len())?;
-    Ok(Asked { blocks, shapes })
+    Ok(Asked { blocks, shapes, bare: None })
 }

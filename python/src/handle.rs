@@ -168,14 +168,14 @@ impl Handle {
         &self,
         py: Python<'_>,
         kind: BatchKind,
-        asked: &Asked<'_>,
+        asked: Asked<'_>,
         laid: Option<&Laid>,
         terms: &Terms,
     ) -> PyResult<Told> {
         let options = PagesOptions { event_fds: EventFds::One, batches_max: 1, ..self.options.clone() };
         let batches = Batches::new(Arc::clone(&self.core.store), options).or_raise(py)?;
         let memory = laid.map_or(Memory::Nowhere, |laid| laid.memory(&self.shapes));
-        py.detach(|| batches.submit(kind, &asked.blocks, &memory, terms)).or_raise(py)?;
+        py.detach(|| asked.submit(&batches, kind, &memory, terms)).or_raise(py)?;
         let told = wait(py, &batches, None);
         if told.is_err() {
             // Ctrl-C: the exception does not leave before the batch has let go of the memory.

@@ -1,5 +1,6 @@
 //! The names of blocks: 32 bytes, or what an engine calls them.
 
+use kvarts_contract::api::MAX_REQUEST_BLOCKS;
 use kvarts_layout::BlockKey;
 use kvarts_layout::key::{KeyChain, MAX_FOREIGN_KEY_BYTES};
 use pyo3::prelude::*;
@@ -29,41 +30,29 @@ fn one(argument: &str, given: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
 
 /// The keys of a request.
 pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
-    let mut found = Vec::with_capacity(count(given));
-    each(given, |key| found.push(key))?;
-    Ok(found)
-}
-
-/// How many there are, if that can be told.
-pub(crate) fn count(given: &Bound<'_, PyAny>) -> usize {
-    given.len().unwrap_or(0).min(kvarts_contract::api::MAX_REQUEST_BLOCKS)
-}
-
-/// The same, one after the other.
-pub(crate) fn each(given: &Bound<'_, PyAny>, mut take: impl FnMut(BlockKey)) -> PyResult<()> {
     let py = given.py();
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyString>() {
         return Err(invalid(py, "keys", "a sequence of keys, not one key"));
     }
-    let mut found = 0;
+    // A length is only a hint of how many there will be.
+    let mut found = Vec::with_capacity(given.len().unwrap_or(0).min(MAX_REQUEST_BLOCKS));
     for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
-        if found >= kvarts_contract::api::MAX_REQUEST_BLOCKS {
-            let most = kvarts_contract::api::MAX_REQUEST_BLOCKS;
-            return Err(invalid(py, "keys", format!("more than {most}: use several batches")));
+        if found.len() >= MAX_REQUEST_BLOCKS {
+            let why = format!("more than {MAX_REQUEST_BLOCKS}: use several batches");
+            return Err(invalid(py, "keys", why));
         }
         let item = item?;
         // The common case, without a name for each, and without a copy that can be spared: schedulers ask for thousands.
         let whole = item.cast::<PyBytes>().ok().and_then(|bytes| bytes.as_bytes().try_into().ok());
-        match whole {
-            Some(key) => take(BlockKey(key)),
-            None => take(one(&format!("keys[{at}]"), &item)?),
-        }
-        found += 1;
+        found.push(match whole {
+            Some(key) => BlockKey(key),
+            None => one(&format!("keys[{at}]"), &item)?,
+        });
     }
-    if found == 0 {
+    if found.is_empty() {
         return Err(invalid(py, "keys", "none"));
     }
-    Ok(())
+    Ok(found)
 }
 
 /// The 32 bytes that name a block, from what an engine calls it.

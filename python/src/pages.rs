@@ -61,7 +61,7 @@ impl Pages {
         let handle = self.handle(py)?;
         let (asked, laid, terms) = prepare(handle, kind, keys, buffers, (group, rank), change, timeout)?;
         let memory = laid.as_ref().map_or(Memory::Nowhere, |laid| laid.memory(&handle.shapes));
-        let submitted = py.detach(|| handle.pages.submit(kind, &asked.blocks, &memory, &terms));
+        let submitted = py.detach(|| asked.submit(&handle.pages, kind, &memory, &terms));
         Ok(submitted.or_raise(py)?.0)
     }
 
@@ -77,7 +77,7 @@ impl Pages {
         let py = keys.py();
         let handle = self.handle(py)?;
         let (asked, laid, terms) = prepare(handle, kind, keys, buffers, (group, rank), change, timeout)?;
-        let told = handle.call(py, kind, &asked, laid.as_ref(), &terms);
+        let told = handle.call(py, kind, asked, laid.as_ref(), &terms);
         drop(laid);
         left::settle(py);
         told.map(Completion)

@@ -19,7 +19,7 @@ use kvarts_contract::clock::OsEntropy;
 use kvarts_contract::clock::{Entropy, Nanos};
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::Reply;
-use kvarts_layout::BlockShape;
+use kvarts_layout::{BlockKey, BlockShape};
 use prost::Message;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::RecvFlags;
@@ -31,7 +31,7 @@ use super::wire::{self, Calls, GONE, Inbox, Whom};
 use crate::pool::PoolName;
 use crate::{messages, upload};
 use kvarts_wire::local::Mode;
-use kvarts_wire::local::frame::{Head, Kind, bare, frame};
+use kvarts_wire::local::frame::{Head, Kind, bare, frame, frame_with_keys};
 use kvarts_wire::proto;
 
 /// Who is told about reads that went wrong: the path that this link belongs to.
@@ -449,17 +449,17 @@ impl Link {
         !self.shared.deadlines().is_empty()
     }
 
-    /// Asks which of these blocks are here; the answer comes between those to reads.
+    /// Asks which of these blocks are here, by a message without them; the answer comes between those to reads.
     pub(super) fn look(
         &self,
         message: &proto::ExistsRequest,
-        keys: usize,
+        keys: &[BlockKey],
         late: Option<Nanos>,
         reply: Reply<Result<ContainsReply, Error>>,
     ) -> Result<(), Reason> {
         let id = self.id();
-        self.begin_until(id, Pending::Look(reply, keys), late)?;
-        self.sent(id, frame(Kind::Exists, id, message))?;
+        self.begin_until(id, Pending::Look(reply, keys.len()), late)?;
+        self.sent(id, frame_with_keys(Kind::Exists, id, message, messages::ASKED_KEYS, keys))?;
         self.shared.call();
         Ok(())
     }

@@ -10,7 +10,7 @@ use kvarts_contract::api::{
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::ticket::Reply;
-use kvarts_layout::BlockShape;
+use kvarts_layout::{BlockKey, BlockShape};
 use kvarts_wire::proto;
 use tokio::sync::watch;
 
@@ -132,13 +132,13 @@ pub(super) async fn put(
 pub(super) async fn look(
     inner: Arc<Inner>,
     message: proto::ExistsRequest,
-    (keys, deadline): (usize, Option<Nanos>),
+    (keys, deadline): (Vec<BlockKey>, Option<Nanos>),
     reply: Reply<Result<ContainsReply, Error>>,
 ) {
     match inner.link_soon(deadline, false).await {
         // What cannot be sent is answered with why.
         Ok(link) => {
-            let _ = link.look(&message, keys, late(deadline), reply);
+            let _ = link.look(&message, &keys, late(deadline), reply);
             inner.look(deadline);
         }
         // A caller that is gone needs no answer.

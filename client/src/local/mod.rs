@@ -504,17 +504,17 @@ impl KvStore for LocalPath {
         deadline: Option<Nanos>,
     ) -> Ticket<Result<ContainsReply, Error>> {
         let (reply, answer) = ticket();
-        let (message, keys) = (messages::asking(request, self.inner.remote.of_cluster), request.keys.len());
+        let message = messages::asking_without_keys(request, self.inner.remote.of_cluster);
         match self.inner.ready() {
             Some(link) => {
                 // What cannot be sent is answered with why.
-                let _ = link.look(&message, keys, deadlines::late(deadline), reply);
+                let _ = link.look(&message, request.keys, deadlines::late(deadline), reply);
                 self.inner.look(deadline);
             }
             None => self.inner.remote.spawn(looks::look(
                 Arc::clone(&self.inner),
                 message,
-                (keys, deadline),
+                (request.keys.to_vec(), deadline),
                 reply,
             )),
         }

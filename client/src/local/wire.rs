@@ -13,6 +13,7 @@ use prost::Message;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
+use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use crate::away;
 use kvarts_wire::fault;
@@ -23,6 +24,8 @@ use kvarts_wire::proto;
 
 /// What is said when the other end is gone.
 pub(super) const GONE: Reason = Reason::Busy("the connection broke off");
+/// Room for what was sent and is not taken yet: a question of eight thousand keys and more. Less where the kernel allows less.
+const SEND_BYTES: usize = 512 << 10;
 /// What is said when a look-up was not answered in time.
 const LATE: Reason = Reason::DeadlinePassed;
 
@@ -175,6 +178,8 @@ pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
         super::super::peer::check(&stream, whom.server_uid).map_err(fault)?;
     }
     stream.set_write_timeout(Some(whom.call_timeout)).map_err(fault)?;
+    // What the kernel allows of it: the largest question fits, and needs no thread that sends its rest.
+    set_socket_send_buffer_size(&stream, SEND_BYTES).map_err(|error| fault(error.into()))?;
     let token = whom.token.clone().unwrap_or_default();
     let hello = proto::Hello { version: VERSION, token, session: session.to_vec().into() };
     let bytes = [&MAGIC[..], &frame(Kind::Hello, 0, &hello)].concat();

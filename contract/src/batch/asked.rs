@@ -20,8 +20,8 @@ const STOPPED: Reason = Reason::Busy("the store is closing");
 /// Blocks of one column of a batch.
 pub(super) struct Piece {
     pub(super) keys: Vec<BlockKey>,
-    /// Where they stand among the distinct blocks of the batch.
-    pub(super) at: Vec<u32>,
+    /// Where they stand among the distinct blocks of the batch; nothing if they are all of these, in their order.
+    pub(super) at: Option<Vec<u32>>,
 }
 
 /// What a piece waits for.

@@ -321,10 +321,7 @@ impl Ended {
     /// Says for each key how it went; and what it holds.
     fn tell(self) -> (Completion, Held) {
         let Self { id, batch: Batch { kind, split, blocks, .. }, mut answers } = self;
-        let is_all = |piece: &Piece| piece.at.len() == blocks && piece.at.iter().is_sorted();
-        if answers.len() == 1
-            && let Some((piece, answer)) = answers.pop_if(|(piece, _)| is_all(piece))
-        {
+        if let Some((piece, answer)) = answers.pop_if(|(piece, _)| piece.at.is_none()) {
             // The usual batch: nothing is to be put in order.
             let Told { results, written, lease } = tell(&piece.keys, answer);
             let mut held = Held::default();
@@ -338,7 +335,7 @@ impl Ended {
             let told = tell(&piece.keys, answer);
             written += told.written;
             held.add(told.lease, &piece.keys, &told.results);
-            for (at, result) in piece.at.iter().zip(told.results) {
+            for (at, result) in piece.at.iter().flatten().zip(told.results) {
                 if let Some(place) = results.get_mut(*at as usize) {
                     *place = result;
                 }

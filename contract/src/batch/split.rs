@@ -25,7 +25,7 @@ pub(super) struct Split {
 impl Split {
     pub(super) fn of(blocks: &[Block]) -> Self {
         // An engine's scheduler waits for this, and most batches repeat nothing.
-        if all_differ(blocks) {
+        if all_differ(blocks.iter().map(|block| &block.key)) {
             return Self::default();
         }
         let mut sorted: Vec<(&Block, u32)> = blocks.iter().zip(0u32..).collect();
@@ -74,12 +74,12 @@ impl Split {
     }
 }
 
-/// Whether all blocks differ, if that is soon seen: false says nothing.
-fn all_differ(blocks: &[Block]) -> bool {
+/// Whether all these keys differ, if that is soon seen: false says nothing.
+pub(super) fn all_differ<'a>(keys: impl ExactSizeIterator<Item = &'a BlockKey>) -> bool {
     const TRIES: usize = 64;
-    let mut seen = vec![0u64; (blocks.len() * 2).next_power_of_two()];
+    let mut seen = vec![0u64; (keys.len() * 2).next_power_of_two()];
     let last = seen.len() - 1;
-    blocks.iter().map(|block| mark(block).max(1)).all(|mark| {
+    keys.map(|key| mark(key).max(1)).all(|mark| {
         let mut at = (mark.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as usize;
         for _ in 0..TRIES {
             match seen.get_mut(at & last) {
@@ -95,9 +95,9 @@ fn all_differ(blocks: &[Block]) -> bool {
     })
 }
 
-/// A number that is equal for equal blocks, and seldom for others.
-fn mark(block: &Block) -> u64 {
-    let (words, _) = block.key.0.as_chunks();
+/// A number that is equal for equal keys, and seldom for others.
+fn mark(key: &BlockKey) -> u64 {
+    let (words, _) = key.0.as_chunks();
     let mixed = |mark: u64, word: &[u8; 8]| mark.rotate_left(17) ^ u64::from_le_bytes(*word);
     words.iter().fold(0, mixed)
 }

@@ -8,6 +8,10 @@
 //! All numbers are little-endian. Nothing is allocated for a body before its length was compared with the limit, and
 //! then no more than what has arrived of it.
 
+use kvarts_layout::BlockKey;
+use prost::Message;
+use prost::encoding::{WireType, encode_key, encode_varint, encoded_len_varint, key_len};
+
 use super::limits::{BODY_BYTES_MAX, HEAD_BYTES};
 
 macro_rules! kinds {
@@ -133,12 +137,28 @@ impl Head {
 }
 
 /// A whole frame.
-pub fn frame(kind: Kind, id: u64, message: &impl prost::Message) -> Vec<u8> {
+pub fn frame(kind: Kind, id: u64, message: &impl Message) -> Vec<u8> {
     let length = message.encoded_len();
     let mut bytes = Vec::with_capacity(HEAD_BYTES + length);
     bytes.extend_from_slice(&Head { length, kind, id }.bytes());
     // A vector grows as needed: this cannot fail.
     let _ = message.encode(&mut bytes);
+    bytes
+}
+
+/// A whole frame whose message has one more field of bytes, numbered `field`, in which these keys stand one after the other. They go
+/// straight into the frame: a scheduler's question has thousands.
+pub fn frame_with_keys(kind: Kind, id: u64, message: &impl Message, field: u32, keys: &[BlockKey]) -> Vec<u8> {
+    let bytes_of_keys = keys.len() * size_of::<BlockKey>();
+    let fields = message.encoded_len() + key_len(field) + encoded_len_varint(bytes_of_keys as u64);
+    let length = fields + bytes_of_keys;
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + length);
+    bytes.extend_from_slice(&Head { length, kind, id }.bytes());
+    // A vector grows as needed: this cannot fail.
+    let _ = message.encode(&mut bytes);
+    encode_key(field, WireType::LengthDelimited, &mut bytes);
+    encode_varint(bytes_of_keys as u64, &mut bytes);
+    keys.iter().for_each(|key| bytes.extend_from_slice(&key.0));
     bytes
 }
 
@@ -152,7 +172,19 @@ mod tests {
     use super::*;
     use crate::proto;
     use proptest::prelude::*;
-    use prost::Message;
+
+    #[test]
+    fn keys_that_go_straight_into_a_frame_are_those_of_its_message() {
+        for count in [0, 1, 3, 4, 511, 512, 8192_u32] {
+            let keys: Vec<_> = (0..count).map(|n| BlockKey([(n % 251) as u8; 32])).collect();
+            let without = proto::ExistsRequest { lease_ms: 7, of_cluster: true, ..Default::default() };
+            let bytes = frame_with_keys(Kind::Exists, 5, &without, 3, &keys);
+            let head = Head::parse(&bytes).unwrap().unwrap();
+            assert_eq!((head.kind, head.id, head.length), (Kind::Exists, 5, bytes.len() - HEAD_BYTES));
+            let whole = proto::ExistsRequest { keys: crate::convert::key_bytes(&keys), ..without };
+            assert_eq!(proto::ExistsRequest::decode(&bytes[HEAD_BYTES..]).unwrap(), whole);
+        }
+    }
 
     #[test]
     fn every_kind_has_a_number_of_its_own_and_comes_back() {
