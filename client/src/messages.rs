@@ -77,7 +77,10 @@ pub(super) fn matched_together(found: &proto::MatchReply) -> Result<MatchReply, 
 
 /// What single blocks are looked up with; `of_cluster`: also with other nodes.
 pub(super) fn asking(request: &ContainsRequest<'_>, of_cluster: bool) -> proto::ExistsRequest {
-    proto::ExistsRequest { keys: convert::key_bytes(request.keys), ..asking_without_keys(request, of_cluster) }
+    proto::ExistsRequest {
+        keys: convert::key_bytes(request.keys),
+        ..asking_without_keys(request, of_cluster)
+    }
 }
 
 /// The field of [`proto::ExistsRequest`] in which the keys stand.

@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_layout::plan::Stretch;
+use kvarts_layout::planted;
 
 use crate::device::{Device, Event, Stream};
 use crate::error::{DeviceError, LandError};
@@ -100,7 +101,11 @@ pub struct Lander(Arc<Inner>);
 struct Inner {
     device: Arc<dyn Device>,
     inward: Mutex<Lane>,
+    /// For landings whose pages are in use when they come: they wait for each other, and no other landing for them. Made with the first.
+    behind: Mutex<Option<Lane>>,
     outward: Mutex<Lane>,
+    timeout: Duration,
+    ring_bytes: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -109,7 +114,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Lander {
-    /// A lander with rings of `ring_bytes` on the device, one for each direction.
+    /// A lander with rings of `ring_bytes` on the device, one for each direction; and a third, once pages are in use when their landing comes.
     pub fn new(device: &Arc<dyn Device>, ring_bytes: u64) -> Result<Self, LandError> {
         Self::with_timeout(device, ring_bytes, COPY_TIMEOUT)
     }
@@ -120,23 +125,41 @@ impl Lander {
         ring_bytes: u64,
         timeout: Duration,
     ) -> Result<Self, LandError> {
-        let followed = || Followed { device: Arc::clone(device), timeout };
-        let inward = Mutex::new(Lane::new(followed(), "kvarts-land", ring_bytes)?);
-        let outward = Mutex::new(Lane::new(followed(), "kvarts-save", ring_bytes)?);
-        Ok(Self(Arc::new(Inner { device: Arc::clone(device), inward, outward })))
+        let lane = |name| Lane::new(Followed { device: Arc::clone(device), timeout }, name, ring_bytes);
+        let inward = Mutex::new(lane("kvarts-land")?);
+        let outward = Mutex::new(lane("kvarts-save")?);
+        let (device, behind) = (Arc::clone(device), Mutex::default());
+        Ok(Self(Arc::new(Inner { device, inward, behind, outward, timeout, ring_bytes })))
     }
 
     /// Enqueues the landing of all layers. Pages are written behind `after`, if it is given: the engine's last kernel that uses them; without
-    /// it they must be idle now. The ring is filled before that. The engine must come to `after` within the lander's timeout, and what is landed
-    /// later waits behind it.
+    /// it they must be idle now. The ring is filled before that. The engine must come to `after` within the lander's timeout; what is landed
+    /// later waits only if its own `after` is not done either.
     ///
     /// An error is that of the device, or of the request before anything was enqueued. On a device that fails half-way pages may still be
     /// written: it is to be treated as lost.
     pub fn land(&self, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
-        let mut lane = lock(&self.0.inward);
+        let device = &self.0.device;
+        let waits = |after| device.synchronize_within(after, Duration::ZERO).map(|is_done| !is_done);
+        if !after.map_or(Ok(false), waits)? {
+            return self.land_in(&mut lock(&self.0.inward), what, None);
+        }
+        let mut behind = lock(&self.0.behind);
+        let lane = match &mut *behind {
+            Some(lane) => lane,
+            none => {
+                let followed = Followed { device: Arc::clone(device), timeout: self.0.timeout };
+                none.insert(Lane::new(followed, "kvarts-behind", self.0.ring_bytes)?)
+            }
+        };
+        self.land_in(lane, what, after)
+    }
+
+    fn land_in(&self, lane: &mut Lane, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
         let layers = what.layers(lane.segment_bytes())?;
         let pool = whole(&what.pool)?;
         let mut open = lane.open(&what.columns)?;
+        let after = after.filter(|_| !planted!("landed-while-in-use"));
         let waits = after.map_or(Ok(()), |after| lane.near_waits(after));
         let ended: Result<Vec<Event>, DeviceError> = waits.and_then(|()| {
             let layers = (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer));
@@ -211,6 +234,9 @@ impl Landed {
         }
         let event = self.events.get(layer as usize);
         let event = event.ok_or_else(|| LandError::Request(format!("there is no layer {layer}")))?;
+        if planted!("landed-layer-not-awaited") {
+            return Ok(());
+        }
         Ok(self.device.wait(stream, event)?)
     }
 
@@ -246,7 +272,10 @@ impl Saving {
             return Err(LandError::Request("the save has ended".to_owned()));
         };
         // Of a stream that is being captured nothing was taken: the same layer may come again.
-        lane.near_waits(&lander.0.device.record(computed)?)?;
+        let computed = lander.0.device.record(computed)?;
+        if !planted!("saved-before-computed") {
+            lane.near_waits(&computed)?;
+        }
         let saved = lane.save(open, (pool, &what.columns), layer);
         match &saved {
             Ok(_) => self.next += 1,

@@ -9,7 +9,13 @@ use std::path::Path;
 use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 
 /// Each file of kernels: its name, its entries, source and PTX.
-const KERNELS: [(&str, &[&str], &str, &str); 4] = [
+const KERNELS: [(&str, &[&str], &str, &str); 5] = [
+    (
+        "busy",
+        &["kvarts_busy"],
+        include_str!("../src/kernels/busy.cu"),
+        include_str!("../src/kernels/busy.ptx"),
+    ),
     (
         "crc32",
         &["kvarts_crc32", "kvarts_crc32_many"],

@@ -10,6 +10,9 @@
 #[cfg(feature = "planted")]
 mod registry {
     use std::cell::Cell;
+    use std::sync::OnceLock;
+
+    static FOR_GOOD: OnceLock<String> = OnceLock::new();
 
     thread_local! {
         static BUG: Cell<Option<&'static str>> = const { Cell::new(None) };
@@ -25,14 +28,20 @@ mod registry {
         BUG.get()
     }
 
+    /// Plants a bug on every thread for as long as this process lives: it must be that of one test.
+    pub fn plant_for_good(name: String) {
+        // The first one stays.
+        let _ = FOR_GOOD.set(name);
+    }
+
     /// Whether this bug is planted on this thread.
     pub fn is(name: &str) -> bool {
-        BUG.get() == Some(name)
+        BUG.get() == Some(name) || FOR_GOOD.get().is_some_and(|bug| bug == name)
     }
 }
 
 #[cfg(feature = "planted")]
-pub use registry::{current, is, plant};
+pub use registry::{current, is, plant, plant_for_good};
 
 /// Whether this program has bugs that can be planted.
 pub const POSSIBLE: bool = cfg!(feature = "planted");
@@ -40,6 +49,10 @@ pub const POSSIBLE: bool = cfg!(feature = "planted");
 /// No bug can be planted in this program.
 #[cfg(not(feature = "planted"))]
 pub fn plant(_name: Option<&'static str>) {}
+
+/// No bug can be planted in this program.
+#[cfg(not(feature = "planted"))]
+pub fn plant_for_good(_name: String) {}
 
 /// No bug is planted in this program.
 #[cfg(not(feature = "planted"))]

@@ -2,8 +2,8 @@
 
 use kvarts_contract::batch::{BatchId, BatchKind, Block, Memory, Pages, Terms};
 use kvarts_contract::error::Error;
-use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group};
 use kvarts_layout::cut::Cut;
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group};
 use pyo3::prelude::*;
 
 use crate::error::{OrRaise, invalid};

@@ -23,8 +23,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use kvarts_contract::buffers::Region;
+use kvarts_layout::planted;
 
-use self::sys::{Context, DigestKernels, Digester, Kernel, RawEvent, RawMemory, RawStream};
+use self::sys::events::{Events, RawEvent};
+use self::sys::{Context, DigestKernels, Digester, Kernel, RawMemory, RawStream};
 use super::{
     Batch, Description, Device, Digests, Event, Files, InUse, IpcHandle, Memory, Method, Piece, Route,
     SlotMove, Stream, check, within,
@@ -50,8 +52,9 @@ const SLOTS: &CStr = ptx(concat!(include_str!("../kernels/slots.ptx"), "\0"));
 /// The kernels that digest, compiled.
 const DIGESTS: &CStr = ptx(concat!(include_str!("../kernels/crc32.ptx"), "\0"));
 
-/// The kernel that stands for an engine's work, compiled.
+/// The kernels that stand for an engine's work, compiled: on one thread, and on all of a device.
 const WAIT: &CStr = ptx(concat!(include_str!("../kernels/wait.ptx"), "\0"));
+const BUSY: &CStr = ptx(concat!(include_str!("../kernels/busy.ptx"), "\0"));
 
 /// A text that ends in zero, as the driver takes it.
 const fn ptx(text: &'static str) -> &'static CStr {
@@ -70,12 +73,14 @@ struct Core {
     slots: Result<Kernel, String>,
     /// Digests chunks where they lie.
     digests: Option<DigestKernels>,
-    /// Stands for an engine's work, once that was asked for.
+    /// Stand for an engine's work, once that was asked for.
     work: OnceLock<Result<Kernel, String>>,
+    busy: OnceLock<Result<Kernel, String>>,
     methods: Vec<Method>,
     notes: Vec<String>,
     /// How often each region is pinned for this device. Who pinned it is known in `pins`.
     pins: Mutex<BTreeMap<u64, u64>>,
+    events: Events,
     /// Idle digesters, each with the event after which the device does not use it any more.
     digesters: Mutex<Vec<(Event, Digester)>>,
     memories: AtomicU64,
@@ -199,9 +204,11 @@ impl Cuda {
             slots,
             digests,
             work: OnceLock::new(),
+            busy: OnceLock::new(),
             methods,
             notes,
             pins: Mutex::new(BTreeMap::new()),
+            events: Events::default(),
             digesters: Mutex::new(Vec::new()),
             memories: AtomicU64::new(0),
             streams: AtomicU64::new(0),
@@ -222,6 +229,23 @@ impl Cuda {
         let load = || Kernel::load(&self.0.context, WAIT, c"kvarts_wait");
         match self.0.work.get_or_init(load) {
             Ok(kernel) => self.0.context.launch_wait(kernel, raw(stream)?, time),
+            Err(why) => Err(DeviceError::Call { call: "cuModuleLoadData", why: why.clone() }),
+        }
+    }
+
+    /// Keeps all of the device busy in a stream, with arithmetic and with reads of `memory`, for a time that grows with `rounds`: for
+    /// measurements. The memory must stay until an event behind it.
+    pub fn compute_everywhere(
+        &self,
+        stream: &Stream,
+        memory: &Memory,
+        rounds: u32,
+    ) -> Result<(), DeviceError> {
+        self.alive()?;
+        self.owned(memory)?;
+        let load = || Kernel::load(&self.0.context, BUSY, c"kvarts_busy");
+        match self.0.busy.get_or_init(load) {
+            Ok(kernel) => self.0.context.launch_busy(kernel, raw(stream)?, memory, rounds),
             Err(why) => Err(DeviceError::Call { call: "cuModuleLoadData", why: why.clone() }),
         }
     }
@@ -387,7 +411,7 @@ impl Device for Cuda {
 
     fn record(&self, stream: &Stream) -> Result<Event, DeviceError> {
         self.alive()?;
-        Ok(Event(Arc::new(self.0.context.record(raw(stream)?)?)))
+        self.0.events.record(&self.0.context, raw(stream)?)
     }
 
     fn wait(&self, stream: &Stream, event: &Event) -> Result<(), DeviceError> {
@@ -430,6 +454,9 @@ impl Device for Cuda {
     }
 
     fn declare_lost(&self, why: &str) {
+        if planted!("loss-not-declared") {
+            return;
+        }
         // The first reason stays.
         let _ = self.0.lost.set(why.to_owned());
     }
@@ -447,9 +474,15 @@ impl Device for Cuda {
             Some(one) => one,
             None => self.0.context.digester(chunks.len())?,
         };
-        let begun = self.0.context.begin_digests(kernels, &mut digester, memory.base(), chunks);
-        let event = match self.0.context.record(digester.stream()) {
-            Ok(event) => Event(Arc::new(event)),
+        let begun = match planted!("digests-of-other-chunks") {
+            true => {
+                let turned: Vec<_> = chunks.iter().rev().copied().collect();
+                self.0.context.begin_digests(kernels, &mut digester, memory.base(), &turned)
+            }
+            false => self.0.context.begin_digests(kernels, &mut digester, memory.base(), chunks),
+        };
+        let event = match self.0.events.record(&self.0.context, digester.stream()) {
+            Ok(event) => event,
             Err(error) => {
                 // Without the event it is unknown when the device is done with the digester and the memory.
                 keep_for_good((digester, memory.clone()));

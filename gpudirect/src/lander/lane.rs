@@ -14,6 +14,7 @@ use crate::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stre
 use crate::error::{DeviceError, LandError};
 use crate::follow::{Asked, Followed, Follower, keep_for_good};
 use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_layout::planted;
 
 /// Segments of a ring: while one is copied, another is spread, and the others keep either from standing still.
 const SEGMENTS: u64 = 4;
@@ -92,6 +93,9 @@ pub(super) struct Lane {
     free: Vec<Option<Event>>,
     far: Stream,
     near: Stream,
+    /// What layers are cut into, and the pieces of a copy: used again for each, since an engine's thread enqueues them.
+    pub(super) fills: Vec<Fill>,
+    pieces: Vec<Piece>,
     /// Memory for numbers that no request uses.
     numbers: Arc<Mutex<Vec<Numbers>>>,
     kept: Arc<Mutex<VecDeque<Kept>>>,
@@ -145,6 +149,8 @@ impl Lane {
             free: vec![None; SEGMENTS as usize],
             far,
             near,
+            fills: Vec::new(),
+            pieces: Vec::new(),
             numbers: Arc::default(),
             kept,
             failed,
@@ -217,13 +223,17 @@ impl Lane {
         layer: u32,
     ) -> Result<Event, DeviceError> {
         let mut last = None;
-        for fill in self.fills(columns, layer) {
+        for number in 0..self.cut(columns, layer) {
+            let fill = self.take_fill(number);
             let at = self.take_segment(&self.far)?;
             let host = self.copies(pool, &fill, at, Direction::ToDevice)?;
-            self.device.wait(&self.near, &host)?;
+            if !planted!("spread-before-copied") {
+                self.device.wait(&self.near, &host)?;
+            }
             self.kernels(open, columns, &fill, at, Direction::ToDevice)?;
             let spread = self.device.record(&self.near)?;
             last = Some(self.give_segment(spread));
+            self.give_fill(number, fill);
         }
         last.map_or_else(|| self.device.record(&self.near), Ok)
     }
@@ -236,22 +246,26 @@ impl Lane {
         layer: u32,
     ) -> Result<Event, DeviceError> {
         let mut last = None;
-        for fill in self.fills(columns, layer) {
+        for number in 0..self.cut(columns, layer) {
+            let fill = self.take_fill(number);
             let at = self.take_segment(&self.near)?;
             self.kernels(open, columns, &fill, at, Direction::ToHost)?;
             let gathered = self.device.record(&self.near)?;
-            self.device.wait(&self.far, &gathered)?;
+            if !planted!("left-before-gathered") {
+                self.device.wait(&self.far, &gathered)?;
+            }
             let left = self.copies(pool, &fill, at, Direction::ToHost)?;
             self.give_segment(left);
             last = Some(gathered);
+            self.give_fill(number, fill);
         }
         last.map_or_else(|| self.device.record(&self.near), Ok)
     }
 
-    /// Cuts a layer into what a segment holds.
-    pub(super) fn fills(&self, columns: &[Column], layer: u32) -> Vec<Fill> {
-        let mut fills = Vec::new();
-        let mut fill = Fill::default();
+    /// Cuts a layer into what a segment holds; gives how many there are.
+    pub(super) fn cut(&mut self, columns: &[Column], layer: u32) -> usize {
+        let mut cut = 0;
+        let mut fill = self.next_fill(cut);
         for (number, Column { stretches, pages }) in columns.iter().enumerate() {
             for (part, chunk) in pages.parts_of(layer) {
                 let mut slot = 0;
@@ -262,7 +276,9 @@ impl Lane {
                         let room = self.segment_bytes.saturating_sub(fill.used) / chunk;
                         let some = left.min(u32::try_from(room).unwrap_or(u32::MAX));
                         if some == 0 {
-                            fills.push(std::mem::take(&mut fill));
+                            self.give_fill(cut, fill);
+                            cut += 1;
+                            fill = self.next_fill(cut);
                             continue;
                         }
                         let (len, count) = (chunk * u64::from(some), some * pages.per_block());
@@ -276,15 +292,36 @@ impl Lane {
                 fill.used = fill.used.next_multiple_of(ALIGN);
             }
         }
-        if !fill.copies.is_empty() {
-            fills.push(fill);
+        let is_last = !fill.copies.is_empty();
+        self.give_fill(cut, fill);
+        cut + usize::from(is_last)
+    }
+
+    fn take_fill(&mut self, number: usize) -> Fill {
+        self.fills.get_mut(number).map(std::mem::take).unwrap_or_default()
+    }
+
+    fn give_fill(&mut self, number: usize, fill: Fill) {
+        if let Some(place) = self.fills.get_mut(number) {
+            *place = fill;
         }
-        fills
+    }
+
+    /// An empty one, with the memory that it had for a layer before.
+    fn next_fill(&mut self, number: usize) -> Fill {
+        self.fills.resize_with(self.fills.len().max(number + 1), Fill::default);
+        let mut fill = self.take_fill(number);
+        fill.used = 0;
+        fill.copies.clear();
+        fill.launches.clear();
+        fill
     }
 
     /// The next segment: what this stream is given from now on runs when it is free.
     fn take_segment(&self, stream: &Stream) -> Result<u64, DeviceError> {
-        if let Some(Some(free)) = self.free.get(self.next) {
+        if let Some(Some(free)) = self.free.get(self.next)
+            && !planted!("segment-not-awaited")
+        {
             self.device.wait(stream, free)?;
         }
         Ok(self.next as u64 * self.segment_bytes)
@@ -301,16 +338,17 @@ impl Lane {
 
     /// Enqueues the copies of a segment that begins at `at`; gives the event behind them.
     fn copies(
-        &self,
+        &mut self,
         pool: &SharedBuf,
         fill: &Fill,
         at: u64,
         direction: Direction,
     ) -> Result<Event, DeviceError> {
         let placed = |piece: &Piece| Piece { at: piece.at + at, ..*piece };
-        let pieces: Vec<Piece> = fill.copies.iter().map(placed).collect();
+        self.pieces.clear();
+        self.pieces.extend(fill.copies.iter().map(placed));
         let batch =
-            Batch { direction, method: Method::Each, host: pool, memories: &self.ring, pieces: &pieces };
+            Batch { direction, method: Method::Each, host: pool, memories: &self.ring, pieces: &self.pieces };
         self.device.copy(&self.far, &batch)?;
         self.device.record(&self.far)
     }

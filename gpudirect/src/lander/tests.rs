@@ -342,7 +342,7 @@ fn calls_of(blocks: u32) -> usize {
     let stretch = Stretch { at: 0, blocks, first: 0, count: blocks };
     let lander = Lander::new(&device, RING_BYTES).unwrap();
     let columns = [Column { stretches: vec![stretch], pages }];
-    let lane = lock(&lander.0.inward);
-    let fills = lane.fills(&columns, 0);
-    fills.iter().map(|fill| fill.copies.len() + fill.launches.len()).sum()
+    let mut lane = lock(&lander.0.inward);
+    let count = lane.cut(&columns, 0);
+    lane.fills[..count].iter().map(|fill| fill.copies.len() + fill.launches.len()).sum()
 }

@@ -36,15 +36,19 @@ fn digests_are_the_stores_for_chunks_of_any_length_and_place() {
         assert_eq!(device.digests(&memory, &[(0, 1), (99_999, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(device.digests(&memory, &[(u64::MAX, 2)]), Err(DeviceError::OutOfBounds));
         assert_eq!(standin.calls("cuLaunchKernel"), 2);
-        // More chunks than one grid has blocks, and as many as another kernel is for.
+        // More chunks than one grid has blocks, and as many as another kernel is for: each of another length, at another place.
+        let many = |count: u64| (0..count).map(|at| (at * 19, at % 41)).collect::<Vec<_>>();
+        let of = |chunks: &[(u64, u64)]| {
+            let hash = |&(at, len): &(u64, u64)| crc32fast::hash(&bytes[at as usize..(at + len) as usize]);
+            chunks.iter().map(hash).collect::<Vec<_>>()
+        };
         for count in [3000, 5000] {
-            let many = vec![(17, 5); count];
-            assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); count]));
+            assert_eq!(device.digests(&memory, &many(count)), Ok(of(&many(count))), "{count}");
         }
-        let many = vec![(17, 5); 3000];
+        let many = many(3000);
         // What they work with is made once for as many chunks, and is the device's own.
         let made = standin.calls("cuStreamCreate");
-        assert_eq!(device.digests(&memory, &many), Ok(vec![crc32fast::hash(&bytes[17..22]); 3000]));
+        assert_eq!(device.digests(&memory, &many), Ok(of(&many)));
         assert_eq!((device.in_use().streams, standin.calls("cuStreamCreate")), (0, made));
         // Copies with memory that is not pinned would wait in the driver, where no timeout has an effect.
         assert_eq!(standin.pageable(), 0);

@@ -3,12 +3,13 @@
 
 use std::process::Stdio;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::slots::SlotShape;
-use kvarts_gpudirect::device::{Batch, Device, Direction, Method, Piece, drain};
+use kvarts_gpudirect::device::{Batch, Device, Direction, Memory, Method, Piece, drain};
 use kvarts_gpudirect::lander::{Column, Lander, Move, RING_BYTES};
 use kvarts_gpudirect::pages::{PagePart, Pages};
 use kvarts_layout::plan::Stretch;
@@ -106,6 +107,33 @@ const LAYERS: u32 = 16;
 /// Blocks of a stretch, as an extent of a pool has them.
 const STRETCH: u32 = 256;
 
+/// A request for as many blocks of `LAYERS` layers of these parts as there are bytes: the columns of its move, and its bytes.
+fn request(parts: &[u64], memory: &Memory, bytes: u64) -> (impl Fn() -> Vec<Column>, u64) {
+    let chunks = parts.iter().map(|bytes| ChunkShape { bytes: *bytes, align: 1 });
+    let layer = |layer| LayerShape { layer, chunks: chunks.clone().collect() };
+    let shape = Arc::new(BlockShape::new((0..LAYERS).map(layer).collect()).unwrap());
+    let blocks = (bytes / shape.block_bytes()) as u32;
+    // An odd step through the slots: no two pages lie beside each other.
+    let slots = (0..blocks).map(|at| (u64::from(at) * 7919 % u64::from(blocks)) as u32);
+    let slots: Vec<u32> = if blocks.is_multiple_of(7919) { (0..blocks).collect() } else { slots.collect() };
+    let mut base = 0;
+    let place = |bytes: &u64| {
+        let part = PagePart { memory: 0, rows: SlotShape::whole(*bytes, base, *bytes) };
+        base += bytes * u64::from(blocks);
+        part
+    };
+    let placed = (0..LAYERS).flat_map(|_| parts).map(place).collect();
+    let pages = Pages::new(&shape, vec![memory.clone()], placed, 1, slots).unwrap();
+    let stretch = |first: u32| {
+        let count = STRETCH.min(blocks - first);
+        let at = u64::from(first) * shape.block_bytes();
+        Stretch { at, blocks: count, first: 0, count }
+    };
+    let stretches: Vec<Stretch> = (0..blocks).step_by(STRETCH as usize).map(stretch).collect();
+    let columns = move || vec![Column { stretches: stretches.clone(), pages: pages.clone() }];
+    (columns, u64::from(blocks) * shape.block_bytes())
+}
+
 /// All layers of a request landed from a pool in slots of an engine's pages, and saved from there, beside copies of as many bytes in pieces
 /// of 16 MiB; and what the engine's thread spends on a layer.
 #[test]
@@ -121,34 +149,8 @@ fn landing_beside_the_bare_copy() {
     let lander = Lander::new(&as_device, RING_BYTES).unwrap();
     let (engine, memory) = (device.stream().unwrap(), device.allocate(bytes).unwrap());
     for (model, parts) in PAGES {
-        let chunks = parts.iter().map(|bytes| ChunkShape { bytes: *bytes, align: 1 });
-        let layer = |layer| LayerShape { layer, chunks: chunks.clone().collect() };
-        let shape = Arc::new(BlockShape::new((0..LAYERS).map(layer).collect()).unwrap());
-        let blocks = (bytes / shape.block_bytes()) as u32;
-        // An odd step through the slots: no two pages lie beside each other.
-        let slots = (0..blocks).map(|at| (u64::from(at) * 7919 % u64::from(blocks)) as u32);
-        let slots: Vec<u32> =
-            if blocks.is_multiple_of(7919) { (0..blocks).collect() } else { slots.collect() };
-        let mut base = 0;
-        let place = |bytes: &u64| {
-            let part = PagePart { memory: 0, rows: SlotShape::whole(*bytes, base, *bytes) };
-            base += bytes * u64::from(blocks);
-            part
-        };
-        let placed = (0..LAYERS).flat_map(|_| parts).map(place).collect();
-        let pages = Pages::new(&shape, vec![memory.clone()], placed, 1, slots).unwrap();
-        let stretch = |first: u32| {
-            let count = STRETCH.min(blocks - first);
-            let at = u64::from(first) * shape.block_bytes();
-            Stretch { at, blocks: count, first: 0, count }
-        };
-        let stretches: Vec<Stretch> = (0..blocks).step_by(STRETCH as usize).map(stretch).collect();
-        let what = || Move {
-            pool: Arc::clone(&pool),
-            columns: vec![Column { stretches: stretches.clone(), pages: pages.clone() }],
-            keeps: Box::new(()),
-        };
-        let moved = u64::from(blocks) * shape.block_bytes();
+        let (columns, moved) = request(parts, &memory, bytes);
+        let what = || Move { pool: Arc::clone(&pool), columns: columns(), keeps: Box::new(()) };
         let piece = moved.min(16 << 20);
         let (mut best, mut on_thread) = ([f64::INFINITY; 4], f64::INFINITY);
         for _ in 0..=ROUNDS {
@@ -179,6 +181,86 @@ fn landing_beside_the_bare_copy() {
             ),
         );
     }
+    device.unpin(&pool);
+}
+
+/// Launches of an engine's step, and how long it takes about.
+const LAUNCHES: u32 = 32;
+const STEP: Duration = Duration::from_millis(40);
+/// Pairs of steps: alone, and while requests land.
+const PAIRS: usize = 15;
+
+/// How much longer an engine's step takes, whose kernels fill the device, while another request lands; and, as the control, how much one half
+/// of the steps that ran alone took longer than the other.
+#[test]
+#[ignore = "a figure: scripts/gpu-run"]
+fn an_engines_step_while_a_request_lands() {
+    let bytes = bytes();
+    let device = Cuda::open(0).unwrap();
+    let as_device: Arc<dyn Device> = Arc::new(device.clone());
+    let pool = Region::anonymous(bytes as usize).unwrap();
+    SharedBuf::new(&pool, 0, bytes as usize).unwrap().fill(1);
+    device.pin(&pool).unwrap();
+    let lander = Lander::new(&as_device, RING_BYTES).unwrap();
+    let (engine, read) = (device.stream().unwrap(), device.allocate(bytes).unwrap());
+    let pages = device.allocate(bytes).unwrap();
+    let (columns, moved) = request(PAGES[0].1, &pages, bytes);
+    let step = |rounds: u32| {
+        timed(|| {
+            (0..LAUNCHES).for_each(|_| device.compute_everywhere(&engine, &read, rounds).unwrap());
+            drain(&device, &engine).unwrap();
+        })
+    };
+    // The first launch brings the kernel to the device.
+    step(1);
+    let rounds = (STEP.as_secs_f64() / step(1000).max(1e-6) * 1000.0).clamp(1.0, 1e8) as u32;
+    let mut alone = [Vec::new(), Vec::new()];
+    let (mut beside, mut landed_bytes, mut landing) = (Vec::new(), 0u64, 0.0);
+    for _ in 0..PAIRS {
+        alone[0].push(step(rounds));
+        // Two are on their way at any time.
+        let land = || {
+            let what = Move { pool: Arc::clone(&pool), columns: columns(), keeps: Box::new(()) };
+            lander.land(what, None).unwrap()
+        };
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let lands = scope.spawn(|| {
+                let (mut under_way, mut count) = (land(), 0u64);
+                let seconds = timed(|| {
+                    while !is_over.load(Ordering::Acquire) {
+                        let next = land();
+                        assert_eq!(under_way.done().wait(WAIT), Some(Ok(())));
+                        (under_way, count) = (next, count + 1);
+                    }
+                    assert_eq!(under_way.done().wait(WAIT), Some(Ok(())));
+                });
+                (count + 1, seconds)
+            });
+            beside.push(step(rounds));
+            is_over.store(true, Ordering::Release);
+            let (count, seconds) = lands.join().unwrap();
+            landed_bytes += count * moved;
+            landing += seconds;
+        });
+        alone[1].push(step(rounds));
+    }
+    let median = |seconds: &mut Vec<f64>| {
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    };
+    let [first, second] = alone.each_mut().map(median);
+    let slowdown = median(&mut beside) / f64::midpoint(first, second) - 1.0;
+    let control = first.max(second) / first.min(second) - 1.0;
+    tell(
+        "slowdown",
+        &format!(
+            "\"connections\":{:?},\"step_ms\":{:.3},\"slowdown\":{slowdown:.4},\"control\":{control:.4},\"landed_bytes_per_second\":{:.0}",
+            std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_default(),
+            first * 1e3,
+            landed_bytes as f64 / landing,
+        ),
+    );
     device.unpin(&pool);
 }
 
@@ -237,6 +319,7 @@ fn figures_are_told() {
         ("figures::copies_by_size_of_pieces", "16", SIZES.len() * 2 * (1 + Method::ALL.len())),
         ("figures::digests_beside_the_copy", "2", 4),
         ("figures::landing_beside_the_bare_copy", "4", PAGES.len()),
+        ("figures::an_engines_step_while_a_request_lands", "4", 1),
     ] {
         if crate::way::is_real() {
             return;

@@ -158,19 +158,28 @@ fn world() -> World {
     let pool = Region::anonymous(bytes as usize).unwrap();
     device.pin(&pool).unwrap();
     let memory = device.allocate(bytes).unwrap();
+    let pages = pages_of(&shape, &memory);
+    let stretch = Stretch { at: 0, blocks: BLOCKS, first: 0, count: BLOCKS };
+    World { device, as_device, pool, memory, pages, stretch }
+}
+
+/// Pages of all blocks in a memory of their size.
+fn pages_of(shape: &Arc<BlockShape>, memory: &Memory) -> Pages {
     let part = |part: u32| {
         let base = u64::from(part) * u64::from(BLOCKS) * CHUNK;
         PagePart { memory: 0, rows: SlotShape::whole(CHUNK, base, CHUNK) }
     };
     let parts = (0..2 * LAYERS).map(part).collect();
-    let pages = Pages::new(&shape, vec![memory.clone()], parts, 1, (0..BLOCKS).rev().collect()).unwrap();
-    let stretch = Stretch { at: 0, blocks: BLOCKS, first: 0, count: BLOCKS };
-    World { device, as_device, pool, memory, pages, stretch }
+    Pages::new(shape, vec![memory.clone()], parts, 1, (0..BLOCKS).rev().collect()).unwrap()
 }
 
 impl World {
     fn what(&self) -> Move {
-        let columns = vec![Column { stretches: vec![self.stretch], pages: self.pages.clone() }];
+        self.what_of(self.pages.clone())
+    }
+
+    fn what_of(&self, pages: Pages) -> Move {
+        let columns = vec![Column { stretches: vec![self.stretch], pages }];
         Move { pool: Arc::clone(&self.pool), columns, keeps: Box::new(()) }
     }
 
@@ -247,6 +256,118 @@ fn layers_leave_behind_what_computes_them_and_before_their_pages_are_written_aga
         drop(lander);
         pinned.push(Arc::clone(&world.pool));
         pinned.iter().for_each(|region| world.device.unpin(region));
+        assert_eq!(standin.misuse(), Vec::<String>::new());
+    });
+}
+
+/// Streams of a lander's lanes are made when it is: inward the far and the near one, then outward.
+const FAR_IN: usize = 1;
+const NEAR_IN: usize = 2;
+const NEAR_OUT: usize = 4;
+/// For how long work that must not run is watched.
+const LOOK: Duration = Duration::from_millis(20);
+
+#[test]
+fn kernels_wait_for_copies_copies_for_their_segment_and_the_engine_for_its_layer() {
+    inside(Kit::Bare, here!(), |standin| {
+        for (number, standing) in [(11, FAR_IN), (12, NEAR_IN)] {
+            let world = world();
+            let new = pattern(world.memory.len(), number);
+            world.in_pool().copy_in(0, &new);
+            let before = standin.latest();
+            let lander = Lander::new(&world.as_device, 4 * 8 * CHUNK).unwrap();
+            let engine = world.device.stream().unwrap();
+            standin.stand(before + standing);
+            let landed = lander.land(world.what(), None).unwrap();
+            landed.wait(0, &engine).unwrap();
+            let computes = world.device.record(&engine).unwrap();
+            assert_eq!(world.device.synchronize_within(&computes, LOOK), Ok(false), "stream {standing}");
+            standin.go(before + standing);
+            (1..LAYERS).for_each(|layer| landed.wait(layer, &engine).unwrap());
+            let computed = bytes_of(&world.device, &engine, &world.memory);
+            assert!(computed == turned(&new), "stream {standing}");
+            assert_eq!(landed.done().wait(WAIT), Some(Ok(())));
+            drop(lander);
+            world.device.unpin(&world.pool);
+        }
+        assert_eq!(standin.misuse(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn what_leaves_is_copied_when_it_was_gathered() {
+    inside(Kit::Bare, here!(), |standin| {
+        let world = world();
+        let right = pattern(world.memory.len(), 13);
+        let before = standin.latest();
+        let lander = Lander::new(&world.as_device, 4 * 8 * CHUNK).unwrap();
+        let engine = world.device.stream().unwrap();
+        let pinned = fill(&world.device, &engine, &world.memory, &right);
+        drain(&world.device, &engine).unwrap();
+        let mut saving = lander.save(world.what()).unwrap();
+        standin.stand(before + NEAR_OUT);
+        for layer in 0..LAYERS {
+            saving.layer(layer, &engine).unwrap();
+        }
+        let done = saving.finish().unwrap();
+        assert_eq!(done.wait(LOOK), None);
+        standin.go(before + NEAR_OUT);
+        assert_eq!(done.wait(WAIT), Some(Ok(())));
+        assert!(world.in_pool().to_vec() == turned(&right));
+        drop(lander);
+        [&pinned, &world.pool].into_iter().for_each(|region| world.device.unpin(region));
+        assert_eq!(standin.misuse(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_landing_whose_pages_are_in_use_holds_up_no_other() {
+    inside(Kit::Bare, here!(), |standin| {
+        let world = world();
+        let new = pattern(world.memory.len(), 14);
+        world.in_pool().copy_in(0, &new);
+        let other = world.device.allocate(world.memory.len()).unwrap();
+        let pages = pages_of(world.pages.shape(), &other);
+        let lander = Lander::new(&world.as_device, 4 * 8 * CHUNK).unwrap();
+        let engine = world.device.stream().unwrap();
+        let number = standin.latest();
+        standin.stand(number);
+        world.device.compute(&engine, Duration::from_micros(1)).unwrap();
+        let after = world.device.record(&engine).unwrap();
+        let waits = lander.land(world.what(), Some(&after)).unwrap();
+        let idle = lander.land(world.what_of(pages), None).unwrap();
+        assert_eq!(idle.done().wait(WAIT), Some(Ok(())));
+        assert_eq!(waits.done().outcome(), None);
+        standin.go(number);
+        assert_eq!(waits.done().wait(WAIT), Some(Ok(())));
+        for memory in [&world.memory, &other] {
+            assert!(bytes_of(&world.device, &engine, memory) == turned(&new));
+        }
+        drop(lander);
+        world.device.unpin(&world.pool);
+        assert_eq!(standin.misuse(), Vec::<String>::new());
+    });
+}
+
+#[test]
+fn events_are_used_again() {
+    inside(Kit::Bare, here!(), |standin| {
+        let world = world();
+        let lander = Lander::new(&world.as_device, 4 * 8 * CHUNK).unwrap();
+        let engine = world.device.stream().unwrap();
+        let mut made = Vec::new();
+        for _ in 0..3 {
+            let landed = lander.land(world.what(), None).unwrap();
+            landed.wait(0, &engine).unwrap();
+            assert_eq!(landed.done().wait(WAIT), Some(Ok(())));
+            let mut saving = lander.save(world.what()).unwrap();
+            (0..LAYERS).for_each(|layer| drop(saving.layer(layer, &engine).unwrap()));
+            assert_eq!(saving.finish().unwrap().wait(WAIT), Some(Ok(())));
+            made.push(standin.calls("cuEventCreate"));
+        }
+        assert!(made[0] > 0 && made[1] == made[2], "{made:?}");
+        drop(lander);
+        world.device.unpin(&world.pool);
         assert_eq!(standin.misuse(), Vec::<String>::new());
     });
 }

@@ -226,8 +226,11 @@ fn a_stub_for_building_is_told_apart_from_a_driver_without_devices() {
 #[test]
 fn whether_a_driver_is_there_is_seen_without_asking_it() {
     inside(Kit::Whole, here!(), |standin| {
-        let _ = kvarts_gpudirect::device::cuda::shown();
+        let shown = kvarts_gpudirect::device::cuda::shown();
         assert_eq!(standin.calls("cuInit"), 0);
+        // As the files say; the stand-in has none.
+        let files = ["/dev/nvidiactl", "/dev/dxg"].iter().any(|file| std::path::Path::new(file).exists());
+        assert_eq!(shown.is_ok(), files, "{shown:?}");
     });
 }
 

@@ -22,6 +22,7 @@ mod lander;
 mod lives;
 mod lost;
 mod pipeline;
+mod planted;
 mod processes;
 mod standin;
 mod straight;

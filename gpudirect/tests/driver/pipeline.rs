@@ -323,7 +323,7 @@ fn a_layer_is_used_after_its_copies_and_its_seat_too() {
         let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
         site.device.copy(&compute, &batch).unwrap();
         let read = site.device.record(&compute).unwrap();
-        assert_eq!(site.device.synchronize_within(&read, Duration::from_millis(2)), Ok(false));
+        assert_eq!(site.device.synchronize_within(&read, Duration::from_millis(20)), Ok(false));
         assert_eq!(landing.landed(), 0);
         standin.go(copies);
         site.device.synchronize(&read).unwrap();
@@ -335,6 +335,46 @@ fn a_layer_is_used_after_its_copies_and_its_seat_too() {
         assert!(matches!(landing.next_layer(&compute), Next::End(end) if end.reason.is_none()));
         drop(landing);
         assert!(pool.holds(standin, &pool.expected(&site)));
+    });
+}
+
+/// The kernels that compute the layers have not run when the layers are given.
+#[test]
+fn a_layer_leaves_when_it_is_computed() {
+    inside(Kit::Whole, here!(), |standin| {
+        let site = Site::new();
+        let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
+        let compute = site.device.stream().unwrap();
+        let number = standin.latest();
+        take_all(&mut site.land(&pipeline, 1, &pool).unwrap(), &compute);
+        until("it has landed", || standin.pending() == 0);
+        until("the arena is free", || site.arena.usage().used == 0);
+        let computed = pattern(pool.memories[0].len(), 77);
+        let (region, host) = crate::copies::host(computed.len() as u64);
+        host.copy_in(0, &computed);
+        site.device.pin(&region).unwrap();
+        standin.stand(number);
+        let pieces = [Piece { memory: 0, at: 0, host: 0, len: computed.len() as u64 }];
+        let (direction, method) = (Direction::ToDevice, Method::Each);
+        let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
+        site.device.copy(&compute, &batch).unwrap();
+        let mut sink = pipeline.store_layers(site.leave(2, &pool)).unwrap();
+        let left = sink.store_layer(0, &compute).unwrap();
+        assert_eq!(site.device.synchronize_within(&left, Duration::from_millis(20)), Ok(false));
+        standin.go(number);
+        for layer in 1..LAYERS as u32 {
+            sink.store_layer(layer, &compute).unwrap();
+        }
+        let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
+        assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
+        site.device.unpin(&region);
+        let again = Pool::new(&site);
+        take_all(&mut site.land(&pipeline, 2, &again).unwrap(), &compute);
+        let places = again.places.iter().flatten().filter(|(memory, ..)| *memory == 0);
+        for &(_, at, len) in places {
+            let right = &computed[at as usize..(at + len) as usize];
+            assert!(standin.peek(again.memories[0].base() + at, len) == right, "at {at}");
+        }
     });
 }
 

@@ -66,6 +66,7 @@ pub(crate) fn again(kit: Kit, test: &str) -> Command {
 /// Runs the body of a test in a process of its own, and holds it to it that nothing was misused and nothing is left.
 pub(crate) fn inside(kit: Kit, test: &str, body: impl FnOnce(&Standin)) {
     if is_inside(test) {
+        crate::planted::plant();
         let standin = Standin::load();
         body(&standin);
         standin.settle();

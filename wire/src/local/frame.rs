@@ -148,7 +148,13 @@ pub fn frame(kind: Kind, id: u64, message: &impl Message) -> Vec<u8> {
 
 /// A whole frame whose message has one more field of bytes, numbered `field`, in which these keys stand one after the other. They go
 /// straight into the frame: a scheduler's question has thousands.
-pub fn frame_with_keys(kind: Kind, id: u64, message: &impl Message, field: u32, keys: &[BlockKey]) -> Vec<u8> {
+pub fn frame_with_keys(
+    kind: Kind,
+    id: u64,
+    message: &impl Message,
+    field: u32,
+    keys: &[BlockKey],
+) -> Vec<u8> {
     let bytes_of_keys = keys.len() * size_of::<BlockKey>();
     let fields = message.encoded_len() + key_len(field) + encoded_len_varint(bytes_of_keys as u64);
     let length = fields + bytes_of_keys;

@@ -5,6 +5,8 @@
 //! behind it ([`Entered`]), also on threads of the engine, which find their own context as it was.
 //! The calls themselves are looked up in `calls`; handles, structures and constants are those of the bindings.
 
+pub(super) mod events;
+
 use std::ffi::{CStr, c_int, c_void};
 use std::marker::PhantomData;
 use std::ops::RangeInclusive;
@@ -36,10 +38,11 @@ const WARP: u32 = 32;
 const SLOT_THREADS: u32 = 256;
 const SLOT_BLOCKS: u64 = 128;
 const SLOT_PIECE: u64 = 4096;
+/// A launch that fills a device: several blocks for each of its multiprocessors.
+const BUSY_BLOCKS: u32 = 1056;
+const BUSY_THREADS: u32 = 256;
 /// The flag of streams that do not wait for the default stream.
 const NON_BLOCKING: u32 = 1;
-/// Events that keep no time. No thread of ours waits inside the driver for one, so none asks to be woken by an interrupt.
-const EVENT_FLAGS: u32 = 2;
 
 /// What a call said, as a result.
 fn check(call: &'static str, code: Code) -> Result<(), DeviceError> {
@@ -242,27 +245,6 @@ impl Drop for RawStream {
         {
             // SAFETY: made by `stream`; the driver does not wait here, and still does what the stream was given.
             let _ = unsafe { (self.context.calls().stream_destroy)(self.raw) };
-        }
-    }
-}
-
-/// An event.
-#[derive(Debug)]
-pub(super) struct RawEvent {
-    context: Context,
-    raw: cu::CUevent,
-}
-
-// SAFETY: the driver's events may be used from any thread.
-unsafe impl Send for RawEvent {}
-// SAFETY: as above.
-unsafe impl Sync for RawEvent {}
-
-impl Drop for RawEvent {
-    fn drop(&mut self) {
-        if let Ok(_inside) = self.context.enter() {
-            // SAFETY: made by `record`; the driver keeps what a pending wait needs.
-            let _ = unsafe { (self.context.calls().event_destroy)(self.raw) };
         }
     }
 }
@@ -662,37 +644,6 @@ impl Context {
         }
     }
 
-    pub(super) fn record(&self, stream: &RawStream) -> Result<RawEvent, DeviceError> {
-        let _inside = self.enter()?;
-        self.outside_graphs(stream)?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: writes one handle, destroyed in `RawEvent::drop`.
-        check("cuEventCreate", unsafe { (self.calls().event_create)(&raw mut raw, EVENT_FLAGS) })?;
-        let event = RawEvent { context: self.clone(), raw };
-        // SAFETY: both are alive.
-        check("cuEventRecord", unsafe { (self.calls().event_record)(event.raw, stream.raw) })?;
-        Ok(event)
-    }
-
-    pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), DeviceError> {
-        let _inside = self.enter()?;
-        self.outside_graphs(stream)?;
-        // SAFETY: both are alive.
-        check("cuStreamWaitEvent", unsafe { (self.calls().stream_wait)(stream.raw, event.raw, 0) })
-    }
-
-    /// Whether everything before the event is done; an error is that of the work before it, or of a driver that does
-    /// not say.
-    pub(super) fn is_done(&self, event: &RawEvent) -> Result<bool, DeviceError> {
-        let _inside = self.enter()?;
-        // SAFETY: it is alive.
-        match unsafe { (self.calls().event_query)(event.raw) } {
-            // The last are refusals to look while a graph is captured: whatever runs goes on meanwhile.
-            NOT_READY | CAPTURE_UNSUPPORTED | CAPTURE_IMPLICIT => Ok(false),
-            code => check("cuEventQuery", code).map(|()| true),
-        }
-    }
-
     pub(super) fn copy_each(&self, stream: &RawStream, batch: &Batch<'_>) -> Result<(), DeviceError> {
         let _inside = self.enter()?;
         self.outside_graphs(stream)?;
@@ -904,6 +855,35 @@ impl Context {
         let (function, raw, parameters) = (kernel.function, stream.raw, parameters.as_mut_ptr());
         // SAFETY: one parameter of eight bytes as the kernel's source names it, copied during the call.
         let code = unsafe { (self.calls().launch)(function, 1, 1, 1, 1, 1, 1, 0, raw, parameters, none) };
+        check("cuLaunchKernel", code)
+    }
+
+    /// Enqueues threads on all multiprocessors of any device, which compute and read `memory`.
+    pub(super) fn launch_busy(
+        &self,
+        kernel: &Kernel,
+        stream: &RawStream,
+        memory: &Memory,
+        mut rounds: u32,
+    ) -> Result<(), DeviceError> {
+        let _inside = self.enter()?;
+        self.outside_graphs(stream)?;
+        // Pieces of 16 bytes, as many as a power of two.
+        let mut mask = (memory.len() / 16).checked_ilog2().map_or(0, |bits| (1u64 << bits) - 1);
+        let mut base = memory.base;
+        let (mut parameters, none) = (
+            [
+                (&raw mut base).cast::<c_void>(),
+                (&raw mut mask).cast::<c_void>(),
+                (&raw mut rounds).cast::<c_void>(),
+            ],
+            std::ptr::null_mut(),
+        );
+        let (function, raw, parameters) = (kernel.function, stream.raw, parameters.as_mut_ptr());
+        let (blocks, threads) = (BUSY_BLOCKS, BUSY_THREADS);
+        // SAFETY: the parameters as the kernel's source names them, copied during the call; `memory` is the caller's to keep.
+        let code =
+            unsafe { (self.calls().launch)(function, blocks, 1, 1, threads, 1, 1, 0, raw, parameters, none) };
         check("cuLaunchKernel", code)
     }
 

@@ -15,7 +15,7 @@ struct module {
 
 struct function {
     struct module *module;
-    enum { GATHER, CRC32, BUSY_FOR, MOVES_SLOTS } kernel;
+    enum { GATHER, CRC32, BUSY_FOR, BUSY_ALL, MOVES_SLOTS } kernel;
     // What the PTX says of it: entries of its table, threads of a block.
     unsigned long size;
 };
@@ -90,13 +90,13 @@ result cuModuleGetFunction(struct function **to, void *handle, const char *name)
     char head[128];
     snprintf(head, sizeof head, ".visible .entry %s(", name);
     int gather = !strcmp(name, "kvarts_gather"), crc = !strcmp(name, "kvarts_crc32") || !strcmp(name, "kvarts_crc32_many");
-    int busy = !strcmp(name, "kvarts_wait"), slots = !strcmp(name, "kvarts_slots");
-    if (!strstr(module->source, head) || !(gather || crc || busy || slots)) return leave(NOT_FOUND);
+    int busy = !strcmp(name, "kvarts_wait"), all = !strcmp(name, "kvarts_busy"), slots = !strcmp(name, "kvarts_slots");
+    if (!strstr(module->source, head) || !(gather || crc || busy || all || slots)) return leave(NOT_FOUND);
     struct function *function = calloc(1, sizeof *function);
     function->module = module;
-    function->kernel = gather ? GATHER : crc ? CRC32 : slots ? MOVES_SLOTS : BUSY_FOR;
+    function->kernel = gather ? GATHER : crc ? CRC32 : slots ? MOVES_SLOTS : all ? BUSY_ALL : BUSY_FOR;
     // Behind a number of eight bytes each entry of the gather kernel's table has three of them.
-    if (busy) function->size = 1;
+    if (busy || all) function->size = 1;
     else if (slots) function->size = number_behind(module->source, "kvarts_slots_param_0[") == sizeof(struct moved);
     else if (gather) function->size = (number_behind(module->source, "kvarts_gather_param_0[") - 8) / 24;
     else function->size = number_behind(module->source, ".maxntid ");
@@ -164,10 +164,17 @@ static result crc32_of(struct function *function, struct stream *stream, void **
     return OK;
 }
 
+// For nanoseconds; where the whole device is busy, for as many as it has rounds.
 static result busy(struct function *function, struct stream *stream, void **parameters) {
     struct work *work = calloc(1, sizeof *work);
     work->what = BUSY;
-    memcpy(&work->target, parameters[0], 8);
+    if (function->kernel == BUSY_ALL) {
+        uint64_t memory, mask;
+        memcpy(&memory, parameters[0], 8);
+        memcpy(&mask, parameters[1], 8);
+        memcpy(&work->target, parameters[2], 4);
+        reach(memory, (mask + 1) * 16, &work->uses[1]);
+    } else memcpy(&work->target, parameters[0], 8);
     work->uses[0] = &function->module->launches;
     ++*work->uses[0];
     enqueue(stream, work);
@@ -215,7 +222,7 @@ result cuLaunchKernel(void *handle, unsigned blocks, unsigned blocks_y, unsigned
         return leave(INVALID_VALUE);
     }
     if (function->kernel == GATHER) return leave(gather(function, stream, parameters));
-    if (function->kernel == BUSY_FOR) return leave(busy(function, stream, parameters));
+    if (function->kernel == BUSY_FOR || function->kernel == BUSY_ALL) return leave(busy(function, stream, parameters));
     if (function->kernel == MOVES_SLOTS) return leave(slots_of(function, stream, parameters));
     if (threads != function->size) misuse("%u threads, the kernel is written for %lu", threads, function->size);
     return leave(crc32_of(function, stream, parameters));

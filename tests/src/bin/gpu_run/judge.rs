@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use crate::steps::{Outcome, SHAPES};
+use crate::steps::{CONNECTIONS, Outcome, SHAPES};
 
 /// Sizes of small pieces: those of layers of today's models.
 const SMALL: [u64; 4] = [8 << 10, 16 << 10, 28 << 10, 40 << 10];
@@ -124,6 +124,24 @@ fn landing(all: &[Outcome], musts: &mut Vec<Must>) {
     }
 }
 
+/// An engine whose kernels fill the device, while a request lands.
+fn slowdown(all: &[Outcome], musts: &mut Vec<Must>) {
+    for connections in CONNECTIONS {
+        let name = format!("an engine's step beside a landing, {connections} queues");
+        let of = |field: &str| -> Result<f64, String> {
+            let figure = figures(all, &name)?.first().map(|figure| figure[field].as_f64());
+            figure.flatten().ok_or_else(|| "it told nothing".to_owned())
+        };
+        // What differs without a landing as well is no slowdown.
+        let found = of("slowdown").and_then(|slowdown| {
+            let control = of("control")?;
+            let is_noise = slowdown > 0.02 && slowdown - control <= 0.02;
+            if is_noise { Err(format!("{slowdown:.3}, by itself {control:.3}")) } else { Ok(slowdown) }
+        });
+        musts.push(Must::most(format!("{name}: longer by"), found, 0.02));
+    }
+}
+
 fn layers(all: &[Outcome], musts: &mut Vec<Must>) {
     for (model, tp) in SHAPES {
         let name = format!("layers {model} tp{tp}");
@@ -189,6 +207,7 @@ pub(crate) fn musts(all: &[Outcome], small: bool) -> Vec<Value> {
     tests(all, &mut musts);
     copies(all, &mut musts);
     landing(all, &mut musts);
+    slowdown(all, &mut musts);
     layers(all, &mut musts);
     digests(all, &mut musts);
     if small {

@@ -34,6 +34,9 @@ pub(crate) const SHAPES: [(&str, u16); 5] = [
     ("llama-3.1-70b", 1),
 ];
 
+/// Numbers of hardware queues that engines are run with.
+pub(crate) const CONNECTIONS: [u32; 3] = [8, 1, 32];
+
 /// What is run.
 pub(crate) struct Step {
     pub(crate) name: String,
@@ -93,6 +96,11 @@ pub(crate) fn all(asked: &Asked) -> Vec<Step> {
         figure("landing beside the bare copy", "landing_beside_the_bare_copy", copied),
         figure("digests on the device", "digests_beside_the_copy", digested),
     ];
+    for connections in CONNECTIONS {
+        let name = format!("an engine's step beside a landing, {connections} queues");
+        let step = figure(&name, "an_engines_step_while_a_request_lands", copied);
+        all.push(step.with("CUDA_DEVICE_MAX_CONNECTIONS", connections));
+    }
     for (model, tp) in SHAPES {
         all.push(Step::new(&format!("layers {model} tp{tp}"), 75, "kvarts", &bench(model, tp, "staging")));
     }
