@@ -2,7 +2,6 @@
 //! way. Time passes only as operations of the disk complete, so a thread that waits for what no thread does is stuck.
 
 use std::cell::RefCell;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
@@ -122,10 +121,6 @@ impl Io for ThreadIo {
 
     fn facts(&self) -> IoFacts {
         self.io.facts()
-    }
-
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        None
     }
 }
 

@@ -1,7 +1,6 @@
 //! An executor and the threads that talk to it: mailbox, tickets, wakers, and the eventfd that ends its sleep.
 
 use std::cell::RefCell;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,10 +59,6 @@ impl Io for NoDisk {
 
     fn facts(&self) -> IoFacts {
         IoFacts { backend: "none", features: Vec::new(), warnings: Vec::new() }
-    }
-
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        None
     }
 }
 

@@ -10,7 +10,6 @@
     reason = "a failed case is a failed test"
 )]
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,7 +35,6 @@ pub fn all(make: Make<'_>) {
         let mut io = make();
         case(&mut Bench::new(&mut *io, &format!("case-{number}")));
     }
-    the_event_descriptor_wakes(make);
     dropped_with_operations_under_way(make);
 }
 
@@ -480,57 +478,6 @@ fn an_unpark_is_not_lost(bench: &mut Bench<'_>) {
         unparker.unpark();
         bench.io.park(None);
     }
-}
-
-/// Completions, workers and unparks end a sleep on the event descriptor, where there is one.
-fn the_event_descriptor_wakes(make: Make<'_>) {
-    // Another one makes the directory: who sleeps on the descriptor does not park.
-    Bench::new(&mut *make(), "event");
-    let mut io = make();
-    let Some(event) = io.event_fd() else { return };
-    let name = Name { dir: DirId(0), path: "event/file".into() };
-    let mode = OpenMode { write: true, create: true, direct: false };
-    io.submit(Token(0), Op::Meta(MetaOp::Open { name, mode }));
-    let Some(Reply::Opened(file)) = wait_by_event(&mut *io, &event).reply else { panic!("not opened") };
-    let from = memory(64);
-    for round in 0..50 {
-        io.submit(Token(round), Op::Write { file, offset: 0, from: from.clone(), sync: true });
-        let completion = wait_by_event(&mut *io, &event);
-        assert_eq!((completion.token, completion.result), (Token(round), from.len() as i32));
-    }
-    let unparker = io.unparker();
-    for _ in 0..50 {
-        std::thread::scope(|scope| {
-            scope.spawn(|| unparker.unpark());
-            while io.arm() {
-                sleep_on(&event);
-                io.disarm();
-            }
-        });
-    }
-}
-
-fn wait_by_event(io: &mut dyn Io, event: &OwnedFd) -> Completion {
-    let mut completions = Vec::new();
-    loop {
-        io.reap(&mut completions);
-        if let Some(completion) = completions.pop() {
-            assert!(completions.is_empty());
-            return completion;
-        }
-        if io.arm() {
-            sleep_on(event);
-            io.disarm();
-        }
-    }
-}
-
-fn sleep_on(event: &OwnedFd) {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut fds = [PollFd::new(event, PollFlags::IN)];
-    let timeout = Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(poll(&mut fds, Some(&timeout)), Ok(1), "nothing woke the sleeper");
-    rustix::io::read(event, &mut [0_u8; 8]).unwrap();
 }
 
 fn dropped_with_operations_under_way(make: Make<'_>) {

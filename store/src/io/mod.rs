@@ -28,7 +28,6 @@ pub(crate) mod slots;
 pub(crate) mod wake;
 mod workers;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -219,29 +218,6 @@ pub trait Io {
         let _ = file;
         None
     }
-
-    /// An eventfd that becomes readable when a completion can be reaped or an [`Unpark`] was called, for executors
-    /// that sleep in a ring of their own instead of in [`Io::park`]. It was made without `EFD_NONBLOCK`, and a thread
-    /// that waits for it also empties it. `None`: this implementation can be slept in by `park` only.
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        None
-    }
-
-    /// Whether operations wait that the kernel would not take for now: nothing will say when it does. A thread that sleeps on
-    /// the eventfd sleeps shortly then, and reaps, which offers them again.
-    fn unsent(&mut self) -> bool {
-        false
-    }
-
-    /// Lets completions make [`Io::event_fd`] readable; an unpark does so always, armed or not. True: nothing can
-    /// be reaped now, so it is safe to sleep on the eventfd. False: there is something to reap, do that first.
-    fn arm(&mut self) -> bool {
-        true
-    }
-
-    /// Spares completions the eventfd until the next [`Io::arm`]. Called after each sleep, whether or not the
-    /// eventfd was emptied in it, and before the reaping that follows.
-    fn disarm(&mut self) {}
 }
 
 /// So that what [`open_io`] returns goes where an `Rc<RefCell<dyn Io>>` is wanted.
@@ -272,17 +248,5 @@ impl<T: Io + ?Sized> Io for Box<T> {
     }
     fn keep_file(&self, file: FileId) -> Option<KeptFile> {
         (**self).keep_file(file)
-    }
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        (**self).event_fd()
-    }
-    fn unsent(&mut self) -> bool {
-        (**self).unsent()
-    }
-    fn arm(&mut self) -> bool {
-        (**self).arm()
-    }
-    fn disarm(&mut self) {
-        (**self).disarm();
     }
 }

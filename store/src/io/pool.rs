@@ -4,7 +4,7 @@
 //! the ring, bytes or a negative errno, so nothing above this module knows which of the two it uses.
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -147,18 +147,6 @@ impl Io for Pool {
         let (mut features, mut warnings) = (outcomes.list(), Vec::from_iter(self.warning.clone()));
         super::files::note_direct(&self.files, &mut features, &mut warnings);
         IoFacts { backend: "pool", features, warnings }
-    }
-
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        self.wake.as_fd().try_clone_to_owned().ok()
-    }
-
-    fn arm(&mut self) -> bool {
-        !(self.wake.take_unparked() || self.something_to_reap())
-    }
-
-    fn disarm(&mut self) {
-        self.wake.rearm();
     }
 }
 

@@ -8,17 +8,15 @@
 //! - dropping cancels and waits within a bound; what the kernel has not given back by then is leaked, and
 //!   counted, because it may still write there.
 //!
-//! There are two ways to sleep. [`Io::park`] waits in the kernel, with a poll of the wake-up's eventfd armed, so
-//! that an unpark ends it. An executor that sleeps in its own way takes [`Io::event_fd`] and brackets its sleep
-//! with [`Io::arm`] and [`Io::disarm`].
+//! [`Io::park`] waits in the kernel, with a poll of the wake-up's eventfd armed, so that an unpark ends it.
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
@@ -105,7 +103,6 @@ pub(super) struct Ring {
     files: Arc<Files>,
     wake: Arc<Wake>,
     wake_armed: bool,
-    eventfd_registered: bool,
     /// Completions that no operation here waits for.
     unknown: u64,
     drop_waits: u32,
@@ -141,7 +138,6 @@ impl Ring {
             files,
             wake,
             wake_armed: false,
-            eventfd_registered: false,
             unknown: 0,
             drop_waits: DROP_WAITS,
             #[cfg(test)]
@@ -340,6 +336,13 @@ impl Ring {
         waited.is_ok()
     }
 
+    /// Whether operations wait that the kernel would not take for now: nothing says when it does. Those that wait because there is enough
+    /// in the kernel are none of them: its completions wake.
+    fn unsent(&mut self) -> bool {
+        let room = self.in_kernel < self.in_kernel_max;
+        !self.ring.submission().is_empty() || (room && !self.overflow.is_empty())
+    }
+
     fn arm_wake(&mut self) {
         if !self.wake_armed {
             let poll =
@@ -397,7 +400,7 @@ impl Io for Ring {
                 return;
             }
             // What the kernel has not taken yet must be offered again, and without the poll nothing else wakes.
-            let stuck = !self.wake_armed || !self.overflow.is_empty() || !self.ring.submission().is_empty();
+            let stuck = !self.wake_armed || self.unsent();
             let retry = Duration::from_millis(1);
             let nap = if stuck { Some(timeout.map_or(retry, |timeout| timeout.min(retry))) } else { timeout };
             let more = self.wait(nap);
@@ -442,38 +445,6 @@ impl Io for Ring {
         let mut warnings = Vec::new();
         super::files::note_direct(&self.files, &mut features, &mut warnings);
         IoFacts { backend: "ring", features, warnings }
-    }
-
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        if !self.eventfd_registered {
-            self.ring.submitter().register_eventfd(self.wake.as_fd().as_raw_fd()).ok()?;
-            self.ring.completion().disable_eventfd();
-            self.eventfd_registered = true;
-        }
-        self.wake.as_fd().try_clone_to_owned().ok()
-    }
-
-    fn unsent(&mut self) -> bool {
-        let room = self.in_kernel < self.in_kernel_max;
-        !self.ring.submission().is_empty() || (room && !self.overflow.is_empty())
-    }
-
-    fn arm(&mut self) -> bool {
-        self.ring.completion().enable_eventfd();
-        // The kernel must see that it is to signal before this side looks for what came until now.
-        fence(Ordering::SeqCst);
-        self.flush();
-        self.collect();
-        let sleep = !(self.wake.take_unparked() || self.something_to_reap());
-        if !sleep {
-            self.ring.completion().disable_eventfd();
-        }
-        sleep
-    }
-
-    fn disarm(&mut self) {
-        self.ring.completion().disable_eventfd();
-        self.wake.rearm();
     }
 }
 

@@ -1,28 +1,22 @@
-//! Executors on glommio: its scheduler gives each class its shares of time, and its ring is what the thread sleeps in.
+//! Executors on glommio: its scheduler gives each class its shares of time.
 //!
-//! Of glommio this uses executors, task queues, one timer and one read of an eventfd; not its files, its network or
-//! its blocking pool. Our tasks are not glommio tasks: each class is *run* by one glommio task in the class's queue
-//! (a runner), which polls our own tasks. So tasks, wakers, timers and cancellation behave exactly as on the plain
-//! executor, and glommio's wakers, whose counts it keeps with care only on their own thread, never leave it.
+//! Of glommio this uses executors and task queues; not its files, its network, its timers or its blocking pool. Our tasks are not
+//! glommio tasks: each class is *run* by one glommio task in the class's queue (a runner), which polls our own tasks. So tasks,
+//! wakers, timers and cancellation behave exactly as on the plain executor, and glommio's wakers, whose counts it keeps with care
+//! only on their own thread, never leave it.
 //!
-//! One more glommio task, the pump, turns the device: it reaps, fires timers, and when no runner has work it arms
-//! the `Io`'s eventfd and sleeps until that speaks, the next timer is due, or a runner asks for it. glommio then
-//! sleeps too, because nothing else of it is runnable. While runners have work they reap every few tasks (`TURN`).
+//! One more glommio task, the pump, turns the device: it reaps, fires timers, and when no runner has work it sleeps in
+//! [`Io::park`], as the plain executor does. Nothing else of glommio is runnable then, so glommio itself never sleeps: in its ring, behind an
+//! eventfd, each sleep cost more processor time than the checking of what ended it. While runners have work they reap every few tasks (`TURN`).
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
-use std::future::Future;
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use glommio::io::BufferedFile;
-use glommio::timer::Timer;
 use glommio::{Latency, LocalExecutor, LocalExecutorBuilder, Placement, Shares, TaskQueueHandle};
-use rustix::fs::{OFlags, fcntl_getfl};
 
 use super::tasks::{Handle, Tasks};
 use super::threads::{MakeIo, start_thread};
@@ -30,29 +24,20 @@ use super::{Body, ExecutorContext, Join, Launcher, Runtime};
 use crate::io::Io;
 use kvarts_contract::{
     class::Class,
-    clock::{Clock, Entropy, Nanos},
+    clock::{Clock, Entropy},
 };
 
 /// What glommio registers with the kernel for its own I/O, of which there is next to none: its least. An executor
 /// locks about three times as much, far below the usual limit of 8 MiB.
 const IO_MEMORY: usize = 64 << 10;
-/// Entries of each of glommio's rings. The pump has at most a read and a timer in them.
+/// Entries of each of glommio's rings, which has next to none in them.
 const RING_DEPTH: usize = 32;
 /// After this many tasks a runner looks at the device and lets other classes have their turn.
 const TURN: u32 = 16;
 /// glommio's preemption timer, set so that it never fires: glommio 0.9 goes to sleep for ever, over runnable tasks,
-/// if the timer fires between its look at the rings and its first task, as it does on a busy machine. Without
-/// it nothing else gets into that gap either: no waker of glommio's is used from another thread. Classes take turns
-/// because runners yield, and none of glommio's latency settings (they set the same timer) may be used.
-const NEVER: Duration = Duration::from_secs(3600);
-
-/// How long the executor sleeps before it offers the kernel again what that would not take.
-const OFFER_AGAIN: Duration = Duration::from_millis(1);
-
-/// How often one read of the eventfd is looked at before it is ended. Each look leaves a waker with it that goes when the
-/// read does, and glommio counts wakers in 16 bits and aborts the process beyond: an executor that nothing but its timers
-/// woke would get there.
-const LOOKS: u32 = 1000;
+/// if the timer fires between its look at the rings and its first task. Classes take turns because runners yield, and none of
+/// glommio's latency settings (they set the same timer) may be used.
+const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Starts each executor on a thread of its own, under glommio.
 #[derive(Clone)]
@@ -99,7 +84,6 @@ impl GlommioLauncher {
         let core = self.cores.get(index.checked_rem(self.cores.len()).unwrap_or(0)).copied();
         let executor = make(core)?;
         let io = (self.make_io)(index)?;
-        let event = event_of(&mut *io.borrow_mut())?;
         Ok(move || {
             let tasks = Tasks::new(io.borrow().unparker(), self.clock, self.entropy);
             let shared = Rc::new(Shared {
@@ -111,7 +95,7 @@ impl GlommioLauncher {
             });
             // Tasks hold the runtime and the runtime holds tasks: also a panic must let them go, or it is not reported.
             let cleared = Cleared(Rc::clone(&shared));
-            executor.run(main(Rc::clone(&shared), event, index, body));
+            executor.run(main(Rc::clone(&shared), index, body));
             drop(cleared);
         })
     }
@@ -152,20 +136,6 @@ fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
         })
 }
 
-/// A copy of the eventfd of `io`, fit to be waited for through a ring.
-fn event_of(io: &mut dyn Io) -> Result<OwnedFd, String> {
-    let backend = io.facts().backend;
-    let fd = io.event_fd().ok_or_else(|| {
-        format!("the {backend} way to the disks has no eventfd to sleep on: run it on plain threads")
-    })?;
-    let flags = fcntl_getfl(&fd).map_err(|why| format!("the eventfd of {backend} is broken: {why}"))?;
-    if flags.contains(OFlags::NONBLOCK) {
-        // A ring would answer each read at once with EAGAIN, and the executor would never sleep.
-        return Err(format!("the eventfd of {backend} was made with EFD_NONBLOCK: make it without"));
-    }
-    Ok(fd)
-}
-
 /// What the pump, the runners and the root task of one executor share.
 struct Shared {
     tasks: Rc<Tasks>,
@@ -188,6 +158,17 @@ impl Drop for Cleared {
 }
 
 impl Shared {
+    async fn until_called(&self) {
+        std::future::poll_fn(|cx| {
+            if self.called.get() {
+                return Poll::Ready(());
+            }
+            self.pump.set(Some(cx.waker().clone()));
+            Poll::Pending
+        })
+        .await;
+    }
+
     fn call_pump(&self) {
         self.called.set(true);
         if let Some(pump) = self.pump.take() {
@@ -197,7 +178,7 @@ impl Shared {
 }
 
 /// An executor from its first task to its last.
-async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
+async fn main(shared: Rc<Shared>, index: usize, body: Body) {
     let handle = Rc::new(Handle(Rc::clone(&shared.tasks)));
     let (io, unparker) = (Rc::clone(&shared.io), shared.tasks.unparker());
     let root = body(ExecutorContext { index, rt: handle, io, unparker });
@@ -218,7 +199,7 @@ async fn main(shared: Rc<Shared>, event: OwnedFd, index: usize, body: Body) {
         })
         .collect();
     let queue = queue(Class::Foreground.shares(), "pump");
-    if let Ok(pump) = glommio::spawn_local_into(pump(shared, event), queue) {
+    if let Ok(pump) = glommio::spawn_local_into(pump(shared), queue) {
         pump.await;
     }
     for runner in runners {
@@ -231,8 +212,7 @@ fn queue(shares: u32, name: &str) -> TaskQueueHandle {
     glommio::executor().create_task_queue(shares, Latency::NotImportant, name)
 }
 
-/// Polls the tasks of one class, until the root task has completed: glommio looks at its own ring, which the pump
-/// needs to end, only when no queue of it has work.
+/// Polls the tasks of one class, until the root task has completed.
 async fn run_class(shared: Rc<Shared>, class: Class) {
     let tasks = &shared.tasks;
     while !shared.done.get() {
@@ -256,9 +236,9 @@ async fn run_class(shared: Rc<Shared>, class: Class) {
 }
 
 /// Turns the device and puts the executor to sleep, until the root task has completed.
-async fn pump(shared: Rc<Shared>, event: OwnedFd) {
-    let mut sleep = Sleep::new(event);
+async fn pump(shared: Rc<Shared>) {
     let tasks = &shared.tasks;
+    let clock = Handle(Rc::clone(tasks));
     while !shared.done.get() {
         shared.called.set(false);
         tasks.fire_timers();
@@ -266,96 +246,15 @@ async fn pump(shared: Rc<Shared>, event: OwnedFd) {
         tasks.collect();
         if tasks.any_runnable() {
             // The runner that finds nothing more to do calls.
-            sleep.until_called(&shared).await;
+            shared.until_called().await;
             continue;
         }
         if reaped > 0 || !tasks.prepare_sleep() {
             continue;
         }
-        if shared.io.borrow_mut().arm() {
-            let clock = Handle(Rc::clone(tasks));
-            let mut timeout = tasks.next_timer().map(|at: Nanos| at.since(clock.clock().now()));
-            if shared.io.borrow_mut().unsent() {
-                timeout = Some(timeout.map_or(OFFER_AGAIN, |timeout| timeout.min(OFFER_AGAIN)));
-            }
-            sleep.until_something(&shared, timeout).await;
-            if sleep.looks > LOOKS {
-                // The next sleep ends at once, and the read with it.
-                shared.io.borrow().unparker().unpark();
-            }
-        }
-        shared.io.borrow_mut().disarm();
+        let timeout = tasks.next_timer().map(|at| at.since(clock.clock().now()));
+        shared.io.borrow_mut().park(timeout);
         tasks.end_sleep();
-    }
-    // The last read must end before its file does: the kernel still has its buffer.
-    shared.io.borrow().unparker().unpark();
-    sleep.end().await;
-}
-
-type ReadOfEvent = Pin<Box<dyn Future<Output = ()>>>;
-
-/// Sleeping on an eventfd through glommio's ring.
-struct Sleep {
-    event: Rc<BufferedFile>,
-    /// Stays under way from one sleep to the next.
-    read: Option<ReadOfEvent>,
-    /// How often it has been looked at.
-    looks: u32,
-}
-
-impl Sleep {
-    fn new(event: OwnedFd) -> Self {
-        // SAFETY: the descriptor is this function's own and is given away here.
-        let event = unsafe { BufferedFile::from_raw_fd(event.into_raw_fd()) };
-        Self { event: Rc::new(event), read: None, looks: 0 }
-    }
-
-    async fn until_called(&self, shared: &Shared) {
-        std::future::poll_fn(|cx| {
-            if shared.called.get() {
-                return Poll::Ready(());
-            }
-            shared.pump.set(Some(cx.waker().clone()));
-            Poll::Pending
-        })
-        .await;
-    }
-
-    /// Until the eventfd was readable (and is emptied), the time is over, or a runner calls.
-    async fn until_something(&mut self, shared: &Shared, timeout: Option<Duration>) {
-        let event = Rc::clone(&self.event);
-        let read = self.read.get_or_insert_with(|| {
-            Box::pin(async move {
-                // An error ends the sleep too: the executor looks at everything again.
-                let _ = event.read_at(0, 8).await;
-            })
-        });
-        let mut timer = timeout.map(Timer::new);
-        let (mut emptied, looks) = (false, &mut self.looks);
-        std::future::poll_fn(|cx| {
-            *looks += 1;
-            emptied = read.as_mut().poll(cx).is_ready();
-            let over = timer.as_mut().is_some_and(|timer| Pin::new(timer).poll(cx).is_ready());
-            if emptied || over || shared.called.get() {
-                return Poll::Ready(());
-            }
-            shared.pump.set(Some(cx.waker().clone()));
-            Poll::Pending
-        })
-        .await;
-        if emptied {
-            (self.read, self.looks) = (None, 0);
-        }
-    }
-
-    async fn end(self) {
-        if let Some(read) = self.read {
-            read.await;
-        }
-        if let Ok(event) = Rc::try_unwrap(self.event) {
-            // A descriptor that cannot be closed is gone as well.
-            let _ = event.close().await;
-        }
     }
 }
 

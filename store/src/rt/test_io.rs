@@ -16,8 +16,6 @@ use kvarts_contract::buffers::Region;
 pub(super) struct TestIo {
     event: Arc<Event>,
     done: Vec<Token>,
-    /// Whether executors with a ring of their own may sleep on the eventfd.
-    pub(super) offers_event_fd: bool,
     pub(super) parks: usize,
 }
 
@@ -33,7 +31,7 @@ impl Unpark for Event {
 impl TestIo {
     pub(super) fn new() -> Rc<RefCell<Self>> {
         let event = Arc::new(Event(eventfd(0, EventfdFlags::CLOEXEC).unwrap()));
-        Rc::new(RefCell::new(Self { event, done: Vec::new(), offers_event_fd: true, parks: 0 }))
+        Rc::new(RefCell::new(Self { event, done: Vec::new(), parks: 0 }))
     }
 }
 
@@ -73,14 +71,6 @@ impl Io for TestIo {
 
     fn facts(&self) -> IoFacts {
         IoFacts { backend: "test", features: Vec::new(), warnings: Vec::new() }
-    }
-
-    fn event_fd(&mut self) -> Option<OwnedFd> {
-        self.offers_event_fd.then(|| self.event.0.try_clone().ok()).flatten()
-    }
-
-    fn arm(&mut self) -> bool {
-        self.done.is_empty()
     }
 }
 
