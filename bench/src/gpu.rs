@@ -19,6 +19,7 @@ use kvarts_contract::class::Class;
 use kvarts_gpudirect::cufile::{self, Decision, Found, Mode, Wish};
 use kvarts_gpudirect::device::{Batch, Direction, Memory, Method, Piece, Stream, cuda, drain};
 use kvarts_gpudirect::gather::{Curve, copy_split};
+use kvarts_gpudirect::lander::{Lander, RING_BYTES};
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::Next;
 use kvarts_gpudirect::{Arena, Destination, LandRequest, Pipeline};
@@ -241,7 +242,9 @@ impl<'a> Stage<'a> {
         let hosts = layer_buffers(&race, subject);
         // What copies alone take is measured from pinned memory, as in the pipeline.
         let _ = hosts.first().map(|host| device.pin(host.region()));
+        let lander = Lander::new(&device, RING_BYTES).map_err(Failure::user)?;
         let pipeline = Pipeline::new(Arc::new(store.clone()), Arc::clone(&device), arena, curve.clone());
+        let pipeline = pipeline.with_lander(lander);
         let compute = Duration::from_micros(arguments.compute_us_per_layer.unwrap_or_default());
         let arena_bytes = arguments.arena_mib << 20;
         Ok(Self { opened, pipeline, race, bare, store, curve, pool, into, hosts, compute, keys, arena_bytes })

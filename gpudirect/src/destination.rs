@@ -8,8 +8,10 @@ use std::sync::Arc;
 use kvarts_layout::BlockShape;
 use kvarts_layout::plan::{Address, MemoryId, PartTarget, Placement, PlacementError};
 
+use crate::device::slots::SlotShape;
 use crate::device::{Memory, Piece};
 use crate::error::LandError;
+use crate::pages::{PagePart, Pages};
 
 /// Blocks of one shape and their places in device memory. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -17,6 +19,9 @@ pub struct Destination {
     shape: Arc<BlockShape>,
     memories: Arc<[Memory]>,
     places: Arc<Placement>,
+    /// The same as parts and slots.
+    targets: Arc<[PartTarget]>,
+    slots: Arc<[u32]>,
 }
 
 impl Destination {
@@ -29,7 +34,8 @@ impl Destination {
         targets: &[PartTarget],
         slots: Vec<u32>,
     ) -> Result<Self, LandError> {
-        Self::checked(shape, memories, Placement::paged(shape, targets, slots))
+        let places = Placement::paged(shape, targets, slots.clone());
+        Self::checked(shape, memories, places, (targets.to_vec(), slots))
     }
 
     /// One buffer: layer after layer, in each part after part, in each block after block, without padding.
@@ -44,13 +50,33 @@ impl Destination {
             let offset = starts.get(layer as usize).copied().unwrap_or(u64::MAX);
             Address { memory: MemoryId(0), offset }
         };
-        Self::checked(shape, vec![memory], Placement::layer_buffers(shape, blocks, start))
+        let mut targets = Vec::new();
+        for (layer, mut base) in shape.layers().iter().zip(&starts).map(|(layer, start)| (layer, *start)) {
+            for chunk in &layer.chunks {
+                targets.push(PartTarget { memory: MemoryId(0), base, stride: chunk.bytes });
+                base = base.saturating_add(chunk.bytes.saturating_mul(u64::from(blocks)));
+            }
+        }
+        let places = Placement::layer_buffers(shape, blocks, start);
+        Self::checked(shape, vec![memory], places, (targets, (0..blocks).collect()))
+    }
+
+    /// The same as pages that kernels move; nothing if the parts are such that they cannot.
+    pub(crate) fn pages(&self) -> Option<Pages> {
+        let chunks = self.shape.layers().iter().flat_map(|layer| &layer.chunks);
+        let part = |(target, bytes): (&PartTarget, u64)| PagePart {
+            memory: target.memory.0,
+            rows: SlotShape::whole(bytes, target.base, target.stride),
+        };
+        let parts = self.targets.iter().zip(chunks.map(|chunk| chunk.bytes)).map(part).collect();
+        Pages::new(&self.shape, self.memories.to_vec(), parts, 1, self.slots.to_vec()).ok()
     }
 
     fn checked(
         shape: &Arc<BlockShape>,
         memories: Vec<Memory>,
         places: Result<Placement, PlacementError>,
+        (targets, slots): (Vec<PartTarget>, Vec<u32>),
     ) -> Result<Self, LandError> {
         let wrong = |what: String| LandError::Request(what);
         let places = places.map_err(|error| wrong(format!("the destination: {error:?}")))?;
@@ -73,7 +99,8 @@ impl Destination {
             }
         }
         let memories = memories.into();
-        Ok(Self { shape: Arc::clone(shape), memories, places: Arc::new(places) })
+        let (shape, places) = (Arc::clone(shape), Arc::new(places));
+        Ok(Self { shape, memories, places, targets: targets.into(), slots: slots.into() })
     }
 
     /// The shape of a block.

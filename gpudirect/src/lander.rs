@@ -14,6 +14,7 @@
 //! - Calls on one of the engine's threads wait for nothing.
 
 mod lane;
+mod tiles;
 
 use std::any::Any;
 use std::fmt;
@@ -30,7 +31,8 @@ use crate::follow::Followed;
 use crate::pages::Pages;
 use crate::pipeline::COPY_TIMEOUT;
 
-use lane::{Lane, Open};
+use lane::{Lane, Lies, Open};
+pub(crate) use tiles::{Left, Tiles, fits};
 
 /// Bytes of a ring by default.
 pub const RING_BYTES: u64 = 64 << 20;
@@ -139,20 +141,34 @@ impl Lander {
     /// An error is that of the device, or of the request before anything was enqueued. On a device that fails half-way pages may still be
     /// written: it is to be treated as lost.
     pub fn land(&self, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
-        let device = &self.0.device;
-        let waits = |after| device.synchronize_within(after, Duration::ZERO).map(|is_done| !is_done);
-        if !after.map_or(Ok(false), waits)? {
-            return self.land_in(&mut lock(&self.0.inward), what, None);
+        let in_use = self.in_use(after)?;
+        self.lane(false, in_use, |lane| self.land_in(lane, what, after.filter(|_| in_use)))?
+    }
+
+    /// Whether pages are still in use until an event.
+    fn in_use(&self, after: Option<&Event>) -> Result<bool, DeviceError> {
+        let waits = |after| self.0.device.synchronize_within(after, Duration::ZERO).map(|is_done| !is_done);
+        after.map_or(Ok(false), waits)
+    }
+
+    /// Works on a lane: outward, or inward, and there on that of landings whose pages are in use or the other.
+    fn lane<T>(
+        &self,
+        outward: bool,
+        in_use: bool,
+        work: impl FnOnce(&mut Lane) -> T,
+    ) -> Result<T, LandError> {
+        if outward || !in_use {
+            return Ok(work(&mut lock(if outward { &self.0.outward } else { &self.0.inward })));
         }
         let mut behind = lock(&self.0.behind);
-        let lane = match &mut *behind {
-            Some(lane) => lane,
+        Ok(match &mut *behind {
+            Some(lane) => work(lane),
             none => {
-                let followed = Followed { device: Arc::clone(device), timeout: self.0.timeout };
-                none.insert(Lane::new(followed, "kvarts-behind", self.0.ring_bytes)?)
+                let followed = Followed { device: Arc::clone(&self.0.device), timeout: self.0.timeout };
+                work(none.insert(Lane::new(followed, "kvarts-behind", self.0.ring_bytes)?))
             }
-        };
-        self.land_in(lane, what, after)
+        })
     }
 
     fn land_in(&self, lane: &mut Lane, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
@@ -162,7 +178,8 @@ impl Lander {
         let after = after.filter(|_| !planted!("landed-while-in-use"));
         let waits = after.map_or(Ok(()), |after| lane.near_waits(after));
         let ended: Result<Vec<Event>, DeviceError> = waits.and_then(|()| {
-            let layers = (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer));
+            let layers =
+                (0..layers).map(|layer| lane.land(&mut open, (&pool, &what.columns), layer, Lies::InExtents));
             layers.collect::<Result<_, _>>().inspect_err(|error| lane.fail(error))
         });
         let done = lane.close(open, Box::new((what, pool)), ended.is_ok());
@@ -276,7 +293,7 @@ impl Saving {
         if !planted!("saved-before-computed") {
             lane.near_waits(&computed)?;
         }
-        let saved = lane.save(open, (pool, &what.columns), layer);
+        let saved = lane.save(open, (pool, &what.columns), layer, Lies::InExtents);
         match &saved {
             Ok(_) => self.next += 1,
             Err(error) => {
@@ -284,7 +301,7 @@ impl Saving {
                 self.end(&mut lane, false);
             }
         }
-        Ok(saved?)
+        Ok(saved?.0)
     }
 
     /// No more layers come; the answer tells when all have left. An error where some have not been given.

@@ -26,6 +26,7 @@ use crate::device::{Batch, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, LandError};
 use crate::follow::{Asked, Follower, keep_for_good};
 use crate::gather::copy_split;
+use crate::lander::{Left, Tiles};
 use crate::pipeline::{LAYERS_AHEAD, Pipeline};
 use crate::ring::{ALIGN, RingPlace, bytes_needed, places};
 
@@ -106,6 +107,8 @@ pub struct LayerSink {
     ring: SharedBuf,
     places: Vec<RingPlace>,
     pieces: Vec<Piece>,
+    /// What takes layers from their pages, if it is a lander.
+    through: Option<Tiles>,
     /// Layers that were taken.
     taken: u32,
     state: Arc<Mutex<State>>,
@@ -162,7 +165,12 @@ impl Pipeline {
         let (follower, events) = followed.map_err(LandError::Request)?;
         let (pipeline, Cut { ring, places }) = (self.clone(), cut);
         let (pieces, events) = (Vec::new(), Some(events));
+        let through = match pipeline.through(&request.from) {
+            Some((lander, column)) => Some(Tiles::save(lander, column, &ring)?),
+            None => None,
+        };
         Ok(LayerSink {
+            through,
             pipeline,
             request,
             copies,
@@ -267,6 +275,20 @@ impl LayerSink {
         self.wait_for(place.after)?;
         let host = self.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(LandError::Device(DeviceError::OutOfBounds))?;
+        if let Some(through) = &mut self.through {
+            // After an error the lander keeps what it uses.
+            let Left { gathered, left } = through.leave(&host, layer, computed).inspect_err(|error| {
+                if *error != DeviceError::Captured {
+                    lock(&self.state).fail(LandError::Device(error.clone()));
+                }
+            })?;
+            if let Some(events) = &self.events {
+                // The other end lives as long as this one.
+                let _ = events.send(Asked { event: left, ends_layer: true });
+            }
+            self.taken += 1;
+            return Ok(gathered);
+        }
         let device = Arc::clone(self.pipeline.device());
         let computed = device.record(computed)?;
         if !planted!("stored-before-computed") {

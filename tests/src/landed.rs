@@ -19,6 +19,7 @@ use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Batch, Device, Direction, Event, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, LandError};
 use kvarts_gpudirect::gather::Curve;
+use kvarts_gpudirect::lander::Lander;
 use kvarts_gpudirect::pace::RealPace;
 use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, LayerStream, Next, Pipeline};
 use kvarts_gpudirect::store_layers::StoreRequest;
@@ -143,6 +144,16 @@ impl Site {
     pub fn pipeline(&self, device: &Emulated) -> Pipeline {
         let device: Arc<dyn Device> = Arc::new(device.clone());
         Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
+    }
+
+    /// Both ways in which a pipeline brings layers to their places.
+    pub const WAYS: [fn(&Self, &Emulated) -> Pipeline; 2] = [Self::pipeline, Self::pipeline_through];
+
+    /// The same through the rings of a lander, which are used again for each layer.
+    pub fn pipeline_through(&self, device: &Emulated) -> Pipeline {
+        let as_device: Arc<dyn Device> = Arc::new(device.clone());
+        let lander = Lander::new(&as_device, 64 << 10).expect("a device with room for rings");
+        self.pipeline(device).with_lander(lander)
     }
 
     /// Begins to land the run in a pool, once the stream that landed before has let go of the arena.

@@ -177,7 +177,9 @@ fn every_planted_bug_stands_in_the_sources_and_in_the_documents() {
         assert!(text.contains(&line), "docs/FAULT_MODEL.md lacks: {line}");
     }
     let rows = all();
-    let count = text.lines().filter(|line| line.starts_with("| `")).count();
+    // Those of the device path have tests in place of rows, and a list of their own.
+    let of_a_row = |line: &&str| line.starts_with("| `") && line.contains("` | R");
+    let count = text.lines().filter(of_a_row).count();
     assert_eq!(count, BUGS.len(), "docs/FAULT_MODEL.md lists a bug that is not there");
     assert!(BUGS.iter().all(|bug| rows.iter().any(|row| row.id == bug.row)));
 }
@@ -185,11 +187,11 @@ fn every_planted_bug_stands_in_the_sources_and_in_the_documents() {
 #[test]
 fn no_program_that_is_used_has_bugs_planted_in_it() {
     // The feature is one of these crates alone: builds of the program do not name it.
-    for manifest in ["server/Cargo.toml", "gpudirect/Cargo.toml", "Cargo.toml"] {
+    for manifest in ["server/Cargo.toml", "Cargo.toml"] {
         let text = std::fs::read_to_string(root().join(manifest)).unwrap();
         assert!(!text.contains("planted"), "{manifest}");
     }
-    for manifest in ["layout", "store", "fsck", "client", "cluster", "cold", "peer", "tests"] {
+    for manifest in ["layout", "store", "fsck", "client", "cluster", "cold", "gpudirect", "peer", "tests"] {
         let text = std::fs::read_to_string(root().join(manifest).join("Cargo.toml")).unwrap();
         assert!(text.contains("planted") && !text.contains("default ="), "{manifest}");
     }

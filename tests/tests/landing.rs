@@ -12,6 +12,7 @@ use kvarts_gpudirect::device::emulated::{Emulated, Faults, Model};
 use kvarts_gpudirect::device::{Device, InUse, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::Curve;
+use kvarts_gpudirect::lander::Lander;
 use kvarts_gpudirect::pipeline::{LandRequest, LayerEnd, Next, Pipeline};
 use kvarts_gpudirect::{Arena, Destination};
 use kvarts_tests::fixture::{self, ODD, PAGES, all_heads};
@@ -21,10 +22,10 @@ use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, busy_link, read_b
 #[test]
 fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind() {
     let site = Site::new("whole");
-    for column in COLUMNS {
+    for (column, way) in COLUMNS.into_iter().flat_map(|column| Site::WAYS.map(|way| (column, way))) {
         let device = strict(Faults::default());
         {
-            let pipeline = site.pipeline(&device);
+            let pipeline = way(&site, &device);
             let pool = Pool::new(&device, column);
             let compute = device.stream().unwrap();
             let mut stream = site.land(&pipeline, &pool).unwrap();
@@ -47,9 +48,15 @@ fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind()
 
 #[test]
 fn a_range_of_layers_lands_alone_and_a_contiguous_buffer_serves_as_well() {
+    for way in Site::WAYS {
+        a_range_lands_alone(&way);
+    }
+}
+
+fn a_range_lands_alone(way: &dyn Fn(&Site, &Emulated) -> Pipeline) {
     let site = Site::new("range");
     let device = strict(Faults::default());
-    let pipeline = site.pipeline(&device);
+    let pipeline = way(&site, &device);
     let shape = Arc::new(fixture::shape(PAGES, all_heads()));
     let memory = device.allocate(shape.block_bytes() * u64::from(BLOCKS)).unwrap();
     let compute = device.stream().unwrap();
@@ -175,13 +182,49 @@ fn whatever_the_device_does_bytes_are_right_or_there_is_an_error_and_all_comes_b
     }
 }
 
+/// Through a lander a device that fails is lost for all: what was usable is right, and every later landing says why.
+#[test]
+fn whatever_the_device_does_to_a_lander_bytes_are_right_or_there_is_an_error() {
+    let site = Site::new("rings");
+    for copy in 0..6 {
+        let partial = Faults { partial_copy: Some(copy), ..Faults::default() };
+        for faults in [partial, Faults { lost_at_copy: Some(copy), ..Faults::default() }] {
+            let arena = Arena::new(1 << 20).unwrap();
+            let device = strict(faults.clone());
+            let pool = Pool::new(&device, COLUMNS[0]);
+            let as_device: Arc<dyn Device> = Arc::new(device.clone());
+            let lander = Lander::new(&as_device, 64 << 10).unwrap();
+            let store: Arc<dyn KvStore> = Arc::new(site.store().clone());
+            let pipeline = Pipeline::new(store, as_device, arena, Curve::default()).with_lander(lander);
+            let compute = device.stream().unwrap();
+            let mut ends = Vec::new();
+            for _ in 0..2 {
+                match pipeline.land(site.request(&pool)) {
+                    Ok(mut stream) => {
+                        let (_, end) = run(&mut stream, &pool, &device, &compute);
+                        for layer in 0..end.usable_layers {
+                            assert!(pool.is_there(&site, &device, layer), "{faults:?}: layer {layer}");
+                        }
+                        ends.push(end.reason);
+                    }
+                    Err(LandError::Device(error)) => ends.push(Some(EndReason::Device(error))),
+                    Err(other) => panic!("{faults:?}: {other:?}"),
+                }
+            }
+            let failed = |end: &Option<EndReason>| matches!(end, Some(EndReason::Device(_)));
+            // Of the numbers of slots, and of three layers of several segments, each copy is one of the first landing's.
+            assert!(ends.iter().all(failed), "{faults:?}: {ends:?}");
+        }
+    }
+}
+
 #[test]
 fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait_is_seen() {
     let site = Site::new("after");
-    for waits in [false, true] {
+    for (waits, way) in [false, true].into_iter().flat_map(|waits| Site::WAYS.map(|way| (waits, way))) {
         let device = strict(Faults { stuck_copy: Some(0), ..Faults::default() });
         let pool = Pool::new(&device, COLUMNS[0]);
-        let pipeline = site.pipeline(&device);
+        let pipeline = way(&site, &device);
         let (engine, compute) = (device.stream().unwrap(), device.stream().unwrap());
         let _freed = Freed(&device);
         let done = read_by_the_engine(&pool, &device, &engine);
@@ -243,8 +286,8 @@ fn what_cannot_begin_says_why_and_takes_nothing() {
 fn a_caller_that_leaves_early_gives_everything_back() {
     let site = Site::new("leave");
     let device = strict(Faults::default());
-    for takes in 0..3 {
-        let pipeline = site.pipeline(&device);
+    for (takes, way) in (0..3).flat_map(|takes| Site::WAYS.map(|way| (takes, way))) {
+        let pipeline = way(&site, &device);
         let pool = Pool::new(&device, COLUMNS[0]);
         let compute = device.stream().unwrap();
         let mut stream = site.land(&pipeline, &pool).unwrap();

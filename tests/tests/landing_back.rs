@@ -28,9 +28,15 @@ use kvarts_tests::landed::{BLOCKS, COLUMNS, Freed, Pool, Site, is_here, run, sto
 
 #[test]
 fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
+    for way in Site::WAYS {
+        there_and_back(&way);
+    }
+}
+
+fn there_and_back(way: &dyn Fn(&Site, &Emulated) -> Pipeline) {
     let site = Site::new("back");
     let device = strict(Faults::default());
-    let pipeline = site.pipeline(&device);
+    let pipeline = way(&site, &device);
     let pool = Pool::new(&device, COLUMNS[0]);
     let compute = device.stream().unwrap();
     drop(run(&mut site.land(&pipeline, &pool).unwrap(), &pool, &device, &compute));
@@ -39,12 +45,7 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
     let keys = request.keys.clone();
     // Room for two layers of three: the third takes the place of the first, once that is on disk.
     let big = Arena::new(128 << 10).unwrap();
-    let pipeline = Pipeline::new(
-        Arc::new(site.store().clone()),
-        Arc::new(device.clone()),
-        big.clone(),
-        Curve::default(),
-    );
+    let pipeline = pipeline.over(big.clone());
     let mut sink = pipeline.store_layers(request).unwrap();
     assert!(sink.is_streamed());
     let (pace, time) = (RealPace::new(), Duration::from_millis(30));

@@ -362,12 +362,17 @@ impl Core {
     /// Counts a copy that writes what a kernel still reads.
     fn check_readers(&self, copy: u64) {
         let unfinished = lock(&self.unfinished);
-        let reading = lock(&self.reading);
         let writes = unfinished.iter().filter(|(number, _)| *number == copy).flat_map(|(_, ranges)| ranges);
-        let is_read = |&(from, to): &(u64, u64)| {
+        self.check_written(writes.copied());
+    }
+
+    /// The same of any work that writes there.
+    fn check_written(&self, mut writes: impl Iterator<Item = (u64, u64)>) {
+        let reading = lock(&self.reading);
+        let is_read = |(from, to): (u64, u64)| {
             reading.iter().flat_map(|(_, ranges)| ranges).any(|&(start, end)| from < end && start < to)
         };
-        if writes.copied().any(|range| is_read(&range)) {
+        if !reading.is_empty() && writes.any(is_read) {
             self.hazards.fetch_add(1, Ordering::AcqRel);
         }
     }
@@ -521,6 +526,7 @@ impl Device for Emulated {
             time,
             ring: memory_of(moved.ring.0)?,
             pool: memory_of(moved.pool)?,
+            pool_base: moved.pool.base,
             slots: memory_of(slots)?,
             first,
             rows: (0..count).map(rows).collect(),

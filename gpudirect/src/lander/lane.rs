@@ -66,6 +66,15 @@ pub(super) struct Open {
     firsts: Vec<u32>,
 }
 
+/// How the layers of a column lie in host memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lies {
+    /// As extents of a pool have them: layer after layer.
+    InExtents,
+    /// Each in memory of its own.
+    Alone,
+}
+
 /// Rows that one kernel moves.
 pub(super) struct Launch {
     column: usize,
@@ -221,9 +230,10 @@ impl Lane {
         open: &mut Open,
         (pool, columns): (&SharedBuf, &[Column]),
         layer: u32,
+        lies: Lies,
     ) -> Result<Event, DeviceError> {
         let mut last = None;
-        for number in 0..self.cut(columns, layer) {
+        for number in 0..self.cut(columns, layer, lies) {
             let fill = self.take_fill(number);
             let at = self.take_segment(&self.far)?;
             let host = self.copies(pool, &fill, at, Direction::ToDevice)?;
@@ -238,15 +248,16 @@ impl Lane {
         last.map_or_else(|| self.device.record(&self.near), Ok)
     }
 
-    /// Enqueues that a layer leaves; gives the event behind which its pages are read no more.
+    /// Enqueues that a layer leaves; gives the event behind which its pages are read no more, and the one behind which it is in host memory.
     pub(super) fn save(
         &mut self,
         open: &mut Open,
         (pool, columns): (&SharedBuf, &[Column]),
         layer: u32,
-    ) -> Result<Event, DeviceError> {
+        lies: Lies,
+    ) -> Result<(Event, Event), DeviceError> {
         let mut last = None;
-        for number in 0..self.cut(columns, layer) {
+        for number in 0..self.cut(columns, layer, lies) {
             let fill = self.take_fill(number);
             let at = self.take_segment(&self.near)?;
             self.kernels(open, columns, &fill, at, Direction::ToHost)?;
@@ -255,22 +266,29 @@ impl Lane {
                 self.device.wait(&self.far, &gathered)?;
             }
             let left = self.copies(pool, &fill, at, Direction::ToHost)?;
-            self.give_segment(left);
-            last = Some(gathered);
+            last = Some((gathered, self.give_segment(left)));
             self.give_fill(number, fill);
         }
-        last.map_or_else(|| self.device.record(&self.near), Ok)
+        let none = || self.device.record(&self.near).map(|event| (event.clone(), event));
+        last.map_or_else(none, Ok)
     }
 
     /// Cuts a layer into what a segment holds; gives how many there are.
-    pub(super) fn cut(&mut self, columns: &[Column], layer: u32) -> usize {
+    pub(super) fn cut(&mut self, columns: &[Column], layer: u32, lies: Lies) -> usize {
         let mut cut = 0;
         let mut fill = self.next_fill(cut);
         for (number, Column { stretches, pages }) in columns.iter().enumerate() {
+            // Where a layer that lies alone has the next of its parts.
+            let mut alone = 0;
             for (part, chunk) in pages.parts_of(layer) {
                 let mut slot = 0;
                 for stretch in stretches {
-                    let Some((mut host, _)) = stretch.part(pages.shape(), part) else { continue };
+                    let host = match lies {
+                        Lies::InExtents => stretch.part(pages.shape(), part).map(|(host, _)| host),
+                        Lies::Alone => Some(alone),
+                    };
+                    alone += chunk * u64::from(stretch.count);
+                    let Some(mut host) = host else { continue };
                     let mut left = stretch.count;
                     while left > 0 {
                         let room = self.segment_bytes.saturating_sub(fill.used) / chunk;

@@ -343,6 +343,6 @@ fn calls_of(blocks: u32) -> usize {
     let lander = Lander::new(&device, RING_BYTES).unwrap();
     let columns = [Column { stretches: vec![stretch], pages }];
     let mut lane = lock(&lander.0.inward);
-    let count = lane.cut(&columns, 0);
+    let count = lane.cut(&columns, 0, Lies::InExtents);
     lane.fills[..count].iter().map(|fill| fill.copies.len() + fill.launches.len()).sum()
 }

@@ -39,10 +39,14 @@ use crate::device_arena::DeviceArena;
 use crate::error::LandError;
 use crate::follow::Followed;
 use crate::gather::Curve;
+use crate::lander::{Column, Lander, Tiles, fits};
 use crate::ring::{RingPlace, bytes_needed, places};
 
 /// For how many layers a stream has memory at least: one that is copied and one that is read.
 pub const LAYERS_AHEAD: u32 = 2;
+
+/// From this size of a chunk on a copy of its own costs nothing beside its bytes.
+pub const DIRECT_BYTES: u64 = 1 << 20;
 
 /// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
 pub const COPY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -93,6 +97,7 @@ pub struct Pipeline {
     copy_timeout: Duration,
     read_timeout: Duration,
     direct: Option<Arc<DirectPath>>,
+    lander: Option<Lander>,
 }
 
 impl fmt::Debug for Pipeline {
@@ -115,7 +120,23 @@ impl Pipeline {
     pub fn new(store: Arc<dyn KvStore>, device: Arc<dyn Device>, arena: Arena, curve: Curve) -> Self {
         let curve = Arc::new(curve);
         let (copy_timeout, read_timeout) = (COPY_TIMEOUT, READ_TIMEOUT);
-        Self { store, device, arena, curve, copy_timeout, read_timeout, direct: None }
+        Self { store, device, arena, curve, copy_timeout, read_timeout, direct: None, lander: None }
+    }
+
+    /// The same, whose layers go through the rings of a lander of this device: copies over the link are large then, whatever the size of a page.
+    /// Layers with chunks of [`DIRECT_BYTES`] and more are copied to their places without it, and so are those of which its kernels cannot
+    /// move the pages. A failed copy fails the lander, for all that use it.
+    #[must_use]
+    pub fn with_lander(self, lander: Lander) -> Self {
+        Self { lander: Some(lander), ..self }
+    }
+
+    /// What moves the pages of a request, if a lander does.
+    pub(crate) fn through(&self, blocks: &Destination) -> Option<(&Lander, Column)> {
+        let lander = self.lander.as_ref()?;
+        let chunks = blocks.shape().layers().iter().flat_map(|layer| &layer.chunks);
+        let is_small = chunks.map(|chunk| chunk.bytes).any(|bytes| bytes < DIRECT_BYTES);
+        Some((lander, fits(lander, blocks).filter(|_| is_small)?))
     }
 
     /// The same with another bound on how long one layer's copy may take. What takes longer ends its stream with
@@ -131,6 +152,12 @@ impl Pipeline {
     #[must_use]
     pub fn with_read_timeout(self, read_timeout: Duration) -> Self {
         Self { read_timeout, ..self }
+    }
+
+    /// The same with another arena.
+    #[must_use]
+    pub fn over(self, arena: Arena) -> Self {
+        Self { arena, ..self }
     }
 
     pub(crate) fn followed(&self) -> Followed {
@@ -177,8 +204,13 @@ impl Pipeline {
         {
             return Ok(stream);
         }
+        let through = self.through(&request.into);
+        let after = request.after.clone();
         let copies = self.copies(&request)?;
-        let landing = self.stage(request, copies, None)?;
+        let mut landing = self.stage(request, copies, None)?;
+        if let Some((lander, column)) = through {
+            landing.through = Some(Tiles::land(lander, column, &landing.ring, after.as_ref())?);
+        }
         let counts = (landing.places.len() as u32, landing.into.blocks());
         // The stream of the copies too, which may wait for its work when it goes.
         let keeps = (landing.ring.clone(), landing.into.clone(), landing.copies.clone());
@@ -261,6 +293,7 @@ impl Pipeline {
             granted: 0,
             arrived: 0,
             has_deadline: request.deadline.is_some(),
+            through: None,
         };
         landing.grant(0).map_err(LandError::Store)?;
         Ok(landing)

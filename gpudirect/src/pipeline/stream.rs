@@ -19,6 +19,7 @@ use crate::device::{Batch, Device, Direction, Event, Method, Piece, Stream};
 use crate::error::{DeviceError, EndReason, LandError};
 use crate::follow::{Asked, Followed, Follower, keep_for_good};
 use crate::gather::{Curve, copy_split};
+use crate::lander::Tiles;
 use crate::pace::Worker;
 use crate::ring::{RingPlace, begun_after};
 
@@ -72,6 +73,8 @@ pub(super) struct Landing {
     /// Layers that have been read.
     pub(super) arrived: u32,
     pub(super) has_deadline: bool,
+    /// What takes layers to their pages, if it is a lander.
+    pub(super) through: Option<Tiles>,
 }
 
 impl Landing {
@@ -362,7 +365,16 @@ impl CopyQueue {
         copied: Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // Behind a part of them as well: what was enqueued before the error still reads what is kept for it.
-        let event = device.record(copies);
+        self.followed(device.record(copies), layer, copied)
+    }
+
+    /// The same, by the event behind them.
+    fn followed(
+        &self,
+        event: Result<Event, DeviceError>,
+        layer: Layer,
+        copied: Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
         let failed = copied.and(event.as_ref().map(drop).map_err(DeviceError::clone));
         self.shared.change(|state| match (&failed, &event) {
             (Ok(()), Ok(event)) => {
@@ -512,6 +524,12 @@ impl<'a> StagedReader<'a> {
         let place = landing.places.get(at).ok_or(DeviceError::OutOfBounds)?;
         let host = landing.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(DeviceError::OutOfBounds)?;
+        if let Some(through) = &mut self.landing.through {
+            // After an error the lander keeps what it uses, and the stream ends.
+            let landed = through.layer(&host, layer)?;
+            return self.queue.followed(Ok(landed), Layer { layer, blocks }, Ok(()));
+        }
+        let landing = &self.landing;
         landing.into.pieces(layer, blocks, &mut self.pieces);
         let (direction, memories) = (Direction::ToDevice, landing.into.memories());
         let batch = Batch { direction, method: Method::Each, host: &host, memories, pieces: &[] };
@@ -568,6 +586,7 @@ mod tests {
             granted: 0,
             arrived: 0,
             has_deadline: false,
+            through: None,
         };
         for (arrived, begun) in [(0, 1), (1, 9), (2, 10), (6, 12), (12, 12)] {
             landing.arrived = arrived;

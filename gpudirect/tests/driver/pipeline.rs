@@ -14,6 +14,7 @@ use kvarts_gpudirect::device::cuda::Cuda;
 use kvarts_gpudirect::device::{Batch, Device, Direction, Memory, Method, Piece, Stream, drain};
 use kvarts_gpudirect::error::{DeviceError, EndReason, LandError};
 use kvarts_gpudirect::gather::{Curve, Point};
+use kvarts_gpudirect::lander::Lander;
 use kvarts_gpudirect::pipeline::{LandRequest, LayerStream, Next};
 use kvarts_gpudirect::store_layers::StoreRequest;
 use kvarts_gpudirect::{Arena, Destination, Pipeline};
@@ -285,6 +286,37 @@ fn there_back_and_there_again(kit: Kit, test: &str) {
             take_all(&mut site.land(&pipeline, chain, &again).unwrap(), &compute);
             assert!(again.holds(standin, &expected), "{method:?}: what left came back");
         }
+    });
+}
+
+/// Rings of a few chunks, which are used again for each layer.
+#[test]
+fn layers_land_through_a_lander_leave_again_and_are_the_same_bytes() {
+    inside(Kit::Whole, here!(), |standin| {
+        let site = Site::new();
+        let compute = site.device.stream().unwrap();
+        let shared: Arc<dyn Device> = Arc::new(site.device.clone());
+        let lander = Lander::new(&shared, 48 << 10).unwrap();
+        let pipeline = site.pipeline(Method::Each).with_lander(lander);
+        let pool = Pool::new(&site);
+        take_all(&mut site.land(&pipeline, 1, &pool).unwrap(), &compute);
+        until("it has landed", || standin.pending() == 0);
+        let expected = pool.expected(&site);
+        assert!(pool.holds(standin, &expected), "landed, every byte and no other");
+        until("the arena is free", || site.arena.usage().used == 0);
+        let launched = standin.calls("cuLaunchKernel");
+        let mut sink = pipeline.store_layers(site.leave(2, &pool)).unwrap();
+        for layer in 0..LAYERS as u32 {
+            let gathered = sink.store_layer(layer, &compute).unwrap();
+            site.device.wait(&compute, &gathered).unwrap();
+        }
+        assert!(standin.calls("cuLaunchKernel") > launched, "kernels gather");
+        let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
+        assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
+        let again = Pool::new(&site);
+        take_all(&mut site.land(&pipeline, 2, &again).unwrap(), &compute);
+        until("it has landed again", || standin.pending() == 0);
+        assert!(again.holds(standin, &expected), "what left came back");
     });
 }
 

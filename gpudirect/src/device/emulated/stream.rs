@@ -64,6 +64,8 @@ pub(super) struct SlotOp {
     pub(super) time: Duration,
     pub(super) ring: SharedBuf,
     pub(super) pool: SharedBuf,
+    /// Where the pool lies, as the engine's kernels name it.
+    pub(super) pool_base: u64,
     pub(super) slots: SharedBuf,
     pub(super) first: u32,
     /// Of each slot, were it number zero.
@@ -73,22 +75,31 @@ pub(super) struct SlotOp {
 }
 
 impl SlotOp {
-    /// False if a number leads out of the pool.
-    fn run(&self) -> bool {
-        let len = self.row_bytes as usize;
-        for (ordinal, rows) in self.rows.iter().enumerate() {
+    /// Each row, in the stretch and in the pool, as the numbers of the slots are now.
+    fn places(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.rows.iter().enumerate().flat_map(|(ordinal, rows)| {
             let mut number = [0; 4];
             self.slots.copy_out((self.first as usize + ordinal) * 4, &mut number);
             let slot = u64::from(u32::from_le_bytes(number)) * self.pool_stride;
-            for (ring, pool) in rows {
-                let (ring, pool) = (*ring as usize, (pool + slot) as usize);
-                if pool + len > self.pool.len() {
-                    return false;
-                }
-                match self.direction {
-                    Direction::ToDevice => self.pool.copy_from(pool, &self.ring, ring, len),
-                    Direction::ToHost => self.ring.copy_from(ring, &self.pool, pool, len),
-                }
+            rows.iter().map(move |(ring, pool)| (*ring, pool + slot))
+        })
+    }
+
+    /// False if a number leads out of the pool.
+    fn run(&self, core: &Core) -> bool {
+        let len = self.row_bytes as usize;
+        if self.direction == Direction::ToDevice {
+            let written = |(_, pool)| (self.pool_base + pool, self.pool_base + pool + self.row_bytes);
+            core.check_written(self.places().map(written));
+        }
+        for (ring, pool) in self.places() {
+            let (ring, pool) = (ring as usize, pool as usize);
+            if pool + len > self.pool.len() {
+                return false;
+            }
+            match self.direction {
+                Direction::ToDevice => self.pool.copy_from(pool, &self.ring, ring, len),
+                Direction::ToHost => self.ring.copy_from(ring, &self.pool, pool, len),
             }
         }
         true
@@ -201,7 +212,7 @@ fn serve(core: &Core, inbox: &Receiver<Op>) {
             Op::Write(into, bytes) => into.copy_in(0, &bytes),
             Op::Slots(op) => {
                 core.pace.sleep_until(core.pace.now().plus(op.time));
-                if !op.run() {
+                if !op.run(core) {
                     let lost = DeviceError::Lost("an illegal address was met".to_owned());
                     core.lose(lost.clone());
                     failed = Err(lost);
