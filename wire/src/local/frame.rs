@@ -155,7 +155,7 @@ pub fn frame_with_keys(
     field: u32,
     keys: &[BlockKey],
 ) -> Vec<u8> {
-    let bytes_of_keys = keys.len() * size_of::<BlockKey>();
+    let bytes_of_keys = size_of_val(keys);
     let fields = message.encoded_len() + key_len(field) + encoded_len_varint(bytes_of_keys as u64);
     let length = fields + bytes_of_keys;
     let mut bytes = Vec::with_capacity(HEAD_BYTES + length);
