@@ -1,8 +1,9 @@
-//! A pool over a store in simulated time: stages and drafts of two tenants' models meet puts, deletes, expiry, eviction, damage, restarts and
-//! power cuts, in an order that the seed draws.
+//! A pool over a store in simulated time: stages and drafts of two tenants' models meet puts, deletes, expiry, eviction, reads that hang for ever,
+//! restarts and power cuts, in an order that the seed draws.
 //!
 //! What a stage says is here has, for as long as it is held, the bytes of a production of that block, and of none that a delete had met, or whose
-//! time was over, before the stage began. What a draft keeps are bytes that were stored from it. In the end all memory can be had again.
+//! time was over, before the stage began. What a draft keeps are bytes that were stored from it. A stage of which nothing comes ends by its silence.
+//! In the end all memory can be had again.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,7 +29,7 @@ use super::{Row, Tally};
 use crate::conformance::Desk;
 use crate::fixture;
 use crate::sim::log::Mixer;
-use crate::sim::{Crash, Latency, Media, Rng, Seed, SimWorld, WorldConfig};
+use crate::sim::{Crash, Effect, Latency, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{SimStage, Stage};
 
 /// Operations of a course.
@@ -161,6 +162,8 @@ struct Course {
     productions: u64,
     held: Vec<Held>,
     saves: Vec<Save>,
+    /// A read of the disk hangs, or one of the next will.
+    hangs: bool,
 }
 
 fn world(seed: Seed, clock: Option<Arc<crate::sim::SimClock>>, media: Option<Media>) -> SimWorld {
@@ -215,6 +218,7 @@ impl Course {
             productions: 0,
             held: Vec::new(),
             saves: Vec::new(),
+            hangs: false,
         })
     }
 
@@ -394,7 +398,8 @@ impl Course {
         self.server.set(None);
         let stage = self.stage.take().expect("it is open");
         let clock = Arc::clone(stage.world().clock());
-        let media = match rng.below(3) {
+        // One that hangs is not waited for.
+        let media = match if std::mem::take(&mut self.hangs) { 2 } else { rng.below(3) } {
             0 => stage.close().map_err(text)?,
             1 => stage.cut_power().image(Crash::LoseAll),
             _ => stage.world().kill(),
@@ -404,6 +409,19 @@ impl Course {
         self.server.set(Some(stage.engine().clone()));
         self.stage = Some(stage);
         Ok(())
+    }
+
+    /// One of the next reads of the disk never ends.
+    fn hang(&mut self, rng: &mut Rng) {
+        let when = When::Nth(1 + rng.below(4));
+        self.stage().world().disk().inject(Rule::new(Which::Kind(OpKind::Read), when, Effect::Stuck));
+        self.hangs = true;
+    }
+
+    /// So long after anything began all stages are over.
+    fn over(&self) -> Result<(), String> {
+        let waits = self.held.iter().filter(|held| !held.stage.look().is_over).count();
+        if waits == 0 { Ok(()) } else { Err(format!("{waits} stages wait behind their silence")) }
     }
 
     /// Everything that is held has bytes that it may have.
@@ -463,6 +481,10 @@ impl Course {
     fn ends(mut self) -> Result<(), String> {
         self.held.clear();
         self.saves.clear();
+        if self.hangs {
+            let mut rng = self.seed.child("end").rng();
+            self.restart(&mut rng)?;
+        }
         self.stage().world().settle();
         // Reads that were cancelled have let go of their memory; what they told is taken in with the next look.
         let keys = self.keys(0, &[9_000]);
@@ -512,9 +534,13 @@ fn course(seed: Seed, states: &States) -> Result<(), String> {
             }
             38 => {
                 course.stage().advance(TTL);
+                course.over().map_err(note)?;
             }
-            _ if rng.below(3) == 0 => course.restart(&mut rng).map_err(note)?,
-            _ => {}
+            _ => match rng.below(3) {
+                0 => course.restart(&mut rng).map_err(note)?,
+                1 => course.hang(&mut rng),
+                _ => {}
+            },
         }
         for _ in 0..rng.below(60) {
             course.stage().world().step();
@@ -535,7 +561,7 @@ fn course(seed: Seed, states: &States) -> Result<(), String> {
 pub(super) fn row() -> Row {
     Row {
         id: "R42",
-        what: "stages and drafts of a pool under puts, deletes, expiry, eviction, restarts and power cuts",
+        what: "stages and drafts of a pool under puts, deletes, expiry, eviction, reads that hang, restarts and power cuts",
         counts: "courses with different event logs",
         targets: [150, 20_000, 200_000],
         run: |ask, target| -> Tally { until(ask, target, course) },
