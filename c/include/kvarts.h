@@ -149,8 +149,8 @@ typedef struct kvarts_pages kvarts_pages;
 typedef struct kvarts_landed kvarts_landed;
 typedef struct kvarts_saving kvarts_saving;
 
-/* `cuda:N` in the primary context of this process, or `emulated`: memory of this process. One for each worker; `ring_bytes` of the device's memory for
- * each direction, 0 for as many as there are by default. What takes longer than `timeout_ms` once the one before it has ended is stuck: its
+/* `cuda:N` in the primary context of this process, or `emulated`: memory of this process. One for each worker; three times `ring_bytes` of the
+ * device's memory (landings, landings whose pages are in use when they come, saves), 0 for as many as there are by default. What takes longer than `timeout_ms` once the one before it has ended is stuck: its
  * memory is kept for good, and every later call says so. */
 kvarts_status kvarts_lander_open(const char *device, uint64_t ring_bytes, uint64_t timeout_ms, kvarts_lander **lander);
 void kvarts_lander_free(kvarts_lander *lander);
@@ -195,8 +195,9 @@ typedef struct kvarts_move {
   const kvarts_pages *pages;
 } kvarts_move;
 
-/* Begins to land all layers. Pages are written behind what the stream `after` was given so far; null: they are idle now. `stage` may be null; one
- * of this process is held until all has landed. */
+/* Begins to land all layers. Pages are written behind what the stream `after` was given so far; null: they are idle now. They are
+ * in use until the landing is done, also if it was freed: two landings into the same pages are in no order. `stage` may be null; one of this
+ * process is held until all has landed. */
 kvarts_status kvarts_land(const kvarts_lander *lander, const kvarts_memory *memory, const kvarts_move *moves, size_t count, const uint64_t *after,
                           const kvarts_stage *stage, kvarts_landed **landed);
 /* It lands all the same. */

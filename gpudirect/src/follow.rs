@@ -20,6 +20,9 @@ use crate::device::{Device, Event};
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace, Worker};
 
+/// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
+pub const COPY_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// How long a device that does not say is left alone before it is asked again: within the timeout, and behind it.
 const ASK_AGAIN: Duration = Duration::from_millis(1);
 const ASK_LATE: Duration = Duration::from_millis(100);

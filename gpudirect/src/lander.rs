@@ -27,9 +27,8 @@ use kvarts_layout::planted;
 
 use crate::device::{Device, Event, Stream};
 use crate::error::{DeviceError, LandError};
-use crate::follow::Followed;
+use crate::follow::{COPY_TIMEOUT, Followed};
 use crate::pages::Pages;
-use crate::pipeline::COPY_TIMEOUT;
 
 use lane::{Lane, Lies, Open};
 pub(crate) use tiles::{Left, Tiles, fits};
@@ -64,7 +63,7 @@ impl fmt::Debug for Move {
 
 impl Move {
     /// The layers of its columns, if all have as many, and every block has its place.
-    fn layers(&self, segment: u64) -> Result<u32, LandError> {
+    fn layers(&self, device: &dyn Device, segment: u64) -> Result<u32, LandError> {
         let wrong = |what: &str| LandError::Request(what.to_owned());
         let mut layers = None;
         for Column { stretches, pages } in &self.columns {
@@ -77,6 +76,7 @@ impl Move {
             if blocks != u64::from(pages.blocks()) {
                 return Err(LandError::Request(format!("{blocks} blocks for pages of {}", pages.blocks())));
             }
+            pages.memories().iter().try_for_each(|memory| device.owns(memory))?;
             for (part, chunk) in (0..own).flat_map(|layer| pages.parts_of(layer)) {
                 if chunk > segment {
                     return Err(LandError::Request(format!(
@@ -103,11 +103,9 @@ pub struct Lander(Arc<Inner>);
 struct Inner {
     device: Arc<dyn Device>,
     inward: Mutex<Lane>,
-    /// For landings whose pages are in use when they come: they wait for each other, and no other landing for them. Made with the first.
-    behind: Mutex<Option<Lane>>,
+    /// For landings whose pages are in use when they come: they wait for each other, and no other landing for them.
+    behind: Mutex<Lane>,
     outward: Mutex<Lane>,
-    timeout: Duration,
-    ring_bytes: u64,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -116,7 +114,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Lander {
-    /// A lander with rings of `ring_bytes` on the device, one for each direction; and a third, once pages are in use when their landing comes.
+    /// A lander with three rings of `ring_bytes` on the device: one for landings, one for those whose pages are in use when they come, and one for
+    /// saves.
     pub fn new(device: &Arc<dyn Device>, ring_bytes: u64) -> Result<Self, LandError> {
         Self::with_timeout(device, ring_bytes, COPY_TIMEOUT)
     }
@@ -127,22 +126,26 @@ impl Lander {
         ring_bytes: u64,
         timeout: Duration,
     ) -> Result<Self, LandError> {
-        let lane = |name| Lane::new(Followed { device: Arc::clone(device), timeout }, name, ring_bytes);
-        let inward = Mutex::new(lane("kvarts-land")?);
-        let outward = Mutex::new(lane("kvarts-save")?);
-        let (device, behind) = (Arc::clone(device), Mutex::default());
-        Ok(Self(Arc::new(Inner { device, inward, behind, outward, timeout, ring_bytes })))
+        let lane = |name| {
+            let followed = Followed { device: Arc::clone(device), timeout };
+            Lane::new(followed, name, ring_bytes).map(Mutex::new)
+        };
+        let (inward, behind, outward) = (lane("kvarts-land")?, lane("kvarts-behind")?, lane("kvarts-save")?);
+        Ok(Self(Arc::new(Inner { device: Arc::clone(device), inward, behind, outward })))
     }
 
     /// Enqueues the landing of all layers. Pages are written behind `after`, if it is given: the engine's last kernel that uses them; without
     /// it they must be idle now. The ring is filled before that. The engine must come to `after` within the lander's timeout; what is landed
     /// later waits only if its own `after` is not done either.
     ///
+    /// Pages of a landing are in use until it is done ([`Landed::done`]), also if it was dropped: two landings into the same pages are in no order.
+    ///
     /// An error is that of the device, or of the request before anything was enqueued. On a device that fails half-way pages may still be
     /// written: it is to be treated as lost.
     pub fn land(&self, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
         let in_use = self.in_use(after)?;
-        self.lane(false, in_use, |lane| self.land_in(lane, what, after.filter(|_| in_use)))?
+        let lane = if in_use { &self.0.behind } else { &self.0.inward };
+        self.land_in(&mut lock(lane), what, after.filter(|_| in_use))
     }
 
     /// Whether pages are still in use until an event.
@@ -151,28 +154,8 @@ impl Lander {
         after.map_or(Ok(false), waits)
     }
 
-    /// Works on a lane: outward, or inward, and there on that of landings whose pages are in use or the other.
-    fn lane<T>(
-        &self,
-        outward: bool,
-        in_use: bool,
-        work: impl FnOnce(&mut Lane) -> T,
-    ) -> Result<T, LandError> {
-        if outward || !in_use {
-            return Ok(work(&mut lock(if outward { &self.0.outward } else { &self.0.inward })));
-        }
-        let mut behind = lock(&self.0.behind);
-        Ok(match &mut *behind {
-            Some(lane) => work(lane),
-            none => {
-                let followed = Followed { device: Arc::clone(&self.0.device), timeout: self.0.timeout };
-                work(none.insert(Lane::new(followed, "kvarts-behind", self.0.ring_bytes)?))
-            }
-        })
-    }
-
     fn land_in(&self, lane: &mut Lane, what: Move, after: Option<&Event>) -> Result<Landed, LandError> {
-        let layers = what.layers(lane.segment_bytes())?;
+        let layers = what.layers(&*self.0.device, lane.segment_bytes())?;
         let pool = whole(&what.pool)?;
         let mut open = lane.open(&what.columns)?;
         let after = after.filter(|_| !planted!("landed-while-in-use"));
@@ -190,7 +173,7 @@ impl Lander {
     /// pool afterwards are whole blocks.
     pub fn save(&self, what: Move) -> Result<Saving, LandError> {
         let mut lane = lock(&self.0.outward);
-        let layers = what.layers(lane.segment_bytes())?;
+        let layers = what.layers(&*self.0.device, lane.segment_bytes())?;
         if !what.columns.iter().all(|column| column.pages.is_whole()) {
             return Err(LandError::Request("a save of pages that have not every byte of a block".to_owned()));
         }

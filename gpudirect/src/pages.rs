@@ -122,6 +122,11 @@ impl Pages {
         self.is_whole
     }
 
+    /// The memories that they lie in.
+    pub(crate) fn memories(&self) -> &[Memory] {
+        &self.memories
+    }
+
     pub(crate) fn per_block(&self) -> u32 {
         self.per_block
     }

@@ -37,8 +37,8 @@ class Pages:
 
 @final
 class Lander:
-    """Moves blocks between pools and the memory of one device: one for each worker, whatever requests it has. `ring_bytes` of the device's
-    memory are taken for each direction. A request that takes longer than `timeout` seconds once the one before it has ended is stuck: what
+    """Moves blocks between pools and the memory of one device: one for each worker, whatever requests it has. Three times `ring_bytes`
+    of the device's memory are taken: for landings, for landings whose pages are in use when they come, and for saves. A request that takes longer than `timeout` seconds once the one before it has ended is stuck: what
     it uses is kept for good, and every later call says so."""
 
     def __new__(cls, device: Device, *, ring_bytes: int = ..., timeout: float = 30.0) -> Lander: ...
@@ -64,7 +64,8 @@ class Lander:
         self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]], *, after: int | None = None, stage: Stage | None = None
     ) -> Landed:
         """Begins to land all layers of blocks that lie in a pool's memory. Pages are written behind what the stream `after` was given so far; without
-        it they must be idle. `stage`, if it is of this process, is held until they have landed."""
+        it they must be idle. They are in use until the landing is done, also if it was dropped: two landings into the same pages are in no order.
+        `stage`, if it is of this process, is held until they have landed."""
 
     def save(self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]], *, draft: Draft | None = None) -> Saving:
         """Begins to take layers into a pool's memory, where a draft has room for them (`Pool.draft`). When all have left the draft is put. `draft`,

@@ -43,6 +43,12 @@ impl Undo {
     ) -> Result<(Self, T), String> {
         watch()?;
         let mut left = left();
+        if IS_INTERRUPTED.load(Ordering::Acquire) {
+            // What is made from now on would stay behind: what it stands in may be undone already.
+            drop(left);
+            last_word();
+            return Err("interrupted".to_owned());
+        }
         let made = make()?;
         let number = left.last_key_value().map_or(0, |(last, _)| last + 1);
         left.insert(number, Box::new(undo));
@@ -135,7 +141,7 @@ fn watching(told: &SyncSender<Result<(), String>>) {
     let Some(number) = number else { return };
     IS_INTERRUPTED.store(true, Ordering::Release);
     loop {
-        // One at a time: while it is being undone something else may be made.
+        // One at a time: undoing one may drop another.
         let Some((_, work)) = left().pop_last() else { break };
         work();
     }

@@ -49,6 +49,7 @@ const UNSAFE_FILES: &[&str] = &[
     "gpudirect/src/device/cuda/calls.rs",
     // Calls into the CUDA driver, whose handles live exactly as long as their owners.
     "gpudirect/src/device/cuda/sys.rs",
+    "gpudirect/src/device/cuda/sys/events.rs",
     // Calls into libcufile, loaded here, whose handles live exactly as long as their owners.
     "gpudirect/src/device/cuda/files.rs",
     // Maps descriptors that it owns: the emulated device's memory.
@@ -93,8 +94,6 @@ const UNSAFE_FILES: &[&str] = &[
     "store/src/io/ring_tests.rs",
     // A ring that is told of pages of a region which lives as long as it does.
     "tests/tests/serve_local_late.rs",
-    // Hands an eventfd that no other code owns to glommio.
-    "store/src/rt/glommio.rs",
 ];
 
 fn root() -> PathBuf {

@@ -392,12 +392,19 @@ impl Device for Cuda {
         }
     }
 
+    fn owns(&self, memory: &Memory) -> Result<(), DeviceError> {
+        self.owned(memory).map(drop)
+    }
+
+    fn can_move_slots(&self) -> Result<(), DeviceError> {
+        let why = |why: &String| DeviceError::Call { call: "cuModuleLoadData", why: why.clone() };
+        self.0.slots.as_ref().map(drop).map_err(why)
+    }
+
     fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError> {
         self.alive()?;
         moved.check()?;
-        [moved.ring.0, moved.pool, moved.slots.0]
-            .iter()
-            .try_for_each(|memory| self.owned(memory).map(drop))?;
+        [moved.ring.0, moved.pool, moved.slots.0].into_iter().try_for_each(|memory| self.owns(memory))?;
         match &self.0.slots {
             Ok(kernel) => self.0.context.move_slots(kernel, raw(stream)?, moved),
             Err(why) => Err(DeviceError::Call { call: "cuModuleLoadData", why: why.clone() }),

@@ -514,6 +514,14 @@ impl Device for Emulated {
         self.move_pieces(stream, (Direction::ToDevice, Method::Kernel), memory_of(from)?, memories, pieces)
     }
 
+    fn owns(&self, memory: &Memory) -> Result<(), DeviceError> {
+        memory_of(memory).map(drop)
+    }
+
+    fn can_move_slots(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError> {
         self.0.alive()?;
         moved.check()?;

@@ -271,6 +271,10 @@ pub trait Device: Send + Sync + fmt::Debug {
         memories: &[Memory],
         pieces: &[Piece],
     ) -> Result<(), DeviceError>;
+    /// Whether memory is this device's own, or an error that says that it is not.
+    fn owns(&self, memory: &Memory) -> Result<(), DeviceError>;
+    /// Whether [`Device::move_slots`] works here, or why not.
+    fn can_move_slots(&self) -> Result<(), DeviceError>;
     /// Enqueues a move of rows between two memories of this device, which must both stay until an event behind it is done. The numbers of
     /// the slots are read when the move runs.
     fn move_slots(&self, stream: &Stream, moved: &SlotMove<'_>) -> Result<(), DeviceError>;

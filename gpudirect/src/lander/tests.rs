@@ -233,7 +233,7 @@ fn landings_of_several_requests_share_the_ring_and_each_gets_its_own() {
     // Memory for numbers is used again.
     drop(world.lander.land(world.what(), None).unwrap());
     assert_eq!(world.as_device.in_use(), before);
-    assert_eq!(before.streams, 5, "two for each direction, and the engine's");
+    assert_eq!(before.streams, 7, "two for each ring, and the engine's");
 }
 
 #[test]

@@ -1,8 +1,11 @@
 //! Landings and saves of layers that lie in host memory one by one, each in a place of its own, and that come or go one after the other:
 //! those of a [`Pipeline`](crate::Pipeline). They take the same rings and kernels as those of a pool.
 
+use std::sync::Mutex;
+
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::plan::Stretch;
+use kvarts_layout::planted;
 
 use super::lane::{Lane, Lies, Open};
 use super::{Column, Lander, lock};
@@ -10,20 +13,11 @@ use crate::destination::Destination;
 use crate::device::{Event, Stream};
 use crate::error::{DeviceError, LandError};
 
-/// Which ring they take.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Way {
-    In,
-    /// In, behind pages that are still in use.
-    Behind,
-    Out,
-}
-
 /// Layers of one request. Dropping it ends the request; what was enqueued is done all the same, and keeps what it uses.
 #[derive(Debug)]
 pub(crate) struct Tiles {
     lander: Lander,
-    way: Way,
+    lane: fn(&Lander) -> &Mutex<Lane>,
     columns: Vec<Column>,
     /// All memory that the layers lie in.
     host: SharedBuf,
@@ -37,8 +31,11 @@ pub(crate) struct Left {
     pub(crate) left: Event,
 }
 
-/// What the ring has room for of one chunk, and whether a destination has pages that its kernels move.
+/// The pages of a destination, if this lander's kernels move them: the device has the kernel and the memory, and the ring has room for each chunk.
 pub(crate) fn fits(lander: &Lander, blocks: &Destination) -> Option<Column> {
+    let device = &lander.0.device;
+    device.can_move_slots().ok()?;
+    blocks.memories().iter().try_for_each(|memory| device.owns(memory)).ok()?;
     let pages = blocks.pages()?;
     let room = lock(&lander.0.inward).segment_bytes();
     let layers = pages.shape().layers();
@@ -55,10 +52,12 @@ impl Tiles {
         host: &SharedBuf,
         after: Option<&Event>,
     ) -> Result<Self, LandError> {
-        let in_use = lander.in_use(after)?;
-        let way = if in_use { Way::Behind } else { Way::In };
-        let mut tiles = Self::begin(lander, way, column, host)?;
-        if let Some(after) = after.filter(|_| in_use) {
+        let after = after.filter(|_| !planted!("tiles-landed-while-in-use"));
+        if !lander.in_use(after)? {
+            return Self::begin(lander, |lander| &lander.0.inward, column, host);
+        }
+        let mut tiles = Self::begin(lander, |lander| &lander.0.behind, column, host)?;
+        if let Some(after) = after {
             tiles.with(|lane, _, _| lane.near_waits(after))?;
         }
         Ok(tiles)
@@ -66,14 +65,19 @@ impl Tiles {
 
     /// Layers that leave these pages.
     pub(crate) fn save(lander: &Lander, column: Column, host: &SharedBuf) -> Result<Self, LandError> {
-        Self::begin(lander, Way::Out, column, host)
+        Self::begin(lander, |lander| &lander.0.outward, column, host)
     }
 
-    fn begin(lander: &Lander, way: Way, column: Column, host: &SharedBuf) -> Result<Self, LandError> {
+    fn begin(
+        lander: &Lander,
+        lane: fn(&Lander) -> &Mutex<Lane>,
+        column: Column,
+        host: &SharedBuf,
+    ) -> Result<Self, LandError> {
         let columns = vec![column];
-        let open = lander.lane(way == Way::Out, way == Way::Behind, |lane| lane.open(&columns))??;
+        let open = lock(lane(lander)).open(&columns)?;
         let (lander, host) = (lander.clone(), host.clone());
-        Ok(Self { lander, way, columns, host, open: Some(open), is_whole: true })
+        Ok(Self { lander, lane, columns, host, open: Some(open), is_whole: true })
     }
 
     /// Works on the lane. After an error it is not known what was enqueued: the lander takes no more.
@@ -82,14 +86,8 @@ impl Tiles {
         work: impl FnOnce(&mut Lane, &mut Open, &[Column]) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
         let open = self.open.as_mut().ok_or(DeviceError::OutOfBounds)?;
-        let columns = &self.columns;
-        let done = self.lander.lane(self.way == Way::Out, self.way == Way::Behind, |lane| {
-            work(lane, open, columns).inspect_err(|error| lane.fail(error))
-        });
-        let done = done.unwrap_or_else(|error| match error {
-            LandError::Device(error) => Err(error),
-            _ => Err(DeviceError::OutOfBounds),
-        });
+        let mut lane = lock((self.lane)(&self.lander));
+        let done = work(&mut lane, open, &self.columns).inspect_err(|error| lane.fail(error));
         self.is_whole &= done.is_ok();
         done
     }
@@ -109,7 +107,9 @@ impl Tiles {
         // Of a stream that is being captured nothing is taken: the same layer may come again.
         let computed = self.lander.0.device.record(computed)?;
         self.with(|lane, open, columns| {
-            lane.near_waits(&computed)?;
+            if !planted!("tiles-left-before-computed") {
+                lane.near_waits(&computed)?;
+            }
             let (gathered, left) = lane.save(open, (host, columns), layer, Lies::Alone)?;
             Ok(Left { gathered, left })
         })
@@ -120,9 +120,6 @@ impl Drop for Tiles {
     fn drop(&mut self) {
         let Some(open) = self.open.take() else { return };
         let keeps = Box::new((std::mem::take(&mut self.columns), self.host.clone()));
-        let is_whole = self.is_whole;
-        // A lane that is not there has no work.
-        let close = |lane: &mut Lane| drop(lane.close(open, keeps, is_whole));
-        let _ = self.lander.lane(self.way == Way::Out, self.way == Way::Behind, close);
+        drop(lock((self.lane)(&self.lander)).close(open, keeps, self.is_whole));
     }
 }

@@ -37,6 +37,7 @@ use crate::destination::Destination;
 use crate::device::{Device, Event, Stream};
 use crate::device_arena::DeviceArena;
 use crate::error::LandError;
+pub use crate::follow::COPY_TIMEOUT;
 use crate::follow::Followed;
 use crate::gather::Curve;
 use crate::lander::{Column, Lander, Tiles, fits};
@@ -47,9 +48,6 @@ pub const LAYERS_AHEAD: u32 = 2;
 
 /// From this size of a chunk on a copy of its own costs nothing beside its bytes.
 pub const DIRECT_BYTES: u64 = 1 << 20;
-
-/// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
-pub const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a straight read of a file may take before its layer, and all behind it, come through the arena, unless a
 /// pipeline is told otherwise.
@@ -124,8 +122,10 @@ impl Pipeline {
     }
 
     /// The same, whose layers go through the rings of a lander of this device: copies over the link are large then, whatever the size of a page.
-    /// Layers with chunks of [`DIRECT_BYTES`] and more are copied to their places without it, and so are those of which its kernels cannot
-    /// move the pages. A failed copy fails the lander, for all that use it.
+    /// A request all of whose chunks have [`DIRECT_BYTES`] is copied to its places without it, and so is one whose pages its kernels cannot move.
+    ///
+    /// The rings are those of all that use the lander. A copy that fails, or takes longer than the lander's timeout, fails it for all of them, and
+    /// what it uses then is kept for good; requests whose slots are in use ([`LandRequest::after`]) wait for each other's slots.
     #[must_use]
     pub fn with_lander(self, lander: Lander) -> Self {
         Self { lander: Some(lander), ..self }

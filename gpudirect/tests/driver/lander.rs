@@ -260,10 +260,10 @@ fn layers_leave_behind_what_computes_them_and_before_their_pages_are_written_aga
     });
 }
 
-/// Streams of a lander's lanes are made when it is: inward the far and the near one, then outward.
+/// Streams of a lander's rings are made when it is: inward the far and the near one, the same for pages in use, then outward.
 const FAR_IN: usize = 1;
 const NEAR_IN: usize = 2;
-const NEAR_OUT: usize = 4;
+const NEAR_OUT: usize = 6;
 /// For how long work that must not run is watched.
 const LOOK: Duration = Duration::from_millis(20);
 

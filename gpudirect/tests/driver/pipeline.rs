@@ -143,6 +143,13 @@ impl Site {
             .with_copy_timeout(Duration::from_secs(60))
     }
 
+    /// The same, or one whose layers go through the rings of a lander, which have room for a few chunks.
+    fn either(&self, method: Method, through: bool) -> Pipeline {
+        let shared: Arc<dyn Device> = Arc::new(self.device.clone());
+        let lander = through.then(|| Lander::new(&shared, 48 << 10).unwrap());
+        lander.into_iter().fold(self.pipeline(method), Pipeline::with_lander)
+    }
+
     pub(crate) fn land(&self, pipeline: &Pipeline, chain: u8, pool: &Pool) -> Result<LayerStream, LandError> {
         // The store lets go of the last stream's memory on its own threads.
         until("the arena is free", || self.arena.usage().used == 0);
@@ -295,10 +302,7 @@ fn layers_land_through_a_lander_leave_again_and_are_the_same_bytes() {
     inside(Kit::Whole, here!(), |standin| {
         let site = Site::new();
         let compute = site.device.stream().unwrap();
-        let shared: Arc<dyn Device> = Arc::new(site.device.clone());
-        let lander = Lander::new(&shared, 48 << 10).unwrap();
-        let pipeline = site.pipeline(Method::Each).with_lander(lander);
-        let pool = Pool::new(&site);
+        let (pipeline, pool) = (site.either(Method::Each, true), Pool::new(&site));
         take_all(&mut site.land(&pipeline, 1, &pool).unwrap(), &compute);
         until("it has landed", || standin.pending() == 0);
         let expected = pool.expected(&site);
@@ -374,40 +378,44 @@ fn a_layer_is_used_after_its_copies_and_its_seat_too() {
 #[test]
 fn a_layer_leaves_when_it_is_computed() {
     inside(Kit::Whole, here!(), |standin| {
-        let site = Site::new();
-        let (pipeline, pool) = (site.pipeline(Method::Each), Pool::new(&site));
-        let compute = site.device.stream().unwrap();
-        let number = standin.latest();
-        take_all(&mut site.land(&pipeline, 1, &pool).unwrap(), &compute);
-        until("it has landed", || standin.pending() == 0);
-        until("the arena is free", || site.arena.usage().used == 0);
-        let computed = pattern(pool.memories[0].len(), 77);
-        let (region, host) = crate::copies::host(computed.len() as u64);
-        host.copy_in(0, &computed);
-        site.device.pin(&region).unwrap();
-        standin.stand(number);
-        let pieces = [Piece { memory: 0, at: 0, host: 0, len: computed.len() as u64 }];
-        let (direction, method) = (Direction::ToDevice, Method::Each);
-        let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
-        site.device.copy(&compute, &batch).unwrap();
-        let mut sink = pipeline.store_layers(site.leave(2, &pool)).unwrap();
-        let left = sink.store_layer(0, &compute).unwrap();
-        assert_eq!(site.device.synchronize_within(&left, Duration::from_millis(20)), Ok(false));
-        standin.go(number);
-        for layer in 1..LAYERS as u32 {
-            sink.store_layer(layer, &compute).unwrap();
-        }
-        let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
-        assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
-        site.device.unpin(&region);
-        let again = Pool::new(&site);
-        take_all(&mut site.land(&pipeline, 2, &again).unwrap(), &compute);
-        let places = again.places.iter().flatten().filter(|(memory, ..)| *memory == 0);
-        for &(_, at, len) in places {
-            let right = &computed[at as usize..(at + len) as usize];
-            assert!(standin.peek(again.memories[0].base() + at, len) == right, "at {at}");
-        }
+        [false, true].into_iter().for_each(|through| leaves_when_computed(standin, through));
     });
+}
+
+fn leaves_when_computed(standin: &Standin, through: bool) {
+    let site = Site::new();
+    let (pipeline, pool) = (site.either(Method::Each, through), Pool::new(&site));
+    let compute = site.device.stream().unwrap();
+    let number = standin.latest();
+    take_all(&mut site.land(&pipeline, 1, &pool).unwrap(), &compute);
+    until("it has landed", || standin.pending() == 0);
+    until("the arena is free", || site.arena.usage().used == 0);
+    let computed = pattern(pool.memories[0].len(), 77);
+    let (region, host) = crate::copies::host(computed.len() as u64);
+    host.copy_in(0, &computed);
+    site.device.pin(&region).unwrap();
+    standin.stand(number);
+    let pieces = [Piece { memory: 0, at: 0, host: 0, len: computed.len() as u64 }];
+    let (direction, method) = (Direction::ToDevice, Method::Each);
+    let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
+    site.device.copy(&compute, &batch).unwrap();
+    let mut sink = pipeline.store_layers(site.leave(2, &pool)).unwrap();
+    let left = sink.store_layer(0, &compute).unwrap();
+    assert_eq!(site.device.synchronize_within(&left, Duration::from_millis(20)), Ok(false));
+    standin.go(number);
+    for layer in 1..LAYERS as u32 {
+        sink.store_layer(layer, &compute).unwrap();
+    }
+    let reply = block_on(sink.seal().unwrap()).unwrap().unwrap();
+    assert!(reply.outcomes.iter().all(|outcome| *outcome == BlockOutcome::Stored), "{reply:?}");
+    site.device.unpin(&region);
+    let again = Pool::new(&site);
+    take_all(&mut site.land(&pipeline, 2, &again).unwrap(), &compute);
+    let places = again.places.iter().flatten().filter(|(memory, ..)| *memory == 0);
+    for &(_, at, len) in places {
+        let right = &computed[at as usize..(at + len) as usize];
+        assert!(standin.peek(again.memories[0].base() + at, len) == right, "at {at}");
+    }
 }
 
 #[test]
@@ -435,37 +443,41 @@ fn a_device_that_breaks_ends_the_stream_and_everything_comes_back() {
 #[test]
 fn nothing_is_written_to_slots_before_the_engine_is_done_with_them() {
     inside(Kit::Whole, here!(), |standin| {
-        let site = Site::new();
-        let (pipeline, pool) = (site.pipeline(Method::Kernel), Pool::new(&site));
-        let empty = [0, 1].map(|at: usize| standin.peek(pool.memories[at].base(), pool.memories[at].len()));
-        let engine = site.device.stream().unwrap();
-        let number = standin.latest();
-        let (region, host) = crate::copies::host(64);
-        site.device.pin(&region).unwrap();
-        standin.stand(number);
-        let pieces = [Piece { memory: 0, at: 8, host: 0, len: 64 }];
-        let (direction, method) = (Direction::ToHost, Method::Each);
-        let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
-        site.device.copy(&engine, &batch).unwrap();
-        let after = Some(site.device.record(&engine).unwrap());
-        let compute = site.device.stream().unwrap();
-        let mut landing = pipeline.land(LandRequest { after, ..site.request(1, &pool) }).unwrap();
-        assert!(matches!(landing.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
-        // Time in which copies that do not wait are done. A real driver frees no memory while a stream stands still, so it
-        // does no other work meanwhile.
-        if crate::way::is_real() {
-            std::thread::sleep(Duration::from_millis(300));
-        } else {
-            crate::copies::there_and_back(standin, &site.device, Method::Each, true);
-        }
-        assert!(pool.holds(standin, &empty) && landing.landed() == 0);
-        standin.go(number);
-        while matches!(landing.next_layer(&compute), Next::Layer(_)) {}
-        drop(landing);
-        assert!(pool.holds(standin, &pool.expected(&site)));
-        assert!(host.to_vec() == vec![0xd5; 64], "what was there before");
-        site.device.unpin(&region);
+        [false, true].into_iter().for_each(|through| slots_are_idle_first(standin, through));
     });
+}
+
+fn slots_are_idle_first(standin: &Standin, through: bool) {
+    let site = Site::new();
+    let (pipeline, pool) = (site.either(Method::Kernel, through), Pool::new(&site));
+    let empty = [0, 1].map(|at: usize| standin.peek(pool.memories[at].base(), pool.memories[at].len()));
+    let engine = site.device.stream().unwrap();
+    let number = standin.latest();
+    let (region, host) = crate::copies::host(64);
+    site.device.pin(&region).unwrap();
+    standin.stand(number);
+    let pieces = [Piece { memory: 0, at: 8, host: 0, len: 64 }];
+    let (direction, method) = (Direction::ToHost, Method::Each);
+    let batch = Batch { direction, method, host: &host, memories: &pool.memories, pieces: &pieces };
+    site.device.copy(&engine, &batch).unwrap();
+    let after = Some(site.device.record(&engine).unwrap());
+    let compute = site.device.stream().unwrap();
+    let mut landing = pipeline.land(LandRequest { after, ..site.request(1, &pool) }).unwrap();
+    assert!(matches!(landing.next_layer(&compute), Next::Layer(layer) if layer.layer == 0));
+    // Time in which copies that do not wait are done. A real driver frees no memory while a stream stands still, so it
+    // does no other work meanwhile.
+    if crate::way::is_real() {
+        std::thread::sleep(Duration::from_millis(300));
+    } else {
+        crate::copies::there_and_back(standin, &site.device, Method::Each, true);
+    }
+    assert!(pool.holds(standin, &empty) && landing.landed() == 0);
+    standin.go(number);
+    while matches!(landing.next_layer(&compute), Next::Layer(_)) {}
+    drop(landing);
+    assert!(pool.holds(standin, &pool.expected(&site)));
+    assert!(host.to_vec() == vec![0xd5; 64], "what was there before");
+    site.device.unpin(&region);
 }
 
 /// What was enqueued before the failure still reads the arena: its memory is not handed out, or unpinned, before that is

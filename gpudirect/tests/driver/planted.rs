@@ -16,7 +16,7 @@ const PLANTED: &str = "KVARTS_PLANTED";
 const FOUND: i32 = 78;
 
 /// Each bug, a test that must find it, and what it breaks.
-const BUGS: [(&str, &str, &str); 12] = [
+const BUGS: [(&str, &str, &str); 14] = [
     (
         "saved-before-computed",
         "lander::layers_leave_behind_what_computes_them_and_before_their_pages_are_written_again",
@@ -56,6 +56,16 @@ const BUGS: [(&str, &str, &str); 12] = [
         "read-over-slots-in-use",
         "pipeline::nothing_is_written_to_slots_before_the_engine_is_done_with_them",
         "a layer stream writes slots before the engine's last kernel that uses them",
+    ),
+    (
+        "tiles-left-before-computed",
+        "pipeline::a_layer_leaves_when_it_is_computed",
+        "a layer that is stored through a lander does not wait for the kernels that compute it",
+    ),
+    (
+        "tiles-landed-while-in-use",
+        "pipeline::nothing_is_written_to_slots_before_the_engine_is_done_with_them",
+        "a layer stream through a lander writes slots before the engine's last kernel that uses them",
     ),
     (
         "layer-not-awaited",

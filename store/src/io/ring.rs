@@ -402,10 +402,14 @@ impl Io for Ring {
             // What the kernel has not taken yet must be offered again, and without the poll nothing else wakes.
             let stuck = !self.wake_armed || self.unsent();
             let retry = Duration::from_millis(1);
-            let nap = if stuck { Some(timeout.map_or(retry, |timeout| timeout.min(retry))) } else { timeout };
-            let more = self.wait(nap);
+            if stuck {
+                // Not in the kernel's own wait, which ends at once where not everything was taken.
+                self.wake.wait(Some(timeout.map_or(retry, |timeout| timeout.min(retry))));
+                return;
+            }
+            let more = self.wait(timeout);
             self.collect();
-            if !more || stuck {
+            if !more {
                 return;
             }
         }

@@ -51,8 +51,8 @@ impl Wake {
         self.rearm();
     }
 
-    /// Lets the next signal write the eventfd again, where another thread has emptied it.
-    pub(crate) fn rearm(&self) {
+    /// Lets the next signal write the eventfd again.
+    fn rearm(&self) {
         self.signalled.store(false, Ordering::SeqCst);
     }
 

@@ -39,6 +39,9 @@ const TURN: u32 = 16;
 /// glommio's latency settings (they set the same timer) may be used.
 const NEVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
+/// The longest sleep: glommio counts the pump's time in 64 bits, of which a sleep of weeks would use all.
+const SLEEP_MAX: Duration = Duration::from_secs(3600);
+
 /// Starts each executor on a thread of its own, under glommio.
 #[derive(Clone)]
 pub struct GlommioLauncher {
@@ -253,7 +256,7 @@ async fn pump(shared: Rc<Shared>) {
             continue;
         }
         let timeout = tasks.next_timer().map(|at| at.since(clock.clock().now()));
-        shared.io.borrow_mut().park(timeout);
+        shared.io.borrow_mut().park(Some(timeout.map_or(SLEEP_MAX, |timeout| timeout.min(SLEEP_MAX))));
         tasks.end_sleep();
     }
 }

@@ -29,7 +29,9 @@ use super::{Row, Tally};
 use crate::conformance::Desk;
 use crate::fixture;
 use crate::sim::log::Mixer;
-use crate::sim::{Crash, Effect, Latency, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use crate::sim::{
+    Crash, Effect, Latency, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig,
+};
 use crate::stage::{SimStage, Stage};
 
 /// Operations of a course.
