@@ -300,7 +300,7 @@ pub const BUGS: &[Bug] = &[
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
     bug("pool-forgets-deletes", "R42", "what is in a pool counts whatever was deleted since").at(91),
     bug("shared-extents-not-held", "R42", "a stage does not hold what another one brought").at(1),
-    bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs"),
+    bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(9),
     bug("draft-keeps-what-was-there", "R42", "a draft keeps blocks of which another one's bytes were stored")
         .at(13),
     bug("blocks-behind-count-too", "R42", "with the first block of an extent all of it counts as here"),

@@ -151,6 +151,8 @@ struct Save {
     column: usize,
     keys: Vec<u64>,
     production: u64,
+    /// How often the server had come back when it was put.
+    restarts: u64,
 }
 
 struct Course {
@@ -166,6 +168,7 @@ struct Course {
     saves: Vec<Save>,
     /// A read of the disk hangs, or one of the next will.
     hangs: bool,
+    restarts: u64,
 }
 
 fn world(seed: Seed, clock: Option<Arc<crate::sim::SimClock>>, media: Option<Media>) -> SimWorld {
@@ -221,6 +224,7 @@ impl Course {
             held: Vec::new(),
             saves: Vec::new(),
             hangs: false,
+            restarts: 0,
         })
     }
 
@@ -342,6 +346,7 @@ impl Course {
             column: which,
             keys: numbers,
             production,
+            restarts: 0,
         });
     }
 
@@ -367,6 +372,7 @@ impl Course {
                     expires_after: None,
                     deadline: None,
                 };
+                self.saves[at].restarts = self.restarts;
                 self.saves[at].saved = Some(Saved::Put(draft.put(&terms)));
             }
             Some(Saved::Put(mut storing)) => {
@@ -375,11 +381,14 @@ impl Course {
                     Poll::Pending if !give_up => save.saved = Some(Saved::Put(storing)),
                     Poll::Pending => {}
                     Poll::Ready(outcomes) => {
-                        let Save { model, column, keys, production, .. } = self.saves.swap_remove(at);
+                        let Save { model, column, keys, production, restarts, .. } =
+                            self.saves.swap_remove(at);
                         for (number, outcome) in keys.iter().zip(outcomes) {
                             let block = self.blocks.entry((model, column, *number)).or_default();
                             match outcome {
                                 BlockOutcome::Stored => block.ends = None,
+                                // The answer went with the server, and the put may have been done.
+                                BlockOutcome::Refused(_) if restarts != self.restarts => {}
                                 // These bytes are no block's.
                                 _ => block.made.retain(|(made, _)| *made != production),
                             }
@@ -397,6 +406,7 @@ impl Course {
 
     /// The server ends, cleanly or not, and comes back with what its disks have.
     fn restart(&mut self, rng: &mut Rng) -> Result<(), String> {
+        self.restarts += 1;
         self.server.set(None);
         let stage = self.stage.take().expect("it is open");
         let clock = Arc::clone(stage.world().clock());
@@ -420,10 +430,16 @@ impl Course {
         self.hangs = true;
     }
 
-    /// So long after anything began all stages are over.
+    /// Some silences later all stages are over: each look may take in what came of one read, and begin the next.
     fn over(&self) -> Result<(), String> {
-        let waits = self.held.iter().filter(|held| !held.stage.look().is_over).count();
-        if waits == 0 { Ok(()) } else { Err(format!("{waits} stages wait behind their silence")) }
+        let waits = || self.held.iter().filter(|held| !held.stage.look().is_over).count();
+        for _ in 0..10 {
+            if waits() == 0 {
+                return Ok(());
+            }
+            self.stage().advance(SILENCE);
+        }
+        Err(format!("{} stages wait behind their silence", waits()))
     }
 
     /// Everything that is held has bytes that it may have.
