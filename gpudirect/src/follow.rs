@@ -20,7 +20,7 @@ use crate::device::{Device, Event};
 use crate::error::DeviceError;
 use crate::pace::{Pace, RealPace, Worker};
 
-/// How long the copy of one layer may take before it is called stuck, unless a pipeline is told otherwise.
+/// The default bound on the copy of one layer; a copy that takes longer is stuck.
 pub const COPY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a device that does not say is left alone before it is asked again: within the timeout, and behind it.

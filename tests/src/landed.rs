@@ -142,18 +142,24 @@ impl Site {
 
     /// A pipeline from here to a device.
     pub fn pipeline(&self, device: &Emulated) -> Pipeline {
+        self.pipeline_over(device, &self.arena)
+    }
+
+    /// The same through this arena.
+    pub fn pipeline_over(&self, device: &Emulated, arena: &Arena) -> Pipeline {
         let device: Arc<dyn Device> = Arc::new(device.clone());
-        Pipeline::new(Arc::new(self.store().clone()), device, self.arena.clone(), Curve::default())
+        Pipeline::new(Arc::new(self.store().clone()), device, arena.clone(), Curve::default())
     }
 
     /// Both ways in which a pipeline brings layers to their places.
-    pub const WAYS: [fn(&Self, &Emulated) -> Pipeline; 2] = [Self::pipeline, Self::pipeline_through];
+    pub const WAYS: [fn(&Self, &Emulated, &Arena) -> Pipeline; 2] =
+        [Self::pipeline_over, Self::pipeline_through];
 
     /// The same through the rings of a lander, which are used again for each layer.
-    pub fn pipeline_through(&self, device: &Emulated) -> Pipeline {
+    pub fn pipeline_through(&self, device: &Emulated, arena: &Arena) -> Pipeline {
         let as_device: Arc<dyn Device> = Arc::new(device.clone());
         let lander = Lander::new(&as_device, 64 << 10).expect("a device with room for rings");
-        self.pipeline(device).with_lander(lander)
+        self.pipeline_over(device, arena).with_lander(lander)
     }
 
     /// Begins to land the run in a pool, once the stream that landed before has let go of the arena.

@@ -25,7 +25,7 @@ fn every_layer_lands_in_its_slots_before_it_is_used_and_nothing_is_left_behind()
     for (column, way) in COLUMNS.into_iter().flat_map(|column| Site::WAYS.map(|way| (column, way))) {
         let device = strict(Faults::default());
         {
-            let pipeline = way(&site, &device);
+            let pipeline = way(&site, &device, &site.arena);
             let pool = Pool::new(&device, column);
             let compute = device.stream().unwrap();
             let mut stream = site.land(&pipeline, &pool).unwrap();
@@ -53,10 +53,10 @@ fn a_range_of_layers_lands_alone_and_a_contiguous_buffer_serves_as_well() {
     }
 }
 
-fn a_range_lands_alone(way: &dyn Fn(&Site, &Emulated) -> Pipeline) {
+fn a_range_lands_alone(way: &dyn Fn(&Site, &Emulated, &Arena) -> Pipeline) {
     let site = Site::new("range");
     let device = strict(Faults::default());
-    let pipeline = way(&site, &device);
+    let pipeline = way(&site, &device, &site.arena);
     let shape = Arc::new(fixture::shape(PAGES, all_heads()));
     let memory = device.allocate(shape.block_bytes() * u64::from(BLOCKS)).unwrap();
     let compute = device.stream().unwrap();
@@ -224,7 +224,7 @@ fn slots_that_the_engine_still_reads_are_written_behind_it_and_who_does_not_wait
     for (waits, way) in [false, true].into_iter().flat_map(|waits| Site::WAYS.map(|way| (waits, way))) {
         let device = strict(Faults { stuck_copy: Some(0), ..Faults::default() });
         let pool = Pool::new(&device, COLUMNS[0]);
-        let pipeline = way(&site, &device);
+        let pipeline = way(&site, &device, &site.arena);
         let (engine, compute) = (device.stream().unwrap(), device.stream().unwrap());
         let _freed = Freed(&device);
         let done = read_by_the_engine(&pool, &device, &engine);
@@ -287,7 +287,7 @@ fn a_caller_that_leaves_early_gives_everything_back() {
     let site = Site::new("leave");
     let device = strict(Faults::default());
     for (takes, way) in (0..3).flat_map(|takes| Site::WAYS.map(|way| (takes, way))) {
-        let pipeline = way(&site, &device);
+        let pipeline = way(&site, &device, &site.arena);
         let pool = Pool::new(&device, COLUMNS[0]);
         let compute = device.stream().unwrap();
         let mut stream = site.land(&pipeline, &pool).unwrap();

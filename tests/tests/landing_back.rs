@@ -33,10 +33,10 @@ fn layers_leave_the_device_as_they_are_computed_and_come_back_as_they_were() {
     }
 }
 
-fn there_and_back(way: &dyn Fn(&Site, &Emulated) -> Pipeline) {
+fn there_and_back(way: &dyn Fn(&Site, &Emulated, &Arena) -> Pipeline) {
     let site = Site::new("back");
     let device = strict(Faults::default());
-    let pipeline = way(&site, &device);
+    let pipeline = way(&site, &device, &site.arena);
     let pool = Pool::new(&device, COLUMNS[0]);
     let compute = device.stream().unwrap();
     drop(run(&mut site.land(&pipeline, &pool).unwrap(), &pool, &device, &compute));
@@ -45,7 +45,7 @@ fn there_and_back(way: &dyn Fn(&Site, &Emulated) -> Pipeline) {
     let keys = request.keys.clone();
     // Room for two layers of three: the third takes the place of the first, once that is on disk.
     let big = Arena::new(128 << 10).unwrap();
-    let pipeline = pipeline.over(big.clone());
+    let pipeline = way(&site, &device, &big);
     let mut sink = pipeline.store_layers(request).unwrap();
     assert!(sink.is_streamed());
     let (pace, time) = (RealPace::new(), Duration::from_millis(30));

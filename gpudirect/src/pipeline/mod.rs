@@ -154,12 +154,6 @@ impl Pipeline {
         Self { read_timeout, ..self }
     }
 
-    /// The same with another arena.
-    #[must_use]
-    pub fn over(self, arena: Arena) -> Self {
-        Self { arena, ..self }
-    }
-
     pub(crate) fn followed(&self) -> Followed {
         Followed { device: Arc::clone(&self.device), timeout: self.copy_timeout }
     }

@@ -166,7 +166,7 @@ fn a_layer_that_landed_before_its_device_was_lost_ends_the_stream() {
         let mut landing = site.land(&pipeline, 1, &pool).unwrap();
         until("everything has landed", || landing.landed() as usize == LAYERS);
         site.device.declare_lost("it was pulled out");
-        // No stream of an engine is told to wait for a device that is lost.
+        // No wait for a lost device is enqueued on an engine's stream.
         let next = landing.next_layer(&compute);
         assert!(matches!(next, Next::End(_)), "{next:?}");
     });

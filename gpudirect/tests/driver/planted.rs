@@ -89,7 +89,7 @@ const BUGS: [(&str, &str, &str); 14] = [
     ),
 ];
 
-/// Plants what the process was told to, if it was.
+/// Plants the bug that the environment names, if it names one.
 pub(crate) fn plant() {
     if let Ok(bug) = std::env::var(PLANTED) {
         planted::plant_for_good(bug);

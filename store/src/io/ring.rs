@@ -401,8 +401,8 @@ impl Io for Ring {
             }
             // What the kernel has not taken yet must be offered again, and without the poll nothing else wakes.
             let stuck = !self.wake_armed || self.unsent();
-            let retry = Duration::from_millis(1);
             if stuck {
+                let retry = Duration::from_millis(1);
                 // Not in the kernel's own wait, which ends at once where not everything was taken.
                 self.wake.wait(Some(timeout.map_or(retry, |timeout| timeout.min(retry))));
                 return;

@@ -86,7 +86,7 @@ impl Events {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that only this list has. A stream that was told to wait for it waits for what it was then.
+    /// An event that no caller holds. A wait that was enqueued before keeps the state that the event had then, so it may be recorded again.
     fn free(&self) -> Option<Arc<RawEvent>> {
         let mut all = self.lock();
         for _ in 0..LOOKS.min(all.len()) {
