@@ -238,6 +238,26 @@ fn ending_drops_the_tasks_that_still_wait() {
     }
 }
 
+/// Each ends the executor's turn of glommio's queue, which comes back to it.
+#[test]
+#[allow(clippy::disallowed_methods, reason = "the other thread is what is tested")]
+fn sleeps_that_end_without_work_are_slept_again() {
+    run(|context| {
+        let unparker = Arc::clone(&context.unparker);
+        let other = std::thread::spawn(move || {
+            for _ in 0..200 {
+                unparker.unpark();
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        });
+        Box::pin(async move {
+            let later = context.rt.clock().now().plus(Duration::from_millis(50));
+            context.rt.sleep_until(later).await;
+            other.join().unwrap();
+        })
+    });
+}
+
 #[test]
 fn a_core_that_does_not_exist_is_an_error_of_launch() {
     let Some(_alone) = alone() else { return };
