@@ -96,6 +96,7 @@ extern "C" fn kvarts_blocks_of(
             extras: BTreeMap::new(),
             tp_size: said.tp_size,
             tp_rank: said.tp_rank,
+            windows: BTreeMap::new(),
         };
         let page_bytes = (said.page_bytes > 0).then(|| BTreeMap::from([(0, said.page_bytes)]));
         let cut = Cut::new(page_bytes, text(said.spec, "spec")?, wanted).map_err(cannot_be)?;

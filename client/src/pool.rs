@@ -25,7 +25,8 @@ mod stage;
 
 use std::fmt;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread;
 
 use kvarts_contract::api::KvStore;
 use kvarts_contract::buffers::Region;
@@ -78,6 +79,9 @@ impl FromStr for PoolName {
     }
 }
 
+/// How often a thread that must not wait lets others go first.
+const TURNS: u32 = 1000;
+
 /// What the parts of a pool share.
 #[derive(Debug)]
 struct Inner {
@@ -117,7 +121,24 @@ impl Pool {
         keys: &[BlockKey],
         first_block: u32,
     ) -> Result<Draft, Error> {
-        Draft::begin(&self.0, column, keys, first_block)
+        Draft::begin(&self.0, column, keys, first_block, true)
+    }
+
+    /// The same for a thread that must not wait: `Busy` also where another thread goes on using the pool. One that begins a read may wait
+    /// there for a connection.
+    pub fn draft_now(
+        &self,
+        column: (Column, &Arc<BlockShape>),
+        keys: &[BlockKey],
+        first_block: u32,
+    ) -> Result<Draft, Error> {
+        Draft::begin(&self.0, column, keys, first_block, false)
+    }
+
+    /// Forgets every block that no stage holds; the next stage reads it again.
+    pub fn clear(&self) {
+        let mut book = self.0.book();
+        while book.evict().is_some() {}
     }
 
     /// What the pool has and has done.
@@ -127,6 +148,18 @@ impl Pool {
 }
 
 impl Inner {
+    /// Who looks at a stage has it for a moment; who begins a read may have it for as long as a connection takes.
+    fn book_soon(&self) -> Option<MutexGuard<'_, Book>> {
+        for _ in 0..TURNS {
+            match self.book.try_lock() {
+                Ok(book) => return Some(book),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => thread::yield_now(),
+            }
+        }
+        None
+    }
+
     fn book(&self) -> MutexGuard<'_, Book> {
         // Each change is one step.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)

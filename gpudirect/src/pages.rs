@@ -168,68 +168,84 @@ fn is_whole(rows: &SlotShape) -> bool {
 }
 
 /// Refuses pages of which two rows share a byte. Memories are compared by their addresses: an engine may give one of them twice.
+///
+/// Each row stands once for every slot, a stride apart. Rows of one stride are compared slot by slot, also where the rows of a page lie further
+/// apart than slots do (heads that have a pool of their own each); those of different strides by all that they cover.
 fn apart(memories: &[Memory], parts: &[PagePart], largest: u32) -> Result<(), LandError> {
     let shared = || wrong("two rows share a byte");
-    // By the distance of slots: parts whose slots are equally far apart may lie between each other.
-    let mut by_stride: BTreeMap<u64, Vec<(u64, SlotShape)>> = BTreeMap::new();
+    let mut by_stride: BTreeMap<u64, Vec<Range<u64>>> = BTreeMap::new();
     for part in parts {
-        let base = memories.get(part.memory as usize).map_or(0, Memory::base);
-        let stride = if largest == 0 { 0 } else { part.rows.pool_stride };
-        by_stride.entry(stride).or_default().push((base, part.rows));
-    }
-    let mut spans: Vec<(Range<u64>, u64)> = Vec::new();
-    for (&stride, parts) in &by_stride {
-        // Where parts are less than a slot apart they lie in the same slots, and their rows are compared as within one slot; others are
-        // compared as wholes.
-        let mut sorted: Vec<_> = parts.iter().map(|(base, rows)| (base + rows.pool_base, rows)).collect();
-        sorted.sort_by_key(|(start, _)| *start);
-        let mut group: Vec<Range<u64>> = Vec::new();
-        let mut first = None;
-        for (start, rows) in sorted {
-            let begin = *first.get_or_insert(start);
-            if stride > 0 && start - begin >= stride
-                || stride == 0 && !group.is_empty() && start >= ends(&group)
-            {
-                close(&mut spans, std::mem::take(&mut group), (begin, stride), largest).ok_or_else(shared)?;
-                first = Some(start);
+        let base = memories.get(part.memory as usize).map_or(0, |memory| memory.base());
+        let (rows, start) = (&part.rows, base.saturating_add(part.rows.pool_base));
+        let own = by_stride.entry(if largest == 0 { 0 } else { rows.pool_stride }).or_default();
+        for outer in 0..u64::from(rows.outer.count) {
+            for inner in 0..u64::from(rows.inner.count) {
+                let at = start + outer * rows.outer.pool + inner * rows.inner.pool;
+                own.push(at..at + rows.row_bytes);
             }
-            for outer in 0..u64::from(rows.outer.count) {
-                for inner in 0..u64::from(rows.inner.count) {
-                    let at = start + outer * rows.outer.pool + inner * rows.inner.pool;
-                    group.push(at..at + rows.row_bytes);
+        }
+    }
+    let is_apart = by_stride.iter().all(|(&stride, rows)| are_apart(rows, stride, largest.into()));
+    let mut covered: Vec<(Range<u64>, u64)> = Vec::new();
+    for (&stride, rows) in &by_stride {
+        let reach = u64::from(largest).saturating_mul(stride);
+        covered.extend(rows.iter().map(|row| (row.start..row.end.saturating_add(reach), stride)));
+    }
+    covered.sort_by_key(|(span, _)| span.start);
+    let mut ends: BTreeMap<u64, u64> = BTreeMap::new();
+    let is_clear = covered.iter().all(|(span, stride)| {
+        let is_clear = ends.iter().all(|(other, end)| other == stride || *end <= span.start);
+        let end = ends.entry(*stride).or_default();
+        *end = span.end.max(*end);
+        is_clear
+    });
+    if is_apart && is_clear { Ok(()) } else { Err(shared()) }
+}
+
+/// Whether no two of these rows share a byte, each of which stands at `0..=largest` strides behind where it begins.
+fn are_apart(rows: &[Range<u64>], stride: u64, largest: u64) -> bool {
+    if stride == 0 {
+        let mut sorted: Vec<_> = rows.iter().collect();
+        sorted.sort_by_key(|row| row.start);
+        return sorted
+            .windows(2)
+            .all(|two| two.first().zip(two.get(1)).is_none_or(|(one, next)| one.end <= next.start));
+    }
+    // Where in a stride each begins and ends, and in which stride; one that goes over the end of a stride is two.
+    let mut pieces: Vec<(Range<u64>, u64)> = Vec::with_capacity(rows.len());
+    for row in rows {
+        let (from, turn, len) = (row.start % stride, row.start / stride, row.end - row.start);
+        if len > stride {
+            return false;
+        }
+        pieces.push((from..stride.min(from + len), turn));
+        if from + len > stride {
+            pieces.push((0..from + len - stride, turn + 1));
+        }
+    }
+    pieces.sort_by_key(|(piece, _)| piece.start);
+    // Those that go on where the next begins: where they end, and how many of them are in each stride.
+    let mut open: BTreeSet<(u64, u64, usize)> = BTreeSet::new();
+    let mut turns: BTreeMap<u64, usize> = BTreeMap::new();
+    for (at, (piece, turn)) in pieces.iter().enumerate() {
+        while let Some(&(end, over, _)) = open.first()
+            && end <= piece.start
+        {
+            open.pop_first();
+            if let Some(count) = turns.get_mut(&over) {
+                *count -= 1;
+                if *count == 0 {
+                    turns.remove(&over);
                 }
             }
         }
-        if let Some(begin) = first {
-            close(&mut spans, group, (begin, stride), largest).ok_or_else(shared)?;
+        if turns.range(turn.saturating_sub(largest)..=turn.saturating_add(largest)).next().is_some() {
+            return false;
         }
+        open.insert((piece.end, *turn, at));
+        *turns.entry(*turn).or_default() += 1;
     }
-    spans.sort_by_key(|(span, _)| span.start);
-    let overlap =
-        spans.windows(2).any(|two| two.first().zip(two.get(1)).is_some_and(|(a, b)| b.0.start < a.0.end));
-    if overlap { Err(shared()) } else { Ok(()) }
-}
-
-fn ends(group: &[Range<u64>]) -> u64 {
-    group.iter().map(|row| row.end).max().unwrap_or(0)
-}
-
-/// Compares the rows of slot zero with each other, and notes what all slots cover. None if two share a byte, or if a slot reaches into the next.
-fn close(
-    spans: &mut Vec<(Range<u64>, u64)>,
-    mut group: Vec<Range<u64>>,
-    (begin, stride): (u64, u64),
-    largest: u32,
-) -> Option<()> {
-    group.sort_by_key(|row| row.start);
-    let end = ends(&group);
-    let is_apart =
-        group.windows(2).all(|two| two.first().zip(two.get(1)).is_none_or(|(a, b)| a.end <= b.start));
-    if !is_apart || (stride > 0 && end - begin > stride) {
-        return None;
-    }
-    spans.push((begin..end.checked_add(u64::from(largest).checked_mul(stride)?)?, stride));
-    Some(())
+    true
 }
 
 #[cfg(test)]
@@ -239,6 +255,7 @@ mod tests {
     use crate::device::emulated::{Emulated, Model};
     use crate::device::slots::Rows;
     use kvarts_layout::{ChunkShape, LayerShape};
+    use proptest::prelude::*;
 
     fn shape() -> Arc<BlockShape> {
         let chunk = ChunkShape { bytes: 256, align: 1 };
@@ -276,6 +293,13 @@ mod tests {
             ..SlotShape::whole(64, base, 64)
         };
         assert!(pages(320, [head(0), head(32)], &slots).is_ok());
+        // Each head in a pool of its own: the rows of a page lie further apart than slots.
+        let apart = |base, stride| SlotShape {
+            outer: Rows { count: 2, ring: 32, pool: 5 * 32 },
+            row_bytes: 32,
+            ..SlotShape::whole(64, base, stride)
+        };
+        assert!(pages(640, [apart(0, 32), apart(320, 32)], &slots).unwrap().is_whole());
         // What has every byte of a block, and what has not.
         let is_whole = |parts| pages(640, parts, &slots).unwrap().is_whole();
         assert!(is_whole([whole(0, 128), whole(64, 128)]) && is_whole([between(0), between(16)]));
@@ -292,6 +316,7 @@ mod tests {
         refused(640, [whole(0, 64), whole(64, 96)], &slots, "share a byte");
         refused(640, [between(0), between(8)], &slots, "share a byte");
         refused(640, [whole(0, 63), whole(320, 64)], &slots, "share a byte");
+        refused(640, [apart(0, 32), apart(32, 32)], &slots, "share a byte");
         refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3, 1], "twice");
         refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3], "slots for blocks");
         refused(
@@ -316,5 +341,20 @@ mod tests {
             &slots,
             "rows",
         );
+    }
+
+    proptest! {
+        /// Against every byte of every row.
+        #[test]
+        fn rows_of_one_stride_are_apart_where_no_byte_is_in_two(
+            rows in prop::collection::vec((0u64..60, 1u64..7), 1..6), stride in 1u64..9, largest in 1u64..4,
+        ) {
+            let rows: Vec<Range<u64>> = rows.into_iter().map(|(at, len)| at..at + len).collect();
+            let mut seen = BTreeSet::new();
+            let mut all = rows.iter().flat_map(|row| (0..=largest).flat_map(move |slot| {
+                (row.start..row.end).map(move |byte| byte + slot * stride)
+            }));
+            prop_assert_eq!(are_apart(&rows, stride, largest), all.all(|byte| seen.insert(byte)));
+        }
     }
 }

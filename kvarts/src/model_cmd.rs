@@ -2,6 +2,7 @@
 
 mod report;
 mod text;
+mod windows;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

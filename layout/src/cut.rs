@@ -55,6 +55,9 @@ pub struct Wanted {
     pub extras: BTreeMap<String, String>,
     pub tp_size: u16,
     pub tp_rank: u16,
+    /// Of which groups a prefix needs not all blocks, but those of its last tokens: how many tokens; 0 is the last block alone. It decides
+    /// no bytes.
+    pub windows: BTreeMap<u32, u32>,
 }
 
 /// The blocks of an identity.
@@ -111,6 +114,7 @@ impl Cut {
             (None, Some(spec)) => modelled(spec, wanted.block_tokens, ranks)?,
             _ => return Err(wrong_at("page_bytes", "give either page_bytes or spec")),
         };
+        let requirements = within(&requirements, &wanted.windows)?;
         let mut columns = Vec::new();
         for group in geometry.groups() {
             for rank in 0..ranks {
@@ -201,6 +205,18 @@ fn paged(
     }
     let requirements = Requirements::new(block_tokens, needs);
     Ok((geometry, requirements.map_err(|error| wrong_at("block_tokens", error))?))
+}
+
+/// The same requirements, of which some groups need a window or their last block alone.
+fn within(requirements: &Requirements, windows: &BTreeMap<u32, u32>) -> Result<Requirements, CutError> {
+    let mut groups = requirements.groups().to_vec();
+    for (wanted, &tokens) in windows {
+        let group = groups.iter_mut().find(|known| known.group.0 == *wanted);
+        let group =
+            group.ok_or_else(|| wrong_at("windows", format!("{wanted}: this handle has no such group")))?;
+        group.need = if tokens == 0 { Need::At } else { Need::Last { tokens } };
+    }
+    Requirements::new(requirements.block_tokens(), groups).map_err(|error| wrong_at("windows", error))
 }
 
 /// A model: one that is shipped, or a spec's text.

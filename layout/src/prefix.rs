@@ -30,7 +30,9 @@ mod policy;
 #[cfg(test)]
 mod tests;
 
-pub use policy::{WindowPolicy, expected_states, expected_window_blocks};
+pub use policy::{
+    BYTES_PER_SECOND, TOKENS_PER_SECOND, WindowPolicy, expected_states, expected_window_blocks,
+};
 
 /// The most groups one model may require.
 pub const MAX_GROUPS: usize = 256;

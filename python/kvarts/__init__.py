@@ -29,13 +29,16 @@ from ._kvarts import (
     Times,
     __version__,
     chain,
+    kept_windows,
     key,
+    window_interval,
 )
 from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refused, Retry
 
 __all__ = [
     "Bug", "Client", "Completion", "Corrupt", "Deadline", "Draft", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Stage", "Times", "chain", "connect", "key", "open", "__version__",
+    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Stage", "Times", "__version__", "chain", "connect",
+    "kept_windows", "key", "open", "window_interval",
 ]
 
 #: What calls take, for annotations: the stub says it in full.

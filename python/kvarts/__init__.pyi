@@ -84,6 +84,15 @@ def chain(
     below 2**32, or a buffer of uint32. `parent` is the key of the block before, `extra` what else decides every block (an
     adapter, a salt, an image)."""
 
+def kept_windows(every: int, window: int, first: int, last: int, block_tokens: int) -> list[tuple[int, int]]:
+    """Which of the blocks `first` to `last` of a chain are to be kept of a group of which a prefix needs the last `window` tokens only: ranges.
+    Kept is what a prefix needs that ends at the first boundary at or behind a multiple of `every` tokens; 0: at every boundary."""
+
+def window_interval(
+    nbytes: int, block_tokens: int, tokens_per_second: int = 10_000, bytes_per_second: int = 2_000_000_000
+) -> int:
+    """The `every` at which writing the `nbytes` of a boundary takes as long as replaying half of the way to the next; 0: at every boundary."""
+
 def connect(
     server: str | None = None,
     token: str | None = None,
@@ -154,6 +163,7 @@ class Client:
         spec: str | None = None,
         tp_size: int = 1,
         tp_rank: int = 0,
+        windows: Mapping[int, int] | None = None,
         durable: bool = False,
         ttl: float | None = None,
         lanes: bool = False,
@@ -167,7 +177,8 @@ class Client:
         `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) where an engine has several groups of KV caches.
         Each block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks
         have layers and parts. `tp_rank` of `tp_size`: which part of the state this process has; ranks never see each other's
-        pages, unless `rank` is given with a batch.
+        pages, unless `rank` is given with a batch. `windows`: of which groups a prefix needs only the blocks of its last tokens, and of how
+        many (`{1: 128}`); 0 is its last block alone. Of the others it needs all.
 
         `durable`: puts are acknowledged after a flush; else when they are written. `ttl`: seconds that a block lives at most.
         `lanes`: three eventfds (store, lookup, load) instead of one. `timeout`: of batches that give none; `None` is the
@@ -247,6 +258,9 @@ class Pool:
         stage), `read`, `came`, `no_room`, `kept` (saved here and stored), `withdrawn` (deleted since, expired or evicted on the server), `evicted`; and stages that were
         `silent`."""
 
+    def clear(self) -> None:
+        """Forgets every block that no stage holds; the next stage reads it again."""
+
     def stage(
         self,
         columns: Sequence[tuple[Pages, int, int | None]],
@@ -259,9 +273,17 @@ class Pool:
         handle's own). `first_block`: how many blocks of the chain stand before. It waits for nothing."""
 
     def draft(
-        self, handle: Pages, keys: Sequence[bytes | str], *, group: int = 0, rank: int | None = None, first_block: int = 0
+        self,
+        handle: Pages,
+        keys: Sequence[bytes | str],
+        *,
+        group: int = 0,
+        rank: int | None = None,
+        first_block: int = 0,
+        wait: bool = True,
     ) -> Draft:
-        """Room for blocks that an engine saves and that are put from there. Raises `Retry` where there is none."""
+        """Room for blocks that an engine saves and that are put from there. Raises `Retry` where there is none. Without `wait` also where
+        another thread uses the pool at this moment: one that begins a read may wait there for a connection."""
 
 @final
 class Stage:

@@ -69,6 +69,11 @@ class Silence:
         return parts
 
 
+def reason_of(error):
+    """The name of an error, for counting."""
+    return getattr(error, "reason", None) or type(error).__name__
+
+
 def _of_server(error):
     """Whether an error says that the server does not answer. One of a block that another process is storing right now (`InFlight`) is
     an answer."""
@@ -84,11 +89,12 @@ class Link:
 
     def __init__(self, connect, pause):
         self._connect = connect
-        self._pause = pause
+        self.pause = pause
         self._client = None
         self._away_until = self._puts_until = 0.0
         self._was_away = False
         self._work = queue.SimpleQueue()
+        self._watched = None
         self._thread = threading.Thread(target=self._run, name="kvarts", daemon=True)
         self._thread.start()
 
@@ -107,15 +113,15 @@ class Link:
         if not self._was_away:
             logger.warning("kvarts: the server is away, the engine goes on without it: %s", error)
         self._was_away = True
-        self._away_until = time.monotonic() + self._pause
+        self._away_until = time.monotonic() + self.pause
 
     def put_failed(self, error):
         """The same of a put."""
         if not _of_server(error):
             return
-        if time.monotonic() >= self._puts_until + self._pause:
+        if time.monotonic() >= self._puts_until + self.pause:
             logger.warning("kvarts: the server does not take what is to be stored: %s", error)
-        self._puts_until = time.monotonic() + self._pause
+        self._puts_until = time.monotonic() + self.pause
 
     def answered(self):
         """Takes notice of an answer."""
@@ -137,10 +143,37 @@ class Link:
         """Calls `work(client)` in the thread of this object, or `failed(error)` if that or connecting did not work."""
         self._work.put((work, failed))
 
+    def then(self, work):
+        """Calls `work()` in the thread of this object behind what it was given before, also while the server is away."""
+        self._work.put((lambda client: work(), None))
+
+    def watch(self, look):
+        """Calls `look()` in the thread of this object again and again between its other work, until it says that there is nothing to look
+        for. It may wait for a moment. For that thread to call."""
+        self._watched = look
+
+    def _next(self):
+        while self._watched is not None:
+            try:
+                return self._work.get_nowait()
+            except queue.Empty:
+                pass
+            try:
+                is_watching = self._watched()
+            except Exception:  # a defect here must not end the thread
+                logger.exception("kvarts: what is under way is looked at no more")
+                is_watching = False
+            if not is_watching:
+                self._watched = None
+        return self._work.get()
+
     def _run(self):
-        while (item := self._work.get()) is not None:
+        while (item := self._next()) is not None:
             work, failed = item
             try:
+                if failed is None:
+                    work(None)
+                    continue
                 if self.away:
                     # Nothing was asked: it is no sign of the server.
                     failed(kvarts.Retry("the server is away"))
@@ -150,10 +183,12 @@ class Link:
                 work(self._client)
             except kvarts.Error as error:
                 self.failed(error)
-                failed(error)
+                if failed is not None:
+                    failed(error)
             except Exception as error:  # a defect here must not end the thread, and with it the engine's cache
                 logger.exception("kvarts: a request failed")
-                failed(error)
+                if failed is not None:
+                    failed(error)
 
     def _first(self):
         try:

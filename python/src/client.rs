@@ -94,8 +94,8 @@ impl Client {
     #[pyo3(signature = (
         page_bytes=None, *, model, revision, dtype, engine, layout, layout_version="1", block_tokens=1,
         tokenizer="none", adapter="none", quantisation="none", scales="none",
-        rope="none", window="none", extras=None, spec=None, tp_size=1, tp_rank=0, durable=false, ttl=None,
-        lanes=false, batches_max=1024, timeout=None,
+        rope="none", window="none", extras=None, spec=None, tp_size=1, tp_rank=0, windows=None, durable=false,
+        ttl=None, lanes=false, batches_max=1024, timeout=None,
     ))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn pages(
@@ -119,6 +119,7 @@ impl Client {
         spec: Option<&str>,
         tp_size: u16,
         tp_rank: u16,
+        windows: Option<BTreeMap<u32, u32>>,
         durable: bool,
         ttl: Option<f64>,
         lanes: bool,
@@ -145,6 +146,7 @@ impl Client {
             extras,
             tp_size,
             tp_rank,
+            windows: windows.unwrap_or_default(),
         };
         let cut = Cut::new(page_bytes.map(sizes).transpose()?, spec, wanted).or_raise(py)?;
         let ttl = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;

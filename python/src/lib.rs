@@ -33,6 +33,7 @@ mod reading;
 mod registry;
 mod waiting;
 mod watching;
+mod windows;
 
 use pyo3::prelude::*;
 
@@ -44,6 +45,8 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(open::open, module)?)?;
     module.add_function(wrap_pyfunction!(keys::key, module)?)?;
     module.add_function(wrap_pyfunction!(keys::chain, module)?)?;
+    module.add_function(wrap_pyfunction!(windows::kept_windows, module)?)?;
+    module.add_function(wrap_pyfunction!(windows::window_interval, module)?)?;
     module.add_class::<client::Client>()?;
     module.add_class::<pages::Pages>()?;
     module.add_class::<memory::Memory>()?;

@@ -87,6 +87,12 @@ impl Pool {
         Ok(found)
     }
 
+    fn clear(&self, py: Python<'_>) -> PyResult<()> {
+        let pool = self.pool.get()?;
+        py.detach(|| pool.clear());
+        Ok(())
+    }
+
     #[pyo3(signature = (columns, keys, *, first_block=0, silence=10.0))]
     fn stage(
         &self,
@@ -117,7 +123,8 @@ impl Pool {
         Ok(Stage { stage: Guarded::new(Mutex::new(Some(Arc::new(stage)))), shapes })
     }
 
-    #[pyo3(signature = (handle, keys, *, group=0, rank=None, first_block=0))]
+    #[pyo3(signature = (handle, keys, *, group=0, rank=None, first_block=0, wait=true))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn draft(
         &self,
         handle: &Pages,
@@ -125,6 +132,7 @@ impl Pool {
         group: u32,
         rank: Option<u16>,
         first_block: u32,
+        wait: bool,
     ) -> PyResult<Draft> {
         let py = keys.py();
         self.core.alive(py)?;
@@ -133,7 +141,11 @@ impl Pool {
         let column = Column { namespace: handle.namespace, group, coordinate };
         let (shape, keys) = (Arc::new(shape.clone()), keys::keys(keys)?);
         let pool = self.pool.get()?;
-        let draft = py.detach(|| pool.draft((column, &shape), &keys, first_block)).or_raise(py)?;
+        let draft = py.detach(|| match wait {
+            true => pool.draft((column, &shape), &keys, first_block),
+            false => pool.draft_now((column, &shape), &keys, first_block),
+        });
+        let draft = draft.or_raise(py)?;
         let draft = Guarded::new(Mutex::new(Some(Arc::new(Mutex::new(Some(draft))))));
         Ok(Draft { core: Arc::clone(&self.core), draft, why: Mutex::default() })
     }

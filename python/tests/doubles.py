@@ -63,7 +63,7 @@ class Tensor(numpy.ndarray):
         whole = self
         while isinstance(whole.base, numpy.ndarray):
             whole = whole.base
-        return whole
+        return _tensor(whole)
 
     def untyped_storage(self):
         return self._whole()
@@ -186,9 +186,15 @@ class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
+@dataclass(frozen=True, kw_only=True)
 class SlidingWindowSpec:
-    def __init__(self, **sizes):
-        self.sizes = sizes
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: object
+    sliding_window: int
+
+    unpadded_page_size_bytes = page_size_bytes = FullAttentionSpec.unpadded_page_size_bytes
 
 
 @dataclass(frozen=True)
@@ -265,7 +271,9 @@ def _vllm():
     return {
         connector + ".base": dict(
             KVConnectorBase_V1=_Connector,
+            KVConnectorHandshakeMetadata=type("KVConnectorHandshakeMetadata", (), {}),
             KVConnectorMetadata=type("KVConnectorMetadata", (), {}),
+            SupportsHMA=type("SupportsHMA", (), {}),
             KVConnectorWorkerMetadata=type("KVConnectorWorkerMetadata", (), {}),
             KVConnectorRole=enum.Enum("KVConnectorRole", "SCHEDULER WORKER"),
         ),
@@ -275,7 +283,11 @@ def _vllm():
         "vllm.platforms": dict(current_platform=types.SimpleNamespace(device_type="cpu")),
         "vllm.version": dict(__version__="0.33.0"),
         "vllm.v1.kv_cache_interface": dict(
-            FullAttentionSpec=FullAttentionSpec, MLAAttentionSpec=MLAAttentionSpec, SlidingWindowSpec=SlidingWindowSpec
+            FullAttentionSpec=FullAttentionSpec,
+            MLAAttentionSpec=MLAAttentionSpec,
+            SlidingWindowSpec=SlidingWindowSpec,
+            ChunkedLocalAttentionSpec=type("ChunkedLocalAttentionSpec", (), {}),
+            MambaSpec=type("MambaSpec", (types.SimpleNamespace,), {}),
         ),
         "vllm.v1.metrics.cache_hit_source": dict(CacheHitSource=enum.Enum("CacheHitSource", "HOST DISK")),
         offload + ".base": dict(

@@ -14,9 +14,9 @@ class Seeded:
 
     course = None
 
-    def every_seed(self):
-        """Runs every seed, and gives each course to the caller when it is over."""
-        for seed in range(SEEDS):
+    def every_seed(self, times=1):
+        """Runs every seed, or so many times as many, and gives each course to the caller when it is over."""
+        for seed in range(times * SEEDS):
             with self.subTest(seed=seed):
                 course = type(self).course(seed)
                 course.go()
@@ -25,7 +25,7 @@ class Seeded:
     def expect_seen(self, wanted, *bugs):
         """Some seed says this of a connector with these bugs, each the place, the name and what stands there instead."""
         said = set()
-        for seed in range(SEEDS):
+        for seed in range(10 * SEEDS):
             with contextlib.ExitStack() as stack:
                 for where, name, what in bugs:
                     stack.enter_context(mock.patch.object(where, name, what))
@@ -35,4 +35,4 @@ class Seeded:
                     said.add(str(error).split(":")[0])
                     if str(error).startswith(wanted):
                         return
-        self.fail(f"of {SEEDS} seeds none says {wanted}: {said}")
+        self.fail(f"of {10 * SEEDS} seeds none says {wanted}: {said}")

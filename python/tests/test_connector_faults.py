@@ -1,9 +1,9 @@
-"""The layerwise connector under faults, by seeds: loads fail and layers are late or never come, puts are refused or not answered,
-servers go away, blocks go, requests are preempted and given up, also while a step runs.
+"""The layerwise connector under faults, by seeds: blocks are late or never come, puts are refused or not answered, servers go away, blocks
+go, the pool is full, requests are preempted and given up in every state, steps overlap, and a device does things late.
 
 Whatever happens: what is stored under a key is what a run without faults would have stored; a request that ends well has computed
-with nothing else; a block that was promised is there, or was reported in the same step; and when the faults are over, everything is
-stored, and nothing is kept. Each test of a planted bug sees one of these fail."""
+with nothing else; what was promised is there, in every layer, when that layer is computed; the scheduler's thread waits for nothing; and when
+the faults are over, everything is stored, and nothing is kept. Each test of a planted bug sees one of these fail."""
 
 import contextlib
 import random
@@ -13,32 +13,52 @@ from unittest import mock
 
 import faults
 import kvarts
-from faults import LAYERS, Link, Request, Scheduler, Store, Time, right
-from kvarts import link, vllm_layers
+from faults import LAYERS, TOKENS, Link, Putters, Request, Scheduler, Store, Time, right
+from kvarts import landing, link, staging, vllm_layers, vllm_pages, vllm_scheduler, vllm_worker
 from seeded import Seeded
 
 
 @contextlib.contextmanager
-def in_virtual_time(store, clock):
-    """The connector with this store, in this time."""
-    links = []
+def in_virtual_time(store, clock, is_device=False):
+    """The connector with this store, in this time, on a device or on the processor. Gives what stands for threads."""
+    threads = types.SimpleNamespace(links=[], putters=[])
 
-    def made(plan):
-        links.append(Link(store))
-        return links[-1]
+    def link_of(settings):
+        threads.links.append(Link(store, is_schedulers=not threads.links))
+        return threads.links[-1]
 
-    shown = types.SimpleNamespace(**{name: getattr(kvarts, name) for name in kvarts.__all__})
-    shown.Paged = lambda parts, slots: (parts, list(slots))
+    def putters(*of, **named):
+        threads.putters.append(Putters(store))
+        return threads.putters[-1]
+
+    def run():
+        for one in [*threads.links, *threads.putters]:
+            one.run()
+
+    threads.run = run
+    named = vllm_pages.Plan.named
+
+    def told(plan, facts):
+        """The handle that stands here is told what a real one reads out of the specification."""
+        found, groups = named(plan, facts)
+        return {**found, "groups": [group.number for group in groups], "ranks": max(len(group.ranks) for group in groups)}, groups
+
+    faults.Device.of = store
     with contextlib.ExitStack() as stack:
         for where, name, what in (
-            (vllm_layers, "time", clock),
+            (vllm_scheduler, "time", clock),
+            (staging, "time", clock),
             (link, "time", clock),
-            (vllm_layers, "kvarts", shown),
-            (vllm_layers.Plan, "link", made),
+            (landing, "time", clock),
+            (landing, "gpu", types.SimpleNamespace(Device=faults.Device, Lander=faults.Lander)),
+            (staging.concurrent.futures, "ThreadPoolExecutor", putters),
+            (vllm_layers.Settings, "link", link_of),
+            (vllm_pages.Plan, "named", told),
+            (vllm_worker, "Processor", faults.Card if is_device else vllm_worker.Processor),
         ):
             stack.enter_context(mock.patch.object(where, name, what))
         stack.enter_context(mock.patch.object(link.logger, "disabled", True))
-        yield links
+        yield threads
 
 
 class Run:
@@ -47,11 +67,13 @@ class Run:
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.clock = Time()
-        self.ranks = self.chance.choice((1, 1, 2))
-        self.store = Store(self.chance, self.clock, self.ranks)
-        self.policy = self.chance.choice(("recompute", "recompute", "fail"))
-        self.deaf = self.chance.choice((None, None, None, self.chance.randrange(LAYERS)))
+        self.store = Store(self.chance, self.clock)
+        choice = self.chance.choice
+        self.engines = dict(ranks=choice((1, 1, 2)), stages=choice((1, 1, 2)), groups=choice((1, 2)), ahead=choice((False, True)))
+        self.engines.update(deaf=choice((None, None, None, self.chance.randrange(LAYERS))), windows=choice(("full", "full", "turn", 3 * TOKENS)))
+        self.is_device = choice((False, True))
         self.names = 0
+        self.seen = {}
         # Texts with beginnings in common.
         self.texts = [self._text(self.chance.randrange(4), self.chance.randrange(1, 8)) for _ in range(6)]
 
@@ -62,18 +84,22 @@ class Run:
         return keys[1:]
 
     def go(self, steps=40):
-        with in_virtual_time(self.store, self.clock) as links:
-            self.links = links
+        with in_virtual_time(self.store, self.clock, self.is_device) as self.threads:
             self.engine = self._engine()
             for _ in range(steps):
                 self._something()
                 self._step()
             self._calm()
+            self._count()
 
     def _engine(self):
-        engine = Scheduler(self.chance, self.clock, self.store, ranks=self.ranks, policy=self.policy, deaf=self.deaf)
         self.requests = []
-        return engine
+        return Scheduler(self.chance, self.clock, self.store, **self.engines)
+
+    def _count(self):
+        for part in [self.engine.connector, *(worker.connector for worker in self.engine.workers)]:
+            for name, count in (part.get_kv_connector_stats() or types.SimpleNamespace(data={})).data.items():
+                self.seen[name] = self.seen.get(name, 0) + count
 
     def _something(self):
         happens = self.store.happens
@@ -89,11 +115,12 @@ class Run:
             self.store.away = False
         if happens(0.05) and self.requests:
             self.engine.give_up(self.chance.choice(self.requests))
-        if happens(0.1):
+        if happens(0.25):
             self.clock.now += self.chance.choice((0.5, 3.0))
-        if happens(0.03):
+        if happens(0.08):
             # The engine is killed, and another one is started: only what is stored is left.
-            del self.links[:]
+            self._count()
+            del self.threads.links[:], self.threads.putters[:]
             self.engine = self._engine()
 
     def _ask(self, text):
@@ -103,18 +130,17 @@ class Run:
         self.engine.add(request)
 
     def _step(self):
-        if not self.store.happens(0.2):  # the thread of the link may be late
-            for one in self.links:
-                one.run()
+        if not self.store.happens(0.2):  # threads may be late
+            self.threads.run()
         gone = [request for request in self.requests if self.store.happens(0.03)]
         self.engine.step(gone)
         self._judge_store()
 
     def _judge_store(self):
         known = {text[at]: (text, at) for text in self.texts for at in range(len(text))}
-        for (rank, key), layers in self.store.blocks.items():
+        for (group, rank, key), layers in self.store.blocks.items():
             text, at = known[key]
-            if layers != [right(text, at, layer, rank) for layer in range(LAYERS)]:
+            if layers != [right(text, at, layer, (group, rank)) for layer in range(LAYERS)]:
                 raise AssertionError(f"stored wrong: block {at}")
 
     def _calm(self):
@@ -126,159 +152,270 @@ class Run:
         for text in self.texts:
             self._ask(text)
             self._until_idle()
-        # Where a load that the forward pass does not wait for ends its request, not everything is computed.
-        for text in self.texts if self.deaf is None or self.policy == "recompute" else ():
+        full = [group for stage in range(self.engines["stages"]) for group in [stage * self.engines["groups"]]]
+        for text in self.texts:
             for at, key in enumerate(text):
-                # What once rested on a failed load is not stored as long as the engine keeps that very block.
-                doubtful = self.engine.of_hash.get(key) in self.engine.connector._side._tainted
-                for rank in range(self.ranks):
-                    if (rank, key) not in self.store.blocks and not doubtful:
-                        raise AssertionError(f"never stored: block {at}")
+                for group in full:
+                    for rank in range(self.engines["ranks"]):
+                        if (group, rank, key) not in self.store.blocks:
+                            raise AssertionError(f"never stored: block {at}")
         engine = self.engine
         side = engine.connector._side
-        left = (engine.kept, side._known, side._asked, side._loads, side._under, engine.workers[0].connector._side._puts)
-        if any(left) or len(engine.free) != 24:
+        left = (engine.kept, side._known, side._stagings, side._landing, side._saves, self.store.pools.used)
+        if any(left) or len(engine.free) != 23:
             raise AssertionError(f"kept for ever: {left}, {len(engine.free)} blocks free")
 
     def _until_idle(self):
         for _ in range(400):
-            for one in self.links:
-                one.run()
+            self.threads.run()
             self.engine.step()
             self._judge_store()
-            if not (self.engine.running or self.engine.waiting or self.engine.connector.has_pending_push_work()):
+            busy = self.engine.running or self.engine.waiting or self.engine.connector.has_pending_push_work() or self.engine.late
+            if not busy and not any(one.work for one in [*self.threads.links, *self.threads.putters]):
                 return
         raise AssertionError("never idle")
-
-
-bound = vllm_layers.Finder.bind
 
 
 class Faults(Seeded, unittest.TestCase):
     course = Run
 
-    def test_what_is_stored_is_right_and_what_is_promised_is_there_or_is_reported(self):
-        seen = {"loaded": 0, "stored": 0}
-        for run in self.every_seed():
-            for part in [run.engine.connector, *(worker.connector for worker in run.engine.workers)]:
-                for name, count in part._side.stats.data.items():
-                    seen[name.split()[0]] = seen.get(name.split()[0], 0) + count
-                    seen[name] = seen.get(name, 0) + (count if " " in name else 0)
+    def test_what_is_stored_is_right_and_what_is_promised_is_there(self):
+        seen = {}
+        for run in self.every_seed(times=4):
+            for name, count in run.seen.items():
+                seen[name] = seen.get(name, 0) + count
         # That it has tried anything.
-        for what in ("loaded", "stored", "failed", "failed Silence", "failed Unwaited", "failed Digest", "failed DeadlinePassed"):
+        for what in (
+            "promised", "landed", "saved", "layered", "unstaged NotHere", "unstaged Silence", "unstaged DeadlinePassed", "unstaged Busy",
+            "dropped busy", "dropped NoSpace", "dropped DeadlinePassed", "staged read",
+        ):  # fmt: skip
             self.assertGreater(seen.get(what, 0), 0, seen)
+        self.assertLess(seen["layered"], seen["layers"])
 
-    def test_planted_blocks_of_a_failed_load_stay_in_the_prefix_cache(self):
-        self.expect_seen("wrong answer", (vllm_layers.Finder, "_take_back", lambda *of: None))
+    def test_planted_a_promise_before_the_last_block_is_staged(self):
+        def settled(desk, staging):
+            honest(desk, staging)
+            if staging.stages and not staging.is_over:
+                staging.columns = {c: (begin, [(0, 1, 0, 1)] * 8) for _, begin, columns in staging.stages for c in columns}
+                staging.blocks, staging.is_over = staging.wanted, True
+                return True
+            return staging.is_over
 
-    @staticmethod
-    def run_links(links):
-        for one in links:
-            one.run()
+        honest = staging.Desk._is_settled
+        self.expect_seen("promised, and not there", (staging.Desk, "_is_settled", settled))
 
-    def after_a_failed_load(self, requests, given_up=()):
-        """An engine that is asked for a text, all of which is stored; a block goes after it was found. It needs several steps to
-        compute the rest again. What the store has in the end, and the engine."""
+    def test_planted_a_stage_is_let_go_of_before_it_has_landed(self):
+        def promised(finder, what, *of):
+            honest(finder, what, *of)
+            finder._desk.let_go(what)
+
+        honest = vllm_scheduler.Finder._promised
+        self.expect_seen(("promised, and not there", "a stage that was let go of"), (vllm_scheduler.Finder, "_promised", promised))
+
+    def test_planted_a_pass_waits_for_no_layer(self):
+        self.expect_seen("promised, and not there", (vllm_worker.Mover, "_await", lambda mover, place: None))
+
+    def test_planted_a_layer_that_does_not_wait_is_taken_for_one_that_does(self):
+        def load(mover, runs_by_layer):
+            mover._heard = set(mover._order)
+            honest(mover, runs_by_layer)
+
+        honest = vllm_worker.Mover.load
+        self.expect_seen(("wrong answer", "stored wrong", "a load that was promised"), (vllm_worker.Mover, "load", load))
+
+    def after_a_preemption(self):
+        """On a device, whose streams do nothing before they must: a request loses its pages to another one in the step behind that in which
+        they were to leave. What of its two blocks is stored wrong."""
         clock = Time()
-        store = Store(random.Random(1), clock, 1)
+        store = Store(random.Random(1), clock)
         store.calm = True
-        text = [faults.digest(bytes([at])) for at in range(5)]
-        store.blocks = {(0, key): [right(text, at, layer, 0) for layer in range(LAYERS)] for at, key in enumerate(text)}
-        with in_virtual_time(store, clock) as links:
-            engine = Scheduler(store.chance, clock, store)
-            engine.limits = (8, 1)
-            asked = [Request(name, text) for name in requests]
-            for request in asked[: requests.index("later") if "later" in requests else None]:
-                engine.add(request)
-            self.run_links(links)
-            for at in range(20):
-                engine.step([request for request in asked if request.request_id in given_up] if at == 1 else ())
-                self.run_links(links)
-                if at == 0:
-                    del store.blocks[0, text[1]]
-                if at == 2 and "later" in requests:
-                    engine.add(asked[-1])
-            wrong = [at for at, key in enumerate(text) if store.blocks.get((0, key)) != [right(text, at, n, 0) for n in range(LAYERS)]]
-            return wrong, engine
+        texts = [[faults.digest(bytes([at, kind])) for at in range(2)] for kind in range(2)]
+        def done(saving, timeout=0.0):
+            while saving.coming:
+                saving.coming.popleft()()
+                saving.left += 1
+            return saving.left == len(saving.layers)
 
-    def test_no_request_is_admitted_on_blocks_that_are_being_loaded_and_planted(self):
-        wrong, engine = self.after_a_failed_load(["first", "second"])
-        self.assertEqual((wrong, len(engine.done)), ([], 2))
-        with mock.patch.object(vllm_layers.Finder, "_rests_on_a_load", lambda *of: False):
-            with self.assertRaisesRegex(AssertionError, "wrong answer"):
-                self.after_a_failed_load(["first", "second"])
-
-    def test_a_request_that_is_given_up_while_its_load_fails_leaves_nothing_in_the_engine_and_planted(self):
-        wrong, engine = self.after_a_failed_load(["first", "later"], given_up=["first"])
-        self.assertEqual((wrong, len(engine.done)), ([], 1))
-        with mock.patch.object(vllm_layers.Finder, "_take_back", lambda *of: None):
-            with self.assertRaisesRegex(AssertionError, "wrong answer"):
-                self.after_a_failed_load(["first", "later"], given_up=["first"])
-            # What is worse: it is stored, and wrong for every engine from then on.
-            with mock.patch.object(Scheduler, "_judge", lambda *of: None):
-                wrong, _ = self.after_a_failed_load(["first", "later"], given_up=["first"])
-                self.assertNotEqual(wrong, [])
-        # An engine that would keep it: then nothing of the next request is stored.
-        with mock.patch.object(vllm_layers.Finder, "bind", lambda finder, of, evict: bound(finder, of, lambda blocks: None)):
-            with mock.patch.object(Scheduler, "_judge", lambda *of: None):
-                self.assertEqual(self.after_a_failed_load(["first", "later"], given_up=["first"])[0], [1])
-
-    def test_planted_a_load_counts_that_the_forward_pass_did_not_wait_for(self):
-        def end(mover, whole=True):
-            if whole and mover._readings:
-                mover.wait_for(mover.plan.layers[-1])
-                mover._waited = set(mover.plan.layers)
-            return honest(mover, whole)
-
-        honest = vllm_layers.Mover._end_loads
-        self.expect_seen(("wrong answer", "stored wrong"), (vllm_layers.Mover, "_end_loads", end))
-
-    def test_planted_failed_blocks_are_not_reported(self):
-        self.expect_seen("promised, and not there", (vllm_layers.Mover, "take_failed", lambda mover: set()))
-
-    def one_that_waits(self):
-        """How many of six blocks are stored of one request, whose first save met a store that takes nothing."""
-        clock = Time()
-        store = Store(random.Random(1), clock, 1)
-        store.calm = True
-        with in_virtual_time(store, clock) as links:
-            engine = Scheduler(store.chance, clock, store)
-            self.run_links(links)
-            engine.add(Request("a", [faults.digest(bytes([at])) for at in range(6)], stays=20))
-            # After the scheduler was told that there is room, and before the worker is to copy.
-            puts_away = mock.patch.object(vllm_layers.Mover, "_begin_copy", lambda mover, save: mover._back.update({save.number: True}))
+        left = mock.patch.object(faults.Saving, "done", done)
+        with in_virtual_time(store, clock, is_device=True) as threads, left:
+            engine = Scheduler(store.chance, clock, store, blocks=4)
+            engine.limits = (8, 8)
+            for _ in range(2):
+                threads.run()
+                engine.step()
+            first, second = (Request(name, text, 9) for name, text in zip("ab", texts))
+            engine.add(first)
             for at in range(12):
-                with puts_away if at < 6 else contextlib.nullcontext():
-                    engine.step()
-                self.run_links(links)
-            self.assertEqual([request.state for request in engine.running], ["running"])
-            return len(store.blocks)
+                threads.run()
+                if at and engine.connector._side._saves and first.state == "running":
+                    engine._preempt(first)
+                    engine.waiting.clear()
+                    engine.add(second)
+                engine.step()
+            self.assertEqual(first.state, "waiting")
+            found = [store.blocks.get((0, 0, key)) for key in texts[0]]
+            return [at for at, content in enumerate(found) if content != [right(texts[0], at, layer, (0, 0)) for layer in range(LAYERS)]]
 
-    def test_what_was_not_taken_is_offered_again_and_planted_counts_as_saved(self):
-        self.assertEqual(self.one_that_waits(), 6)
-
-        def done(finder, known, told):
-            known.sent = {}
-
-        with mock.patch.object(vllm_layers.Finder, "_saves_done", done):
-            self.assertLess(self.one_that_waits(), 6)
+    def test_pages_are_written_again_behind_what_leaves_them_and_planted(self):
+        self.assertEqual(self.after_a_preemption(), [])
+        with mock.patch.object(faults.Card, "join", lambda streams: None):
+            self.assertNotEqual(self.after_a_preemption(), [])
 
     def test_planted_memory_is_let_go_before_it_was_copied(self):
         def finished(finder, request, blocks):
             honest(finder, request, blocks)
             return False
 
-        honest = vllm_layers.Finder.finished
-        self.expect_seen(("stored wrong", "let go, and not kept"), (vllm_layers.Finder, "finished", finished))
+        honest = vllm_scheduler.Finder.finished
+        self.expect_seen(("stored wrong", "let go, and not kept"), (vllm_scheduler.Finder, "finished", finished))
 
-    def test_planted_a_failed_layer_is_passed_over(self):
-        def next_layer(mover, reading):
-            good = reading.good
-            honest(mover, reading)
-            reading.good = good if reading.reading is not None else 0
+    def test_planted_blocks_are_put_before_every_worker_has_taken_its_part(self):
+        def learn(finder, told):
+            honest(finder, type(told)(told.attached, {number: finder._workers for number in told.done}))
 
-        honest = vllm_layers.Mover._next_layer
-        self.expect_seen("promised, and not there", (vllm_layers.Mover, "_next_layer", next_layer))
+        honest = vllm_scheduler.Finder.learn
+        self.expect_seen("stored wrong", (vllm_scheduler.Finder, "learn", learn))
+
+    def test_planted_an_answer_that_may_be_taken_back_is_saved(self):
+        def end(finder, known, scheduled):
+            return finder._hashed(known.request)
+
+        self.expect_seen("stored wrong", (vllm_scheduler.Finder, "_end_of", end))
+
+    def test_planted_what_was_not_stored_counts_as_saved(self):
+        def stored(finder, save, count, why):
+            honest(finder, save, save.last - save.first, None)
+
+        honest = vllm_scheduler.Finder._stored
+        with mock.patch.object(Run, "_calm", self.after_one_try):
+            self.expect_seen("never stored", (vllm_scheduler.Finder, "_stored", stored))
+
+    @staticmethod
+    def after_one_try(run):
+        """A request that goes on while its first put fails."""
+        run.store.calm, run.store.away = True, False
+        run._until_idle()
+        fresh = [faults.digest(b"fresh", bytes([at])) for at in range(4)]
+        run.texts.append(fresh)
+        run.names += 1
+        request = Request(f"r{run.names}", fresh, 60)
+        run.engine.add(request)
+        refuse = mock.patch.object(faults.Draft, "put", lambda draft, **terms: draft._give() or [False] * len(draft.keys))
+        with refuse:
+            for _ in range(4):
+                run.threads.run()
+                run.engine.step()
+                run.clock.now += 2.0
+        for _ in range(50):
+            run.threads.run()
+            run.engine.step()
+        if not all((0, 0, key) in run.store.blocks for key in fresh):
+            raise AssertionError("never stored: what was refused once")
+
+    def test_what_was_refused_once_is_offered_again(self):
+        with mock.patch.object(Run, "_calm", self.after_one_try):
+            for seed in range(4):
+                Run(seed).go()
+
+    def after_a_block_that_goes(self, others, happens):
+        """A text, all of which is stored; its second block goes when it has been found. One request asks for it, in pieces of a block a
+        step, and `others` with it or later; then something `happens` to the first one. What of the text is not stored, or not right, in the
+        end, and how many blocks were promised."""
+        clock = Time()
+        store = Store(random.Random(1), clock)
+        store.calm = True
+        text = [faults.digest(bytes([at])) for at in range(6)]
+        store.blocks = {(0, 0, key): [right(text, at, layer, (0, 0)) for layer in range(LAYERS)] for at, key in enumerate(text)}
+        match, promised = faults.Pages.match, []
+
+        def found(pages, keys, hold=None):
+            answer = match(pages, keys, hold)
+            if answer.blocks == len(text):
+                del store.blocks[0, 0, text[1]]
+            return answer
+
+        with in_virtual_time(store, clock) as threads, mock.patch.object(faults.Pages, "match", found):
+            engine = Scheduler(store.chance, clock, store)
+            engine.limits = (8, 1)
+            for _ in range(3):
+                threads.run()
+                engine.step()
+            first, *later = (Request(name, text, 2) for name in ("first", *others))
+            engine.add(first)
+            for request in later if "with" in others else ():
+                engine.add(request)
+            for at in range(40):
+                threads.run()
+                if first.state == "running" and not promised:
+                    happens(engine, first)
+                    promised.append(engine.connector._side.stats.data.get("promised", 0))
+                if promised and at > 20 and later and later[0].state == "waiting" and later[0] not in engine.waiting:
+                    engine.add(later[0])
+                engine.step()
+            self.assertEqual(len(engine.done), 1 + len(later) - (first.state == "given up"))
+            wrong = [at for at, key in enumerate(text) if store.blocks.get((0, 0, key)) != [right(text, at, n, (0, 0)) for n in range(LAYERS)]]
+            return wrong, promised
+
+    def test_the_first_request_is_given_up_a_step_after_its_load(self):
+        self.assertEqual(self.after_a_block_that_goes(["later"], Scheduler.give_up), ([], [1]))
+
+    def test_the_first_request_loses_its_memory_a_step_after_its_load(self):
+        self.assertEqual(self.after_a_block_that_goes([], Scheduler._preempt), ([], [1]))
+
+    def test_the_first_request_is_given_up_while_another_one_shares_its_blocks(self):
+        self.assertEqual(self.after_a_block_that_goes(["with"], Scheduler.give_up), ([], [1]))
+
+    @staticmethod
+    def is_ready_after_a_restart():
+        """The server is another one between the scheduler's call for a pool and the workers' for the same."""
+        clock = Time()
+        store = Store(random.Random(1), clock)
+        store.calm = True
+        with in_virtual_time(store, clock) as threads:
+            engine = Scheduler(store.chance, clock, store, ranks=2)
+            threads.links[0].run()
+            store.away = True
+            store.away = False
+            for _ in range(20):
+                engine.step()
+                engine.connector._side._is_ready()
+                threads.run()
+                clock.now += 0.5
+            return engine.connector._side._is_ready()
+
+    def test_workers_find_the_pool_behind_a_restart_of_the_server_and_planted(self):
+        self.assertTrue(self.is_ready_after_a_restart())
+        with mock.patch.object(staging.Desk, "knock", lambda desk: None):
+            self.assertFalse(self.is_ready_after_a_restart())
+
+    def test_a_pool_is_taken_once_however_long_that_takes(self):
+        clock = Time()
+        store = Store(random.Random(1), clock)
+        store.calm = True
+        with in_virtual_time(store, clock) as threads:
+            engine = Scheduler(store.chance, clock, store)
+            taken, honest = [], faults.Client.shared_pool
+
+            def shared_pool(client, nbytes):
+                # Steps go on meanwhile.
+                store.is_links = False
+                engine.step()
+                store.is_links = True
+                taken.append(honest(client, nbytes))
+                return taken[-1]
+
+            with mock.patch.object(faults.Client, "shared_pool", shared_pool):
+                for _ in range(5):
+                    threads.run()
+                    engine.step()
+            self.assertEqual(len(taken), 1)
+
+    def test_planted_windows_of_another_boundary_are_landed(self):
+        def first(group, boundary, block_tokens):
+            return min(boundary - 1, honest(group, boundary + 1, block_tokens)) if group.window is not None else 0
+
+        honest = staging.Group.first_of
+        self.expect_seen(("blocks ", "promised, and not there", "wrong answer"), (staging.Group, "first_of", first))
 
 
 if __name__ == "__main__":

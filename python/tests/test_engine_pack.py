@@ -183,17 +183,17 @@ class Stages(unittest.TestCase):
         return begun
 
     def test_the_order_is_that_of_what_is_worth_most(self):
-        self.assertEqual([stage.name for stage in stages.STAGES], ["machine", "plain", "disk", "own", "memory"])
-        self.assertEqual([name for name, _ in self.run_all(540, {})], ["machine", "plain", "disk", "own", "memory"])
+        self.assertEqual([stage.name for stage in stages.STAGES], ["machine", "plain", "layers", "disk", "own", "memory"])
+        self.assertEqual([name for name, _ in self.run_all(540, {})], ["machine", "plain", "layers", "disk", "own", "memory"])
 
     def test_no_stage_runs_past_the_time_of_all(self):
         began = self.clock.now
         begun = self.run_all(300, {"plain": 150, "disk": 500})
         self.assertLessEqual(self.clock.now - began, 300 - stages.RESERVE)
-        self.assertEqual([name for name, _ in begun], ["machine", "plain", "disk"])
-        self.assertEqual(dict(begun)["disk"], 300 - 30 - 150 - stages.RESERVE)
+        self.assertEqual([name for name, _ in begun], ["machine", "plain", "layers", "disk"])
+        self.assertEqual(dict(begun)["disk"], 300 - 30 - 150 - 30 - stages.RESERVE)
         states = {name: one["state"] for name, one in self.written()["stages"].items()}
-        self.assertEqual(states, {"machine": "done", "plain": "done", "disk": "failed", "own": "not begun", "memory": "not begun"})
+        self.assertEqual(states, {"machine": "done", "plain": "done", "layers": "done", "disk": "failed", "own": "not begun", "memory": "not begun"})
 
     def test_every_stage_is_bounded_also_where_there_is_time(self):
         for name, limit in self.run_all(100_000, {}):
@@ -231,6 +231,8 @@ class Stages(unittest.TestCase):
     def test_musts_are_judged(self):
         self.assertEqual(self.holds(self.facts(device=0.1, kvarts_disk=1.14, kvarts_host=0.5, vllm_host=0.5)), [True, True])
         self.assertEqual(self.holds(self.facts(device=0.1, kvarts_disk=1.16, kvarts_host=0.56, vllm_host=0.5)), [False, False])
+        layers = self.facts(device=0.1, kvarts_disk=1.0, kvarts_host=0.5, vllm_host=0.5, layers_pool=0.56, layers_disk=1.14)
+        self.assertEqual(self.holds(layers), [True, True, False, True])
         # Where computing the rest takes longer than the disk, that is the bound.
         self.assertEqual(self.holds(self.facts(device=2.0, kvarts_disk=2.2, kvarts_host=0.5, vllm_host=0.5)), [True, True])
         self.assertEqual(self.holds(self.facts(device=0.1, kvarts_disk=1.16)), [None, False], "what was not measured does not hold")

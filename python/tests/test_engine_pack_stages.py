@@ -73,7 +73,7 @@ class Engine:
         self.device.add(key)
         if self.connector:
             self.host.add(key)
-            if self.connector["class"] == "Kvarts":
+            if self.connector["class"].startswith("Kvarts"):
                 self.to_store.append((key, length))
         value = sum(prompt) % 97 + (1 if wrong else 0)
         # Log-probabilities are a little different where other shapes are computed.
@@ -87,8 +87,8 @@ class Engine:
         if key in self.device:
             return {"device": length}, self.spoilt
         if key in self.host:
-            return {"host": length}, "host" in self.bad
-        if self.connector and self.connector["class"] == "Kvarts" and self.store.give(key):
+            return {"disk" if self.connector["class"] == "KvartsLayers" else "host": length}, "host" in self.bad
+        if self.connector and self.connector["class"].startswith("Kvarts") and self.store.give(key):
             return {"disk": self.store.give(key)}, "disk" in self.bad
         return {}, False
 
@@ -156,6 +156,7 @@ class Stages(unittest.TestCase):
             "engine": {"block_size": BLOCK},
             "tier": {},
             "own": {},
+            "pool_bytes": 1,
             "disk": os.path.join(self.place, "disk"),
             "memory": os.path.join(self.place, "memory"),
             "disk_budget": 0,
@@ -180,14 +181,14 @@ class Stages(unittest.TestCase):
         return [must["must"] for must in stages.musts(self.facts(name, bad)) if must["holds"] is False]
 
     def test_an_engine_that_does_what_it_should_fails_no_must(self):
-        for name in ("plain", "disk", "own", "memory"):
+        for name in ("plain", "layers", "disk", "own", "memory"):
             self.assertEqual(self.bad_of(name), [], name)
 
     def test_every_source_is_timed_and_compared(self):
         self.facts("plain")
-        facts = [fact for name in ("plain", "disk", "own", "memory") for fact in self.facts(name)]
+        facts = [fact for name in ("plain", "layers", "disk", "own", "memory") for fact in self.facts(name)]
         timed = {source for source, _ in stages.times(facts)}
-        self.assertEqual(timed, {"computed", "device", "kvarts disk", "kvarts host", "vllm host", "kvarts memory"})
+        self.assertEqual(timed, {"computed", "device", "layers disk", "layers pool", "kvarts disk", "kvarts host", "vllm host", "kvarts memory"})
         for length in LENGTHS:
             compared = {fact["source"] for fact in facts if fact["what"] == "output" and fact["length"] == length}
             self.assertLessEqual({"stored in disk", "kvarts disk", "kvarts host, disk", "vllm host", "kvarts memory"}, compared)
@@ -199,6 +200,7 @@ class Stages(unittest.TestCase):
         self.assertEqual(len([must for must in bad if must.startswith("kvarts disk, ")]), len(LENGTHS))
         for fault in ("flipped", "killed while the engine loads", "killed while it stores"):
             self.assertTrue(any(fault in must for must in bad), fault)
+        self.assertEqual(len([must for must in self.bad_of("layers", ("host",)) if must.startswith("kvarts host, layers, ")]), len(LENGTHS))
         self.assertEqual(len([must for must in self.bad_of("own", ("host",)) if must.startswith("vllm host, ")]), len(LENGTHS))
 
     def test_a_comparison_that_sees_no_spoilt_page_is_told(self):

@@ -65,6 +65,42 @@ class Pools(Served):
         stage = pool.stage([(pages, 0, None)], names[:3])
         self.assertEqual(stage.wait(60), 1)
 
+    def test_a_pool_that_is_cleared_reads_again_what_no_stage_holds(self):
+        client, pool = self.pool()
+        pages = self.pages(client)
+        names = keys(6)
+        self.assertTrue(pages.put(names, [pattern(n) for n in range(6)]).ok)
+        held, other = (pool.stage([(pages, 0, None)], some) for some in (names[:3], names[3:]))
+        self.assertEqual((held.wait(60), other.wait(60)), (3, 3))
+        other.close()
+        pool.clear()
+        again = pool.stage([(pages, 0, None)], names)
+        self.assertEqual((again.wait(60), pool.counts["read"], self.bytes_of(pool, again)), (6, 9, [pattern(n) for n in range(6)]))
+
+    def test_a_prefix_needs_of_some_groups_its_last_blocks_only(self):
+        client = self.connect()
+        pages = self.pages(client, page={0: PAGE, 1: PAGE}, block_tokens=16, windows={1: 32})
+        names = keys(5)
+        put = lambda group, at: self.assertTrue(pages.put([names[at]], [pattern(at)], group=group).ok)  # noqa: E731
+        for at in range(5):
+            put(0, at)
+        self.assertEqual(pages.match(names).blocks, 0)
+        for at in (2, 3):
+            put(1, at)
+        self.assertEqual(pages.match(names).blocks, 4)
+        put(1, 0)
+        self.assertEqual((pages.match(names).blocks, pages.match(names[:3]).blocks), (4, 1))
+        with self.assertRaisesRegex(kvarts.Invalid, "windows"):
+            self.pages(client, page={0: PAGE}, windows={1: 32})
+
+    def test_windows_that_are_kept_are_ranges_of_blocks(self):
+        self.assertEqual(kvarts.kept_windows(0, 32, 3, 7, 16), [(3, 7)])
+        self.assertEqual(kvarts.kept_windows(64, 32, 0, 9, 16), [(2, 4), (6, 8)])
+        # What a boundary behind them needs is among them.
+        self.assertEqual(kvarts.kept_windows(64, 32, 5, 7, 16), [(6, 7)])
+        self.assertEqual(kvarts.kept_windows(64, 1, 0, 9, 16), [(3, 4), (7, 8)])
+        self.assertEqual((kvarts.window_interval(75 << 20, 16), kvarts.window_interval(0, 16)), (800, 0))
+
     def test_what_cannot_be_is_refused(self):
         client, pool = self.pool()
         pages = self.pages(client)

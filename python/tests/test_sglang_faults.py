@@ -99,7 +99,7 @@ class Pages:
 class Link(faults.Link):
     def __init__(self, run, pause):
         super().__init__(types.SimpleNamespace(expect_there=lambda: None))
-        self._pause, self.client = pause, Client(run)
+        self.pause, self.client = pause, Client(run)
 
     def do(self, work, failed):
         work(self.client)

@@ -102,7 +102,7 @@ class Pages:
 class Link(faults.Link):
     def __init__(self, run, pause):
         super().__init__(types.SimpleNamespace(expect_there=lambda: None))
-        self._run, self._pause = run, pause
+        self._run, self.pause = run, pause
 
     def do(self, work, failed):
         work(self)

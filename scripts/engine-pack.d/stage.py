@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 
-from common import Process, Server, free_port
+from common import Process, Server, compare, free_port
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-#: Nats by which two log-probabilities may differ if all that differs is the order in which they were rounded.
-ROUNDING = 0.15
 #: Tokens of an output that is compared.
 TOKENS = 16
 #: Tokens behind the last full block: they are computed whatever was restored.
@@ -38,6 +36,7 @@ MODULES = (
     "vllm.v1.kv_offload.tiering.spec",
     "kvarts",
     "kvarts.vllm",
+    "kvarts.vllm_layers",
 )
 DEVICE_MODULES = (
     "vllm._C_stable_libtorch",
@@ -46,22 +45,6 @@ DEVICE_MODULES = (
     "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.attention.backends.flash_attn",
 )
-
-
-def compare(reference, found):
-    """`equal`: the same tokens with the same log-probabilities. `rounding`: not more apart than another order of the same sums
-    brings; behind the first token that differs nothing is compared. `different`: anything else."""
-    if reference["tokens"] == found["tokens"] and reference["likely"] == found["likely"]:
-        return "equal"
-    pairs = zip(reference["tokens"][0], found["tokens"][0], reference["likely"][0], found["likely"][0])
-    for ours, theirs, expected, likely in pairs:
-        if str(theirs) not in expected or str(ours) not in likely:
-            return "different"
-        if max(abs(expected[token] - likely[token]) for token in expected.keys() & likely.keys()) > ROUNDING:
-            return "different"
-        if ours != theirs:
-            return "rounding"
-    return "rounding"
 
 
 def kind_of(place):
@@ -308,14 +291,15 @@ class Stage:
 
     # Kvarts.
 
-    def kvarts(self, source, directory, budget):
+    def kvarts(self, source, directory, budget, connector=None, near="host"):
+        """`near`: how the engine calls what the connector has in the host's memory."""
         if not os.path.exists(directory):
             self.known = {key for key in self.known if key[0] != "stored"}
         elif not any(key[0] == "stored" for key in self.known):
             shutil.rmtree(directory)
         self.server = Store(self.settings, source, directory, budget)
-        connector = {"class": "Kvarts", "module": "kvarts.vllm", "server": self.server.socket, "timeout": PATIENCE}
-        self.engine = Engine(self.settings, source, {**connector, **self.settings["tier"]})
+        connector = connector or {"class": "Kvarts", "module": "kvarts.vllm", **self.settings["tier"]}
+        self.engine = Engine(self.settings, source, {"server": self.server.socket, "timeout": PATIENCE, **connector})
         modes = {mode: self.server.metric(rf'kvarts_clients\{{mode="{mode}"\}}') for mode in ("adopted", "direct", "copied")}
         self.tell("engine", source=source, modes=modes, **self.engine.facts)
         for length in self.lengths:
@@ -323,7 +307,7 @@ class Stage:
             self.engine.forget(True)
             self.output(f"kvarts {source}", length, "device", "disk")
             self.engine.forget(False)
-            self.output(f"kvarts host, {source}", length, "device", "host")
+            self.output(f"kvarts host, {source}", length, "device", near)
 
     def store(self, source, length):
         """Has a prompt computed and waits until all of it is stored."""
@@ -356,6 +340,14 @@ class Stage:
         deadline = time.monotonic() + PATIENCE
         while not reached() and time.monotonic() < deadline:
             meanwhile()
+
+    def layers(self):
+        """The layerwise connector, with its pool and the disk behind it."""
+        connector = {"class": "KvartsLayers", "module": "kvarts.vllm_layers", "pool_bytes": self.settings["pool_bytes"]}
+        self.kvarts("layers", self.settings["disk"] + "-layers", self.settings["disk_budget"], connector, near="disk")
+        for length in self.lengths:
+            self.times("layers disk", length, lambda: self.engine.forget(True), "disk")
+            self.times("layers pool", length, lambda: self.engine.forget(False), "disk")
 
     def disk(self):
         self.kvarts("disk", self.settings["disk"], self.settings["disk_budget"])

@@ -18,6 +18,7 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("machine", 5, 90, "device, libraries, imports of the engine, the disk's own rate"),
     Stage("plain", 40, 180, "the engine without a cache of its own behind it: outputs that all others must have, times of computing"),
+    Stage("layers", 45, 200, "Kvarts layer by layer: outputs and times from its pool and from disk"),
     Stage("disk", 60, 280, "Kvarts on the disk: outputs and times from disk and from the host tier, a flipped bit, the server killed"),
     Stage("own", 45, 150, "vLLM's own offloading to host memory"),
     Stage("memory", 50, 180, "Kvarts in a file system in memory"),
@@ -144,7 +145,12 @@ def musts(facts):
         size = next((fact["bytes"] for fact in facts if fact["what"] == "stored" and fact["stage"] == "disk" and fact["length"] == length), None)
         rest = taken.get(("device", length))
         bound = max(size / rate, rest) if rate and size and rest else None
-        ratio(found, f"from disk, of the larger of disk time and the rest of the prefill, {length} tokens", taken.get(("kvarts disk", length)), bound, 1.15, small)
+        text = f"the larger of disk time and the rest of the prefill, {length} tokens"
+        ratio(found, f"from disk, of {text}", taken.get(("kvarts disk", length)), bound, 1.15, small)
+        if ("layers pool", length) in taken:
+            text = f"layer by layer, %s, {length} tokens"
+            ratio(found, text % "from the pool beside vLLM's own host tier", taken["layers pool", length], taken.get(("vllm host", length)), 1.1, small)
+            ratio(found, text % "from disk beside the larger of disk time and the rest of the prefill", taken.get(("layers disk", length)), bound, 1.15, small)
     return found
 
 

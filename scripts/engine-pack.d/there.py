@@ -116,6 +116,7 @@ def settings_of(asked, joined):
         "engine": engine,
         "own": own,
         "tier": dict(own),
+        "pool_bytes": host,
         "program": os.path.join(joined["kvarts"], "bin", "kvarts"),
         # Segments of the usual size want a budget that has many of them.
         "serve": ["--segment", "4 MiB"] if asked.tiny else [],

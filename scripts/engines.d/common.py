@@ -143,12 +143,16 @@ def two_nodes(engine, name):
     return nodes
 
 
+#: Runs a program that the engine's own processes do not run when they start.
+_RUN = "import sys; del sys.argv[0]; exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+
+
 class Process:
     """A process of an engine's that takes commands, one JSON document a line, and answers each with one."""
 
     def __init__(self, name, python, runner, settings, **variables):
         self.log = os.path.join(PLACE, f"{name}.log")
-        command = ["nice", python, os.path.join(RUNNERS, runner), json.dumps(settings)]
+        command = ["nice", python, "-c", _RUN, os.path.join(RUNNERS, runner), json.dumps(settings)]
         there = {**environment(), **variables}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
@@ -174,9 +178,9 @@ class Process:
         self.send(**command)
         return self.answer()
 
-    def reset(self):
-        """The engine forgets what it has in memory."""
-        self.ask(do="reset")
+    def reset(self, host=True):
+        """The engine forgets what it has in memory, and with `host` what its connector has in the host's."""
+        self.ask(do="reset", host=host)
 
     def kill(self):
         self.process.kill()
@@ -187,6 +191,26 @@ class Process:
         self.process.stdin.close()
         if self.process.wait(PATIENCE) != 0:
             raise self.failed("did not end well")
+
+
+#: Nats by which two log-probabilities may differ if all that differs is the order in which they were rounded.
+ROUNDING = 0.15
+
+
+def compare(reference, found):
+    """`equal`: the same tokens with the same log-probabilities. `rounding`: not more apart than another order of the same sums
+    brings; behind the first token that differs nothing is compared. `different`: anything else."""
+    if reference["tokens"] == found["tokens"] and reference["likely"] == found["likely"]:
+        return "equal"
+    pairs = zip(reference["tokens"][0], found["tokens"][0], reference["likely"][0], found["likely"][0])
+    for ours, theirs, expected, likely in pairs:
+        if str(theirs) not in expected or str(ours) not in likely:
+            return "different"
+        if max(abs(expected[token] - likely[token]) for token in expected.keys() & likely.keys()) > ROUNDING:
+            return "different"
+        if ours != theirs:
+            return "rounding"
+    return "rounding"
 
 
 def full_of(prompts, block):

@@ -70,7 +70,7 @@ if of.get("disk"):
         "kv_connector": "KvartsLayers",
         "kv_connector_module_path": "kvarts.vllm_layers",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"server": socket, "timeout": 60},
+        "kv_connector_extra_config": {"server": socket, "timeout": 60, "pool_bytes": 64 << 20},
     }
 engine = LLM(
     model=model,
@@ -126,24 +126,31 @@ if disk:
 
     def looked_up(request, computed):
         deadline = time.monotonic() + 60
-        while (answer := look_up(request, computed))[0] is None:
+        # The workers come to the pool with the first steps.
+        waits = scheduler.connector._side._is_ready()
+        while (answer := look_up(request, computed))[0] is None and waits:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{name}: a look-up was not answered")
             time.sleep(0.0001)
-        read[request.request_id] = answer[0]
+        read[request.request_id] = answer[0] or 0
         return answer
 
     scheduler.connector.get_num_new_matched_tokens = looked_up
 
 
 def settle():
-    """What was stored can be found."""
-    mover = get_kv_transfer_group()._side if disk else None
+    """What was saved can be found."""
+    if not disk:
+        return
+    finder, mover = scheduler.connector._side, get_kv_transfer_group()._side
     deadline = time.monotonic() + 60
-    while mover is not None and mover._puts:
-        mover._take(wait=1.0)
+    while finder.is_saving:
+        mover.take()
+        finder.learn(mover.tell())
+        finder.take_answers()
+        time.sleep(0.0001)
         if time.monotonic() > deadline:
-            raise SystemExit(f"{name}: what was stored was not acknowledged")
+            raise SystemExit(f"{name}: what was saved was not acknowledged")
 
 
 def forget():

@@ -1,13 +1,15 @@
 """The checks of vLLM (scripts/engines)."""
 
+import collections
 import functools
 import glob
 import os
+import random
 import signal
 import subprocess
 import time
 
-from common import BLOCK, DEADLINE, PATIENCE, Process, Server, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
+from common import BLOCK, DEADLINE, PATIENCE, Process, Server, Skipped, compare, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
 
 
 class Engine(Process):
@@ -274,13 +276,19 @@ class Layers(Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "churn", "cluster", "early")
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "course", "course_ranks", "course_hybrid")
     CONNECTOR = "KvartsLayers"
-    FAILED = "vllm:kvarts_failed_blocks "
-    MODE = "copied"
+    FAILED = "vllm:kvarts_unstaged_blocks "
 
-    def check_early(self):
-        """Prefixes that take long to read: the forward pass has layers of them before the last one was read."""
+    def check_damage(self):
+        """A flipped bit on disk: that block is recomputed, and the damage is counted. By an engine whose pool is empty."""
+        self.served()
+        self.engine.end()
+        self.engine = None
+        return super().check_damage()
+
+    def check_layered(self):
+        """A prefix is landed under the computation: each layer waits for its own."""
         model = model_of(self.python, "wide")
         prompts = prompts_of(3, 4, tokens=1000)
         plain = Engine("vllm-wide-plain", model)
@@ -288,10 +296,10 @@ class Layers(Vllm):
         plain.end()
         server = Server("vllm", "vllm-wide")
         try:
-            engine = Engine("vllm-wide", model, self.kvarts(server, timeout=PATIENCE))
+            engine = Engine("vllm-wide", model, self.kvarts(server, timeout=PATIENCE, pool_bytes=512 << 20))
             found, _, _ = engine.generate(prompts, tokens=16)
             expect([tokens[:8] for tokens in found] == right, "other tokens with an empty cache")
-            self.wait_until_stored(engine, sum(len(prompt) // BLOCK for prompt in prompts))
+            self.wait_until_saved(engine, sum(len(prompt) // BLOCK for prompt in prompts))
             engine.reset()
             before = engine.counters()
             found, disk, seconds = engine.generate(prompts)
@@ -299,16 +307,177 @@ class Layers(Vllm):
             full = full_of(prompts, BLOCK)
             expect(disk == full, f"{disk:.0f} of {full} prompt tokens came from disk")
             after = engine.counters()
-            layers, early = (after[name] - before.get(name, 0) for name in ("vllm:kvarts_layers", "vllm:kvarts_early_layers"))
+            layers, own = (after[name] - before.get(name, 0) for name in ("vllm:kvarts_layers", "vllm:kvarts_overlapped_layers"))
             engine.end()
         finally:
             server.stop()
-        expect(0 < early < layers, f"{early:.0f} of {layers:.0f} layers were given before the last one of their load had been read")
-        note = f"{early:.0f} of {layers:.0f} layers were given to the forward pass before the last one of their load had been read"
+        expect(own == layers > 0, f"{own:.0f} of {layers:.0f} layers were waited for by their own computation alone")
+        note = f"{own:.0f} of {layers:.0f} layers were waited for by their own computation alone"
         return f"{disk:.0f} of {full} prompt tokens from disk, {note}; {computed:.1f} s without a cache, {seconds:.1f} s with it"
 
-    def wait_until_stored(self, engine, blocks):
+    def check_pool(self):
+        """What was saved is in the pool: the next request of that prefix reads nothing from the disk."""
+        server = Server("vllm", "vllm-pool")
+        try:
+            engine = Engine("vllm-pool", self.model, self.kvarts(server))
+            found, _, _ = engine.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"], "other tokens with an empty cache")
+            self.wait_until_saved(engine, self.full() // BLOCK)
+            engine.reset(host=False)
+            found, disk, seconds = engine.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"], "other tokens than without a cache")
+            expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from the pool")
+            read = engine.counters().get("vllm:kvarts_staged_blocks read", 0)
+            expect(read == 0, f"{read:.0f} blocks were read")
+            engine.reset()
+            found, again, _ = engine.generate(PROMPTS["prompts"])
+            expect(found == self.right["prompts"] and again == self.full(), f"{again:.0f} of {self.full()} prompt tokens came from disk")
+            read = engine.counters().get("vllm:kvarts_staged_blocks read", 0)
+            expect(read == self.full() // BLOCK, f"{read:.0f} blocks were read when the pool was empty")
+            engine.end()
+        finally:
+            server.stop()
+        return f"{disk:.0f} of {self.full()} prompt tokens from the pool, nothing was read, {seconds:.2f} s, the same output"
+
+    def several(self, name, **engine):
+        """An engine of several workers stores, another one of as many finds that."""
+        try:
+            plain = Engine(f"vllm-{name}-plain", self.model, **engine)
+            right, _, _ = plain.generate(PROMPTS["prompts"])
+            plain.end()
+        except RuntimeError as error:
+            raise Skipped(f"vLLM without a connector cannot run {engine} here: {str(error).splitlines()[0]}") from None
+        server = Server("vllm", f"vllm-{name}")
+        try:
+            for turn in ("first", "second"):
+                one = Engine(f"vllm-{name}-{turn}", self.model, self.kvarts(server), **engine)
+                found, disk, _ = one.generate(PROMPTS["prompts"])
+                expect(found == right, f"other tokens than without a cache, {turn} engine ({disk:.0f} prompt tokens came from disk)")
+                if turn == "first":
+                    self.wait_until_saved(one, self.full() // BLOCK)
+                one.end()
+        finally:
+            server.stop()
+        expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk")
+        return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
+
+    def check_ranks(self):
+        """Two workers with tensor parallelism."""
+        return self.several("ranks", tensor_parallel_size=2, distributed_executor_backend="mp")
+
+    def check_stages(self):
+        """Two workers with pipeline parallelism."""
+        return self.several("stages", pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+    #: Seeds of a course, steps between two things that happen to the server, and how often something does.
+    SEEDS, STEPS, TURNS = (1, 2), 24, 12
+
+    def course(self, kind, **engine):
+        """Courses of requests over a server to which something happens; afterwards what they say and what is stored is that of a run without
+        faults."""
+        model = self.model if kind == "llama" else model_of(self.python, kind)
+        shared = prompts_of(2, 7)
+        texts = [begin[: 64 + 32 * at] + prompts_of(1, 11 + at, tokens=40 + 30 * at)[0] for at in range(4) for begin in shared]
+        given = {"block_size": BLOCK, "max_num_batched_tokens": 96, **engine}
+        said, tried, stored = [], collections.Counter(), {}
+        for name in ("calm", *self.SEEDS):
+            server = Server("vllm", f"vllm-course-{name}")
+            try:
+                settings = {"model": model, "texts": texts, "tokens": 48}
+                small = {} if name == "calm" else {"num_gpu_blocks_override": 28}
+                connector = {"server": server.socket, "timeout": DEADLINE, "pool_bytes": 16 << 20, "windows": "full"}
+                one = Process(f"vllm-course-{name}", self.python, "vllm_course.py", {**settings, "connector": connector, "engine": {**given, **small}})
+                if name == "calm":
+                    right = one.ask(do="right")["right"]
+                else:
+                    self.trouble(one, server, name, right, said, tried)
+                self.all_of(one, server, right)
+                answer = one.ask(do="blocks")
+                # Of windows what could not be kept is not there.
+                found = {block: content for block, content in answer["blocks"].items() if int(block.split()[2]) in answer["full"]}
+                if name == "calm":
+                    stored = found
+                else:
+                    expect(found.keys() >= stored.keys(), f"seed {name}: {len(stored.keys() - found.keys())} of {len(stored)} blocks are not stored")
+                    self.compare(stored, found)
+                    tried.update({what: count for what, count in one.ask(do="counters").items()})
+                one.end()
+            finally:
+                server.stop()
+        for what in ("given up running", "given up waiting", "preempted", "forgotten"):
+            expect(tried[what], f"no request was {what}: {tried}")
+        expect(tried["given up staging"] + tried["given up staged"], f"no request was given up while it was staged: {tried}")
+        note = ", ".join(f"{what} {count:.0f}" for what, count in sorted(tried.items()) if not what.startswith("vllm"))
+        landed = tried["vllm:kvarts_promised_blocks"]
+        expect(landed > 0, f"nothing was promised: {tried}")
+        outputs = f"{len(said)} outputs as without a cache, {said.count('rounding')} of them but for rounding"
+        return f"{outputs}, {landed:.0f} blocks promised and landed, {len(stored)} blocks stored as in a run without faults; {note}"
+
+    def trouble(self, one, server, seed, right, said, tried):
+        chance = random.Random(seed)
+        for turn in range(self.TURNS):
+            what = chance.choice(("nothing", "nothing", "killed", "stopped", "slow"))
+            if what == "killed":
+                server.kill()
+            elif what == "stopped":
+                server.process.send_signal(signal.SIGSTOP)
+            one.send(do="steps", seed=1000 * seed + turn, count=self.STEPS)
+            if what == "slow":
+                # In the middle of what the engine does.
+                time.sleep(chance.random() / 4)
+                server.process.send_signal(signal.SIGSTOP)
+                time.sleep(chance.random() / 2)
+                server.process.send_signal(signal.SIGCONT)
+            answer = one.answer()
+            if what == "killed":
+                server.start()
+            elif what == "stopped":
+                server.process.send_signal(signal.SIGCONT)
+            self.judge(answer["ended"], right, said, f"seed {seed}, turn {turn} ({what})")
+            tried.update({f"server {what}": 1})
+        answer = one.ask(do="settle")
+        self.judge(answer["ended"], right, said, f"seed {seed}, at the end")
+        tried.update(answer["seen"])
+
+    @staticmethod
+    def judge(ended, right, said, where):
+        for text, found in ended:
+            said.append(compare(right[text], found))
+            expect(said[-1] != "different", f"{where}: text {text} says {found['tokens']}, without a cache {right[text]['tokens']}")
+
+    def all_of(self, one, server, right):
+        """Every text once more, until all of it is stored."""
+        time.sleep(1.5)
+        for _ in range(3):
+            found = one.ask(do="right")["right"]
+            expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "other tokens when the faults are over")
+            one.ask(do="settle")
+            time.sleep(0.3)
+
+    @staticmethod
+    def compare(stored, found):
+        """Bytes are those of a run without faults, but for the last bits of what was computed in another batch."""
+        for name, (digest, *numbers) in stored.items():
+            other, *others = found[name]
+            if digest != other:
+                far = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(numbers, others))
+                expect(far < 0.1, f"block {name} is not that of a run without faults: {far}")
+
+    def check_course(self):
+        """Seeded courses: admitted, staged, promised, landed, saved, preempted and given up in each; the server killed and stopped."""
+        return self.course("llama")
+
+    def check_course_ranks(self):
+        """The same of an engine with two workers."""
+        return self.course("llama", tensor_parallel_size=2, distributed_executor_backend="mp")
+
+    def check_course_hybrid(self):
+        """The same of a model with windows beside full attention."""
+        return self.course("gemma3")
+
+    def wait_until_saved(self, engine, blocks):
         deadline = time.monotonic() + PATIENCE
-        while (stored := engine.counters().get("vllm:kvarts_stored_blocks", 0)) < blocks:
-            expect(time.monotonic() < deadline, f"{stored:.0f} of {blocks} blocks stored")
+        while (saved := engine.counters().get("vllm:kvarts_saved_blocks", 0)) < blocks:
+            expect(time.monotonic() < deadline, f"{saved:.0f} of {blocks} blocks saved")
+            # vLLM shows counts of a step with the next one.
             engine.generate([[1, 2, 3]], tokens=2)

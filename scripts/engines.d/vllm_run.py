@@ -7,6 +7,7 @@ import time
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the engine prints goes to the log
@@ -41,8 +42,7 @@ if settings.get("connector"):
         given.update(cpu_bytes_to_use=64 << 20, spec_name="CpuTieringSpec", spec_module_path="vllm_cpu")
         transfer["kv_connector_module_path"] = "kvarts.vllm"
     elif name == "KvartsLayers":
-        connector["async_scheduling"] = False
-        transfer["kv_load_failure_policy"] = "recompute"
+        given.setdefault("pool_bytes", 64 << 20)
         transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
     else:
         without_dict()
@@ -76,9 +76,9 @@ def generate(prompts, tokens):
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": time.monotonic() - began}
 
 
-def reset():
-    """Forgets what the engine has in memory, its host tier included."""
-    return {"reset": engine.llm_engine.reset_prefix_cache(reset_connector=True)}
+def reset(host):
+    """Forgets what the engine has in memory, and with `host` what the connector has in the host's."""
+    return {"reset": engine.llm_engine.reset_prefix_cache(reset_connector=host)}
 
 
 def answer(document):
@@ -91,7 +91,7 @@ for line in sys.stdin:
     if command["do"] == "generate":
         answer(generate(command["prompts"], command["tokens"]))
     elif command["do"] == "reset":
-        answer(reset())
+        answer(reset(command.get("host", True)))
     elif command["do"] == "counters":
         answer(counters())
     else:

@@ -46,6 +46,7 @@ impl Draft {
         (column, shape): (Column, &Arc<BlockShape>),
         keys: &[BlockKey],
         first_block: u32,
+        waits: bool,
     ) -> Result<Self, Error> {
         if keys.is_empty() {
             return Err(Reason::Empty.into());
@@ -53,22 +54,25 @@ impl Draft {
         if keys.len() > MAX_REQUEST_BLOCKS {
             return Err(Reason::TooMany("blocks").into());
         }
-        let mut draft = Self { pool: Arc::clone(pool), column, first_block, extents: Vec::new() };
-        let mut book = pool.book();
+        let book = if waits { Some(pool.book()) } else { pool.book_soon() };
+        let mut book = book.ok_or(Reason::Busy("another thread uses the pool"))?;
         book.next_turn();
         let most = blocks_of(shape, book.counts().bytes) as usize;
+        let mut extents: Vec<(u64, Stretch)> = Vec::new();
         let mut depth = first_block;
         for some in keys.chunks(most) {
             let Some((number, at)) = book.draft((column, shape), some, depth) else {
-                // The room that was found is given back with the draft.
-                drop(book);
+                // The room that was found is given back, without waiting for the book again.
+                let waker = Waker::from(Arc::clone(&pool.news));
+                extents.iter().for_each(|(number, _)| book.let_go(*number, pool.clock.now(), &waker));
                 return Err(Reason::Busy("the pool has no room for it: others hold what is there").into());
             };
             let count = some.len() as u32;
-            draft.extents.push((number, Stretch { at, blocks: count, first: 0, count }));
+            extents.push((number, Stretch { at, blocks: count, first: 0, count }));
             depth = depth.saturating_add(count);
         }
-        Ok(draft)
+        drop(book);
+        Ok(Self { pool: Arc::clone(pool), column, first_block, extents })
     }
 
     /// Where the blocks lie, in the order of the keys.

@@ -617,6 +617,35 @@ fn a_draft_that_is_dropped_gives_its_room_back_and_one_without_room_is_refused()
 }
 
 #[test]
+fn a_pool_that_is_cleared_forgets_what_no_stage_holds() {
+    let world = world(64);
+    world.store.put(0..8);
+    let (held, other) = (world.stage(0..4), world.stage(4..8));
+    world.store.arrive_all();
+    assert_eq!((held.look(), other.look()), (over(4), over(4)));
+    drop(other);
+    world.store.release();
+    world.pool.clear();
+    assert_eq!((world.free(), world.pool.counts().evicted), (60, 4));
+    assert_eq!(world.productions(&held, 0, &[0, 1, 2, 3]), [1; 4]);
+    let before = world.pool.counts().read;
+    let again = world.stage(0..8);
+    world.store.arrive_all();
+    assert_eq!((again.look(), world.pool.counts().read - before), (over(8), 4));
+}
+
+#[test]
+fn a_draft_that_must_not_wait_is_refused_while_another_thread_goes_on_using_the_pool() {
+    let world = world(64);
+    let draft = |pool: &Pool| pool.draft_now((column(0), &world.shape), &[key(1)], 0);
+    let uses = world.pool.0.book();
+    let waited = std::thread::scope(|scope| scope.spawn(|| draft(&world.pool).map(drop)).join().unwrap());
+    assert_eq!(waited.unwrap_err().0, Reason::Busy("another thread uses the pool"));
+    drop(uses);
+    assert_eq!(draft(&world.pool).unwrap().stretches().len(), 1);
+}
+
+#[test]
 fn a_thread_and_a_task_wait_for_the_same() {
     let clock: Arc<dyn Clock> = kvarts_contract::clock::SystemClock::new();
     let world = world(64);

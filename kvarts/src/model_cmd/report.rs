@@ -9,6 +9,8 @@ use kvarts_layout::spec::{
 };
 use serde::{Serialize, Serializer};
 
+use super::windows::{self, WindowsReport};
+
 /// What is asked about a spec.
 #[derive(Debug)]
 pub(crate) struct Question {
@@ -48,6 +50,8 @@ pub(crate) struct Report {
     pub(crate) blocks: u64,
     pub(crate) parts: Vec<PartReport>,
     pub(crate) groups: Vec<GroupReport>,
+    /// What it costs to keep windows and states, by policy; empty where the model has none.
+    pub(crate) windows: Vec<WindowsReport>,
     pub(crate) tp: Option<TpReport>,
 }
 
@@ -144,6 +148,8 @@ impl Report {
             .iter()
             .map(|known| group_report(geometry, known, block_tokens))
             .collect::<Result<_, _>>()?;
+        let boundary_bytes = geometry.boundary_bytes(block_tokens)?;
+        let windows = windows::of(spec, block_tokens, prefix.blocks, boundary_bytes)?;
         let ranks = question.ranks.map(|ranks| tp_report(geometry, ranks, block_tokens, prefix.blocks));
         Ok(Self {
             name: spec.name().to_owned(),
@@ -154,7 +160,7 @@ impl Report {
             block_tokens,
             entry_tokens: geometry.entry_tokens(),
             stream_bytes_per_token: geometry.stream_bytes_per_token(block_tokens)?,
-            boundary_bytes: geometry.boundary_bytes(block_tokens)?,
+            boundary_bytes,
             held_bytes: parts.iter().filter_map(|part| part.held_bytes).sum(),
             tokens: question.tokens,
             bytes_for_tokens: prefix.stream_bytes,
@@ -165,6 +171,7 @@ impl Report {
             blocks: prefix.blocks,
             parts,
             groups,
+            windows,
             tp: ranks.transpose()?,
         })
     }

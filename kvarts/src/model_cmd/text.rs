@@ -8,6 +8,7 @@ use kvarts_server::human::{bytes, exact_bytes, grouped};
 use kvarts_terminal::{Align, Table};
 
 use super::report::{PartReport, Report, TpReport};
+use super::windows;
 
 /// The table of `kvarts model list`.
 pub(crate) fn list(reports: &[Report]) -> String {
@@ -60,6 +61,9 @@ pub(crate) fn show(spec: &ModelSpec, report: &Report) -> String {
         exact_bytes(report.restore_bytes_for_tokens)
     );
     fact(&mut out, &format!("{} tokens", grouped(report.tokens)), &prefix);
+    if !report.windows.is_empty() {
+        push(&mut out, format_args!("\n{}", windows::table(&report.windows)));
+    }
     if let Some(tp) = &report.tp {
         push(&mut out, format_args!("\n{}", ranks(tp)));
     }

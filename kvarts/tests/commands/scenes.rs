@@ -402,7 +402,7 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
         "a real engine and its packages: `scripts/engines` runs each with what these lines configure",
         &[
             "vllm serve MODEL --kv-transfer-config '{\"kv_connector\": \"Kvarts\", \"kv_connector_module_path\": \"kvarts.vllm\", \"kv_role\": \"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000, \"server\": \"/run/kvarts/kvarts.sock\"}}'",
-            "vllm serve MODEL --no-async-scheduling --kv-transfer-config '{\"kv_connector\": \"KvartsLayers\", \"kv_connector_module_path\": \"kvarts.vllm_layers\", \"kv_role\": \"kv_both\", \"kv_load_failure_policy\": \"recompute\", \"kv_connector_extra_config\": {\"server\": \"/run/kvarts/kvarts.sock\"}}'",
+            "vllm serve MODEL --kv-transfer-config '{\"kv_connector\": \"KvartsLayers\", \"kv_connector_module_path\": \"kvarts.vllm_layers\", \"kv_role\": \"kv_both\", \"kv_connector_extra_config\": {\"pool_bytes\": 8000000000, \"server\": \"/run/kvarts/kvarts.sock\"}}'",
             "lmcache server ... --l2-adapter '{\"type\": \"native_plugin\", \"module_path\": \"kvarts.lmcache\", \"class_name\": \"Kvarts\", \"adapter_params\": {\"server\": \"/run/kvarts/kvarts.sock\", \"revision\": \"0e9e39f\", \"dtype\": \"bf16\"}}'",
             "python -m sglang.launch_server ... --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{\"backend_name\": \"kvarts\", \"module_path\": \"kvarts.sglang\", \"class_name\": \"Kvarts\", \"interface_v1\": 1, \"server\": \"/run/kvarts/kvarts.sock\"}'",
             "scripts/sim-record calibrate calibrate-kvarts {none,memory,kvarts}{,-clock} --repeats 13",

@@ -3,6 +3,12 @@
 
 use std::num::NonZeroU32;
 
+/// By which [`WindowPolicy::by_replay`] chooses where nothing better is known: tokens that an engine computes in a second, and bytes that a disk
+/// writes.
+pub const TOKENS_PER_SECOND: u64 = 10_000;
+/// See [`TOKENS_PER_SECOND`].
+pub const BYTES_PER_SECOND: u64 = 2_000_000_000;
+
 /// At which boundaries a writer keeps its windows and states.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum WindowPolicy {
@@ -18,6 +24,22 @@ pub enum WindowPolicy {
 }
 
 impl WindowPolicy {
+    /// The policy by which writing what is kept at a boundary takes as long as replaying half of the way from one to the next, which is what a
+    /// prefix that ends anywhere costs: `bytes` of all windows and states at one boundary, how many tokens an engine computes in a second
+    /// and how many bytes a disk writes.
+    pub fn by_replay(bytes: u64, block_tokens: u32, tokens_per_second: u64, bytes_per_second: u64) -> Self {
+        let both_ways = u128::from(tokens_per_second).saturating_mul(2);
+        let tokens =
+            u128::from(bytes).saturating_mul(both_ways).div_euclid(u128::from(bytes_per_second.max(1)));
+        // Whole blocks: windows are kept at the ends of blocks.
+        let block = u128::from(block_tokens.max(1));
+        let tokens = tokens.div_ceil(block).saturating_mul(block);
+        match NonZeroU32::new(u32::try_from(tokens).unwrap_or(u32::MAX)) {
+            Some(tokens) if tokens.get() > block_tokens => Self::Periodic { tokens },
+            _ => Self::Full,
+        }
+    }
+
     /// Whether the state at this boundary is kept. There is none at boundary 0.
     pub fn keeps(self, boundary: u32, block_tokens: u32) -> bool {
         let Some(before) = boundary.checked_sub(1) else { return false };
@@ -79,6 +101,17 @@ mod tests {
         assert_eq!(states(periodic(1025)), [0; 0]);
         assert_eq!(states(WindowPolicy::Zero), [0; 0]);
         assert!(!WindowPolicy::Full.keeps(0, 128));
+    }
+
+    #[test]
+    fn an_interval_by_replay_grows_with_what_is_written() {
+        let by = |bytes| WindowPolicy::by_replay(bytes, 16, 10_000, 2_000_000_000);
+        // A window of 128 tokens in 12 layers of 2 KiB: 1.6 ms of writing, 31 tokens on the way.
+        assert_eq!(by(12 * 128 * 2048), periodic(32));
+        // States of 75 MiB: 39 ms, 786 tokens.
+        assert_eq!(by(75 << 20), periodic(800));
+        assert_eq!([by(0), by(1 << 20)], [WindowPolicy::Full; 2]);
+        assert_eq!(WindowPolicy::by_replay(u64::MAX, 16, u64::MAX, 0), periodic(u32::MAX));
     }
 
     #[test]

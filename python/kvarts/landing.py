@@ -1,0 +1,241 @@
+"""A worker's side of a connector: blocks of a pool in the pages of its KV caches, and back.
+
+Everything that is landed is in the pool already, so no disk, network or server can make it fail; a device that fails, fails the engine. What
+holds:
+
+- A layer that was waited for is in its pages before the engine's next kernel reads them. On a device no thread waits for that; on a
+  processor this one does, because it is the one that computes.
+- A save reads what the engine had written when its layer was saved, and nothing that comes after `join`.
+"""
+
+import time
+from typing import NamedTuple
+
+from kvarts import gpu
+
+from .link import logger
+
+#: Bytes of a ring on the device: there are three.
+_RING_BYTES = 64 << 20
+
+
+class Rows(NamedTuple):
+    """How the bytes of a page lie in memory: rows, and rows of rows (count, stride in the block, stride in the memory)."""
+
+    outer: tuple
+    inner: tuple
+    row_bytes: int
+
+    @property
+    def nbytes(self):
+        return self.outer[0] * self.inner[0] * self.row_bytes
+
+
+def rows_of(sizes, strides, item):
+    """The rows of a tensor: its sizes and strides, and bytes of an element. In a block it lies as it does in memory, without gaps."""
+    dims = sorted(((stride * item, size) for size, stride in zip(sizes, strides) if size > 1), reverse=True)
+    merged = []
+    for stride, size in [*dims, (item, 1)]:
+        if merged and merged[-1][0] == stride * size:
+            merged[-1] = (stride, merged[-1][1] * size)
+        elif size > 1 or not merged:
+            merged.append((stride, size))
+    row_bytes = item
+    if merged[-1][0] == item:
+        row_bytes *= merged.pop()[1]
+    if len(merged) > 2:
+        raise ValueError(f"a page in rows of {row_bytes} bytes that lie in {len(merged)} ways")
+    levels, packed = [], row_bytes
+    for stride, count in reversed(merged):
+        levels.append((count, packed, stride))
+        packed *= count
+    inner, outer = [*levels, (1, 0, 0), (1, 0, 0)][:2]
+    return Rows(outer, inner, row_bytes)
+
+
+class Page(NamedTuple):
+    """A part of an engine's blocks: in which of its memories, where block zero begins there, bytes from one block to the next, and its
+    rows."""
+
+    memory: int
+    first: int
+    stride: int
+    rows: Rows
+
+
+class Device:
+    """Streams of a device, as torch has them."""
+
+    def __init__(self, index):
+        import torch
+
+        self._cuda, self._index = torch.cuda, index
+        self.device = gpu.Device(f"cuda:{index}")
+        self._side = torch.cuda.Stream(index)
+
+    def memory(self, whole):
+        """All bytes of a cache, as a lander takes them."""
+        return whole.data_ptr(), whole.numel()
+
+    def now(self):
+        """The stream that the engine computes on."""
+        return self._cuda.current_stream(self._index).cuda_stream
+
+    def await_layer(self, landed, layer):
+        landed.wait(layer, self.now())
+
+    def behind(self):
+        """A stream of our own, behind what the engine's was given so far."""
+        self._side.wait_stream(self._cuda.current_stream(self._index))
+        return self._side.cuda_stream
+
+    def join(self):
+        """What the engine computes from here on runs behind ours."""
+        self._cuda.current_stream(self._index).wait_stream(self._side)
+
+
+class Processor:
+    """The same where the engine computes on the processor, in this very thread."""
+
+    def __init__(self):
+        self.device = gpu.Device("emulated")
+        self._ours, self._side = self.device.stream(), self.device.stream()
+
+    def memory(self, whole):
+        return whole
+
+    def now(self):
+        return self._ours.handle
+
+    def await_layer(self, landed, layer):
+        landed.wait(layer, self._ours.handle)
+        self._ours.synchronize()
+
+    def behind(self):
+        return self._side.handle
+
+    def join(self):
+        self._side.synchronize()
+
+
+class Landing:
+    """Blocks on their way to the engine's pages, by group."""
+
+    def __init__(self, streams, number, slots, blocks, parts):
+        #: The engine's places, and how many blocks come to them.
+        self.number, self.slots, self.blocks = number, slots, blocks
+        self._streams, self._parts = streams, parts
+
+    def await_layer(self, group, layer):
+        if group in self._parts:
+            self._streams.await_layer(self._parts[group], layer)
+
+    def is_done(self, timeout=0.0):
+        return all(landed.done(timeout) for landed in self._parts.values())
+
+
+class Saving:
+    """Blocks on their way to the pool, by group: `layer` of each in their order, as far as they come, then `finish`."""
+
+    def __init__(self, streams, number, parts):
+        self.number = number
+        self._streams, self._parts = streams, parts  # group -> (what saves, layers)
+        self._next = dict.fromkeys(parts, 0)
+        self._saved = []
+
+    def layer(self, group, layer):
+        """This layer leaves, if all before it have: else at the end."""
+        if self._next.get(group) == layer:
+            self._leave(group, self._streams.behind())
+
+    def _leave(self, group, stream):
+        saving, _ = self._parts[group]
+        saving.layer(self._next[group], stream)
+        self._next[group] += 1
+
+    def finish(self):
+        stream = self._streams.behind()
+        for group, (saving, layers) in self._parts.items():
+            while self._next[group] < layers:
+                self._leave(group, stream)
+            self._saved.append(saving.finish())
+
+    def is_done(self, timeout=0.0):
+        return all(saved.done(timeout) for saved in self._saved)
+
+
+class Columned(NamedTuple):
+    """A group's pages in a worker's memories, layer by layer, and which of its columns they are."""
+
+    number: int
+    rank: int
+    pages: list
+    saves: bool  # whether it is this worker that saves it
+
+
+class Dock:
+    """Where a worker lands. `memories`: of its caches; `groups`: number -> `Columned`."""
+
+    def __init__(self, link, streams, memories, groups, ring_bytes=_RING_BYTES):
+        self.streams = streams
+        self._link, self._groups, self._ring_bytes = link, groups, ring_bytes
+        self._memories = [streams.memory(whole) for whole in memories]
+        self._lander = self._memory = self._pages = self._wanted = self._why = None
+        self._again = 0.0
+        #: The name of the pool that this worker has.
+        self.name = None
+
+    def attach(self, name, naming):
+        """Attaches to a pool, soon: in the link's thread."""
+        if name is None or name in (self._wanted, self.name) or time.monotonic() < self._again:
+            return
+
+        def attach(client):
+            pages, memory = client.pages(**naming), client.attach(name)
+            lander = self._lander or gpu.Lander(self.streams.device, ring_bytes=self._ring_bytes)
+            lander.pin(memory)
+            self._lander, self._pages, self._memory = lander, pages, memory
+            self.name, self._wanted = name, None
+            self._link.answered()
+
+        def failed(error):
+            self._wanted, self._again = None, time.monotonic() + self._link.pause
+            if str(error) != self._why:
+                logger.warning("kvarts: this worker cannot use the engine's pool: %s", error)
+            self._why = str(error)
+
+        self._wanted = name
+        self._link.do(attach, failed)
+
+    def _moves(self, stretches, slots):
+        """(group, its blocks in the pool, its pages) of those groups that this worker has."""
+        for group, places in slots.items():
+            column = self._groups.get(group)
+            if column is None:
+                continue  # of another stage of the pipeline
+            own = stretches[group][column.rank]
+            per_block = len(places) // sum(count for *_, count in own)
+            parts = [(page.memory, 0, page.first, page.stride, *page.rows) for page in column.pages]
+            yield group, own, self._lander.pages(
+                self._pages, self._memories, parts, places, per_block=per_block, group=group, rank=column.rank
+            )
+
+    def land(self, number, stretches, slots):
+        """Begins to land blocks behind what the engine's stream was given so far."""
+        after, parts, most = self.streams.now(), {}, 0
+        for group, own, pages in self._moves(stretches, slots):
+            parts[group] = self._lander.land(self._memory, [(own, pages)], after=after)
+            most = max(most, sum(count for *_, count in own))
+        return Landing(self.streams, number, [place for places in slots.values() for place in places], most, parts)
+
+    def save(self, number, stretches, slots):
+        parts = {}
+        mine = {group: places for group, places in slots.items() if group in self._groups and self._groups[group].saves}
+        for group, own, pages in self._moves(stretches, mine):
+            parts[group] = self._lander.save(self._memory, [(own, pages)]), len(self._groups[group].pages)
+        return Saving(self.streams, number, parts)
+
+    def close(self, timeout):
+        self._link.stop(timeout)
+        self._lander = self._pages = self._memory = None
+        self._link.close(timeout)

@@ -1,0 +1,329 @@
+"""The scheduler's side of a connector: what a request needs comes into a pool before it is promised, and leaves from there when it was
+saved.
+
+Nothing here makes a scheduler wait: what may wait for the server is done in the link's thread, puts in threads of their own. What holds:
+
+- A staging that is over with `blocks` has every part of these blocks in the pool, verified, and held until it is let go of. Nothing that
+  happens to disks, networks or servers afterwards takes them away.
+- A staging ends: a look-up within half of `timeout`, a stage when nothing came for `timeout`, and where the planner knows the engine's
+  times, when waiting has cost as much as computing would have.
+- Of blocks that were saved a caller learns which leading ones are stored, in every column.
+"""
+
+import concurrent.futures
+import time
+from typing import NamedTuple
+
+import kvarts
+
+from .link import allowed, logger, reason_of
+
+#: How long the link's thread waits for what arrives before it looks for other work.
+_LOOK = 0.001
+#: A block that nobody has.
+_NONE = kvarts.key("kvarts", "none")
+#: Threads that wait for puts.
+_PUTTERS = 4
+
+
+class Group(NamedTuple):
+    """Blocks that a prefix needs alike: which columns of them there are, one for each rank that has bytes of its own."""
+
+    number: int
+    #: Of how many last tokens a prefix needs the blocks: `None` for all.
+    window: int | None
+    ranks: tuple
+
+    def first_of(self, boundary, block_tokens):
+        """The first block that a prefix of so many blocks needs."""
+        if self.window is None:
+            return 0
+        return max(0, boundary - -(-self.window // block_tokens))
+
+
+class Staging:
+    """Blocks of one request on their way into the pool."""
+
+    def __init__(self, keys, first, prompt_tokens, spare):
+        self.keys = keys
+        #: Blocks before that are in the engine's memory already.
+        self.first = first
+        self.prompt_tokens, self.spare = prompt_tokens, spare
+        self.began = time.monotonic()
+        #: Leading blocks that the store has, once that is known.
+        self.stored = None
+        #: How many leading blocks can be promised, and where those behind `first` lie in the pool: (group, rank) -> (first block, stretches).
+        self.blocks, self.columns = first, {}
+        #: Written last: from here on nothing of it changes.
+        self.is_over = False
+        self.why = None
+        self.wanted = None  # blocks that are being staged
+        self.until = None
+        self.stages = []
+        self.is_wanted = True
+
+    def stretches(self, column, first, last):
+        """Where these blocks of a column lie."""
+        begin, stretches = self.columns[column]
+        return cut(stretches, first - begin, last - begin)
+
+
+def cut(stretches, first, last):
+    """Those of stretches that have the blocks `first` to `last`, counted through all of them."""
+    found, at = [], 0
+    for place, blocks, begin, count in stretches:
+        low, high = max(first, at), min(last, at + count)
+        if low < high:
+            found.append((place, blocks, begin + low - at, high - low))
+        at += count
+    if sum(count for *_, count in found) != max(0, last - first):
+        raise ValueError(f"blocks {first} to {last} of {at}")
+    return found
+
+
+class Saving(NamedTuple):
+    """Room in the pool for blocks of a group that follow each other."""
+
+    group: int
+    first: int
+    keys: list
+    parent: bytes
+    #: rank -> what `Pool.draft` gave
+    drafts: dict
+
+    def stretches(self):
+        """By rank."""
+        return {rank: draft.stretches() for rank, draft in self.drafts.items()}
+
+
+class Desk:
+    """A pool with its stages, drafts and puts. `link`: of what is connected; `naming`: how `Client.pages` calls the blocks; `groups`: what a
+    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, and `times` of the engine for the planner, or `None`."""
+
+    def __init__(self, link, naming, groups, block_tokens, settings):
+        self.groups = groups
+        self._naming, self._block_tokens, self._link = naming, block_tokens, link
+        self._timeout, self._durable, self._times = settings.timeout, settings.durable, settings.times
+        self._pool_bytes = settings.pool_bytes
+        self._pool = self._pages = None
+        #: The pool's name, for the workers, once there is one.
+        self.name = None
+        self._opening, self._again, self._knocked, self._why = False, 0.0, 0.0, None
+        self._stagings = []
+        #: Blocks that stages have found in the pool, and that came for them.
+        self.found = self.came = 0
+        self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
+        self.open()
+
+    # Of the scheduler's thread.
+
+    def open(self):
+        """Takes a pool from the server, if there is none and none is being taken."""
+        if self._pool is None and not self._opening and not self._link.away and time.monotonic() >= self._again:
+            self._opening = True
+            self._link.do(self._opened, self._not_opened)
+
+    def knock(self):
+        """Has the connection made again if it broke: a worker finds the pool only where the server knows of it."""
+        if self._pool is not None and time.monotonic() >= self._knocked + self._timeout / 2:
+            self._knocked = time.monotonic()
+            self._link.do(lambda client: self._pages.exists([_NONE]) and None, lambda error: None)
+
+    def stage(self, keys, first, prompt_tokens, spare=0):
+        """Brings what these blocks from `first` on need into the pool. `spare`: so many blocks at the end must be stored, and are not
+        promised."""
+        staging = Staging(keys, first, prompt_tokens, spare)
+        self._link.do(lambda client: self._look_up(staging), lambda error: self._failed(staging, error))
+        return staging
+
+    def let_go(self, staging):
+        """Its blocks are not needed any more."""
+        staging.is_wanted = False
+        self._link.then(lambda: self._close(staging))
+
+    def room_for(self, group, keys, first, parent):
+        """Room for blocks of a group that are to be saved, in every column; `None` where there is none now. It waits for nothing."""
+        drafts = {}
+        try:
+            for rank in group.ranks:
+                drafts[rank] = self._pool.draft(self._pages, keys, group=group.number, rank=rank, first_block=first, wait=False)
+        except kvarts.Error:
+            self.give_back([Saving(group.number, first, keys, parent, drafts)])
+            return None
+        return Saving(group.number, first, keys, parent, drafts)
+
+    def give_back(self, savings):
+        """Room that is not used."""
+        drafts = [draft for saving in savings for draft in saving.drafts.values()]
+        if drafts:
+            # A read that waits for room may begin then, and wait for a connection.
+            self._link.then(lambda: [draft.close() for draft in drafts])
+
+    def forget(self):
+        """What no request holds is read again when it is asked for."""
+        self._link.then(lambda: self._pool is not None and self._pool.clear())
+
+    def put(self, saving, done):
+        """Stores what lies in this room. `done(stored, error)` is called in another thread: of the leading blocks how many are stored, and
+        why not more."""
+        self._putters.submit(self._put, saving, done)
+
+    def close(self, timeout):
+        self._putters.shutdown(wait=False, cancel_futures=True)
+        self._link.stop(timeout)
+        self._pool = None
+        self._link.close(timeout)
+
+    # Of the link's thread.
+
+    def _opened(self, client):
+        """Once: what is staged lies in the pool that the workers have."""
+        pages = client.pages(durable=self._durable, timeout=self._timeout / 2, **self._naming)
+        pool = client.shared_pool(self._pool_bytes)
+        # A pool keeps what is saved in it from when it knows of the deletes of these blocks: it asks for that when it first stages any.
+        columns = [(pages, group.number, rank) for group in self.groups[:1] for rank in group.ranks[:1]]
+        stage = pool.stage(columns, [_NONE], silence=self._timeout)
+        stage.wait(self._timeout / 2)
+        stage.close()
+        self._pages, self._pool, self.name = pages, pool, pool.name
+        self._opening = False
+
+    def _not_opened(self, error):
+        self._again = time.monotonic() + self._link.pause
+        self._opening = False
+        if str(error) != self._why:
+            logger.warning("kvarts: no pool, nothing is loaded or saved: %s", error)
+        self._why = str(error)
+
+    def _failed(self, staging, error):
+        staging.why = reason_of(error)
+        self._end(staging)
+
+    def _end(self, staging):
+        if self._pool is not None:
+            counts = self._pool.counts
+            self.found, self.came = counts["hits"] + counts["shared"], counts["came"]
+        staging.is_over = True
+        if not staging.is_wanted:
+            self._close(staging)
+
+    def _close(self, staging):
+        stages, staging.stages = staging.stages, []
+        for stage, *_ in stages:
+            stage.close()
+
+    def _look_up(self, staging):
+        """What the store has, and what of it pays."""
+        if not staging.is_wanted:
+            return self._end(staging)
+        if self._pool is None:
+            return self._failed(staging, kvarts.Retry("no pool yet", "Away"))
+        # Held until it is read.
+        match = self._pages.match(staging.keys, hold=2 * self._timeout)
+        self._link.answered()
+        staging.stored = blocks = match.blocks
+        if staging.spare and blocks > staging.first:
+            blocks = self._pages.match(staging.keys[: blocks - staging.spare]).blocks if blocks > staging.spare else 0
+        if self._times is not None and blocks > staging.first:
+            blocks = self._paying(staging, blocks)
+        self._begin(staging, blocks)
+
+    def _paying(self, staging, blocks):
+        found = self._pages.match(
+            staging.keys[:blocks], times=self._times, prompt_tokens=staging.prompt_tokens, hbm_blocks=staging.first
+        )
+        # What only other nodes have has no plan.
+        if found.plan is None or found.blocks < blocks:
+            return blocks
+        staging.until = time.monotonic() + found.plan.recompute_all_ms / 1000
+        return max(found.plan.blocks, staging.first)
+
+    def _begin(self, staging, blocks):
+        """Stages what a prefix of so many blocks needs."""
+        if blocks <= staging.first or not staging.is_wanted:
+            self._close(staging)
+            return self._end(staging)
+        ranges = {}
+        for group in self.groups:
+            begin = max(staging.first, group.first_of(blocks, self._block_tokens))
+            ranges.setdefault(begin, []).extend((group.number, rank) for rank in group.ranks)
+        before, staging.stages = staging.stages, []
+        for begin, columns in ranges.items():
+            stage = self._pool.stage(
+                [(self._pages, *column) for column in columns],
+                staging.keys[begin:blocks],
+                first_block=begin,
+                silence=allowed(self._timeout, 0),
+            )
+            staging.stages.append((stage, begin, columns))
+        for stage, *_ in before:
+            stage.close()
+        staging.wanted = blocks
+        if staging not in self._stagings:
+            self._stagings.append(staging)
+        self._link.watch(self._look)
+
+    def _look(self):
+        """Waits a little for what arrives; whether there is anything to look for."""
+        if self._stagings:
+            first = next((stage for stage, *_ in self._stagings[0].stages if not stage.is_over), None)
+            if first is not None:
+                first.wait(_LOOK)
+        for staging in list(self._stagings):
+            try:
+                if self._is_settled(staging):
+                    self._stagings.remove(staging)
+            except Exception as error:  # a defect here must not leave a request that waits
+                if not isinstance(error, kvarts.Error):
+                    logger.exception("kvarts: a stage failed")
+                self._stagings.remove(staging)
+                self._failed(staging, error)
+        return bool(self._stagings)
+
+    def _is_settled(self, staging):
+        if not staging.is_wanted:
+            self._close(staging)
+            self._end(staging)
+            return True
+        here = [(stage, begin, columns, stage.staged) for stage, begin, columns in staging.stages]
+        is_late = staging.until is not None and time.monotonic() >= staging.until
+        if not is_late and not all(stage.is_over for stage, *_ in here):
+            return False
+        least = min(begin + staged for _, begin, _, staged in here)
+        if least < staging.wanted:
+            staging.why = next((reason_of(stage.why) for stage, *_ in staging.stages if stage.why is not None), "late")
+            if any(group.window is not None for group in self.groups) and least > staging.first:
+                # A prefix that ends earlier needs other blocks.
+                staging.until = None
+                self._begin(staging, self._pages.match(staging.keys[: min(least, staging.wanted - 1)]).blocks)
+                return staging.is_over
+        staging.columns = {column: (begin, stage.stretches(at)) for stage, begin, columns in staging.stages for at, column in enumerate(columns)}
+        staging.blocks = max(staging.first, least)
+        if staging.blocks == staging.first:
+            self._close(staging)
+        self._end(staging)
+        return True
+
+    # Of threads that put.
+
+    def _put(self, saving, done):
+        stored, why = len(saving.keys), None
+        try:
+            for draft in saving.drafts.values():
+                results = draft.put(parent=saving.parent, durable=self._durable, timeout=self._timeout_of(saving))
+                good = results.index(False) if False in results else len(results)
+                if good < stored:
+                    stored, why = good, draft.why
+        except kvarts.Error as error:
+            stored, why = 0, error
+        except Exception as error:  # a defect here must not leave what waits for it
+            logger.exception("kvarts: a put failed")
+            stored, why = 0, error
+        for draft in saving.drafts.values():
+            draft.close()
+        done(stored, why)
+
+    def _timeout_of(self, saving):
+        nbytes = len(saving.keys) * self._pages.block_bytes(saving.group) * len(saving.drafts)
+        # In a queue behind others.
+        return allowed(self._timeout, _PUTTERS * nbytes)

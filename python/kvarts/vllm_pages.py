@@ -1,0 +1,293 @@
+"""Where vLLM has its KV blocks, and how Kvarts calls them: groups of layers, pages, keys and identities.
+
+A block of Kvarts has the tokens that the largest block of the model's groups has, and of every group its pages. Groups are numbered through
+all stages of a pipeline; a column of a group is what one rank has of it, or all ranks alike.
+"""
+
+import math
+from typing import NamedTuple
+
+from vllm.v1 import kv_cache_interface as kinds
+
+import kvarts
+
+from .landing import Columned, Page, rows_of
+from .link import brief, differing
+from .staging import Group
+from .vllm_identity import identity_of, layout_version
+
+#: Kinds of attention that look like others and are none.
+_STRANGE = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec", "CircularBufferSpec")
+
+
+class Kind(NamedTuple):
+    """How a group of vLLM's is kept."""
+
+    number: int
+    window: int | None  # of how many last tokens a prefix needs it; none: of all
+    block_tokens: int
+    specs: list  # those of its layers, in any stage of a pipeline
+    layers: dict  # name -> its specification, of this stage
+
+
+def _kind_of(number, group):
+    spec = group.kv_cache_spec
+    inner = getattr(spec, "kv_cache_specs", None) or {}
+    layers = {name: inner.get(name, spec) for name in group.layer_names}
+    # A stage of a pipeline may have no layer of a group.
+    specs = list(layers.values()) or list(inner.values()) or [spec]
+    windows = {_window_of(one) for one in specs}
+    if len(windows) != 1:
+        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds; kvarts.vllm takes this model")
+    return Kind(number, windows.pop(), spec.block_size, specs, layers)
+
+
+def _window_of(spec):
+    """Of how many last tokens a prefix needs a layer's cache."""
+    name = type(spec).__name__
+    if isinstance(spec, kinds.MambaSpec):
+        # vLLM copies a state on before it asks for the load: what is loaded within a step comes too late.
+        raise ValueError(f"kv_cache_groups: recurrent states ({name}): kvarts.vllm takes this model")
+    is_known = name not in _STRANGE and not getattr(spec, "prefix_replay_tokens", 0) and getattr(spec, "prefix_cacheable", True)
+    if is_known and isinstance(spec, kinds.SlidingWindowSpec):
+        return max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
+    if is_known and isinstance(spec, kinds.ChunkedLocalAttentionSpec):
+        return spec.attention_chunk_size
+    if is_known and isinstance(spec, kinds.FullAttentionSpec):
+        return None
+    raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not know what a prefix needs of {name}; see whether kvarts.vllm takes it")
+
+
+class Placed(NamedTuple):
+    """A worker's caches."""
+
+    device: int | None  # none: the processor
+    memories: list  # all bytes of each
+    groups: dict  # number -> Columned
+    order: dict  # layer -> (group, its place among the group's layers)
+    facts: list
+
+
+class Plan:
+    """What both sides agree on: which bytes a block has, and how it is called."""
+
+    def __init__(self, vllm_config, kv_cache_config):
+        self._config, self._caches = vllm_config, kv_cache_config
+        parallel = vllm_config.parallel_config
+        for part in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+            if getattr(parallel, part, 1) != 1:
+                raise ValueError(f"{part}: kvarts.vllm_layers does not support it; kvarts.vllm does")
+        self.worker = parallel.rank
+        #: Whether a batch is computed in parts, one beside the other: a layer has then computed when all of them have.
+        self.has_parts = bool(getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False))
+        self._ranks = parallel.tensor_parallel_size
+        self._rank, self._stage = parallel.rank % self._ranks, parallel.rank // self._ranks
+        self._kinds = [_kind_of(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
+        if all(kind.window is not None for kind in self._kinds):
+            raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens; see whether kvarts.vllm takes this model")
+        self.groups = len(self._kinds)
+        self.block_tokens = math.lcm(*(kind.block_tokens for kind in self._kinds))
+        for kind in self._kinds:
+            if kind.window is not None and kind.block_tokens != self.block_tokens:
+                raise ValueError(f"kv_cache_groups: windows in blocks of {kind.block_tokens} tokens beside others; kvarts.vllm takes this model")
+        self.hashes = self.block_tokens // (kv_cache_config.hash_block_size or self.block_tokens)
+        self.has_windows = any(kind.window is not None for kind in self._kinds)
+        #: Ranks that have the same bytes follow each other.
+        self._alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+        #: Whether a draft model has layers beside the model's: in some passes it does not run.
+        self.drafts = vllm_config.speculative_config is not None
+        #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
+        self.spare = int(self.drafts and getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: False)())
+        self.bytes_of_block = 1
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._extra = extra
+        self._windows = extra.get("windows", "auto")
+        #: Whether windows are kept when a request is over.
+        self.keeps_ends = self.has_windows and self._windows == "turn"
+        #: Tokens that the engine computes in a second, for `auto`, where its times are known.
+        self._rate = _rate_of(extra.get("times"))
+        if self._windows not in ("full", "turn", "none", "auto") and not (type(self._windows) is int and self._windows > 0):
+            raise ValueError("windows: full, turn, none, auto or a number of tokens")
+
+    # Names.
+
+    def keys(self, request, first, last):
+        """The hash of a block is that of the last of its tokens."""
+        return [bytes(request.block_hashes[(n + 1) * self.hashes - 1]) for n in range(first, last)]
+
+    def named(self, facts):
+        """How `Client.pages` calls the blocks, and the groups of all stages: (number, window, ranks). `facts`: of each worker, by stage and
+        rank."""
+        stages = sorted({stage for stage, _ in facts})
+        for (stage, rank), told in facts.items():
+            if told.groups != facts[stage, 0].groups:
+                raise ValueError(f"kv_cache_groups: rank {rank} of stage {stage} has other layers than rank 0")
+        layers, parts, kinds_of, groups, windows = [], {}, {}, [], {}
+        total = 0
+        for at, stage in enumerate(stages):
+            for kind, told in zip(self._kinds, facts[stage, 0].groups):
+                number = at * self.groups + kind.number
+                ranks = self._columns(kind)
+                for _, nbytes in told:
+                    name = f"g{number}-{nbytes}"
+                    nbytes *= self.block_tokens // kind.block_tokens
+                    heads = 0 if len(ranks) == 1 else len(ranks)
+                    parts[name] = _PART.format(name=name, bytes=nbytes * len(ranks), heads=heads, group=number)
+                    kinds_of[name] = f'{name} = ["{name}"]'
+                    layers.append(name)
+                    total += nbytes * len(ranks)
+                if told:
+                    groups.append(Group(number, kind.window, ranks))
+                    if kind.window is not None:
+                        windows[number] = kind.window
+        self.bytes_of_block = max(1, total)
+        spec = _SPEC.format(
+            tokens=self.block_tokens,
+            layers=", ".join(f'{{ of = ["{name}"] }}' for name in layers),
+            kinds="\n".join(kinds_of.values()),
+            parts="".join(parts.values()),
+        )
+        return self._naming(spec, windows, facts), groups
+
+    def _columns(self, kind):
+        is_latent = all(isinstance(spec, kinds.MLAAttentionSpec) for spec in kind.specs)
+        return (0,) if is_latent else tuple(range(max(1, self._ranks // self._alike)))
+
+    def _naming(self, spec, windows, facts):
+        config, extra = self._config, self._extra
+        identity = {**identity_of(config, extra.get("revision"), self._caches), **extra.get("identity", {})}
+        layout = self._caches.kv_cache_layout
+        told = [[list(place), [[name for name, _ in group] for group in facts[place].groups]] for place in sorted(facts)]
+        differ = [[differing(spec) for spec in kind.specs] for kind in self._kinds]
+        return dict(
+            spec=spec,
+            windows=windows,
+            model=config.model_config.model,
+            revision=identity.pop("revision"),
+            dtype=f"{config.cache_config.cache_dtype}/{_dtype_of(self._kinds)}".replace("torch.", ""),
+            engine="vllm",
+            layout=f"layers-{layout}",
+            layout_version=layout_version(differ, told, layout, self._alike),
+            block_tokens=self.block_tokens,
+            tp_size=max(1, self._ranks // self._alike),
+            extras=brief(identity),
+        )
+
+    # A worker's caches.
+
+    def placed(self, caches):
+        """Where these caches of vLLM's lie."""
+        import torch
+
+        memories, numbers, groups, order, facts = [], {}, {}, {}, []
+        device = None
+        for kind in self._kinds:
+            pages, told = [], []
+            for name in kind.layers:
+                if name not in caches:
+                    continue  # of another stage
+                cache = caches[name]
+                storage = cache.untyped_storage()
+                if storage.data_ptr() not in numbers:
+                    numbers[storage.data_ptr()] = len(memories)
+                    whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+                    memories.append(whole)
+                device = None if cache.device.type == "cpu" else cache.device.index or 0
+                page = self._page(kind, name, cache, numbers[storage.data_ptr()])
+                order[name] = (self._number(kind), len(pages))
+                pages.append(page)
+                told.append((name, page.rows.nbytes))
+            facts.append(told)
+            if pages:
+                columns = self._columns(kind)
+                rank = 0 if len(columns) == 1 else self._rank // self._alike
+                # Of ranks that have the same bytes one saves them.
+                saves = self._rank % max(1, self._ranks // len(columns)) == 0
+                groups[self._number(kind)] = Columned(self._number(kind), rank, pages, saves)
+        self._expect_all(caches, order)
+        return Placed(device, memories, groups, order, facts)
+
+    def _number(self, kind):
+        return self._stage * self.groups + kind.number
+
+    def _page(self, kind, name, cache, memory):
+        spec, size = kind.layers[name], cache.element_size()
+        blocks = self._caches.num_blocks
+        if cache.shape[0] != blocks:
+            cache = kinds.group_kernel_blocks(cache, blocks)
+        block = cache[0]
+        sizes, strides = list(block.shape), [block.stride(at) for at in range(block.dim())]
+        try:
+            rows = rows_of(sizes, strides, size)
+        except ValueError as error:
+            raise ValueError(f"kv_cache_layout: {name}: {error}") from None
+        if rows.nbytes != spec.unpadded_page_size_bytes:
+            raise ValueError(f"kv_cache_layout: a page of {name} has {rows.nbytes} bytes, and its specification says {spec.unpadded_page_size_bytes}")
+        return Page(memory, cache.storage_offset() * size, cache.stride(0) * size, rows)
+
+    @staticmethod
+    def _expect_all(caches, order):
+        known = {caches[name].data_ptr() for name in order}
+        for name, cache in caches.items():
+            # Layers may share the cache of another one; one of its own that is in no group would be lost.
+            if cache.data_ptr() not in known:
+                raise ValueError(f"kv_cache_groups: {name} has a cache of its own and is in no group")
+
+    # Requests.
+
+    def slots(self, group, blocks, first, last):
+        """The engine's places of these blocks, in the order of their tokens."""
+        per_block = self.block_tokens // self._kinds[group.number % self.groups].block_tokens
+        return list(blocks[first * per_block : last * per_block])
+
+    def kept(self, group, first, last, prompt, is_over):
+        """Which blocks of a window are kept, of `first` to `last` that are computed now: ranges. `prompt`: how many blocks the prompt has;
+        `is_over`: the request is, and `last` is where it ends."""
+        if self._windows == "turn":
+            # At the end of the prompt, in the step that computes it, and at the end of all.
+            end, first = (last, 0) if is_over else (prompt, first)
+            found = range(max(first, group.first_of(end, self.block_tokens)), min(last, end))
+            return [(found.start, found.stop)] if found else []
+        if first >= last or self._windows == "none":
+            return []
+        return kvarts.kept_windows(self._policy(), group.window, first, last, self.block_tokens)
+
+    def _policy(self):
+        """Tokens from one boundary whose windows are kept to the next; 0: at every one."""
+        if self._windows != "auto":
+            return 0 if self._windows == "full" else self._windows
+        return kvarts.window_interval(self.window_bytes(), self.block_tokens, *self._rate)
+
+    def window_bytes(self):
+        """Bytes of all windows at one boundary, of one rank."""
+        of = [kind for kind in self._kinds if kind.window is not None]
+        return sum(-(-kind.window // self.block_tokens) * sum(spec.page_size_bytes for spec in kind.specs) for kind in of)
+
+
+def _rate_of(times):
+    if times is None:
+        return ()
+    return (max(1, int(8192 * 1000 / max(1e-3, kvarts.Times(**times).prefill_ms(0, 8192)))),)
+
+
+def _dtype_of(kinds_of):
+    return ",".join(sorted({str(spec.dtype) for kind in kinds_of for spec in kind.specs}))
+
+
+_SPEC = """
+name = "vllm-layers"
+source = "the KV caches' specification"
+block_tokens = {tokens}
+layers = [{layers}]
+[layer]
+{kinds}
+{parts}"""
+_PART = """
+[part.{name}]
+kind = "dense_kv"
+role = "page"
+bytes = {bytes}
+heads = {heads}
+dtype = "opaque"
+group = {group}
+"""

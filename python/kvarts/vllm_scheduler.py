@@ -1,0 +1,368 @@
+"""The scheduler's side of `KvartsLayers`: what is staged and promised to a request, and which of its blocks are saved.
+
+A request is asked for again and again until its blocks are in the pool; then it is let in, and they are landed in that very step. Of a request
+that runs, blocks are saved in the step that computes them, or later; windows in that step or not at all, because the engine does not keep
+them.
+"""
+
+import time
+from collections import deque
+
+import kvarts
+
+from .link import logger, reason_of
+from .staging import Desk
+from .vllm_messages import Move, Step
+from .vllm_stats import Stats
+
+#: Bytes that leave in a step; what is more waits for the next one. Windows do not count: they cannot wait.
+_STEP_BYTES = 256 << 20
+#: How often blocks of a request are offered again after a put that failed.
+_TRIES = 3
+#: Of how many timeouts the blocks of a request that is over are kept where there is no room for them.
+_KEPT = 5
+_UNBOUNDED = 1 << 62
+
+
+def _bound(request, name):
+    """A bound in tokens that a request has."""
+    value = (getattr(request, "kv_transfer_params", None) or {}).get(name)
+    return value if type(value) is int and value >= 0 else _UNBOUNDED
+
+
+class _Known:
+    """A request that has blocks."""
+
+    def __init__(self, request, promised):
+        self.request, self.bound = request, _bound(request, "max_offload_tokens")
+        self.promised = promised
+        self.saved = promised  # blocks before that are stored, or on their way
+        self.windows = promised  # windows before that were kept, or are gone
+        self.asked = None  # a look-up of which of its blocks the store has
+        self.sent = set()  # saves that the workers have
+        self.tries = 0
+        self.last = None  # its places once it is over
+        self.is_ended = False  # whether its last windows were kept
+        self.until = 0.0  # how long they are kept then
+
+
+class _Save:
+    """Blocks that leave."""
+
+    def __init__(self, known, group, first, last, savings):
+        self.known, self.group, self.first, self.last, self.savings = known, group, first, last, savings
+        self.taken = 0  # by how many workers
+        self.stored, self.why, self.open = last - first, None, len(savings)
+
+
+class Finder:
+    """One for each engine. `plan`: what blocks there are; `settings`: what the operator says; `blocks_of`: the places that a request has."""
+
+    def __init__(self, plan, settings, reads=True, writes=True):
+        self.plan, self.settings, self.stats = plan, settings, Stats()
+        self.blocks_of = None
+        self._reads, self._writes = reads, writes
+        self._link = settings.link()
+        self._desk = self._naming = None
+        self._workers, self._attached = 0, {}
+        self._began = None  # when workers were first waited for
+        self._stagings = {}  # request -> (Staging, when it was asked for first)
+        self._loads = []  # of the step that is being made
+        self._landing = {}  # number -> [Staging, by how many workers it has landed]
+        self._known = {}  # request -> _Known
+        self._saves = {}  # number -> _Save
+        self._putting, self._answers = 0, deque()  # of threads that put
+        self._numbers = 0
+        self._counted = {}  # blocks that were staged, as far as they were told
+
+    def meet(self, facts):
+        """The workers have told what they have: now blocks have names."""
+        self._workers = len(facts)
+        self._naming, groups = self.plan.named(facts)
+        settings = self.settings
+        self._desk = Desk(self._link, self._naming, groups, self.plan.block_tokens, settings)
+
+    def _is_ready(self):
+        """Whether every worker has the pool; `None` as long as that may still come."""
+        if self._desk is None or self._link.away:
+            return False
+        name = self._desk.name
+        if name is not None and sum(pool == name for pool in self._attached.values()) == self._workers:
+            return True
+        self._desk.knock()
+        self._began = self._began or time.monotonic()
+        return None if time.monotonic() - self._began < self.settings.timeout else False
+
+    # Before a request is let in.
+
+    def find(self, request, computed):
+        """How many tokens are staged beyond those that are computed; `None` until it is known. At least one token is left."""
+        size, name = self.plan.block_tokens, request.request_id
+        first, last = computed // size, (request.num_tokens - 1) // size
+        last = min(last, first + _bound(request, "max_load_tokens") // size)
+        if not self._reads or last <= first or computed % size or getattr(request, "skip_reading_prefix_cache", False):
+            return self._nothing(name)
+        staging, since = self._stagings.get(name, (None, time.monotonic()))
+        if staging is None or first < staging.first:
+            # What is staged stays good while the server is away.
+            if not (is_ready := self._is_ready()):
+                return None if is_ready is None else self._nothing(name)
+            if staging is not None:
+                self._desk.let_go(staging)
+            staging = self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
+            self._stagings[name] = staging, since
+        if not staging.is_over:
+            return None
+        return max(0, staging.blocks - first) * size
+
+    def _nothing(self, name):
+        staging, _ = self._stagings.pop(name, (None, 0.0))
+        if staging is not None:
+            self._desk.let_go(staging)
+        return 0
+
+    def allocated(self, request, blocks, external):
+        """A request is let in with so many tokens of what was staged for it."""
+        name, size = request.request_id, self.plan.block_tokens
+        staging, since = self._stagings.pop(name, (None, 0.0))
+        count = external // size
+        if count:
+            last = staging.blocks
+            self._promised(staging, last - count, last, blocks)
+            self.stats.add("promised", count)
+            self.stats.add("waited", time.monotonic() - since)
+            missing = len(staging.keys) - last
+        else:
+            last, missing = 0, 0 if staging is None else len(staging.keys) - staging.first
+        if missing and staging.why is not None:
+            self.stats.add("unstaged", missing, staging.why)
+        self._known.pop(name, None)
+        if self._writes and self._desk is not None:
+            known = self._known[name] = _Known(request, last)
+            # What the engine has and the store has not is offered, too: the request that computed it could not save it.
+            known.asked = staging or self._ask(request)
+            self._learn_stored(known)
+        if staging is not None and not count:
+            self._desk.let_go(staging)
+
+    def _ask(self, request):
+        """A look-up alone, for which nobody waits."""
+        count = (request.num_tokens - 1) // self.plan.block_tokens
+        if not count or not self._is_ready():
+            return None
+        return self._desk.stage(self.plan.keys(request, 0, count), count, request.num_tokens)
+
+    def _promised(self, staging, first, last, blocks):
+        """These blocks are landed in the step that is being made."""
+        stretches, slots = {}, {}
+        for group in self._desk.groups:
+            own = blocks[group.number % self.plan.groups]
+            begin = max(first, group.first_of(last, self.plan.block_tokens))
+            # The engine may need less of a window than was staged.
+            while group.window is not None and begin < last and not all(self.plan.slots(group, own, begin, begin + 1)):
+                begin += 1
+            if begin < last:
+                stretches[group.number] = {rank: staging.stretches((group.number, rank), begin, last) for rank in group.ranks}
+                slots[group.number] = self.plan.slots(group, own, begin, last)
+        self._numbers += 1
+        self._loads.append(Move(self._numbers, stretches, slots))
+        self._landing[self._numbers] = [staging, 0]
+
+    # Before a step.
+
+    def step(self, output):
+        step, self._loads = Step(loads=self._loads), []
+        if self._desk is None:
+            return step
+        self._desk.open()
+        if len(self._attached) < self._workers or set(self._attached.values()) != {self._desk.name}:
+            step.pool, step.naming = self._desk.name, self._naming
+        self.take_answers()
+        if self._is_ready() and not self._link.puts_away:
+            self._save_all(step, output)
+        now = time.monotonic()
+        for name, known in list(self._known.items()):
+            if known.last is not None and not known.sent:
+                left = self._end_of(known, 0) - known.saved
+                if left > 0 and now <= known.until:
+                    continue
+                if left > 0:
+                    self.stats.add("dropped", left, "away" if self._link.puts_away else "busy")
+                step.over.add(name)
+                del self._known[name]
+        return step
+
+    def _save_all(self, step, output):
+        room = max(1, _STEP_BYTES // self.plan.bytes_of_block)
+        for name, known in self._known.items():
+            self._learn_stored(known)
+            if known.asked is not None and known.last is None:
+                # Windows cannot wait for the answer.
+                known.saved = self._hashed(known.request)
+            scheduled = output.num_scheduled_tokens.get(name, 0)
+            end = self._end_of(known, scheduled)
+            last = min(end, known.saved + room)
+            has_windows = self.plan.has_windows and (end > known.windows or known.last is not None)
+            is_running = known.request.num_computed_tokens + scheduled > 0
+            if last <= known.saved and not has_windows or known.last is None and not is_running:
+                continue
+            blocks = known.last or self.blocks_of(name)
+            if last > known.saved:
+                if self._send(step, known, None, known.saved, last, blocks):
+                    room -= last - known.saved
+                    known.saved = last
+                elif known.last is not None:
+                    self._make_room()
+            if has_windows and not known.is_ended:
+                self._save_windows(step, known, end, blocks)
+                known.windows, known.is_ended = max(known.windows, end), known.last is not None
+
+    def _make_room(self):
+        """Requests that wait for memory may hold all of the pool, while what is over waits for the pool and holds the memory: the one that was
+        asked for last is staged again later."""
+        name = next((name for name, (staging, _) in reversed(self._stagings.items()) if staging.is_over), None)
+        if name is not None:
+            self._nothing(name)
+
+    @staticmethod
+    def _learn_stored(known):
+        """Once the look-up has been answered, what is missing is offered. A request whose look-up failed offers all that it computes."""
+        if known.asked is not None and known.asked.is_over:
+            known.saved = known.promised if known.asked.stored is None else known.asked.stored
+            known.asked = None
+
+    def _hashed(self, request):
+        return len(request.block_hashes) // self.plan.hashes
+
+    def _end_of(self, known, scheduled):
+        """Up to which block all is computed when the step that is being made has run: of the prompt what it computes, and of the answer that
+        of which vLLM has taken the output, because drafts may be taken back."""
+        request = known.request
+        computed = request.num_computed_tokens
+        tokens = max(computed - request.num_in_flight_tokens, min(computed + scheduled, request.num_prompt_tokens), 0)
+        return min(min(tokens, known.bound) // self.plan.block_tokens, self._hashed(request))
+
+    def _save_windows(self, step, known, end, blocks):
+        prompt = known.request.num_prompt_tokens // self.plan.block_tokens
+        for group in self._desk.groups:
+            own = blocks[group.number % self.plan.groups]
+            for first, last in self.plan.kept(group, known.windows, end, prompt, known.last is not None) if group.window is not None else ():
+                # What has passed when the request was let in was another one's to keep.
+                while first < last and not all(self.plan.slots(group, own, first, first + 1)):
+                    first += 1
+                if first < last:
+                    self._send(step, known, group, first, last, blocks)
+
+    def _send(self, step, known, group, first, last, blocks):
+        """Tells the workers to take blocks into the pool, of a window's group or of all that have every block; whether there was room."""
+        keys = self.plan.keys(known.request, first, last)
+        parent = self.plan.keys(known.request, first - 1, first)[0] if first else b""
+        savings, stretches, slots = [], {}, {}
+        for one in [group] if group is not None else [one for one in self._desk.groups if one.window is None]:
+            places = self.plan.slots(one, blocks[one.number % self.plan.groups], first, last)
+            # Place zero is none.
+            saving = self._desk.room_for(one, keys, first, parent) if all(places) and places else None
+            if saving is None:
+                self._desk.give_back(savings)
+                if group is not None:
+                    self.stats.add("dropped", last - first, "busy" if all(places) else "gone")
+                return False
+            savings.append(saving)
+            stretches[one.number], slots[one.number] = saving.stretches(), places
+        self._numbers += 1
+        step.saves.append(Move(self._numbers, stretches, slots))
+        self._saves[self._numbers] = _Save(known, group, first, last, savings)
+        known.sent.add(self._numbers)
+        return True
+
+    # After a step.
+
+    def learn(self, told):
+        self._attached.update(told.attached)
+        for number, count in told.done.items():
+            if (landing := self._landing.get(number)) is not None:
+                landing[1] += count
+                if landing[1] == self._workers:
+                    del self._landing[number]
+                    self._desk.let_go(landing[0])
+            elif (save := self._saves.get(number)) is not None:
+                save.taken += count
+                if save.taken == self._workers:
+                    del self._saves[number]
+                    save.known.sent.remove(number)
+                    self._putting += len(save.savings)
+                    for saving in save.savings:
+                        self._desk.put(saving, lambda stored, why, save=save: self._answers.append((save, stored, why)))
+
+    @property
+    def is_saving(self):
+        """Whether blocks are on their way to the store."""
+        return bool(self._saves or self._putting)
+
+    def take_answers(self):
+        while self._answers:
+            self._putting -= 1
+            self._stored(*self._answers.popleft())
+
+    def _stored(self, save, stored, why):
+        """What became of a put."""
+        if stored < save.stored and getattr(why, "reason", None) != "InFlight":  # which another one stores right now
+            save.stored, save.why = stored, why
+        save.open -= 1
+        if save.open:
+            return
+        known, left = save.known, save.last - save.first - save.stored
+        self.stats.add("saved", save.stored)
+        if not left:
+            self._link.answered()
+            return
+        self._link.put_failed(save.why)
+        known.tries += 1
+        if save.group is None and known.last is None and known.tries <= _TRIES and self._known.get(known.request.request_id) is known:
+            known.saved = min(known.saved, save.first + save.stored)
+        else:
+            # What lies behind a hole is of no use.
+            known.bound = min(known.bound, (save.first + save.stored) * self.plan.block_tokens) if save.group is None else known.bound
+            self.stats.add("dropped", left, reason_of(save.why))
+
+    def finished(self, request, blocks):
+        """Whether its places are to be kept until the workers have taken what is in them."""
+        name = request.request_id
+        self._nothing(name)
+        known = self._known.get(name)
+        if known is None:
+            return False
+        self._learn_stored(known)
+        if known.asked is not None:
+            # It is over before it is known what the store has of it.
+            known.asked, known.saved = None, known.promised
+        known.last = [list(own) for own in blocks]
+        known.until = time.monotonic() + _KEPT * self.settings.timeout
+        end = self._end_of(known, 0)
+        has_windows = self.plan.has_windows and end > (0 if self.plan.keeps_ends else known.windows)
+        if known.sent or (self._is_ready() and (end > known.saved or has_windows)):
+            return True
+        del self._known[name]
+        return False
+
+    def forget(self):
+        """What is stored stays; what the pool has of it is forgotten, as the host tiers of other connectors are."""
+        if self._desk is not None:
+            self._desk.forget()
+
+    def is_behind(self):
+        """Whether steps must go on, also without a request: for places that are kept, and for loads that hold the pool."""
+        return bool(self._landing) or any(known.last is not None for known in self._known.values())
+
+    def take_stats(self):
+        if self._desk is not None:
+            for source, count in (("pool", self._desk.found), ("read", self._desk.came)):
+                self.stats.add("staged", count - self._counted.get(source, 0), source)
+                self._counted[source] = count
+        return self.stats.take()
+
+    def close(self):
+        try:
+            (self._desk or self._link).close(self.settings.timeout)
+        except kvarts.Error as error:
+            logger.warning("kvarts: %s", error)
