@@ -29,9 +29,12 @@ pub(crate) fn kept_windows(
     ranges
 }
 
+// The stub wants numbers.
+const _: () = assert!(TOKENS_PER_SECOND == 10_000 && BYTES_PER_SECOND == 2_000_000_000);
+
 /// Tokens from one boundary whose windows are kept to the next: see the stub.
 #[pyfunction]
-#[pyo3(signature = (nbytes, block_tokens, tokens_per_second=TOKENS_PER_SECOND, bytes_per_second=BYTES_PER_SECOND))]
+#[pyo3(signature = (nbytes, block_tokens, tokens_per_second=10000, bytes_per_second=2000000000))]
 pub(crate) fn window_interval(
     nbytes: u64,
     block_tokens: u32,

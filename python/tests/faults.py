@@ -491,7 +491,7 @@ class Saving:
 class Link(link.Link):
     """Its work is done when the driver says so."""
 
-    def __init__(self, store, is_schedulers):
+    def __init__(self, store, is_schedulers=True):
         self._store, self.pause, self._client, self.work = store, 1.0, Client(store, is_schedulers), deque()
         self._is_schedulers = is_schedulers
         self._away_until = self._puts_until = 0.0
@@ -510,7 +510,8 @@ class Link(link.Link):
                 work, failed = self.work.popleft()
                 try:
                     if failed is not None:
-                        self._store.expect_there(self._is_schedulers)
+                        # What a worker asks brings no pool back.
+                        self._store.expect_there(*(() if self._is_schedulers else (False,)))
                     work(self._client)
                 except kvarts.Error as error:
                     self.failed(error)

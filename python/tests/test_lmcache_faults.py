@@ -106,7 +106,7 @@ class Pages:
 class Link(faults.Link):
     def __init__(self, run, pause):
         super().__init__(types.SimpleNamespace(expect_there=run.expect_there))
-        self._run, self.pause = run, pause
+        self._run, self.pause, self._client = run, pause, self
 
     def pages(self, size, layout=None, **named):
         return Pages(self._run, size, layout)
