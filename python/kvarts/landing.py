@@ -64,14 +64,15 @@ class Page(NamedTuple):
 
 
 class Device:
-    """Streams of a device, as torch has them."""
+    """Streams of a device, as torch has them. `computes`: the one that the engine computes on where that is not always the current one."""
 
-    def __init__(self, index):
+    def __init__(self, index, computes=None):
         import torch
 
-        self._cuda, self._index = torch.cuda, index
+        self._cuda, self._index, self._computes = torch.cuda, index, computes
         self.device = gpu.Device(f"cuda:{index}")
         self._side = torch.cuda.Stream(index)
+        self._before = None if computes is None else torch.cuda.Stream(index)
 
     def memory(self, whole):
         """All bytes of a cache, as a lander takes them."""
@@ -80,6 +81,14 @@ class Device:
     def now(self):
         """The stream that the engine computes on."""
         return self._cuda.current_stream(self._index).cuda_stream
+
+    def free(self):
+        """A stream behind which nobody uses pages that the engine has just given out."""
+        if self._before is None:
+            return self.now()
+        self._before.wait_stream(self._computes)
+        self._before.wait_stream(self._cuda.current_stream(self._index))
+        return self._before.cuda_stream
 
     def await_layer(self, landed, layer):
         landed.wait(layer, self.now())
@@ -106,6 +115,8 @@ class Processor:
 
     def now(self):
         return self._ours.handle
+
+    free = now
 
     def await_layer(self, landed, layer):
         landed.wait(layer, self._ours.handle)
@@ -165,11 +176,11 @@ class Saving:
 
 
 class Columned(NamedTuple):
-    """A group's pages in a worker's memories, layer by layer, and which of its columns they are."""
+    """A group's pages in a worker's memories, of every layer its parts, and which of its columns they are."""
 
     number: int
     rank: int
-    pages: list
+    layers: list
     saves: bool  # whether it is this worker that saves it
 
 
@@ -191,10 +202,7 @@ class Dock:
             return
 
         def attach(client):
-            pages, memory = client.pages(**naming), client.attach(name)
-            lander = self._lander or gpu.Lander(self.streams.device, ring_bytes=self._ring_bytes)
-            lander.pin(memory)
-            self._lander, self._pages, self._memory = lander, pages, memory
+            self.take(client.pages(**naming), client.attach(name))
             self.name, self._wanted = name, None
             self._link.answered()
 
@@ -207,6 +215,12 @@ class Dock:
         self._wanted = name
         self._link.do(attach, failed)
 
+    def take(self, pages, memory):
+        """Takes a pool's memory; for the link's thread."""
+        lander = self._lander or gpu.Lander(self.streams.device, ring_bytes=self._ring_bytes)
+        lander.pin(memory)
+        self._lander, self._pages, self._memory = lander, pages, memory
+
     def _moves(self, stretches, slots):
         """(group, its blocks in the pool, its pages) of those groups that this worker has."""
         for group, places in slots.items():
@@ -215,14 +229,14 @@ class Dock:
                 continue  # of another stage of the pipeline
             own = stretches[group][column.rank]
             per_block = len(places) // sum(count for *_, count in own)
-            parts = [(page.memory, 0, page.first, page.stride, *page.rows) for page in column.pages]
+            parts = [(page.memory, 0, page.first, page.stride, *page.rows) for layer in column.layers for page in layer]
             yield group, own, self._lander.pages(
                 self._pages, self._memories, parts, places, per_block=per_block, group=group, rank=column.rank
             )
 
     def land(self, number, stretches, slots):
         """Begins to land blocks behind what the engine's stream was given so far."""
-        after, parts, most = self.streams.now(), {}, 0
+        after, parts, most = self.streams.free(), {}, 0
         for group, own, pages in self._moves(stretches, slots):
             parts[group] = self._lander.land(self._memory, [(own, pages)], after=after)
             most = max(most, sum(count for *_, count in own))
@@ -232,7 +246,7 @@ class Dock:
         parts = {}
         mine = {group: places for group, places in slots.items() if group in self._groups and self._groups[group].saves}
         for group, own, pages in self._moves(stretches, mine):
-            parts[group] = self._lander.save(self._memory, [(own, pages)]), len(self._groups[group].pages)
+            parts[group] = self._lander.save(self._memory, [(own, pages)]), len(self._groups[group].layers)
         return Saving(self.streams, number, parts)
 
     def close(self, timeout):

@@ -18,9 +18,6 @@ to. Hybrid models have several pools (sliding windows, recurrent states, indexer
 restored up to where every pool has what SGLang wants of it.
 """
 
-import importlib
-import importlib.metadata
-import json
 import threading
 import time
 
@@ -29,95 +26,20 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 import kvarts
 
-from .link import Link, brief, configuration_of, contract, logger, revision_of, token_of, told
+from .link import Link, brief, contract, logger, revision_of, token_of
+from .sglang_identity import ALIKE, expect_namespaces, names_of, needed, settings, version
 
 #: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
 #: Seconds by which an answer may come later than its deadline.
 _LATE = 0.6
-#: The first version that was looked at; what it needs is asked for, and not the number.
-_SINCE = "0.5.21"
-#: Settings of SGLang that decide bytes, beside the path and the revision, and what an absent one means.
-_SETTINGS = {
-    "dtype": None,
-    "quantization": None,
-    "kv_cache_dtype": None,
-    "json_model_override_args": "{}",
-    "load_format": None,
-    "model_impl": None,
-    "model_config_parser": "auto",
-    "quantization_param_path": None,
-    "modelopt_quant": None,
-    "modelopt_checkpoint_restore_path": None,
-    "qsa_indexer_dtype": "auto",
-}
-_LACKS = object()
-#: Versions that store the same bytes as the one named, by trial.
-_ALIKE: dict[str, str] = {}
-
-
-def _version():
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:  # from its sources
-        return getattr(importlib.import_module("sglang"), "__version__", "unknown")
-
-
-def _needed(module, name):
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        found = None
-    if found is None:
-        raise ValueError(f"sglang {_version()}: it has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
-    return found
-
-
-def settings():
-    """(path of the model, its revision, what else decides bytes), as SGLang runs with it in this process. The name under which the
-    model is served is the operator's to choose, and says nothing."""
-    model = _needed("sglang.srt.runtime_context", "get_model")()
-    path = getattr(model, "model_path", None)
-    if not path:
-        raise ValueError("model_path: SGLang's settings do not say which model this is")
-    found = {}
-    for name, absent in _SETTINGS.items():
-        value = getattr(model, name, _LACKS)
-        if value is _LACKS and absent is None and name in ("dtype", "quantization", "kv_cache_dtype"):
-            raise ValueError(f"{name}: SGLang's settings do not have it, and it decides bytes")
-        found[name] = told(absent if value is _LACKS else value) or "none"
-    _expect_one_rope(model, path)
-    return path, getattr(model, "revision", None), found
-
-
-def _expect_one_rope(model, path):
-    """SGLang takes LongRoPE's long factors where any position of a batch is beyond what the model was trained for: then the same tokens
-    have other keys, by what else is computed with them. That is refused unless no prompt can be so long."""
-    config = {**(configuration_of(path, getattr(model, "revision", None)) or {})}
-    config.update(json.loads(getattr(model, "json_model_override_args", None) or "{}"))
-    for one in (config, config.get("text_config") or {}):
-        for rope in (one.get("rope_scaling"), one.get("rope_parameters")):
-            if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
-                trained = rope.get("original_max_position_embeddings") or one.get("original_max_position_embeddings") or 0
-                if not getattr(model, "context_length", None) or model.context_length > trained:
-                    raise ValueError(f"context_length: with LongRoPE SGLang's keys depend on the batch; name {trained} at most")
-
-
-def expect_namespaces():
-    """Page hashes must differ by adapter and by salt: else a page of one adapter would be restored for another."""
-    seed = _needed("sglang.srt.mem_cache.utils", "storage_namespace_seed")
-    _needed("sglang.srt.mem_cache.utils", "get_storage_hash_str")
-    if len({seed(None, None), seed("adapter", None), seed("other", None), seed(None, "salt")}) != 4:
-        raise ValueError("storage_namespace_seed: SGLang's page hashes are the same for different adapters or salts")
-
-
 class _Shard:
     """Which part of a page this process has: fields of SGLang's configuration, some of which came with later versions."""
 
     def __init__(self, config):
         self.dcp = (getattr(config, "dcp_size", None), getattr(config, "dcp_rank", None))
         if None in self.dcp:
-            parallel = _needed("sglang.srt.runtime_context", "get_parallel")()
+            parallel = needed("sglang.srt.runtime_context", "get_parallel")()
             if getattr(parallel, "attn_dcp_size", 1) != 1:
                 raise ValueError("dcp_size: this version of SGLang does not say which part of a page a worker has")
             self.dcp = (1, 0)
@@ -274,7 +196,7 @@ class Kvarts(HiCacheStorage):
 
     def get(self, key, target_location=None, target_sizes=None):
         into = target_location if target_location is not None else self.mem_pool_host.get_dummy_flat_data_page()
-        done = self._call(self._pools.get(PoolName.KV), "get", self._names([key]), [into])
+        done = self._call(self._pools.get(PoolName.KV), "get", names_of([key]), [into])
         return into if done is not None and done.ok else None
 
     def batch_get(self, keys, target_locations=None, target_sizes=None):
@@ -283,7 +205,7 @@ class Kvarts(HiCacheStorage):
 
     def set(self, key, value=None, target_location=None, target_sizes=None):
         value = value if value is not None else target_location
-        done = self._call(self._pools.get(PoolName.KV), "put", self._names([key]), [value.contiguous()])
+        done = self._call(self._pools.get(PoolName.KV), "put", names_of([key]), [value.contiguous()])
         return done is not None and done.ok
 
     def batch_set(self, keys, values=None, target_locations=None, target_sizes=None):
@@ -303,11 +225,6 @@ class Kvarts(HiCacheStorage):
 
     # How it works.
 
-    @staticmethod
-    def _names(keys):
-        """SGLang's keys are digests in hexadecimal digits: 32 bytes are taken as they are."""
-        return [bytes.fromhex(key) if len(key) == 64 and key.isalnum() else kvarts.key("sglang", key) for key in keys]
-
     def _open(self, pool, client):
         config = self._config
         pool.open(
@@ -315,7 +232,7 @@ class Kvarts(HiCacheStorage):
             model=self._model,
             revision=self._revision,
             engine="sglang",
-            layout_version=contract("sglang", _version(), _ALIKE, pool.named, pool.extras),
+            layout_version=contract("sglang", version(), ALIKE, pool.named, pool.extras),
             tp_size=1 if pool.replicated else config.tp_size,
             tp_rank=0 if pool.replicated else config.tp_rank,
             durable=self._durable,
@@ -366,7 +283,7 @@ class Kvarts(HiCacheStorage):
 
     def _there(self, name, keys):
         """Which pages can be read now."""
-        found = self._call(self._pools.get(name), "exists", self._names(keys)) if keys else None
+        found = self._call(self._pools.get(name), "exists", names_of(keys)) if keys else None
         return [False] * len(keys) if found is None else found
 
     def _moved(self, kind, name, keys, host_indices):
@@ -380,7 +297,7 @@ class Kvarts(HiCacheStorage):
             logger.error("kvarts: %s: not %d pages of %d places", name, len(keys), pool.page_size)
             return results
         first = host_indices[:: pool.page_size].tolist()
-        staging, names = pool.staging[kind], self._names(keys)
+        staging, names = pool.staging[kind], names_of(keys)
         with staging.lock:
             for begin in range(0, len(keys), staging.pages):
                 part = range(begin, min(begin + staging.pages, len(keys)))

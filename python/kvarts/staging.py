@@ -11,6 +11,8 @@ Nothing here makes a scheduler wait: what may wait for the server is done in the
 """
 
 import concurrent.futures
+import json
+import threading
 import time
 from typing import NamedTuple
 
@@ -41,10 +43,44 @@ class Group(NamedTuple):
         return max(0, boundary - -(-self.window // block_tokens))
 
 
-class Staging:
-    """Blocks of one request on their way into the pool."""
+def spec_of(name, block_tokens, columns):
+    """How blocks are described to a store: of each group its number, how many ranks have bytes of their own, and of every layer the bytes of
+    each of its parts, of one rank."""
+    layers, parts, kinds = [], {}, {}
+    for number, ranks, sizes in columns:
+        for of_layer in sizes:
+            own = [f"g{number}-{nbytes}" + (f"-{at}" if at else "") for at, nbytes in enumerate(of_layer)]
+            for part, nbytes in zip(own, of_layer):
+                parts[part] = _PART.format(name=part, bytes=nbytes * ranks, heads=0 if ranks == 1 else ranks, group=number)
+            kind = own[0] if len(own) == 1 else "-".join([f"g{number}", *map(str, of_layer)])
+            kinds[kind] = f"{kind} = {json.dumps(own)}"
+            layers.append(f'{{ of = ["{kind}"] }}')
+    return _SPEC.format(name=name, tokens=block_tokens, layers=", ".join(layers), kinds="\n".join(kinds.values()), parts="".join(parts.values()))
 
-    def __init__(self, keys, first, prompt_tokens, spare):
+
+_SPEC = """
+name = "{name}"
+source = "the KV caches' specification"
+block_tokens = {tokens}
+layers = [{layers}]
+[layer]
+{kinds}
+{parts}"""
+_PART = """
+[part.{name}]
+kind = "dense_kv"
+role = "page"
+bytes = {bytes}
+heads = {heads}
+dtype = "opaque"
+group = {group}
+"""
+
+
+class Staging:
+    """Blocks of one request on their way into the pool. `within`: seconds, after which what has come has to do."""
+
+    def __init__(self, keys, first, prompt_tokens, spare, within=None):
         self.keys = keys
         #: Blocks before that are in the engine's memory already.
         self.first = first
@@ -54,13 +90,17 @@ class Staging:
         self.stored = None
         #: How many leading blocks can be promised, and where those behind `first` lie in the pool: (group, rank) -> (first block, stretches).
         self.blocks, self.columns = first, {}
-        #: Written last: from here on nothing of it changes.
-        self.is_over = False
+        #: Set last: from here on nothing of it changes.
+        self.over = threading.Event()
         self.why = None
         self.wanted = None  # blocks that are being staged
-        self.until = None
+        self.until = None if within is None else self.began + within
         self.stages = []
         self.is_wanted = True
+
+    @property
+    def is_over(self):
+        return self.over.is_set()
 
     def stretches(self, column, first, last):
         """Where these blocks of a column lie."""
@@ -98,13 +138,14 @@ class Saving(NamedTuple):
 
 class Desk:
     """A pool with its stages, drafts and puts. `link`: of what is connected; `naming`: how `Client.pages` calls the blocks; `groups`: what a
-    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, and `times` of the engine for the planner, or `None`."""
+    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, and `times` of the engine for the planner, or `None`; `opened(pages, pool)`:
+    is called in the link's thread before the pool is there for others."""
 
-    def __init__(self, link, naming, groups, block_tokens, settings):
+    def __init__(self, link, naming, groups, block_tokens, settings, opened=lambda pages, pool: None):
         self.groups = groups
         self._naming, self._block_tokens, self._link = naming, block_tokens, link
         self._timeout, self._durable, self._times = settings.timeout, settings.durable, settings.times
-        self._pool_bytes = settings.pool_bytes
+        self._pool_bytes, self._when_opened = settings.pool_bytes, opened
         self._pool = self._pages = None
         #: The pool's name, for the workers, once there is one.
         self.name = None
@@ -129,10 +170,10 @@ class Desk:
             self._knocked = time.monotonic()
             self._link.do(lambda client: self._pages.exists([_NONE]) and None, lambda error: None)
 
-    def stage(self, keys, first, prompt_tokens, spare=0):
+    def stage(self, keys, first, prompt_tokens, spare=0, within=None):
         """Brings what these blocks from `first` on need into the pool. `spare`: so many blocks at the end must be stored, and are not
-        promised."""
-        staging = Staging(keys, first, prompt_tokens, spare)
+        promised; `within`: after so many seconds it ends with what has come."""
+        staging = Staging(keys, first, prompt_tokens, spare, within)
         self._link.do(lambda client: self._look_up(staging), lambda error: self._failed(staging, error))
         return staging
 
@@ -185,6 +226,7 @@ class Desk:
         stage = pool.stage(columns, [_NONE], silence=self._timeout)
         stage.wait(self._timeout / 2)
         stage.close()
+        self._when_opened(pages, pool)
         self._pages, self._pool, self.name = pages, pool, pool.name
         self._opening = False
 
@@ -203,7 +245,7 @@ class Desk:
         if self._pool is not None:
             counts = self._pool.counts
             self.found, self.came = counts["hits"] + counts["shared"], counts["came"]
-        staging.is_over = True
+        staging.over.set()
         if not staging.is_wanted:
             self._close(staging)
 
@@ -235,7 +277,8 @@ class Desk:
         # What only other nodes have has no plan.
         if found.plan is None or found.blocks < blocks:
             return blocks
-        staging.until = time.monotonic() + found.plan.recompute_all_ms / 1000
+        until = time.monotonic() + found.plan.recompute_all_ms / 1000
+        staging.until = until if staging.until is None else min(until, staging.until)
         return max(found.plan.blocks, staging.first)
 
     def _begin(self, staging, blocks):

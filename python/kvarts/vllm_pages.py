@@ -13,7 +13,7 @@ import kvarts
 
 from .landing import Columned, Page, rows_of
 from .link import brief, differing
-from .staging import Group
+from .staging import Group, spec_of
 from .vllm_identity import identity_of, layout_version
 
 #: Kinds of attention that look like others and are none.
@@ -122,31 +122,19 @@ class Plan:
         for (stage, rank), told in facts.items():
             if told.groups != facts[stage, 0].groups:
                 raise ValueError(f"kv_cache_groups: rank {rank} of stage {stage} has other layers than rank 0")
-        layers, parts, kinds_of, groups, windows = [], {}, {}, [], {}
-        total = 0
+        columns, groups, windows = [], [], {}
         for at, stage in enumerate(stages):
             for kind, told in zip(self._kinds, facts[stage, 0].groups):
                 number = at * self.groups + kind.number
                 ranks = self._columns(kind)
-                for _, nbytes in told:
-                    name = f"g{number}-{nbytes}"
-                    nbytes *= self.block_tokens // kind.block_tokens
-                    heads = 0 if len(ranks) == 1 else len(ranks)
-                    parts[name] = _PART.format(name=name, bytes=nbytes * len(ranks), heads=heads, group=number)
-                    kinds_of[name] = f'{name} = ["{name}"]'
-                    layers.append(name)
-                    total += nbytes * len(ranks)
                 if told:
+                    pages = self.block_tokens // kind.block_tokens
+                    columns.append((number, len(ranks), [[nbytes * pages] for _, nbytes in told]))
                     groups.append(Group(number, kind.window, ranks))
                     if kind.window is not None:
                         windows[number] = kind.window
-        self.bytes_of_block = max(1, total)
-        spec = _SPEC.format(
-            tokens=self.block_tokens,
-            layers=", ".join(f'{{ of = ["{name}"] }}' for name in layers),
-            kinds="\n".join(kinds_of.values()),
-            parts="".join(parts.values()),
-        )
+        self.bytes_of_block = max(1, sum(sum(map(sum, sizes)) * ranks for _, ranks, sizes in columns))
+        spec = spec_of("vllm-layers", self.block_tokens, columns)
         return self._naming(spec, windows, facts), groups
 
     def _columns(self, kind):
@@ -203,7 +191,7 @@ class Plan:
                 rank = 0 if len(columns) == 1 else self._rank // self._alike
                 # Of ranks that have the same bytes one saves them.
                 saves = self._rank % max(1, self._ranks // len(columns)) == 0
-                groups[self._number(kind)] = Columned(self._number(kind), rank, pages, saves)
+                groups[self._number(kind)] = Columned(self._number(kind), rank, [[page] for page in pages], saves)
         self._expect_all(caches, order)
         return Placed(device, memories, groups, order, facts)
 
@@ -272,22 +260,3 @@ def _rate_of(times):
 
 def _dtype_of(kinds_of):
     return ",".join(sorted({str(spec.dtype) for kind in kinds_of for spec in kind.specs}))
-
-
-_SPEC = """
-name = "vllm-layers"
-source = "the KV caches' specification"
-block_tokens = {tokens}
-layers = [{layers}]
-[layer]
-{kinds}
-{parts}"""
-_PART = """
-[part.{name}]
-kind = "dense_kv"
-role = "page"
-bytes = {bytes}
-heads = {heads}
-dtype = "opaque"
-group = {group}
-"""

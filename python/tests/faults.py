@@ -360,6 +360,8 @@ class Card:
     def now(self):
         return self.compute.handle
 
+    free = now
+
     def await_layer(self, landed, layer):
         landed.wait(layer, self.compute.handle)
 

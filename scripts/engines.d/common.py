@@ -144,7 +144,7 @@ def two_nodes(engine, name):
 
 
 #: Runs a program that the engine's own processes do not run when they start.
-_RUN = "import sys; del sys.argv[0]; exec(compile(open(sys.argv[0]).read(), sys.argv[0], 'exec'))"
+_RUN = "import sys; f = sys.argv[1]; del sys.argv[0]; exec(compile(open(f).read(), f, 'exec'), {'__name__': '__main__', '__file__': f})"
 
 
 class Process:

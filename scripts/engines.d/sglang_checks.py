@@ -16,9 +16,9 @@ PAGE = 16
 class Engine(Process):
     """A process of SGLang's (scripts/engines.d/sglang_engine.py)."""
 
-    def __init__(self, name, storage=None):
+    def __init__(self, name, storage=None, linker=None, model="llama", **engine):
         python = python_of("sglang")
-        settings = {"model": model_of(python, "llama"), "storage": storage}
+        settings = {"model": model_of(python, model), "storage": storage, "linker": linker, "engine": engine}
         # SGLang builds an extension for its digests of pages, with the `ninja` of its environment.
         path = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
         super().__init__(name, python, "sglang_engine.py", settings, PATH=path)

@@ -1,0 +1,353 @@
+"""Kvarts behind SGLang's radix tree, layer by layer into the pools of the device (`UnifiedCacheLinker`).
+
+    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config
+        '{"linker": "KvartsLinker", "linker_module_path": "kvarts.sglang_linker", "linker_extra_config":
+        {"server": "/run/kvarts/kvarts.sock", "pool_bytes": 8000000000}}'
+
+Each process of SGLang's that has a tree has a pool, and lands from it into its own device. What holds:
+
+- A look-up answers with what lies in the pool, verified. Nothing that a disk, a network or a server does can make a load fail that
+  was answered with; a page comes back with the bytes that were stored under its hash by an engine of the same identity.
+- SGLang's look-ups wait where they are called, so a look-up takes at most `wait` seconds: then it answers with what has come. While the server is
+  away, and for `pause` seconds after a look-up for which nothing came, it answers at once.
+- What is stored is what the engine had computed: pages are read behind the forward pass that wrote them, and SGLang keeps them until then. An
+  offload is answered as done when every page of it is stored.
+
+Kinds of pools: attention with heads or latents, windows beside it, recurrent states, DeepSeek's. Pipelines, parallel contexts and
+unified memory are refused.
+"""
+
+import threading
+import time
+
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+import kvarts
+
+from . import acts
+from .landing import Device, Dock, Processor
+from .link import Link, logger, token_of
+from .sglang_identity import expect_namespaces, names_of
+from .sglang_offloads import Offloads
+from .sglang_pools import Pools
+from .staging import Desk
+
+#: Bytes of a pool where none are named.
+_POOL_BYTES = 4 << 30
+#: Seconds for which what was looked up is kept though nobody asks for it again.
+_KEPT = 30.0
+
+
+class _Found:
+    """What a look-up of a request has found."""
+
+    def __init__(self, keys, staging):
+        self.keys, self.staging = keys, staging
+        self.began = self.asked = time.monotonic()
+
+    def at(self, keys):
+        """From where on these keys are those that were looked up; `None` if they are others. The device may have got some of them since."""
+        at = len(self.keys) - len(keys)
+        return at if at >= 0 and self.keys[at:] == keys else None
+
+
+class _Batch:
+    """Loads that began together."""
+
+    def __init__(self, landings, stagings, is_whole):
+        self.landings, self.stagings, self.is_whole = landings, stagings, is_whole
+        self.waited = {}  # stream -> layers that it has waited for
+
+
+class LayerCounter:
+    """What SGLang's pools call before a layer is read. `order`: of each layer its groups, and which of their layers it is."""
+
+    def __init__(self, order, streams):
+        self.num_layers, self.consumer_index = len(order), -1
+        self._order, self._streams = order, streams
+        self._batches, self._last = {}, -1
+
+    def begin(self, batch):
+        self._last += 1
+        self._batches[self._last] = batch
+        return self._last
+
+    def end(self, index):
+        return self._batches.pop(index, None)
+
+    def set_consumer(self, index):
+        self.consumer_index = index
+
+    def wait_until(self, threshold):
+        """What the current stream computes from here on, it computes with this layer and all before it."""
+        batch = self._batches.get(self.consumer_index)
+        if batch is None:
+            return
+        stream = self._streams.now()
+        first = batch.waited.get(stream, 0)
+        for layer in range(first, threshold + 1):
+            for landing in batch.landings:
+                for place in self._order[layer]:
+                    landing.await_layer(*place)
+        batch.waited[stream] = max(first, threshold + 1)
+
+    def reset(self):
+        self._batches.clear()
+        self.consumer_index = -1
+
+
+class KvartsLinker(UnifiedCacheLinker):
+    """`linker_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory, of each process; `wait`: seconds that
+    a look-up may take; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
+    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner; `loads`, `stores`: whether it does; `revision`, where the
+    model's path does not say it, and `draft`, that of a draft model; `identity`: whatever else decides bytes."""
+
+    def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
+        extra = dict(extra_config or {})
+        expect_namespaces()
+        self.forward_stream = forward_stream
+        self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))
+        self.pool_bytes, self.durable = int(extra.get("pool_bytes", _POOL_BYTES)), bool(extra.get("durable", False))
+        self.times = None if extra.get("times") is None else kvarts.Times(**extra["times"])
+        self._wait = float(extra.get("wait", 0.5))
+        self._loads, self._stores = bool(extra.get("loads", True)), bool(extra.get("stores", True))
+        self._pools = Pools(params, components, *_place_of(params), extra)
+        self.pools = self._pools.entries
+        self._counts, self._counted, self._metrics = {}, {}, _metrics_of(params)
+        self._counting = threading.Lock()
+        server, token_file = extra.get("server"), extra.get("token_file")
+
+        def connect():
+            # Over no other path: a pool is shared memory.
+            return kvarts.connect(server, token_of(token_file), via="local", timeout=self.timeout, of_cluster=True)
+
+        self._link = Link(connect, self.pause)
+        self._streams = Processor() if self._pools.device is None else Device(self._pools.device, forward_stream)
+        self._dock = Dock(self._link, self._streams, self._pools.memories, self._pools.columns)
+        take = lambda pages, pool: self._dock.take(pages, pool.memory)  # noqa: E731
+        self._desk = Desk(self._link, self._pools.naming(), self._pools.groups, self._pools.block_tokens, self, opened=take)
+        self._offloads = Offloads(self._pools, self._desk, self._dock, self._link, self.timeout, self._count)
+        self.layer_done_counter = LayerCounter(self._pools.order, self._streams)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._found, self._queued = {}, {}
+        self._silent_until = 0.0
+        self._windows = [window for group in self._pools.groups if (window := self._pools.window_of(group)) is not None]
+
+    # Before a request is let in.
+
+    def lookup(self, rid, transfers):
+        keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
+        self._desk.open()
+        self._forget_old()
+        if not keys or not self._loads:
+            return []
+        found = self._found.get(rid)
+        if found is not None and (found.at(keys) is None or self._is_stale(found)):
+            self._let_go(rid)
+            found = None
+        if found is None:
+            if not self._is_there():
+                return []
+            staging = self._desk.stage(names_of(keys), 0, len(keys) * self._pools.block_tokens + 1, within=self._wait)
+            found = self._found[rid] = _Found(keys, staging)
+        found.asked = time.monotonic()
+        if not found.staging.over.wait(max(0.0, found.began + self._wait - found.asked)):
+            # It is looked at some time later by another thread: it may be just about to end.
+            if not found.staging.over.wait(self._wait / 10) and found.staging.stored is None:
+                self._silent_until = time.monotonic() + self.pause
+            if not found.staging.is_over:
+                return []
+        return self._lengths(found, found.at(keys))
+
+    def _is_there(self):
+        return self._desk.name is not None and not self._link.away and time.monotonic() >= self._silent_until
+
+    def _is_stale(self, found):
+        """Whether nothing was found some time ago: by now there may be something."""
+        return found.staging.is_over and not found.staging.blocks and time.monotonic() > found.began + self.pause
+
+    def _lengths(self, found, at):
+        """Every number of pages behind `at` that can be restored with what is staged."""
+        last = found.staging.blocks - at
+        if last <= 0:
+            return []
+        # What ends earlier needs windows that end there.
+        shorter = range(1, last) if all(found.staging.blocks <= window for window in self._windows) else ()
+        return [*shorter, last]
+
+    def _forget_old(self):
+        """What was looked up for requests that were given up: nobody tells."""
+        now = time.monotonic()
+        for rid in [rid for rid, found in self._found.items() if now > found.asked + _KEPT]:
+            self._let_go(rid)
+
+    def _let_go(self, rid):
+        found = self._found.pop(rid, None)
+        if found is not None:
+            self._desk.let_go(found.staging)
+
+    # Loads.
+
+    def load(self, rid, transfers):
+        wanted = [(transfer.name, list(transfer.keys), self._slots(transfer)) for transfer in transfers if transfer.keys]
+        if not any(slots for *_, slots in wanted):
+            return False
+        if rid in self._queued:
+            raise RuntimeError(f"a load of {rid} is queued already")
+        self._queued[rid] = wanted
+        return True
+
+    def _slots(self, transfer):
+        return [(pool, pool.slots(transfer.device_indices)) for pool in self._pools.of(transfer.name)]
+
+    def cancel_queued_load(self, rid):
+        self._let_go(rid)
+        return self._queued.pop(rid, None) is not None
+
+    def start_layer_wise_loading(self):
+        queued, self._queued = self._queued, {}
+        if not queued:
+            return -1
+        landings, stagings, is_whole = [], [], True
+        for rid, wanted in queued.items():
+            found = self._found.pop(rid, None)
+            move = self._move(found, wanted)
+            if found is not None:
+                stagings.append(found.staging)
+            if move is None:
+                # SGLang asked for less than it loads, or long ago. It gives this batch up by itself.
+                logger.error("kvarts: a load of %s was begun for which nothing is staged", rid)
+                is_whole = False
+                continue
+            landings.append(self._dock.land(0, *move))
+            self._count("promised", landings[-1].blocks)
+            self._count("waited", time.monotonic() - found.began)
+            self._count("landed", landings[-1].blocks)
+            missing = len(found.keys) - found.staging.blocks
+            if missing and found.staging.why is not None:
+                self._count("unstaged", missing, found.staging.why)
+        self._count("layers", self._pools.layers)
+        return self.layer_done_counter.begin(_Batch(landings, stagings, is_whole))
+
+    def _move(self, found, wanted):
+        """Where in the pool what is wanted lies, and where it goes to: by group. `None` if not all of it is there."""
+        if found is None or not found.staging.is_over:
+            return None
+        places = {key: at for at, key in enumerate(found.keys)}
+        stretches, slots = {}, {}
+        for _, keys, pools in wanted:
+            first = places.get(keys[0])
+            if first is None or found.keys[first : first + len(keys)] != keys or first + len(keys) > found.staging.blocks:
+                return None
+            for pool, own in pools:
+                number, (rank,) = pool.group.number, pool.group.ranks
+                begin, _ = found.staging.columns.get((number, rank), (len(found.keys), ()))
+                if begin > first:
+                    return None
+                stretches[number] = {rank: found.staging.stretches((number, rank), first, first + len(keys))}
+                slots[number] = own
+        return stretches, slots
+
+    def finish_layer_wise_loading(self, counter_index):
+        batch = self.layer_done_counter.end(counter_index)
+        return batch is None or self._finish(batch)
+
+    def _finish(self, batch):
+        for landing in batch.landings:
+            try:
+                while not landing.is_done(1.0):
+                    pass
+            except kvarts.Error as error:
+                logger.error("kvarts: a load failed: %s", error)
+                batch.is_whole = False
+        if batch.landings and self.layer_done_counter.num_layers in batch.waited.values():
+            self._count("layered", self._pools.layers)
+        for staging in batch.stagings:
+            self._desk.let_go(staging)
+        return batch.is_whole
+
+    # Offloads.
+
+    def offload(self, transfers, session_id=None):
+        wanted = [(transfer.name, names_of(transfer.keys), transfer.device_indices) for transfer in transfers if transfer.keys]
+        if not wanted:
+            return False
+        self._desk.open()
+        # Another rank stores what this one has, too; or the operator wants nothing to be stored.
+        is_wanted = self._stores and self._pools.saves
+        self._offloads.add(wanted if is_wanted else [], self.record_offload_ready() if is_wanted else [])
+        return True
+
+    def num_completed_offloads(self):
+        self._tell()
+        return self._offloads.ended()
+
+    def pop_completed_offload(self):
+        return self._offloads.pop()
+
+    # All of it.
+
+    def reset(self):
+        self._queued.clear()
+        self._offloads.give_up()
+        for index in list(self.layer_done_counter._batches):
+            self.finish_layer_wise_loading(index)
+        self.layer_done_counter.reset()
+        for rid in list(self._found):
+            self._let_go(rid)
+        # What is stored stays; what the pool has of it is forgotten, as SGLang's own is.
+        self._desk.forget()
+
+    def close(self):
+        self.reset()
+        try:
+            self._offloads.close()
+            self._desk.close(self.timeout)
+            self._dock.close(self.timeout)
+        except kvarts.Error as error:
+            logger.warning("kvarts: %s", error)
+
+    # Counts.
+
+    def _count(self, what, number, label=None):
+        with self._counting:
+            acts.count(self._counts, what, number, label)
+
+    def _tell(self):
+        """Moves what was counted to SGLang's metrics."""
+        for source, count in (("pool", self._desk.found), ("read", self._desk.came)):
+            self._count("staged", count - self._counted.get(source, 0), source)
+            self._counted[source] = count
+        if self._metrics is not None and self._counts:
+            with self._counting:
+                counts, self._counts = self._counts, {}
+            self._metrics.add(counts)
+
+
+def _place_of(params):
+    """(rank, ranks) among those that share the heads of the model's attention."""
+    import torch.distributed as distributed
+
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    if group is None or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(group=group), distributed.get_world_size(group=group)
+
+
+class _Labelled:
+    """SGLang's own metrics, which its processes share through a directory."""
+
+    def __init__(self, rank):
+        from prometheus_client import Counter
+
+        self._metrics = acts.Metrics(lambda name, text, more: Counter(name, text, ["tp_rank", *more]), "sglang")
+        self._labels = (str(rank),)
+
+    def add(self, counts):
+        self._metrics.add(counts, self._labels)
+
+
+def _metrics_of(params):
+    return _Labelled(_place_of(params)[0]) if getattr(params, "enable_metrics", False) else None

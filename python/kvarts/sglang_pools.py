@@ -1,0 +1,159 @@
+"""Where SGLang has its pages, and how Kvarts calls them: the pools of a device as groups of layers.
+
+A block of Kvarts is a page of the tree. Of every pool that belongs to it a group has the bytes of all layers; a column of a group is what
+one rank has of it, or all ranks alike.
+"""
+
+from typing import NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from .landing import Columned, Page, rows_of
+from .link import brief, contract, revision_of
+from .sglang_identity import ALIKE, needed, settings, version
+from .staging import Group, spec_of
+
+_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler"
+
+
+def assembled(params, components):
+    """The pools of this model's device, as SGLang describes them to linkers. Those that it describes to others only are described here:
+    attention over all tokens, with or without layers that have a window beside it."""
+    cache, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+    entry, group = needed(_ASSEMBLER, "DevicePoolEntry"), needed(_ASSEMBLER, "DevicePoolGroup")
+    dense = needed(_ASSEMBLER, "_mha_device_pool_entry")
+    kinds, kind = {str(component.name) for component in components}, type(cache).__name__
+    if kind == "MHATokenToKVPool" and kinds == {"FULL"}:
+        entries = [dense(PoolName.KV, cache, {layer: layer for layer in range(cache.layer_num)}, page)]
+        alike, layers = False, cache.layer_num
+    elif kind == "MLATokenToKVPool" and kinds == {"FULL"}:
+        named = dict(name=PoolName.KV, indices_from_pool=PoolName.KV, device_pool=cache, components=[cache.kv_buffer])
+        layout = dict(layer_mapping={layer: layer for layer in range(cache.layer_num)}, page_size=page, rows_are_pages=False)
+        entries, alike, layers = [entry(**named, **layout)], True, cache.layer_num
+    elif kind == "SWAKVPool" and kinds == {"FULL", "SWA"}:
+        full, windowed = needed("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler", "_swa_layer_mappings")(cache)
+        entries = [dense(PoolName.KV, cache.full_kv_pool, full, page), dense(PoolName.SWA, cache.swa_kv_pool, windowed, page)]
+        alike, layers = False, 1 + max([*full, *windowed])
+    else:
+        return needed(_ASSEMBLER, "resolve_hybrid_device_pool_group")(kvcache=cache, page_size=page, params=params, components=components)
+    if params.mtp_draft_device_pools:
+        raise ValueError("draft layers packed with a model's own: kvarts.sglang_linker does not know this kind of pool; kvarts.sglang takes it")
+    for draft in params.sidecar_draft_device_pools:
+        # What a draft reads it reads when all of a load has come.
+        entries.append(dense(PoolName.DRAFT, draft, {layer: layer for layer in range(draft.layer_num)}, page, PoolName.KV))
+        # The latents of all ranks are alike, and the draft's heads are not.
+        alike, layers = False, max(layers, draft.layer_num)
+    return group(entries, layers, page, rank_replicated=alike)
+
+
+class Pool(NamedTuple):
+    """A pool, and the group that it is."""
+
+    group: Group
+    entry: object
+    span: int  # rows of a page
+
+    def slots(self, indices):
+        """The numbers of the pages that these places fill. It may wait for the device: the numbers are there."""
+        rows = self.entry.prepare_locations(self.entry.translate_indices(indices))
+        return [row // self.span for row in rows]
+
+
+class Pools:
+    """`rank` of `ranks`: of those that share a model's heads. `extra`: what the operator says."""
+
+    def __init__(self, params, components, rank, ranks, extra):
+        for part in ("pp_size", "attn_cp_size"):
+            if getattr(params, part, 1) != 1:
+                raise ValueError(f"{part}: kvarts.sglang_linker does not support it; kvarts.sglang does")
+        made = assembled(params, components)
+        #: By the names that SGLang has for them.
+        self.entries = made.entry_map
+        self.block_tokens, self.layers = params.page_size, made.num_layers
+        self._extra, self._alike = extra, made.rank_replicated
+        self._rank, self._ranks = (0, 1) if self._alike else (rank, ranks)
+        #: Whether this rank stores what it has: of ranks that have the same bytes, one does.
+        self.saves = not self._alike or rank == 0
+        has_draft = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
+        if has_draft and not extra.get("draft"):
+            raise ValueError("draft: name the revision of the draft model")
+        self._windows = {PoolName.SWA: getattr(params, "swa_retain_window", None), PoolName.MAMBA: self.block_tokens}
+        self.device, self.memories, self.columns, self._pools, self._facts = None, [], {}, {}, []
+        #: Of every layer of SGLang's the groups that have it, and which of their layers it is.
+        self.order = [[] for _ in range(self.layers)]
+        self._numbers = {}
+        for number, entry in enumerate(made.entries):
+            self._place(number, entry)
+        #: The same under the name of the pool of the tree from which SGLang takes the places.
+        self._of_source = {}
+        for pool in self._pools.values():
+            self._of_source.setdefault(pool.entry.indices_from_pool, []).append(pool)
+
+    @property
+    def groups(self):
+        """As this rank stages them."""
+        return [pool.group for pool in self._pools.values()]
+
+    def of(self, name):
+        """The pools whose places SGLang takes from this pool of the tree."""
+        return self._of_source.get(name, [])
+
+    def window_of(self, group):
+        """How many blocks at its end a prefix needs of a group; `None` for all."""
+        return None if group.window is None else -(-group.window // self.block_tokens)
+
+    def _place(self, number, entry):
+        layers, spans, facts = [], set(), []
+        for layer, buffers in sorted(entry.layer_mapping.items()):
+            buffers = (buffers,) if isinstance(buffers, int) else buffers
+            parts = [component[at] for at in buffers for component in entry.components]
+            sizes = [component[at][2] for at in buffers for component in entry.buffer_meta]
+            self.order[layer].append((number, len(layers)))
+            layers.append([self._page(entry, buffer, nbytes, spans) for buffer, nbytes in zip(parts, sizes)])
+            facts.append([layer, *(f"{buffer.dtype} {list(buffer.shape[1:])} {nbytes}" for buffer, nbytes in zip(parts, sizes))])
+        if len(spans) != 1:
+            raise ValueError(f"pool {entry.name}: pages of {sorted(spans)} rows")
+        window = self._windows.get(entry.indices_from_pool)
+        if window is None and entry.indices_from_pool != PoolName.KV:
+            raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not know what a prefix needs of it; see whether kvarts.sglang takes it")
+        self._pools[entry.name] = Pool(Group(number, window, (self._rank,)), entry, spans.pop())
+        self.columns[number] = Columned(number, self._rank, layers, self.saves)
+        self._facts.append([str(entry.name), str(entry.indices_from_pool), type(entry.device_pool).__name__, facts])
+
+    def _page(self, entry, buffer, nbytes, spans):
+        size, storage = buffer.element_size(), buffer.untyped_storage()
+        if storage.data_ptr() not in self._numbers:
+            self._numbers[storage.data_ptr()] = len(self.memories)
+            self.memories.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage))
+        self.device = None if buffer.device.type == "cpu" else buffer.device.index or 0
+        span = nbytes // (buffer.nbytes // buffer.shape[0])
+        spans.add(span)
+        page = buffer[:span]
+        try:
+            rows = rows_of(list(page.shape), [page.stride(at) for at in range(page.dim())], size)
+        except ValueError as error:
+            raise ValueError(f"pool {entry.name}: {error}") from None
+        if rows.nbytes != nbytes:
+            raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, and SGLang says {nbytes}")
+        return Page(self._numbers[storage.data_ptr()], buffer.storage_offset() * size, buffer.stride(0) * size * span, rows)
+
+    def naming(self):
+        """How `Client.pages` calls the blocks."""
+        path, revision, found = settings()
+        sizes = [(n, self._ranks, [[page.rows.nbytes for page in layer] for layer in column.layers]) for n, column in self.columns.items()]
+        if self._extra.get("draft"):
+            found["draft"] = str(self._extra["draft"])
+        return dict(
+            spec=spec_of("sglang-layers", self.block_tokens, sizes),
+            windows={group.number: group.window for group in self.groups if group.window is not None},
+            model=path,
+            revision=revision_of(path, self._extra.get("revision") or revision),
+            dtype=",".join(sorted({str(pool.entry.kv_buffer[0].dtype) for pool in self._pools.values()})).replace("torch.", ""),
+            engine="sglang",
+            layout="layers",
+            layout_version=contract("sglang", version(), ALIKE, self._facts),
+            block_tokens=self.block_tokens,
+            tp_size=self._ranks,
+            extras=brief({**found, **self._extra.get("identity", {})}),
+        )
