@@ -17,7 +17,6 @@ Kinds of pools: attention with heads or latents, windows beside it, recurrent st
 unified memory are refused.
 """
 
-import threading
 import time
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -115,7 +114,6 @@ class KvartsLinker(UnifiedCacheLinker):
         self._pools = Pools(params, components, *_place_of(params), extra)
         self.pools = self._pools.entries
         self._counts, self._counted, self._metrics = {}, {}, _metrics_of(params)
-        self._counting = threading.Lock()
         server, token_file = extra.get("server"), extra.get("token_file")
 
         def connect():
@@ -133,13 +131,14 @@ class KvartsLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._found, self._queued = {}, {}
         self._silent_until = 0.0
+        # The first requests find what is stored, too.
+        self._desk.settle(self.timeout)
         self._windows = [window for group in self._pools.groups if (window := self._pools.window_of(group)) is not None]
 
     # Before a request is let in.
 
     def lookup(self, rid, transfers):
         keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
-        self._desk.open()
         self._forget_old()
         if not keys or not self._loads:
             return []
@@ -274,13 +273,14 @@ class KvartsLinker(UnifiedCacheLinker):
         wanted = [(transfer.name, names_of(transfer.keys), transfer.device_indices) for transfer in transfers if transfer.keys]
         if not wanted:
             return False
-        self._desk.open()
         # Another rank stores what this one has, too; or the operator wants nothing to be stored.
         is_wanted = self._stores and self._pools.saves
         self._offloads.add(wanted if is_wanted else [], self.record_offload_ready() if is_wanted else [])
         return True
 
     def num_completed_offloads(self):
+        # SGLang asks for this in each of its steps, also when it is idle.
+        self._desk.open()
         self._tell()
         return self._offloads.ended()
 
@@ -303,7 +303,6 @@ class KvartsLinker(UnifiedCacheLinker):
     def close(self):
         self.reset()
         try:
-            self._offloads.close()
             self._desk.close(self.timeout)
             self._dock.close(self.timeout)
         except kvarts.Error as error:
@@ -312,8 +311,7 @@ class KvartsLinker(UnifiedCacheLinker):
     # Counts.
 
     def _count(self, what, number, label=None):
-        with self._counting:
-            acts.count(self._counts, what, number, label)
+        acts.count(self._counts, what, number, label)
 
     def _tell(self):
         """Moves what was counted to SGLang's metrics."""
@@ -321,8 +319,7 @@ class KvartsLinker(UnifiedCacheLinker):
             self._count("staged", count - self._counted.get(source, 0), source)
             self._counted[source] = count
         if self._metrics is not None and self._counts:
-            with self._counting:
-                counts, self._counts = self._counts, {}
+            counts, self._counts = self._counts, {}
             self._metrics.add(counts)
 
 

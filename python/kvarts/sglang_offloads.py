@@ -1,11 +1,10 @@
 """What SGLang's tree offloads: pages go into the pool piece by piece, and from there to the store.
 
 An offload is answered in its turn: `True` when every page of it is stored. Until then SGLang keeps its pages; so a large one waits for room and
-needs no more of the pool at a time than there is.
+needs no more of the pool at a time than there is. All of this is done in the scheduler's thread, which waits for none of it, each time that
+it looks; only puts have threads of their own.
 """
 
-import queue
-import threading
 import time
 from collections import deque
 
@@ -15,18 +14,22 @@ from .link import logger, reason_of
 
 #: Bytes of a piece.
 _PIECE = 32 << 20
-#: How often what is under way is looked at, in seconds.
-_LOOK = 0.002
 
 
 class _Offload:
-    def __init__(self, transfers, ready):
+    """Pages of one node. `transfers`: (pool of the tree, keys, places)."""
+
+    def __init__(self, transfers, ready, until):
         self.transfers, self.ready = transfers, ready
-        self.blocks, self.open, self.is_whole, self.why = 0, 1, True, None
+        self.pieces = None  # those that are not taken yet
+        self.next = None  # the one for which there was no room
+        self.until = until  # how long it waits for that
+        self.is_taken, self.is_whole = not transfers, True
+        self.open = 0  # pieces that are under way
 
     @property
     def is_over(self):
-        return self.open == 0
+        return self.is_taken and not self.open
 
 
 class Offloads:
@@ -36,27 +39,17 @@ class Offloads:
         self._pools, self._desk, self._dock, self._link = pools, desk, dock, link
         self._timeout, self._stats = timeout, stats
         self._in_turn = deque()
-        self._queue = queue.SimpleQueue()
-        self._lock, self._freed = threading.Lock(), threading.Event()
-        #: What was begun before that is given up.
-        self._turn = self._idle_at = 0
-        self._idle = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="kvarts-offload", daemon=True)
-        self._thread.start()
-
-    # Of the scheduler's thread.
+        self._saves = []  # (offload, room, what saves)
+        self._answers = deque()  # of threads that put
 
     def add(self, transfers, ready):
         """`ready`: events behind which the pages are written. Without transfers it is done."""
-        offload = _Offload(transfers, ready)
-        self._in_turn.append(offload)
-        if transfers:
-            self._queue.put((self._turn, offload))
-        else:
-            offload.open = 0
+        self._in_turn.append(_Offload(transfers, ready, time.monotonic() + self._timeout))
+        self.look()
 
     def ended(self):
         """How many leading ones have ended."""
+        self.look()
         count = 0
         for offload in self._in_turn:
             if not offload.is_over:
@@ -69,40 +62,60 @@ class Offloads:
 
     def give_up(self):
         """Returns when no page is read any more. What was taken is stored, and nobody is told."""
-        self._turn += 1
-        self._freed.set()
-        self._queue.put((self._turn, None))
-        with self._idle:
-            self._idle.wait_for(lambda: self._idle_at == self._turn)
         self._in_turn.clear()
+        while self._saves:
+            self._put_saved(1.0)
 
-    def close(self):
-        self.give_up()
-        self._queue.put(None)
-        self._thread.join()
+    def look(self):
+        """Goes on with what can go on."""
+        while self._answers:
+            self._learn(*self._answers.popleft())
+        self._put_saved(0.0)
+        for offload in self._in_turn:
+            if not offload.is_taken and not self._take(offload):
+                break
 
-    # Of its own.
-
-    def _run(self):
-        while (item := self._queue.get()) is not None:
-            turn, offload = item
-            if offload is None:
-                with self._idle:
-                    self._idle_at = turn
-                    self._idle.notify_all()
-                continue
+    def _put_saved(self, timeout):
+        for one in list(self._saves):
+            offload, room, saving = one
             try:
-                for event in offload.ready:
-                    event.synchronize()
-                for group, keys, slots in self._pieces(offload.transfers):
-                    offload.blocks += len(keys)
-                    if offload.why is None:
-                        self._take(turn, offload, group, keys, slots)
-                why = None
-            except Exception as error:  # a defect here must not leave a node that waits for its answer
-                logger.exception("kvarts: an offload failed")
-                why = error
-            self._ended(offload, 0, why)
+                if not saving.is_done(timeout):
+                    continue
+            except kvarts.Error as error:
+                # What the device has of it may still be written to: the room is lost with it.
+                self._answers.append((offload, len(room.keys), 0, error))
+            else:
+                self._desk.put(room, lambda stored, why, one=offload, of=len(room.keys): self._answers.append((one, of, stored, why)))
+            self._saves.remove(one)
+
+    def _take(self, offload):
+        """Takes pieces while there is room; whether all of them are taken, or given up."""
+        try:
+            if not all(event.query() for event in offload.ready):
+                return False
+            if offload.pieces is None:
+                offload.pieces = self._pieces(offload.transfers)
+            while True:
+                piece = offload.next or next(offload.pieces, None)
+                if piece is None:
+                    break
+                group, keys, slots = offload.next = piece
+                room, why = self._room(offload, group, keys)
+                if why == "wait":
+                    return False
+                if room is None:
+                    self._fail(offload, why)
+                    break
+                saving = self._dock.save(0, {group.number: room.stretches()}, {group.number: slots})
+                saving.finish()
+                self._saves.append((offload, room, saving))
+                offload.open += 1
+                offload.next, offload.until = None, time.monotonic() + self._timeout
+        except Exception as error:  # a defect here must not leave a node that waits for its answer
+            logger.exception("kvarts: an offload failed")
+            self._fail(offload, reason_of(error))
+        offload.is_taken = True
+        return True
 
     def _pieces(self, transfers):
         """(group, keys, pages), of all attention before its windows: they are of no use without it."""
@@ -114,50 +127,29 @@ class Offloads:
                 for at in range(0, len(keys), count):
                     yield pool.group, keys[at : at + count], slots[at : at + count]
 
-    def _take(self, turn, offload, group, keys, slots):
-        room = self._room(turn, group, keys)
-        if isinstance(room, str):
-            offload.why, offload.is_whole = room, False
-            self._stats("dropped", len(keys), room)
+    def _room(self, offload, group, keys):
+        """Room in the pool; or none and why."""
+        if self._desk.name is None or self._link.away:
+            return None, "away"
+        if not self._link.puts_away and (room := self._desk.room_for(group, keys, 0, b"")) is not None:
+            return room, None
+        # All that wait do so at the same time: SGLang cannot use their pages meanwhile.
+        return None, "wait" if time.monotonic() < offload.until else "busy"
+
+    def _fail(self, offload, why):
+        left = sum(len(keys) for _, keys, _ in offload.pieces or ())
+        left += len(offload.next[1]) if offload.next else 0
+        offload.is_whole, offload.next = False, None
+        self._stats("dropped", left, why)
+
+    def _learn(self, offload, count, stored, why):
+        """What became of a put."""
+        offload.open -= 1
+        self._stats("saved", stored)
+        if stored == count:
+            self._link.answered()
             return
-        saving = self._dock.save(0, {group.number: room.stretches()}, {group.number: slots})
-        saving.finish()
-        # The lander ends by itself what takes too long.
-        while not saving.is_done(1.0):
-            pass
-        with self._lock:
-            offload.open += 1
-
-        def put(stored, why):
-            self._freed.set()
-            self._stats("saved", stored)
-            if stored < len(keys):
-                self._stats("dropped", len(keys) - stored, reason_of(why))
-                if isinstance(why, kvarts.Error):
-                    self._link.put_failed(why)
-            else:
-                self._link.answered()
-            self._ended(offload, stored - len(keys), why)
-
-        self._desk.put(room, put)
-
-    def _room(self, turn, group, keys):
-        """Room in the pool, once there is; or why not."""
-        until = time.monotonic() + self._timeout
-        while True:
-            self._freed.clear()
-            if turn != self._turn:
-                return "GivenUp"
-            if self._desk.name is None or self._link.puts_away:
-                return "away"
-            if (room := self._desk.room_for(group, keys, 0, b"")) is not None:
-                return room
-            if time.monotonic() > until:
-                return "busy"
-            self._freed.wait(_LOOK)
-
-    def _ended(self, offload, missing, why):
-        with self._lock:
-            offload.open -= 1
-            if missing or why is not None:
-                offload.is_whole, offload.why = False, offload.why or why
+        offload.is_whole = False
+        self._stats("dropped", count - stored, reason_of(why))
+        if isinstance(why, kvarts.Error):
+            self._link.put_failed(why)

@@ -19,7 +19,7 @@ _ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler"
 
 def assembled(params, components):
     """The pools of this model's device, as SGLang describes them to linkers. Those that it describes to others only are described here:
-    attention over all tokens, with or without layers that have a window beside it."""
+    attention over all tokens, alone, beside layers that have a window, or beside recurrent states."""
     cache, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     entry, group = needed(_ASSEMBLER, "DevicePoolEntry"), needed(_ASSEMBLER, "DevicePoolGroup")
     dense = needed(_ASSEMBLER, "_mha_device_pool_entry")
@@ -35,6 +35,12 @@ def assembled(params, components):
         full, windowed = needed("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler", "_swa_layer_mappings")(cache)
         entries = [dense(PoolName.KV, cache.full_kv_pool, full, page), dense(PoolName.SWA, cache.swa_kv_pool, windowed, page)]
         alike, layers = False, 1 + max([*full, *windowed])
+    elif kind == "HybridLinearKVPool" and type(cache.full_kv_pool).__name__ == "MHATokenToKVPool" and kinds == {"FULL", "MAMBA"}:
+        mapping = needed("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler", "_stage_local_layer_mapping")
+        full = mapping(cache.full_attention_layer_id_mapping, cache.start_layer)
+        states = needed(_ASSEMBLER, "_mamba_device_pool_entry")(params.req_to_token_pool, cache.start_layer)
+        entries = [dense(PoolName.KV, cache.full_kv_pool, full, page), states]
+        alike, layers = False, 1 + max([*full, *states.layer_mapping])
     else:
         return needed(_ASSEMBLER, "resolve_hybrid_device_pool_group")(kvcache=cache, page_size=page, params=params, components=components)
     if params.mtp_draft_device_pools:
@@ -119,7 +125,9 @@ class Pools:
             raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not know what a prefix needs of it; see whether kvarts.sglang takes it")
         self._pools[entry.name] = Pool(Group(number, window, (self._rank,)), entry, spans.pop())
         self.columns[number] = Columned(number, self._rank, layers, self.saves)
-        self._facts.append([str(entry.name), str(entry.indices_from_pool), type(entry.device_pool).__name__, facts])
+        # Types of eight bits are kept as bytes: which one it is, the pool says.
+        kind = [type(entry.device_pool).__name__, str(getattr(entry.device_pool, "dtype", None))]
+        self._facts.append([str(entry.name), str(entry.indices_from_pool), *kind, facts])
 
     def _page(self, entry, buffer, nbytes, spans):
         size, storage = buffer.element_size(), buffer.untyped_storage()

@@ -150,6 +150,7 @@ class Desk:
         #: The pool's name, for the workers, once there is one.
         self.name = None
         self._opening, self._again, self._knocked, self._why = False, 0.0, 0.0, None
+        self._settled = threading.Event()
         self._stagings = []
         #: Blocks that stages have found in the pool, and that came for them.
         self.found = self.came = 0
@@ -163,6 +164,10 @@ class Desk:
         if self._pool is None and not self._opening and not self._link.away and time.monotonic() >= self._again:
             self._opening = True
             self._link.do(self._opened, self._not_opened)
+
+    def settle(self, timeout):
+        """Waits until it is known whether there is a pool: for an engine that starts."""
+        self._settled.wait(timeout)
 
     def knock(self):
         """Has the connection made again if it broke: a worker finds the pool only where the server knows of it."""
@@ -229,10 +234,12 @@ class Desk:
         self._when_opened(pages, pool)
         self._pages, self._pool, self.name = pages, pool, pool.name
         self._opening = False
+        self._settled.set()
 
     def _not_opened(self, error):
         self._again = time.monotonic() + self._link.pause
         self._opening = False
+        self._settled.set()
         if str(error) != self._why:
             logger.warning("kvarts: no pool, nothing is loaded or saved: %s", error)
         self._why = str(error)

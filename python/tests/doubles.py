@@ -392,6 +392,55 @@ class _Backends:
         return getattr(importlib.import_module(given["module_path"]), given["class_name"])(config, {})
 
 
+class _Linker:
+    """The interface of a linker. On a processor there are no events."""
+
+    def record_offload_ready(self):
+        return []
+
+
+class _Entry:
+    """A pool of a device as SGLang describes it to linkers: `components` of buffers, a row for each token, or for each page."""
+
+    def __init__(self, *, name, indices_from_pool, device_pool, components, layer_mapping, page_size, rows_are_pages):
+        self.name, self.indices_from_pool, self.device_pool = name, indices_from_pool, device_pool
+        self.components, self.layer_mapping, self.page_size = components, layer_mapping, page_size
+        self._span = 1 if rows_are_pages else page_size
+        self.kv_buffer = [buffer for component in components for buffer in component]
+        self.buffer_meta = [[(buffer.data_ptr(), buffer.strides[0], buffer.nbytes // buffer.shape[0] * self._span) for buffer in c] for c in components]
+
+    def translate_indices(self, indices):
+        return indices
+
+    def prepare_locations(self, indices):
+        starts = [int(place) for place in indices.reshape(-1, self.page_size)[:, 0]]
+        return [start // self.page_size for start in starts] if self._span == 1 else starts
+
+
+class _Entries:
+    """The pools of a device."""
+
+    def __init__(self, entries, num_layers, page_size, *, rank_replicated=False):
+        self.entries, self.entry_map = entries, {entry.name: entry for entry in entries}
+        self.num_layers, self.page_size, self.rank_replicated = num_layers, page_size, rank_replicated
+
+
+def _dense(name, pool, layer_mapping, page_size, indices_from_pool=None):
+    count = len(pool.k_buffer)
+    named = dict(name=name, indices_from_pool=indices_from_pool or name, device_pool=pool, components=[[*pool.k_buffer, *pool.v_buffer]])
+    layers = {layer: (at, count + at) for layer, at in layer_mapping.items()}
+    return _Entry(**named, layer_mapping=layers, page_size=page_size, rows_are_pages=False)
+
+
+def _windowed(cache):
+    full = {layer: at for layer, (at, is_windowed) in cache.layers_mapping.items() if not is_windowed}
+    return full, {layer: at for layer, (at, is_windowed) in cache.layers_mapping.items() if is_windowed}
+
+
+def _not_described(**named):
+    raise ValueError("no such pools")
+
+
 #: What SGLang runs with. Tests change it.
 SGLANG = types.SimpleNamespace()
 
@@ -421,6 +470,14 @@ def _sglang():
             PoolTransferResult=_Transferred,
         ),
         cache + ".storage": dict(StorageBackendFactory=_Backends),
+        cache + ".unified_cache.unified_cache_linker": dict(UnifiedCacheLinker=_Linker),
+        cache + ".hybrid_cache.linker_pool_assembler": dict(
+            DevicePoolEntry=_Entry,
+            DevicePoolGroup=_Entries,
+            _mha_device_pool_entry=_dense,
+            resolve_hybrid_device_pool_group=_not_described,
+        ),
+        cache + ".hybrid_cache.hybrid_pool_assembler": dict(_swa_layer_mappings=_windowed),
         cache + ".utils": dict(storage_namespace_seed=_seed, get_storage_hash_str=lambda *of: ""),
         "sglang": dict(__version__="0.5.23"),
         "sglang.srt.runtime_context": dict(get_model=lambda: SGLANG, get_parallel=lambda: types.SimpleNamespace(attn_dcp_size=1)),

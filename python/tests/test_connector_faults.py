@@ -197,7 +197,8 @@ class Faults(Seeded, unittest.TestCase):
             honest(desk, staging)
             if staging.stages and not staging.is_over:
                 staging.columns = {c: (begin, [(0, 1, 0, 1)] * 8) for _, begin, columns in staging.stages for c in columns}
-                staging.blocks, staging.is_over = staging.wanted, True
+                staging.blocks = staging.wanted
+                staging.over.set()
                 return True
             return staging.is_over
 

@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -211,6 +212,52 @@ def compare(reference, found):
         if ours != theirs:
             return "rounding"
     return "rounding"
+
+
+class Course:
+    """Requests over a server to which something happens."""
+
+    #: How often something does.
+    TURNS = 12
+
+    def troubled(self, server, seed, tried, command, engine):
+        """(which turn, and what happened in it; the engine's answer to `command(turn)`) for each."""
+        chance = random.Random(seed)
+        for turn in range(self.TURNS):
+            what = chance.choice(("nothing", "nothing", "killed", "stopped", "slow"))
+            if what == "killed":
+                server.kill()
+            elif what == "stopped":
+                server.process.send_signal(signal.SIGSTOP)
+            engine.send(**command(turn))
+            if what == "slow":
+                # In the middle of what the engine does.
+                time.sleep(chance.random() / 4)
+                server.process.send_signal(signal.SIGSTOP)
+                time.sleep(chance.random() / 2)
+                server.process.send_signal(signal.SIGCONT)
+            answer = engine.answer()
+            if what == "killed":
+                server.start()
+            elif what == "stopped":
+                server.process.send_signal(signal.SIGCONT)
+            tried.update({f"server {what}": 1})
+            yield f"({what}) {turn}", answer
+
+    @staticmethod
+    def judge(ended, right, said, where):
+        for text, found in ended:
+            said.append(compare(right[text], found))
+            expect(said[-1] != "different", f"{where}: text {text} says {found['tokens']}, without a cache {right[text]['tokens']}")
+
+    @staticmethod
+    def compare(stored, found):
+        """Bytes are those of a run without faults, but for the last bits of what was computed in another batch."""
+        for name, (digest, *numbers) in stored.items():
+            other, *others = found[name]
+            if digest != other:
+                far = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(numbers, others))
+                expect(far < 0.1, f"block {name} is not that of a run without faults: {far}")
 
 
 def full_of(prompts, block):

@@ -1,12 +1,13 @@
 """The checks of SGLang (scripts/engines)."""
 
+import collections
 import functools
 import os
 import signal
 import subprocess
 import time
 
-from common import DEADLINE, PATIENCE, RUNNERS, Process, Server, environment, expect, full_of, model_of, prompts_of, python_of
+from common import DEADLINE, PATIENCE, PLACE, RUNNERS, Course, Process, Server, compare, environment, expect, full_of, model_of, prompts_of, python_of
 
 PROMPTS = prompts_of(4, 1)
 #: Tokens of a page.
@@ -19,9 +20,10 @@ class Engine(Process):
     def __init__(self, name, storage=None, linker=None, model="llama", **engine):
         python = python_of("sglang")
         settings = {"model": model_of(python, model), "storage": storage, "linker": linker, "engine": engine}
+        told = os.path.join(PLACE, f"{name}.told")
         # SGLang builds an extension for its digests of pages, with the `ninja` of its environment.
         path = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
-        super().__init__(name, python, "sglang_engine.py", settings, PATH=path)
+        super().__init__(name, python, "sglang_engine.py", settings, PATH=path, KVARTS_TOLD=told)
 
     def generate(self, prompts=PROMPTS):
         """(tokens, prompt tokens that came from storage, seconds)"""
@@ -30,9 +32,9 @@ class Engine(Process):
 
 
 @functools.cache
-def right_of():
+def right_of(**engine):
     """What comes out without a cache."""
-    plain = Engine("sglang-plain")
+    plain = Engine("sglang-plain", **engine)
     right, _, _ = plain.generate()
     plain.end()
     return right
@@ -44,6 +46,7 @@ class Sglang:
     PREFIX = ""
     CHECKS = ("pools", "restart", "away", "damage", "identity", "churn")
     FULL = full_of(PROMPTS, PAGE)
+    RUN = "sglang_run.py"
 
     def __init__(self):
         self.python = python_of("sglang")
@@ -55,18 +58,19 @@ class Sglang:
         return done.stdout.strip().splitlines()[-1]
 
     def check_pools(self):
-        """Pages of each layout come back in another pool."""
+        """Pages of each layout or kind come back in another pool."""
         server = Server("sglang", "sglang")
         try:
-            command = ["nice", self.python, os.path.join(RUNNERS, "sglang_run.py"), server.socket]
+            command = ["nice", self.python, os.path.join(RUNNERS, self.RUN), server.socket]
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
         finally:
             server.stop()
         expect(done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:])
         return ", ".join(line for line in done.stdout.splitlines() if line.endswith("equal"))
 
-    def storage(self, server=None, **more):
-        return {"server": (server or self.server).socket, "timeout": DEADLINE, **more}
+    def begun(self, name, server=None, **more):
+        """An engine with this storage."""
+        return Engine(f"sglang-{self.PREFIX}{name}", {"server": (server or self.server).socket, "timeout": DEADLINE, **more})
 
     @staticmethod
     def stored(server, pages):
@@ -79,14 +83,14 @@ class Sglang:
     def served(self):
         """A server that has the pages of a process that was killed, and another process."""
         if self.server is None:
-            self.server = Server("sglang", "sglang-engine")
-            first = Engine("sglang-first", self.storage())
+            self.server = Server("sglang", f"sglang-{self.PREFIX}engine")
+            first = self.begun("first")
             found, stored, _ = first.generate()
             expect((found, stored) == (right_of(), 0), f"with an empty store: {stored} tokens of it, {found}")
             self.stored(self.server, self.FULL // PAGE)
             first.kill()
         if self.engine is None:
-            self.engine = Engine("sglang-second", self.storage())
+            self.engine = self.begun("second")
 
     def again(self):
         """The same prompts by an engine that has forgotten everything: prompt tokens from storage, and seconds."""
@@ -148,7 +152,7 @@ class Sglang:
         """Another revision: nothing is shared, and each finds its own."""
         self.served()
         before = self.server.metric("kvarts_engine_blocks_stored_total")
-        other = Engine("sglang-other", self.storage(revision="other"))
+        other = self.begun("other", revision="other")
         found, stored, _ = other.generate()
         expect((found, stored) == (right_of(), 0), f"{stored} tokens from an engine of another revision")
         self.stored(self.server, before + self.FULL // PAGE)
@@ -160,9 +164,9 @@ class Sglang:
 
     def check_churn(self):
         """A budget of a few pages: churn, and no wrong output."""
-        server = Server("sglang", "sglang-churn", "--budget", "4 MiB", "--segment", "1 MiB", "--shards", "1")
+        server = Server("sglang", f"sglang-{self.PREFIX}churn", "--budget", "4 MiB", "--segment", "1 MiB", "--shards", "1")
         try:
-            engine, stored = Engine("sglang-churn", self.storage(server)), 0
+            engine, stored = self.begun("churn", server), 0
             for _ in range(3):
                 for seed in range(5, 13):
                     engine.generate(prompts_of(4, seed, tokens=600))
@@ -187,3 +191,87 @@ class Sglang:
             self.engine.end()
         if self.server is not None:
             self.server.stop()
+
+
+class Linker(Course, Sglang):
+    """The same with the linker, which lands layer by layer."""
+
+    PREFIX = "linker-"
+    CHECKS = ("pools", "restart", "away", "damage", "identity", "churn", "ranks", "course", "course_ranks")
+    RUN = "sglang_linker_run.py"
+    #: Two processes that share two processors look up slowly.
+    WAIT = 5.0
+
+    def begun(self, name, server=None, engine=None, **more):
+        given = {"server": (server or self.server).socket, "timeout": DEADLINE, "pool_bytes": 64 << 20, "wait": self.WAIT, **more}
+        return Engine(f"sglang-{self.PREFIX}{name}", linker=given, **(engine or {}))
+
+    def check_ranks(self):
+        """Two processes with tensor parallelism."""
+        right, server = right_of(tp_size=2), Server("sglang", "sglang-linker-ranks")
+        try:
+            for turn in ("first", "second"):
+                one = self.begun(f"ranks-{turn}", server, {"tp_size": 2})
+                found, stored, _ = one.generate()
+                expect(found == right, f"another output, {turn} engine, {stored} tokens of it from disk")
+                self.stored(server, 2 * self.FULL // PAGE)
+                one.end()
+        finally:
+            server.stop()
+        expect(stored == self.FULL, f"{stored} of {self.FULL} prompt tokens from disk")
+        return f"{stored} of {self.FULL} prompt tokens from disk, the same output"
+
+    def course(self, seeds, **engine):
+        """Courses of requests over a server to which something happens; afterwards what they say and what is stored is that of a run without
+        faults."""
+        shared = prompts_of(2, 7)
+        texts = [begin[: 64 + 32 * at] + prompts_of(1, 11 + at, tokens=40 + 30 * at)[0] for at in range(4) for begin in shared]
+        said, tried, stored, asked = [], collections.Counter(), {}, {"prompts": texts, "tokens": 24}
+        for name in ("calm", *seeds):
+            server = Server("sglang", f"sglang-course-{name}")
+            try:
+                # Less than all of what is asked for at once.
+                small = {} if name == "calm" else {"max_total_tokens": 1024}
+                one = self.begun(f"course-{name}", server, {"context_length": 512, "chunked_prefill_size": 96, **engine, **small}, wait=0.3)
+                if name == "calm":
+                    right = one.ask(do="right", **asked)["right"]
+                else:
+                    for turn, answer in self.troubled(server, name, tried, lambda turn, name=name, one=one: dict(do="course", seed=100 * name + turn, count=20, **asked), one):
+                        self.judge(answer["ended"], right, said, f"seed {name}, turn {turn}")
+                        tried.update(answer["seen"])
+                        if turn.endswith(("3", "7")):
+                            one.reset()
+                            tried["forgotten"] += 1
+                time.sleep(1.5)
+                for _ in range(2):
+                    one.reset()
+                    found = one.ask(do="right", **asked)["right"]
+                    expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "other tokens when the faults are over")
+                    time.sleep(1)
+                found = one.ask(do="blocks", prompts=texts)["blocks"]
+                if name == "calm":
+                    stored = found
+                    expect(len(stored) >= sum(len(text) // PAGE for text in texts), f"a calm run stores {len(stored)} pages")
+                else:
+                    expect(found.keys() >= stored.keys(), f"seed {name}: {len(stored.keys() - found.keys())} of {len(stored)} pages are not stored")
+                    self.compare(stored, found)
+                with open(one.log, encoding="utf-8", errors="replace") as log:
+                    tried["retracted"] += log.read().count("etract")
+                one.end()
+            finally:
+                server.stop()
+        for what in ("given up", "forgotten", "tokens restored"):
+            expect(tried[what], f"nothing was {what}: {tried}")
+        expect(not tried["loads failed"], f"loads failed that were promised: {tried}")
+        note = ", ".join(f"{what} {count:.0f}" for what, count in sorted(tried.items()))
+        outputs = f"{len(said)} outputs as without a cache, {said.count('rounding')} of them but for rounding"
+        return f"{outputs}; {len(stored)} pages stored as in a run without faults; {note}"
+
+    def check_course(self):
+        """Seeded courses: requests that share beginnings, many at once in a cache too small for them, given up at any time; the server killed and
+        stopped."""
+        return self.course((1, 2))
+
+    def check_course_ranks(self):
+        """The same of an engine with two processes."""
+        return self.course((1,), tp_size=2)

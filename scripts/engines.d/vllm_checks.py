@@ -4,12 +4,11 @@ import collections
 import functools
 import glob
 import os
-import random
 import signal
 import subprocess
 import time
 
-from common import BLOCK, DEADLINE, PATIENCE, Process, Server, Skipped, compare, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
+from common import BLOCK, DEADLINE, PATIENCE, Course, Process, Server, Skipped, compare, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
 
 
 class Engine(Process):
@@ -272,7 +271,7 @@ class Vllm:
             self.server.stop()
 
 
-class Layers(Vllm):
+class Layers(Course, Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
@@ -369,8 +368,8 @@ class Layers(Vllm):
         """Two workers with pipeline parallelism."""
         return self.several("stages", pipeline_parallel_size=2, distributed_executor_backend="mp")
 
-    #: Seeds of a course, steps between two things that happen to the server, and how often something does.
-    SEEDS, STEPS, TURNS = (1, 2), 24, 12
+    #: Seeds of a course, and steps between two things that happen to the server.
+    SEEDS, STEPS = (1, 2), 24
 
     def course(self, kind, seeds=SEEDS, **engine):
         """Courses of requests over a server to which something happens; afterwards what they say and what is stored is that of a run without
@@ -414,36 +413,12 @@ class Layers(Vllm):
         return f"{outputs}, {landed:.0f} blocks promised and landed, {len(stored)} blocks stored as in a run without faults; {note}"
 
     def trouble(self, one, server, seed, right, said, tried):
-        chance = random.Random(seed)
-        for turn in range(self.TURNS):
-            what = chance.choice(("nothing", "nothing", "killed", "stopped", "slow"))
-            if what == "killed":
-                server.kill()
-            elif what == "stopped":
-                server.process.send_signal(signal.SIGSTOP)
-            one.send(do="steps", seed=1000 * seed + turn, count=self.STEPS)
-            if what == "slow":
-                # In the middle of what the engine does.
-                time.sleep(chance.random() / 4)
-                server.process.send_signal(signal.SIGSTOP)
-                time.sleep(chance.random() / 2)
-                server.process.send_signal(signal.SIGCONT)
-            answer = one.answer()
-            if what == "killed":
-                server.start()
-            elif what == "stopped":
-                server.process.send_signal(signal.SIGCONT)
-            self.judge(answer["ended"], right, said, f"seed {seed}, turn {turn} ({what})")
-            tried.update({f"server {what}": 1})
+        steps = lambda turn: dict(do="steps", seed=1000 * seed + turn, count=self.STEPS)  # noqa: E731
+        for turn, answer in self.troubled(server, seed, tried, steps, one):
+            self.judge(answer["ended"], right, said, f"seed {seed}, turn {turn}")
         answer = one.ask(do="settle")
         self.judge(answer["ended"], right, said, f"seed {seed}, at the end")
         tried.update(answer["seen"])
-
-    @staticmethod
-    def judge(ended, right, said, where):
-        for text, found in ended:
-            said.append(compare(right[text], found))
-            expect(said[-1] != "different", f"{where}: text {text} says {found['tokens']}, without a cache {right[text]['tokens']}")
 
     def all_of(self, one, server, right):
         """Every text once more, until all of it is stored."""
@@ -453,15 +428,6 @@ class Layers(Vllm):
             expect(all(compare(a, b) != "different" for a, b in zip(right, found)), "other tokens when the faults are over")
             one.ask(do="settle")
             time.sleep(0.3)
-
-    @staticmethod
-    def compare(stored, found):
-        """Bytes are those of a run without faults, but for the last bits of what was computed in another batch."""
-        for name, (digest, *numbers) in stored.items():
-            other, *others = found[name]
-            if digest != other:
-                far = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(numbers, others))
-                expect(far < 0.1, f"block {name} is not that of a run without faults: {far}")
 
     def check_course(self):
         """Seeded courses: admitted, staged, promised, landed, saved, preempted and given up in each; the server killed and stopped."""

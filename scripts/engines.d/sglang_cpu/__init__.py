@@ -1,14 +1,10 @@
-"""SGLang's hierarchical cache on a processor. Its pools of the host are registered with CUDA and copied by CUDA's kernels; this
-replaces these two, for models with one kind of attention, and nothing else. SGLang imports it in the processes that need it, as a
-package of models that it has been named (SGLANG_EXTERNAL_MODEL_PACKAGE)."""
+"""SGLang on a processor. Its pools of the host are registered with CUDA and copied by CUDA's kernels, for models with one kind of attention,
+and its processes open NCCL beside gloo, which they talk over; this replaces the first two, leaves out the third, and does nothing else. SGLang
+finds it as a plugin of its own (`sglang_stub/sglang_cpu.dist-info`), in each of its processes. Where KVARTS_TOLD names a file it has the linker write
+there how it calls pages."""
 
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-
-_begin = MHATokenToKVPoolHost.__init__
-
-
-def _begin_unregistered(self, *arguments, **named):
-    _begin(self, *arguments, **(named | {"pin_memory": False}))
+import json
+import os
 
 
 def _pairs(pool, layer):
@@ -27,6 +23,34 @@ def _back_up(self, device_pool, host_indices, device_indices, io_backend):
             host[host_indices] = model[device_indices]
 
 
-MHATokenToKVPoolHost.__init__ = _begin_unregistered
-MHATokenToKVPoolHost.load_to_device_per_layer = _load
-MHATokenToKVPoolHost.backup_from_device_all_layer = _back_up
+def _named(method, **named):
+    """The method, with these arguments whatever it is called with."""
+
+    def called(*arguments, **others):
+        return method(*arguments, **{**others, **named})
+
+    return called
+
+
+def _telling(naming):
+    def told(self):
+        found = naming(self)
+        with open(os.environ["KVARTS_TOLD"], "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        return found
+
+    return told
+
+
+def install():
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    MHATokenToKVPoolHost.__init__ = _named(MHATokenToKVPoolHost.__init__, pin_memory=False)
+    MHATokenToKVPoolHost.load_to_device_per_layer = _load
+    MHATokenToKVPoolHost.backup_from_device_all_layer = _back_up
+    GroupCoordinator.__init__ = _named(GroupCoordinator.__init__, use_pynccl=False)
+    if "KVARTS_TOLD" in os.environ:
+        from kvarts.sglang_pools import Pools
+
+        Pools.naming = _telling(Pools.naming)
