@@ -79,7 +79,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         self._side.meet(metadata)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return self._side.find(request, num_computed_tokens), False
+        found = self._side.find(request, num_computed_tokens)
+        return found, bool(found and self._side.plan.states)
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
@@ -127,7 +128,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         self._side.end()
 
     def get_finished(self, finished_req_ids):
-        return set(self._get_connector_metadata().over), None
+        return set(self._get_connector_metadata().over), self._side.take_landed()
 
     def get_block_ids_with_load_errors(self):
         return self._side.take_unwaited()

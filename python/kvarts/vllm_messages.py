@@ -19,6 +19,8 @@ class Move:
     number: int
     stretches: dict
     slots: dict
+    #: The request that waits until all of it has landed; none where the step's own pass waits, layer by layer.
+    waits: str | None = None
 
 
 @dataclass

@@ -25,6 +25,7 @@ class Kind(NamedTuple):
 
     number: int
     window: int | None  # of how many last tokens a prefix needs it; none: of all
+    is_state: bool  # a recurrent state, which is there at some boundaries only
     block_tokens: int
     specs: list  # those of its layers, in any stage of a pipeline
     layers: dict  # name -> its specification, of this stage
@@ -39,15 +40,17 @@ def _kind_of(number, group):
     windows = {_window_of(one) for one in specs}
     if len(windows) != 1:
         raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds; kvarts.vllm takes this model")
-    return Kind(number, windows.pop(), spec.block_size, specs, layers)
+    is_state = isinstance(specs[0], kinds.MambaSpec)
+    return Kind(number, windows.pop(), is_state, spec.block_size, specs, layers)
 
 
 def _window_of(spec):
     """Of how many last tokens a prefix needs a layer's cache."""
     name = type(spec).__name__
     if isinstance(spec, kinds.MambaSpec):
-        # vLLM copies a state on before it asks for the load: what is loaded within a step comes too late.
-        raise ValueError(f"kv_cache_groups: recurrent states ({name}): kvarts.vllm takes this model")
+        if spec.mamba_cache_mode != "align":
+            raise ValueError(f"mamba_cache_mode: {spec.mamba_cache_mode!r} keeps no states at boundaries that kvarts.vllm_layers knows; name align")
+        return 1  # the state behind the last token
     is_known = name not in _STRANGE and not getattr(spec, "prefix_replay_tokens", 0) and getattr(spec, "prefix_cacheable", True)
     if is_known and isinstance(spec, kinds.SlidingWindowSpec):
         return max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
@@ -91,9 +94,13 @@ class Plan:
             if kind.window is not None and kind.block_tokens != self.block_tokens:
                 raise ValueError(f"kv_cache_groups: windows in blocks of {kind.block_tokens} tokens beside others; kvarts.vllm takes this model")
         self.hashes = self.block_tokens // (kv_cache_config.hash_block_size or self.block_tokens)
-        self.has_windows = any(kind.window is not None for kind in self._kinds)
+        self.has_windows = any(kind.window is not None and not kind.is_state for kind in self._kinds)
+        #: Groups of states. vLLM copies a state on at the beginning of a step, so it must have landed before.
+        self.states = {kind.number for kind in self._kinds if kind.is_state}
         #: Ranks that have the same bytes follow each other.
         self._alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+        if self.states and self._alike > 1:
+            raise ValueError("kv_tp_replicas: ranks that share heads have states of their own; kvarts.vllm takes this model")
         #: Whether a draft model has layers beside the model's: in some passes it does not run.
         self.drafts = vllm_config.speculative_config is not None
         #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
@@ -129,7 +136,7 @@ class Plan:
                 ranks = self._columns(kind)
                 if told:
                     pages = self.block_tokens // kind.block_tokens
-                    columns.append((number, len(ranks), [[nbytes * pages] for _, nbytes in told]))
+                    columns.append((number, len(ranks), [[nbytes * pages for nbytes in parts] for _, parts in told]))
                     groups.append(Group(number, kind.window, ranks))
                     if kind.window is not None:
                         windows[number] = kind.window
@@ -138,8 +145,8 @@ class Plan:
         return self._naming(spec, windows, facts), groups
 
     def _columns(self, kind):
-        is_latent = all(isinstance(spec, kinds.MLAAttentionSpec) for spec in kind.specs)
-        return (0,) if is_latent else tuple(range(max(1, self._ranks // self._alike)))
+        is_alike = all(isinstance(spec, kinds.MLAAttentionSpec) or kind.is_state and spec.tp_replicated for spec in kind.specs)
+        return (0,) if is_alike else tuple(range(max(1, self._ranks // self._alike)))
 
     def _naming(self, spec, windows, facts):
         config, extra = self._config, self._extra
@@ -174,33 +181,35 @@ class Plan:
             for name in kind.layers:
                 if name not in caches:
                     continue  # of another stage
-                cache = caches[name]
+                # A state has several parts, in one piece of memory.
+                parts = caches[name] if isinstance(caches[name], (list, tuple)) else [caches[name]]
+                cache = parts[0]
                 storage = cache.untyped_storage()
                 if storage.data_ptr() not in numbers:
                     numbers[storage.data_ptr()] = len(memories)
                     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
                     memories.append(whole)
                 device = None if cache.device.type == "cpu" else cache.device.index or 0
-                page = self._page(kind, name, cache, numbers[storage.data_ptr()])
+                parts = [self._page(name, part, numbers[storage.data_ptr()]) for part in parts]
+                self._expect_whole(kind, name, parts)
                 order[name] = (self._number(kind), len(pages))
-                pages.append(page)
-                told.append((name, page.rows.nbytes))
+                pages.append(parts)
+                told.append((name, [page.rows.nbytes for page in parts]))
             facts.append(told)
             if pages:
                 columns = self._columns(kind)
                 rank = 0 if len(columns) == 1 else self._rank // self._alike
                 # Of ranks that have the same bytes one saves them.
                 saves = self._rank % max(1, self._ranks // len(columns)) == 0
-                groups[self._number(kind)] = Columned(self._number(kind), rank, [[page] for page in pages], saves)
+                groups[self._number(kind)] = Columned(self._number(kind), rank, pages, saves)
         self._expect_all(caches, order)
         return Placed(device, memories, groups, order, facts)
 
     def _number(self, kind):
         return self._stage * self.groups + kind.number
 
-    def _page(self, kind, name, cache, memory):
-        spec, size = kind.layers[name], cache.element_size()
-        blocks = self._caches.num_blocks
+    def _page(self, name, cache, memory):
+        size, blocks = cache.element_size(), self._caches.num_blocks
         if cache.shape[0] != blocks:
             cache = kinds.group_kernel_blocks(cache, blocks)
         block = cache[0]
@@ -209,16 +218,22 @@ class Plan:
             rows = rows_of(sizes, strides, size)
         except ValueError as error:
             raise ValueError(f"kv_cache_layout: {name}: {error}") from None
-        if rows.nbytes != spec.unpadded_page_size_bytes:
-            raise ValueError(f"kv_cache_layout: a page of {name} has {rows.nbytes} bytes, and its specification says {spec.unpadded_page_size_bytes}")
         return Page(memory, cache.storage_offset() * size, cache.stride(0) * size, rows)
 
     @staticmethod
+    def _expect_whole(kind, name, parts):
+        nbytes, spec = sum(page.rows.nbytes for page in parts), kind.layers[name]
+        told = spec.state_content_size_bytes if kind.is_state else spec.unpadded_page_size_bytes
+        if nbytes != told:
+            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, and its specification says {told}")
+
+    @staticmethod
     def _expect_all(caches, order):
-        known = {caches[name].data_ptr() for name in order}
+        first = lambda cache: (cache[0] if isinstance(cache, (list, tuple)) else cache).data_ptr()  # noqa: E731
+        known = {first(caches[name]) for name in order}
         for name, cache in caches.items():
             # Layers may share the cache of another one; one of its own that is in no group would be lost.
-            if cache.data_ptr() not in known:
+            if first(cache) not in known:
                 raise ValueError(f"kv_cache_groups: {name} has a cache of its own and is in no group")
 
     # Requests.
@@ -240,6 +255,16 @@ class Plan:
             return []
         return kvarts.kept_windows(self._policy(), group.window, first, last, self.block_tokens)
 
+    def keeps_state(self, boundary, before, prompt):
+        """Whether the state at a boundary is kept, in tokens. `before`: the last one of this request that was; `prompt`: where its prompt's last block
+        ends. vLLM computes states at the ends of its chunks only, so what counts is how far apart they are."""
+        if self._windows in ("full", "none"):
+            return self._windows == "full"
+        is_end = boundary == prompt
+        if self._windows == "turn":
+            return is_end
+        return boundary - before >= max(1, self._policy()) or is_end and self._windows == "auto"
+
     def _policy(self):
         """Tokens from one boundary whose windows are kept to the next; 0: at every one."""
         if self._windows != "auto":
@@ -247,9 +272,10 @@ class Plan:
         return kvarts.window_interval(self.window_bytes(), self.block_tokens, *self._rate)
 
     def window_bytes(self):
-        """Bytes of all windows at one boundary, of one rank."""
-        of = [kind for kind in self._kinds if kind.window is not None]
-        return sum(-(-kind.window // self.block_tokens) * sum(spec.page_size_bytes for spec in kind.specs) for kind in of)
+        """Bytes of all windows and states at one boundary, of one rank."""
+        of = [(kind, spec) for kind in self._kinds if kind.window is not None for spec in kind.specs]
+        bytes_of = lambda kind, spec: spec.state_content_size_bytes if kind.is_state else spec.page_size_bytes  # noqa: E731
+        return sum(-(-kind.window // self.block_tokens) * bytes_of(kind, spec) for kind, spec in of)
 
 
 def _rate_of(times):
@@ -259,4 +285,5 @@ def _rate_of(times):
 
 
 def _dtype_of(kinds_of):
-    return ",".join(sorted({str(spec.dtype) for kind in kinds_of for spec in kind.specs}))
+    types = {str(dtype) for kind in kinds_of for spec in kind.specs for dtype in getattr(spec, "dtypes", None) or (spec.dtype,)}
+    return ",".join(sorted(types))

@@ -38,6 +38,7 @@ class _Known:
         self.promised = promised
         self.saved = promised  # blocks before that are stored, or on their way
         self.windows = promised  # windows before that were kept, or are gone
+        self.state = None  # the last boundary, in tokens, of which the state was kept
         self.asked = None  # a look-up of which of its blocks the store has
         self.sent = set()  # saves that the workers have
         self.tries = 0
@@ -68,6 +69,7 @@ class Finder:
         self._began = None  # when workers were first waited for
         self._stagings = {}  # request -> (Staging, when it was asked for first)
         self._loads = []  # of the step that is being made
+        self._waiting = set()  # requests that are let in when their loads have landed
         self._landing = {}  # number -> [Staging, by how many workers it has landed]
         self._known = {}  # request -> _Known
         self._saves = {}  # number -> _Save
@@ -124,11 +126,15 @@ class Finder:
     def allocated(self, request, blocks, external):
         """A request is let in with so many tokens of what was staged for it."""
         name, size = request.request_id, self.plan.block_tokens
+        if name in self._waiting and not external:
+            # What was promised to it has landed. All else of it is known.
+            self._waiting.remove(name)
+            return
         staging, since = self._stagings.pop(name, (None, 0.0))
         count = external // size
         if count:
             last = staging.blocks
-            self._promised(staging, last - count, last, blocks)
+            self._promised(staging, last - count, last, blocks, name if self.plan.states else None)
             self.stats.add("promised", count)
             self.stats.add("waited", time.monotonic() - since)
             missing = len(staging.keys) - last
@@ -152,8 +158,8 @@ class Finder:
             return None
         return self._desk.stage(self.plan.keys(request, 0, count), count, request.num_tokens)
 
-    def _promised(self, staging, first, last, blocks):
-        """These blocks are landed in the step that is being made."""
+    def _promised(self, staging, first, last, blocks, waits):
+        """These blocks are landed in the step that is being made. `waits`: the request that waits for that."""
         stretches, slots = {}, {}
         for group in self._desk.groups:
             own = blocks[group.number % self.plan.groups]
@@ -165,8 +171,10 @@ class Finder:
                 stretches[group.number] = {rank: staging.stretches((group.number, rank), begin, last) for rank in group.ranks}
                 slots[group.number] = self.plan.slots(group, own, begin, last)
         self._numbers += 1
-        self._loads.append(Move(self._numbers, stretches, slots))
+        self._loads.append(Move(self._numbers, stretches, slots, waits))
         self._landing[self._numbers] = [staging, 0]
+        if waits is not None:
+            self._waiting.add(waits)
 
     # Before a step.
 
@@ -180,6 +188,7 @@ class Finder:
         self.take_answers()
         if self._is_ready() and not self._link.puts_away:
             self._save_all(step, output)
+            self._save_states(step, output)
         now = time.monotonic()
         for name, known in list(self._known.items()):
             if known.last is not None and not known.sent:
@@ -245,6 +254,8 @@ class Finder:
     def _save_windows(self, step, known, end, blocks):
         prompt = known.request.num_prompt_tokens // self.plan.block_tokens
         for group in self._desk.groups:
+            if group.number % self.plan.groups in self.plan.states:
+                continue
             own = blocks[group.number % self.plan.groups]
             for first, last in self.plan.kept(group, known.windows, end, prompt, known.last is not None) if group.window is not None else ():
                 # What has passed when the request was let in was another one's to keep.
@@ -253,13 +264,39 @@ class Finder:
                 if first < last:
                     self._send(step, known, group, first, last, blocks)
 
-    def _send(self, step, known, group, first, last, blocks):
-        """Tells the workers to take blocks into the pool, of a window's group or of all that have every block; whether there was room."""
+    def _save_states(self, step, output):
+        """States are at those boundaries at which vLLM has computed them for itself: it says where, in the step that computes them."""
+        told = getattr(output, "kv_connector_block_state", None)
+        for name, offers in (told.boundary_state_offloads if told is not None and self.plan.states else {}).items():
+            known = self._known.get(name)
+            for tokens in sorted({tokens for *_, tokens in offers}) if known is not None else ():
+                places = {number: place for number, place, at in offers if at == tokens and place}
+                self._save_state(step, known, tokens, places)
+
+    def _save_state(self, step, known, tokens, places):
+        """Keeps the state at a boundary, or does not: of every group."""
+        size = self.plan.block_tokens
+        last, rest = divmod(tokens, size)
+        before = known.promised * size if known.state is None else known.state
+        if rest or tokens > known.bound or last > self._hashed(known.request):
+            return
+        if not self.plan.keeps_state(tokens, before, known.request.num_prompt_tokens // size * size):
+            return
+        known.state = tokens
+        for group in self._desk.groups:
+            place = places.get(group.number % self.plan.groups)
+            if place is not None:
+                self._send(step, known, group, last - 1, last, None, [place])
+
+    def _send(self, step, known, group, first, last, blocks, places=None):
+        """Tells the workers to take blocks into the pool, of a window's group or of all that have every block; whether there was room. `places`: the
+        engine's, where they are not those of the request's blocks."""
+        given = places
         keys = self.plan.keys(known.request, first, last)
         parent = self.plan.keys(known.request, first - 1, first)[0] if first else b""
         savings, stretches, slots = [], {}, {}
         for one in [group] if group is not None else [one for one in self._desk.groups if one.window is None]:
-            places = self.plan.slots(one, blocks[one.number % self.plan.groups], first, last)
+            places = given or self.plan.slots(one, blocks[one.number % self.plan.groups], first, last)
             # Place zero is none.
             saving = self._desk.room_for(one, keys, first, parent) if all(places) and places else None
             if saving is None:
@@ -329,6 +366,11 @@ class Finder:
         """Whether its places are to be kept until the workers have taken what is in them."""
         name = request.request_id
         self._nothing(name)
+        if name in self._waiting:
+            # vLLM keeps its places until the load has landed, by itself. Nothing of it was computed.
+            self._waiting.remove(name)
+            self._known.pop(name, None)
+            return False
         known = self._known.get(name)
         if known is None:
             return False

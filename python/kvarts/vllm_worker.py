@@ -25,7 +25,8 @@ class Mover:
         self._may_layer = not plan.drafts
         self._landings, self._savings = [], []  # of this step
         self._going = []  # those that may still move bytes
-        self._done = {}
+        self._coming = []  # (request, landing) of those for which requests wait
+        self._done, self._landed = {}, set()
         self._unwaited = set()
 
     def register(self, kv_caches):
@@ -49,10 +50,18 @@ class Mover:
         for one in [one for one in self._going if one.is_done()]:
             self._going.remove(one)
             self._done[one.number] = 1
+        for name, landing in [one for one in self._coming if one[1].is_done()]:
+            self._coming.remove((name, landing))
+            self._done[landing.number] = 1
+            self._landed.add(name)
 
     def load(self, runs_by_layer):
-        """Begins this step's loads; the pass that comes waits for them by layers, or as a whole."""
+        """Begins this step's loads; the pass that comes waits for them by layers, or as a whole, but not for those that requests wait for."""
         loads, self._step.loads = self._step.loads, []
+        for load in [load for load in loads if load.waits is not None]:
+            loads.remove(load)
+            self._coming.append((load.waits, self._dock.land(load.number, load.stretches, load.slots)))
+            self.stats.add("landed", self._coming[-1][1].blocks)
         if not loads:
             return
         self._landings = [self._dock.land(load.number, load.stretches, load.slots) for load in loads]
@@ -116,6 +125,12 @@ class Mover:
         unwaited, self._unwaited = self._unwaited, set()
         return unwaited
 
+    def take_landed(self):
+        """Requests for which all that they waited for has landed."""
+        self.take()
+        landed, self._landed = self._landed, set()
+        return landed
+
     def tell(self):
         done, self._done = self._done, {}
         return Told({self.plan.worker: self._dock.name}, done)
@@ -125,7 +140,7 @@ class Mover:
 
     def close(self):
         try:
-            for one in self._going:
+            for one in [*self._going, *(landing for _, landing in self._coming)]:
                 one.is_done(self.settings.timeout)
             (self._dock or self._link).close(self.settings.timeout)
         except kvarts.Error as error:

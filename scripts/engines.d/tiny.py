@@ -23,6 +23,11 @@ elif kind == "wide":  # 64 KiB of keys and values for a token
     common.update(num_attention_heads=8, num_key_value_heads=8)
     config = transformers.LlamaConfig(num_hidden_layers=16, head_dim=128, **common)
     model = transformers.LlamaForCausalLM(config)
+elif kind == "lfm2":  # layers with recurrent states beside layers with attention
+    types = ["conv", "full_attention"] * 2
+    named = dict(layer_types=types, block_dim=128, conv_dim=128, block_auto_adjust_ff_dim=False)
+    config = transformers.Lfm2Config(num_hidden_layers=4, **named, **common)
+    model = transformers.Lfm2ForCausalLM(config)
 else:  # layers with a sliding window beside layers without one
     config = transformers.Gemma3TextConfig(num_hidden_layers=4, head_dim=32, sliding_window=64, sliding_window_pattern=2, **common)
     model = transformers.Gemma3ForCausalLM(config)
