@@ -58,10 +58,11 @@ class Mover:
     def load(self, runs_by_layer):
         """Begins this step's loads; the pass that comes waits for them by layers, or as a whole, but not for those that requests wait for."""
         loads, self._step.loads = self._step.loads, []
-        for load in [load for load in loads if load.waits is not None]:
-            loads.remove(load)
-            self._coming.append((load.waits, self._dock.land(load.number, load.stretches, load.slots)))
-            self.stats.add("landed", self._coming[-1][1].blocks)
+        for load in loads:
+            if load.waits is not None:
+                self._coming.append((load.waits, self._dock.land(load.number, load.stretches, load.slots)))
+                self.stats.add("landed", self._coming[-1][1].blocks)
+        loads = [load for load in loads if load.waits is None]
         if not loads:
             return
         self._landings = [self._dock.land(load.number, load.stretches, load.slots) for load in loads]

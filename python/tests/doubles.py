@@ -197,6 +197,23 @@ class SlidingWindowSpec:
     unpadded_page_size_bytes = page_size_bytes = FullAttentionSpec.unpadded_page_size_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec:
+    """A recurrent state: parts of these shapes."""
+
+    block_size: int
+    shapes: tuple
+    dtypes: tuple
+    mamba_cache_mode: str = "align"
+    tp_replicated: bool = False
+
+    @property
+    def state_content_size_bytes(self):
+        return sum(int(numpy.prod(shape)) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes))
+
+    page_size_bytes = state_content_size_bytes
+
+
 @dataclass(frozen=True)
 class _Group:
     tokens_per_block: int
@@ -287,7 +304,7 @@ def _vllm():
             MLAAttentionSpec=MLAAttentionSpec,
             SlidingWindowSpec=SlidingWindowSpec,
             ChunkedLocalAttentionSpec=type("ChunkedLocalAttentionSpec", (), {}),
-            MambaSpec=type("MambaSpec", (types.SimpleNamespace,), {}),
+            MambaSpec=MambaSpec,
         ),
         "vllm.v1.metrics.cache_hit_source": dict(CacheHitSource=enum.Enum("CacheHitSource", "HOST DISK")),
         offload + ".base": dict(

@@ -1,8 +1,8 @@
 """A pool, a store and a device with faults behind the layerwise connector, and what vLLM does around it, in one thread and in virtual time.
 
 `Scheduler` follows vLLM's: blocks are in the prefix cache from the moment that they are allocated, prompts are computed in pieces, a step is
-scheduled before the output of the one before is taken, requests are preempted and given up between steps and while a step runs, and
-windows are let go of when they have passed. A block's bytes are a digest over those of the block before it as they lie in the cache at
+scheduled before the output of the one before is taken, requests are preempted and given up between steps and while a step runs,
+windows are let go of when they have passed, and a recurrent state is copied on at the beginning of a step and kept where a piece of a prompt ends. A block's bytes are a digest over those of the block before it as they lie in the cache at
 that moment: what is computed from garbage is garbage, and anything can be told from it. What a device was given it does some time before it is
 waited for. Only the link's thread may do what waits for a server: in the scheduler's it is an error."""
 
@@ -17,7 +17,7 @@ doubles.install()
 
 import torch  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec  # noqa: E402
 
 import kvarts  # noqa: E402
 from kvarts import link, vllm_layers  # noqa: E402
@@ -570,7 +570,8 @@ class Worker:
         self.connector, self.names, self.stage, self.rank = connector, names, stage, rank
         whole = torch.zeros(sum(map(len, names)), blocks, WIDTH, dtype=torch.uint8)
         self.caches = dict(zip([name for own in names for name in own], whole))
-        connector.register_kv_caches(self.caches)
+        # A state has parts.
+        connector.register_kv_caches({name: [cache] if "state" in name else cache for name, cache in self.caches.items()})
         streams = connector._side._dock.streams
         self.compute = streams.compute if isinstance(streams, Card) else None
 
@@ -584,14 +585,16 @@ class Worker:
 
 
 class Scheduler:
-    """vLLM's steps. `groups`: with a window's layers beside the others, or without; `deaf`: a layer whose attention does not wait for its
+    """vLLM's steps. `groups`: with a window's layers beside the others, or without; `states`: or with a state's; `deaf`: a layer whose attention does not wait for its
     load, or none; `ahead`: whether a step is scheduled before the output of the one before is taken."""
 
-    def __init__(self, chance, clock, store, ranks=1, stages=1, groups=1, blocks=24, deaf=None, ahead=False, windows="full"):
+    def __init__(self, chance, clock, store, ranks=1, stages=1, groups=1, blocks=24, deaf=None, ahead=False, windows="full", states=False):
         self.chance, self.clock, self.store, self.deaf, self.ahead = chance, clock, store, deaf, ahead
         self.block_pool = None
         self.limits = None  # (blocks of a step, of a request in it)
         self.groups, self.windows = groups, windows
+        self.state = 1 if states and groups > 1 else None  # the group of the states
+        self.remote, self.landed, self.offers = [], {}, {}  # requests whose loads are on their way; by how many workers they have landed
         # Place zero is none.
         self.free, self.hashes, self.of_hash, self.users = deque(range(1, blocks)), {}, {}, {}
         self.held = {}  # request -> of each group its places
@@ -613,8 +616,10 @@ class Scheduler:
     def _configuration(self, stages, ranks, stage, rank, blocks):
         space = types.SimpleNamespace
         sizes = dict(block_size=TOKENS, num_kv_heads=1, head_size=WIDTH // TOKENS // 4, dtype=torch.bfloat16)
-        names = [[f"stage.{stage}.group.{group}.layer.{n}" for n in range(LAYERS)] for group in range(self.groups)]
-        specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=WINDOW)]
+        kinds = ["group", "group" if self.state is None else "state"]
+        names = [[f"stage.{stage}.{kinds[group]}.{group}.layer.{n}" for n in range(LAYERS)] for group in range(self.groups)]
+        state = MambaSpec(block_size=TOKENS, shapes=((WIDTH,),), dtypes=(torch.uint8,))
+        specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=WINDOW) if self.state is None else state]
         transfer = dict(is_kv_consumer=True, is_kv_producer=True)
         transfer["kv_connector_extra_config"] = {"revision": "1", "timeout": 2.0, "pool_bytes": POOL, "windows": self.windows}
         model = dict(model="test/model", revision=None, dtype="bfloat16", quantization=None, hf_overrides={})
@@ -658,6 +663,8 @@ class Scheduler:
 
     def _skipped(self, group, tokens):
         """How many blocks of a group are needed no more when so many tokens are computed."""
+        if group == self.state:
+            return max(0, tokens - 1) // TOKENS
         return max(0, tokens - WINDOW + 1) // TOKENS if group else 0
 
     def _hit(self, request):
@@ -682,6 +689,14 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.remote:
+            # Its places stay until all workers have landed what was on its way.
+            self.remote.remove(request)
+            assert not self.connector.request_finished_all_groups(request, [list(own) for own in self.held[request.request_id]])[0]
+            self.finished_ids.add(request.request_id)
+            request.state = "given up"
+            self._free_landed(request.request_id)
+            return
         else:
             return
         self._finish(request, "given up")
@@ -707,8 +722,10 @@ class Scheduler:
         if request.num_in_flight_tokens:
             return None  # what it was scheduled for has not come back yet
         hit, places = self._hit(request)
+        if hit and self.state is not None and places[self.state][-1] in self.fresh:
+            return None  # computed in this very step: too late to be copied on
         found, is_late = self.connector.get_num_new_matched_tokens(request, hit * TOKENS)
-        assert not is_late
+        assert is_late == bool(found and self.state is not None)
         if found is None:
             return None
         last, total = hit + found // TOKENS, len(request.block_hashes) + 1
@@ -720,40 +737,69 @@ class Scheduler:
         held = []
         for group, own in enumerate(places):
             skipped = min(self._skipped(group, last * TOKENS), last)
-            held.append((own + [0] * max(0, skipped - len(own)), total))
-        if len(self.free) < sum(total - len(own) for own, _ in held):
+            # States get places as they are computed.
+            held.append((own + [0] * max(0, skipped - len(own)), last if group == self.state else total))
+        if len(self.free) < sum(count - len(own) for own, count in held):
             self._release([adopted])
             return False
-        held = [own + self._take(total - len(own)) for own, _ in held]
+        held = [own + self._take(count - len(own)) for own, count in held]
         self.held[request.request_id] = held
         self.connector.update_state_after_alloc(request, types.SimpleNamespace(get_block_ids=lambda: [list(own) for own in held]), found)
         request.num_computed_tokens = last * TOKENS
+        if is_late:
+            request.state = "remote"
+            self.remote.append(request)
+            self.landed[request.request_id], request.hit = 0, hit
+            return None
         request.state = "running"
         self.running.append(request)
         for group in range(self.groups):
             self.promised += [(request, group, at) for at in range(hit, last) if held[group][at]]
         return True
 
+    def _let_in(self):
+        """Those go on whose loads have landed."""
+        for request in [one for one in self.remote if self.landed[one.request_id] == len(self.workers)]:
+            self.remote.remove(request)
+            del self.landed[request.request_id]
+            held, last = self.held[request.request_id], request.num_computed_tokens // TOKENS
+            for group, own in enumerate(held):
+                for at in range(last):
+                    if own[at]:
+                        self._cache(own[at], (group, request.block_hashes[at]))
+                        self.promised += [(request, group, at)] if at >= request.hit else []
+            self.connector.update_state_after_alloc(request, types.SimpleNamespace(get_block_ids=lambda held=held: [list(own) for own in held]), 0)
+            request.state = "running"
+            self.running.append(request)
+
+    def _cache(self, block, known):
+        if block not in self.hashes and known not in self.of_hash:
+            self.hashes[block], self.of_hash[known] = known, block
+            self.fresh.add(block)
+
     def _let_pass(self, request):
         """Windows that have passed are let go of, on what has come back."""
         held = self.held[request.request_id]
         for group in range(self.groups):
             for at in range(self._skipped(group, request.num_computed_tokens - request.num_in_flight_tokens)):
-                if at < len(held[group]) and held[group][at]:
+                if group != self.state and at < len(held[group]) and held[group][at]:
                     self._release([[held[group][at]]])
                     held[group][at] = 0
 
     def schedule(self):
-        self.promised, scheduled, skipped = [], [], deque()
+        self.promised, self.fresh, scheduled, skipped = [], set(), [], deque()
         if len(self.running) > 1 and self.chance.random() < 0.1 and not self.store.calm:
             self._preempt(self.running[-1])
         room, self.bound = self.limits or (self.chance.choice((2, 4, 8)), self.chance.choice((1, 2, 8)))
+        self._let_in()
         for request in list(self.running):
             self._let_pass(request)
             room -= self._compute_some(request, room, scheduled)
         while self.waiting and room > 0:
             request = self.waiting.popleft()
             admitted = self._admit(request)
+            if request in self.remote:
+                continue
             if not admitted:
                 skipped.append(request)
                 if admitted is False:
@@ -761,27 +807,48 @@ class Scheduler:
                 continue
             room -= self._compute_some(request, room, scheduled)
         self.waiting.extendleft(reversed(skipped))
+        if self.running and not scheduled and not self.free:
+            self._preempt(self.running[-1])
+            self.promised = [one for one in self.promised if one[0] in self.running]
         return scheduled
 
     def _compute_some(self, request, room, scheduled):
         left = request.num_tokens - request.num_computed_tokens
         count = min(left, room * TOKENS, self.bound * TOKENS)
-        if count <= 0:
+        if count <= 0 or self.state is not None and not self._go_on(request, request.num_computed_tokens, count):
             return 0
         scheduled.append((request, request.num_computed_tokens, count))
         # In the prefix cache from now on, whatever becomes of it.
         for group, held in enumerate(self.held[request.request_id]):
-            for at in range((request.num_computed_tokens + count) // TOKENS):
-                known, block = (group, request.block_hashes[at]), held[at]
-                if block and block not in self.hashes and known not in self.of_hash:
-                    self.hashes[block], self.of_hash[known] = known, block
+            for at in range(min((request.num_computed_tokens + count) // TOKENS, len(held))):
+                if held[at]:
+                    self._cache(held[at], (group, request.block_hashes[at]))
         return -(-count // TOKENS)
+
+    def _go_on(self, request, first, count):
+        """A place for the state at the end of what is computed now; where that is the end of a block, it is offered."""
+        own, end = self.held[request.request_id][self.state], first + count
+        last, before = -(-end // TOKENS) - 1, (first - 1) // TOKENS
+        if last >= len(own) or not own[last]:
+            if not self.free:
+                return False
+            own += [0] * (last + 1 - len(own))
+            [own[last]] = self._take(1)
+        # The one that is copied on is needed once more; in a step that is scheduled ahead the one before it, too.
+        for at in range(before - 1):
+            if own[at] and not request.num_in_flight_tokens:
+                self._release([[own[at]]])
+                own[at] = 0
+        if end % TOKENS == 0:
+            self.offers.setdefault(request.request_id, []).append((self.state, own[last], end))
+        return True
 
     def step(self, given_up=()):
         """One step; `given_up` are requests whose clients go while it runs."""
         scheduled = self.schedule()
         counts = {request.request_id: count for request, _, count in scheduled}
-        meta = self.connector.build_connector_meta(types.SimpleNamespace(num_scheduled_tokens=counts))
+        offers, self.offers = types.SimpleNamespace(boundary_state_offloads=self.offers), {}
+        meta = self.connector.build_connector_meta(types.SimpleNamespace(num_scheduled_tokens=counts, kv_connector_block_state=offers))
         for request, _, count in scheduled:
             request.num_in_flight_tokens += count
             request.num_computed_tokens += count
@@ -791,6 +858,8 @@ class Scheduler:
         for worker in self.workers:
             one = self._forward(worker, meta, scheduled, held, promised)
             over = one[0] if over is None else over & one[0]
+            for name in one[2]:
+                self._has_landed(name)
             told = one[1] if told is None else told.aggregate(one[1])
         for request in given_up:
             self.give_up(request)
@@ -800,10 +869,26 @@ class Scheduler:
             self._update(*self.late.popleft())
         self.clock.now += 0.01
 
+    def _has_landed(self, name):
+        self.landed[name] += 1
+        if not any(request.request_id == name for request in self.remote):
+            self._free_landed(name)
+
+    def _free_landed(self, name):
+        """What was given up while it was landed gives its places back when it has."""
+        if self.landed[name] == len(self.workers):
+            del self.landed[name]
+            self._release(self.held.pop(name))
+
     def _forward(self, worker, meta, scheduled, held, promised):
         connector = worker.connector
         # Each worker has its own copy of what it is told.
         connector.bind_connector_metadata(types.SimpleNamespace(**vars(meta)))
+        for request, first, count in scheduled if self.state is not None else ():
+            own = held[request.request_id][self.state]
+            before, last = (first - 1) // TOKENS, -(-(first + count) // TOKENS) - 1
+            if first and before != last:
+                worker.do(lambda before=own[before], last=own[last]: self._copy(worker, before, last))
         if meta.loads:
             connector.start_load_kv(types.SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=None))
         names = list(enumerate(name for own in zip(*worker.names) for name in own))
@@ -820,18 +905,29 @@ class Scheduler:
         connector.wait_for_save()
         for at, name in names if scheduled else ():
             self._judge_promises(worker, name, *divmod(at, self.groups), promised)
-        ended = connector.get_finished(set(self.finished_ids))[0]
+        ended, landed = connector.get_finished(set(self.finished_ids))
         assert ended <= self.finished_ids
         assert not connector.get_block_ids_with_load_errors(), "a load that was promised has failed"
-        answer = ended, connector.build_connector_worker_meta()
+        answer = ended, connector.build_connector_worker_meta(), landed or ()
         connector.clear_connector_metadata()
         return answer
+
+    def _copy(self, worker, before, last):
+        for name in worker.names[self.state]:
+            worker.caches[name][last] = worker.caches[name][before]
 
     def _column(self, worker, group):
         return worker.stage * self.groups + group, worker.rank
 
     def _compute(self, worker, name, layer, group, held, keys, first, count):
         cache = worker.caches[name]
+        if group == self.state:
+            place = held[group][-(-(first + count) // TOKENS) - 1]
+            content = bytes_of(cache[place]) if first else bytes(WIDTH)
+            for at in range(first // TOKENS, (first + count) // TOKENS):
+                content = digest(content, keys[at], bytes([layer, *self._column(worker, group)]))
+            cache[place] = tensor_of(content)
+            return
         for at in range(first // TOKENS, (first + count) // TOKENS):
             before = bytes_of(cache[held[group][at - 1]]) if at else bytes(WIDTH)
             content = digest(before, keys[at], bytes([layer, *self._column(worker, group)]))

@@ -71,6 +71,7 @@ class Run:
         choice = self.chance.choice
         self.engines = dict(ranks=choice((1, 1, 2)), stages=choice((1, 1, 2)), groups=choice((1, 2)), ahead=choice((False, True)))
         self.engines.update(deaf=choice((None, None, None, self.chance.randrange(LAYERS))), windows=choice(("full", "full", "turn", 3 * TOKENS)))
+        self.engines.update(states=choice((False, True)))
         self.is_device = choice((False, True))
         self.names = 0
         self.seen = {}
@@ -170,7 +171,7 @@ class Run:
             self.threads.run()
             self.engine.step()
             self._judge_store()
-            busy = self.engine.running or self.engine.waiting or self.engine.connector.has_pending_push_work() or self.engine.late
+            busy = self.engine.running or self.engine.remote or self.engine.landed or self.engine.waiting or self.engine.connector.has_pending_push_work() or self.engine.late
             if not busy and not any(one.work for one in [*self.threads.links, *self.threads.putters]):
                 return
         raise AssertionError("never idle")

@@ -27,7 +27,7 @@ WINDOWED = [f"window.{n}" for n in range(2)]
 BY_LAYER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"))
 
 
-def configuration(server, names=(NAMES,), heads=HEADS, width=WIDTH, tp=1, pp=1, rank=0, kinds=(FullAttentionSpec,), block=TOKENS, speculative=False, **changes):
+def configuration(server, names=(NAMES,), heads=HEADS, width=WIDTH, tp=1, pp=1, rank=0, kinds=(FullAttentionSpec,), block=TOKENS, mode="align", speculative=False, **changes):
     extra = {"server": server.socket, "revision": "1", "timeout": SOON, "pause": 0.1, "pool_bytes": 32 << 20}
     extra.update(changes.pop("extra", {}))
     parts = {
@@ -46,7 +46,10 @@ def configuration(server, names=(NAMES,), heads=HEADS, width=WIDTH, tp=1, pp=1, 
     groups = []
     for at, (kind, own) in enumerate(zip(kinds, names)):
         sizes = dict(block_size=block if at == 0 else TOKENS, num_kv_heads=heads, head_size=width, dtype=torch.bfloat16)
-        spec = kind(**sizes, sliding_window=2 * TOKENS) if kind is SlidingWindowSpec else kind(**sizes)
+        if kind is MambaSpec:
+            spec = kind(block_size=TOKENS, shapes=((4, 8), (16,)), dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode=mode)
+        else:
+            spec = kind(**sizes, sliding_window=2 * TOKENS) if kind is SlidingWindowSpec else kind(**sizes)
         own = [f"stage.{rank // tp}.{name}" for name in own]
         groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=own))
     return config, SimpleNamespace(kv_cache_groups=groups, hash_block_size=TOKENS, kv_cache_layout="LBNHC", num_blocks=BLOCKS)
@@ -540,7 +543,7 @@ class Layers(unittest.TestCase):
             ("decode_context_parallel_size", {"parallel_config": {"decode_context_parallel_size": 2}}),
             ("kv_cache_groups: .* needs layers with attention", {"kinds": (SlidingWindowSpec,)}),
             ("kv_cache_groups: windows", {**self.WINDOWS, "block": 2 * TOKENS}),
-            ("kv_cache_groups: recurrent states", {"names": (NAMES, WINDOWED), "kinds": (FullAttentionSpec, MambaSpec)}),
+            ("mamba_cache_mode", {"names": (NAMES, WINDOWED), "kinds": (FullAttentionSpec, MambaSpec), "mode": "all"}),
             ("windows", {"extra": {"windows": "some"}}),
         ]
         for what, changes in refused:
