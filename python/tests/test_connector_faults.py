@@ -263,6 +263,22 @@ class Faults(Seeded, unittest.TestCase):
         with mock.patch.object(faults.Card, "join", lambda streams: None):
             self.assertNotEqual(self.after_a_preemption(), [])
 
+    def test_planted_a_request_is_let_in_before_its_load_has_landed(self):
+        def landed(mover):
+            return honest(mover) | {name for name, _ in mover._coming if name not in early and not early.add(name)}
+
+        honest, early = vllm_worker.Mover.take_landed, set()
+        self.expect_seen(("promised, and not there", "wrong answer", "'r"), (vllm_worker.Mover, "take_landed", landed))
+
+    def test_planted_states_are_saved_some_steps_late(self):
+        def save(finder, step, output):
+            finder.late = [*getattr(finder, "late", []), output.kv_connector_block_state]
+            if len(finder.late) > 3:
+                honest(finder, step, types.SimpleNamespace(kv_connector_block_state=finder.late.pop(0)))
+
+        honest = vllm_scheduler.Finder._save_states
+        self.expect_seen("stored wrong", (vllm_scheduler.Finder, "_save_states", save))
+
     def test_planted_memory_is_let_go_before_it_was_copied(self):
         def finished(finder, request, blocks):
             honest(finder, request, blocks)

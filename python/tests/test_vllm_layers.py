@@ -18,6 +18,7 @@ import kvarts  # noqa: E402
 from kvarts.landing import rows_of  # noqa: E402
 from kvarts.staging import Group, cut  # noqa: E402
 from kvarts.vllm_layers import KvartsLayers, _runs_by_layer  # noqa: E402
+from kvarts.vllm_pages import Plan  # noqa: E402
 from served import Server  # noqa: E402
 
 SOON = 30
@@ -196,6 +197,50 @@ class Engine:
             self.step()
             self.counts(counts)
         return counts
+
+
+class WithStates(Engine):
+    """Recurrent states beside attention: a block of a state has two parts, of different types, and padding behind them."""
+
+    def __init__(self, server, **changes):
+        super().__init__(server, names=(NAMES, WINDOWED), kinds=(FullAttentionSpec, MambaSpec), **changes)
+
+    def _made(self, names):
+        made = super()._made([name for name in names if "layer" in name])
+        for name in [name for name in names if "window" in name]:
+            whole = torch.zeros(BLOCKS, 96, dtype=torch.bfloat16)
+            made[name] = [whole[:, :32].reshape(BLOCKS, 4, 8), whole[:, 32:64].view(torch.float32)]
+        return made
+
+    def states(self, block):
+        """Every part of it, in every layer."""
+        return [part[block] for name in self.names[0][1] for part in self.caches[0][name]]
+
+    def fill(self, blocks, state):
+        for name in self.names[0][0]:
+            for block in blocks:
+                self.caches[0][name][block] = torch.randn(self.caches[0][name][0].shape).to(torch.bfloat16)
+        for part in self.states(state):
+            part[...] = torch.randn(part.shape)
+
+    def turn(self, counts=None, offers=None):
+        """A step without a pass; requests whose loads have landed."""
+        told = SimpleNamespace(boundary_state_offloads=offers or {})
+        meta = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens=counts or {}, kv_connector_block_state=told))
+        [worker] = self.workers
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(self.graph)
+        worker.wait_for_save()
+        _, landed = worker.get_finished(set())
+        self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=worker.build_connector_worker_meta()))
+        worker.clear_connector_metadata()
+        return landed
+
+    def until(self, is_good):
+        deadline = time.monotonic() + SOON
+        while not is_good(self.turn()):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
 
 
 class Layers(unittest.TestCase):
@@ -529,6 +574,78 @@ class Layers(unittest.TestCase):
         self.assertEqual(engine.find(skips), 0)
         # And no more is told of it than was asked: some block is left to compute.
         self.assertEqual(engine.find(Request("e", 4), computed=3), 0)
+
+    def states(self, **extra):
+        engine = WithStates(self.server, extra={"revision": self.id(), "windows": "full", **extra})
+        self.addCleanup(engine.close)
+        # `ready` makes steps without requests.
+        return engine.ready()
+
+    def allocated(self, engine, request, held, found):
+        engine.held[request.request_id] = held
+        engine.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: held), found * TOKENS)
+        request.num_computed_tokens = found * TOKENS
+
+    def test_states_land_before_their_request_is_let_in(self):
+        first, request = self.states(), Request("a", 3)
+        self.assertEqual(first.find(request), 0)
+        self.allocated(first, request, [[1, 2, 3, 4], [0, 0, 9, 10]], 0)
+        first.fill((1, 2, 3), 9)
+        # The state behind the second block was passed; that behind the third is where vLLM says.
+        first.turn({"a": 3 * TOKENS}, {"a": [(1, 9, 3 * TOKENS)]})
+        request.num_computed_tokens = 3 * TOKENS
+        counts = {}
+        first.until(lambda landed: first.counts(counts).get("saved", 0) == 4)
+        second, again = self.states(), Request("b", 4)
+        again.block_hashes[:3] = request.block_hashes
+        self.assertEqual(second.find(again), 3)
+        self.assertEqual(second.scheduler.get_num_new_matched_tokens(again, 0), (3 * TOKENS, True))
+        self.allocated(second, again, [[5, 6, 7], [0, 0, 8]], 3)
+        second.until(lambda landed: landed == {"b"})
+        for one, two in zip(first.states(9), second.states(8)):
+            self.assertTrue(one.any() and torch.equal(one, two))
+        for name, other in zip(first.names[0][0], second.names[0][0]):
+            for one, two in zip((1, 2, 3), (5, 6, 7)):
+                self.assertTrue(torch.equal(first.caches[0][name][one], second.caches[0][other][two]))
+        # It is let in; nothing is asked or promised once more.
+        self.allocated(second, again, [[5, 6, 7, 11], [0, 0, 8, 12]], 0)
+        again.num_computed_tokens = 3 * TOKENS
+        self.assertEqual(second.scheduler._side._known["b"].promised, 3)
+        self.assertFalse(second.scheduler._side._waiting)
+
+    def test_a_request_that_is_given_up_while_it_is_landed_is_forgotten(self):
+        first, request = self.states(), Request("a", 2)
+        self.assertEqual(first.find(request), 0)
+        self.allocated(first, request, [[1, 2], [0, 9]], 0)
+        first.turn({"a": 2 * TOKENS}, {"a": [(1, 9, 2 * TOKENS)]})
+        request.num_computed_tokens = 2 * TOKENS
+        counts = {}
+        first.until(lambda landed: first.counts(counts).get("saved", 0) == 3)
+        again = Request("b", 3)
+        again.block_hashes[:2] = request.block_hashes
+        self.assertEqual(first.find(again), 2)
+        self.allocated(first, again, [[3, 4], [0, 5]], 2)
+        # vLLM keeps its places until the load has landed.
+        self.assertEqual(first.scheduler.request_finished_all_groups(again, [[3, 4], [0, 5]]), (False, None))
+        first.until(lambda landed: landed == {"b"})
+        first.until(lambda landed: not first.scheduler._side._landing)
+        self.assertNotIn("b", first.scheduler._side._known)
+
+    def test_which_states_are_kept(self):
+        for policy, kept in (
+            ("full", [16, 32, 64, 80, 96]),
+            ("none", []),
+            ("turn", [80]),
+            (48, [64]),
+            # States of so few bytes are kept wherever they are.
+            ("auto", [16, 32, 64, 80, 96]),
+        ):
+            config, cache = configuration(self.server, names=(NAMES, WINDOWED), kinds=(FullAttentionSpec, MambaSpec), extra={"windows": policy})
+            plan, found = Plan(config, cache), [0]
+            for boundary in (16, 32, 64, 80, 96):
+                if plan.keeps_state(boundary, found[-1], 80):
+                    found.append(boundary)
+            self.assertEqual(found[1:], kept, policy)
 
     def test_what_does_not_pay_is_not_promised(self):
         # An engine that computes a million tokens a second, and one that takes a second for each.

@@ -220,10 +220,10 @@ class Course:
     #: How often something does.
     TURNS = 12
 
-    def troubled(self, server, seed, tried, command, engine):
+    def troubled(self, server, seed, tried, command, engine, turns=TURNS):
         """(which turn, and what happened in it; the engine's answer to `command(turn)`) for each."""
         chance = random.Random(seed)
-        for turn in range(self.TURNS):
+        for turn in range(turns):
             what = chance.choice(("nothing", "nothing", "killed", "stopped", "slow"))
             if what == "killed":
                 server.kill()

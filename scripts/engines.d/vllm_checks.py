@@ -275,7 +275,7 @@ class Layers(Course, Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "course", "course_ranks", "course_hybrid")
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "states", "course", "course_ranks", "course_hybrid", "course_states")
     CONNECTOR = "KvartsLayers"
     FAILED = "vllm:kvarts_unstaged_blocks "
 
@@ -338,10 +338,11 @@ class Layers(Course, Vllm):
             server.stop()
         return f"{disk:.0f} of {self.full()} prompt tokens from the pool, nothing was read, {seconds:.2f} s, the same output"
 
-    def several(self, name, **engine):
-        """An engine of several workers stores, another one of as many finds that."""
+    def several(self, name, kind="llama", blocks=0, **engine):
+        """An engine stores so many blocks, another one finds that."""
+        model = model_of(self.python, kind)
         try:
-            plain = Engine(f"vllm-{name}-plain", self.model, **engine)
+            plain = Engine(f"vllm-{name}-plain", model, **engine)
             right, _, _ = plain.generate(PROMPTS["prompts"])
             plain.end()
         except RuntimeError as error:
@@ -349,11 +350,11 @@ class Layers(Course, Vllm):
         server = Server("vllm", f"vllm-{name}")
         try:
             for turn in ("first", "second"):
-                one = Engine(f"vllm-{name}-{turn}", self.model, self.kvarts(server), **engine)
+                one = Engine(f"vllm-{name}-{turn}", model, self.kvarts(server), **engine)
                 found, disk, _ = one.generate(PROMPTS["prompts"])
                 expect(found == right, f"other tokens than without a cache, {turn} engine ({disk:.0f} prompt tokens came from disk)")
                 if turn == "first":
-                    self.wait_until_saved(one, self.full() // BLOCK)
+                    self.wait_until_saved(one, blocks or self.full() // BLOCK)
                 one.end()
         finally:
             server.stop()
@@ -364,6 +365,13 @@ class Layers(Course, Vllm):
         """Two workers with tensor parallelism."""
         return self.several("ranks", tensor_parallel_size=2, distributed_executor_backend="mp")
 
+    #: vLLM's layers with states say other things in other batches here, also without a cache: one request runs at a time.
+    STATES = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "max_num_seqs": 1}
+
+    def check_states(self):
+        """Recurrent states beside attention."""
+        return self.several("states", "lfm2", blocks=self.full() // BLOCK + len(PROMPTS["prompts"]), **self.STATES)
+
     def check_stages(self):
         """Two workers with pipeline parallelism."""
         return self.several("stages", pipeline_parallel_size=2, distributed_executor_backend="mp")
@@ -371,7 +379,7 @@ class Layers(Course, Vllm):
     #: Seeds of a course, and steps between two things that happen to the server.
     SEEDS, STEPS = (1, 2), 24
 
-    def course(self, kind, seeds=SEEDS, **engine):
+    def course(self, kind, seeds=SEEDS, turns=Course.TURNS, tokens=48, **engine):
         """Courses of requests over a server to which something happens; afterwards what they say and what is stored is that of a run without
         faults."""
         model = self.model if kind == "llama" else model_of(self.python, kind)
@@ -382,14 +390,14 @@ class Layers(Course, Vllm):
         for name in ("calm", *seeds):
             server = Server("vllm", f"vllm-course-{name}")
             try:
-                settings = {"model": model, "texts": texts, "tokens": 48}
+                settings = {"model": model, "texts": texts, "tokens": tokens}
                 small = {} if name == "calm" else {"num_gpu_blocks_override": 28}
                 connector = {"server": server.socket, "timeout": DEADLINE, "pool_bytes": 16 << 20, "windows": "full"}
                 one = Process(f"vllm-course-{name}", self.python, "vllm_course.py", {**settings, "connector": connector, "engine": {**given, **small}})
                 if name == "calm":
                     right = one.ask(do="right")["right"]
                 else:
-                    self.trouble(one, server, name, right, said, tried)
+                    self.trouble(one, server, name, right, said, tried, turns)
                 self.all_of(one, server, right)
                 answer = one.ask(do="blocks")
                 # Of windows what could not be kept is not there.
@@ -404,7 +412,8 @@ class Layers(Course, Vllm):
             finally:
                 server.stop()
         for what in ("given up running", "given up waiting", "preempted", "forgotten"):
-            expect(tried[what], f"no request was {what}: {tried}")
+            # Where one runs at a time, none is preempted.
+            expect(tried[what] or what == "preempted" and engine.get("max_num_seqs") == 1, f"no request was {what}: {tried}")
         expect(tried["given up staging"] + tried["given up staged"], f"no request was given up while it was staged: {tried}")
         note = ", ".join(f"{what} {count:.0f}" for what, count in sorted(tried.items()) if not what.startswith("vllm"))
         landed = tried["vllm:kvarts_promised_blocks"]
@@ -412,9 +421,9 @@ class Layers(Course, Vllm):
         outputs = f"{len(said)} outputs as without a cache, {said.count('rounding')} of them but for rounding"
         return f"{outputs}, {landed:.0f} blocks promised and landed, {len(stored)} blocks stored as in a run without faults; {note}"
 
-    def trouble(self, one, server, seed, right, said, tried):
+    def trouble(self, one, server, seed, right, said, tried, turns):
         steps = lambda turn: dict(do="steps", seed=1000 * seed + turn, count=self.STEPS)  # noqa: E731
-        for turn, answer in self.troubled(server, seed, tried, steps, one):
+        for turn, answer in self.troubled(server, seed, tried, steps, one, turns):
             self.judge(answer["ended"], right, said, f"seed {seed}, turn {turn}")
         answer = one.ask(do="settle")
         self.judge(answer["ended"], right, said, f"seed {seed}, at the end")
@@ -434,12 +443,16 @@ class Layers(Course, Vllm):
         return self.course("llama")
 
     def check_course_ranks(self):
-        """The same of an engine with two workers."""
-        return self.course("llama", self.SEEDS[:1], tensor_parallel_size=2, distributed_executor_backend="mp")
+        """The same of an engine with two workers, and less of it: two workers on two processors take turns."""
+        return self.course("llama", self.SEEDS[:1], 6, 16, tensor_parallel_size=2, distributed_executor_backend="mp")
 
     def check_course_hybrid(self):
         """The same of a model with windows beside full attention."""
         return self.course("gemma3")
+
+    def check_course_states(self):
+        """The same of a model with recurrent states beside attention."""
+        return self.course("lfm2", **self.STATES)
 
     def wait_until_saved(self, engine, blocks):
         deadline = time.monotonic() + PATIENCE

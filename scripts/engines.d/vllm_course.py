@@ -43,11 +43,10 @@ engine = LLMEngine.from_engine_args(
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=512,
-        max_num_seqs=6,
         disable_log_stats=False,
         seed=0,
         **connector,
-        **settings["engine"],
+        **{"max_num_seqs": 6, **settings["engine"]},
     )
 )
 scheduler = engine.engine_core.engine_core.scheduler
