@@ -143,13 +143,14 @@ class KvartsLinker(UnifiedCacheLinker):
         if not keys or not self._loads:
             return []
         found = self._found.get(rid)
-        if found is not None and (found.at(keys) is None or self._is_stale(found)):
-            self._let_go(rid)
-            found = None
-        if found is None:
+        is_known = found is not None and found.at(keys) is not None
+        if not is_known or self._is_stale(found):
             if not self._is_there():
-                return []
+                # What is staged stays good while the server is away.
+                return self._lengths(found, found.at(keys)) if is_known and found.staging.is_over else []
             staging = self._desk.stage(names_of(keys), 0, len(keys) * self._pools.block_tokens + 1, within=self._wait)
+            # Behind the other one, which finds there what it needs.
+            self._let_go(rid)
             found = self._found[rid] = _Found(keys, staging)
         found.asked = time.monotonic()
         if not found.staging.over.wait(max(0.0, found.began + self._wait - found.asked)):
@@ -164,8 +165,9 @@ class KvartsLinker(UnifiedCacheLinker):
         return self._desk.name is not None and not self._link.away and time.monotonic() >= self._silent_until
 
     def _is_stale(self, found):
-        """Whether nothing was found some time ago: by now there may be something."""
-        return found.staging.is_over and not found.staging.blocks and time.monotonic() > found.began + self.pause
+        """Whether nothing was found some time ago, and by now there may be something; or something was, which may have been deleted."""
+        is_empty = found.staging.is_over and not found.staging.blocks
+        return found.staging.is_old or is_empty and time.monotonic() > found.began + self.pause
 
     def _lengths(self, found, at):
         """Every number of pages behind `at` that can be restored with what is staged."""

@@ -26,6 +26,8 @@ _LOOK = 0.001
 _NONE = kvarts.key("kvarts", "none")
 #: Threads that wait for puts.
 _PUTTERS = 4
+#: Seconds after which what was staged for a request that still waits is asked for again: it may have been deleted.
+FRESH = 2.0
 
 
 class Group(NamedTuple):
@@ -91,7 +93,7 @@ class Staging:
         #: How many leading blocks can be promised, and where those behind `first` lie in the pool: (group, rank) -> (first block, stretches).
         self.blocks, self.columns = first, {}
         #: Set last: from here on nothing of it changes.
-        self.over = threading.Event()
+        self.over, self.ended = threading.Event(), None
         self.why = None
         self.wanted = None  # blocks that are being staged
         self.until = None if within is None else self.began + within
@@ -101,6 +103,10 @@ class Staging:
     @property
     def is_over(self):
         return self.over.is_set()
+
+    @property
+    def is_old(self):
+        return self.is_over and time.monotonic() > self.ended + FRESH
 
     def stretches(self, column, first, last):
         """Where these blocks of a column lie."""
@@ -252,6 +258,7 @@ class Desk:
         if self._pool is not None:
             counts = self._pool.counts
             self.found, self.came = counts["hits"] + counts["shared"], counts["came"]
+        staging.ended = time.monotonic()
         staging.over.set()
         if not staging.is_wanted:
             self._close(staging)

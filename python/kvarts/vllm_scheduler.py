@@ -105,13 +105,14 @@ class Finder:
         if not self._reads or last <= first or computed % size or getattr(request, "skip_reading_prefix_cache", False):
             return self._nothing(name)
         staging, since = self._stagings.get(name, (None, time.monotonic()))
-        if staging is None or first < staging.first:
-            # What is staged stays good while the server is away.
+        # What is staged stays good while the server is away.
+        if staging is None or first < staging.first or staging.is_old and self._is_ready():
             if not (is_ready := self._is_ready()):
                 return None if is_ready is None else self._nothing(name)
-            if staging is not None:
-                self._desk.let_go(staging)
-            staging = self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
+            before, staging = staging, self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
+            if before is not None:
+                # Behind the other one, which finds there what it needs.
+                self._desk.let_go(before)
             self._stagings[name] = staging, since
         if not staging.is_over:
             return None

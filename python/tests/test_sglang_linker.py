@@ -15,6 +15,7 @@ import torch  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
 
 from kvarts import sglang_linker  # noqa: E402
+from kvarts.sglang_identity import names_of  # noqa: E402
 from kvarts.sglang_linker import KvartsLinker  # noqa: E402
 from served import Server  # noqa: E402
 
@@ -201,6 +202,16 @@ class Linkers(unittest.TestCase):
         with self.assertLogs("kvarts", "ERROR"):
             self.assertFalse(self.load(first, "a", [transfer(keys(2), (3, 4))]))
         self.assertFalse(first.load("b", [transfer([])]))
+
+    def test_what_is_deleted_while_a_request_waits_is_not_answered_with_for_long(self):
+        linker = self.linker()
+        self.assertTrue(linker.offload([transfer(keys(3), (1, 2, 3))]))
+        self.assertTrue(self.answer(linker))
+        self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1, 2, 3])
+        linker._desk._pages.delete(names_of(keys(1, 1)))
+        with mock.patch("kvarts.staging.FRESH", 0.0):
+            time.sleep(0.001)
+            self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1])
 
     def test_a_server_that_stands_still_costs_one_wait_and_is_taken_again(self):
         linker = self.linker(timeout=1.0, wait=0.2, pause=0.5)

@@ -5,6 +5,7 @@ import signal
 import time
 import unittest
 from types import SimpleNamespace
+from unittest import mock
 
 import doubles
 
@@ -646,6 +647,17 @@ class Layers(unittest.TestCase):
                 if plan.keeps_state(boundary, found[-1], 80):
                     found.append(boundary)
             self.assertEqual(found[1:], kept, policy)
+
+    def test_what_is_deleted_while_a_request_waits_is_not_promised_for_long(self):
+        engine, request = self.engine(), Request("a", 4)
+        engine.stored(request)
+        again = Request("b", 4)
+        self.assertEqual(engine.find(again), 4)
+        self.handle(engine).delete(request.block_hashes[2:3])
+        with mock.patch("kvarts.staging.FRESH", 0.0):
+            time.sleep(0.001)
+            self.assertIsNone(engine.scheduler.get_num_new_matched_tokens(again, 0)[0])
+        self.assertEqual(engine.find(again), 2)
 
     def test_what_does_not_pay_is_not_promised(self):
         # An engine that computes a million tokens a second, and one that takes a second for each.

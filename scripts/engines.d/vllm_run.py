@@ -51,10 +51,9 @@ engine = LLM(
     skip_tokenizer_init=True,
     enforce_eager=True,
     max_model_len=1024,
-    max_num_seqs=4,
     disable_log_stats=False,
     seed=0,
-    **{**connector, **settings.get("engine", {})},
+    **{"max_num_seqs": 4, **connector, **settings.get("engine", {})},
 )
 
 
