@@ -8,13 +8,12 @@ Each process of SGLang's that has a tree has a pool, and lands from it into its 
 
 - A look-up answers with what lies in the pool, verified. Nothing that a disk, a network or a server does can make a load fail that
   was answered with; a page comes back with the bytes that were stored under its hash by an engine of the same identity.
-- SGLang's look-ups wait where they are called, so a look-up takes at most `wait` seconds: then it answers with what has come. While the server is
-  away, and for `pause` seconds after a look-up for which nothing came, it answers at once.
+- SGLang's look-ups wait where they are called, so those of one scheduler's pass take at most `wait` seconds together: then they answer with what has
+  come. While the server is away, and for `pause` seconds after a look-up for which nothing came, they answer at once.
 - What is stored is what the engine had computed: pages are read behind the forward pass that wrote them, and SGLang keeps them until then. An
   offload is answered as done when every page of it is stored.
 
-Kinds of pools: attention with heads or latents, windows beside it, recurrent states, DeepSeek's. Pipelines, parallel contexts and
-unified memory are refused.
+Kinds of pools: attention with heads or latents, windows beside it, recurrent states, DeepSeek's. Pipelines and parallel contexts are refused.
 """
 
 import time
@@ -34,8 +33,10 @@ from .staging import Desk
 
 #: Bytes of a pool where none are named.
 _POOL_BYTES = 4 << 30
-#: Seconds for which what was looked up is kept though nobody asks for it again.
-_KEPT = 30.0
+#: Seconds for which what was looked up is kept though nobody asks for it again: SGLang does not tell of requests that are given up.
+_KEPT = 5.0
+#: Blocks that are asked for at once.
+_BLOCKS_MAX = 65536
 
 
 class _Found:
@@ -43,12 +44,22 @@ class _Found:
 
     def __init__(self, keys, staging):
         self.keys, self.staging = keys, staging
+        #: The same once more, of one that waits long.
+        self.renewal = None
         self.began = self.asked = time.monotonic()
+        self._places = None
+
+    @property
+    def stagings(self):
+        return [staging for staging in (self.staging, self.renewal) if staging is not None]
 
     def at(self, keys):
-        """From where on these keys are those that were looked up; `None` if they are others. The device may have got some of them since."""
-        at = len(self.keys) - len(keys)
-        return at if at >= 0 and self.keys[at:] == keys else None
+        """From where on these keys are some of those that were looked up; `None` if they are others. The device may have got some of them
+        since, and SGLang asks with the last token and without."""
+        if self._places is None:
+            self._places = {key: at for at, key in enumerate(self.keys)}
+        at = self._places.get(keys[0])
+        return at if at is not None and self.keys[at : at + len(keys)] == keys else None
 
 
 class _Batch:
@@ -124,12 +135,14 @@ class KvartsLinker(UnifiedCacheLinker):
         self._streams = Processor() if self._pools.device is None else Device(self._pools.device, forward_stream)
         self._dock = Dock(self._link, self._streams, self._pools.memories, self._pools.columns)
         take = lambda pages, pool: self._dock.take(pages, pool.memory)  # noqa: E731
-        self._desk = Desk(self._link, self._pools.naming(), self._pools.groups, self._pools.block_tokens, self, opened=take)
-        self._offloads = Offloads(self._pools, self._desk, self._dock, self._link, self.timeout, self._count)
+        self._desk = Desk(self._link, self._pools.naming(getattr(server_args, "speculative_draft_model_path", None)), self._pools.groups, self._pools.block_tokens, self, opened=take)
+        self._offloads = Offloads(self._pools, self._desk, self._dock, self._link, self.timeout, self._count, self._make_room)
         self.layer_done_counter = LayerCounter(self._pools.order, self._streams)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._found, self._queued = {}, {}
+        #: Seconds that look-ups of this pass may still wait.
+        self._left = self._wait
         self._silent_until = 0.0
         # The first requests find what is stored, too.
         self._desk.settle(self.timeout)
@@ -138,28 +151,56 @@ class KvartsLinker(UnifiedCacheLinker):
     # Before a request is let in.
 
     def lookup(self, rid, transfers):
-        keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
-        self._forget_old()
+        keys = next((list(transfer.keys)[:_BLOCKS_MAX] for transfer in transfers if transfer.name == PoolName.KV), [])
         if not keys or not self._loads:
             return []
         found = self._found.get(rid)
-        is_known = found is not None and found.at(keys) is not None
-        if not is_known or self._is_stale(found):
-            if not self._is_there():
-                # What is staged stays good while the server is away.
-                return self._lengths(found, found.at(keys)) if is_known and found.staging.is_over else []
-            staging = self._desk.stage(names_of(keys), 0, len(keys) * self._pools.block_tokens + 1, within=self._wait)
-            # Behind the other one, which finds there what it needs.
+        if found is not None and self._is_other(found, keys):
             self._let_go(rid)
-            found = self._found[rid] = _Found(keys, staging)
-        found.asked = time.monotonic()
-        if not found.staging.over.wait(max(0.0, found.began + self._wait - found.asked)):
-            # It is looked at some time later by another thread: it may be just about to end.
-            if not found.staging.over.wait(self._wait / 10) and found.staging.stored is None:
-                self._silent_until = time.monotonic() + self.pause
-            if not found.staging.is_over:
+            found = None
+        if found is None:
+            if not self._is_there():
                 return []
-        return self._lengths(found, found.at(keys))
+            found = self._found[rid] = _Found(keys, self._staged(keys))
+        elif found.renewal is None and self._is_stale(found) and self._is_there():
+            found.renewal = self._staged(found.keys)
+        found.asked = time.monotonic()
+        self._wait_for(found)
+        if not found.staging.is_over:
+            return []
+        found.staging.answer()
+        return self._lengths(found, found.at(keys), len(keys))
+
+    def _staged(self, keys):
+        return self._desk.stage(names_of(keys), 0, len(keys) * self._pools.block_tokens + 1, within=self._wait)
+
+    def _is_other(self, found, keys):
+        """Whether these keys need another look-up. A window or a state must end where they do."""
+        at = found.at(keys)
+        return at is None or bool(self._windows) and at + len(keys) != len(found.keys)
+
+    def _wait_for(self, found):
+        """Waits until what is staged last is there, as long as this pass may still wait."""
+        staging, before = found.stagings[-1], time.monotonic()
+        if not staging.is_over and self._left > 0:
+            # It is looked at some time later by another thread: it may be just about to end.
+            staging.over.wait(min(self._left, max(0.0, found.began + 1.1 * self._wait - before)) if found.renewal is None else self._left)
+            now = time.monotonic()
+            self._left -= now - before
+            if now >= staging.began + self._wait and not (staging.is_over and staging.blocks):
+                # Nothing came all that time.
+                self._silent_until = time.monotonic() + self.pause
+        if found.renewal is not None and found.renewal.is_over:
+            self._renewed(found)
+
+    def _renewed(self, found):
+        """What was staged once more takes the place of what was staged before; where the server did not answer, that stays good."""
+        renewal, found.renewal = found.renewal, None
+        if renewal.stored is None:
+            found.staging.answered = None
+        else:
+            renewal, found.staging = found.staging, renewal
+        self._desk.let_go(renewal)
 
     def _is_there(self):
         return self._desk.name is not None and not self._link.away and time.monotonic() >= self._silent_until
@@ -169,25 +210,32 @@ class KvartsLinker(UnifiedCacheLinker):
         is_empty = found.staging.is_over and not found.staging.blocks
         return found.staging.is_old or is_empty and time.monotonic() > found.began + self.pause
 
-    def _lengths(self, found, at):
-        """Every number of pages behind `at` that can be restored with what is staged."""
+    def _lengths(self, found, at, asked):
+        """Numbers of pages behind `at` that can be restored with what is staged: all of them, or the longest where what is shorter needs windows or
+        states that end there."""
         last = found.staging.blocks - at
         if last <= 0:
             return []
-        # What ends earlier needs windows that end there.
-        shorter = range(1, last) if all(found.staging.blocks <= window for window in self._windows) else ()
-        return [*shorter, last]
+        shorter = range(1, min(last, asked + 1)) if all(found.staging.blocks <= window for window in self._windows) else ()
+        return [*shorter, *([last] if last <= asked else [])]
 
     def _forget_old(self):
         """What was looked up for requests that were given up: nobody tells."""
         now = time.monotonic()
-        for rid in [rid for rid, found in self._found.items() if now > found.asked + _KEPT]:
+        for rid in [rid for rid, found in self._found.items() if now > found.asked + _KEPT and rid not in self._queued]:
             self._let_go(rid)
+
+    def _make_room(self):
+        """Requests that wait may hold all of the pool, while what is offloaded waits for it and holds SGLang's pages: the one that was asked for
+        longest ago is staged again when it is asked for."""
+        waiting = [(found.asked, rid) for rid, found in self._found.items() if rid not in self._queued and found.staging.is_over]
+        if waiting:
+            self._let_go(min(waiting)[1])
 
     def _let_go(self, rid):
         found = self._found.pop(rid, None)
-        if found is not None:
-            self._desk.let_go(found.staging)
+        for staging in found.stagings if found is not None else ():
+            self._desk.let_go(staging)
 
     # Loads.
 
@@ -216,7 +264,7 @@ class KvartsLinker(UnifiedCacheLinker):
             found = self._found.pop(rid, None)
             move = self._move(found, wanted)
             if found is not None:
-                stagings.append(found.staging)
+                stagings += found.stagings
             if move is None:
                 # SGLang asked for less than it loads, or long ago. It gives this batch up by itself.
                 logger.error("kvarts: a load of %s was begun for which nothing is staged", rid)
@@ -281,7 +329,9 @@ class KvartsLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self):
-        # SGLang asks for this in each of its steps, also when it is idle.
+        # SGLang asks for this in each of its passes, also when it is idle.
+        self._left = self._wait
+        self._forget_old()
         self._desk.open()
         self._tell()
         return self._offloads.ended()

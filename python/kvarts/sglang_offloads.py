@@ -33,11 +33,11 @@ class _Offload:
 
 
 class Offloads:
-    """`stats(what, count, label)` is told what became of blocks."""
+    """`stats(what, count, label)` is told what became of blocks; `make_room()` is asked for room in the pool."""
 
-    def __init__(self, pools, desk, dock, link, timeout, stats):
+    def __init__(self, pools, desk, dock, link, timeout, stats, make_room):
         self._pools, self._desk, self._dock, self._link = pools, desk, dock, link
-        self._timeout, self._stats = timeout, stats
+        self._timeout, self._stats, self._make_room = timeout, stats, make_room
         self._in_turn = deque()
         self._saves = []  # (offload, room, what saves)
         self._answers = deque()  # of threads that put
@@ -133,6 +133,9 @@ class Offloads:
             return None, "away"
         if not self._link.puts_away and (room := self._desk.room_for(group, keys, 0, b"")) is not None:
             return room, None
+        if not self._saves and not self._link.puts_away:
+            # Nothing that is under way gives room back.
+            self._make_room()
         # All that wait do so at the same time: SGLang cannot use their pages meanwhile.
         return None, "wait" if time.monotonic() < offload.until else "busy"
 

@@ -73,6 +73,8 @@ class Pools:
         for part in ("pp_size", "attn_cp_size"):
             if getattr(params, part, 1) != 1:
                 raise ValueError(f"{part}: kvarts.sglang_linker does not support it; kvarts.sglang does")
+        if getattr(needed("sglang.srt.runtime_context", "get_parallel")(), "attn_dcp_size", 1) != 1:
+            raise ValueError("dcp_size: kvarts.sglang_linker does not support it; kvarts.sglang does")
         made = assembled(params, components)
         #: By the names that SGLang has for them.
         self.entries = made.entry_map
@@ -137,6 +139,8 @@ class Pools:
         self.device = None if buffer.device.type == "cpu" else buffer.device.index or 0
         span = nbytes // (buffer.nbytes // buffer.shape[0])
         spans.add(span)
+        if span > 1 and buffer.shape[0] < getattr(entry.device_pool, "size", 0):
+            raise ValueError(f"pool {entry.name}: its layout has no row for each token; kvarts.sglang takes it")
         page = buffer[:span]
         try:
             rows = rows_of(list(page.shape), [page.stride(at) for at in range(page.dim())], size)
@@ -146,12 +150,12 @@ class Pools:
             raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, and SGLang says {nbytes}")
         return Page(self._numbers[storage.data_ptr()], buffer.storage_offset() * size, buffer.stride(0) * size * span, rows)
 
-    def naming(self):
-        """How `Client.pages` calls the blocks."""
+    def naming(self, draft):
+        """How `Client.pages` calls the blocks. `draft`: where the draft model is, if there is one."""
         path, revision, found = settings()
         sizes = [(n, self._ranks, [[page.rows.nbytes for page in layer] for layer in column.layers]) for n, column in self.columns.items()]
         if self._extra.get("draft"):
-            found["draft"] = str(self._extra["draft"])
+            found["draft"] = f"{draft} {self._extra['draft']}"
         return dict(
             spec=spec_of("sglang-layers", self.block_tokens, sizes),
             windows={group.number: group.window for group in self.groups if group.window is not None},

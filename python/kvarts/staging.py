@@ -26,7 +26,7 @@ _LOOK = 0.001
 _NONE = kvarts.key("kvarts", "none")
 #: Threads that wait for puts.
 _PUTTERS = 4
-#: Seconds after which what was staged for a request that still waits is asked for again: it may have been deleted.
+#: Seconds after which what a request that still waits was answered with is asked for again: it may have been deleted.
 FRESH = 2.0
 
 
@@ -93,7 +93,10 @@ class Staging:
         #: How many leading blocks can be promised, and where those behind `first` lie in the pool: (group, rank) -> (first block, stretches).
         self.blocks, self.columns = first, {}
         #: Set last: from here on nothing of it changes.
-        self.over, self.ended = threading.Event(), None
+        self.over = threading.Event()
+        #: When it was answered with first.
+        self.answered = None
+        self.within = within
         self.why = None
         self.wanted = None  # blocks that are being staged
         self.until = None if within is None else self.began + within
@@ -106,7 +109,11 @@ class Staging:
 
     @property
     def is_old(self):
-        return self.is_over and time.monotonic() > self.ended + FRESH
+        return self.answered is not None and time.monotonic() > self.answered + FRESH
+
+    def answer(self):
+        """Takes notice that a request is answered with it."""
+        self.answered = self.answered or time.monotonic()
 
     def stretches(self, column, first, last):
         """Where these blocks of a column lie."""
@@ -258,7 +265,6 @@ class Desk:
         if self._pool is not None:
             counts = self._pool.counts
             self.found, self.came = counts["hits"] + counts["shared"], counts["came"]
-        staging.ended = time.monotonic()
         staging.over.set()
         if not staging.is_wanted:
             self._close(staging)
@@ -351,12 +357,13 @@ class Desk:
             staging.why = next((reason_of(stage.why) for stage, *_ in staging.stages if stage.why is not None), "late")
             if any(group.window is not None for group in self.groups) and least > staging.first:
                 # A prefix that ends earlier needs other blocks.
-                staging.until = None
+                staging.until = None if staging.within is None else time.monotonic() + staging.within / 4
                 self._begin(staging, self._pages.match(staging.keys[: min(least, staging.wanted - 1)]).blocks)
                 return staging.is_over
         staging.columns = {column: (begin, stage.stretches(at)) for stage, begin, columns in staging.stages for at, column in enumerate(columns)}
         staging.blocks = max(staging.first, least)
-        if staging.blocks == staging.first:
+        if staging.blocks == staging.first and not is_late:
+            # What is late goes on to the pool, for whoever asks next.
             self._close(staging)
         self._end(staging)
         return True

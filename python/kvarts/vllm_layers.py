@@ -16,8 +16,8 @@ it in their KV caches layer by layer, under the computation of the layers before
 - A pass waits for the whole load before it begins until one pass has shown that every layer waits for its own; and always where it is one CUDA
   graph, or there is a draft model.
 
-Models with attention, latent attention and sliding windows, with tensor and pipeline parallelism on one host; what else there is (recurrent
-states, context parallelism) is refused at the start, with its name.
+Models with attention, latent attention, sliding windows and recurrent states, with tensor and pipeline parallelism on one host; what else there is
+(context parallelism) is refused at the start, with its name. A request of a model with states is let in when all of its prefix has landed.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA

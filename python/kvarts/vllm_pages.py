@@ -105,6 +105,9 @@ class Plan:
         self.drafts = vllm_config.speculative_config is not None
         #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
         self.spare = int(self.drafts and getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: False)())
+        if self.states and self.drafts and getattr(parallel, "pipeline_parallel_size", 1) > 1:
+            # The stages but the last apply what of drafts was taken some steps later.
+            raise ValueError("pipeline_parallel_size: kvarts.vllm_layers takes no states with drafts in stages; kvarts.vllm does")
         self.bytes_of_block = 1
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._extra = extra

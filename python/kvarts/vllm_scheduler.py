@@ -68,6 +68,7 @@ class Finder:
         self._workers, self._attached = 0, {}
         self._began = None  # when workers were first waited for
         self._stagings = {}  # request -> (Staging, when it was asked for first)
+        self._renewals = {}  # request -> the same once more, of one that waits long
         self._loads = []  # of the step that is being made
         self._waiting = set()  # requests that are let in when their loads have landed
         self._landing = {}  # number -> [Staging, by how many workers it has landed]
@@ -105,23 +106,38 @@ class Finder:
         if not self._reads or last <= first or computed % size or getattr(request, "skip_reading_prefix_cache", False):
             return self._nothing(name)
         staging, since = self._stagings.get(name, (None, time.monotonic()))
-        # What is staged stays good while the server is away.
-        if staging is None or first < staging.first or staging.is_old and self._is_ready():
+        staging = self._renewed(name, staging)
+        if staging is None or first < staging.first:
             if not (is_ready := self._is_ready()):
                 return None if is_ready is None else self._nothing(name)
-            before, staging = staging, self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
-            if before is not None:
-                # Behind the other one, which finds there what it needs.
-                self._desk.let_go(before)
+            self._nothing(name)
+            staging = self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
             self._stagings[name] = staging, since
-        if not staging.is_over:
+        elif staging.is_old and name not in self._renewals and self._is_ready():
+            self._renewals[name] = self._desk.stage(staging.keys, staging.first, request.num_tokens, self.plan.spare)
+        if not staging.is_over or name in self._renewals:
             return None
+        staging.answer()
         return max(0, staging.blocks - first) * size
 
+    def _renewed(self, name, staging):
+        """What was staged once more takes the place of what was staged before; where the server did not answer, that stays good."""
+        renewal = self._renewals.get(name)
+        if renewal is None or not renewal.is_over:
+            return staging
+        del self._renewals[name]
+        if renewal.stored is None:
+            self._desk.let_go(renewal)
+            staging.answered = None
+            return staging
+        self._desk.let_go(staging)
+        self._stagings[name] = renewal, self._stagings[name][1]
+        return renewal
+
     def _nothing(self, name):
-        staging, _ = self._stagings.pop(name, (None, 0.0))
-        if staging is not None:
-            self._desk.let_go(staging)
+        for staging in (self._stagings.pop(name, (None, 0.0))[0], self._renewals.pop(name, None)):
+            if staging is not None:
+                self._desk.let_go(staging)
         return 0
 
     def allocated(self, request, blocks, external):
@@ -132,6 +148,8 @@ class Finder:
             self._waiting.remove(name)
             return
         staging, since = self._stagings.pop(name, (None, 0.0))
+        if (renewal := self._renewals.pop(name, None)) is not None:
+            self._desk.let_go(renewal)
         count = external // size
         if count:
             last = staging.blocks

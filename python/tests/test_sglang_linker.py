@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa:
 from kvarts import sglang_linker  # noqa: E402
 from kvarts.sglang_identity import names_of  # noqa: E402
 from kvarts.sglang_linker import KvartsLinker  # noqa: E402
+from kvarts.staging import Desk  # noqa: E402
 from served import Server  # noqa: E402
 
 SOON = 30
@@ -181,6 +182,8 @@ class Linkers(unittest.TestCase):
         for message, changes in (
             ("pp_size", dict(changes=dict(pp_size=2))),
             ("attn_cp_size", dict(changes=dict(attn_cp_size=2))),
+            # Rows that are pages of heads.
+            ("its layout", dict(cache=kind("MHATokenToKVPool", layer_num=1, k_buffer=buffers(1), v_buffer=buffers(1), dtype=None, size=PAGE * PAGES + 1))),
             ("draft: name", dict(changes=draft)),
             ("kvarts.sglang takes it", dict(changes=dict(mtp_draft_device_pools=(heads(1),)))),
             ("what a prefix needs", dict(cache=windows(), components=(FULL, SWA), changes=dict(swa_retain_window=None))),
@@ -188,6 +191,9 @@ class Linkers(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, message):
                 self.linker(**changes)
+        with mock.patch.object(sys.modules["sglang.srt.runtime_context"], "get_parallel", lambda: types.SimpleNamespace(attn_dcp_size=2)):
+            with self.assertRaisesRegex(ValueError, "dcp_size"):
+                self.linker()
         self.assertIn(PoolName.DRAFT, self.linker(changes=draft, draft="1").pools)
 
     def test_loads_that_are_queued_can_be_cancelled_and_what_is_not_staged_is_not_landed(self):
@@ -239,15 +245,23 @@ class Linkers(unittest.TestCase):
             time.sleep(0.05)
 
     def test_an_offload_larger_than_the_pool_goes_piece_by_piece(self):
-        linker = self.linker(pool_bytes=1 << 20)
+        linker = self.linker(pool_bytes=16 << 10)
         self.fill(linker)
-        count = PAGES - 1
-        with mock.patch("kvarts.sglang_offloads._PIECE", 2 * 3 * 2 * PAGE * 2 * 8 * 2):
+        count, refused, honest = PAGES - 1, [], Desk.room_for
+
+        def room_for(desk, *of):
+            room = honest(desk, *of)
+            refused.extend([True] if room is None else [])
+            return room
+
+        piece = mock.patch("kvarts.sglang_offloads._PIECE", 2 * 3 * 2 * PAGE * 2 * 8 * 2)
+        with piece, mock.patch.object(Desk, "room_for", room_for):
             self.assertTrue(linker.offload([transfer(keys(count), range(1, count + 1))]))
             self.assertTrue(linker.offload([transfer(keys(1, 50), (1,))]))
             self.assertTrue(self.answer(linker))
             self.assertTrue(self.answer(linker))
         self.assertEqual(linker._counts["saved"], count + 1)
+        self.assertTrue(refused, "all of it had room at once")
 
     def test_it_starts_without_a_server(self):
         self.server.kill()

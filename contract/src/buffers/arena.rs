@@ -1,4 +1,4 @@
-//! Staging memory: one region, handed out in page-aligned pieces.
+//! Staging memory: one region, or a part of one, handed out in page-aligned pieces.
 //!
 //! A piece returns to the arena when the last range of it is dropped, and an operation under way holds its
 //! buffers: so memory that the kernel may still write is never handed out again, whatever became of the task
@@ -41,7 +41,8 @@ struct Waiting {
 
 #[derive(Debug)]
 struct Free {
-    total: usize,
+    /// Which part of the region it is.
+    part: Range<usize>,
     /// Free ranges by offset; neighbours are always merged.
     ranges: BTreeMap<usize, usize>,
     /// Who waits, by number, the longest first; and who was given a piece and has not come for it.
@@ -56,8 +57,8 @@ struct Free {
 impl Free {
     /// A free range of `len` bytes, none of it in `apart`.
     fn find(&self, len: usize, apart: Option<&Range<usize>>) -> Option<usize> {
-        let whole = self.total..self.total;
-        let apart = apart.unwrap_or(&whole);
+        let none = self.part.end..self.part.end;
+        let apart = apart.unwrap_or(&none);
         self.ranges.iter().find_map(|(&start, &bytes)| {
             let end = start + bytes;
             let before = start..end.min(apart.start);
@@ -97,8 +98,9 @@ impl Free {
     /// Sets apart the range that is soonest free, as far as can be told: around the largest one that is. It stays the
     /// same, or it would never be free.
     fn set_apart(&mut self, number: u64, len: usize) {
-        let largest = self.ranges.iter().max_by_key(|(_, bytes)| **bytes).map_or(0, |(&start, _)| start);
-        let start = largest.min(self.total.saturating_sub(len));
+        let largest = self.ranges.iter().max_by_key(|(_, bytes)| **bytes);
+        let largest = largest.map_or(self.part.start, |(&start, _)| start);
+        let start = largest.min(self.part.end.saturating_sub(len)).max(self.part.start);
         self.apart.get_or_insert((number, start..start + len));
     }
 
@@ -202,11 +204,22 @@ impl Drop for Place<'_> {
 impl Arena {
     /// An arena over a whole region, of which no range is in use elsewhere.
     pub fn new(region: Arc<Region>) -> Self {
-        let total = region.len() / PAGE * PAGE;
+        let end = region.len() / PAGE * PAGE;
         region.set_owned();
+        Self::of(region, 0..end)
+    }
+
+    /// Arenas over equal parts of a region, of which no range is in use elsewhere: what is taken of one leaves the others whole.
+    pub fn parts(region: &Arc<Region>, count: usize) -> Vec<Self> {
+        let each = region.len() / PAGE / count.max(1) * PAGE;
+        region.set_owned();
+        (0..count.max(1)).map(|at| Self::of(Arc::clone(region), at * each..(at + 1) * each)).collect()
+    }
+
+    fn of(region: Arc<Region>, part: Range<usize>) -> Self {
         let free = Free {
-            total,
-            ranges: BTreeMap::from([(0, total)]),
+            ranges: BTreeMap::from([(part.start, part.len())]),
+            part,
             queue: BTreeMap::new(),
             next: 0,
             apart: None,
@@ -236,7 +249,7 @@ impl Arena {
     /// A buffer of exactly `len` bytes as soon as there is room, or `None` if the whole arena is smaller.
     pub async fn take(&self, len: usize) -> Option<BufMut> {
         let pages = len.max(1).checked_next_multiple_of(PAGE)?;
-        if pages > self.0.lock().total {
+        if pages > self.0.lock().part.len() {
             return None;
         }
         let mut place = None;
@@ -276,7 +289,7 @@ impl Arena {
     /// How full the arena is.
     pub fn usage(&self) -> ArenaUse {
         let free = self.0.lock();
-        ArenaUse { used: free.used, used_max: free.used_max, total: self.0.region.len() }
+        ArenaUse { used: free.used, used_max: free.used_max, total: free.part.len() }
     }
 }
 
@@ -316,6 +329,28 @@ mod tests {
         drop(slice);
         assert!(arena.try_take(4 * PAGE).is_some());
         assert_eq!(arena.usage(), ArenaUse { used: 0, used_max: 4 * PAGE, total: 4 * PAGE });
+    }
+
+    #[test]
+    fn what_is_taken_of_one_part_leaves_the_others_whole() {
+        let region = Region::anonymous(7 * PAGE).unwrap();
+        let parts = Arena::parts(&region, 3);
+        let all: Vec<_> = parts.iter().map(|part| part.try_take(2 * PAGE).unwrap().share()).collect();
+        let mut places: Vec<usize> = all.iter().map(|buf| buf.as_ptr() as usize).collect();
+        places.sort_unstable();
+        assert!(places.windows(2).all(|two| two[1] - two[0] == 2 * PAGE), "{places:?}");
+        assert!(parts.iter().all(|part| part.try_take(1).is_none()));
+        drop(all);
+        // One that waits in the second is served from the second.
+        let [_, second, _] = &parts[..] else { panic!("three") };
+        let held = second.try_take(PAGE).unwrap();
+        let mut context = std::task::Context::from_waker(Waker::noop());
+        let mut waits = std::pin::pin!(second.take(2 * PAGE));
+        assert!(waits.as_mut().poll(&mut context).is_pending());
+        assert!(parts[0].try_take(2 * PAGE).is_some() && parts[2].try_take(2 * PAGE).is_some());
+        drop(held);
+        assert!(matches!(waits.as_mut().poll(&mut context), Poll::Ready(Some(_))));
+        assert_eq!(second.usage().total, 2 * PAGE);
     }
 
     #[test]

@@ -33,8 +33,8 @@ def _named(method, **named):
 
 
 def _telling(naming):
-    def told(self):
-        found = naming(self)
+    def told(self, draft):
+        found = naming(self, draft)
         with open(os.environ["KVARTS_TOLD"], "w", encoding="utf-8") as file:
             json.dump(found, file)
         return found

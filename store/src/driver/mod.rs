@@ -6,12 +6,14 @@
 //!   dropped, or whose deadline passes, leaves its memory in the slot, counted, until the completion arrives;
 //! - it succeeds only if every byte was moved: the rest of a short transfer is asked for again, and a file that
 //!   ends before is an error;
-//! - transfers of all classes share the bytes in flight by [`Class::shares`].
+//! - transfers of all classes share the bytes in flight at a device by [`Class::shares`];
+//! - what one device does not answer takes no room from another: each directory has a lane of its own.
 //!
 //! The runtime calls [`Driver::pump`] each turn of the executor, or reaps the [`Io`] itself and passes what it got to
 //! [`Driver::on_completions`], not holding on to the `Io` while it does.
 
 mod batch;
+mod lane;
 mod operations;
 mod schedule;
 
@@ -39,7 +41,7 @@ use kvarts_contract::{class::Class, clock::Nanos};
 /// The classes of reads that an engine waits for: the first of [`Class::ALL`].
 const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
 
-/// How much may be under way at once.
+/// How much may be under way at once at each device, of one executor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
     /// Operations that wait, are under way or are stuck. More wait in their futures.
@@ -54,8 +56,8 @@ pub struct Limits {
     pub beside_urgent: u64,
     /// For how many bytes of less urgent transfers an urgent read is remembered: most come one after the other.
     pub urgent_remembered: u64,
-    /// Bytes of operations past their deadline that no longer count as in flight, so that a device that hangs does
-    /// not stop the others.
+    /// Bytes of operations past their deadline that no longer count as in flight, so that a device that answers some shows it.
+    /// Beyond it they take the room of others, and when they have all of it transfers are refused at once.
     pub max_stuck_bytes: u64,
 }
 
@@ -113,20 +115,34 @@ pub struct Metrics {
     pub arena_bytes: u64,
 }
 
-/// How many urgent reads of each class there were, on all executors that have it: they mostly share their disks, so what
-/// one has at the device is in front of the others' urgent reads, too.
-#[derive(Clone, Debug, Default)]
-pub struct UrgentReads(Arc<[AtomicU64; URGENT.len()]>);
+/// How many urgent reads of each class there were at each device, on all executors that have it: what one has at the device is in
+/// front of the others' urgent reads, too.
+#[derive(Clone, Debug)]
+pub struct UrgentReads(Arc<[LaneReads]>);
+
+/// Those of one device; apart from others' in memory, because every read counts itself.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct LaneReads([AtomicU64; URGENT.len()]);
 
 impl UrgentReads {
-    fn note(&self, class: Class) {
-        if let Some(count) = self.0.get(class as usize) {
+    /// Of so many devices.
+    pub fn of(devices: usize) -> Self {
+        Self((0..devices.max(1)).map(|_| LaneReads::default()).collect())
+    }
+
+    fn count_of(&self, lane: usize, class: Class) -> Option<&AtomicU64> {
+        self.0.get(lane % self.0.len())?.0.get(class as usize)
+    }
+
+    fn note(&self, lane: usize, class: Class) {
+        if let Some(count) = self.count_of(lane, class) {
             count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    fn count(&self, class: Class) -> u64 {
-        self.0.get(class as usize).map_or(0, |count| count.load(Ordering::Relaxed))
+    fn count(&self, lane: usize, class: Class) -> u64 {
+        self.count_of(lane, class).map_or(0, |count| count.load(Ordering::Relaxed))
     }
 }
 
@@ -181,7 +197,7 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// A driver over an executor's `Io`, which nothing else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
-        Self::beside(rt, io, limits, UrgentReads::default())
+        Self::beside(rt, io, limits, UrgentReads::of(1))
     }
 
     /// The same, of an executor beside others.

@@ -4,7 +4,7 @@
 //! - a slot in state `InFlight` keeps its buffers whatever its owner does; nothing but its completion frees it;
 //! - each submission has a tag of its own in its token, so a second completion, or one of an earlier submission of
 //!   the same slot, matches nothing;
-//! - `at_device` is the sum of `charged` over the slots of each class, `in_flight_bytes` of all.
+//! - what a lane counts as in flight is the sum of `charged` over its slots, `in_flight_bytes` that of all lanes.
 //!
 //! An urgent read, small or foreground, may not find more than a bounded number of bytes of less urgent transfers in
 //! front of it at the device ([`Limits`]): they go few at a time, and in small pieces, for a number of their bytes after
@@ -14,11 +14,11 @@
 //! Nothing here wakes or submits by itself while the state is borrowed: wakers are collected in `to_wake` and woken
 //! by the caller, since a waker may run code that comes back.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
 
-use super::schedule::Schedule;
-use super::{Limits, Metrics, URGENT, UrgentReads};
+use super::lane::Lane;
+use super::{Limits, Metrics, UrgentReads};
 use crate::io::describe;
 use crate::io::ring::{MOVED_MAX, RANGES_MAX};
 use crate::io::slots::{Key, Slots};
@@ -39,26 +39,10 @@ const EFAULT: i32 = 14;
 /// Bits of a token that name the slot; the others hold the tag.
 const INDEX_BITS: u32 = 24;
 const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
-/// Slots at most, whatever the limits say: an index must fit its bits.
+/// Slots at most, of all lanes and whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
-
-/// What transfers may have at the device that are less urgent than some reads.
-#[derive(Clone, Copy, Debug)]
-struct Beside {
-    urgent: Class,
-    /// Bytes that they may have there, have there, and may ask for in one submission.
-    most: u64,
-    others: u64,
-    piece: u64,
-}
-
-impl Beside {
-    fn lets(&self, class: Class, cost: u64) -> bool {
-        class <= self.urgent
-            || self.others == 0
-            || self.others.saturating_add(cost.min(self.piece)) <= self.most
-    }
-}
+/// The error of a transfer that a lane refuses: the device is busy with what it never answered.
+const EBUSY: i32 = 16;
 
 /// What an operation does.
 #[derive(Debug)]
@@ -162,6 +146,8 @@ pub(super) type Outcome = Result<Option<Reply>, IoError>;
 #[derive(Debug)]
 struct Slot {
     request: Request,
+    /// The number of its lane.
+    lane: usize,
     state: State,
     owner: Owner,
     tag: u64,
@@ -196,7 +182,10 @@ pub(super) struct Core {
     /// The most bytes that go in one submission; larger transfers go piece by piece, so that every one fits.
     piece: u64,
     slots: Slots<Slot>,
-    schedule: Schedule,
+    /// One for each directory, by its number.
+    lanes: Vec<Lane>,
+    /// In which directory the open files are.
+    files: BTreeMap<FileId, usize>,
     /// Operations that could not be handed over because the `Io` was in use, in order.
     unsent: VecDeque<u32>,
     batches: Slots<BatchState>,
@@ -210,19 +199,6 @@ pub(super) struct Core {
     next_tag: u64,
     metrics: Metrics,
     urgent_reads: UrgentReads,
-    /// What is remembered of the urgent reads of each class.
-    remembered: [Remembered; URGENT.len()],
-    /// Bytes of each class at the device.
-    at_device: [u64; Class::ALL.len()],
-}
-
-/// The urgent reads of one class, as the last dispatch saw them.
-#[derive(Clone, Copy, Debug)]
-struct Remembered {
-    /// How many there had been.
-    count: u64,
-    /// Bytes of less urgent transfers for which the last of them is still remembered.
-    bytes: u64,
 }
 
 impl Core {
@@ -233,7 +209,8 @@ impl Core {
             limits,
             piece: piece - piece % PAGE as u64,
             slots: Slots::new(),
-            schedule: Schedule::new(),
+            lanes: vec![Lane::new(0, &urgent_reads)],
+            files: BTreeMap::new(),
             unsent: VecDeque::new(),
             batches: Slots::new(),
             spare: Vec::new(),
@@ -242,16 +219,15 @@ impl Core {
             to_wake: Vec::new(),
             next_tag: 1,
             metrics: Metrics::default(),
-            remembered: URGENT.map(|class| Remembered { count: urgent_reads.count(class), bytes: 0 }),
             urgent_reads,
-            at_device: [0; Class::ALL.len()],
         }
     }
 
     pub(super) fn metrics(&self) -> Metrics {
         Metrics {
             slots: self.slots.len() as u64,
-            waiting_ops: self.schedule.len() as u64 + self.unsent.len() as u64,
+            waiting_ops: self.lanes.iter().map(|lane| lane.schedule.len()).sum::<usize>() as u64
+                + self.unsent.len() as u64,
             ..self.metrics
         }
     }
@@ -262,17 +238,46 @@ impl Core {
 
     /// Gives a future's operation a slot, or the request back if there is none.
     pub(super) fn admit(&mut self, request: Request) -> Result<Key, Request> {
-        if self.is_full() { Err(request) } else { Ok(self.place(request, Owner::Future(None))) }
+        let lane = self.lane_of(&request);
+        if self.is_full(lane) {
+            return Err(request);
+        }
+        let refused = self.refused(lane, &request);
+        let key = self.place(request, lane, Owner::Future(None));
+        if let Some(error) = refused {
+            self.lanes[lane].schedule.remove(key.index);
+            self.finish(key.index, Err(error));
+        }
+        Ok(key)
     }
 
-    fn is_full(&self) -> bool {
-        self.slots.len() >= self.limits.max_ops.min(OPS_MAX)
+    /// Why a transfer is not even queued: its device has no room and will have none.
+    fn refused(&self, lane: usize, request: &Request) -> Option<IoError> {
+        let is_out = request.kind.is_transfer() && self.lanes[lane].is_out(&self.limits);
+        is_out.then(|| request.error(IoErrorKind::Passing, EBUSY))
     }
 
-    fn place(&mut self, request: Request, owner: Owner) -> Key {
+    /// The number of the lane that an operation goes on: that of its directory.
+    fn lane_of(&mut self, request: &Request) -> usize {
+        let number = match &request.subject {
+            Subject::File(file) => self.files.get(file).copied().unwrap_or(0),
+            Subject::Name(name) => usize::from(name.dir.0),
+        };
+        while self.lanes.len() <= number {
+            self.lanes.push(Lane::new(self.lanes.len(), &self.urgent_reads));
+        }
+        number
+    }
+
+    fn is_full(&self, lane: usize) -> bool {
+        self.lanes[lane].slots >= self.limits.max_ops || self.slots.len() >= OPS_MAX
+    }
+
+    fn place(&mut self, request: Request, lane: usize, owner: Owner) -> Key {
         let (class, len, kind) = (request.class, request.len, request.kind);
         let slot = Slot {
             request,
+            lane,
             state: State::Waiting,
             owner,
             tag: 0,
@@ -285,12 +290,13 @@ impl Core {
             outcome: None,
         };
         let key = self.slots.insert(slot);
+        self.lanes[lane].slots += 1;
         if kind == OpKind::Read {
-            self.urgent_reads.note(class);
+            self.urgent_reads.note(lane, class);
         }
         // Flushes and the like move no bytes of ours, and an acknowledgement waits for them: they do not queue.
         if kind.is_transfer() {
-            self.schedule.push(key.index, class, len.min(self.piece));
+            self.lanes[lane].schedule.push(key.index, class, len.min(self.piece));
         } else {
             self.unsent.push_back(key.index);
         }
@@ -310,17 +316,16 @@ impl Core {
         while let Some(index) = self.unsent.pop_front() {
             self.send(io, index);
         }
+        for number in 0..self.lanes.len() {
+            self.dispatch_lane(io, number);
+        }
+    }
+
+    fn dispatch_lane(&mut self, io: &mut dyn Io, number: usize) {
         loop {
-            let beside = self.beside_urgent();
-            let (limits, in_flight) = (&self.limits, self.metrics.in_flight_bytes);
-            let fits = |class: Class, cost: u64| {
-                let reserved = if URGENT.contains(&class) { 0 } else { limits.foreground_reserve };
-                let room = limits.max_bytes_in_flight.saturating_sub(reserved);
-                // Limits that leave no room at all still let one go at a time.
-                beside.iter().flatten().all(|beside| beside.lets(class, cost))
-                    && (in_flight == 0 || in_flight.saturating_add(cost) <= room)
-            };
-            let Some(index) = self.schedule.next(fits) else { return };
+            let lane = &mut self.lanes[number];
+            let beside = lane.beside_urgent(number, &self.urgent_reads, &self.limits, self.piece);
+            let Some(index) = lane.next(&self.limits, &beside) else { return };
             if let Some(slot) = self.slots.at(index) {
                 let (class, len) = (slot.request.class, slot.request.len);
                 let few = beside.iter().flatten().find(|beside| beside.urgent < class);
@@ -328,40 +333,16 @@ impl Core {
                 let few = few.filter(|_| !slot.request.work.is_durable());
                 slot.charged = len.min(few.map_or(self.piece, |beside| beside.piece));
                 self.metrics.in_flight_bytes += slot.charged;
-                self.at_device[class as usize] += slot.charged;
-                for (urgent, remembered) in URGENT.into_iter().zip(&mut self.remembered) {
-                    if urgent < class {
-                        remembered.bytes = remembered.bytes.saturating_sub(len);
-                    }
-                }
+                lane.charge(class, slot.charged, len);
             }
             self.send(io, index);
         }
     }
 
-    /// What less urgent transfers may have at the device beside each class of urgent reads that is remembered.
-    fn beside_urgent(&mut self) -> [Option<Beside>; URGENT.len()] {
-        let page = PAGE as u64;
-        let piece = (self.limits.beside_urgent / 4 / page * page).clamp(page, self.piece.max(page));
-        let mut beside = [None; URGENT.len()];
-        for ((urgent, remembered), beside) in URGENT.into_iter().zip(&mut self.remembered).zip(&mut beside) {
-            let count = self.urgent_reads.count(urgent);
-            if count != remembered.count {
-                *remembered = Remembered { count, bytes: self.limits.urgent_remembered };
-            }
-            if remembered.bytes > 0 {
-                let (urgent_bytes, others) = self.at_device.split_at(urgent as usize + 1);
-                let most = self.limits.beside_urgent.max(urgent_bytes.iter().sum());
-                *beside = Some(Beside { urgent, most, others: others.iter().sum(), piece });
-            }
-        }
-        beside
-    }
-
     /// Takes back what a transfer was charged.
-    fn uncharge(&mut self, class: Class, charged: u64) {
+    fn uncharge(&mut self, lane: usize, class: Class, charged: u64) {
         self.metrics.in_flight_bytes -= charged;
-        self.at_device[class as usize] -= charged;
+        self.lanes[lane].uncharge(class, charged);
     }
 
     fn send(&mut self, io: &mut dyn Io, index: u32) {
@@ -389,7 +370,18 @@ impl Core {
         let step = slot.judge(completion.result);
         let dropped = matches!(slot.owner, Owner::Dropped { .. });
         match step {
-            Step::Ended => self.finish(index, Ok(completion.reply)),
+            Step::Ended => {
+                match (&completion.reply, &slot.request.subject) {
+                    (Some(Reply::Opened(file)), Subject::Name(name)) => {
+                        self.files.insert(*file, usize::from(name.dir.0));
+                    }
+                    (None, Subject::File(file)) if slot.request.kind == OpKind::Close => {
+                        self.files.remove(file);
+                    }
+                    _ => {}
+                }
+                self.finish(index, Ok(completion.reply));
+            }
             Step::Failed(kind, errno) => {
                 let error = slot.request.error(kind, errno);
                 self.finish(index, Err(error));
@@ -418,7 +410,8 @@ impl Core {
         let Some(key) = self.slots.key_at(index) else { return };
         let Some(slot) = self.slots.get_mut(key) else { return };
         slot.state = State::Done;
-        let (class, charged) = (slot.request.class, std::mem::take(&mut slot.charged));
+        let (lane, class) = (slot.lane, slot.request.class);
+        let charged = std::mem::take(&mut slot.charged);
         match &outcome {
             Ok(_) if slot.request.kind == OpKind::Read => self.metrics.bytes_read += slot.moved,
             Ok(_) if slot.request.kind == OpKind::Write => self.metrics.bytes_written += slot.moved,
@@ -428,7 +421,7 @@ impl Core {
         self.metrics.completed += 1;
         // The memory goes back to its owner now, whenever the future is polled.
         slot.request.work = Work::Nothing;
-        self.uncharge(class, charged);
+        self.uncharge(lane, class, charged);
         let Some(slot) = self.slots.get_mut(key) else { return };
         match &mut slot.owner {
             Owner::Future(waker) => {
@@ -447,6 +440,9 @@ impl Core {
             Owner::Dropped { stuck } => {
                 let (stuck, len) = (*stuck, slot.request.len);
                 self.metrics.late_completions += 1;
+                if stuck {
+                    self.lanes[lane].unstick(len, charged);
+                }
                 self.count_orphan(stuck, len, false);
                 self.free(key);
             }
@@ -468,16 +464,18 @@ impl Core {
     }
 
     fn free(&mut self, key: Key) {
-        self.slots.remove(key);
+        let Some(slot) = self.slots.remove(key) else { return };
+        self.lanes[slot.lane].slots -= 1;
         self.serve_starved();
-        if !self.is_full() {
+        if !self.is_full(slot.lane) {
             self.to_wake.append(&mut self.slot_waiters);
         }
     }
 
-    /// Gives free slots to batches that wait for some, in turn.
+    /// Gives free slots to batches that wait for some, in turn; a batch whose next lane has none lets others pass.
     fn serve_starved(&mut self) {
-        while !self.is_full() {
+        let mut passed = 0;
+        while passed < self.starved.len() {
             let Some(key) = self.starved.pop_front() else { return };
             let Some(batch) = self.batches.get_mut(key) else { continue };
             let Some((extent, request)) = batch.unslotted.pop_front() else {
@@ -485,7 +483,22 @@ impl Core {
                 continue;
             };
             self.starved.push_back(key);
-            self.place(request, Owner::Batch(key, extent));
+            let lane = self.lane_of(&request);
+            let refused = self.refused(lane, &request);
+            let is_full = self.is_full(lane);
+            let Some(batch) = self.batches.get_mut(key) else { continue };
+            if let Some(error) = refused {
+                batch.outstanding -= 1;
+                batch.done.push_back((extent, Err(error)));
+                self.to_wake.extend(batch.waker.take());
+            } else if is_full {
+                batch.unslotted.push_front((extent, request));
+                passed += 1;
+                continue;
+            } else {
+                self.place(request, lane, Owner::Batch(key, extent));
+            }
+            passed = 0;
         }
     }
 
@@ -513,13 +526,13 @@ impl Core {
     /// Gives an operation up. If the device has it, it keeps its slot and its memory until its completion.
     pub(super) fn abandon(&mut self, key: Key, stuck: bool) {
         let Some(slot) = self.slots.get_mut(key) else { return };
-        let class = slot.request.class;
+        let (lane, class) = (slot.lane, slot.request.class);
         match slot.state {
             State::Waiting => {
                 // Something that was already once at the device and waits to go there again has its charge.
                 let charged = std::mem::take(&mut slot.charged);
-                self.uncharge(class, charged);
-                if !self.schedule.remove(key.index) {
+                self.uncharge(lane, class, charged);
+                if !self.lanes[lane].schedule.remove(key.index) {
                     self.unsent.retain(|index| *index != key.index);
                 }
                 self.free(key);
@@ -527,11 +540,10 @@ impl Core {
             State::Done => self.free(key),
             State::InFlight => {
                 slot.owner = Owner::Dropped { stuck };
-                let len = slot.request.len;
-                // A device that hangs must not take the others' room with it, up to a limit.
-                if stuck && self.metrics.stuck_bytes.saturating_add(len) <= self.limits.max_stuck_bytes {
-                    let charged = std::mem::take(&mut slot.charged);
-                    self.uncharge(class, charged);
+                let (len, charged) = (slot.request.len, slot.charged);
+                if stuck && self.lanes[lane].stick(len, charged, &self.limits) {
+                    slot.charged = 0;
+                    self.uncharge(lane, class, charged);
                 }
                 self.count_orphan(stuck, len, true);
             }
@@ -549,10 +561,15 @@ impl Core {
 
     /// Adds an extent to a batch.
     pub(super) fn push(&mut self, key: Key, extent: u64, request: Request) {
-        let full = self.is_full();
+        let lane = self.lane_of(&request);
+        let (full, refused) = (self.is_full(lane), self.refused(lane, &request));
         let Some(batch) = self.batches.get_mut(key) else { return };
         if request.is_empty() {
             batch.done.push_back((extent, Ok(())));
+            return;
+        }
+        if let Some(error) = refused {
+            batch.done.push_back((extent, Err(error)));
             return;
         }
         batch.outstanding += 1;
@@ -563,7 +580,7 @@ impl Core {
                 self.starved.push_back(key);
             }
         } else {
-            self.place(request, Owner::Batch(key, extent));
+            self.place(request, lane, Owner::Batch(key, extent));
         }
     }
 

@@ -112,7 +112,7 @@ fn a_small_read_goes_past_all_that_wait_and_never_waits_for_room_that_others_hav
 
 #[test]
 fn small_reads_on_one_executor_are_remembered_on_another() {
-    let urgent_reads = UrgentReads::default();
+    let urgent_reads = UrgentReads::of(1);
     let here = Bench::beside(limits(), urgent_reads.clone());
     let there = Bench::beside(limits(), urgent_reads);
     let (page, large) = (memory(1), memory(32));

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use super::features::Feature;
 use super::slots::{Key, Slots};
 use super::workers::lock;
-use kvarts_contract::io_error::FileId;
+use kvarts_contract::io_error::{DirId, FileId};
 
 /// The number of the next file that any table of this process takes in.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
@@ -21,6 +21,15 @@ static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 pub(super) struct OpenFile {
     fd: OwnedFd,
     number: u64,
+    /// The directory that it was opened in.
+    dir: DirId,
+}
+
+impl OpenFile {
+    /// The directory that it was opened in.
+    pub(super) fn dir(&self) -> DirId {
+        self.dir
+    }
 }
 
 impl AsFd for OpenFile {
@@ -75,12 +84,17 @@ impl Files {
         self.get(id).map(KeptFile)
     }
 
+    /// The directory that an open file was opened in; the first one for what is not open.
+    pub(super) fn dir_of(&self, id: FileId) -> DirId {
+        self.get(id).map_or(DirId(0), |file| file.dir())
+    }
+
     /// Takes a descriptor.
-    pub(super) fn insert(&self, fd: OwnedFd) -> FileId {
+    pub(super) fn insert(&self, fd: OwnedFd, dir: DirId) -> FileId {
         // It orders nothing: all that counts is that no other gets the same.
         let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
-        pack(open.insert(Arc::new(OpenFile { fd, number })))
+        pack(open.insert(Arc::new(OpenFile { fd, number, dir })))
     }
 
     /// Forgets a file; `None` if it was not open. Its descriptor closes when the last operation on it has ended.
@@ -139,11 +153,11 @@ mod tests {
     #[test]
     fn the_id_of_a_closed_file_names_nothing_even_after_its_place_is_reused() {
         let files = Files::new();
-        let first = files.insert(some_fd());
+        let first = files.insert(some_fd(), DirId(0));
         assert!(files.get(first).is_some());
         assert!(files.remove(first).is_some());
         assert!(files.remove(first).is_none());
-        let second = files.insert(some_fd());
+        let second = files.insert(some_fd(), DirId(0));
         assert_ne!(first, second);
         assert!(files.get(first).is_none() && files.get(second).is_some());
     }
@@ -151,7 +165,7 @@ mod tests {
     #[test]
     fn a_kept_file_outlives_its_close_and_no_two_files_of_any_table_have_one_number() {
         let tables = [Files::new(), Files::new()];
-        let ids = tables.each_ref().map(|files| files.insert(some_fd()));
+        let ids = tables.each_ref().map(|files| files.insert(some_fd(), DirId(0)));
         assert_eq!(ids[0], ids[1], "ids are of one table alone");
         let [first, other] = [0, 1].map(|at| tables[at].keep(ids[at]).unwrap());
         assert_ne!(first.number(), other.number());
@@ -159,7 +173,7 @@ mod tests {
         tables[0].remove(ids[0]).unwrap();
         assert!(tables[0].keep(ids[0]).is_none());
         assert!(rustix::io::fcntl_getfd(&first).is_ok(), "the descriptor was closed under its keeper");
-        let next = tables[0].keep(tables[0].insert(some_fd())).unwrap();
+        let next = tables[0].keep(tables[0].insert(some_fd(), DirId(0))).unwrap();
         assert!(![first.number(), other.number()].contains(&next.number()));
     }
 

@@ -1,5 +1,5 @@
-//! Executes [`MetaOp`]s, one at a time, on a thread of their own. Only questions about holes are asked by several: a start
-//! asks one of each segment.
+//! Executes [`MetaOp`]s, those of one directory one at a time, on a thread of its own: a device that hangs holds up its own. Only
+//! questions about holes are asked by several: a start asks one of each segment.
 //!
 //! Names are resolved one component at a time below a directory that was opened once, and no symbolic link is
 //! followed on the way or at its end, so that a user who can write into a store's directory cannot lead the store
@@ -30,8 +30,9 @@ const COMPONENTS_MAX: usize = 16;
 const COMPONENT_BYTES_MAX: usize = 255;
 /// A file with more holes than this is none of ours: a segment has fewer pages.
 const HOLES_MAX: usize = 1 << 22;
-/// Threads that ask for holes: each waits for the file system alone.
+/// Threads that ask for holes, of all directories, and at least of each: each waits for the file system alone.
 const ASKERS: usize = 4;
+const ASKERS_MIN: usize = 2;
 
 const FILE_MODE: RawMode = 0o600;
 const DIR_MODE: RawMode = 0o700;
@@ -46,6 +47,13 @@ pub(super) struct MetaJob {
 /// The threads of one executor for [`MetaOp`]s.
 #[derive(Debug)]
 pub(super) struct MetaThreads {
+    files: Arc<Files>,
+    lanes: Vec<MetaLane>,
+}
+
+/// Those of one directory.
+#[derive(Debug)]
+struct MetaLane {
     one: Workers<MetaJob>,
     asking: Workers<MetaJob>,
 }
@@ -53,15 +61,38 @@ pub(super) struct MetaThreads {
 impl MetaThreads {
     pub(super) fn start(meta: &Meta, done: &Arc<Done>) -> std::io::Result<Self> {
         let run = |meta: Meta| move |job| meta.run(job);
-        Ok(Self {
-            one: Workers::start("kvarts-meta", 1, done, run(meta.clone()))?,
-            asking: Workers::start("kvarts-holes", ASKERS, done, run(meta.clone()))?,
-        })
+        let dirs = meta.dirs.len().max(1);
+        let askers = (ASKERS / dirs).max(ASKERS_MIN);
+        let lane = |dir: usize| {
+            Ok(MetaLane {
+                one: Workers::start(&format!("kvarts-meta-{dir}"), 1, done, run(meta.clone()))?,
+                asking: Workers::start(&format!("kvarts-hole-{dir}"), askers, done, run(meta.clone()))?,
+            })
+        };
+        let lanes = (0..dirs).map(lane).collect::<std::io::Result<_>>()?;
+        Ok(Self { files: Arc::clone(&meta.files), lanes })
     }
 
-    /// Queues an operation: in order with others, unless it changes nothing and may take long.
+    /// Queues an operation: in order with others of its directory, unless it changes nothing and may take long.
     pub(super) fn push(&self, token: Token, op: MetaOp) {
-        let threads = if matches!(op, MetaOp::Holes { .. }) { &self.asking } else { &self.one };
+        let dir = match &op {
+            MetaOp::Open { name, .. }
+            | MetaOp::Rename { from: name, .. }
+            | MetaOp::Remove { name }
+            | MetaOp::MakeDir { name }
+            | MetaOp::SyncDir { name }
+            | MetaOp::List { name } => name.dir,
+            MetaOp::Space { dir } => *dir,
+            MetaOp::Close { file }
+            | MetaOp::Allocate { file, .. }
+            | MetaOp::PunchHole { file, .. }
+            | MetaOp::Holes { file, .. }
+            | MetaOp::Truncate { file, .. }
+            | MetaOp::Stat { file } => self.files.dir_of(*file),
+        };
+        // A directory that is not there is an error whichever thread says so.
+        let Some(lane) = self.lanes.get(usize::from(dir.0)).or(self.lanes.first()) else { return };
+        let threads = if matches!(op, MetaOp::Holes { .. }) { &lane.asking } else { &lane.one };
         threads.push(MetaJob { token, op });
     }
 }
@@ -180,7 +211,7 @@ impl Meta {
             self.files.note_cached(why);
         }
         fcntl_setfl(&fd, kept)?;
-        Ok(Reply::Opened(self.files.insert(fd)))
+        Ok(Reply::Opened(self.files.insert(fd, name.dir)))
     }
 
     fn rename(&self, from: &Name, to: &Name) -> Result<(), Errno> {

@@ -27,6 +27,8 @@ use kvarts_contract::io_error::FileId;
 
 /// Operations that are at the disks at once: enough for what one executor reads ahead in pieces of 1 MiB.
 pub(super) const THREADS: usize = 4;
+/// Those that each directory has at least.
+const THREADS_MIN: usize = 2;
 
 /// One operation with the file it is for.
 #[derive(Debug)]
@@ -42,7 +44,8 @@ type DurableWrite = Arc<AtomicBool>;
 /// The pool of one executor.
 #[derive(Debug)]
 pub(super) struct Pool {
-    workers: Workers<Job>,
+    /// Of each directory, so that a device that hangs holds up its own.
+    workers: Vec<Workers<Job>>,
     meta: MetaThreads,
     files: Arc<Files>,
     done: Arc<Done>,
@@ -70,8 +73,12 @@ impl Pool {
         let meta = MetaThreads::start(&meta, &done).map_err(no_threads)?;
         let durable: DurableWrite = Arc::new(AtomicBool::new(features.allows(Feature::DurableWrite)));
         let for_threads = Arc::clone(&durable);
-        let workers = Workers::start("kvarts-io", THREADS, &done, move |job| run(&job, &for_threads))
-            .map_err(no_threads)?;
+        let threads = (THREADS / dirs.len().max(1)).max(THREADS_MIN);
+        let workers = (0..dirs.len().max(1)).map(|dir| {
+            let durable = Arc::clone(&for_threads);
+            Workers::start(&format!("kvarts-io-{dir}"), threads, &done, move |job| run(&job, &durable))
+        });
+        let workers = workers.collect::<std::io::Result<_>>().map_err(no_threads)?;
         let mut outcomes = Outcomes::new(features);
         for feature in Feature::ALL {
             match feature {
@@ -100,7 +107,12 @@ impl Io for Pool {
             }
         };
         match self.files.get(file) {
-            Some(file) => self.workers.push(Job { token, op, file }),
+            Some(file) => {
+                let workers = self.workers.get(usize::from(file.dir().0)).or(self.workers.first());
+                if let Some(workers) = workers {
+                    workers.push(Job { token, op, file });
+                }
+            }
             None => {
                 let result = -Errno::BADF.raw_os_error();
                 self.ready.push(Completion { token, result, reply: None });

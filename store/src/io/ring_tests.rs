@@ -102,7 +102,7 @@ fn wait(ring: &mut Ring) -> Completion {
 
 /// A file whose reads never end by themselves.
 fn endless(ring: &Ring) -> FileId {
-    ring.files.insert(eventfd(0, EventfdFlags::CLOEXEC).unwrap())
+    ring.files.insert(eventfd(0, EventfdFlags::CLOEXEC).unwrap(), DirId(0))
 }
 
 /// The per-transfer flags of an entry, which lie at byte 28 of what the kernel reads.

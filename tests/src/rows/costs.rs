@@ -28,7 +28,7 @@ use crate::sim::media::errno::{EIO, ENOMEM};
 use crate::sim::{Crash, DiskConfig, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{SimStage, Stage, ask, drive};
 
-const SEGMENT: u64 = 128 << 10;
+pub(super) const SEGMENT: u64 = 128 << 10;
 const DAY_MILLIS: u64 = 24 * 60 * 60 * 1000;
 
 /// Something that happens to a store, and what it may cost.
@@ -52,16 +52,17 @@ const SCENES: &[Scene] = &[
     Scene { what: "room, where segments lack much", play: rests },
     Scene { what: "room, where another shard uses nothing", play: spare_room },
     Scene { what: "room, where another shard's device hangs", play: hung_neighbour },
+    Scene { what: "drives, of which one hangs", play: super::drives::hung },
     Scene { what: "a damaged end of a segment with holes", play: super::ends::play },
     Scene { what: "a chain longer than the budget", play: super::prefixes::longer_than_the_budget },
     Scene { what: "a chain that grows and is not read", play: super::prefixes::grown_and_not_read },
 ];
 
-fn ensure(holds: bool, what: &str, found: impl Debug) -> Result<(), String> {
+pub(super) fn ensure(holds: bool, what: &str, found: impl Debug) -> Result<(), String> {
     if holds { Ok(()) } else { Err(format!("{what}: {found:?}")) }
 }
 
-fn options(budget_bytes: u64) -> Options {
+pub(super) fn options(budget_bytes: u64) -> Options {
     Options {
         segment_bytes: SEGMENT,
         budget_bytes,

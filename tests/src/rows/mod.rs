@@ -12,6 +12,7 @@ mod copies;
 mod costs;
 mod cuts;
 mod devices;
+mod drives;
 mod ends;
 mod faults;
 mod goldens;

@@ -46,7 +46,8 @@ use kvarts_contract::{class::Class, clock::Nanos};
 struct Executor {
     rt: Rc<dyn Runtime>,
     driver: Rc<Driver>,
-    arena: Arena,
+    /// Of each directory its own, so that a device that hangs keeps no other's.
+    arenas: Vec<Arena>,
     shards: RefCell<BTreeMap<u32, Rc<Shard>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
@@ -62,7 +63,12 @@ struct Executor {
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
-pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: UrgentReads) -> Body {
+pub(crate) fn body(
+    mailbox: Mailbox<Message>,
+    limits: Limits,
+    directories: u16,
+    urgent_reads: UrgentReads,
+) -> Body {
     Box::new(move |context: ExecutorContext| {
         Box::pin(async move {
             let (rt, io) = (Rc::clone(&context.rt), Rc::clone(&context.io));
@@ -71,7 +77,9 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: Urge
             context.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&context.unparker));
             // In large pages where there are some: a device that is told of each small one reads at half its speed.
-            let Ok((region, _)) = Region::anonymous_huge(limits.arena_bytes) else { return };
+            let directories = usize::from(directories);
+            let bytes = limits.arena_bytes.max(directories * ARENA_MIN);
+            let Ok((region, _)) = Region::anonymous_huge(bytes) else { return };
             // Unregistered memory works the same; `Inspect` tells why it is not registered.
             let registered = match limits.register {
                 true => context.io.borrow_mut().register(&region),
@@ -80,7 +88,7 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: Urge
             let executor = Executor {
                 rt: Rc::clone(&context.rt),
                 driver,
-                arena: Arena::new(region),
+                arenas: Arena::parts(&region, directories),
                 shards: RefCell::default(),
                 busy: Rc::default(),
                 searching: Rc::default(),
@@ -96,13 +104,24 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, urgent_reads: Urge
     })
 }
 
+/// Staging memory of each directory at least.
+const ARENA_MIN: usize = 1 << 20;
+
 impl Executor {
+    /// The staging memory of a directory.
+    fn arena(&self, dir: DirId) -> &Arena {
+        // There is a part for each directory, and one at least.
+        &self.arenas[usize::from(dir.0) % self.arenas.len()]
+    }
+
     async fn serve(&self, mailbox: Mailbox<Message>) {
         while let Some(message) = mailbox.recv(&*self.rt).await {
             match message {
                 Message::OpenDirectories { plan, reply } => {
                     let (clock, entropy) = (self.rt.clock(), self.rt.entropy());
-                    let found = directory::open(&self.driver, &self.arena, &plan, &**clock, &**entropy).await;
+                    let found =
+                        directory::open(&self.driver, self.arena(DirId(0)), &plan, &**clock, &**entropy)
+                            .await;
                     // A caller that is gone needs no answer, here and below.
                     let _ = reply.send(found);
                 }
@@ -175,7 +194,7 @@ impl Executor {
         let mut facts = self.io.borrow().facts();
         facts.warnings.extend(self.registered.clone().err());
         facts.warnings.extend(self.notes_of_holes().await);
-        let arena_bytes = self.arena.usage().used as u64;
+        let arena_bytes = self.arenas.iter().map(|arena| arena.usage().used as u64).sum();
         (facts, Metrics { arena_bytes, ..self.driver.metrics() })
     }
 
@@ -195,7 +214,7 @@ impl Executor {
         for (shard, dir) in shards {
             let rt = Rc::clone(&self.rt);
             let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
-            let path = (Rc::clone(&self.driver), self.arena.clone());
+            let path = (Rc::clone(&self.driver), self.arena(dir).clone());
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
             reports.push(recover::recover(&adopted.log).await?);

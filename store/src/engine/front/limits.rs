@@ -10,7 +10,7 @@ use crate::engine::shared::batches::Batches;
 pub struct Limits {
     /// Operations and bytes at the device.
     pub io: crate::driver::Limits,
-    /// Staging memory.
+    /// Staging memory, divided among the directories: 1 MiB each at least.
     pub arena_bytes: usize,
     /// Whether the staging memory is registered with the ring.
     pub register: bool,

@@ -160,10 +160,10 @@ impl Store {
         check(options)?;
         let mut senders = Vec::new();
         let mut threads = Vec::new();
-        let urgent_reads = UrgentReads::default();
+        let urgent_reads = UrgentReads::of(usize::from(options.directories));
         for index in 0..options.executors {
             let (sender, inbox) = mailbox(options.limits.mailbox_messages);
-            let body = executor::body(inbox, options.limits, urgent_reads.clone());
+            let body = executor::body(inbox, options.limits, options.directories, urgent_reads.clone());
             threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
             senders.push(sender);
         }

@@ -1,0 +1,88 @@
+//! A drive that hangs beside one that is sound, on one executor: what it costs is its own blocks.
+
+use std::time::Duration;
+
+use kvarts_contract::api::{BlockOutcome, PutRequest, ReadRequest};
+use kvarts_contract::clock::Clock;
+use kvarts_contract::io_error::DirId;
+use kvarts_layout::BlockKey;
+use kvarts_store::engine::Options;
+
+use super::costs::{SEGMENT, ensure, options};
+use crate::conformance::{Desk, pages};
+use crate::fixture;
+use crate::sim::{DiskConfig, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use crate::stage::{SimStage, Stage};
+
+/// Blocks of each drive.
+const BLOCKS: usize = 64;
+/// Puts that the drive which hangs is asked for: more bytes than a device may have in flight, and than there is staging memory.
+const HANGING: usize = 200;
+/// Bytes that are read of the sound one: far more than those for which a class of transfers lets others pass.
+const READ: u64 = 96 << 20;
+/// Simulated time: what reads may take at most, all together.
+const SOON: Duration = Duration::from_secs(20);
+
+/// Puts wait for a drive that answers no write, or none of anything; reads and puts of the other one go on in their time, what is read of the first one ends
+/// at its deadline, and when it answers again it is read.
+pub(super) fn hung(seed: Seed) -> Result<(), String> {
+    let kinds: &[OpKind] = match seed.0 % 4 / 2 {
+        0 => &[OpKind::Write, OpKind::Flush],
+        _ => &[OpKind::Read, OpKind::Write, OpKind::Flush],
+    };
+    let options = Options { executors: 1, directories: 2, segment_bytes: 16 * SEGMENT, ..options(96 << 20) };
+    let disk = DiskConfig { dirs: 2, ..DiskConfig::default() };
+    let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
+    let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
+    let desk = Desk::new(&stage, "drives");
+    let of = |shard: u32| -> Vec<BlockKey> {
+        let keys = (0..).map(|n| fixture::key(desk.chain, n));
+        keys.filter(|key| stage.engine().shard_of(key) == shard).take(BLOCKS + HANGING).collect()
+    };
+    let (sound, sick) = (of(0), of(1));
+    for keys in [&sound, &sick] {
+        let outcomes = desk.outcomes(desk.request(pages(), &keys[..BLOCKS], 1));
+        ensure(
+            outcomes.iter().all(|one| *one == BlockOutcome::Stored),
+            "not all blocks are stored",
+            outcomes,
+        )?;
+    }
+    for kind in kinds {
+        world.disk().inject(Rule::new(Which::Kind(*kind), When::From(1), Effect::Stuck).on(DirId(1)));
+    }
+    let one = |key: &BlockKey| desk.request(pages(), &[*key], 1);
+    let hanging: Vec<_> = sick[BLOCKS..].iter().map(|key| stage.store().put(one(key))).collect();
+    stage.rest();
+    let began = world.clock().now();
+    let block = fixture::shape(pages().0, pages().1).block_bytes();
+    for _ in 0..READ / (BLOCKS as u64 * block) + 1 {
+        let (_, end) = desk.read(&desk.read_request(pages(), &sound[..BLOCKS]));
+        ensure(end.usable_blocks as usize == BLOCKS, "blocks of the sound drive are not read", &end)?;
+    }
+    for key in &sound[BLOCKS..BLOCKS + 16] {
+        let outcomes = desk.outcomes(one(key));
+        ensure(outcomes == [BlockOutcome::Stored], "a block is not stored on the sound drive", outcomes)?;
+    }
+    let took = world.clock().now().since(began);
+    ensure(took < SOON, "the sound drive waits for the other one", took)?;
+    // What is asked of the one that hangs has an end.
+    if kinds.contains(&OpKind::Read) {
+        for _ in 0..4 {
+            let deadline = Some(world.clock().now().plus(Duration::from_millis(200)));
+            let request = desk.read_request(pages(), &sick[..BLOCKS]);
+            let (_, end) = desk.read(&ReadRequest { deadline, ..request });
+            ensure(end.usable_blocks == 0, "blocks of a drive that answers nothing", &end)?;
+        }
+        let deadline = Some(world.clock().now().plus(Duration::from_millis(200)));
+        let outcomes = desk.outcomes(PutRequest { deadline, ..one(&sick[BLOCKS]) });
+        let ended = matches!(outcomes[..], [BlockOutcome::Refused(_) | BlockOutcome::InFlight]);
+        ensure(ended, "a put to a drive that answers nothing", &outcomes)?;
+    }
+    // What hangs hangs for good; what is asked from now on is answered.
+    world.disk().heal();
+    let (_, end) = desk.read(&desk.read_request(pages(), &sick[..BLOCKS]));
+    ensure(end.usable_blocks as usize == BLOCKS, "the drive answers and is not read", &end)?;
+    drop(hanging);
+    Ok(())
+}
