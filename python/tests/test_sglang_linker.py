@@ -219,6 +219,24 @@ class Linkers(unittest.TestCase):
             time.sleep(0.001)
             self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1])
 
+    def test_what_was_answered_with_stays_good_while_the_server_stands_still(self):
+        linker = self.linker(timeout=1.0, wait=0.2)
+        self.assertTrue(linker.offload([transfer(keys(3), (1, 2, 3))]))
+        self.assertTrue(self.answer(linker))
+        self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1, 2, 3])
+        self.server.signal(signal.SIGSTOP)
+        try:
+            with mock.patch("kvarts.staging.FRESH", 0.0):
+                for _ in range(3):
+                    time.sleep(0.001)
+                    linker.num_completed_offloads()
+                    # With the last token, and without.
+                    self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1, 2, 3])
+                    self.assertEqual(linker.lookup("a", [transfer(keys(2))]), [1, 2])
+            self.assertTrue(self.load(linker, "a", [transfer(keys(2), (5, 6))]))
+        finally:
+            self.server.signal(signal.SIGCONT)
+
     def test_a_server_that_stands_still_costs_one_wait_and_is_taken_again(self):
         linker = self.linker(timeout=1.0, wait=0.2, pause=0.5)
         self.fill(linker)

@@ -659,6 +659,22 @@ class Layers(unittest.TestCase):
             self.assertIsNone(engine.scheduler.get_num_new_matched_tokens(again, 0)[0])
         self.assertEqual(engine.find(again), 2)
 
+    def test_what_is_staged_is_promised_however_long_a_step_takes_and_whatever_the_server_does_then(self):
+        server = self.own_server()
+        engine, request = self.engine(server, extra={"timeout": 1.0}), Request("a", 4)
+        engine.stored(request)
+        with mock.patch("kvarts.staging.FRESH", 0.0):
+            # Each time that it is asked for, the stage ended long ago.
+            self.assertEqual(engine.find(Request("b", 4)), 4)
+            server.signal(signal.SIGSTOP)
+            try:
+                time.sleep(0.001)
+                self.assertIsNone(engine.scheduler.get_num_new_matched_tokens(Request("b", 4), 0)[0])
+                # It is asked for again, and there is no answer: what was staged stays good.
+                self.assertEqual(engine.find(Request("b", 4)), 4)
+            finally:
+                server.signal(signal.SIGCONT)
+
     def test_what_does_not_pay_is_not_promised(self):
         # An engine that computes a million tokens a second, and one that takes a second for each.
         fast = {"times": {"samples": [(0, 1000, 0.001), (0, 100_000, 0.1), (100_000, 1000, 0.001)]}}

@@ -17,7 +17,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 runs_with = SimpleNamespace(model_path="test/model", revision="1", dtype="bfloat16", quantization=None, kv_cache_dtype="auto")
 runtime_context.get_model = lambda: runs_with
 linker_pool_assembler.get_memory = lambda: SimpleNamespace(enable_unified_memory=False)
-linker_pool_assembler.get_parallel = memory_pool.get_parallel = lambda: SimpleNamespace(attn_dcp_size=1)
+alone = SimpleNamespace(attn_dcp_size=1)
+linker_pool_assembler.get_parallel = memory_pool.get_parallel = runtime_context.get_parallel = lambda: alone
 
 from kvarts.sglang_linker import KvartsLinker  # noqa: E402
 

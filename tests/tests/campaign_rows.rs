@@ -130,6 +130,11 @@ fn a_fault_a_start_and_a_neighbour_cost_what_they_must() {
     run("R32", 14);
 }
 
+#[test]
+fn a_drive_that_hangs_costs_its_own_blocks() {
+    run("R43", 1);
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }

@@ -5,10 +5,13 @@
 //! hangs costs its own transfers: they end at their deadlines, their memory stays with the device, and once too much of it is
 //! stuck the lane refuses transfers at once, until the device answers.
 
+use std::time::Duration;
+
 use super::schedule::Schedule;
 use super::{Limits, URGENT, UrgentReads};
 use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::class::Class;
+use kvarts_contract::clock::Nanos;
 
 /// What transfers may have at the device that are less urgent than some reads.
 #[derive(Clone, Copy, Debug)]
@@ -51,7 +54,12 @@ pub(super) struct Lane {
     stuck: u64,
     stuck_in_flight: u64,
     remembered: [Remembered; URGENT.len()],
+    /// When it was last looked for what is at the device for too long.
+    looked: Nanos,
 }
+
+/// How often that is looked for, at most.
+const LOOK: Duration = Duration::from_secs(1);
 
 impl Lane {
     pub(super) fn new(number: usize, urgent_reads: &UrgentReads) -> Self {
@@ -63,6 +71,7 @@ impl Lane {
             stuck: 0,
             stuck_in_flight: 0,
             remembered: URGENT.map(|class| Remembered { count: urgent_reads.count(number, class), bytes: 0 }),
+            looked: Nanos(0),
         }
     }
 
@@ -141,6 +150,15 @@ impl Lane {
     pub(super) fn unstick(&mut self, len: u64, charged: u64) {
         self.stuck -= len;
         self.stuck_in_flight -= charged;
+    }
+
+    /// Whether it is time to look for what has been at the device for too long, where something waits.
+    pub(super) fn may_look(&mut self, now: Nanos) -> bool {
+        let may = self.in_flight > self.stuck_in_flight && now.since(self.looked) >= LOOK;
+        if may {
+            self.looked = now;
+        }
+        may
     }
 
     /// Whether what is stuck leaves no room for any more: a transfer could only wait for its deadline.

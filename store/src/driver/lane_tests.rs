@@ -18,6 +18,17 @@ impl Bench {
         file
     }
 
+    /// Ends the oldest read of a file: there is one.
+    fn end_on_read(&self, file: FileId) {
+        let mut disk = self.disk.borrow_mut();
+        let is_read = |op: &Op| matches!(op, Op::Read { file: on, .. } if *on == file);
+        let at = disk.under_way.iter().position(|(_, op)| is_read(op)).expect("it went to the device");
+        let (token, _) = disk.under_way.remove(at).expect("it is there");
+        disk.answer(token, PAGE as i32);
+        drop(disk);
+        self.driver.pump();
+    }
+
     /// Ends the oldest operation on a file.
     fn end_on(&self, file: FileId, result: i32) {
         let mut disk = self.disk.borrow_mut();
@@ -135,6 +146,36 @@ fn a_lane_that_is_full_of_what_is_stuck_refuses_at_once_until_its_device_answers
     bench.end_on(hung, PAGE as i32);
     assert_eq!(bench.poll(&mut read), Poll::Ready(Ok(())));
     drop(batch);
+    bench.assert_idle(&[&buf]);
+}
+
+#[test]
+fn puts_that_a_device_never_takes_keep_no_read_out_for_long_though_nobody_gave_them_a_deadline() {
+    let (bench, _, sick) = two();
+    let buf = memory(1);
+    let mut puts: Vec<_> =
+        (0..2).map(|at| bench.driver.write(Class::Put, sick, at * PAGES, buf.clone(), false)).collect();
+    puts.iter_mut().for_each(|put| assert!(bench.poll(put).is_pending()));
+    // A small one is remembered: beside it others go few at a time, and there are many.
+    let mut small = bench.driver.read(Class::Small, sick, 0, buf.clone());
+    assert!(bench.poll(&mut small).is_pending());
+    bench.end_on_read(sick);
+    assert_eq!(bench.poll(&mut small), Poll::Ready(Ok(())));
+    let mut read = bench.driver.read(Class::Foreground, sick, 0, buf.clone()).by(Nanos(5_000_000_000));
+    assert!(bench.poll(&mut read).is_pending());
+    bench.world.hands.0.store(5_000_000_000, Ordering::Relaxed);
+    assert_eq!(kind(bench.poll(&mut read)), IoErrorKind::Deadline);
+    bench.world.hands.0.store(20_000_000_000, Ordering::Relaxed);
+    let mut read = bench.driver.read(Class::Foreground, sick, 0, buf.clone());
+    assert!(bench.poll(&mut read).is_pending());
+    bench.end_on_read(sick);
+    assert_eq!(bench.poll(&mut read), Poll::Ready(Ok(())));
+    // They end when the device takes them after all.
+    assert!(bench.driver.metrics().stuck_ops > 0);
+    while bench.under_way() > 0 {
+        bench.end(PAGE as i32);
+    }
+    puts.iter_mut().for_each(|put| assert_eq!(bench.poll(put), Poll::Ready(Ok(()))));
     bench.assert_idle(&[&buf]);
 }
 

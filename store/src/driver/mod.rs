@@ -156,7 +156,7 @@ impl Shared {
     /// Hands over what may go, if the `Io` is not in use; then wakes whom it concerns.
     fn dispatch(&self) {
         if let Ok(mut io) = self.io.try_borrow_mut() {
-            self.core.borrow_mut().dispatch(&mut *io);
+            self.core.borrow_mut().dispatch(&mut *io, &**self.rt.clock());
         }
         self.wake();
     }

@@ -16,6 +16,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
+use std::time::Duration;
 
 use super::lane::Lane;
 use super::{Limits, Metrics, UrgentReads};
@@ -26,6 +27,7 @@ use crate::io::{Completion, Io, MetaOp, Op, Reply, Token};
 use kvarts_contract::buffers::buf::SharedBuf;
 use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::class::Class;
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::io_error::FileId;
 use kvarts_contract::io_error::{IoError, IoErrorKind, OpKind, Subject};
 
@@ -41,6 +43,8 @@ const INDEX_BITS: u32 = 24;
 const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
 /// Slots at most, of all lanes and whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
+/// What has been at a device for so long is stuck, also where nobody gave it a deadline.
+const OVERDUE: Duration = Duration::from_secs(10);
 /// The error of a transfer that a lane refuses: the device is busy with what it never answered.
 const EBUSY: i32 = 16;
 
@@ -136,8 +140,8 @@ enum Owner {
     Future(Option<Waker>),
     /// A batch, and the extent's name in it.
     Batch(Key, u64),
-    /// Pending, but dropped by its caller. `stuck` if a deadline was the reason.
-    Dropped { stuck: bool },
+    /// Pending, but dropped by its caller. `counted` as such: what is past its deadline is counted as stuck.
+    Dropped { counted: bool },
 }
 
 /// What an operation ended with.
@@ -158,6 +162,10 @@ struct Slot {
     asked: u64,
     /// Its part of `in_flight_bytes`: the most bytes that one submission of it asks for.
     charged: u64,
+    /// When it went to the device.
+    sent: Nanos,
+    /// Whether its lane counts it as stuck: past its deadline, or at the device for too long.
+    is_stuck: bool,
     tries: u16,
     shorts: u16,
     outcome: Option<Outcome>,
@@ -260,6 +268,7 @@ impl Core {
     /// The number of the lane that an operation goes on: that of its directory.
     fn lane_of(&mut self, request: &Request) -> usize {
         let number = match &request.subject {
+            _ if kvarts_layout::planted!("one-lane") => 0,
             Subject::File(file) => self.files.get(file).copied().unwrap_or(0),
             Subject::Name(name) => usize::from(name.dir.0),
         };
@@ -285,6 +294,8 @@ impl Core {
             from: 0,
             asked: 0,
             charged: 0,
+            sent: Nanos(0),
+            is_stuck: false,
             tries: 0,
             shorts: 0,
             outcome: None,
@@ -311,22 +322,33 @@ impl Core {
     }
 
     /// Hands over what may go.
-    pub(super) fn dispatch(&mut self, io: &mut dyn Io) {
+    pub(super) fn dispatch(&mut self, io: &mut dyn Io, clock: &dyn Clock) {
         self.serve_starved();
         while let Some(index) = self.unsent.pop_front() {
             self.send(io, index);
         }
         for number in 0..self.lanes.len() {
-            self.dispatch_lane(io, number);
+            self.dispatch_lane(io, clock, number);
         }
     }
 
-    fn dispatch_lane(&mut self, io: &mut dyn Io, number: usize) {
+    fn dispatch_lane(&mut self, io: &mut dyn Io, clock: &dyn Clock, number: usize) {
+        let mut now = None;
         loop {
             let lane = &mut self.lanes[number];
+            if lane.schedule.len() == 0 {
+                return;
+            }
+            let now = *now.get_or_insert_with(|| clock.now());
             let beside = lane.beside_urgent(number, &self.urgent_reads, &self.limits, self.piece);
-            let Some(index) = lane.next(&self.limits, &beside) else { return };
+            let Some(index) = lane.next(&self.limits, &beside) else {
+                if lane.may_look(now) && self.look_for_stuck(number, now) {
+                    continue;
+                }
+                return;
+            };
             if let Some(slot) = self.slots.at(index) {
+                slot.sent = now;
                 let (class, len) = (slot.request.class, slot.request.len);
                 let few = beside.iter().flatten().find(|beside| beside.urgent < class);
                 // Not so durable writes: each piece of one is made durable.
@@ -337,6 +359,33 @@ impl Core {
             }
             self.send(io, index);
         }
+    }
+
+    /// Counts what has been at a device for too long as stuck, whoever still waits for it: else it would keep out what its device may
+    /// answer. Whether there was any.
+    fn look_for_stuck(&mut self, lane: usize, now: Nanos) -> bool {
+        let is_old = |slot: &Slot| {
+            slot.lane == lane
+                && slot.state == State::InFlight
+                && slot.charged > 0
+                && !slot.is_stuck
+                && now.since(slot.sent) >= OVERDUE
+        };
+        let old: Vec<Key> = self.slots.iter().filter(|(_, slot)| is_old(slot)).map(|(key, _)| key).collect();
+        old.iter().for_each(|key| self.stick(*key));
+        !old.is_empty()
+    }
+
+    /// Its lane counts a transfer at the device as stuck.
+    fn stick(&mut self, key: Key) {
+        let Some(slot) = self.slots.get_mut(key).filter(|slot| !slot.is_stuck) else { return };
+        slot.is_stuck = true;
+        let (lane, class, len, charged) = (slot.lane, slot.request.class, slot.request.len, slot.charged);
+        if self.lanes[lane].stick(len, charged, &self.limits) {
+            slot.charged = 0;
+            self.uncharge(lane, class, charged);
+        }
+        self.count_orphan(true, len, true);
     }
 
     /// Takes back what a transfer was charged.
@@ -421,7 +470,12 @@ impl Core {
         self.metrics.completed += 1;
         // The memory goes back to its owner now, whenever the future is polled.
         slot.request.work = Work::Nothing;
+        let (len, was_stuck) = (slot.request.len, std::mem::take(&mut slot.is_stuck));
         self.uncharge(lane, class, charged);
+        if was_stuck {
+            self.lanes[lane].unstick(len, charged);
+            self.count_orphan(true, len, false);
+        }
         let Some(slot) = self.slots.get_mut(key) else { return };
         match &mut slot.owner {
             Owner::Future(waker) => {
@@ -437,13 +491,12 @@ impl Core {
                 }
                 self.free(key);
             }
-            Owner::Dropped { stuck } => {
-                let (stuck, len) = (*stuck, slot.request.len);
+            Owner::Dropped { counted } => {
+                let counted = *counted;
                 self.metrics.late_completions += 1;
-                if stuck {
-                    self.lanes[lane].unstick(len, charged);
+                if counted {
+                    self.count_orphan(false, len, false);
                 }
-                self.count_orphan(stuck, len, false);
                 self.free(key);
             }
         }
@@ -539,13 +592,13 @@ impl Core {
             }
             State::Done => self.free(key),
             State::InFlight => {
-                slot.owner = Owner::Dropped { stuck };
-                let (len, charged) = (slot.request.len, slot.charged);
-                if stuck && self.lanes[lane].stick(len, charged, &self.limits) {
-                    slot.charged = 0;
-                    self.uncharge(lane, class, charged);
+                slot.owner = Owner::Dropped { counted: !stuck };
+                let len = slot.request.len;
+                if stuck {
+                    self.stick(key);
+                } else {
+                    self.count_orphan(false, len, true);
                 }
-                self.count_orphan(stuck, len, true);
             }
         }
     }

@@ -52,7 +52,6 @@ const SCENES: &[Scene] = &[
     Scene { what: "room, where segments lack much", play: rests },
     Scene { what: "room, where another shard uses nothing", play: spare_room },
     Scene { what: "room, where another shard's device hangs", play: hung_neighbour },
-    Scene { what: "drives, of which one hangs", play: super::drives::hung },
     Scene { what: "a damaged end of a segment with holes", play: super::ends::play },
     Scene { what: "a chain longer than the budget", play: super::prefixes::longer_than_the_budget },
     Scene { what: "a chain that grows and is not read", play: super::prefixes::grown_and_not_read },

@@ -9,8 +9,11 @@ use kvarts_layout::BlockKey;
 use kvarts_store::engine::Options;
 
 use super::costs::{SEGMENT, ensure, options};
+use super::pool::{States, until};
+use super::{Row, Tally};
 use crate::conformance::{Desk, pages};
 use crate::fixture;
+use crate::sim::log::Mixer;
 use crate::sim::{DiskConfig, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{SimStage, Stage};
 
@@ -24,13 +27,13 @@ const READ: u64 = 96 << 20;
 const SOON: Duration = Duration::from_secs(20);
 
 /// Puts wait for a drive that answers no write, or none of anything; reads and puts of the other one go on in their time, what is read of the first one ends
-/// at its deadline, and when it answers again it is read.
-pub(super) fn hung(seed: Seed) -> Result<(), String> {
+/// at its deadline.
+fn hung(seed: Seed) -> Result<(), String> {
     let kinds: &[OpKind] = match seed.0 % 4 / 2 {
         0 => &[OpKind::Write, OpKind::Flush],
         _ => &[OpKind::Read, OpKind::Write, OpKind::Flush],
     };
-    let options = Options { executors: 1, directories: 2, segment_bytes: 16 * SEGMENT, ..options(96 << 20) };
+    let options = Options { executors: 1, directories: 2, segment_bytes: 16 * SEGMENT, ..options(48 << 20) };
     let disk = DiskConfig { dirs: 2, ..DiskConfig::default() };
     let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
     let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
@@ -67,22 +70,43 @@ pub(super) fn hung(seed: Seed) -> Result<(), String> {
     let took = world.clock().now().since(began);
     ensure(took < SOON, "the sound drive waits for the other one", took)?;
     // What is asked of the one that hangs has an end.
+    let by = |within: Duration| Some(world.clock().now().plus(within));
+    let read = || {
+        let request = ReadRequest {
+            deadline: by(Duration::from_secs(2)),
+            ..desk.read_request(pages(), &sick[..BLOCKS])
+        };
+        desk.read(&request).1
+    };
     if kinds.contains(&OpKind::Read) {
         for _ in 0..4 {
-            let deadline = Some(world.clock().now().plus(Duration::from_millis(200)));
-            let request = desk.read_request(pages(), &sick[..BLOCKS]);
-            let (_, end) = desk.read(&ReadRequest { deadline, ..request });
-            ensure(end.usable_blocks == 0, "blocks of a drive that answers nothing", &end)?;
+            let end = read();
+            ensure(end.usable_layers == 0, "layers of a drive that answers nothing", &end)?;
         }
-        let deadline = Some(world.clock().now().plus(Duration::from_millis(200)));
-        let outcomes = desk.outcomes(PutRequest { deadline, ..one(&sick[BLOCKS]) });
+        let outcomes =
+            desk.outcomes(PutRequest { deadline: by(Duration::from_millis(200)), ..one(&sick[BLOCKS]) });
         let ended = matches!(outcomes[..], [BlockOutcome::Refused(_) | BlockOutcome::InFlight]);
         ensure(ended, "a put to a drive that answers nothing", &outcomes)?;
     }
-    // What hangs hangs for good; what is asked from now on is answered.
-    world.disk().heal();
-    let (_, end) = desk.read(&desk.read_request(pages(), &sick[..BLOCKS]));
-    ensure(end.usable_blocks as usize == BLOCKS, "the drive answers and is not read", &end)?;
     drop(hanging);
     Ok(())
+}
+
+fn one(seed: Seed, states: &States) -> Result<(), String> {
+    hung(seed)?;
+    let mut digest = Mixer::new(0);
+    digest.word(seed.0);
+    states.reach(digest.value());
+    Ok(())
+}
+
+/// Row R43.
+pub(super) fn row() -> Row {
+    Row {
+        id: "R43",
+        what: "two drives of one executor, of which one hangs",
+        counts: "stores with a drive that hangs",
+        targets: [8, 40, 400],
+        run: |ask, target| -> Tally { until(ask, target, one) },
+    }
 }

@@ -171,6 +171,7 @@ pub fn all() -> Vec<Row> {
     rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
     rows.push(buckets::row());
     rows.push(staged::row());
+    rows.push(drives::row());
     rows.push(planted::row());
     rows
 }

@@ -231,6 +231,7 @@ pub const BUGS: &[Bug] = &[
     )
     .at(10),
     bug("beginnings-go-first", "R32", "room for the end of a chain is made of its beginning").at(15),
+    bug("one-lane", "R43", "what one drive does not answer takes the room and the places of the others"),
     bug("let-go-forgotten", "R30", "what hung on a block and is gone is counted for ever").at(7),
     bug("evicted-untold", "R1", "blocks are evicted to make room, and no event says so").at(3),
     bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),

@@ -2,9 +2,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use kvarts_layout::identity::TenantSalt;
@@ -104,6 +106,21 @@ pub(crate) fn body(
     })
 }
 
+/// How long a question for the free bytes of all disks takes at most.
+const SPACE_WITHIN: Duration = Duration::from_secs(5);
+/// How long a look at an executor waits for what a file system makes of holes.
+const HOLES_WITHIN: Duration = Duration::from_secs(1);
+
+/// Asks the file systems of these shards whether they make holes, all at once.
+async fn ask_of_holes(shards: &[Rc<Shard>]) {
+    let mut asked: Vec<_> = shards.iter().map(|shard| Box::pin(shard.space.makes_holes())).collect();
+    poll_fn(|context| {
+        asked.retain_mut(|one| one.as_mut().poll(context).is_pending());
+        if asked.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
 /// Staging memory of each directory at least.
 const ARENA_MIN: usize = 1 << 20;
 
@@ -172,9 +189,20 @@ impl Executor {
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
-                    let _ = reply.send(free_space(&self.driver, directories).await);
+                    let driver = Rc::clone(&self.driver);
+                    let until = self.rt.sleep_until(self.rt.clock().now().plus(SPACE_WITHIN));
+                    self.background(async move {
+                        let asking = pin!(free_space(&driver, directories));
+                        let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
+                        let _ = reply.send(with_deadline(asking, Some(until)).await.unwrap_or(silent));
+                    });
                 }
-                Message::Inspect(reply) => drop(reply.send(self.inspect().await)),
+                Message::Inspect(reply) => {
+                    let inspecting = self.inspect();
+                    self.background(async move {
+                        let _ = reply.send(inspecting.await);
+                    });
+                }
                 Message::Tables(reply) => drop(reply.send(self.tables())),
                 Message::ForgetHeaders(reply) => self.forget_headers(reply),
                 Message::Register(region, reply) => {
@@ -189,13 +217,23 @@ impl Executor {
         }
     }
 
-    /// What the way to the disks is, and what went over it.
-    async fn inspect(&self) -> (IoFacts, Metrics) {
+    /// What the way to the disks is, and what went over it. Of holes it says what is known within a second: a disk that hangs tells nothing.
+    fn inspect(&self) -> impl Future<Output = (IoFacts, Metrics)> + 'static {
         let mut facts = self.io.borrow().facts();
         facts.warnings.extend(self.registered.clone().err());
-        facts.warnings.extend(self.notes_of_holes().await);
         let arena_bytes = self.arenas.iter().map(|arena| arena.usage().used as u64).sum();
-        (facts, Metrics { arena_bytes, ..self.driver.metrics() })
+        let metrics = Metrics { arena_bytes, ..self.driver.metrics() };
+        let shards: Vec<Rc<Shard>> = self.shards.borrow().values().map(Rc::clone).collect();
+        let until = self.rt.sleep_until(self.rt.clock().now().plus(HOLES_WITHIN));
+        async move {
+            let asking = pin!(ask_of_holes(&shards));
+            let _ = with_deadline(asking, Some(until)).await;
+            // One line for each directory.
+            let notes: BTreeSet<String> =
+                shards.iter().filter_map(|shard| shard.space.note_of_holes()).collect();
+            facts.warnings.extend(notes);
+            (facts, metrics)
+        }
     }
 
     fn tables(&self) -> Vec<Table> {
@@ -223,16 +261,6 @@ impl Executor {
             self.shards.borrow_mut().insert(shard, adopted);
         }
         Ok(reports)
-    }
-
-    /// What an operator should know of the holes of the file systems, a line for each directory.
-    async fn notes_of_holes(&self) -> BTreeSet<String> {
-        let shards: Vec<Rc<Shard>> = self.shards.borrow().values().map(Rc::clone).collect();
-        let mut notes = BTreeSet::new();
-        for shard in shards {
-            notes.extend(shard.space.note_of_holes().await);
-        }
-        notes
     }
 
     fn own(&self, shard: u32) -> Option<Rc<Shard>> {

@@ -21,6 +21,10 @@ impl Space {
     /// Whether single pages can be given back. Asked once; what the file system could not be asked now, because its disk
     /// is full or fails, it is asked again, and until then segments are emptied as a whole.
     pub(crate) async fn makes_holes(&self) -> bool {
+        // Who knows it does not wait for who asks.
+        if self.no_holes.get() || self.has_holes.get() {
+            return !self.no_holes.get();
+        }
         let _turn = self.probing.take().await;
         if self.no_holes.get() || self.has_holes.get() {
             return !self.no_holes.get();
@@ -39,9 +43,8 @@ impl Space {
         self.has_holes.get()
     }
 
-    /// What an operator should know of it, if it makes none.
-    pub(crate) async fn note_of_holes(&self) -> Option<String> {
-        let _ = self.makes_holes().await;
+    /// What an operator should know of it, if it is known to make none.
+    pub(crate) fn note_of_holes(&self) -> Option<String> {
         self.no_holes.get().then(|| {
             format!(
                 "the file system of directory {} gives no single pages of {PAGE} bytes back, so blocks are evicted by whole \
