@@ -126,7 +126,7 @@ pub struct UrgentReads(Arc<[LaneReads]>);
 struct LaneReads([AtomicU64; URGENT.len()]);
 
 impl UrgentReads {
-    /// Of so many devices.
+    /// Of this number of devices.
     pub fn of(devices: usize) -> Self {
         Self((0..devices.max(1)).map(|_| LaneReads::default()).collect())
     }

@@ -43,7 +43,7 @@ const INDEX_BITS: u32 = 24;
 const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
 /// Slots at most, of all lanes and whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
-/// What has been at a device for so long is stuck, also where nobody gave it a deadline.
+/// What has been at a device for this long is stuck, also where it has no deadline.
 const OVERDUE: Duration = Duration::from_secs(10);
 /// The error of a transfer that a lane refuses: the device is busy with what it never answered.
 const EBUSY: i32 = 16;
@@ -361,8 +361,8 @@ impl Core {
         }
     }
 
-    /// Counts what has been at a device for too long as stuck, whoever still waits for it: else it would keep out what its device may
-    /// answer. Whether there was any.
+    /// Counts what has been at a device for too long as stuck, although its caller still waits for it: else it would keep out what
+    /// its device may answer. Whether there was any.
     fn look_for_stuck(&mut self, lane: usize, now: Nanos) -> bool {
         let is_old = |slot: &Slot| {
             slot.lane == lane

@@ -6,7 +6,7 @@ use kvarts_contract::api::{BlockOutcome, PutRequest, ReadRequest};
 use kvarts_contract::clock::Clock;
 use kvarts_contract::io_error::DirId;
 use kvarts_layout::BlockKey;
-use kvarts_store::engine::Options;
+use kvarts_store::engine::{Limits, Options};
 
 use super::costs::{SEGMENT, ensure, options};
 use super::pool::{States, until};
@@ -19,8 +19,8 @@ use crate::stage::{SimStage, Stage};
 
 /// Blocks of each drive.
 const BLOCKS: usize = 64;
-/// Puts that the drive which hangs is asked for: more bytes than a device may have in flight, and than there is staging memory.
-const HANGING: usize = 200;
+/// Puts that the drive which hangs is asked for: more bytes than a device may have in flight.
+const HANGING: usize = 600;
 /// Bytes that are read of the sound one: far more than those for which a class of transfers lets others pass.
 const READ: u64 = 96 << 20;
 /// Simulated time: what reads may take at most, all together.
@@ -33,7 +33,13 @@ fn hung(seed: Seed) -> Result<(), String> {
         0 => &[OpKind::Write, OpKind::Flush],
         _ => &[OpKind::Read, OpKind::Write, OpKind::Flush],
     };
-    let options = Options { executors: 1, directories: 2, segment_bytes: 16 * SEGMENT, ..options(48 << 20) };
+    let options = Options {
+        executors: 1,
+        directories: 2,
+        segment_bytes: 16 * SEGMENT,
+        limits: Limits::default(),
+        ..options(64 << 20)
+    };
     let disk = DiskConfig { dirs: 2, ..DiskConfig::default() };
     let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
     let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
