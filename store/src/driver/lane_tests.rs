@@ -180,6 +180,43 @@ fn puts_that_a_device_never_takes_keep_no_read_out_for_long_though_nobody_gave_t
 }
 
 #[test]
+fn a_transfer_that_is_answered_in_part_after_all_is_stuck_no_more() {
+    let (bench, _, sick) = two();
+    let buf = memory(2);
+    for is_dropped in [false, true] {
+        let begun = bench.world.hands.0.load(Ordering::Relaxed);
+        let mut late = bench.driver.read(Class::Foreground, sick, 0, buf.clone());
+        assert!(bench.poll(&mut late).is_pending());
+        bench.world.hands.0.store(begun + 20_000_000_000, Ordering::Relaxed);
+        // Three more do not fit, and what is late is looked for.
+        let mut more = bench.driver.read(Class::Foreground, sick, 0, buf.clone());
+        let mut last = bench.driver.read(Class::Foreground, sick, 0, buf.clone());
+        assert!(bench.poll(&mut more).is_pending() && bench.poll(&mut last).is_pending());
+        assert_eq!(bench.driver.metrics().stuck_ops, 1);
+        // Half of it, while no submission can be made.
+        let held = bench.disk.borrow_mut().under_way.pop_front().expect("it is there");
+        bench.disk.borrow_mut().answer(held.0, PAGE as i32);
+        bench.driver.pump();
+        assert_eq!(bench.driver.metrics().stuck_ops, 0);
+        // The rest is asked for, also where the half that came is not wanted any more by then.
+        let late = Some(late).filter(|_| !is_dropped);
+        while bench.under_way() > 0 {
+            let (token, op) = bench.disk.borrow_mut().under_way.pop_front().expect("it is there");
+            let len = range(&op).1 as i32;
+            bench.disk.borrow_mut().answer(token, len);
+            bench.driver.pump();
+        }
+        if let Some(mut late) = late {
+            assert_eq!(bench.poll(&mut late), Poll::Ready(Ok(())));
+        }
+        assert_eq!(bench.poll(&mut more), Poll::Ready(Ok(())));
+        assert_eq!(bench.poll(&mut last), Poll::Ready(Ok(())));
+        drop((more, last));
+        bench.assert_idle(&[]);
+    }
+}
+
+#[test]
 fn an_urgent_read_of_one_device_makes_no_put_of_another_wait() {
     let (bench, sound, other) = two();
     let buf = memory(3);

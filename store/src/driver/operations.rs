@@ -160,7 +160,9 @@ struct Slot {
     /// Where in the request the present submission begins, and how many bytes it asked for.
     from: u64,
     asked: u64,
-    /// Its part of `in_flight_bytes`: the most bytes that one submission of it asks for.
+    /// The most bytes that one submission of it asks for.
+    piece: u64,
+    /// Its part of `in_flight_bytes`: as many, unless it is stuck.
     charged: u64,
     /// When it went to the device.
     sent: Nanos,
@@ -293,6 +295,7 @@ impl Core {
             moved: 0,
             from: 0,
             asked: 0,
+            piece: 0,
             charged: 0,
             sent: Nanos(0),
             is_stuck: false,
@@ -353,7 +356,8 @@ impl Core {
                 let few = beside.iter().flatten().find(|beside| beside.urgent < class);
                 // Not so durable writes: each piece of one is made durable.
                 let few = few.filter(|_| !slot.request.work.is_durable());
-                slot.charged = len.min(few.map_or(self.piece, |beside| beside.piece));
+                slot.piece = len.min(few.map_or(self.piece, |beside| beside.piece));
+                slot.charged = slot.piece;
                 self.metrics.in_flight_bytes += slot.charged;
                 lane.charge(class, slot.charged, len);
             }
@@ -388,6 +392,15 @@ impl Core {
         self.count_orphan(true, len, true);
     }
 
+    /// Takes that back, of a transfer that its device has answered or that is not at the device.
+    fn unstick(&mut self, index: u32) {
+        let Some(slot) = self.slots.at(index).filter(|slot| slot.is_stuck) else { return };
+        slot.is_stuck = false;
+        let (lane, len, charged) = (slot.lane, slot.request.len, slot.charged);
+        self.lanes[lane].unstick(len, charged);
+        self.count_orphan(true, len, false);
+    }
+
     /// Takes back what a transfer was charged.
     fn uncharge(&mut self, lane: usize, class: Class, charged: u64) {
         self.metrics.in_flight_bytes -= charged;
@@ -396,7 +409,7 @@ impl Core {
 
     fn send(&mut self, io: &mut dyn Io, index: u32) {
         let Some(slot) = self.slots.at(index) else { return };
-        let Some(op) = slot.next_op(slot.charged) else { return };
+        let Some(op) = slot.next_op(slot.piece) else { return };
         slot.tag = self.next_tag & TAG_MASK;
         self.next_tag += 1;
         slot.state = State::InFlight;
@@ -449,6 +462,8 @@ impl Core {
     }
 
     fn send_again(&mut self, index: u32) {
+        // Its device has answered after all.
+        self.unstick(index);
         if let Some(slot) = self.slots.at(index) {
             slot.state = State::Waiting;
             self.unsent.push_back(index);
@@ -457,6 +472,7 @@ impl Core {
 
     fn finish(&mut self, index: u32, outcome: Outcome) {
         let Some(key) = self.slots.key_at(index) else { return };
+        self.unstick(index);
         let Some(slot) = self.slots.get_mut(key) else { return };
         slot.state = State::Done;
         let (lane, class) = (slot.lane, slot.request.class);
@@ -470,12 +486,8 @@ impl Core {
         self.metrics.completed += 1;
         // The memory goes back to its owner now, whenever the future is polled.
         slot.request.work = Work::Nothing;
-        let (len, was_stuck) = (slot.request.len, std::mem::take(&mut slot.is_stuck));
+        let len = slot.request.len;
         self.uncharge(lane, class, charged);
-        if was_stuck {
-            self.lanes[lane].unstick(len, charged);
-            self.count_orphan(true, len, false);
-        }
         let Some(slot) = self.slots.get_mut(key) else { return };
         match &mut slot.owner {
             Owner::Future(waker) => {

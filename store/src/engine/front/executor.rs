@@ -188,7 +188,9 @@ impl Executor {
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
-                Message::FreeSpace { directories, reply } => self.free_space(directories, reply),
+                Message::FreeSpace { directories, reply } => {
+                    drop(reply.send(self.free_space(directories).await));
+                }
                 Message::Inspect(reply) => {
                     let inspecting = self.inspect();
                     self.background(async move { drop(reply.send(inspecting.await)) });
@@ -207,15 +209,12 @@ impl Executor {
         }
     }
 
-    /// Answers what is free on the disks, unless one of them does not say it in time.
-    fn free_space(&self, directories: u16, reply: Reply<Result<u64, Reason>>) {
-        let driver = Rc::clone(&self.driver);
+    /// What is free on the disks, unless one of them does not say it in time.
+    async fn free_space(&self, directories: u16) -> Result<u64, Reason> {
         let until = self.rt.sleep_until(self.rt.clock().now().plus(SPACE_WITHIN));
-        self.background(async move {
-            let asking = pin!(free_space(&driver, directories));
-            let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
-            let _ = reply.send(with_deadline(asking, Some(until)).await.unwrap_or(silent));
-        });
+        let asking = pin!(free_space(&self.driver, directories));
+        let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
+        with_deadline(asking, Some(until)).await.unwrap_or(silent)
     }
 
     /// What the way to the disks is, and what went over it. Of holes it says what is known within a second: a disk that hangs tells nothing.

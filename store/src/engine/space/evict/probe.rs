@@ -21,10 +21,6 @@ impl Space {
     /// Whether single pages can be given back. Asked once; what the file system could not be asked now, because its disk
     /// is full or fails, it is asked again, and until then segments are emptied as a whole.
     pub(crate) async fn makes_holes(&self) -> bool {
-        // Who knows it does not wait for who asks.
-        if self.no_holes.get() || self.has_holes.get() {
-            return !self.no_holes.get();
-        }
         let _turn = self.probing.take().await;
         if self.no_holes.get() || self.has_holes.get() {
             return !self.no_holes.get();
