@@ -189,12 +189,9 @@ impl Executor {
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
                 Message::FreeSpace { directories, reply } => {
-                    drop(reply.send(self.free_space(directories).await));
+                    let _ = reply.send(self.free_space(directories).await);
                 }
-                Message::Inspect(reply) => {
-                    let inspecting = self.inspect();
-                    self.background(async move { drop(reply.send(inspecting.await)) });
-                }
+                Message::Inspect(reply) => self.inspect(reply),
                 Message::Tables(reply) => drop(reply.send(self.tables())),
                 Message::ForgetHeaders(reply) => self.forget_headers(reply),
                 Message::Register(region, reply) => {
@@ -218,22 +215,22 @@ impl Executor {
     }
 
     /// What the way to the disks is, and what went over it. Of holes it says what is known within a second: a disk that hangs tells nothing.
-    fn inspect(&self) -> impl Future<Output = (IoFacts, Metrics)> + 'static {
+    fn inspect(&self, reply: Reply<(IoFacts, Metrics)>) {
         let mut facts = self.io.borrow().facts();
         facts.warnings.extend(self.registered.clone().err());
         let arena_bytes = self.arenas.iter().map(|arena| arena.usage().used as u64).sum();
         let metrics = Metrics { arena_bytes, ..self.driver.metrics() };
         let shards: Vec<Rc<Shard>> = self.shards.borrow().values().map(Rc::clone).collect();
         let until = self.rt.sleep_until(self.rt.clock().now().plus(HOLES_WITHIN));
-        async move {
+        self.background(async move {
             let asking = pin!(ask_of_holes(&shards));
             let _ = with_deadline(asking, Some(until)).await;
             // One line for each directory.
             let notes: BTreeSet<String> =
                 shards.iter().filter_map(|shard| shard.space.note_of_holes()).collect();
             facts.warnings.extend(notes);
-            (facts, metrics)
-        }
+            let _ = reply.send((facts, metrics));
+        });
     }
 
     fn tables(&self) -> Vec<Table> {
