@@ -99,6 +99,15 @@ class Linkers(unittest.TestCase):
             time.sleep(0.002)
         return linker.pop_completed_offload()
 
+    def look_up(self, linker, rid, transfers):
+        """What is found of something that is stored, in the end: a look-up may come too early or take too long."""
+        deadline = time.monotonic() + SOON
+        while not (found := linker.lookup(rid, transfers)):
+            self.assertLess(time.monotonic(), deadline)
+            linker.num_completed_offloads()
+            time.sleep(0.02)
+        return found
+
     def load(self, linker, rid, transfers):
         self.assertTrue(linker.load(rid, transfers))
         index = linker.start_layer_wise_loading()
@@ -120,9 +129,9 @@ class Linkers(unittest.TestCase):
         self.assertTrue(first.offload([transfer(keys(3), (1, 2, 3))]))
         self.assertTrue(self.answer(first))
         second = self.linker()
-        self.assertEqual(second.lookup("a", [transfer(keys(5))]), [1, 2, 3])
+        self.assertEqual(self.look_up(second, "a", [transfer(keys(5))]), [1, 2, 3])
         # The device has had the first one since; two of the others are wanted.
-        self.assertEqual(second.lookup("a", [transfer(keys(4, 1))]), [1, 2])
+        self.assertEqual(self.look_up(second, "a", [transfer(keys(4, 1))]), [1, 2])
         self.assertTrue(self.load(second, "a", [transfer(keys(2, 1), (7, 5))]))
         self.expect_equal(first, (2, 3), second, (7, 5))
         self.assertFalse(second.pools[PoolName.KV].kv_buffer[0][6 * PAGE : 7 * PAGE].any())
@@ -135,7 +144,7 @@ class Linkers(unittest.TestCase):
             self.assertTrue(rank.offload([transfer(keys(2), (1, 2))]))
             self.assertTrue(self.answer(rank))
         other = self.linker(latents(), rank=1, ranks=2)
-        self.assertEqual(other.lookup("a", [transfer(keys(2))]), [1, 2])
+        self.assertEqual(self.look_up(other, "a", [transfer(keys(2))]), [1, 2])
         self.assertTrue(self.load(other, "a", [transfer(keys(2), (3, 4))]))
         self.expect_equal(ranks[0], (1, 2), other, (3, 4))
 
@@ -149,7 +158,7 @@ class Linkers(unittest.TestCase):
             self.assertTrue(self.answer(rank))
         for at, rank in enumerate(ranks):
             other = self.linker(rank=at, ranks=2)
-            self.assertEqual(other.lookup("a", [transfer(keys(2))]), [1, 2])
+            self.assertEqual(self.look_up(other, "a", [transfer(keys(2))]), [1, 2])
             self.assertTrue(self.load(other, "a", [transfer(keys(2), (3, 4))]))
             self.expect_equal(rank, (1, 2), other, (3, 4))
 
@@ -163,8 +172,8 @@ class Linkers(unittest.TestCase):
         self.assertTrue(self.answer(first))
         second = self.linker(windows(), (FULL, SWA))
         # A window of two pages: nothing shorter than four, and nothing longer.
-        self.assertEqual(second.lookup("a", [transfer(keys(6)), transfer(keys(2, 4), name=PoolName.SWA)]), [4])
-        self.assertEqual(second.lookup("a", [transfer(keys(3, 3)), transfer(keys(2, 4), name=PoolName.SWA)]), [1])
+        self.assertEqual(self.look_up(second, "a", [transfer(keys(6)), transfer(keys(2, 4), name=PoolName.SWA)]), [4])
+        self.assertEqual(self.look_up(second, "a", [transfer(keys(3, 3)), transfer(keys(2, 4), name=PoolName.SWA)]), [1])
         self.assertTrue(self.load(second, "a", [transfer(keys(1, 3), (1,)), transfer(keys(1, 3), (5,), PoolName.SWA)]))
         self.expect_equal(first, (4,), second, (1,))
         self.expect_equal(first, (9,), second, (5,), PoolName.SWA)
@@ -173,7 +182,7 @@ class Linkers(unittest.TestCase):
         first = self.linker()
         self.assertTrue(first.offload([transfer(keys(2), (1, 2))]))
         self.assertTrue(self.answer(first))
-        self.assertEqual(self.linker().lookup("a", [transfer(keys(2))]), [1, 2])
+        self.assertEqual(self.look_up(self.linker(), "a", [transfer(keys(2))]), [1, 2])
         for changes in (dict(revision="2"), dict(draft="1"), dict(identity={"x": "1"}), dict(cache=heads(2)), dict(ranks=2), dict(cache=latents())):
             self.assertEqual(self.linker(**changes).lookup("a", [transfer(keys(2))]), [], changes)
 
@@ -200,7 +209,7 @@ class Linkers(unittest.TestCase):
         first = self.linker()
         self.assertTrue(first.offload([transfer(keys(2), (1, 2))]))
         self.assertTrue(self.answer(first))
-        self.assertEqual(first.lookup("a", [transfer(keys(2))]), [1, 2])
+        self.assertEqual(self.look_up(first, "a", [transfer(keys(2))]), [1, 2])
         self.assertTrue(first.load("a", [transfer(keys(2), (3, 4))]))
         self.assertTrue(first.cancel_queued_load("a"))
         self.assertFalse(first.cancel_queued_load("a"))
@@ -213,17 +222,17 @@ class Linkers(unittest.TestCase):
         linker = self.linker()
         self.assertTrue(linker.offload([transfer(keys(3), (1, 2, 3))]))
         self.assertTrue(self.answer(linker))
-        self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1, 2, 3])
+        self.assertEqual(self.look_up(linker, "a", [transfer(keys(3))]), [1, 2, 3])
         linker._desk._pages.delete(names_of(keys(1, 1)))
         with mock.patch("kvarts.staging.FRESH", 0.0):
             time.sleep(0.001)
-            self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1])
+            self.assertEqual(self.look_up(linker, "a", [transfer(keys(3))]), [1])
 
     def test_what_was_answered_with_stays_good_while_the_server_stands_still(self):
         linker = self.linker(timeout=1.0, wait=0.2)
         self.assertTrue(linker.offload([transfer(keys(3), (1, 2, 3))]))
         self.assertTrue(self.answer(linker))
-        self.assertEqual(linker.lookup("a", [transfer(keys(3))]), [1, 2, 3])
+        self.assertEqual(self.look_up(linker, "a", [transfer(keys(3))]), [1, 2, 3])
         self.server.signal(signal.SIGSTOP)
         try:
             with mock.patch("kvarts.staging.FRESH", 0.0):
@@ -314,7 +323,7 @@ class Linkers(unittest.TestCase):
         self.assertTrue(linker.offload([transfer(keys(2), (1, 2))]))
         self.assertTrue(self.answer(linker))
         linker.reset()
-        self.assertEqual(linker.lookup("a", [transfer(keys(2))]), [1, 2])
+        self.assertEqual(self.look_up(linker, "a", [transfer(keys(2))]), [1, 2])
         self.assertTrue(self.load(linker, "a", [transfer(keys(2), (3, 4))]))
         linker.num_completed_offloads()
         told = {name: counter.labelled for name, counter in made.items() if counter.labelled}
