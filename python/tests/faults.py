@@ -100,6 +100,14 @@ class Store:
         for name in [name for name in self.blocks if self.happens(0.3)]:
             del self.blocks[name]
 
+    def judge(self, texts):
+        """Every block that is stored is what an engine without faults stores of these texts."""
+        known = {text[at]: (text, at) for text in texts for at in range(len(text))}
+        for (group, rank, key), layers in self.blocks.items():
+            text, at = known[key]
+            if layers != [right(text, at, layer, (group, rank)) for layer in range(LAYERS)]:
+                raise AssertionError(f"stored wrong: block {at}")
+
 
 class Client:
     def __init__(self, store, is_schedulers):

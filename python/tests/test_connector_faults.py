@@ -135,14 +135,7 @@ class Run:
             self.threads.run()
         gone = [request for request in self.requests if self.store.happens(0.03)]
         self.engine.step(gone)
-        self._judge_store()
-
-    def _judge_store(self):
-        known = {text[at]: (text, at) for text in self.texts for at in range(len(text))}
-        for (group, rank, key), layers in self.store.blocks.items():
-            text, at = known[key]
-            if layers != [right(text, at, layer, (group, rank)) for layer in range(LAYERS)]:
-                raise AssertionError(f"stored wrong: block {at}")
+        self.store.judge(self.texts)
 
     def _calm(self):
         """The faults are over: what is asked now is stored in the end, and nothing is kept."""
@@ -170,7 +163,7 @@ class Run:
         for _ in range(400):
             self.threads.run()
             self.engine.step()
-            self._judge_store()
+            self.store.judge(self.texts)
             busy = self.engine.running or self.engine.remote or self.engine.landed or self.engine.waiting or self.engine.connector.has_pending_push_work() or self.engine.late
             if not busy and not any(one.work for one in [*self.threads.links, *self.threads.putters]):
                 return

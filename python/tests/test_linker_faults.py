@@ -372,7 +372,7 @@ class Run:
                 if not self.store.happens(0.2):  # threads may be late
                     self.threads.run()
                 self.tree.step()
-                self._judge_store()
+                self.store.judge(self.texts)
             self._calm()
             self._count()
 
@@ -415,13 +415,6 @@ class Run:
             del self.threads.links[:], self.threads.putters[:]
             self._begin()
 
-    def _judge_store(self):
-        known = {text[at]: (text, at) for text in self.texts for at in range(len(text))}
-        for (group, rank, key), layers in self.store.blocks.items():
-            text, at = known[key]
-            if layers != [right(text, at, layer, (group, rank)) for layer in range(LAYERS)]:
-                raise AssertionError(f"stored wrong: block {at}")
-
     def _calm(self):
         """The faults are over: what is asked now is stored in the end, and nothing is kept."""
         self.store.calm, self.store.away = True, False
@@ -450,7 +443,7 @@ class Run:
             self.threads.run()
             self.clock.now += 0.05
             self.tree.step()
-            self._judge_store()
+            self.store.judge(self.texts)
             if self.tree.wrong:
                 raise AssertionError(self.tree.wrong[0])
             if not self.tree.waiting and not self.tree.locked and not any(one.work for one in [*self.threads.links, *self.threads.putters]):
