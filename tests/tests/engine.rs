@@ -30,3 +30,4 @@ mod origins;
 mod restarts;
 mod space;
 mod staging;
+mod unreadable_files;

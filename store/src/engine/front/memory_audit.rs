@@ -35,6 +35,7 @@ pub(crate) fn of_shard(shard: &Shard) -> Vec<Table> {
         table("readers of segments", of_segments(|one| one.readers.get() as usize)),
         table("retired segments", shard.volume.retired.borrow().len()),
         table("lost segments", shard.volume.lost.borrow().len()),
+        table("unreadable segments", shard.volume.unreadable.borrow().len()),
         table("headers", shard.reads.headers.places()),
         table("records that do not pay", shard.moves.unpaying.borrow().len()),
         table("segments looked at", shard.moves.looked_at.borrow().len()),

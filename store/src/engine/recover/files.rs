@@ -29,13 +29,16 @@ pub(super) struct SegmentFile {
 #[derive(Debug, Default)]
 pub(super) struct Files {
     pub(super) segments: Vec<SegmentFile>,
+    /// Numbers of segments whose files could not be opened.
+    pub(super) unreadable: Vec<u32>,
     /// Slots of checkpoint files.
     pub(super) checkpoints: Vec<u32>,
     pub(super) strays: u64,
 }
 
 /// Lists the directory, opens its segments and counts what they take. One that is gone is not made again: it is made
-/// before the store is, so it was lost with what was in it, and that would never be reported.
+/// before the store is, so it was lost with what was in it, and that would never be reported. A segment that cannot be
+/// opened costs what it holds.
 pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
     let unusable = |error: IoError| refused(&error);
     let listing = match volume.driver.list(volume.home()).await {
@@ -68,17 +71,27 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
             match opening.await {
                 Ok(Some(Reply::Opened(file))) => opened.push((*number, file)),
                 Ok(_) => return Err(Reason::Bug("an open without a file")),
-                Err(error) => return Err(refused(&error)),
+                Err(_) => files.unreadable.push(*number),
             }
         }
         let stats: Vec<Meta> =
             opened.iter().map(|&(_, file)| volume.driver.meta(MetaOp::Stat { file })).collect();
         for ((number, file), stat) in opened.into_iter().zip(stats) {
-            let Some(Reply::Stat { len, allocated }) = stat.await.map_err(unusable)? else { continue };
+            let (len, allocated) = match stat.await {
+                Ok(Some(Reply::Stat { len, allocated })) => (len, allocated),
+                Ok(_) => return Err(Reason::Bug("a stat without an answer")),
+                Err(_) => {
+                    let _ = volume.driver.meta(MetaOp::Close { file }).await;
+                    files.unreadable.push(number);
+                    continue;
+                }
+            };
             let (len, allocated) = lengthen(volume, file, len, allocated).await;
             files.segments.push(SegmentFile { number, file, len, allocated });
         }
     }
+    // Whatever they have on disk, it is no more than that.
+    volume.shared.charge(volume.shared.segment_bytes * files.unreadable.len() as u64);
     Ok(files)
 }
 

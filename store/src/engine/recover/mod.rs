@@ -33,13 +33,12 @@ use kvarts_layout::format::trailer::{SealReason, Trailer};
 pub use report::{Problem, RecoveryReport};
 
 use self::adopt::Batch;
-use self::files::SegmentFile;
+use self::files::{Files, SegmentFile};
 use self::scan::Target;
 use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
-use crate::engine::volume::directory::refused;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
@@ -96,13 +95,13 @@ enum Listed {
     Footer(Box<Ends>, Trailer),
 }
 
-/// The holes that a file system tells of.
-fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Vec<(u64, u64)>, Reason> {
+/// The holes that a file system tells of, or none if it does not say which there are.
+fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Option<Vec<(u64, u64)>>, Reason> {
     match reply {
-        Ok(Some(Reply::Holes(holes))) => Ok(holes),
+        Ok(Some(Reply::Holes(holes))) => Ok(Some(holes)),
         // Such a file system makes none.
-        Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Vec::new()),
-        Err(error) => Err(refused(&error)),
+        Err(error) if error.kind == IoErrorKind::Unsupported => Ok(Some(Vec::new())),
+        Err(_) => Ok(None),
         Ok(_) => Err(Reason::Bug("holes that are none")),
     }
 }
@@ -114,7 +113,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
     let report = RecoveryReport {
         strays: found.strays,
-        segments: found.segments.len() as u64,
+        segments: (found.segments.len() + found.unreadable.len()) as u64,
         checkpoint: checkpoint.sequence,
         metadata_bytes: checkpoint.bytes_read,
         ..RecoveryReport::default()
@@ -124,7 +123,7 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     let now_ms = volume.shared.clock.unix_millis();
     let mut recovery =
         Recovery { volume, log, report, checkpoint, batch: Batch::new(&volume.shared.index, 0, 0), now_ms };
-    recovery.retire(&found.segments);
+    recovery.retire(&found);
     let mut sources = recovery.classify(&found.segments).await?;
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
@@ -181,9 +180,15 @@ impl Recovery<'_> {
 
     /// Notes the generations of segments whose files are gone, so that their numbers go on where they were; one that was in use
     /// is lost.
-    fn retire(&mut self, files: &[SegmentFile]) {
+    fn retire(&mut self, files: &Files) {
         let mut retired = self.volume.retired.borrow_mut();
-        let there: BTreeSet<u32> = files.iter().map(|file| file.number).collect();
+        for &number in &files.unreadable {
+            self.report.pass_over(number);
+            let known = self.checkpoint.segments.get(&number).copied();
+            self.volume.unreadable.borrow_mut().insert(number, known);
+        }
+        let there = files.segments.iter().map(|file| file.number);
+        let there: BTreeSet<u32> = there.chain(files.unreadable.iter().copied()).collect();
         for (&number, known) in &self.checkpoint.segments {
             if !there.contains(&number) {
                 retired.insert(number, known.generation);
@@ -212,7 +217,7 @@ impl Recovery<'_> {
     }
 
     /// What a segment has no bytes of. Without knowing it, what was evicted would look damaged.
-    async fn holes(&self, file: FileId) -> Result<Vec<(u64, u64)>, Reason> {
+    async fn holes(&self, file: FileId) -> Result<Option<Vec<(u64, u64)>>, Reason> {
         found_holes(self.volume.driver.meta(MetaOp::Holes { file, upto: u64::MAX }).await)
     }
 
@@ -227,7 +232,11 @@ impl Recovery<'_> {
         let (durable_generation, durable_upto) = ends.durable(&self.checkpoint);
         let was_sealed = scan == Scan::Rescan && ends.sighting(&self.checkpoint).may_have_holes();
         let ask = (was_sealed || scan == Scan::Tail) && !kvarts_layout::planted!("rescan-forgets-holes");
-        let mut holes = if ask { self.holes(segment.file).await? } else { Vec::new() };
+        let holes = if ask { self.holes(segment.file).await? } else { Some(Vec::new()) };
+        let Some(mut holes) = holes else {
+            self.report.pass_over(segment.number);
+            return Ok(None);
+        };
         let target = Target {
             file: segment.file,
             holes: if was_sealed { &holes } else { &[] },
@@ -327,8 +336,13 @@ impl Recovery<'_> {
                     let Some((read, holes)) = ahead.pop_front() else { continue };
                     self.report.metadata_bytes += u64::from(trailer.footer_bytes);
                     let image = read.await.ok();
-                    let holes = found_holes(holes.await)?;
-                    self.take_in_footer(source, (ends, trailer), image, holes).await?;
+                    match found_holes(holes.await)? {
+                        Some(holes) => {
+                            self.take_in_footer(source, (ends, trailer), image, holes).await?;
+                        }
+                        // It stays suspect: neither read nor recycled.
+                        None => self.report.pass_over(source.segment.number),
+                    }
                 }
             }
         }

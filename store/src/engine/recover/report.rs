@@ -32,6 +32,9 @@ pub struct RecoveryReport {
     pub strays: u64,
     /// Segment files.
     pub segments: u64,
+    /// Segments whose files could not be opened, or of which the file system does not say what they have: what they hold is a miss
+    /// until a start finds them readable.
+    pub unreadable: u64,
     /// Segments that were sealed now.
     pub sealed_now: u64,
     /// Segments whose records were taken in but that could not be sealed: they are scanned again next time.
@@ -66,11 +69,19 @@ pub struct RecoveryReport {
 
 /// What the checker calls a segment in use whose file is gone. No row of the table: there is nothing to look at.
 const SEGMENT_MISSING: &str = "segment-missing";
+/// A segment that is there and cannot be opened: what the checker says is of another moment, with other rights.
+const SEGMENT_UNREADABLE: &str = "segment-unreadable";
 
 impl RecoveryReport {
     /// Counts a segment that the checkpoint has in use and whose file is gone.
     pub(super) fn miss(&mut self, segment: u32) {
         self.problem(SEGMENT_MISSING, segment, 0);
+    }
+
+    /// Counts a segment whose file could not be used.
+    pub(super) fn pass_over(&mut self, segment: u32) {
+        self.unreadable += 1;
+        self.problem(SEGMENT_UNREADABLE, segment, 0);
     }
 
     fn problem(&mut self, label: &'static str, segment: u32, offset: u64) {

@@ -275,12 +275,21 @@ impl Space {
     }
 
     fn next_number(&self) -> u32 {
-        // The number of a lost one stays free: in use again, its loss would not be reported any more.
-        let lost = self.volume.lost.borrow();
+        // The number of a lost one stays free: in use again, its loss would not be reported any more. That of one which could
+        // not be opened is taken.
+        let (lost, unreadable) = (self.volume.lost.borrow(), self.volume.unreadable.borrow());
         let retired = self.volume.retired.borrow().keys().copied().find(|number| !lost.contains_key(number));
-        let behind = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
-        let last = || behind(self.volume.segments.borrow().last_key_value().map(|(&last, _)| last));
-        retired.unwrap_or_else(|| last().max(behind(lost.last_key_value().map(|(&last, _)| last))))
+        let last_of = |last: Option<u32>| last.map_or(0, |last| last.saturating_add(1));
+        let behind = || {
+            let segments = self.volume.segments.borrow();
+            let last = [
+                segments.last_key_value().map(|(&last, _)| last),
+                lost.last_key_value().map(|(&last, _)| last),
+                unreadable.last_key_value().map(|(&last, _)| last),
+            ];
+            last.map(last_of).into_iter().max().unwrap_or(0)
+        };
+        retired.unwrap_or_else(behind)
     }
 
     /// The length of a file whose number `came_again` is durable before anything is written to it: its header will be of

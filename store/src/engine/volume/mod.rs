@@ -46,6 +46,9 @@ pub(crate) struct Volume {
     pub(crate) retired: RefCell<BTreeMap<u32, u64>>,
     /// What the last checkpoint said of each segment that was in use and whose file is gone.
     pub(crate) lost: RefCell<BTreeMap<u32, on_disk::SegmentState>>,
+    /// Segments whose files are there and could not be opened at the start, with what the last checkpoint said of them, if it
+    /// did: theirs are misses until a start can open them, and what they may hold is deleted then as it is now.
+    pub(crate) unreadable: RefCell<BTreeMap<u32, Option<on_disk::SegmentState>>>,
     /// The sequence of the next record.
     pub(crate) sequence: Cell<u64>,
     /// What was deleted, for as long as its records may lie on disk.
@@ -73,6 +76,7 @@ impl Volume {
             segments: RefCell::default(),
             retired: RefCell::default(),
             lost: RefCell::default(),
+            unreadable: RefCell::default(),
             sequence: Cell::new(1),
             tombstones: RefCell::default(),
             checkpoints: Slots::default(),
@@ -145,7 +149,7 @@ impl Volume {
     /// No record that a crash could bring back has a lower sequence: not in a segment that is in use, nor in one that
     /// was emptied and not yet recycled, because its footer still stands. One that was begun and holds no record yet
     /// does not count: what comes into it gets sequences of then. So nothing that is buried waits for a put by layers
-    /// that stands still.
+    /// that stands still. A segment that cannot be told may hold anything, and so may one that cannot be opened.
     pub(crate) fn floor(&self) -> u64 {
         let lowest = |segment: &Rc<Segment>| {
             let own = match segment.state.get() {
@@ -158,9 +162,14 @@ impl Volume {
         if kvarts_layout::planted!("tombstone-forgotten-early") {
             return u64::MAX;
         }
-        let segments = self.segments.borrow();
-        let used = segments.values().filter(|segment| segment.generation.get() > 0);
-        used.map(lowest).min().unwrap_or(u64::MAX)
+        let (segments, unreadable) = (self.segments.borrow(), self.unreadable.borrow());
+        let may_hold = |segment: &&Rc<Segment>| {
+            segment.generation.get() > 0 || segment.state.get() == SegmentState::Suspect
+        };
+        let used = segments.values().filter(may_hold).map(lowest);
+        let unknown = unreadable.values().map(|known| known.map_or(0, |known| known.first_sequence));
+        let unknown = unknown.filter(|_| !kvarts_layout::planted!("unreadable-forgotten"));
+        used.chain(unknown).min().unwrap_or(u64::MAX)
     }
 
     /// Forgets what was buried and can lie nowhere any more.

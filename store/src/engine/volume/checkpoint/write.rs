@@ -112,6 +112,7 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     report.records = write_records(output, &mut writer).await?;
     let mut segments: Vec<Stated> = volume.segments.borrow().values().filter_map(|one| stated(one)).collect();
     segments.extend(volume.lost.borrow().values());
+    segments.extend(volume.unreadable.borrow().values().flatten());
     segments.sort_unstable_by_key(|one| one.segment);
     report.segments = segments.len() as u64;
     let most = volume.shared.batches.checkpoint_items.max(1);
