@@ -65,6 +65,7 @@ pub(super) fn open(common: &Common, directory: &Path, store: Options) -> Result<
         io: common.io,
         features: common.io_disable.clone().unwrap_or_default(),
         runtime: common.runtime,
+        replace: Vec::new(),
         cores: common.cores.clone(),
         store: Options { executors: usize::from(common.executors), ..store },
     };

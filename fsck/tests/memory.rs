@@ -27,6 +27,7 @@ use kvarts_layout::format::footer::{self, Content, Defined, Entry, Footer};
 use kvarts_layout::format::names::{SUPERBLOCK, checkpoint_name, segment_name, shard_name};
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{PAGE_BYTES, Position, Secret, VERSION};
@@ -265,6 +266,7 @@ fn store(segments: u32) -> MemoryDisk {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     };
     disk.plant(SUPERBLOCK, [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat());
     disk

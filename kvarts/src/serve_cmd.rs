@@ -75,6 +75,9 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     if let Some(warning) = daemon.ownerless() {
         tracing::warn!("{warning}");
     }
+    for lost in daemon.state().lost_directories() {
+        tracing::warn!("{lost}");
+    }
     if let Some(short) = daemon.state().engine.health().short_of_disk {
         tracing::warn!("{short}");
     }

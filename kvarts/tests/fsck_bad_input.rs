@@ -10,6 +10,7 @@ use crate::depth::depth;
 use crate::scratch::Scratch;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Position, Secret, VERSION};
 use serde_json::Value;
@@ -45,6 +46,7 @@ fn slots(first: u16, second: u16) -> Vec<u8> {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     };
     [state(first).encode(0).unwrap(), state(second).encode(1).unwrap()].concat()
 }

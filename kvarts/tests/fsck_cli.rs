@@ -6,6 +6,7 @@ use std::process::Command;
 use crate::scratch::Scratch;
 use kvarts_layout::StoreId;
 use kvarts_layout::format::Secret;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use serde_json::Value;
 
@@ -24,6 +25,7 @@ pub(crate) fn store(name: &str) -> Scratch {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     };
     let slots = [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat();
     std::fs::write(scratch.0.join("superblock"), slots).unwrap();

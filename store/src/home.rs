@@ -6,6 +6,7 @@
 mod made;
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -71,6 +72,8 @@ pub struct HomeOptions {
     pub features: Features,
     /// What executors run on.
     pub runtime: RuntimeChoice,
+    /// Directories, empty, that take the place of those of the store that are lost for good: as many as are missing.
+    pub replace: Vec<PathBuf>,
     /// Cores that executors are pinned to, in turn; empty for none.
     pub cores: Vec<usize>,
     /// The store itself. `directories` in it is filled in.
@@ -100,7 +103,8 @@ impl Home {
     pub fn places(&self) -> Places {
         let known = self.locks.iter().filter_map(|lock| {
             let facts = lock.file.metadata().ok()?;
-            Some((lock.before.directory.clone(), facts.dev(), facts.ino()))
+            let (directory, device, inode) = (lock.before.directory.clone(), facts.dev(), facts.ino());
+            Some(Place { at: lock.at, directory, device, inode })
         });
         Places { store: self.store.clone(), known: known.collect() }
     }
@@ -126,7 +130,13 @@ impl Home {
         }
         let mut locks = Vec::new();
         match Self::open_locked(options, &mut locks) {
-            Ok((store, executors, notes)) => Ok(Self { store, executors, locks, notes }),
+            Ok((store, executors, notes)) => {
+                let home = Self { store, executors, locks, notes };
+                let places = home.places();
+                let known = places.known;
+                home.store.look_before_resuming(Box::new(move || gone(&known).map(|place| place.directory.clone())));
+                Ok(home)
+            }
             Err(refused) => {
                 made::remove(locks, &[]);
                 Err(refused)
@@ -136,14 +146,19 @@ impl Home {
 
     /// Locks the directories and opens the store in them.
     fn open_locked(options: &HomeOptions, locks: &mut Vec<Lock>) -> Result<Opened, Error> {
-        for directory in &options.directories {
-            locks.push(lock(directory)?);
-        }
+        let absent = lock_all(&options.directories, locks)?;
         let descriptors = raise_descriptor_limit();
         let mut notes = Vec::new();
         let mut store_options = options.store.clone();
         store_options.directories = u16::try_from(options.directories.len())
             .map_err(|_| Error(Reason::Config("too many directories".to_owned())))?;
+        store_options.absent = absent;
+        for one in &options.replace {
+            let at = options.directories.iter().position(|directory| directory == one);
+            let at = at.and_then(|at| u16::try_from(at).ok());
+            let why = || format!("{} is not one of the store's directories: give all of them", one.display());
+            store_options.replace.insert(at.ok_or_else(|| Error(Reason::Config(why())))?);
+        }
         let (store, executors) = start(options, &store_options, &mut notes)?;
         let io = block_on(store.io())?;
         notes.extend(io.iter().take(1).map(|(facts, _)| format!("disks are reached by {}", facts.backend)));
@@ -250,6 +265,8 @@ type Opened = (Store, Vec<Joined>, Vec<String>);
 #[derive(Debug)]
 struct Lock {
     file: File,
+    /// Which of the store's directories it is, in the order in which they were given.
+    at: u16,
     before: Before,
 }
 
@@ -257,24 +274,37 @@ struct Lock {
 #[derive(Clone, Debug)]
 pub struct Places {
     store: Store,
-    /// Each directory, and device and number of the lock in it.
-    known: Vec<(PathBuf, u64, u64)>,
+    known: Vec<Place>,
+}
+
+/// A directory, with device and number of the lock in it.
+#[derive(Clone, Debug)]
+struct Place {
+    at: u16,
+    directory: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+/// The first of these that was removed, renamed, or is another one now.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+fn gone(known: &[Place]) -> Option<&Place> {
+    let is_gone = |place: &&Place| match place.directory.join(LOCK).metadata() {
+        Ok(facts) => (facts.dev(), facts.ino()) != (place.device, place.inode),
+        // Others say nothing about where the directory is.
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+    };
+    known.iter().find(is_gone)
 }
 
 impl Places {
-    /// Makes the store read-only if one of its directories was removed, renamed, or is another one now, as where a file system was
-    /// mounted over it: what is written there reaches no restart. Gives that directory.
-    #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+    /// Notices if one of the store's directories was removed, renamed, or is another one now, as where a file system was mounted over
+    /// it: what is written there reaches no restart. A store of several goes on without it, one of this directory alone takes no
+    /// more writes. Gives that directory.
     pub fn look(&self) -> Option<&Path> {
-        let is_gone =
-            |(directory, device, inode): &&(PathBuf, u64, u64)| match directory.join(LOCK).metadata() {
-                Ok(facts) => (facts.dev(), facts.ino()) != (*device, *inode),
-                // Others say nothing about where the directory is.
-                Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-            };
-        let (directory, ..) = self.known.iter().find(is_gone)?;
-        self.store.take_as_gone(directory);
-        Some(directory)
+        let place = gone(&self.known)?;
+        self.store.take_as_gone(place.at, &place.directory);
+        Some(&place.directory)
     }
 }
 
@@ -284,6 +314,32 @@ impl Drop for Lock {
         // What cannot be unlocked is let go when the last of them closes it.
         let _ = FileExt::unlock(&self.file);
     }
+}
+
+/// Takes the directories for this process. Gives those that cannot be taken, with why, where another one holds a store: that is opened
+/// without them. None is made beside a store: an empty one there is a disk that is not mounted.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+fn lock_all(directories: &[PathBuf], locks: &mut Vec<Lock>) -> Result<BTreeMap<u16, String>, Error> {
+    let is_store = |directory: &PathBuf| directory.join(kvarts_layout::format::names::SUPERBLOCK).exists();
+    let beside_store = directories.iter().any(is_store);
+    let mut absent = BTreeMap::new();
+    for (at, directory) in (0..).zip(directories) {
+        if beside_store && !directory.exists() {
+            absent.insert(at, format!("{} does not exist: mount its disk", directory.display()));
+            continue;
+        }
+        match lock(directory) {
+            Ok(mut taken) => {
+                taken.at = at;
+                locks.push(taken);
+            }
+            Err(refused) if beside_store && !matches!(refused, Error(Reason::Locked(_))) => {
+                absent.insert(at, refused.to_string());
+            }
+            Err(refused) => return Err(refused),
+        }
+    }
+    Ok(absent)
 }
 
 /// Takes the directory for this process.
@@ -299,7 +355,7 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
     match take(directory) {
         Ok(file) => {
             before.look_again().map_err(|error| refuse(format!("cannot list {shown}: {error}")))?;
-            Ok(Lock { file, before })
+            Ok(Lock { file, at: 0, before })
         }
         Err(refused) => {
             before.remove_directory();
@@ -440,6 +496,7 @@ mod tests {
             io: IoChoice::Auto,
             features: Features::default(),
             runtime: RuntimeChoice::Auto,
+            replace: Vec::new(),
             cores: Vec::new(),
             store,
         });

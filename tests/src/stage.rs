@@ -169,6 +169,8 @@ impl std::fmt::Debug for SimStage {
 pub fn small_options(executors: usize) -> Options {
     Options {
         directories: 1,
+        absent: Default::default(),
+        replace: Default::default(),
         shards_per_directory: 2,
         segment_bytes: 256 << 10,
         budget_bytes: 48 << 20,

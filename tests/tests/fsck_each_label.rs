@@ -12,6 +12,7 @@ use kvarts_layout::format::body::{
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::seal::{FORMAT_VERSION, claimed_position, claimed_structure};
 use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Position, Secret, Structure, VERSION, fuzz};
 use kvarts_layout::{Layout, RunLayout, StoreId};
@@ -41,6 +42,7 @@ fn superblock() -> Superblock {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     }
 }
 

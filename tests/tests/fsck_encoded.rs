@@ -14,6 +14,7 @@ use kvarts_layout::export::{Frame, HEAD_BYTES, Head, Reading};
 use kvarts_layout::format::body::{BlockName, Blocks, Definition, Epoch, Parent};
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::segment::SegmentHeader;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{Position, Secret, VERSION};
 use kvarts_layout::{OriginId, StoreId};
@@ -61,6 +62,7 @@ fn store(encoding: Encoding, layout: u8) -> (MemoryDisk, usize) {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     };
     let segment = Position { store: id, shard: 0, segment: 0, generation: 1, offset: 0 };
     let header = SegmentHeader {

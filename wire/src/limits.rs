@@ -141,3 +141,5 @@ pub const KEEPALIVE: Duration = Duration::from_secs(30);
 pub const RETRY_AFTER: Duration = Duration::from_millis(50);
 /// How a note among a server's notes begins that says what its disks lack for the budget: it is no decision of the start alone.
 pub const SHORT_OF_DISK: &str = "short of disk: ";
+/// The same of a note that names a directory which is not in use.
+pub const LOST_DIRECTORY: &str = "directory ";

@@ -214,6 +214,15 @@ pub enum LatchCause {
     Executor(usize),
     /// This directory of the store was removed, or another lies in its place: what is written reaches nothing that a restart finds.
     TakenAway(PathBuf),
+    /// A part of the store cannot be read, and what descends from a key may lie there.
+    NotAll,
+    /// No more than half of the store's directories are in use: a delete could come back with the others.
+    TooFew {
+        /// Directories in use.
+        in_use: u64,
+        /// Directories of the store.
+        all: u64,
+    },
     /// A server's words.
     Remote(String),
 }
@@ -232,6 +241,17 @@ impl fmt::Display for LatchCause {
                     directory.display()
                 )
             }
+            Self::NotAll => f.write_str(
+                "a part of the store cannot be read, and what descends from the key may lie there: delete the keys or the \
+                 namespace",
+            ),
+            Self::TooFew { in_use, all } => {
+                write!(
+                    f,
+                    "{in_use} of {all} directories are in use, and what is deleted now could come back with the others: bring \
+                     one back, or replace it with an empty one (kvarts replace)"
+                )
+            }
             Self::Remote(cause) => f.write_str(cause),
         }
     }
@@ -241,7 +261,7 @@ impl StdError for LatchCause {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Device(cause) => Some(&**cause),
-            Self::Executor(_) | Self::TakenAway(_) | Self::Remote(_) => None,
+            Self::Executor(_) | Self::TakenAway(_) | Self::NotAll | Self::TooFew { .. } | Self::Remote(_) => None,
         }
     }
 }
@@ -310,6 +330,21 @@ pub enum DirectoryCause {
     Superblock(u16, Box<PairUnsound>),
     /// It is empty while others hold a store.
     Extra(u16),
+    /// Its disk did not answer when the store was opened.
+    Silent(u16),
+    /// Another directory has taken its place in the store.
+    Replaced(u16),
+    /// Fewer than half of the store's directories can be used, and why not the first of the others.
+    TooFew {
+        /// Directories that can be used.
+        found: u32,
+        /// Directories of the store.
+        all: u32,
+        /// What the first of the others is.
+        first: String,
+    },
+    /// It cannot be replaced by an empty one; the text says why.
+    NotReplaced(u16, &'static str),
     /// It belongs to another store than the first.
     Foreign {
         /// Which directory.
@@ -375,10 +410,21 @@ impl fmt::Display for DirectoryCause {
             Self::Extra(at) => {
                 write!(
                     f,
-                    "directory {at} is empty while others hold a store: leave it out, or give the one that belongs to it; if that is \
-                     lost, `kvarts export` keeps what the others have"
+                    "directory {at} is empty while others hold a store: mount the disk that belongs there; if that is lost, \
+                     `kvarts replace` takes this one in its place"
                 )
             }
+            Self::Silent(at) => write!(f, "directory {at}: its disk does not answer"),
+            Self::Replaced(at) => write!(
+                f,
+                "directory {at} was replaced by another one, and what it holds counts no more: give the one that took its place"
+            ),
+            Self::TooFew { found, all, first } => write!(
+                f,
+                "only {found} of the store's {all} directories can be used, and what was deleted without them could come back: \
+                 half of them are needed; {first}"
+            ),
+            Self::NotReplaced(at, why) => write!(f, "directory {at} cannot take the place of another one: {why}"),
             Self::Foreign { directory, store, first } => {
                 write!(f, "directory {directory} belongs to store {store}, the first to {first}")
             }

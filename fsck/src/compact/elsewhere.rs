@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 
 use kvarts_layout::StoreId;
 use kvarts_layout::format::names::{SUPERBLOCK, shard_name};
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::{MAX_SHARDS, MAX_SHARDS_PER_DIRECTORY, Superblock};
 use kvarts_layout::format::{PAGE_BYTES, Secret, VERSION};
 
@@ -153,6 +154,7 @@ fn superblocks(
             directories,
             shards_total: target.shards,
             shards,
+            membership: Membership::default(),
         };
         // Whole under another name first: an engine takes an empty superblock for a directory of its own to use.
         for slot in 0..2u32 {

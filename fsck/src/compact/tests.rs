@@ -10,6 +10,7 @@ use kvarts_layout::format::body::{
     BlockName, Blocks, ENCODING_RAW, EXTENSION_ENCRYPTION, Extension, Parent, Tombstone,
 };
 use kvarts_layout::format::names::SUPERBLOCK;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::Geometry;
@@ -122,6 +123,7 @@ fn store(segments: Vec<Vec<Made>>, graves: &Graves) -> MemoryDisk {
         directories: 1,
         shards_total: 1,
         shards: vec![0],
+        membership: Membership::default(),
     };
     disk.plant(SUPERBLOCK, [superblock.encode(0).unwrap(), superblock.encode(1).unwrap()].concat());
     disk.fork()

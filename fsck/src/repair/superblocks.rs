@@ -1,6 +1,7 @@
 //! Rewrites superblock slots: from the other slot, or from what folders and segments prove.
 
 use kvarts_layout::format::names::SUPERBLOCK;
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE_BYTES, Unsound, VERSION};
 
@@ -105,5 +106,7 @@ fn made_again(store: &Store, at: usize, knowledge: &Knowledge) -> Option<Superbl
         directories: given,
         shards_total,
         shards,
+        // Behind the others: what they know to be deleted it is told at the next start.
+        membership: Membership::default(),
     })
 }

@@ -9,7 +9,7 @@ use super::{ServerArgs, print};
 use kvarts_client::Via;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
-use kvarts_wire::limits::SHORT_OF_DISK;
+use kvarts_wire::limits::{LOST_DIRECTORY, SHORT_OF_DISK};
 use kvarts_wire::proto;
 
 /// The arguments of `stat` and of whatever else says nothing but which server.
@@ -40,6 +40,9 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
                 "            {blocks} live blocks, {size}, are cut off: a block before them is not here"
             )?;
         }
+    }
+    for lost in stats.notes.iter().filter_map(|note| note.strip_prefix(LOST_DIRECTORY)) {
+        writeln!(out, "  directory {lost}")?;
     }
     if let Some(short) = stats.notes.iter().find_map(|note| note.strip_prefix(SHORT_OF_DISK)) {
         writeln!(out, "  short     {short}")?;

@@ -16,6 +16,7 @@ pub mod footer;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod marks;
+pub mod members;
 pub mod names;
 mod position;
 pub mod record;

@@ -4,6 +4,7 @@ use super::body::*;
 use super::checkpoint::*;
 use super::field::Field;
 use super::footer::{self, Content, Defined, Entry, Footer};
+use super::members::Membership;
 use super::position::Position;
 use super::record::{self, Body, Fields};
 use super::seal::{Secret, Structure, claimed_position, reseal};
@@ -51,6 +52,7 @@ pub(super) fn superblock() -> Superblock {
         directories: 2,
         shards_total: 8,
         shards: vec![1, 3, 5, 7],
+        membership: Membership::default(),
     }
 }
 

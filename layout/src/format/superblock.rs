@@ -8,6 +8,7 @@
 //!   A user who can write the superblock owns the store.
 
 use super::field::Field;
+use super::members::{COUNTED, Membership};
 use super::position::Position;
 use super::seal::{Draft, OFFSET, Secret, Structure, claimed_position, prove_page, require_zero};
 use super::unsound::{Damage, EncodeError, Unsound};
@@ -39,12 +40,33 @@ pub const SHARDS_TOTAL: Field = DIRECTORIES.then("shards_total", 4);
 pub const SHARDS_HERE: Field = SHARDS_TOTAL.then("shards_here", 4);
 /// Their numbers, ascending; unused places are zero.
 pub const SHARDS: Field = SHARDS_HERE.then("shards", MAX_SHARDS_PER_DIRECTORY * 4);
+/// The term that this directory takes part in: one with a lower term than another missed deletes.
+pub const TERM: Field = SHARDS.then("term", 4);
+/// The highest term that was ever proposed to it: no two sets of directories begin the same one.
+pub const PROPOSED: Field = TERM.then("proposed", 4);
+/// Directories that take part in the term; zero for all: with fewer than that another set may have begun it.
+pub const IN_USE: Field = PROPOSED.then("in_use", 4);
+/// For each of the first directories the term from which on what it holds counts: a replaced one does not come back.
+pub const COUNTS_FROM: Field = IN_USE.then("counts_from", COUNTED * 4);
 
 /// The fields behind the preamble.
-pub const FIELDS: &[Field] =
-    &[SECRET, CREATED_MS, SEGMENT_BYTES, MIN_READER, FLAGS, DIRECTORIES, SHARDS_TOTAL, SHARDS_HERE, SHARDS];
+pub const FIELDS: &[Field] = &[
+    SECRET,
+    CREATED_MS,
+    SEGMENT_BYTES,
+    MIN_READER,
+    FLAGS,
+    DIRECTORIES,
+    SHARDS_TOTAL,
+    SHARDS_HERE,
+    SHARDS,
+    TERM,
+    PROPOSED,
+    IN_USE,
+    COUNTS_FROM,
+];
 
-const _: () = assert!(SHARDS.end() <= SECTOR, "a slot must not need more than one sector");
+const _: () = assert!(COUNTS_FROM.end() <= SECTOR, "a slot must not need more than one sector");
 
 const CLEAN: u16 = 1;
 
@@ -73,6 +95,8 @@ pub struct Superblock {
     pub shards_total: u32,
     /// The shards in this directory, ascending.
     pub shards: Vec<u32>,
+    /// Which of the store's directories are in use, as this one knows it.
+    pub membership: Membership,
 }
 
 /// Why a superblock file cannot be used.
@@ -116,6 +140,8 @@ impl Superblock {
             ((1..=MAX_SHARDS).contains(&self.shards_total), SHARDS_TOTAL),
             (self.shards.len() <= MAX_SHARDS_PER_DIRECTORY, SHARDS_HERE),
             (ascending && self.shards.iter().all(|shard| *shard < self.shards_total), SHARDS),
+            (self.membership.term <= self.membership.proposed, PROPOSED),
+            (self.membership.in_use <= self.directories, IN_USE),
         ];
         limits.iter().find(|(holds, _)| !holds).map_or(Ok(()), |(_, field)| Err(field.name))
     }
@@ -141,6 +167,15 @@ impl Superblock {
         draft.put(SHARDS_TOTAL, self.shards_total.to_le_bytes());
         draft.put(SHARDS_HERE, here.to_le_bytes());
         draft.put(SHARDS, shards);
+        let Membership { term, proposed, in_use, counts_from } = self.membership;
+        draft.put(TERM, term.to_le_bytes());
+        draft.put(PROPOSED, proposed.to_le_bytes());
+        draft.put(IN_USE, in_use.to_le_bytes());
+        let mut counted = [0u8; COUNTS_FROM.bytes];
+        for (place, from) in counted.as_chunks_mut::<4>().0.iter_mut().zip(counts_from) {
+            *place = from.to_le_bytes();
+        }
+        draft.put(COUNTS_FROM, counted);
         let position = position(self.store, self.directory, self.sequence, slot);
         Ok(draft.seal(&position, &self.secret))
     }
@@ -153,7 +188,7 @@ impl Superblock {
         let secret = Secret::new(SECRET.get(page)?);
         let expected = position(store.unwrap_or(claimed.store), claimed.shard, claimed.generation, slot);
         prove_page(Structure::Superblock, page, &expected, &secret)?;
-        require_zero(page.get(SHARDS.end()..).unwrap_or_default())?;
+        require_zero(page.get(COUNTS_FROM.end()..).unwrap_or_default())?;
         super::seal::require_kind_zero(page)?;
 
         let field = |field: Field| Unsound::Damaged { what: Damage::Field(field.name) };
@@ -169,6 +204,11 @@ impl Superblock {
         let all = SHARDS.get::<{ SHARDS.bytes }>(page)?;
         let (used, unused) = all.as_chunks::<4>().0.split_at_checked(here).ok_or(field(SHARDS_HERE))?;
         require_zero(unused.as_flattened())?;
+        let counted = COUNTS_FROM.get::<{ COUNTS_FROM.bytes }>(page)?;
+        let mut counts_from = [0; COUNTED];
+        for (from, bytes) in counts_from.iter_mut().zip(counted.as_chunks::<4>().0) {
+            *from = u32::from_le_bytes(*bytes);
+        }
         let superblock = Self {
             store: claimed.store,
             directory: claimed.shard,
@@ -181,6 +221,12 @@ impl Superblock {
             directories: DIRECTORIES.get_u32(page)?,
             shards_total: SHARDS_TOTAL.get_u32(page)?,
             shards: used.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect(),
+            membership: Membership {
+                term: TERM.get_u32(page)?,
+                proposed: PROPOSED.get_u32(page)?,
+                in_use: IN_USE.get_u32(page)?,
+                counts_from,
+            },
         };
         superblock.check().map_err(|name| Unsound::Damaged { what: Damage::Field(name) })?;
         Ok(superblock)
@@ -279,6 +325,8 @@ mod tests {
             Superblock { shards: vec![good.shards_total], ..good.clone() },
             Superblock { shards_total: 0, shards: vec![], ..good.clone() },
             Superblock { shards_total: 4096, shards: (0..65).collect(), ..good.clone() },
+            Superblock { membership: Membership { term: 1, ..Membership::default() }, ..good.clone() },
+            Superblock { membership: Membership { in_use: 3, ..Membership::default() }, ..good.clone() },
         ] {
             assert!(matches!(bad.encode(0), Err(EncodeError::Field(_))), "{bad:?}");
         }

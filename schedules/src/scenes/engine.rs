@@ -176,6 +176,8 @@ fn with_store(play: impl FnOnce(&Place)) {
     let machine = Machine::new();
     let options = Options {
         directories: 1,
+        absent: Default::default(),
+        replace: Default::default(),
         shards_per_directory: 2,
         segment_bytes: 256 << 10,
         budget_bytes: 16 << 20,

@@ -368,6 +368,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         io: config.io,
         features: config.io_disable.clone(),
         runtime: config.runtime,
+        replace: Vec::new(),
         cores: Vec::new(),
         store: Options {
             segment_bytes,

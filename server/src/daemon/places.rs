@@ -10,7 +10,7 @@ use tokio::time::sleep;
 /// What is acknowledged in between is lost with the directory.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// Looks again and again. A store whose directory is gone is read-only, also after a `resume` of it.
+/// Looks again and again.
 pub(super) async fn keep(places: Places) {
     let mut was_gone = false;
     loop {
@@ -22,7 +22,7 @@ pub(super) async fn keep(places: Places) {
         if let Some(directory) = gone.as_ref().filter(|_| !was_gone) {
             tracing::error!(
                 directory,
-                "the store's directory was removed, renamed or mounted over: no more puts are taken; stop the server, put the \
+                "the store's directory was removed, renamed or mounted over: nothing more is put there; stop the server, put the \
                  directory back and start it again"
             );
         }

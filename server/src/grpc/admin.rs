@@ -76,10 +76,11 @@ fn ownerless(state: &ServerState) -> Vec<proto::stats_reply::Ownerless> {
     [true, false].map(sum).into_iter().filter(|one| one.tenants > 0).collect()
 }
 
-/// What was decided at the start, and what the disks lack, if they do.
+/// What was decided at the start, which directories are out, and what the disks lack, if they do.
 fn notes(state: &ServerState) -> Vec<String> {
+    let lost = state.lost_directories();
     let short = state.engine.health().short_of_disk.map(|what| format!("{SHORT_OF_DISK}{what}"));
-    state.decided.notes.iter().cloned().chain(short).collect()
+    state.decided.notes.iter().cloned().chain(lost).chain(short).collect()
 }
 
 /// What the cold tier is and has done.

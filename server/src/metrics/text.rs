@@ -1,6 +1,7 @@
 //! Metrics as Prometheus reads them.
 
 use std::fmt::Write;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvarts_contract::clock::Clock;
@@ -96,7 +97,7 @@ fn engine(out: &mut String, state: &ServerState) {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", help, value);
     }
-    health(out, &state.engine.health());
+    health(out, &state.engine.health(), &state.decided.directories);
     one(
         out,
         "kvarts_disk_budget_bytes",
@@ -191,8 +192,8 @@ fn recovery(out: &mut String, state: &ServerState) {
 }
 
 /// Whether the store takes writes, and who has died.
-fn health(out: &mut String, health: &kvarts_store::engine::Health) {
-    let kvarts_store::engine::Health { latched, dead_executors, failing, short_of_disk } = health;
+fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: &[PathBuf]) {
+    let kvarts_store::engine::Health { latched, dead_executors, failing, out: lost, short_of_disk } = health;
     head(
         out,
         "kvarts_read_only",
@@ -210,6 +211,18 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health) {
     );
     let help = "Shards that refuse puts because their device fails writes wherever it was asked.";
     one(out, "kvarts_failing_shards", "gauge", help, failing.len());
+    head(
+        out,
+        "kvarts_directory_out",
+        "gauge",
+        "1 while a directory of the store is not in use, with why: what it holds is not found, and puts go to the others.",
+    );
+    for (directory, at) in directories.iter().zip(0u16..) {
+        let (why, shown) = (lost.get(&at), directory.display().to_string());
+        let reason = why.map(String::as_str).unwrap_or_default();
+        let labels = format!("directory=\"{}\",reason=\"{}\"", Value(&shown), Value(reason));
+        let _ = writeln!(out, "kvarts_directory_out{{{labels}}} {}", u8::from(why.is_some()));
+    }
     let help = "1 if the disks had less room than the budget when the store was opened or the budget was changed: it serves what \
                 it has.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
@@ -467,10 +480,18 @@ mod tests {
     fn a_store_that_takes_no_writes_says_so_with_the_reason() {
         let mut out = String::new();
         let latched = Some("writing \"seg\": Input/output error".to_owned());
-        health(&mut out, &kvarts_store::engine::Health { latched, dead_executors: 2, ..Default::default() });
+        let two = ["/disks/0", "/disks/1"].map(PathBuf::from);
+        let lost = [(1, "it does not exist".to_owned())].into();
+        let sick = kvarts_store::engine::Health { latched, dead_executors: 2, out: lost, ..Default::default() };
+        health(&mut out, &sick, &two);
+        let lines = [
+            "kvarts_directory_out{directory=\"/disks/0\",reason=\"\"} 0",
+            "kvarts_directory_out{directory=\"/disks/1\",reason=\"it does not exist\"} 1",
+        ];
+        assert!(lines.iter().all(|line| out.contains(line)), "{out}");
         let expected = "kvarts_read_only{reason=\"writing \\\"seg\\\": Input/output error\"} 1";
         assert!(out.contains(expected) && out.contains("kvarts_dead_executors 2"), "{out}");
-        health(&mut out, &kvarts_store::engine::Health::default());
+        health(&mut out, &kvarts_store::engine::Health::default(), &two);
         assert!(out.contains("kvarts_read_only{reason=\"\"} 0"), "{out}");
     }
 

@@ -65,7 +65,7 @@ pub use trouble::Trouble;
 
 use crate::cold::ColdTier;
 use crate::counters::Metrics;
-use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, SMALL_TILE_BYTES};
+use kvarts_wire::limits::{HEAVY_AT_ONCE, HEAVY_WAITING, LOST_DIRECTORY, SMALL_TILE_BYTES};
 
 /// A running server's insides.
 #[derive(Debug)]
@@ -319,6 +319,16 @@ impl ServerState {
             return Some("the server is about to stop".to_owned());
         }
         self.engine.health().fault().map(|why| format!("the store takes no writes: {why}"))
+    }
+
+    /// Directories of the store that are not in use, each with why: a sentence.
+    pub fn lost_directories(&self) -> Vec<String> {
+        let told = |(at, why): (u16, String)| {
+            let directory = self.decided.directories.get(usize::from(at));
+            let directory = directory.map_or_else(|| at.to_string(), |path| path.display().to_string());
+            format!("{LOST_DIRECTORY}{directory} is out: {why}")
+        };
+        self.engine.health().out.into_iter().map(told).collect()
     }
 
     /// Returns when a drain was asked for.

@@ -232,7 +232,7 @@ mod tests {
         let mut names = scratch.all();
         before.look_again().unwrap();
         let file = File::open(directory.join(LOCK)).unwrap();
-        remove(vec![Lock { file, before }], &[]);
+        remove(vec![Lock { file, at: 0, before }], &[]);
         names.retain(|name| name != "a/lock");
         assert_eq!(scratch.all(), names);
     }

@@ -100,7 +100,8 @@ impl MetaThreads {
 /// What is needed to execute: the directories and the table of open files.
 #[derive(Clone, Debug)]
 pub(super) struct Meta {
-    dirs: Arc<[OwnedFd]>,
+    /// One that could not be opened keeps the error: nothing in it can be.
+    dirs: Arc<[Result<OwnedFd, Errno>]>,
     files: Arc<Files>,
     direct: bool,
 }
@@ -109,11 +110,15 @@ impl Meta {
     /// Opens the directories. `direct` says whether direct I/O may be used at all.
     pub(super) fn new(dirs: &[PathBuf], files: &Arc<Files>, direct: bool) -> Result<Self, String> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = |path: &PathBuf| {
-            openat(CWD, path, flags, Mode::empty())
-                .map_err(|errno| format!("cannot open the directory {}: {errno}", path.display()))
-        };
-        let dirs = dirs.iter().map(open).collect::<Result<Arc<[_]>, _>>()?;
+        let opened: Arc<[_]> = dirs.iter().map(|path| openat(CWD, path, flags, Mode::empty())).collect();
+        let failed = opened.iter().zip(dirs).filter_map(|(dir, path)| Some((dir.as_ref().err()?, path)));
+        let mut failed = failed.map(|(errno, path)| format!("cannot open the directory {}: {errno}", path.display()));
+        // Some may be out, but not all.
+        if let Some(why) = failed.next().filter(|_| opened.iter().all(Result::is_err)) {
+            return Err(why);
+        }
+        drop(failed);
+        let dirs = opened;
         Ok(Self { dirs, files: Arc::clone(files), direct })
     }
 
@@ -157,7 +162,8 @@ impl Meta {
     }
 
     fn root(&self, dir: DirId) -> Result<BorrowedFd<'_>, Errno> {
-        self.dirs.get(usize::from(dir.0)).map(AsFd::as_fd).ok_or(Errno::BADF)
+        let dir = self.dirs.get(usize::from(dir.0)).ok_or(Errno::BADF)?;
+        dir.as_ref().map(AsFd::as_fd).map_err(|errno| *errno)
     }
 
     /// The directory that holds the last component of `name`, and that component.

@@ -19,6 +19,7 @@ mod goldens;
 pub mod growth;
 mod kills;
 mod leaving;
+mod lost_drives;
 mod nodes;
 mod noise;
 pub mod planted;
@@ -172,6 +173,7 @@ pub fn all() -> Vec<Row> {
     rows.push(buckets::row());
     rows.push(staged::row());
     rows.push(drives::row());
+    rows.push(lost_drives::row());
     rows.push(planted::row());
     rows
 }

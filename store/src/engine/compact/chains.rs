@@ -30,7 +30,6 @@ use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::record_class::RecordForm;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::engine::write::put::shard_of;
 use crate::index::{Lookup, RecordId};
 use kvarts_contract::error::Reason;
 use kvarts_contract::ticket::{Reply, ticket};
@@ -224,7 +223,7 @@ pub(crate) async fn merge(
             break;
         }
         let Some(first) = chain.first() else { continue };
-        let shard = shard_of(&BlockKey(first.first), shards.count());
+        let shard = shared.shard_for(&BlockKey(first.first));
         let Some((sequence, room)) = room_of.get_mut(&shard) else { continue };
         let blocks: u32 = chain.iter().map(|one| one.blocks).sum();
         let bytes = first.class.shape.block_bytes().saturating_mul(u64::from(blocks));

@@ -73,7 +73,7 @@ async fn empty(
     let begun = shard.volume.sequence.get();
     let mut tried = Vec::new();
     while pace.ready().await {
-        if let Some(reason) = shard.volume.shared.latched() {
+        if let Some(reason) = shard.volume.refuses_writes() {
             return Err(reason);
         }
         let live = live_by_segment(&shard.volume);

@@ -141,8 +141,7 @@ pub(crate) async fn delete_prefix(
     let deadline = request.deadline.map(|at| rt.sleep_until(at));
     match with_deadline(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(found) => {
-            for (shard, part) in delete::begin_found(shared, router.shards(), found, request.deadline, reply)
-            {
+            for (shard, part) in delete::begin_found(shared, found, request.deadline, reply) {
                 router.delete(shard, part);
             }
         }

@@ -26,11 +26,13 @@ use crate::engine::read::{evicted_names, shard_read};
 use crate::engine::recover::{self, RecoveryReport};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
+use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
 use crate::engine::tasks::fair_turn::FairTurn;
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::volume::checkpoint;
-use crate::engine::volume::directory;
+use crate::engine::volume::directory::{self, Way, terms};
+use crate::engine::volume::tombstones::Graves;
 use crate::engine::write::delete::{self, DeletePart};
 use crate::engine::write::put::layers::{self, LayersPart};
 use crate::engine::write::put::{self, PutPart};
@@ -49,7 +51,7 @@ struct Executor {
     rt: Rc<dyn Runtime>,
     driver: Rc<Driver>,
     /// Of each directory its own, so that a device that hangs keeps no other's.
-    arenas: Vec<Arena>,
+    arenas: Rc<[Arena]>,
     shards: RefCell<BTreeMap<u32, Rc<Shard>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
@@ -90,7 +92,7 @@ pub(crate) fn body(
             let executor = Executor {
                 rt: Rc::clone(&context.rt),
                 driver,
-                arenas: Arena::parts(&region, directories),
+                arenas: Arena::parts(&region, directories).into(),
                 shards: RefCell::default(),
                 busy: Rc::default(),
                 searching: Rc::default(),
@@ -135,16 +137,16 @@ impl Executor {
         while let Some(message) = mailbox.recv(&*self.rt).await {
             match message {
                 Message::OpenDirectories { plan, reply } => {
-                    let (clock, entropy) = (self.rt.clock(), self.rt.entropy());
-                    let found =
-                        directory::open(&self.driver, self.arena(DirId(0)), &plan, &**clock, &**entropy)
-                            .await;
+                    let way = Way { driver: &self.driver, arenas: &self.arenas, rt: &*self.rt };
                     // A caller that is gone needs no answer, here and below.
-                    let _ = reply.send(found);
+                    let _ = reply.send(directory::open(&way, &plan).await);
                 }
-                Message::Adopt { shared, shards, reply } => {
-                    let _ = reply.send(self.adopt(&shared, shards).await);
+                Message::Adopt { shared, shards, told, reply } => {
+                    let _ = reply.send(self.adopt(&shared, shards, told.as_deref()).await);
                 }
+                Message::Graves(reply) => drop(reply.send(self.graves())),
+                Message::Settle(shared, reply) => self.settle(shared, reply),
+                Message::LetGo => self.let_go(),
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::PutLayers(shard, part) => self.put_layers(shard, part),
                 Message::Read(shard, part) => self.read(shard, part),
@@ -188,8 +190,8 @@ impl Executor {
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
-                Message::FreeSpace { directories, reply } => {
-                    let _ = reply.send(self.free_space(directories).await);
+                Message::FreeSpace { shared, reply } => {
+                    let _ = reply.send(self.free_space(&shared).await);
                 }
                 Message::Inspect(reply) => self.inspect(reply),
                 Message::Tables(reply) => drop(reply.send(self.tables())),
@@ -207,9 +209,9 @@ impl Executor {
     }
 
     /// What is free on the disks, unless one of them does not say it in time.
-    async fn free_space(&self, directories: u16) -> Result<u64, Reason> {
+    async fn free_space(&self, shared: &Shared) -> Result<u64, Reason> {
         let until = self.rt.sleep_until(self.rt.clock().now().plus(SPACE_WITHIN));
-        let asking = pin!(free_space(&self.driver, directories));
+        let asking = pin!(free_space(&self.driver, &shared.directories));
         let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
         with_deadline(asking, Some(until)).await.unwrap_or(silent)
     }
@@ -220,7 +222,8 @@ impl Executor {
         facts.warnings.extend(self.registered.clone().err());
         let arena_bytes = self.arenas.iter().map(|arena| arena.usage().used as u64).sum();
         let metrics = Metrics { arena_bytes, ..self.driver.metrics() };
-        let shards: Vec<Rc<Shard>> = self.shards.borrow().values().map(Rc::clone).collect();
+        let in_use = |shard: &&Rc<Shard>| !shard.volume.is_out();
+        let shards: Vec<Rc<Shard>> = self.shards.borrow().values().filter(in_use).map(Rc::clone).collect();
         let until = self.rt.sleep_until(self.rt.clock().now().plus(HOLES_WITHIN));
         self.background(async move {
             let asking = pin!(ask_of_holes(&shards));
@@ -243,6 +246,7 @@ impl Executor {
         &self,
         shared: &Arc<Shared>,
         shards: Vec<(u32, DirId)>,
+        told: Option<&Graves>,
     ) -> Result<Vec<RecoveryReport>, Reason> {
         let mut reports = Vec::new();
         self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
@@ -252,12 +256,55 @@ impl Executor {
             let path = (Rc::clone(&self.driver), self.arena(dir).clone());
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
-            reports.push(recover::recover(&adopted.log).await?);
+            if !adopted.volume.is_out() {
+                match recover::recover_told(&adopted.log, told).await {
+                    Ok(report) => reports.push(report),
+                    Err(why) if directory::is_lost(&why) && shared.directories.count() > 1 => {
+                        adopted.volume.lose(&why.to_string(), true);
+                    }
+                    Err(why) => return Err(why),
+                }
+            }
             self.upkeep_periodically(&adopted);
             self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
         }
+        // Of a directory that another shard of it, or another executor, has found to be lost.
+        self.let_go();
         Ok(reports)
+    }
+
+    /// What its shards know to be deleted.
+    fn graves(&self) -> Graves {
+        let mut graves = Graves::default();
+        for shard in self.shards.borrow().values().filter(|shard| !shard.volume.is_out()) {
+            graves.add(&shard.volume.tombstones.borrow());
+        }
+        graves
+    }
+
+    /// Forgets what was in directories that are gone, and has those in use begin a term.
+    fn settle(&self, shared: Arc<Shared>, reply: Reply<()>) {
+        let (driver, arenas, rt) = (Rc::clone(&self.driver), Rc::clone(&self.arenas), Rc::clone(&self.rt));
+        self.let_go();
+        self.background(async move {
+            if shared.directories.any_out() {
+                forget_gone(&shared).await;
+            }
+            let way = Way { driver: &driver, arenas: &arenas, rt: &*rt };
+            terms::settle(&way, &shared).await;
+            let _ = reply.send(());
+        });
+    }
+
+    /// Lets go of shards whose directory is gone.
+    fn let_go(&self) {
+        for shard in self.shards.borrow().values() {
+            if shard.volume.shared.directories.is_gone(shard.volume.dir) {
+                shard.volume.let_go();
+                shard.reads.headers.forget();
+            }
+        }
     }
 
     fn own(&self, shard: u32) -> Option<Rc<Shard>> {
@@ -302,6 +349,13 @@ impl Executor {
                 let shared = &shard.volume.shared;
                 shared.index.expire(rt.clock().now());
                 let _ = shared.epoch();
+                if shard.volume.is_out() {
+                    continue;
+                }
+                if shared.is_failing(shard.volume.shard) {
+                    // Puts that would ask go elsewhere.
+                    let _ = shard.space.look_for_trouble().await;
+                }
                 if shard.volume.sequence.get() != written && !stopping.get() {
                     let sequence = shard.volume.sequence.get();
                     // One that fails costs recency until the next, which is due whether anything is put or not.
@@ -529,7 +583,7 @@ impl Executor {
             return Ok(());
         }
         let finish = async {
-            for shard in &shards {
+            for shard in shards.iter().filter(|shard| !shard.volume.is_out()) {
                 shard.log.finish().await;
             }
             checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
@@ -547,7 +601,7 @@ async fn checkpoint_all(
     prove: bool,
 ) -> Result<(), Reason> {
     let give_up = rt.clock().now().plus(timeout);
-    for shard in shards {
+    for shard in shards.iter().filter(|shard| !shard.volume.is_out()) {
         // One that the clock began may lack what was written since: another follows it.
         loop {
             let written = match prove {

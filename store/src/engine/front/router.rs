@@ -20,6 +20,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::quota_events::TellEvicted;
 use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::volume::directory::{self, Found};
+use crate::engine::volume::tombstones::Graves;
 use crate::engine::write::delete::{self, Answer, DeletePart};
 use crate::engine::write::put::PutPart;
 use crate::engine::write::put::layers::LayersPart;
@@ -35,10 +36,11 @@ use kvarts_contract::{buffers::Region, io_error::DirId};
 pub(crate) enum Message {
     /// Read the superblocks, or make the store.
     OpenDirectories { plan: directory::Plan, reply: Reply<Result<Found, Reason>> },
-    /// Take over shards and recover them.
+    /// Take over shards and recover them; they are told first what others know to be deleted, if anything.
     Adopt {
         shared: Arc<Shared>,
         shards: Vec<(u32, DirId)>,
+        told: Option<Arc<Graves>>,
         reply: Reply<Result<Vec<RecoveryReport>, Reason>>,
     },
     /// Do a part of a put.
@@ -61,6 +63,12 @@ pub(crate) enum Message {
     },
     /// Say which blocks of a namespace stand behind which in this shard.
     Links(Ask, Reply<Result<Links, Reason>>),
+    /// Say what its shards know to be deleted.
+    Graves(Reply<Graves>),
+    /// Have the directories in use begin a term, if it takes one.
+    Settle(Arc<Shared>, Reply<()>),
+    /// Let go of shards whose directory is gone.
+    LetGo,
     /// List the blocks from this cursor on; `shards` is the number of shards of the store.
     Page { cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>> },
     /// Name blocks of a shard that are near their eviction and were used at least so often.
@@ -82,7 +90,7 @@ pub(crate) enum Message {
     /// Tell of what quotas took out.
     TellQuotaEvictions,
     /// Say how many bytes the file systems of the directories have free.
-    FreeSpace { directories: u16, reply: Reply<Result<u64, Reason>> },
+    FreeSpace { shared: Arc<Shared>, reply: Reply<Result<u64, Reason>> },
     /// Empty segments of every shard that are mostly dead.
     Compact(CompactOptions, Reply<Result<CompactReport, Reason>>),
     /// Coordinate the merging of chains over all executors.
@@ -108,6 +116,9 @@ pub(crate) enum Message {
     /// End: finish what is under way, seal nothing, write a checkpoint if `clean`.
     Stop { clean: bool, reply: Reply<Result<(), Reason>> },
 }
+
+/// The answer to a request whose executor has ended.
+const CLOSING: &str = "the store is closing";
 
 /// Which executor owns which shard, and the way to it.
 pub(crate) struct Router {
@@ -146,6 +157,48 @@ impl Router {
             Some(sender) => sender.try_send(message).err().map(SendError::into_inner),
             None => Some(message),
         }
+    }
+
+    /// Has executors recover their shards of these, each of which is told what the others know to be deleted, if anything.
+    pub(crate) async fn adopt(
+        &self,
+        shared: &Arc<Shared>,
+        shards: &[(u32, DirId)],
+        told: Option<Arc<Graves>>,
+    ) -> Result<Vec<RecoveryReport>, Reason> {
+        let mut answers = Vec::new();
+        for (index, sender) in self.executors.iter().enumerate() {
+            let is_own = |(shard, _): &&(u32, DirId)| self.owner(*shard) == index;
+            let shards = shards.iter().filter(is_own).copied().collect();
+            let (reply, answer) = ticket();
+            let message = Message::Adopt { shared: Arc::clone(shared), shards, told: told.clone(), reply };
+            sender.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;
+            answers.push(answer);
+        }
+        let mut reports = Vec::new();
+        for answer in answers {
+            reports.extend(answer.await.map_err(|_| Reason::Busy(CLOSING))??);
+        }
+        Ok(reports)
+    }
+
+    /// What all shards that were recovered know to be deleted.
+    pub(crate) async fn graves(&self) -> Result<Graves, Reason> {
+        let mut all = Graves::default();
+        for sender in &self.executors {
+            let (reply, answer) = ticket();
+            sender.try_send(Message::Graves(reply)).map_err(|_| Reason::Busy(CLOSING))?;
+            all.join(answer.await.map_err(|_| Reason::Busy(CLOSING))?);
+        }
+        Ok(all)
+    }
+
+    /// Has the directories in use begin a term, if it takes one.
+    pub(crate) async fn settle(&self, shared: &Arc<Shared>) -> Result<(), Reason> {
+        let first = self.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let (reply, answer) = ticket();
+        first.try_send(Message::Settle(Arc::clone(shared), reply)).map_err(|_| Reason::Busy(CLOSING))?;
+        answer.await.map_err(|_| Reason::Busy(CLOSING))
     }
 
     /// Sends a part of a delete, or refuses it.
@@ -204,5 +257,16 @@ impl OtherShards for Router {
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>> {
         let (reply, answer) = ticket();
         self.offer(shard, Message::MakeRoom { shard, reply }).is_none().then_some(answer)
+    }
+
+    fn tell_lost(&self, shared: &Arc<Shared>) {
+        for sender in &self.executors {
+            // One that has ended has let go of everything.
+            let _ = sender.send_over(Message::LetGo);
+        }
+        if let Some(first) = self.executors.first() {
+            let (reply, _) = ticket();
+            let _ = first.send_over(Message::Settle(Arc::clone(shared), reply));
+        }
     }
 }

@@ -10,9 +10,9 @@ mod space;
 
 pub use reading::StoreTiles;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,9 +27,11 @@ use super::router::{Message, Router};
 use crate::driver::{Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
+use crate::engine::shared::directories::Directories;
 use crate::engine::shared::health::Health;
 use crate::engine::shared::policy::EvictionPolicy;
 use crate::engine::shared::quota_events::TellEvicted;
+use crate::engine::shared::spare_room::OtherShards;
 use crate::engine::shared::{Counts, Shared};
 use crate::engine::volume::directory::Plan;
 use crate::engine::write::delete;
@@ -46,7 +48,9 @@ use kvarts_contract::api::{
 };
 use kvarts_contract::buffers::Region;
 use kvarts_contract::clock::Clock;
-use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::error::{Error, LatchCause, Reason};
+use kvarts_contract::io_error::DirId;
+use kvarts_contract::sync::OnceLock;
 use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
 use kvarts_contract::ticket::{Ticket, ticket};
 
@@ -59,6 +63,11 @@ pub use space::{KnownNamespace, OfTenant, SEGMENTS_MIN};
 pub struct Options {
     /// Directories that the launcher's I/O was given.
     pub directories: u16,
+    /// Those of them that are not to be touched, because they could not be locked, say, each with why: a store of several is opened
+    /// without them.
+    pub absent: BTreeMap<u16, String>,
+    /// Those of them, empty, that take the place of directories of the store that are lost for good: as many as are missing.
+    pub replace: BTreeSet<u16>,
     /// When made: shards in each directory. More than executors, so that more executors can be used later.
     pub shards_per_directory: u32,
     /// When made: bytes of a segment file.
@@ -88,6 +97,8 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             directories: 1,
+            absent: BTreeMap::new(),
+            replace: BTreeSet::new(),
             shards_per_directory: 2,
             segment_bytes: kvarts_layout::format::DEFAULT_SEGMENT_BYTES,
             budget_bytes: 16 << 30,
@@ -132,11 +143,11 @@ pub struct Store(Arc<Inner>);
 
 struct Inner {
     shared: Arc<Shared>,
-    /// Directories of the launcher's I/O.
-    directories: u16,
     router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
+    /// Which directory is not where it was, if one is.
+    look: OnceLock<Box<dyn Fn() -> Option<PathBuf> + Send + Sync>>,
 }
 
 impl Inner {
@@ -181,6 +192,8 @@ impl Store {
     ) -> Result<Self, Error> {
         let plan = Plan {
             directories: options.directories,
+            absent: options.absent.clone(),
+            replace: options.replace.clone(),
             shards_per_directory: options.shards_per_directory,
             segment_bytes: options.segment_bytes,
             budget: options.budget_bytes,
@@ -192,34 +205,27 @@ impl Store {
         let found = lost(answer.await)??;
         let mut shared = Shared::new(found.birth, launcher.clock(), launcher.entropy());
         shared.set_batches(options.limits.batches);
+        shared.set_directories(Directories::new(&found.shards, found.out, found.superblocks));
         let shared = Arc::new(shared);
         shared.set_policy(options.eviction);
         shared.index_room.set_limit(options.index_bytes_max);
         shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
         shared.begin_budget(found.superblock_bytes)?;
-        let mut owners = Vec::new();
-        let mut answers = Vec::new();
-        for index in 0..executors.len() {
-            let mine = |shard: &u32| *shard as usize % executors.len() == index;
-            let shards: Vec<_> = found.shards.iter().filter(|(shard, _)| mine(shard)).copied().collect();
-            let (reply, answer) = ticket();
-            let sender = executors.get(index).ok_or(Reason::Bug("an executor that is not there"))?;
-            send(sender, Message::Adopt { shared: Arc::clone(&shared), shards, reply })?;
-            answers.push(answer);
+        let owners = found.shards.iter().map(|(shard, _)| *shard as usize % executors.len()).collect();
+        let router = Arc::new(Router { executors, owners });
+        let (behind, current): (Vec<_>, Vec<_>) =
+            found.shards.iter().partition(|(_, dir)| found.behind.contains(dir));
+        let mut reports = router.adopt(&shared, &current, None).await?;
+        if !behind.is_empty() {
+            let told = Arc::new(router.graves().await?);
+            reports.extend(router.adopt(&shared, &behind, Some(told)).await?);
         }
-        for (shard, _) in &found.shards {
-            owners.push(*shard as usize % executors.len());
-        }
-        let mut reports = Vec::new();
-        for answer in answers {
-            reports.extend(lost(answer.await)??);
-        }
+        shared.check_directories()?;
         shared.forget_superseded();
         let closed = AtomicBool::new(false);
-        let router = Arc::new(Router { executors, owners });
         shared.set_others(&router);
-        let directories = options.directories;
-        let store = Self(Arc::new(Inner { shared, directories, router, reports, closed }));
+        router.settle(&shared).await?;
+        let store = Self(Arc::new(Inner { shared, router, reports, closed, look: OnceLock::new() }));
         store.finish_deletes().await;
         if !options.budget_beyond_disk {
             store.check_room(found.is_new, options.budget_bytes).await?;
@@ -379,9 +385,23 @@ impl Store {
         self.0.shared.health()
     }
 
-    /// Makes the store read-only: this directory of it was taken away.
-    pub(crate) fn take_as_gone(&self, directory: &Path) {
-        self.0.shared.latch_taken_away(directory);
+    /// This directory of the store, the `at`th that was given, was taken away: a store of several loses it, and one of this
+    /// directory alone takes no more writes.
+    pub(crate) fn take_as_gone(&self, at: u16, directory: &Path) {
+        let shared = &self.0.shared;
+        if shared.directories.count() <= 1 || shared.directories.in_use() <= 1 {
+            shared.latch_taken_away(directory);
+            return;
+        }
+        let why = LatchCause::TakenAway(directory.to_owned()).to_string();
+        if shared.lose(DirId(at), &why, true) {
+            self.0.router.tell_lost(shared);
+        }
+    }
+
+    /// Looks at the places of the directories before it resumes: this says which of them is gone, if one is.
+    pub(crate) fn look_before_resuming(&self, look: Box<dyn Fn() -> Option<PathBuf> + Send + Sync>) {
+        let _ = self.0.look.set(look);
     }
 
     /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it
@@ -391,10 +411,14 @@ impl Store {
         if let Some(reason) = self.0.shared.latched().filter(|_| self.health().dead_executors > 0) {
             return Err(reason.into());
         }
+        let latches = self.0.shared.latches();
+        if let Some(gone) = self.0.look.get().and_then(|look| look()) {
+            return Err(self.0.shared.latch_taken_away(&gone).into());
+        }
         if !kvarts_layout::planted!("latch-lifted-unproven") {
             self.checkpoint_all(true).await?;
         }
-        self.0.shared.lift_latch()?;
+        self.0.shared.lift_latch(latches)?;
         self.shrink()
     }
 
@@ -516,7 +540,7 @@ impl KvStore for Store {
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
-        if let Some((shard, mut part)) = layers::begin(&self.0.shared, self.0.router.shards(), request, reply)
+        if let Some((shard, mut part)) = layers::begin(&self.0.shared, request, reply)
         {
             part.tell = Some(self.0.evictions());
             if let Some(Message::PutLayers(_, part)) =
@@ -565,7 +589,7 @@ impl KvStore for Store {
             }
             return answer;
         }
-        for (shard, part) in delete::begin(shared, router.shards(), request, reply) {
+        for (shard, part) in delete::begin(shared, request, reply) {
             router.delete(shard, part);
         }
         answer

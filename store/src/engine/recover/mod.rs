@@ -39,6 +39,7 @@ use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
+use crate::engine::volume::tombstones::Graves;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::write::log::Log;
@@ -61,7 +62,12 @@ struct Recovery<'a> {
     checkpoint: Checkpoint,
     batch: Batch,
     now_ms: u64,
+    /// Whether some segment cannot be told.
+    untold: bool,
 }
+
+/// More sequences than records fit on any disk.
+const SEQUENCES_UNKNOWN: u64 = 1 << 36;
 
 /// Bytes of a footer for a block at least: its key and its origin.
 const NAME_BYTES: usize = 48;
@@ -107,7 +113,13 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Option<Vec<(u64,
 }
 
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
+#[cfg(test)]
 pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
+    recover_told(log, None).await
+}
+
+/// The same. What others know to be deleted counts as deleted behind everything that is found, and is durable when this returns.
+pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result<RecoveryReport, Reason> {
     let volume = &*log.volume;
     let found = files::open(volume).await?;
     let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
@@ -121,15 +133,23 @@ pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
     volume.sequence.set(volume.sequence.get().max(checkpoint.next_sequence));
     volume.tombstones.replace(checkpoint.tombstones.clone());
     let now_ms = volume.shared.clock.unix_millis();
-    let mut recovery =
-        Recovery { volume, log, report, checkpoint, batch: Batch::new(&volume.shared.index, 0, 0), now_ms };
+    let batch = Batch::new(&volume.shared.index, 0, 0);
+    let mut recovery = Recovery { volume, log, report, checkpoint, batch, now_ms, untold: false };
     recovery.retire(&found);
     let mut sources = recovery.classify(&found.segments).await?;
+    recovery.pass_over_sequences();
+    if let Some(told) = told.filter(|_| !kvarts_layout::planted!("behind-not-told")) {
+        let below = volume.sequence.get();
+        volume.tombstones.borrow_mut().bury_told(told, below);
+    }
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
     recovery.flush()?;
     volume.shared.buried.fetch_add(volume.tombstones.borrow().len() as u64, Relaxed);
+    if told.is_some() {
+        checkpoint::write(volume).await?;
+    }
     let half_deleted = volume.tombstones.borrow().half_deleted();
     Ok(RecoveryReport { half_deleted, ..recovery.report })
 }
@@ -166,7 +186,7 @@ impl Recovery<'_> {
                 Decision::ScanTail => sources.extend(self.scan(segment, &ends, Scan::Tail).await?),
                 Decision::Rescan => sources.extend(self.scan(segment, &ends, Scan::Rescan).await?),
                 // Neither read nor recycled.
-                _ => {}
+                _ => self.untold = true,
             }
         }
         Ok(sources)
@@ -183,7 +203,7 @@ impl Recovery<'_> {
     fn retire(&mut self, files: &Files) {
         let mut retired = self.volume.retired.borrow_mut();
         for &number in &files.unreadable {
-            self.report.pass_over(number);
+            self.pass_over(number);
             let known = self.checkpoint.segments.get(&number).copied();
             self.volume.unreadable.borrow_mut().insert(number, known);
         }
@@ -201,6 +221,12 @@ impl Recovery<'_> {
         }
     }
 
+    /// A segment cannot be used until the next start.
+    fn pass_over(&mut self, segment: u32) {
+        self.report.pass_over(segment);
+        self.volume.shared.directories.note_unreadable();
+    }
+
     /// A segment of which nothing is known yet.
     fn segment(&self, file: &SegmentFile, generation: u64) -> Rc<Segment> {
         let book = self.volume.shared.index.records().ledger().open(self.volume.shard, file.number);
@@ -209,6 +235,16 @@ impl Recovery<'_> {
             Rc::new(Segment::new((file.number, book), file.file, generation, SegmentState::Suspect));
         self.volume.segments.borrow_mut().insert(file.number, Rc::clone(&segment));
         segment
+    }
+
+    /// What cannot be read may hold records of any sequence that this shard ever gave. What is written from now on is later all the same, and
+    /// what is deleted from now on is dead there too.
+    fn pass_over_sequences(&self) {
+        let any = self.untold || !self.volume.unreadable.borrow().is_empty();
+        if any && !kvarts_layout::planted!("sequence-not-passed-over") {
+            let sequence = &self.volume.sequence;
+            sequence.set(sequence.get().saturating_add(SEQUENCES_UNKNOWN));
+        }
     }
 
     fn saw(&self, sequence: u64) {
@@ -234,7 +270,7 @@ impl Recovery<'_> {
         let ask = (was_sealed || scan == Scan::Tail) && !kvarts_layout::planted!("rescan-forgets-holes");
         let holes = if ask { self.holes(segment.file).await? } else { Some(Vec::new()) };
         let Some(mut holes) = holes else {
-            self.report.pass_over(segment.number);
+            self.pass_over(segment.number);
             return Ok(None);
         };
         let target = Target {
@@ -341,7 +377,7 @@ impl Recovery<'_> {
                             self.take_in_footer(source, (ends, trailer), image, holes).await?;
                         }
                         // It stays suspect: neither read nor recycled.
-                        None => self.report.pass_over(source.segment.number),
+                        None => self.pass_over(source.segment.number),
                     }
                 }
             }

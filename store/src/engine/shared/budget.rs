@@ -4,6 +4,7 @@
 //! - Checkpoints come first: no segment is made unless, with it, the checkpoints of everything that is here, and of
 //!   what one more segment of each shard can bring, still fit. A full store can always write down what it knows.
 //! - A lower budget takes effect at once for whatever would grow, and segments are given back until it is kept.
+//! - The share of directories that were out when the store was opened is not given to the others: what they hold is still on disk.
 //! - What file systems take beside a store's files is part of it: see [`directory_bytes`].
 
 use std::sync::atomic::Ordering::Relaxed;
@@ -40,8 +41,9 @@ pub(crate) struct Budget {
     directories: AtomicU64,
     superblocks: AtomicU64,
     shards: u64,
-    /// Directories of the store.
+    /// Directories of the store, and those that were out when it was opened.
     roots: AtomicU64,
+    absent: AtomicU64,
     segment_bytes: u64,
     /// Segment files that the process has descriptors for.
     files_cap: AtomicU64,
@@ -67,6 +69,7 @@ impl Budget {
             superblocks: AtomicU64::new(0),
             shards: u64::from(birth.shards),
             roots: AtomicU64::new(0),
+            absent: AtomicU64::new(0),
             segment_bytes: birth.segment_bytes,
             files_cap: AtomicU64::new(u64::MAX),
             shrinking: AtomicBool::new(false),
@@ -89,6 +92,8 @@ impl Budget {
     }
 
     fn set_limit(&self, bytes: u64) {
+        let (roots, absent) = (self.roots.load(Relaxed).max(1), self.absent.load(Relaxed));
+        let bytes = bytes - bytes / roots * absent;
         let most = directory_bytes(self.roots.load(Relaxed), self.shards, self.files_max(bytes));
         let before = self.directories.swap(most, Relaxed);
         self.allocated.fetch_add(most, Relaxed);
@@ -118,6 +123,8 @@ impl Shared {
     pub(crate) fn begin_budget(&self, superblocks: u64) -> Result<(), Reason> {
         self.budget.superblocks.store(superblocks, Relaxed);
         self.budget.roots.store(superblocks / superblock::FILE_BYTES as u64, Relaxed);
+        let absent = self.directories.count().saturating_sub(self.directories.in_use());
+        self.budget.absent.store(absent as u64, Relaxed);
         self.charge(superblocks);
         self.set_budget(self.space().1)
     }

@@ -13,7 +13,7 @@ use crate::index::Lookup;
 use kvarts_contract::error::{LatchCause, Reason};
 use kvarts_contract::io_error::IoError;
 use kvarts_contract::sync::Mutex;
-use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// How an open store is.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -25,6 +25,9 @@ pub struct Health {
     /// Shards that refuse puts because their device fails writes wherever it was asked, and what it said last. Reads
     /// go on, and each put asks again.
     pub failing: BTreeMap<u32, String>,
+    /// Directories that are out, by the order in which they were given, each with why: what lies there is not here until the store is
+    /// opened with it again.
+    pub out: BTreeMap<u16, String>,
     /// What the disks lack for the budget, if they lacked it when the store was opened or its budget changed. It serves what it
     /// has; puts find room where blocks may go.
     pub short_of_disk: Option<String>,
@@ -41,6 +44,8 @@ impl Health {
 #[derive(Debug, Default)]
 pub(crate) struct State {
     latch: Mutex<Option<LatchCause>>,
+    /// How often something was met that latches.
+    latches: AtomicU64,
     dead: Mutex<Dead>,
     /// Whether any executor died: asked at each look at the index.
     any_dead: AtomicBool,
@@ -62,12 +67,13 @@ impl Shared {
     }
 
     /// The same, because this directory of the store was taken away.
-    pub(crate) fn latch_taken_away(&self, directory: &Path) {
-        self.latch_for(LatchCause::TakenAway(directory.to_owned()));
+    pub(crate) fn latch_taken_away(&self, directory: &Path) -> Reason {
+        self.latch_for(LatchCause::TakenAway(directory.to_owned()))
     }
 
     fn latch_for(&self, why: LatchCause) -> Reason {
         let mut latch = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner);
+        self.health.latches.fetch_add(1, Ordering::AcqRel);
         // The first cause is what operators see; who asked is told what he met.
         latch.get_or_insert_with(|| why.clone());
         Reason::Latched(why)
@@ -78,11 +84,16 @@ impl Shared {
         self.health.latch.lock().unwrap_or_else(PoisonError::into_inner).clone().map(Reason::Latched)
     }
 
-    /// Takes writes again, unless an executor is dead.
-    pub(crate) fn lift_latch(&self) -> Result<(), Reason> {
+    /// How often something was met that latches the store.
+    pub(crate) fn latches(&self) -> u64 {
+        self.health.latches.load(Ordering::Acquire)
+    }
+
+    /// Takes writes again, unless an executor is dead or something else was met since it had been met `latches` times.
+    pub(crate) fn lift_latch(&self, latches: u64) -> Result<(), Reason> {
         let dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
         let mut latch = self.health.latch.lock().unwrap_or_else(PoisonError::into_inner);
-        if dead.executors > 0
+        if (dead.executors > 0 || self.latches() != latches)
             && let Some(why) = &*latch
         {
             return Err(Reason::Latched(why.clone()));
@@ -101,7 +112,8 @@ impl Shared {
             .as_ref()
             .map(ToString::to_string);
         let failing = self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Health { latched, dead_executors, failing, short_of_disk: self.short_of_disk() }
+        let out = self.directories.out();
+        Health { latched, dead_executors, failing, out, short_of_disk: self.short_of_disk() }
     }
 
     /// What the disks lack for the budget, as far as it was looked at.
@@ -127,6 +139,12 @@ impl Shared {
         self.health.any_failing.store(!failing.is_empty(), Ordering::Release);
     }
 
+    /// Whether the device of a shard was found to fail writes.
+    pub(crate) fn is_failing(&self, shard: u32) -> bool {
+        self.health.any_failing.load(Ordering::Acquire)
+            && self.health.failing.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&shard)
+    }
+
     /// No executor answers for these shards any more.
     fn executor_died(&self, executor: usize, shards: &[u32]) {
         let mut dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,7 +155,7 @@ impl Shared {
         dead.shards.extend(shards);
     }
 
-    /// Blocks of a shard without an executor are not here.
+    /// Blocks of a shard without an executor, or without its directory, are not here.
     pub(crate) fn hide_dead(&self, found: &mut [Lookup]) {
         if !self.any_dead() {
             return;
@@ -152,15 +170,18 @@ impl Shared {
         }
     }
 
-    /// Whether any executor has died.
+    /// Whether any executor has died, or any directory is out.
     pub(crate) fn any_dead(&self) -> bool {
-        self.health.any_dead.load(Ordering::Acquire)
+        self.health.any_dead.load(Ordering::Acquire) || self.directories.any_out()
     }
 
-    /// Whether no executor answers for a shard.
+    /// Whether no executor answers for a shard, or its directory is out.
     pub(crate) fn is_dead(&self, shard: u32) -> bool {
-        self.any_dead()
-            && self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard)
+        if !self.any_dead() {
+            return false;
+        }
+        let dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard);
+        dead || self.is_gone(shard)
     }
 }
 
@@ -176,9 +197,9 @@ impl Vigil {
         Self { executor, over: RefCell::default() }
     }
 
-    /// The executor answers for these shards from now on.
+    /// The executor answers for these shards too from now on.
     pub(crate) fn begin(&self, shared: &Arc<Shared>, shards: Vec<u32>) {
-        self.over.replace(Some((Arc::clone(shared), shards)));
+        self.over.borrow_mut().get_or_insert_with(|| (Arc::clone(shared), Vec::new())).1.extend(shards);
     }
 
     /// It ends as it should.

@@ -4,6 +4,7 @@ pub(crate) mod admission;
 pub(crate) mod batches;
 pub(crate) mod budget;
 pub(crate) mod chains;
+pub(crate) mod directories;
 pub(crate) mod disk_path;
 pub(crate) mod due;
 pub(crate) mod favoured;
@@ -33,6 +34,7 @@ use admission::Admission;
 use batches::Batches;
 use budget::Budget;
 use chains::CutOff;
+use directories::Directories;
 use disk_path::DiskPath;
 use due::{Due, stretch_of};
 use favoured::Favoured;
@@ -155,6 +157,8 @@ pub(crate) struct Shared {
     pub(crate) gone: RecentlyGone,
     /// The way to what other shards do not use.
     spare_room: SpareRoom,
+    /// Which directories are in use.
+    pub(crate) directories: Directories,
     /// What reads take.
     pub(crate) disk_path: DiskPath,
     /// Reads that do not hold their segments yet.
@@ -231,6 +235,7 @@ impl Shared {
             unnamed: QuotaEvents::default(),
             gone: RecentlyGone::default(),
             spare_room: SpareRoom::default(),
+            directories: Directories::default(),
             disk_path: DiskPath::default(),
             arrivals: ReaderEpochs::default(),
             events: EventLog::new(u64::from_le_bytes(stream), RING_BYTES),
@@ -258,6 +263,11 @@ impl Shared {
     /// How much is done at a time, from before the first shard is opened.
     pub(crate) fn set_batches(&mut self, batches: Batches) {
         self.batches = batches;
+    }
+
+    /// Its directories, from before the first shard is opened.
+    pub(crate) fn set_directories(&mut self, directories: Directories) {
+        self.directories = directories;
     }
 
     /// Zero bytes to write from; they are never written to.

@@ -33,6 +33,8 @@ pub(crate) trait OtherShards: Send + Sync {
     fn give_spare(&self, shard: u32, bytes: u64) -> Option<Ticket<bool>>;
     /// Has a shard evict for another one. The answer says whether that made room; none if it cannot be asked.
     fn make_room(&self, shard: u32) -> Option<Ticket<bool>>;
+    /// Tells all executors that a directory was lost.
+    fn tell_lost(&self, shared: &Arc<Shared>);
 }
 
 /// The way to them, once the store is open.
@@ -71,6 +73,11 @@ impl Shared {
         let _ = self.spare_room.others.set(others);
     }
 
+    /// The way to the executors, once the store is open and while it is.
+    pub(crate) fn others(&self) -> Option<Arc<dyn OtherShards>> {
+        self.spare_room.others.get().and_then(Weak::upgrade)
+    }
+
     /// Has another shard give back what a segment of this one lacks; true if it gave something in time, for which
     /// `timer` is a timer. This shard's own comes first.
     pub(crate) async fn spare_of_others(&self, shard: u32, timer: impl FnOnce(Nanos) -> LocalTask) -> bool {
@@ -81,8 +88,7 @@ impl Shared {
             return false;
         }
         let other = ledger.most_spare_beside(shard).filter(|(_, spare)| *spare >= enough);
-        let others = self.spare_room.others.get().and_then(Weak::upgrade);
-        let answer = other.zip(others).and_then(|((other, _), others)| others.give_spare(other, shortage));
+        let answer = other.zip(self.others()).and_then(|((other, _), others)| others.give_spare(other, shortage));
         let Some(answer) = answer else { return false };
         let within = if planted!("spare-room-waits") { Duration::from_secs(3600) } else { ANSWER_WITHIN };
         match with_deadline(pin!(answer), Some(timer(now.plus(within)))).await {
@@ -101,8 +107,7 @@ impl Shared {
             if self.clock.now() < self.spare_room.not_before() {
                 return false;
             }
-            let others = self.spare_room.others.get().and_then(Weak::upgrade);
-            let Some(answer) = others.and_then(|others| others.make_room(other)) else { continue };
+            let Some(answer) = self.others().and_then(|others| others.make_room(other)) else { continue };
             let within = timer(self.clock.now().plus(ANSWER_WITHIN));
             match with_deadline(pin!(answer), Some(within)).await {
                 Some(Ok(true)) => return true,

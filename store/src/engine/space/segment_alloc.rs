@@ -124,7 +124,7 @@ impl Space {
         if self.shrinking.replace(true) {
             return;
         }
-        while self.volume.shared.is_shrinking() && !stopping.get() && self.volume.shared.latched().is_none() {
+        while self.volume.shared.is_shrinking() && !stopping.get() && self.volume.refuses_writes().is_none() {
             let turn = self.roll_turn().await;
             // Another task may have given enough back meanwhile.
             let given = if self.volume.shared.is_shrinking() { self.give_back_one().await } else { Ok(()) };
@@ -155,7 +155,7 @@ impl Space {
             // Where a checkpoint has no room at all it goes all the same: no other way leads back to the budget. Should
             // power be cut before the next one, a check says that a segment is missing, although no block is lost.
             self.say_free().await;
-            if let Some(reason) = self.volume.shared.latched() {
+            if let Some(reason) = self.volume.refuses_writes() {
                 return Err(reason);
             }
             // Whatever was emptied beside it may have taken it along.
@@ -325,7 +325,7 @@ impl Space {
         match decide(error, Stage::Metadata) {
             Action::RefuseNoSpace => Reason::NoSpace(SpaceCause::Disk),
             Action::NotNow => fault(error),
-            _ => self.volume.shared.latch(error),
+            _ => self.volume.latch(error),
         }
     }
 
@@ -350,7 +350,7 @@ impl Space {
 
     fn cannot_remove(&self, error: &IoError) -> Reason {
         match decide(error, Stage::Reclaim) {
-            Action::LatchReadOnly => self.volume.shared.latch(error),
+            Action::LatchReadOnly => self.volume.latch(error),
             _ => self.volume.shared.budget_full(),
         }
     }

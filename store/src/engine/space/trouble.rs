@@ -51,7 +51,7 @@ impl Space {
             && let Err(error) = self.ask(&failed).await
         {
             let reason = match decide(&error, Stage::PutData) {
-                Action::LatchReadOnly => self.volume.shared.latch(&error),
+                Action::LatchReadOnly => self.volume.latch(&error),
                 _ => fault(&error),
             };
             // What passes is not the disk's.

@@ -6,31 +6,38 @@
 //! holds anything else is never made into a store.
 
 mod making;
+pub(crate) mod terms;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::pin::pin;
 use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
 
+use kvarts_layout::format::members::{Members, Standing};
 use kvarts_layout::format::names::FileName;
 use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, PairUnsound, Superblock};
 use kvarts_layout::format::{self, Unsound};
 
 use crate::driver::Driver;
 use crate::engine::shared::Birth;
+use crate::engine::tasks::notify::with_deadline;
 use crate::io::{EntryKind, MetaOp, OpenMode};
+use crate::rt::Runtime;
 use kvarts_contract::error::{DirectoryCause, Reason, SpaceCause};
 use kvarts_contract::{
     buffers::Arena,
     io_error::{DirId, IoError, IoErrorKind, Name},
 };
-use kvarts_contract::{
-    class::Class,
-    clock::{Clock, Entropy},
-};
+use kvarts_contract::class::Class;
 
-/// What a store is made with where there is none.
-#[derive(Clone, Copy, Debug)]
+/// What a store is opened with, and made with where there is none.
+#[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) directories: u16,
+    pub(crate) absent: BTreeMap<u16, String>,
+    pub(crate) replace: BTreeSet<u16>,
     pub(crate) shards_per_directory: u32,
     pub(crate) segment_bytes: u64,
     pub(crate) budget: u64,
@@ -42,11 +49,29 @@ pub(crate) struct Found {
     pub(crate) birth: Birth,
     /// Every shard with its directory, by shard.
     pub(crate) shards: Vec<(u32, DirId)>,
+    /// Why those directories are out that cannot be used.
+    pub(crate) out: BTreeMap<DirId, String>,
+    /// Those that lack what was deleted without them.
+    pub(crate) behind: BTreeSet<DirId>,
+    /// The superblocks of those that are not out.
+    pub(crate) superblocks: BTreeMap<DirId, Chosen>,
     /// Bytes of the superblocks on disk.
     pub(crate) superblock_bytes: u64,
     /// Whether it was made, or its making finished, just now: nothing was ever stored in it.
     pub(crate) is_new: bool,
 }
+
+/// What is found in a directory.
+enum Seen {
+    Sound(Box<Chosen>),
+    /// Nothing was ever stored in it.
+    Empty,
+    /// It cannot be used, and why.
+    Out(Reason),
+}
+
+/// How long a disk may take to say what its directory holds.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 
 fn superblock_name(dir: DirId) -> Name {
     Name { dir, path: format::names::SUPERBLOCK.into() }
@@ -60,26 +85,79 @@ pub(crate) fn refused(error: &IoError) -> Reason {
     }
 }
 
-/// Reads the superblocks of all directories, or makes the store if none of them has one.
-pub(crate) async fn open(
-    driver: &Rc<Driver>,
-    arena: &Arena,
-    plan: &Plan,
-    clock: &dyn Clock,
-    entropy: &dyn Entropy,
-) -> Result<Found, Reason> {
-    let mut found = Vec::new();
-    for dir in (0..plan.directories).map(DirId) {
-        found.push(read(driver, arena, dir).await?);
+/// The way to the directories: of each its own memory.
+pub(crate) struct Way<'a> {
+    pub(crate) driver: &'a Rc<Driver>,
+    pub(crate) arenas: &'a [Arena],
+    pub(crate) rt: &'a dyn Runtime,
+}
+
+impl Way<'_> {
+    /// The staging memory of a directory.
+    fn arena(&self, dir: DirId) -> &Arena {
+        // There is a part for each directory, and one at least.
+        &self.arenas[usize::from(dir.0) % self.arenas.len()]
     }
-    if found.iter().all(Option::is_none) {
-        return making::make(driver, arena, plan, clock, entropy).await;
+}
+
+/// Reads the superblocks of all directories, or makes the store if none of them has one. A directory of a store that cannot be used
+/// is out.
+pub(crate) async fn open(way: &Way<'_>, plan: &Plan) -> Result<Found, Reason> {
+    let mut seen = read_all(way, plan).await?;
+    if seen.iter().all(|one| matches!(one, Seen::Empty)) {
+        return making::make(way, plan).await;
     }
-    let is_new = found.iter().any(Option::is_none);
-    if is_new {
-        making::finish(driver, arena, plan, &mut found).await?;
+    if !seen.iter().any(|one| matches!(one, Seen::Sound(_))) {
+        let first = seen.into_iter().find_map(|one| if let Seen::Out(why) = one { Some(why) } else { None });
+        return Err(first.unwrap_or(Reason::Bug("a directory that is neither empty nor out")));
     }
-    join(plan, found).map(|found| Found { is_new, ..found })
+    let is_new = seen.iter().any(|one| matches!(one, Seen::Empty))
+        && making::finish(way, plan, &mut seen).await?;
+    making::replace(way, plan, &mut seen).await?;
+    join(plan, seen).map(|found| Found { is_new, ..found })
+}
+
+/// Looks into all directories at once: one that does not answer costs no more than [`ANSWER_WITHIN`].
+async fn read_all(way: &Way<'_>, plan: &Plan) -> Result<Vec<Seen>, Reason> {
+    let until = way.rt.clock().now().plus(ANSWER_WITHIN);
+    let look = async |dir: DirId| {
+        if let Some(why) = plan.absent.get(&dir.0) {
+            return Err(Reason::Directory(DirectoryCause::Unusable(why.clone())));
+        }
+        let deadline = Some(way.rt.sleep_until(until));
+        let silent = || Err(Reason::Directory(DirectoryCause::Silent(dir.0)));
+        let read = read(way.driver, way.arena(dir), dir);
+        with_deadline(pin!(read), deadline).await.unwrap_or_else(silent)
+    };
+    let mut asked: Vec<_> = (0..plan.directories).map(|dir| Box::pin(look(DirId(dir)))).collect();
+    let mut answers: Vec<Option<Result<Option<Chosen>, Reason>>> = asked.iter().map(|_| None).collect();
+    poll_fn(|context| {
+        for (asked, answer) in asked.iter_mut().zip(&mut answers).filter(|(_, answer)| answer.is_none()) {
+            if let Poll::Ready(ready) = asked.as_mut().poll(context) {
+                *answer = Some(ready);
+            }
+        }
+        if answers.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    let seen = answers.into_iter().flatten().map(|answer| match answer {
+        Ok(Some(chosen)) => Ok(Seen::Sound(Box::new(chosen))),
+        Ok(None) => Ok(Seen::Empty),
+        Err(why) if is_lost(&why) => Ok(Seen::Out(why)),
+        Err(why) => Err(why),
+    });
+    seen.collect()
+}
+
+/// Whether a directory of which this is said may be one of the store all the same. Anything else was given by mistake.
+pub(crate) fn is_lost(why: &Reason) -> bool {
+    use DirectoryCause::{Io, LostShard, LostSuperblock, Silent, Superblock, Unusable};
+    matches!(
+        why,
+        Reason::Directory(
+            Io(_) | Unusable(_) | Silent(_) | LostSuperblock(..) | LostShard(..) | Superblock(..)
+        )
+    )
 }
 
 /// The superblock of a directory, `None` if nothing was ever stored in it.
@@ -197,34 +275,40 @@ fn judge(dir: DirId, unsound: PairUnsound) -> Reason {
     Reason::Directory(DirectoryCause::Superblock(dir.0, Box::new(unsound)))
 }
 
-/// All superblocks are of one store, and none is missing.
-fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
-    let mixed = |cause| Err(Reason::Directory(cause));
-    let mut shards = Vec::new();
-    let mut first: Option<Superblock> = None;
-    let mut seen = std::collections::BTreeSet::new();
-    for (at, chosen) in (0u16..).zip(found) {
-        let Some(chosen) = chosen else {
-            return mixed(DirectoryCause::Extra(at));
-        };
-        let superblock = chosen.superblock;
-        if let Some(first) = &first
-            && first.store != superblock.store
-        {
-            let (store, first) = (superblock.store, first.store);
-            return mixed(DirectoryCause::Foreign { directory: at, store, first });
+/// All superblocks are of one store, and enough of its directories are there.
+fn join(plan: &Plan, seen: Vec<Seen>) -> Result<Found, Reason> {
+    let (mut superblocks, mut out) = (BTreeMap::new(), BTreeMap::new());
+    for (dir, seen) in (0..).map(DirId).zip(seen) {
+        match seen {
+            Seen::Sound(chosen) => drop(superblocks.insert(dir, *chosen)),
+            Seen::Empty => drop(out.insert(dir, Reason::Directory(DirectoryCause::Extra(dir.0)))),
+            Seen::Out(why) => drop(out.insert(dir, why)),
         }
-        if !seen.insert(superblock.directory) {
-            return mixed(DirectoryCause::Twice(at));
+    }
+    let first = superblocks.values().next().map(|chosen: &Chosen| chosen.superblock.clone());
+    let first = first.ok_or(Reason::Bug("a store of no directory"))?;
+    let members = members_of(&superblocks)?;
+    if plan.directories != u16::try_from(first.directories).unwrap_or(u16::MAX) {
+        let (expected, given) = (first.directories, usize::from(plan.directories));
+        return Err(Reason::Directory(DirectoryCause::Count { expected, given }));
+    }
+    let mut behind = BTreeSet::new();
+    for (dir, standing) in superblocks.keys().copied().zip(&members.standings).collect::<Vec<_>>() {
+        match standing {
+            Standing::Current => {}
+            Standing::Behind | Standing::New => drop(behind.insert(dir)),
+            Standing::Replaced => {
+                superblocks.remove(&dir);
+                out.insert(dir, Reason::Directory(DirectoryCause::Replaced(dir.0)));
+            }
         }
-        shards.extend(superblock.shards.iter().map(|&shard| (shard, DirId(at))));
-        first.get_or_insert(superblock);
     }
-    let Some(first) = first else { return Err(Reason::Bug("a store of no directory")) };
-    if seen.len() != first.directories as usize {
-        return mixed(DirectoryCause::Count { expected: first.directories, given: seen.len() });
+    if !members.may_open() {
+        let ((found, all), first) = (members.present(), out.values().next());
+        let first = first.map_or_else(String::new, ToString::to_string);
+        return Err(Reason::Directory(DirectoryCause::TooFew { found, all, first }));
     }
-    shards.sort_unstable();
+    let shards = shards(&first, &superblocks, &out);
     let birth = Birth {
         store: first.store,
         secret: first.secret,
@@ -234,5 +318,45 @@ fn join(plan: &Plan, found: Vec<Option<Chosen>>) -> Result<Found, Reason> {
         record_bytes_max: plan.record_bytes_max.min(first.segment_bytes / 4),
         shards: shards.len() as u32,
     };
-    Ok(Found { birth, shards, superblock_bytes: seen.len() as u64 * FILE_BYTES as u64, is_new: false })
+    let superblock_bytes = u64::from(plan.directories) * FILE_BYTES as u64;
+    let out = out.into_iter().map(|(dir, why)| (dir, why.to_string())).collect();
+    Ok(Found { birth, shards, out, behind, superblocks, superblock_bytes, is_new: false })
+}
+
+/// What the directories are to one store; refused if they are not of one, or one of them twice.
+fn members_of(superblocks: &BTreeMap<DirId, Chosen>) -> Result<Members, Reason> {
+    let mixed = |cause| Err(Reason::Directory(cause));
+    let states: Vec<&Superblock> = superblocks.values().map(|chosen| &chosen.superblock).collect();
+    for ((dir, _), state) in superblocks.iter().zip(&states) {
+        if let Some(first) = states.first().filter(|first| first.store != state.store) {
+            let (store, first) = (state.store, first.store);
+            return mixed(DirectoryCause::Foreign { directory: dir.0, store, first });
+        }
+    }
+    let members = Members::of(&states);
+    let mut numbers = BTreeSet::new();
+    for ((dir, standing), state) in superblocks.keys().zip(&members.standings).zip(&states) {
+        if *standing != Standing::Replaced && !numbers.insert(state.directory) {
+            return mixed(DirectoryCause::Twice(dir.0));
+        }
+    }
+    Ok(members)
+}
+
+/// The directory of each shard. Those that no superblock has belong to what is out, as many to each.
+fn shards(
+    first: &Superblock,
+    superblocks: &BTreeMap<DirId, Chosen>,
+    out: &BTreeMap<DirId, Reason>,
+) -> Vec<(u32, DirId)> {
+    let of = |(dir, chosen): (&DirId, &Chosen)| {
+        chosen.superblock.shards.iter().map(|&shard| (shard, *dir)).collect::<Vec<_>>()
+    };
+    let mut shards: BTreeMap<u32, DirId> = superblocks.iter().flat_map(of).collect();
+    let missing: Vec<u32> = (0..first.shards_total).filter(|shard| !shards.contains_key(shard)).collect();
+    let each = missing.len().div_ceil(out.len().max(1)).max(1);
+    for (some, dir) in missing.chunks(each).zip(out.keys()) {
+        shards.extend(some.iter().map(|shard| (*shard, *dir)));
+    }
+    shards.into_iter().collect()
 }

@@ -25,11 +25,14 @@ use super::tasks::notify::Notify;
 use crate::driver::Driver;
 use crate::index::RecordInfo;
 use crate::rt::LocalTask;
-use kvarts_contract::error::Reason;
+use kvarts_contract::error::{MediaCause, Reason};
 use kvarts_contract::{
     buffers::{Arena, BufMut},
     io_error::{DirId, IoError, Name},
 };
+
+/// What is said of writes to a directory that is out.
+pub(crate) const OUT: &str = "the directory that it would go to was lost";
 
 /// Runs a task of a shard beside what else its executor does.
 pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;
@@ -83,6 +86,44 @@ impl Volume {
             changed: Notify::default(),
             spawn,
         }
+    }
+
+    /// Whether its directory is out: nothing is found here and nothing is written.
+    pub(crate) fn is_out(&self) -> bool {
+        self.shared.directories.is_out(self.dir)
+    }
+
+    /// Why nothing is written here, if so.
+    pub(crate) fn refuses_writes(&self) -> Option<Reason> {
+        if self.is_out() { Some(Reason::Busy(OUT)) } else { self.shared.latched() }
+    }
+
+    /// An error said that the directory takes no writes: it is lost to a store of several, and one of this directory alone takes none
+    /// any more.
+    pub(crate) fn latch(&self, error: &IoError) -> Reason {
+        let directories = &self.shared.directories;
+        if directories.count() <= 1 || (directories.in_use() <= 1 && !self.is_out()) {
+            return self.shared.latch(error);
+        }
+        self.lose(&error.to_string(), false);
+        Reason::Media(MediaCause::Io(Box::new(error.clone())))
+    }
+
+    /// The directory is lost to the store.
+    pub(crate) fn lose(&self, why: &str, is_gone: bool) {
+        if self.shared.lose(self.dir, why, is_gone)
+            && let Some(others) = self.shared.others()
+        {
+            others.tell_lost(&self.shared);
+        }
+    }
+
+    /// What was here is gone with the directory.
+    pub(crate) fn let_go(&self) {
+        for segment in std::mem::take(&mut *self.segments.borrow_mut()).into_values() {
+            segment.break_off(Reason::Busy(OUT));
+        }
+        self.changed.wake_all();
     }
 
     /// The position of an offset in a segment.
@@ -161,6 +202,10 @@ impl Volume {
         };
         if kvarts_layout::planted!("tombstone-forgotten-early") {
             return u64::MAX;
+        }
+        // Shards of a directory that is out may hold anything, and will ask for all of it.
+        if self.shared.directories.any_out() && !kvarts_layout::planted!("forgotten-while-out") {
+            return 0;
         }
         let (segments, unreadable) = (self.segments.borrow(), self.unreadable.borrow());
         let may_hold = |segment: &&Rc<Segment>| {

@@ -3,7 +3,7 @@
 //!
 //! Invariant: of two tombstones over the same blocks the one that reaches higher stays.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
 use kvarts_layout::format::footer::{Content, Defined, Entry};
@@ -24,6 +24,29 @@ pub(crate) struct Listed {
     pub(crate) names: Vec<Defined>,
     pub(crate) tombstones: Vec<Tombstone>,
     pub(crate) epochs: Vec<Epoch>,
+}
+
+/// Deletes of some shards, for those of a directory that was out when they were made: of each only what it is for.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Graves {
+    blocks: BTreeSet<(NamespaceId, BlockKey, Scope)>,
+    namespaces: BTreeSet<NamespaceId>,
+}
+
+impl Graves {
+    /// Takes in what a shard knows.
+    pub(crate) fn add(&mut self, dead: &TombstoneSet) {
+        for (namespace, keys) in &dead.blocks {
+            self.blocks.extend(keys.keys().map(|(key, scope)| (*namespace, *key, *scope)));
+        }
+        self.namespaces.extend(dead.namespaces.keys());
+    }
+
+    /// Takes in what others have.
+    pub(crate) fn join(&mut self, other: Self) {
+        self.blocks.extend(other.blocks);
+        self.namespaces.extend(other.namespaces);
+    }
 }
 
 /// Deletes that recovery must not forget.
@@ -69,6 +92,17 @@ impl TombstoneSet {
             }
             Body::Epoch(epoch) => self.bury_all(epoch),
             _ => {}
+        }
+    }
+
+    /// Notes that what others know to be deleted is dead in records with a sequence below `below`.
+    pub(crate) fn bury_told(&mut self, told: &Graves, below: u64) {
+        for (namespace, key, (group, coordinate)) in &told.blocks {
+            let (group, coordinate, key) = (*group, *coordinate, key.0);
+            self.bury(*namespace, &Tombstone { below, coordinate, namespace: 0, group, key });
+        }
+        for namespace in &told.namespaces {
+            self.bury_all(&Epoch { below, namespace: namespace.0 });
         }
     }
 

@@ -35,7 +35,7 @@ use crate::engine::volume::Volume;
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
 use crate::rt::Runtime;
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
-use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::error::{Error, LatchCause, Reason};
 use kvarts_contract::events::Cause;
 use kvarts_contract::sync::atomic::Ordering;
 use kvarts_contract::sync::{Mutex, MutexGuard};
@@ -79,6 +79,8 @@ pub(crate) struct DeleteJob {
     deadline: Option<Nanos>,
     /// For each key of the request, its place in `Dead::Blocks::keys`; empty for a prefix.
     places: Vec<usize>,
+    /// The shard that takes out of the index what is left, for all.
+    lead: u32,
     state: Mutex<State>,
 }
 
@@ -122,7 +124,6 @@ impl Drop for DeletePart {
 /// there is nothing to do, the answer has been given.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
-    shards: u32,
     request: DeleteRequest,
     reply: Answer,
 ) -> Vec<(u32, DeletePart)> {
@@ -134,21 +135,28 @@ pub(crate) fn begin(
             return Vec::new();
         }
     };
-    start(job, shards, reply)
+    start(job, reply)
 }
 
-fn start(mut job: DeleteJob, shards: u32, reply: Answer) -> Vec<(u32, DeletePart)> {
+/// A part for each shard in use. What is out is told when it comes back.
+fn start(mut job: DeleteJob, reply: Answer) -> Vec<(u32, DeletePart)> {
+    let shards: Vec<u32> = job.shared.shards_in_use().collect();
+    job.lead = shards.first().copied().unwrap_or(0);
     let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-    (state.parts_left, state.epochs_left, state.reply) = (shards as usize, shards as usize, Some(reply));
+    (state.parts_left, state.epochs_left, state.reply) = (shards.len(), shards.len(), Some(reply));
     let job = Arc::new(job);
     let part = |shard| (shard, DeletePart { job: Arc::clone(&job), answered: false });
-    (0..shards).map(part).collect()
+    shards.into_iter().map(part).collect()
 }
 
 /// Everything about a request that can be said before anything is begun.
 pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Namespace>, Reason> {
     if let Some(reason) = shared.latched() {
         return Err(reason);
+    }
+    shared.may_delete()?;
+    if matches!(request.target, Target::Prefix(_)) && !shared.directories.is_whole() {
+        return Err(Reason::Latched(LatchCause::NotAll));
     }
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
@@ -204,7 +212,7 @@ fn job(
         waiting: Vec::new(),
         reply: None,
     });
-    DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, state }
+    DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, lead: 0, state }
 }
 
 /// Takes blocks out of the index.
@@ -251,7 +259,6 @@ fn blocks(
 /// The same for everything that was found to descend from a key, in all columns.
 pub(crate) fn begin_found(
     shared: &Arc<Shared>,
-    shards: u32,
     (namespace, keys): (Arc<Namespace>, BTreeSet<BlockKey>),
     deadline: Option<Nanos>,
     reply: Answer,
@@ -260,7 +267,7 @@ pub(crate) fn begin_found(
     let keys = keys.into_iter().collect();
     let mut job = blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline);
     job.places = Vec::new();
-    start(job, shards, reply)
+    start(job, reply)
 }
 
 impl DeleteJob {
@@ -384,6 +391,9 @@ impl Drop for DeleteJob {
 /// Does one shard's part on its executor.
 pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
     let job = Arc::clone(&part.job);
+    if let Some(reason) = log.volume.refuses_writes() {
+        return part.answer(&Err(reason));
+    }
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
     let mut writing = pin!(write_down(log, &job));
     match with_deadline(writing.as_mut(), deadline).await {
@@ -429,8 +439,7 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
     }
     if whole {
         job.note_durable_epoch();
-        // One shard does it for all.
-        if log.volume.shard == 0 {
+        if log.volume.shard == job.lead {
             let blocks = forget(&log.volume.shared, &job.namespace).await;
             job.lock().blocks = blocks;
         }
@@ -467,8 +476,18 @@ fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
     own.saturating_add(more) <= limit.saturating_sub(others) / 2
 }
 
-/// Writes one record of a delete, durably.
+/// Writes one record of a delete, durably. A directory that cannot be told is lost: it is told when it comes back.
 async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
+    let written = try_write_one(log, job, body).await;
+    if let Err(reason @ Reason::Media(_)) = &written
+        && log.volume.shared.directories.in_use() > 1
+    {
+        log.volume.lose(&reason.to_string(), false);
+    }
+    written
+}
+
+async fn try_write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
     // From here on also checkpoints say it. Of a delete that fails nothing has been reported.
     log.volume.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
     let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);

@@ -98,7 +98,7 @@ impl Log {
             self.give_up(&segment, &error);
             segment.wrote(offset);
             match decide(&error, Stage::PutData) {
-                Action::LatchReadOnly => return Err(self.volume.shared.latch(&error)),
+                Action::LatchReadOnly => return Err(self.volume.latch(&error)),
                 Action::SealSuspect if again => again = false,
                 _ => return Err(fault(&error)),
             }
@@ -144,7 +144,7 @@ impl Log {
         let payload = draft.payload.as_ref().filter(|_| with_payload).map_or(0, Payload::image_bytes);
         let (mut fresh, mut memory) = (false, None::<BufMut>);
         loop {
-            if let Some(reason) = self.volume.shared.latched() {
+            if let Some(reason) = self.volume.refuses_writes() {
                 return Err(reason);
             }
             let open = self.open.borrow().as_ref().map(Rc::clone);
@@ -331,7 +331,7 @@ impl Log {
                     segment.misses.set(segment.misses.get() + 1);
                     self.give_up(&segment, &error);
                     match decide(&error, Stage::PutFlush) {
-                        Action::LatchReadOnly => Err(self.volume.shared.latch(&error)),
+                        Action::LatchReadOnly => Err(self.volume.latch(&error)),
                         _ => Err(fault(&error)),
                     }
                 }

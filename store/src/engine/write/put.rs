@@ -93,7 +93,6 @@ pub(crate) type Routed = (u32, PutPart);
 /// been given.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
-    shards: u32,
     (request, produced_ms): (PutRequest, Option<u64>),
     reply: Reply<Result<PutReply, Error>>,
 ) -> Vec<Routed> {
@@ -108,7 +107,7 @@ pub(crate) fn begin(
     let (job, reservations) = reserve(shared, (request, produced_ms), class, reply);
     let mut parts = match job.hangs_on_refused() {
         Some(reason) => job.refuse_reserved(&reservations, &reason),
-        None => job.writes(&reservations, shards),
+        None => job.writes(&reservations),
     };
     parts.extend(job.settles(&reservations));
     job.lock().parts_left = parts.len();
@@ -225,12 +224,6 @@ fn record_blocks(shared: &Shared, block_bytes: u64) -> Result<u32, Reason> {
     Ok(u32::try_from(blocks).unwrap_or(u32::MAX).min(RECORD_BLOCKS_MAX))
 }
 
-/// The shard that a record goes to, by its first key: so one long prefix spreads over all of them.
-pub(crate) fn shard_of(key: &BlockKey, shards: u32) -> u32 {
-    // Over the whole key: opaque keys may begin alike.
-    crc32fast::hash(key.as_bytes()) % shards.max(1)
-}
-
 impl PutJob {
     fn lock(&self) -> MutexGuard<'_, PutState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -257,7 +250,7 @@ impl PutJob {
     }
 
     /// One part for each run of reserved blocks, no longer than a record may be.
-    fn writes(self: &Arc<Self>, reservations: &[Reservation], shards: u32) -> Vec<Routed> {
+    fn writes(self: &Arc<Self>, reservations: &[Reservation]) -> Vec<Routed> {
         let limit = record_blocks(&self.shared, self.class.shape.block_bytes()).unwrap_or(1);
         let reservations = self.admit(reservations);
         let mut parts = Vec::new();
@@ -266,7 +259,7 @@ impl PutJob {
             match start {
                 None if reserved => start = Some(ordinal),
                 Some(first) if !reserved || ordinal - first == limit => {
-                    parts.extend(self.write_part(first..ordinal, shards));
+                    parts.extend(self.write_part(first..ordinal));
                     start = reserved.then_some(ordinal);
                 }
                 _ => {}
@@ -276,7 +269,7 @@ impl PutJob {
     }
 
     /// The part that writes a run, or `None` if the namespace's quota refuses it.
-    fn write_part(self: &Arc<Self>, run: Range<u32>, shards: u32) -> Option<Routed> {
+    fn write_part(self: &Arc<Self>, run: Range<u32>) -> Option<Routed> {
         let (share, digests) = match self.share(&run).and_then(|share| Ok((share, self.digests(&run)?))) {
             Ok(both) => both,
             Err(reason) => {
@@ -289,7 +282,7 @@ impl PutJob {
             }
         };
         self.hold_before(run.start);
-        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| shard_of(key, shards));
+        let shard = self.request.keys.get(run.start as usize).map_or(0, |key| self.shared.shard_for(key));
         Some((
             shard,
             PutPart { job: Arc::clone(self), work: PutWork::Write { run, digests, share }, tell: None },

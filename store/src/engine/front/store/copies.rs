@@ -20,8 +20,7 @@ impl Store {
         produced_ms: Option<u64>,
     ) -> Ticket<Result<PutReply, Error>> {
         let (reply, answer) = ticket();
-        let shards = self.0.router.shards();
-        for (shard, mut part) in put::begin(&self.0.shared, shards, (request, produced_ms), reply) {
+        for (shard, mut part) in put::begin(&self.0.shared, (request, produced_ms), reply) {
             part.tell = part.makes_room().then(|| self.0.evictions());
             let Some(sender) = self.0.router.to(shard) else { continue };
             if let Err(error) = sender.try_send(Message::Put(shard, part))

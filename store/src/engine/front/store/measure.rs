@@ -16,7 +16,6 @@ use crate::engine::front::memory_audit::{self, Table};
 use crate::engine::front::router::Message;
 use crate::engine::read::job;
 use crate::engine::tasks::steps::Done;
-use crate::engine::write::put::shard_of;
 use crate::index::{BlockFingerprint, Heat, Location, RecordInfo, Recovered};
 use kvarts_contract::api::ReadRequest;
 use kvarts_contract::buffers::SharedBuf;
@@ -87,7 +86,7 @@ impl Store {
 
     /// The shard that a record goes to which begins with this key.
     pub fn shard_of(&self, first: &BlockKey) -> u32 {
-        shard_of(first, self.0.router.shards())
+        self.0.shared.shard_for(first)
     }
 
     /// How large each table is that the store keeps in memory, all shards and executors together.

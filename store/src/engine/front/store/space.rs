@@ -318,7 +318,7 @@ impl Store {
     pub(super) async fn check_room(&self, may_refuse: bool, budget: u64) -> Result<(), Error> {
         let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
         let (reply, answer) = ticket();
-        send(first, Message::FreeSpace { directories: self.0.directories, reply })?;
+        send(first, Message::FreeSpace { shared: Arc::clone(&self.0.shared), reply })?;
         let free = lost(answer.await)??;
         let report = self.0.shared.space_report();
         // Directories are counted by a bound: what they have not taken is not there to be had.

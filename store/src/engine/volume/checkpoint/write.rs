@@ -36,7 +36,7 @@ struct Output<'a> {
 
 /// Writes a checkpoint. On an error the one before still counts.
 pub(crate) async fn write(volume: &Volume) -> Result<CheckpointReport, Reason> {
-    if let Some(reason) = volume.shared.latched() {
+    if let Some(reason) = volume.refuses_writes() {
         return Err(reason);
     }
     prove(volume).await
@@ -98,7 +98,7 @@ async fn write_next(volume: &Volume) -> Result<CheckpointReport, Reason> {
 fn failed(volume: &Volume, error: &IoError) -> Reason {
     match decide(error, Stage::Metadata) {
         Action::RefuseNoSpace | Action::NotNow => fault(error),
-        _ => volume.shared.latch(error),
+        _ => volume.latch(error),
     }
 }
 

@@ -32,7 +32,7 @@ use kvarts_layout::format::{PAGE_BYTES, page_align};
 
 use self::image::Image;
 use super::write::{Piece, publish};
-use super::{PutJob, check, record_blocks, reserve, shard_of, with_deadline};
+use super::{PutJob, check, record_blocks, reserve, with_deadline};
 use crate::engine::shared::Shared;
 use crate::engine::shared::quota::Share;
 use crate::engine::shared::quota_events::TellEvicted;
@@ -108,11 +108,10 @@ impl LayersPart {
 /// Checks the request and claims its blocks. `None` if it was refused: that has been answered.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
-    shards: u32,
     request: PutRequest,
     begun: Reply<Result<LayeredPut, Error>>,
 ) -> Option<(u32, LayersPart)> {
-    match try_begin(shared, shards, request) {
+    match try_begin(shared, request) {
         Ok((shard, mut part, stream)) => {
             part.begun = Some((begun, stream));
             Some((shard, part))
@@ -127,7 +126,6 @@ pub(crate) fn begin(
 
 fn try_begin(
     shared: &Arc<Shared>,
-    shards: u32,
     mut request: PutRequest,
 ) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let gate = request.from.gate().cloned();
@@ -136,7 +134,7 @@ fn try_begin(
     let gate = gate.ok_or(Reason::Shape(wrong))?;
     request.layout = Some(Layout::LayerBlock);
     let class = check(shared, &request, true)?;
-    let shard = request.keys.first().map_or(0, |key| shard_of(key, shards));
+    let shard = request.keys.first().map_or(0, |key| shared.shard_for(key));
     let (blocks, from, shape) = (request.keys.len() as u32, request.from.clone(), Arc::clone(&class.shape));
     let limit = record_blocks(shared, shape.block_bytes())?;
     let bytes = shape.block_bytes().saturating_mul(u64::from(blocks));
@@ -374,7 +372,7 @@ async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Res
         // The waker is left first: a caller that leaves after the look wakes.
         let open = part.gate().is_open_or_wake(step, context.waker());
         let closing = log.closing.get().then_some(Reason::Busy("the store is closing"));
-        let broken = || segment.broken().or_else(|| log.volume.shared.latched());
+        let broken = || segment.broken().or_else(|| log.volume.refuses_writes());
         match closing.or_else(|| part.job.stopped()).or_else(broken) {
             Some(reason) => Poll::Ready(Err(reason)),
             None if open => Poll::Ready(Ok(part.gate().opened())),
@@ -388,7 +386,7 @@ async fn turn(log: &Log, part: &LayersPart, segment: &Segment, step: u32) -> Res
 fn failed(log: &Log, segment: &Rc<Segment>, error: &IoError) -> Reason {
     log.give_up(segment, error);
     match decide(error, Stage::PutData) {
-        Action::LatchReadOnly => log.volume.shared.latch(error),
+        Action::LatchReadOnly => log.volume.latch(error),
         _ => fault(error),
     }
 }

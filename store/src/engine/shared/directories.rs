@@ -1,0 +1,253 @@
+//! Which directories of the store are in use, and which are out: not there when the store was opened, or lost since.
+//!
+//! A directory that is out takes no puts, and what would have gone there goes to shards of others. If it is gone, its blocks are not
+//! found; if only writes fail there, they are read for as long as that goes. It comes back with a start that finds it, which tells
+//! it first what was deleted meanwhile (`format::members`). Until then no shard forgets a tombstone, and deletes are acknowledged
+//! only when the directories in use have begun a term without it.
+
+use std::collections::BTreeMap;
+use std::sync::PoisonError;
+
+use kvarts_layout::BlockKey;
+use kvarts_layout::format::members::Members;
+use kvarts_layout::format::superblock::Chosen;
+use kvarts_layout::planted;
+
+use super::Shared;
+use crate::engine::tasks::steps::{AT_ONCE, Section};
+use crate::index::{BlockFingerprint, Lookup};
+use kvarts_contract::error::{DirectoryCause, LatchCause, Reason};
+use kvarts_contract::io_error::DirId;
+use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
+use kvarts_contract::sync::{Mutex, MutexGuard};
+
+/// The directories of a store.
+#[derive(Debug, Default)]
+pub(crate) struct Directories {
+    /// The directory of each shard.
+    of_shard: Vec<DirId>,
+    /// Of each directory, whether it is out, and whether what it holds is gone.
+    each: Vec<Lost>,
+    /// Whether any is out: asked at each look at the index.
+    any_out: AtomicBool,
+    /// Some segment could not be opened.
+    unreadable: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct Lost {
+    out: AtomicBool,
+    gone: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Why those are out that are.
+    out: BTreeMap<DirId, String>,
+    /// The superblocks of those in use.
+    superblocks: BTreeMap<DirId, Chosen>,
+    deletes: Deletes,
+}
+
+/// Whether deletes are acknowledged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Deletes {
+    /// All directories in use have begun a term.
+    Acknowledged,
+    /// A term has still to begin.
+    #[default]
+    Unsettled,
+    /// No more than half of the directories are in use.
+    Refused,
+}
+
+impl Directories {
+    /// Of a store that was found: the directory of each shard, those that are out, the superblocks of the others.
+    pub(crate) fn new(
+        shards: &[(u32, DirId)],
+        out: BTreeMap<DirId, String>,
+        superblocks: BTreeMap<DirId, Chosen>,
+    ) -> Self {
+        let all = out.keys().chain(superblocks.keys()).map(|dir| usize::from(dir.0) + 1).max().unwrap_or(0);
+        let lost = |at: usize| {
+            let is_out = || AtomicBool::new(out.keys().any(|dir| usize::from(dir.0) == at));
+            Lost { out: is_out(), gone: is_out() }
+        };
+        Self {
+            of_shard: shards.iter().map(|(_, dir)| *dir).collect(),
+            each: (0..all).map(lost).collect(),
+            any_out: AtomicBool::new(!out.is_empty()),
+            unreadable: AtomicBool::new(false),
+            state: Mutex::new(State { out, superblocks, deletes: Deletes::Unsettled }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether any is out.
+    pub(crate) fn any_out(&self) -> bool {
+        self.any_out.load(Ordering::Acquire)
+    }
+
+    /// Some segment could not be opened.
+    pub(crate) fn note_unreadable(&self) {
+        self.unreadable.store(true, Ordering::Release);
+    }
+
+    /// Whether everything that the store ever held may be found.
+    pub(crate) fn is_whole(&self) -> bool {
+        !self.any_out() && !self.unreadable.load(Ordering::Acquire)
+    }
+
+    /// Whether this one is.
+    pub(crate) fn is_out(&self, dir: DirId) -> bool {
+        self.any_out() && self.each.get(usize::from(dir.0)).is_some_and(|one| one.out.load(Ordering::Acquire))
+    }
+
+    /// Whether what this one holds is not here.
+    pub(crate) fn is_gone(&self, dir: DirId) -> bool {
+        self.any_out() && self.each.get(usize::from(dir.0)).is_some_and(|one| one.gone.load(Ordering::Acquire))
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.each.len()
+    }
+
+    /// How many of them are in use.
+    pub(crate) fn in_use(&self) -> usize {
+        self.each.len().saturating_sub(self.lock().out.len())
+    }
+
+    /// Why those are out that are.
+    pub(crate) fn out(&self) -> BTreeMap<u16, String> {
+        self.lock().out.iter().map(|(dir, why)| (dir.0, why.clone())).collect()
+    }
+
+    /// The superblocks of those in use, and what they have in common.
+    pub(crate) fn superblocks(&self) -> (BTreeMap<DirId, Chosen>, Members) {
+        let superblocks = self.lock().superblocks.clone();
+        let members = Members::of(&superblocks.values().map(|one| &one.superblock).collect::<Vec<_>>());
+        (superblocks, members)
+    }
+
+    /// These directories have begun a term, if no other one was lost meanwhile; or there are too few of them for it.
+    pub(crate) fn settle(&self, superblocks: BTreeMap<DirId, Chosen>, has_begun: bool) -> bool {
+        let mut state = self.lock();
+        if !state.superblocks.keys().eq(superblocks.keys()) {
+            return false;
+        }
+        state.superblocks = superblocks;
+        state.deletes = if has_begun { Deletes::Acknowledged } else { Deletes::Refused };
+        true
+    }
+}
+
+impl Shared {
+    /// A directory of the store is lost: no more is written there, and if `is_gone`, nothing is found there either. False if that was
+    /// known.
+    pub(crate) fn lose(&self, dir: DirId, why: &str, is_gone: bool) -> bool {
+        let directories = &self.directories;
+        let mut state = directories.lock();
+        let Some(lost) = directories.each.get(usize::from(dir.0)) else { return false };
+        let was_gone = lost.gone.fetch_or(is_gone, Ordering::AcqRel);
+        if lost.out.swap(true, Ordering::AcqRel) {
+            return is_gone && !was_gone;
+        }
+        directories.any_out.store(true, Ordering::Release);
+        state.out.insert(dir, why.to_owned());
+        state.superblocks.remove(&dir);
+        if !planted!("deletes-before-their-term") {
+            state.deletes = Deletes::Unsettled;
+        }
+        true
+    }
+
+    /// Refused if fewer than half of the directories are in use.
+    pub(crate) fn check_directories(&self) -> Result<(), Reason> {
+        let (_, members) = self.directories.superblocks();
+        if members.may_open() {
+            return Ok(());
+        }
+        let (found, all) = (self.directories.in_use() as u32, self.directories.count() as u32);
+        let first = self.directories.lock().out.values().next().cloned().unwrap_or_default();
+        Err(Reason::Directory(DirectoryCause::TooFew { found, all, first }))
+    }
+
+    /// Whether deletes are acknowledged now, or why not.
+    pub(crate) fn may_delete(&self) -> Result<(), Reason> {
+        let deletes = self.directories.lock().deletes;
+        match deletes {
+            Deletes::Acknowledged => Ok(()),
+            Deletes::Unsettled => Err(Reason::Busy("a directory of the store was just lost")),
+            Deletes::Refused => {
+                let (in_use, all) = (self.directories.in_use() as u64, self.directories.count() as u64);
+                Err(Reason::Latched(LatchCause::TooFew { in_use, all }))
+            }
+        }
+    }
+
+    /// Whether the directory of a shard is out.
+    pub(crate) fn is_out(&self, shard: u32) -> bool {
+        let dir = self.directories.of_shard.get(shard as usize);
+        dir.is_some_and(|dir| self.directories.is_out(*dir))
+    }
+
+    /// Whether what lies in a shard is gone with its directory.
+    pub(crate) fn is_gone(&self, shard: u32) -> bool {
+        let dir = self.directories.of_shard.get(shard as usize);
+        dir.is_some_and(|dir| self.directories.is_gone(*dir))
+    }
+
+    /// The shards whose directories are in use.
+    pub(crate) fn shards_in_use(&self) -> impl Iterator<Item = u32> {
+        (0..self.shards).filter(|shard| !self.is_out(*shard))
+    }
+
+    /// The shard that a record goes to, by its first key: so one long prefix spreads over all of them.
+    pub(crate) fn shard_for(&self, key: &BlockKey) -> u32 {
+        // Over the whole key: opaque keys may begin alike.
+        let hash = crc32fast::hash(key.as_bytes());
+        let shard = hash % self.shards.max(1);
+        // Where writes fail it is no use to ask, while there are other devices.
+        let is_avoided = |shard: u32| {
+            self.is_out(shard) || (self.directories.count() > 1 && self.is_failing(shard))
+        };
+        if !is_avoided(shard) {
+            return shard;
+        }
+        let in_use: Vec<u32> = (0..self.shards).filter(|shard| !is_avoided(*shard)).collect();
+        let at = (hash / self.shards.max(1)) as usize % in_use.len().max(1);
+        in_use.get(at).copied().unwrap_or(shard)
+    }
+}
+
+/// Takes what the index has of shards that are gone out of it, a few hundred entries at a time. Nobody can say which blocks these were:
+/// who follows the events must look again.
+pub(crate) async fn forget_gone(shared: &Shared) {
+    let (index, mut entries, mut any) = (&shared.index, Vec::new(), false);
+    let mut section = Section::begin(&shared.work.deletes, &*shared.clock);
+    for partition in 0..index.partitions() {
+        let mut next = Some(BlockFingerprint::default());
+        while let Some(from) = next {
+            next = index.snapshot_part(partition, from, AT_ONCE as usize / 2, &mut entries);
+            for entry in &entries {
+                let Lookup::Live(at) = entry.state else { continue };
+                let record = index.records().get(at.record);
+                if record.is_some_and(|record| shared.is_gone(u32::from(record.shard)))
+                    && let Some(left) = index.remove(entry.print, at)
+                {
+                    shared.free_if_empty(at.record, left);
+                    any = true;
+                }
+            }
+            section.step(1 + entries.len() as u64).await;
+        }
+    }
+    if any {
+        shared.events.change().lose();
+    }
+}

@@ -1,0 +1,434 @@
+//! Drives that fail, are absent at a start, are replaced and come back: in any order, over several lives of a store, while
+//! blocks are put and deleted.
+//!
+//! What was acknowledged as deleted is not found, in no life and with no set of drives; what is read is what one producer put since; with half of
+//! the drives the store opens; with more than half deletes are acknowledged; and when all are back, what was never deleted is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteRequest, Presence, PutRequest, Target,
+};
+use kvarts_contract::error::Reason;
+use kvarts_contract::io_error::DirId;
+use kvarts_fsck::disk::MemoryDisk;
+use kvarts_layout::BlockKey;
+use kvarts_store::engine::{CompactOptions, Limits, Options};
+
+use super::costs::ensure;
+use super::pool::{States, until};
+use super::{Row, Tally};
+use crate::audit;
+use crate::conformance::{Desk, pages};
+use crate::fixture;
+use crate::sim::log::Mixer;
+use crate::sim::{Crash, DiskConfig, Effect, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use crate::stage::{self, SimStage, Stage};
+use crate::witness::{directories, media};
+
+/// Lives of a store; in the last one all drives are back.
+const LIVES: u64 = 6;
+/// Steps of one life.
+const STEPS: u64 = 24;
+/// Keys of each of the two tenants.
+const KEYS: u64 = 24;
+const TENANTS: [&str; 2] = ["first", "second"];
+const FIRST_SEGMENT: &str = "segment-00000000";
+/// EIO, ENOENT, EROFS.
+const ERRORS: [i32; 3] = [5, 2, 30];
+
+/// What may be under one key.
+#[derive(Clone, Debug, Default)]
+struct Known {
+    /// Producers whose bytes may be there.
+    may: BTreeSet<u64>,
+    /// It was put, durably, and never deleted.
+    must: bool,
+    /// It was ever deleted: a drive that comes back may take a later put of it along.
+    deleted: bool,
+}
+
+/// What is known of a store, and its drives.
+struct Story {
+    rng: Rng,
+    drives: u16,
+    options: Options,
+    known: [BTreeMap<u64, Known>; 2],
+    disks: Vec<MemoryDisk>,
+    /// Drives that were replaced, by their place, as they were then.
+    replaced: Vec<(usize, MemoryDisk)>,
+    log: Vec<String>,
+    /// The next key that nobody asks for.
+    next: u64,
+}
+
+/// What a drive does in a life.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Fate {
+    There,
+    /// Everything in it fails from the start on.
+    Absent(i32),
+    /// It says nothing when it is asked what it holds.
+    Silent,
+    /// One of its segments cannot be opened.
+    Unreadable(i32),
+}
+
+/// One life: the store, and a desk for each tenant.
+struct Life<'a> {
+    stage: &'a SimStage,
+    desks: [Desk<'a>; 2],
+    /// Drives that are not in use.
+    out: BTreeSet<u16>,
+}
+
+impl Story {
+    fn new(seed: Seed) -> Result<Self, String> {
+        let mut rng = seed.child("drives").rng();
+        let drives = *rng.pick(&[2u16, 3, 4, 5, 12]).unwrap_or(&2);
+        let options = Options {
+            directories: drives,
+            shards_per_directory: 1 + rng.below(2) as u32,
+            executors: 1 + rng.index(2),
+            segment_bytes: 128 << 10,
+            budget_bytes: 512 << 20,
+            limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
+            ..Options::default()
+        };
+        let world = world(seed, drives, None);
+        let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
+        let disks = directories(&stage.close().map_err(|error| error.to_string())?);
+        let known = Default::default();
+        Ok(Self { rng, drives, options, known, disks, replaced: Vec::new(), log: Vec::new(), next: KEYS })
+    }
+
+    /// Of each drive what it does: mostly few of them are out.
+    fn fates(&mut self, last: bool) -> Vec<Fate> {
+        let odds = if last { 0 } else { [0, 200_000, 400_000][self.rng.index(3)] };
+        let mut fate = |at: u16| match self.rng.odds(odds) {
+            false => Fate::There,
+            true => match self.rng.below(6) {
+                0 => Fate::Silent,
+                1 | 2 if has_first_segment(&self.disks[usize::from(at)]) => Fate::Unreadable([5, 13, 24][self.rng.index(3)]),
+                _ => Fate::Absent(ERRORS[self.rng.index(2)]),
+            },
+        };
+        (0..self.drives).map(&mut fate).collect()
+    }
+
+    /// Replaces what is out for good, if that is possible; sometimes a drive that was replaced is put in again.
+    fn replace(&mut self, fates: &[Fate]) -> Vec<u16> {
+        let out: Vec<u16> = (0u16..).zip(fates).filter(|(_, fate)| is_out(**fate)).map(|(at, _)| at).collect();
+        let others = fates.len() - out.len();
+        if out.is_empty() || others * 2 < fates.len() || self.rng.below(3) > 0 {
+            return Vec::new();
+        }
+        for &at in &out {
+            let old = std::mem::take(&mut self.disks[usize::from(at)]);
+            self.replaced.push((usize::from(at), old));
+        }
+        // What lay there alone is lost.
+        for known in self.known.iter_mut().flat_map(BTreeMap::values_mut) {
+            known.must = false;
+        }
+        out
+    }
+
+    fn live(&mut self, seed: Seed, last: bool) -> Result<(), String> {
+        let mut fates = self.fates(last);
+        let replace = if last { Vec::new() } else { self.replace(&fates) };
+        replace.iter().for_each(|&at| fates[usize::from(at)] = Fate::There);
+        // One that was replaced is there again, instead of the one in its place.
+        let ghost = (!last && self.rng.below(4) == 0).then(|| self.replaced.last().cloned()).flatten();
+        let ghost = ghost.filter(|(at, _)| {
+            let others = fates.iter().filter(|fate| **fate == Fate::There).count();
+            fates[*at] == Fate::There && replace.is_empty() && (others - 1) * 2 > fates.len()
+        });
+        let mut disks: Vec<MemoryDisk> = self.disks.iter().map(MemoryDisk::fork).collect();
+        if let Some((at, old)) = &ghost {
+            disks[*at] = old.fork();
+        }
+        let mut out: BTreeSet<u16> =
+            (0u16..).zip(&fates).filter(|(_, fate)| is_out(**fate)).map(|(at, _)| at).collect();
+        out.extend(ghost.iter().map(|(at, _)| *at as u16));
+        self.log.push(format!("{fates:?}, replace {replace:?}, old {:?}", ghost.as_ref().map(|(at, _)| at)));
+        let world = world(seed, self.drives, Some(media(&disks)));
+        (0u16..).zip(&fates).for_each(|(at, fate)| fate.befall(&world, DirId(at)));
+        let options = Options { replace: replace.iter().copied().collect(), ..self.options.clone() };
+        let found = usize::from(self.drives) - out.len();
+        let stage = match SimStage::open(&world, &options) {
+            Ok(stage) => stage,
+            Err(error) if found * 2 < usize::from(self.drives) => {
+                let why = error.to_string();
+                return ensure(found == 0 || why.contains("half of them are needed"), "another error", why);
+            }
+            Err(error) => return Err(format!("{found} of {} drives, and: {error}", self.drives)),
+        };
+        ensure(found * 2 >= usize::from(self.drives), "it opens with fewer than half", found)?;
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        let mut life = Life { stage: &stage, desks, out };
+        self.look_at_all(&life)?;
+        let told: BTreeSet<u16> = stage.engine().health().out.into_keys().collect();
+        ensure(told == life.out, "health says that others are out", (&told, &life.out))?;
+        for _ in 0..STEPS {
+            self.step(&mut life, last)?;
+        }
+        self.look_at_all(&life)?;
+        let lost: BTreeSet<u16> = stage.engine().health().out.into_keys().collect();
+        ensure(lost.is_subset(&life.out), "a sound drive is out", (&lost, &life.out))?;
+        // What is out is on its disk and in no book.
+        match life.out.is_empty() && told.is_empty() {
+            true => drop(stage.look()?),
+            false => drop(audit::books(stage.engine())?),
+        }
+        drop(life);
+        let after = self.end(stage)?;
+        for (at, disk) in directories(&after).into_iter().enumerate() {
+            if ghost.as_ref().is_none_or(|(old, _)| *old != at) {
+                self.disks[at] = disk;
+            }
+        }
+        Ok(())
+    }
+
+    /// A clean stop, a kill or a power cut.
+    fn end(&mut self, stage: SimStage) -> Result<Media, String> {
+        let world = stage.world().clone();
+        match self.rng.below(3) {
+            0 => {
+                stage.rest();
+                world.disk().heal();
+                stage.close().map_err(|error| error.to_string())
+            }
+            1 => {
+                drop(stage);
+                Ok(world.kill())
+            }
+            _ => Ok(stage.cut_power().image(Crash::Random(self.rng.next_u64()))),
+        }
+    }
+
+    fn step(&mut self, life: &mut Life<'_>, last: bool) -> Result<(), String> {
+        let tenant = self.rng.index(2);
+        let some = || {
+            let from = self.rng.below(KEYS);
+            from..(from + 1 + self.rng.below(3)).min(KEYS)
+        };
+        let mut some = some;
+        let keys = some();
+        match self.rng.below(20) {
+            0..=9 => self.put(life, tenant, keys),
+            10..=12 => self.delete(life, tenant, Some(keys)),
+            13 => self.delete(life, tenant, None),
+            14 if !last && usize::from(self.drives) - life.out.len() > usize::from(self.drives).div_ceil(2) => {
+                let at = self.rng.below(u64::from(self.drives)) as u16;
+                self.log.push(format!("drive {at} is lost"));
+                let errno = ERRORS[self.rng.index(3)];
+                let kind = if errno == 30 { Which::Mutating } else { Which::Any };
+                let rule = Rule::new(kind, When::From(1), Effect::Errno(errno));
+                life.stage.world().disk().inject(rule.on(DirId(at)));
+                life.out.insert(at);
+                Ok(())
+            }
+            15 => {
+                let written = stage::drive(life.stage.world(), life.stage.engine().checkpoint());
+                // A drive that is lost may fail it.
+                written.map(drop).map_err(|hang| hang.to_string())
+            }
+            16 => self.compact(life),
+            _ => self.look(life, tenant, keys),
+        }
+    }
+
+    /// Segments are emptied, and what kills nothing any more is forgotten.
+    fn compact(&mut self, life: &Life<'_>) -> Result<(), String> {
+        let options = CompactOptions { dead_thousandths: 0, ..CompactOptions::default() };
+        let (world, engine) = (life.stage.world(), life.stage.engine());
+        // A drive that is lost may fail either.
+        let compacted = stage::drive(world, engine.compact(options));
+        compacted.map(drop).map_err(|hang| hang.to_string())?;
+        // Emptied segments are written over.
+        for _ in 0..self.rng.below(30 * u64::from(self.drives)) {
+            self.next += 1;
+            let (desk, parent) = (&life.desks[1], kvarts_contract::api::Parent::Unknown);
+            let request = desk.request(pages(), &desk.keys(self.next..self.next + 1), 1);
+            let _ = life.stage.put(PutRequest { parent, ..request });
+        }
+        stage::drive(world, engine.checkpoint()).map(drop).map_err(|hang| hang.to_string())
+    }
+
+    fn put(&mut self, life: &Life<'_>, tenant: usize, keys: std::ops::Range<u64>) -> Result<(), String> {
+        let (desk, producer) = (&life.desks[tenant], 1 + self.rng.below(1 << 20));
+        for n in keys {
+            let request = desk.request(pages(), &desk.keys(n..n + 1), producer);
+            let request = PutRequest { parent: kvarts_contract::api::Parent::Unknown, ..request };
+            // Refused as a whole where the delete of the namespace was stopped half-way by what was lost.
+            let outcome = life.stage.put(request).ok().and_then(|reply| reply.outcomes.into_iter().next());
+            let known = self.known[tenant].entry(n).or_default();
+            known.may.insert(producer);
+            known.must |= outcome == Some(BlockOutcome::Stored) && !known.deleted;
+            let was_lost = !life.stage.engine().health().out.is_empty() || !life.out.is_empty();
+            let is_there = matches!(outcome, Some(BlockOutcome::Stored | BlockOutcome::AlreadyThere));
+            ensure(is_there || was_lost, "a put without a fault", (&outcome, n))?;
+        }
+        Ok(())
+    }
+
+    fn delete(
+        &mut self,
+        life: &Life<'_>,
+        tenant: usize,
+        keys: Option<std::ops::Range<u64>>,
+    ) -> Result<(), String> {
+        let desk = &life.desks[tenant];
+        let target = match &keys {
+            Some(keys) => Target::Keys { column: None, keys: desk.keys(keys.clone()) },
+            None => Target::Namespace,
+        };
+        let request = || DeleteRequest { namespace: desk.namespace, target: target.clone(), deadline: None };
+        let mut refused = None;
+        // A drive that is lost costs no more than a delete for each of its shards, which is asked again.
+        for _ in 0..8 {
+            refused = match stage::ask(life.stage, life.stage.store().delete(request())) {
+                Ok(reply) => reply.outcomes.into_iter().find_map(|one| match one {
+                    DeleteOutcome::Refused(reason) => Some(reason),
+                    _ => None,
+                }),
+                Err(error) => Some(error.0),
+            };
+            if refused.is_none() {
+                break;
+            }
+            life.stage.rest();
+        }
+        let range = keys.unwrap_or(0..KEYS);
+        self.log.push(format!("delete {tenant} {range:?}: {refused:?}"));
+        for n in range {
+            let known = self.known[tenant].entry(n).or_default();
+            (known.must, known.deleted) = (false, true);
+            if refused.is_none() {
+                known.may.clear();
+            }
+        }
+        let in_use = usize::from(self.drives) - life.stage.engine().health().out.len();
+        let may = in_use * 2 > usize::from(self.drives);
+        match refused {
+            Some(reason) if may => Err(format!("{in_use} of {} drives, and a delete: {reason}", self.drives)),
+            Some(Reason::Latched(_)) | None => ensure(refused.is_none() == may, "a delete with half", in_use),
+            // Until it is known what is out.
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn look(&self, life: &Life<'_>, tenant: usize, keys: std::ops::Range<u64>) -> Result<(), String> {
+        let (desk, (group, coordinate)) = (&life.desks[tenant], pages());
+        let names = desk.keys(keys.clone());
+        let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
+        let found = desk.stage.store().contains(&request).map_err(|error| error.to_string())?.presence;
+        for (n, (key, _)) in keys.zip(names.iter().zip(&found)).filter(|(_, (_, found))| **found == Presence::Here) {
+            let known = self.known[tenant].get(&n).cloned().unwrap_or_default();
+            ensure(!known.may.is_empty(), "a block is back that was deleted", (tenant, n))?;
+            self.compare(desk, key, &known, n)?;
+        }
+        Ok(())
+    }
+
+    /// What is read is what one of the producers made, or a miss.
+    fn compare(&self, desk: &Desk<'_>, key: &BlockKey, known: &Known, n: u64) -> Result<(), String> {
+        let (group, coordinate) = pages();
+        let request = desk.read_request(pages(), std::slice::from_ref(key));
+        let (_, end) = desk.read(&request);
+        if end.usable_blocks == 0 {
+            return Ok(());
+        }
+        let shape = fixture::shape(group, coordinate);
+        let read = fixture::read_block(&request.into, 0, &shape);
+        let made = |producer: &u64| fixture::content(key, group, coordinate, *producer, &shape);
+        ensure(known.may.iter().any(|producer| made(producer) == read), "bytes that nobody put", n)
+    }
+
+    fn look_at_all(&self, life: &Life<'_>) -> Result<(), String> {
+        for tenant in 0..TENANTS.len() {
+            self.look(life, tenant, 0..KEYS)?;
+        }
+        Ok(())
+    }
+
+    /// All drives are back: what was never deleted is there.
+    fn look_for_all(&self, seed: Seed) -> Result<(), String> {
+        let world = world(seed, self.drives, Some(media(&self.disks)));
+        let stage = SimStage::open(&world, &self.options).map_err(|error| error.to_string())?;
+        ensure(stage.engine().health().out.is_empty(), "a drive is out", stage.engine().health())?;
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        self.look_at_all(&life)?;
+        for (tenant, known) in self.known.iter().enumerate() {
+            for (n, _) in known.iter().filter(|(_, known)| known.must) {
+                let desk = &life.desks[tenant];
+                let request = desk.read_request(pages(), &desk.keys(*n..n + 1));
+                let (_, end) = desk.read(&request);
+                ensure(end.usable_blocks == 1, "a durable block is lost that was never deleted", (tenant, n))?;
+            }
+        }
+        drop(life);
+        stage.look_closely()?;
+        stage.close().map(drop).map_err(|error| error.to_string())
+    }
+}
+
+fn has_first_segment(disk: &MemoryDisk) -> bool {
+    disk.files().iter().any(|path| path.ends_with(FIRST_SEGMENT))
+}
+
+fn is_out(fate: Fate) -> bool {
+    matches!(fate, Fate::Absent(_) | Fate::Silent)
+}
+
+impl Fate {
+    fn befall(self, world: &SimWorld, dir: DirId) {
+        let inject = |rule: Rule| world.disk().inject(rule.on(dir));
+        match self {
+            Self::There => {}
+            Self::Absent(errno) => inject(Rule::new(Which::Any, When::From(1), Effect::Errno(errno))),
+            Self::Silent => inject(Rule::new(Which::Any, When::From(1), Effect::Stuck)),
+            Self::Unreadable(errno) => {
+                let rule = Rule::new(Which::Kind(OpKind::Open), When::From(1), Effect::Errno(errno));
+                inject(rule.named(FIRST_SEGMENT));
+            }
+        }
+    }
+}
+
+fn world(seed: Seed, drives: u16, media: Option<Media>) -> SimWorld {
+    let disk = DiskConfig { dirs: drives, capacity: 1 << 40, ..DiskConfig::default() };
+    let config = WorldConfig { disk, ..WorldConfig::default() };
+    match media {
+        Some(media) => SimWorld::with_media(seed.0, &config, media),
+        None => SimWorld::new(seed.0, &config),
+    }
+}
+
+fn one(seed: Seed, states: &States) -> Result<(), String> {
+    let mut story = Story::new(seed)?;
+    let told = |story: &Story, what: String| format!("{} drives: {what}; {}", story.drives, story.log.join("; "));
+    for life in 0..LIVES {
+        let lived = story.live(seed.nth(life), life + 1 == LIVES);
+        lived.map_err(|what| told(&story, format!("life {life}: {what}")))?;
+        let mut digest = Mixer::new(life);
+        story.disks.iter().flat_map(MemoryDisk::files).for_each(|path| digest.text(&path));
+        digest.word(seed.0);
+        states.reach(digest.value());
+    }
+    story.look_for_all(seed.nth(LIVES)).map_err(|what| told(&story, format!("at the end: {what}")))
+}
+
+/// Row R44.
+pub(super) fn row() -> Row {
+    Row {
+        id: "R44",
+        what: "two to twelve drives that fail, are absent, are replaced and come back, in six lives of a store",
+        counts: "lives",
+        targets: [120, 2_000, 20_000],
+        run: |ask, target| -> Tally { until(ask, target, one) },
+    }
+}
