@@ -66,6 +66,12 @@ labels! {
     /// Not all directories are here.
     DIRECTORY_MISSING = "directory-missing", Problem,
         "the store has a directory that was not given: a lost device, or an argument forgotten";
+    /// A directory that was out.
+    DIRECTORY_BEHIND = "directory-behind", Problem,
+        "the store was opened without this directory, and may have deleted what it holds: nothing in it counts before the next start";
+    /// A directory whose place another one has taken.
+    DIRECTORY_REPLACED = "directory-replaced", Problem,
+        "another directory has taken the place of this one: nothing in it counts";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
         "the folder of a shard is gone: it was durable before the superblock was written";

@@ -11,6 +11,10 @@ pub enum Remedy {
     Device,
     /// The operator who names all directories.
     Directories,
+    /// The operator who starts the store.
+    Start,
+    /// The operator who takes the directory out.
+    TakeOut,
     /// A user who may read the files.
     Access,
     /// A newer program.
@@ -19,6 +23,8 @@ pub enum Remedy {
 
 const DEVICE: &[Label] = &[findings::MEDIA_ERROR];
 const DIRECTORIES: &[Label] = &[findings::DIRECTORY_MISSING];
+const START: &[Label] = &[findings::DIRECTORY_BEHIND];
+const TAKE_OUT: &[Label] = &[findings::DIRECTORY_REPLACED];
 const ACCESS: &[Label] = &[findings::FILE_UNREADABLE, findings::FOLDER_UNREADABLE];
 /// Rows of the recovery table are known by their names alone.
 const NEWER: &[&str] = &["segment-newer", "trailer-newer", "superblock-slot-newer", "checkpoint-newer"];
@@ -30,6 +36,10 @@ pub fn remedy(label: &str) -> Remedy {
         Remedy::Device
     } else if is_in(DIRECTORIES) {
         Remedy::Directories
+    } else if is_in(START) {
+        Remedy::Start
+    } else if is_in(TAKE_OUT) {
+        Remedy::TakeOut
     } else if is_in(ACCESS) {
         Remedy::Access
     } else if NEWER.contains(&label) {
@@ -47,8 +57,12 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
             "The device refuses reads: look at its log (dmesg, smartctl) and replace it before anything else."
         }
         Remedy::Directories => {
-            "Give every directory of the store, or bring the missing device back; if it is lost, `kvarts export` keeps what the others have."
+            "Give every directory of the store, or bring the missing device back; if it is lost, `kvarts replace` takes an empty directory in its place."
         }
+        Remedy::Start => {
+            "Start the server with all directories: it tells this one what was deleted without it; check again when it has stopped."
+        }
+        Remedy::TakeOut => "Give the directory that took its place; what is in this one can be deleted.",
         Remedy::Access => {
             "Files could not be opened: run this as the user whose store it is, or look at the file system's log (dmesg)."
         }
@@ -75,6 +89,8 @@ mod tests {
         for label in DEVICE
             .iter()
             .chain(DIRECTORIES)
+            .chain(START)
+            .chain(TAKE_OUT)
             .chain(ACCESS)
             .map(|label| label.name)
             .chain(NEWER.iter().copied())

@@ -300,6 +300,8 @@ mod tests {
         for (label, says) in [
             (findings::MEDIA_ERROR, "smartctl"),
             (findings::DIRECTORY_MISSING, "every directory"),
+            (findings::DIRECTORY_BEHIND, "Start the server"),
+            (findings::DIRECTORY_REPLACED, "took its place"),
             (findings::FILE_UNREADABLE, "as the user"),
             (findings::SUPERBLOCK_SLOT_NEWER, "newer kvarts"),
         ] {

@@ -7,9 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
+use kvarts_layout::format::members::{Members, Standing};
 use kvarts_layout::format::names::{FileName, UNFINISHED_COPY, segment_name, shard_name};
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::superblock::Chosen;
+use kvarts_layout::format::superblock::{Chosen, Superblock};
 use kvarts_layout::format::{PAGE, PAGE_BYTES};
 
 use crate::disk::{Disk, Node, NodeKind};
@@ -188,8 +189,12 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
     };
     let mut store = Store { keyring, directories: Vec::new(), shards: Vec::new() };
     let half_made = is_half_made(&seen);
+    let mut standings = members(&seen).standings.into_iter();
     for (at, (disk, superblock, top)) in seen.into_iter().enumerate() {
-        if half_made && matches!(superblock, Seen::Absent | Seen::Blank) && !top.shards.is_empty() {
+        let standing = matches!(superblock, Seen::Sound(_)).then(|| standings.next()).flatten();
+        if let Some(label) = standing.and_then(what_is_out) {
+            into.take(Finding::of(label, disk.name()));
+        } else if half_made && matches!(superblock, Seen::Absent | Seen::Blank) && !top.shards.is_empty() {
             into.take(Finding::of(findings::STORE_HALF_MADE, disk.name()));
         } else {
             take_directory(&mut store, at, (&**disk, &superblock), &top, into)?;
@@ -200,6 +205,25 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
     store.shards.sort_by_key(|shard| shard.number);
     about_whole(&store, into);
     Ok(Some(store))
+}
+
+/// What the sound superblocks say of terms, in their order.
+fn members<'a>(seen: &'a [(&Arc<dyn Disk>, Seen, Top)]) -> Members {
+    let sound = |one: &'a (&Arc<dyn Disk>, Seen, Top)| match &one.1 {
+        Seen::Sound(chosen) => Some(&chosen.superblock),
+        _ => None,
+    };
+    let all = seen.iter().find_map(sound).map_or(0, |first| first.directories);
+    Members::of(all, &seen.iter().filter_map(sound).map(Superblock::member).collect::<Vec<_>>())
+}
+
+/// Why nothing in a directory counts, if so.
+fn what_is_out(standing: Standing) -> Option<findings::Label> {
+    match standing {
+        Standing::Current => None,
+        Standing::Behind | Standing::New => Some(findings::DIRECTORY_BEHIND),
+        Standing::Replaced => Some(findings::DIRECTORY_REPLACED),
+    }
 }
 
 /// Whether a store of as many directories as were given was being made: nothing is put into the folders of its shards
@@ -290,8 +314,10 @@ impl Strays {
 fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, CannotRun> {
     let mut keyring: Option<(Keyring, String)> = None;
     let mut numbers = BTreeMap::new();
+    let mut standings = members(seen).standings.into_iter();
     for (disk, superblock, _) in seen {
         let Seen::Sound(chosen) = superblock else { continue };
+        let is_replaced = standings.next() == Some(Standing::Replaced);
         let state = &chosen.superblock;
         let own =
             Keyring { store: state.store, secret: state.secret.clone(), segment_bytes: state.segment_bytes };
@@ -306,6 +332,9 @@ fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, Canno
             }
         } else {
             keyring = Some((own, disk.name()));
+        }
+        if is_replaced {
+            continue;
         }
         if let Some(first) = numbers.insert(state.directory, disk.name()) {
             let here = disk.name();

@@ -24,10 +24,10 @@ use kvarts_layout::format::checkpoint::{
     CheckpointHeader, CheckpointWriter, Items, RecordState, SEGMENT_SEALED, SegmentState,
 };
 use kvarts_layout::format::footer::{self, Content, Defined, Entry, Footer};
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::names::{SUPERBLOCK, checkpoint_name, segment_name, shard_name};
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::trailer::{self, SealReason, Trailer};
 use kvarts_layout::format::{PAGE_BYTES, Position, Secret, VERSION};

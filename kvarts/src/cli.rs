@@ -18,7 +18,7 @@ use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
     client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, lab_cmd,
-    model_cmd, plan_cmd, serve_cmd, top,
+    model_cmd, plan_cmd, replace_cmd, serve_cmd, top,
 };
 
 /// What the end of the help says.
@@ -93,6 +93,8 @@ enum Command {
     Put(client_cmd::PutArgs),
     /// Have a running server read tenants, tokens and certificates again, as SIGHUP does
     Reload(client_cmd::AdminArgs),
+    /// Have empty directories take the place of those of a store that are lost for good
+    Replace(replace_cmd::ReplaceArgs),
     /// Have a running server take writes again after a fault made it read-only, once the cause is gone
     Resume(client_cmd::AdminArgs),
     /// Have a running server compare every block with its digests
@@ -181,6 +183,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Pin(arguments) => client_cmd::pin(&arguments, out),
         Command::Put(arguments) => client_cmd::put(&arguments, out),
         Command::Reload(arguments) => client_cmd::reload(&arguments, out),
+        Command::Replace(arguments) => replace_cmd::run(&arguments, out),
         Command::Resume(arguments) => client_cmd::resume(&arguments, out),
         Command::Scrub(arguments) => client_cmd::scrub(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),

@@ -17,6 +17,7 @@ mod model_cmd;
 mod needs;
 mod offline;
 mod plan_cmd;
+mod replace_cmd;
 mod serve_cmd;
 mod sizes;
 mod top;

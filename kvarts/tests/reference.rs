@@ -154,6 +154,8 @@ fn do_about(label: &str, severity: Severity) -> &'static str {
         (_, Remedy::Repair) => "`kvarts fsck --repair --dry-run`, then `--repair`",
         (_, Remedy::Device) => "look at the device (`dmesg`, `smartctl`), replace it",
         (_, Remedy::Directories) => "give every directory of the store",
+        (_, Remedy::Start) => "start the server with all directories",
+        (_, Remedy::TakeOut) => "give the one that took its place",
         (_, Remedy::Access) => "run it as the store's user; look at `dmesg`",
         (_, Remedy::Newer) => "use a newer kvarts",
     }

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use kvarts_layout::format::names::SUPERBLOCK;
+
 /// Shards of a directory that `serve` makes, at most: as many executors can serve one device.
 const SHARDS_MAX: u64 = 16;
 /// Segments that a shard should have at least: emptying one is a small part of it, and so is the one that each start
@@ -47,7 +49,11 @@ pub(super) const FREE_SHARE: u64 = 80;
 /// the store has there already counts as free.
 pub(crate) fn budget(directories: &[PathBuf], part: Option<u32>) -> Result<u64, String> {
     let mut total = 0u64;
-    for directory in directories {
+    // Of a store that is there, an absent directory counts as much as the others: its share waits for it.
+    let is_store = |directory: &&PathBuf| directory.join(SUPERBLOCK).exists();
+    let there: Vec<&PathBuf> = directories.iter().filter(is_store).collect();
+    let counted = if there.is_empty() { directories.iter().collect() } else { there };
+    for directory in counted.iter().copied() {
         // One that is absent will be made on the disk of the directory above.
         let above = directory.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let space = rustix::fs::statvfs(if directory.exists() { directory } else { above });
@@ -63,7 +69,7 @@ pub(crate) fn budget(directories: &[PathBuf], part: Option<u32>) -> Result<u64, 
         };
         total = total.saturating_add(share);
     }
-    Ok(total)
+    Ok(total / counted.len().max(1) as u64 * directories.len() as u64)
 }
 
 /// Bytes of the files below a directory. What cannot be read counts as nothing.

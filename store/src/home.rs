@@ -134,7 +134,9 @@ impl Home {
                 let home = Self { store, executors, locks, notes };
                 let places = home.places();
                 let known = places.known;
-                home.store.look_before_resuming(Box::new(move || gone(&known).map(|place| place.directory.clone())));
+                home.store.look_before_resuming(Box::new(move || {
+                    gone(&known).map(|place| place.directory.clone())
+                }));
                 Ok(home)
             }
             Err(refused) => {
@@ -483,39 +485,104 @@ mod tests {
         std::fs::remove_dir_all(&directory).unwrap();
     }
 
-    #[test]
-    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
-    fn a_store_whose_directory_was_taken_away_takes_no_more_puts() {
-        let scratch = std::env::temp_dir().join(format!("kvarts-taken-away-{}", std::process::id()));
-        let (first, second, other) = (scratch.join("first"), scratch.join("second"), scratch.join("other"));
+    /// A folder for the directories of a store, and what opens it in these.
+    fn scratch(name: &str, directories: &[&str]) -> (PathBuf, HomeOptions) {
+        let scratch = std::env::temp_dir().join(format!("kvarts-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&scratch);
         std::fs::create_dir(&scratch).unwrap();
         let (segment_bytes, budget_bytes) = (4 << 20, 128 << 20);
         let store = Options { shards_per_directory: 1, segment_bytes, budget_bytes, ..Options::default() };
-        let home = Home::open(&HomeOptions {
-            directories: vec![first, second.clone()],
-            io: IoChoice::Auto,
-            features: Features::default(),
-            runtime: RuntimeChoice::Auto,
-            replace: Vec::new(),
-            cores: Vec::new(),
-            store,
-        });
-        let home = home.unwrap();
+        let directories = directories.iter().map(|name| scratch.join(name)).collect();
+        (scratch, HomeOptions { directories, store, ..HomeOptions::default() })
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
+    fn a_store_whose_only_directory_was_taken_away_takes_no_more_puts() {
+        let (scratch, options) = scratch("taken-away", &["store"]);
+        let (store, other) = (options.directories[0].clone(), scratch.join("other"));
+        let home = Home::open(&options).unwrap();
         let places = home.places();
         assert!(places.look().is_none() && home.store().health().latched.is_none());
-        std::fs::rename(&second, &other).unwrap();
-        assert_eq!(places.look(), Some(second.as_path()));
+        std::fs::rename(&store, &other).unwrap();
+        assert_eq!(places.look(), Some(store.as_path()));
         let latched = home.store().health().latched.unwrap();
-        assert!(latched.contains("second") && latched.contains("opened in"), "{latched}");
+        assert!(latched.contains("store") && latched.contains("opened in"), "{latched}");
+        // What is written down reaches the directory by its files, and no restart.
+        let resumed = block_on(home.store().resume()).unwrap_err().to_string();
+        assert!(resumed.contains("opened in"), "{resumed}");
         // Another directory in its place is not the one that was there.
-        std::fs::create_dir(&second).unwrap();
-        File::create(second.join("lock")).unwrap();
-        assert_eq!(places.look(), Some(second.as_path()));
-        std::fs::remove_dir_all(&second).unwrap();
-        std::fs::rename(&other, &second).unwrap();
+        std::fs::create_dir(&store).unwrap();
+        File::create(store.join("lock")).unwrap();
+        assert_eq!(places.look(), Some(store.as_path()));
+        std::fs::remove_dir_all(&store).unwrap();
+        std::fs::rename(&other, &store).unwrap();
         assert_eq!(places.look(), None);
         assert!(home.store().health().latched.is_some(), "it is for an operator to say that all is well");
         block_on(home.store().resume()).unwrap();
+        home.close().unwrap();
+        std::fs::remove_dir_all(&scratch).unwrap();
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
+    fn a_store_loses_a_directory_that_is_taken_away_and_has_it_again_at_the_next_start() {
+        let (scratch, options) = scratch("lost", &["first", "second"]);
+        let (second, other) = (options.directories[1].clone(), scratch.join("other"));
+        let home = Home::open(&options).unwrap();
+        let places = home.places();
+        std::fs::rename(&second, &other).unwrap();
+        assert_eq!(places.look(), Some(second.as_path()));
+        let out = |home: &Home| home.store().health().out.get(&1).cloned().unwrap_or_default();
+        assert!(
+            out(&home).contains("opened in") && home.store().health().latched.is_none(),
+            "{}",
+            out(&home)
+        );
+        home.close().unwrap();
+        // Nothing is made in its place, and the store opens without it.
+        let home = Home::open(&options).unwrap();
+        assert!(out(&home).contains("second does not exist: mount its disk"), "{}", out(&home));
+        assert!(!second.exists());
+        home.close().unwrap();
+        std::fs::create_dir(&second).unwrap();
+        let home = Home::open(&options).unwrap();
+        assert!(out(&home).contains("is empty while others hold a store"), "{}", out(&home));
+        home.close().unwrap();
+        std::fs::remove_dir_all(&second).unwrap();
+        std::fs::rename(&other, &second).unwrap();
+        let home = Home::open(&options).unwrap();
+        assert_eq!(out(&home), "");
+        home.close().unwrap();
+        std::fs::remove_dir_all(&scratch).unwrap();
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
+    fn an_empty_directory_takes_the_place_of_one_that_is_lost_only_when_it_is_told_to() {
+        let (scratch, options) = scratch("replaced", &["first", "second"]);
+        let (second, old) = (options.directories[1].clone(), scratch.join("old"));
+        Home::open(&options).unwrap().close().unwrap();
+        std::fs::rename(&second, &old).unwrap();
+        std::fs::create_dir(&second).unwrap();
+        let replacing = HomeOptions { replace: vec![second.clone()], ..options.clone() };
+        let elsewhere = HomeOptions { replace: vec![scratch.join("third")], ..options.clone() };
+        let refused = Home::open(&elsewhere).unwrap_err().to_string();
+        assert!(refused.contains("is not one of the store's directories"), "{refused}");
+        let home = Home::open(&replacing).unwrap();
+        assert!(home.store().health().out.is_empty());
+        home.close().unwrap();
+        let refused = Home::open(&replacing).unwrap_err().to_string();
+        assert!(refused.contains("it is not empty"), "{refused}");
+        let home = Home::open(&options).unwrap();
+        assert!(home.store().health().out.is_empty());
+        home.close().unwrap();
+        // The one that was there before does not come back.
+        std::fs::remove_dir_all(&second).unwrap();
+        std::fs::rename(&old, &second).unwrap();
+        let home = Home::open(&options).unwrap();
+        let out = home.store().health().out;
+        assert!(out.get(&1).is_some_and(|why| why.contains("was replaced by another one")), "{out:?}");
         home.close().unwrap();
         std::fs::remove_dir_all(&scratch).unwrap();
     }

@@ -9,10 +9,10 @@ use kvarts_fsck::findings::{Finding, LABELS};
 use kvarts_layout::format::body::{
     BlockName, Blocks, Definition, ENCODING_RAW, EXTENSION_ENCRYPTION, Epoch, Extension, Parent,
 };
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::seal::{FORMAT_VERSION, claimed_position, claimed_structure};
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE, Position, Secret, Structure, VERSION, fuzz};
 use kvarts_layout::{Layout, RunLayout, StoreId};

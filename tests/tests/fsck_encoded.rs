@@ -12,9 +12,9 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::codec::{Codec, Encoding};
 use kvarts_layout::export::{Frame, HEAD_BYTES, Head, Reading};
 use kvarts_layout::format::body::{BlockName, Blocks, Definition, Epoch, Parent};
+use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::record::{self, Body, Fields};
 use kvarts_layout::format::segment::SegmentHeader;
-use kvarts_layout::format::members::Membership;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{Position, Secret, VERSION};
 use kvarts_layout::{OriginId, StoreId};
@@ -47,14 +47,12 @@ fn encoded(encoding: Encoding, layout: u8, sizes: &[u64]) -> (Vec<u8>, Vec<u32>,
     (payload, lengths, digests)
 }
 
-/// A store with one encoded record that had been flushed, written by hand.
-fn store(encoding: Encoding, layout: u8) -> (MemoryDisk, usize) {
-    let (id, secret) = (StoreId([3; 16]), Secret::new([9; 32]));
-    let superblock = Superblock {
-        store: id,
+fn superblock() -> Superblock {
+    Superblock {
+        store: StoreId([3; 16]),
         directory: 0,
         sequence: 1,
-        secret: secret.clone(),
+        secret: Secret::new([9; 32]),
         created_ms: 1,
         segment_bytes: SEGMENT_BYTES,
         min_reader: VERSION,
@@ -63,7 +61,13 @@ fn store(encoding: Encoding, layout: u8) -> (MemoryDisk, usize) {
         shards_total: 1,
         shards: vec![0],
         membership: Membership::default(),
-    };
+    }
+}
+
+/// A store with one encoded record that had been flushed, written by hand.
+fn store(encoding: Encoding, layout: u8) -> (MemoryDisk, usize) {
+    let superblock = superblock();
+    let (id, secret) = (superblock.store, superblock.secret.clone());
     let segment = Position { store: id, shard: 0, segment: 0, generation: 1, offset: 0 };
     let header = SegmentHeader {
         position: segment,

@@ -93,11 +93,15 @@ fn directories_of_two_stores_or_only_some_of_one_are_refused() {
     open(&[&a0, &a1]).unwrap().close().unwrap();
     open(&[&b0, &b1]).unwrap().close().unwrap();
     let empty = at("empty");
-    let wrong: [&[&Path]; 5] = [&[&a0, &b1], &[&a0], &[&a0, &a1, &b0], &[&a0, &empty], &[&a0, &a1, &empty]];
+    let wrong: [&[&Path]; 4] = [&[&a0, &b1], &[&a0], &[&a0, &a1, &b0], &[&a0, &a1, &empty]];
     for directories in wrong {
         let reason = refusal(directories);
         assert!(matches!(reason, Reason::Directory(_)), "{directories:?}: {reason:?}");
     }
+    // None is made beside a store.
+    let home = open(&[&a0, &empty]).unwrap();
+    assert!(home.store().health().out[&1].contains("empty does not exist: mount its disk"));
+    home.close().unwrap();
     // In another order they are the same store.
     open(&[&a1, &a0]).unwrap().close().unwrap();
     open(&[&b0, &b1]).unwrap().close().unwrap();

@@ -1,8 +1,11 @@
 //! The folders of a store's shards are durable before its superblock is: a folder that is gone was lost, whatever else is
 //! there. The checker and the engine say so, and only a repair makes the folder again.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use kvarts_contract::api::{DeleteOutcome, DeleteRequest, Target};
+use kvarts_contract::io_error::DirId;
 use kvarts_fsck::check::{Level, Options as CheckOptions};
 use kvarts_fsck::disk::MemoryDisk;
 use kvarts_fsck::findings::Findings;
@@ -12,7 +15,10 @@ use kvarts_fsck::window::Tally;
 use kvarts_layout::format::superblock::FILE_BYTES;
 use kvarts_store::engine::{Options, Store};
 use kvarts_tests::campaign::{Driven, drive, reopen};
-use kvarts_tests::sim::{Seed, SimWorld, WorldConfig};
+use kvarts_tests::conformance::{Desk, pages};
+use kvarts_tests::sim::media::errno::EIO;
+use kvarts_tests::sim::{Effect, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use kvarts_tests::stage::{SimStage, Stage, ask};
 use kvarts_tests::witness::{directories, examine, media, problems, small, worked};
 
 fn put_right(disks: &[MemoryDisk]) -> Repaired {
@@ -35,6 +41,11 @@ fn open(disks: &[MemoryDisk], options: &Options) -> (Result<usize, String>, Vec<
         Ok(opened) => (Ok(opened.store.recovery().len()), directories(&opened.world.kill())),
         Err(why) => (Err(why), disks.to_vec()),
     }
+}
+
+/// Which directories are out, and why.
+fn out(disks: &[MemoryDisk], options: &Options) -> BTreeMap<u16, String> {
+    reopen(Seed(1), &config(disks.len() as u16), options, media(disks)).unwrap().store.health().out
 }
 
 fn labels(found: &Findings) -> Vec<(&'static str, Option<u32>)> {
@@ -85,8 +96,9 @@ fn one_folder_that_is_gone_costs_what_was_in_it_and_nothing_else() {
     let checked = examine(&disks, Level::Full).unwrap();
     assert_eq!(labels(&checked.findings), [("shard-missing", Some(3))]);
     assert_eq!(checked.blocks, others);
-    let why = open(&disks, &options).0.unwrap_err();
-    assert!(why.contains("directory 1 has lost the folder of shard 3"), "{why}");
+    let out = out(&disks, &options);
+    assert!(out[&1].contains("directory 1 has lost the folder of shard 3"), "{out:?}");
+    assert_eq!(open(&disks, &options).0, Ok(2), "its directory is out as a whole");
     put_right(&disks);
     let checked = examine(&disks, Level::Deep).unwrap();
     assert!(checked.findings.is_clean() && checked.blocks == others, "{}", problems(&checked));
@@ -119,7 +131,7 @@ fn a_store_whose_making_was_cut_is_finished_only_where_nothing_can_have_been_los
         // Without the folders it is another directory.
         disks[1].remove_folder("shard-0002");
         disks[1].remove_folder("shard-0003");
-        assert!(open(&disks, &options).0.is_err());
+        assert!(out(&disks, &options).contains_key(&1));
         match examine(&disks, Level::Full) {
             Ok(checked) => assert!(!checked.findings.is_clean()),
             Err(error) => assert!(matches!(error, CannotRun::NoStore(_)), "{error}"),
@@ -146,4 +158,52 @@ fn a_zeroed_superblock_beside_files_that_prove_nothing_is_not_a_store_that_was_b
     assert!(matches!(examine(&disks, Level::Full), Err(CannotRun::NoStore(_))));
     let why = open(&disks, &options).0.unwrap_err();
     assert!(why.contains("has lost its superblock"), "{why}");
+}
+
+/// What follows is done without the last of three directories, whose blocks are deleted meanwhile.
+fn without_the_last(options: &Options, disks: &[MemoryDisk]) -> Vec<MemoryDisk> {
+    let world = SimWorld::with_media(7, &config(3), media(disks));
+    world.disk().inject(Rule::new(Which::Any, When::From(1), Effect::Errno(EIO)).on(DirId(2)));
+    let stage = SimStage::open(&world, options).unwrap();
+    let desk = Desk::new(&stage, "lost");
+    let target = Target::Keys { column: None, keys: desk.keys(0..12) };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    let reply = ask(&stage, stage.store().delete(request)).unwrap();
+    assert!(reply.outcomes.iter().all(|one| !matches!(one, DeleteOutcome::Refused(_))), "{reply:?}");
+    world.disk().heal();
+    directories(&stage.close().unwrap())
+}
+
+/// A directory that was out holds what was deleted without it. The checker counts nothing of it until a start has told it.
+#[test]
+fn the_checker_counts_nothing_of_a_directory_that_was_out_or_was_replaced() {
+    let options = Options { directories: 3, ..small(1) };
+    let world = SimWorld::new(6, &config(3));
+    let stage = SimStage::open(&world, &options).unwrap();
+    let desk = Desk::new(&stage, "lost");
+    for n in 0..12 {
+        desk.store(pages(), &desk.keys(n..n + 1), 1, kvarts_layout::Layout::LayerBlock);
+    }
+    let whole = directories(&stage.close().unwrap());
+    assert_eq!(examine(&whole, Level::Full).unwrap().blocks, 12);
+    let behind = without_the_last(&options, &whole);
+    let names = |checked: &kvarts_fsck::check::Checked| {
+        checked.findings.problems.iter().map(|one| one.label.name).collect::<Vec<_>>()
+    };
+    let checked = examine(&behind, Level::Full).unwrap();
+    assert_eq!((names(&checked), checked.blocks), (vec!["directory-behind"], 9), "those of the others");
+    let (opened, told) = open(&behind, &options);
+    assert_eq!(opened, Ok(3));
+    let checked = examine(&told, Level::Deep).unwrap();
+    assert!(checked.findings.is_clean() && checked.blocks == 12, "{}", problems(&checked));
+    // An empty one takes its place.
+    let mut replaced = behind.clone();
+    let old = std::mem::take(&mut replaced[2]);
+    let options = Options { replace: [2].into(), ..options };
+    let (opened, replaced) = open(&replaced, &options);
+    assert_eq!(opened, Ok(3));
+    let checked = examine(&replaced, Level::Deep).unwrap();
+    assert!(checked.findings.is_clean() && checked.blocks == 9, "{}", problems(&checked));
+    let checked = examine(&[replaced[0].clone(), replaced[1].clone(), old], Level::Full).unwrap();
+    assert_eq!(names(&checked), ["directory-replaced"]);
 }

@@ -261,7 +261,9 @@ impl StdError for LatchCause {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Device(cause) => Some(&**cause),
-            Self::Executor(_) | Self::TakenAway(_) | Self::NotAll | Self::TooFew { .. } | Self::Remote(_) => None,
+            Self::Executor(_) | Self::TakenAway(_) | Self::NotAll | Self::TooFew { .. } | Self::Remote(_) => {
+                None
+            }
         }
     }
 }
@@ -424,7 +426,9 @@ impl fmt::Display for DirectoryCause {
                 "only {found} of the store's {all} directories can be used, and what was deleted without them could come back: \
                  half of them are needed; {first}"
             ),
-            Self::NotReplaced(at, why) => write!(f, "directory {at} cannot take the place of another one: {why}"),
+            Self::NotReplaced(at, why) => {
+                write!(f, "directory {at} cannot take the place of another one: {why}")
+            }
             Self::Foreign { directory, store, first } => {
                 write!(f, "directory {directory} belongs to store {store}, the first to {first}")
             }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvarts_layout::StoreId;
-use kvarts_layout::format::names::{SUPERBLOCK, shard_name};
 use kvarts_layout::format::members::Membership;
+use kvarts_layout::format::names::{SUPERBLOCK, shard_name};
 use kvarts_layout::format::superblock::{MAX_SHARDS, MAX_SHARDS_PER_DIRECTORY, Superblock};
 use kvarts_layout::format::{PAGE_BYTES, Secret, VERSION};
 

@@ -9,8 +9,8 @@ use kvarts_layout::format::VERSION;
 use kvarts_layout::format::body::{
     BlockName, Blocks, ENCODING_RAW, EXTENSION_ENCRYPTION, Extension, Parent, Tombstone,
 };
-use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::members::Membership;
+use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::identity::{Arrangement, Quantisation, TenantSalt};
 use kvarts_layout::spec::Geometry;

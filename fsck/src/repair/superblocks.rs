@@ -1,7 +1,7 @@
 //! Rewrites superblock slots: from the other slot, or from what folders and segments prove.
 
-use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::members::Membership;
+use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_layout::format::superblock::Superblock;
 use kvarts_layout::format::{PAGE_BYTES, Unsound, VERSION};
 

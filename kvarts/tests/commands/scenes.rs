@@ -83,6 +83,9 @@ const PUT: &str = "kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --t
 /// A store with blocks, made by a server that has ended: it lies in ./kvarts-data.
 const STORED: &str = "kvarts serve --budget 256M --segment 16M > served 2> log & while ! grep -q serving served; do sleep 0.05; done; kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS && kvarts drain --yes && wait";
 
+/// A store in two directories, made by a server that has ended.
+const TWO_DISKS: &str = "kvarts serve --dir one,two --budget 256M --segment 16M --listen-grpc 127.0.0.1:0 --listen-metrics none --listen-socket two.sock > served 2> log & while ! grep -q serving served; do sleep 0.05; done; kvarts drain --yes --server two.sock && wait";
+
 /// With every run of the tests.
 pub(super) const NOW: &[Scene] = &[
     Scene { name: "clients", steps: CLIENTS },
@@ -191,6 +194,10 @@ const OFFLINE: &[Step] = &[
     step("kvarts export DIR --all --to FILE", &["4 blocks"]),
     step("kvarts import FILE --into DIR", &["4"]),
     step("kvarts compact DIR", &[]),
+    lay(TWO_DISKS),
+    lay("rm -r two"),
+    step("kvarts replace DIR --dir DIRS", &["two is part of the store now"])
+        .standing_for("kvarts replace two --dir one,two"),
 ];
 
 const BUCKET: &[Step] = &[

@@ -16,13 +16,11 @@
 //! one. Two sets never begin one term: both are more than half, so one directory was proposed it twice, and the second
 //! time a higher one was chosen.
 
-use super::superblock::Superblock;
-
 /// Directories of a store that can be replaced: numbers below this one.
 pub const COUNTED: usize = 24;
 
 /// How far beyond all terms that are known a replaced directory's number counts again. What is replaced may have been proposed the term
-/// behind those, when nobody else was.
+/// behind those, when none of the others was.
 const BEYOND: u32 = 2;
 
 /// Which of its store's directories are in use, as one directory knows it.
@@ -36,6 +34,15 @@ pub struct Membership {
     pub in_use: u32,
     /// For each of the first directories the term from which on what it holds counts.
     pub counts_from: [u32; COUNTED],
+}
+
+/// A directory that was found: its number, and what it knows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Member {
+    /// Which of the store's directories it is.
+    pub directory: u32,
+    /// What it knows.
+    pub membership: Membership,
 }
 
 /// What a directory that was found is to the store.
@@ -97,15 +104,13 @@ impl Membership {
 }
 
 impl Members {
-    /// Compares the directories of one store that were found.
-    pub fn of(found: &[&Superblock]) -> Self {
-        let all = found.first().map_or(0, |first| first.directories);
+    /// Compares the directories of one store that were found, of `all` that it has.
+    pub fn of(all: u32, found: &[Member]) -> Self {
         let mut highest = Membership::default();
         found.iter().for_each(|one| highest.join(&one.membership));
-        let standing = |one: &&Superblock, term| {
-            one.membership.standing(one.directory, &highest.counts_from, term)
-        };
-        let counts = |one: &&&Superblock| standing(one, 0) != Standing::Replaced;
+        let standing =
+            |one: &Member, term| one.membership.standing(one.directory, &highest.counts_from, term);
+        let counts = |one: &&Member| standing(one, 0) != Standing::Replaced;
         let term = found.iter().filter(counts).map(|one| one.membership.term).max().unwrap_or(0);
         let standings: Vec<Standing> = found.iter().map(|one| standing(one, term)).collect();
         let number = |is: fn(&Standing) -> bool| {
@@ -119,7 +124,8 @@ impl Members {
 
     /// Whether the store may be opened with them: they know all that was ever acknowledged as deleted.
     pub fn may_open(&self) -> bool {
-        crate::planted!("opens-with-any") || self.present.saturating_sub(self.new).saturating_mul(2) >= self.all
+        crate::planted!("opens-with-any")
+            || self.present.saturating_sub(self.new).saturating_mul(2) >= self.all
     }
 
     /// Whether they may begin a term, and acknowledge deletes in it.
@@ -158,24 +164,27 @@ impl Members {
 
 #[cfg(test)]
 mod tests {
-    use super::super::samples;
     use super::*;
     use Standing::{Behind, Current, New, Replaced};
 
-    /// A store of so many directories, each of which may be here or not.
-    struct Store(Vec<Superblock>);
+    /// A store of a few directories, each of which may be here or not.
+    struct Store(Vec<Member>);
 
     impl Store {
         fn new(all: u32) -> Self {
-            let of = |directory| Superblock { directory, directories: all, ..samples::superblock() };
+            let of = |directory| Member { directory, membership: Membership::default() };
             Self((0..all).map(of).collect())
         }
 
         fn with(&self, here: &[usize]) -> Members {
-            Members::of(&here.iter().map(|&at| &self.0[at]).collect::<Vec<_>>())
+            self.among(here.iter().map(|&at| self.0[at]))
         }
 
-        /// Opens with these; a power cut may come after so many writes.
+        fn among(&self, found: impl IntoIterator<Item = Member>) -> Members {
+            Members::of(self.0.len() as u32, &found.into_iter().collect::<Vec<_>>())
+        }
+
+        /// Opens with these; a power cut may come after any number of writes.
         fn open(&mut self, here: &[usize], writes: usize) -> bool {
             let members = self.with(here);
             assert!(!members.standings.contains(&Replaced));
@@ -224,23 +233,22 @@ mod tests {
     fn what_was_replaced_does_not_come_back_and_what_replaces_it_does() {
         let mut store = Store::new(3);
         assert!(store.open(&[0, 1], 4));
-        let old = store.0[2].clone();
+        let old = store.0[2];
         store.0[2].membership = store.with(&[0, 1]).in_place_of(2).unwrap();
         // Also before a term begins with it, and beside the other one.
-        let both = Members::of(&[&store.0[0], &old, &store.0[2]]);
+        let both = store.among([store.0[0], old, store.0[2]]);
         assert_eq!(both.standings, [Current, Replaced, New]);
         assert!(!store.with(&[0, 1, 2]).is_settled());
         assert!(store.open(&[0, 1, 2], 6));
         for others in [&[0][..], &[1], &[0, 1]] {
-            let mut found: Vec<&Superblock> = others.iter().map(|&at| &store.0[at]).collect();
-            found.push(&old);
-            assert_eq!(Members::of(&found).standings.last(), Some(&Replaced));
+            let found = others.iter().map(|&at| store.0[at]).chain([old]);
+            assert_eq!(store.among(found).standings.last(), Some(&Replaced));
         }
         assert_eq!(store.with(&[0, 1, 2]).standings, [Current; 3]);
         assert_eq!(store.with(&[0, 1, 2]).in_place_of(COUNTED as u32), None);
     }
 
-    /// What happens to a store: it is opened with these directories and the power is cut after so many writes, or one is replaced
+    /// What happens to a store: it is opened with these directories and the power is cut after this number of writes, or one is replaced
     /// while these are there.
     #[derive(Clone, Debug)]
     enum Step {

@@ -8,7 +8,7 @@
 //!   A user who can write the superblock owns the store.
 
 use super::field::Field;
-use super::members::{COUNTED, Membership};
+use super::members::{COUNTED, Member, Membership};
 use super::position::Position;
 use super::seal::{Draft, OFFSET, Secret, Structure, claimed_position, prove_page, require_zero};
 use super::unsound::{Damage, EncodeError, Unsound};
@@ -132,6 +132,11 @@ pub fn position(store: StoreId, directory: u32, sequence: u64, slot: u32) -> Pos
 }
 
 impl Superblock {
+    /// The directory, as it is compared with others of its store.
+    pub fn member(&self) -> Member {
+        Member { directory: self.directory, membership: self.membership }
+    }
+
     fn check(&self) -> Result<(), &'static str> {
         let ascending = self.shards.is_sorted_by(|a, b| a < b);
         let limits = [

@@ -39,6 +39,12 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// The first directory whose disk is there.
+fn first_there(directories: &[PathBuf]) -> Result<&PathBuf, Complaint> {
+    let there = directories.iter().find(|directory| directory.exists()).or(directories.first());
+    there.ok_or_else(|| Complaint::new("store.directories", "there is none"))
+}
+
 /// Checks everything and fills in what was left open.
 pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) -> Result<Config, Complaint> {
     // Of what several layers say, the last counts.
@@ -47,7 +53,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     origins.retain(|setting| seen.insert(setting.name));
     let mut decided = Decided(origins);
     let directories = directories(set, &mut decided);
-    let first = directories.first().ok_or_else(|| Complaint::new("store.directories", "there is none"))?;
+    let first = first_there(&directories)?;
     let socket = decided.or("listen.socket", set.socket.as_ref(), socket::of(first).display());
     let default = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
     let grpc = decided.or("listen.grpc", set.grpc.as_ref(), default(GRPC_PORT));

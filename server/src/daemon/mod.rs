@@ -88,7 +88,9 @@ impl Daemon {
         let files = devices::decide(config.cufile)?;
         let (ports, group) = places(config).await?;
         config.cluster.as_ref().map_or(Ok(()), cluster::check)?;
-        for directory in &config.directories {
+        // A store is opened without directories that are absent; none is made without their disks.
+        let is_made = kvarts_store::home::segment_bytes(&config.directories).is_some();
+        for directory in config.directories.iter().filter(|_| !is_made) {
             kvarts_store::home::refuse_absent(directory)
                 .map_err(|error| format!("store.directories: {}: {error}", directory.display()))?;
         }

@@ -482,7 +482,8 @@ mod tests {
         let latched = Some("writing \"seg\": Input/output error".to_owned());
         let two = ["/disks/0", "/disks/1"].map(PathBuf::from);
         let lost = [(1, "it does not exist".to_owned())].into();
-        let sick = kvarts_store::engine::Health { latched, dead_executors: 2, out: lost, ..Default::default() };
+        let sick =
+            kvarts_store::engine::Health { latched, dead_executors: 2, out: lost, ..Default::default() };
         health(&mut out, &sick, &two);
         let lines = [
             "kvarts_directory_out{directory=\"/disks/0\",reason=\"\"} 0",

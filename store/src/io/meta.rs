@@ -112,7 +112,8 @@ impl Meta {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let opened: Arc<[_]> = dirs.iter().map(|path| openat(CWD, path, flags, Mode::empty())).collect();
         let failed = opened.iter().zip(dirs).filter_map(|(dir, path)| Some((dir.as_ref().err()?, path)));
-        let mut failed = failed.map(|(errno, path)| format!("cannot open the directory {}: {errno}", path.display()));
+        let mut failed =
+            failed.map(|(errno, path)| format!("cannot open the directory {}: {errno}", path.display()));
         // Some may be out, but not all.
         if let Some(why) = failed.next().filter(|_| opened.iter().all(Result::is_err)) {
             return Err(why);

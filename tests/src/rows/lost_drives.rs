@@ -22,7 +22,9 @@ use crate::audit;
 use crate::conformance::{Desk, pages};
 use crate::fixture;
 use crate::sim::log::Mixer;
-use crate::sim::{Crash, DiskConfig, Effect, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig};
+use crate::sim::{
+    Crash, DiskConfig, Effect, Media, OpKind, Rng, Rule, Seed, SimWorld, When, Which, WorldConfig,
+};
 use crate::stage::{self, SimStage, Stage};
 use crate::witness::{directories, media};
 
@@ -58,7 +60,7 @@ struct Story {
     /// Drives that were replaced, by their place, as they were then.
     replaced: Vec<(usize, MemoryDisk)>,
     log: Vec<String>,
-    /// The next key that nobody asks for.
+    /// The next key that is never asked for.
     next: u64,
 }
 
@@ -95,11 +97,16 @@ impl Story {
             limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
             ..Options::default()
         };
-        let world = world(seed, drives, None);
-        let stage = SimStage::open(&world, &options).map_err(|error| error.to_string())?;
-        let disks = directories(&stage.close().map_err(|error| error.to_string())?);
+        let disks = Self::made(seed, &options)?;
         let known = Default::default();
         Ok(Self { rng, drives, options, known, disks, replaced: Vec::new(), log: Vec::new(), next: KEYS })
+    }
+
+    /// An empty store.
+    fn made(seed: Seed, options: &Options) -> Result<Vec<MemoryDisk>, String> {
+        let world = world(seed, options.directories, None);
+        let stage = SimStage::open(&world, options).map_err(|error| error.to_string())?;
+        Ok(directories(&stage.close().map_err(|error| error.to_string())?))
     }
 
     /// Of each drive what it does: mostly few of them are out.
@@ -109,7 +116,9 @@ impl Story {
             false => Fate::There,
             true => match self.rng.below(6) {
                 0 => Fate::Silent,
-                1 | 2 if has_first_segment(&self.disks[usize::from(at)]) => Fate::Unreadable([5, 13, 24][self.rng.index(3)]),
+                1 | 2 if has_first_segment(&self.disks[usize::from(at)]) => {
+                    Fate::Unreadable([5, 13, 24][self.rng.index(3)])
+                }
                 _ => Fate::Absent(ERRORS[self.rng.index(2)]),
             },
         };
@@ -118,7 +127,8 @@ impl Story {
 
     /// Replaces what is out for good, if that is possible; sometimes a drive that was replaced is put in again.
     fn replace(&mut self, fates: &[Fate]) -> Vec<u16> {
-        let out: Vec<u16> = (0u16..).zip(fates).filter(|(_, fate)| is_out(**fate)).map(|(at, _)| at).collect();
+        let out: Vec<u16> =
+            (0u16..).zip(fates).filter(|(_, fate)| is_out(**fate)).map(|(at, _)| at).collect();
         let others = fates.len() - out.len();
         if out.is_empty() || others * 2 < fates.len() || self.rng.below(3) > 0 {
             return Vec::new();
@@ -175,7 +185,9 @@ impl Story {
         }
         self.look_at_all(&life)?;
         let lost: BTreeSet<u16> = stage.engine().health().out.into_keys().collect();
-        ensure(lost.is_subset(&life.out), "a sound drive is out", (&lost, &life.out))?;
+        let mut faulty = life.out.clone();
+        faulty.extend((0u16..).zip(&fates).filter(|(_, fate)| **fate != Fate::There).map(|(at, _)| at));
+        ensure(lost.is_subset(&faulty), "a sound drive is out", (&lost, &faulty))?;
         // What is out is on its disk and in no book.
         match life.out.is_empty() && told.is_empty() {
             true => drop(stage.look()?),
@@ -220,7 +232,9 @@ impl Story {
             0..=9 => self.put(life, tenant, keys),
             10..=12 => self.delete(life, tenant, Some(keys)),
             13 => self.delete(life, tenant, None),
-            14 if !last && usize::from(self.drives) - life.out.len() > usize::from(self.drives).div_ceil(2) => {
+            14 if !last
+                && usize::from(self.drives) - life.out.len() > usize::from(self.drives).div_ceil(2) =>
+            {
                 let at = self.rng.below(u64::from(self.drives)) as u16;
                 self.log.push(format!("drive {at} is lost"));
                 let errno = ERRORS[self.rng.index(3)];
@@ -247,14 +261,65 @@ impl Story {
         // A drive that is lost may fail either.
         let compacted = stage::drive(world, engine.compact(options));
         compacted.map(drop).map_err(|hang| hang.to_string())?;
-        // Emptied segments are written over.
-        for _ in 0..self.rng.below(30 * u64::from(self.drives)) {
-            self.next += 1;
-            let (desk, parent) = (&life.desks[1], kvarts_contract::api::Parent::Unknown);
-            let request = desk.request(pages(), &desk.keys(self.next..self.next + 1), 1);
-            let _ = life.stage.put(PutRequest { parent, ..request });
-        }
+        let some = self.rng.below(20 * u64::from(self.drives.min(3)));
+        self.write_over(&life.desks[1], some);
         stage::drive(world, engine.checkpoint()).map(drop).map_err(|hang| hang.to_string())
+    }
+
+    /// Emptied segments are written over.
+    fn write_over(&mut self, desk: &Desk<'_>, some: u64) {
+        for _ in 0..some {
+            self.next += 1;
+            let parent = kvarts_contract::api::Parent::Unknown;
+            let request = desk.request(pages(), &desk.keys(self.next..self.next + 1), 1);
+            let _ = desk.stage.put(PutRequest { parent, ..request });
+        }
+    }
+
+    /// One drive is absent, or one segment of each cannot be opened, while what lies there is deleted and everything else is written over; then it is
+    /// back.
+    fn short(&mut self, seed: Seed, fate: Fate) -> Result<(), String> {
+        let world_of =
+            |nth, disks: &[MemoryDisk]| world(seed.nth(nth), disks.len() as u16, Some(media(disks)));
+        let open = |world: &SimWorld, options: &Options| {
+            SimStage::open(world, options).map_err(|error| error.to_string())
+        };
+        let stage = open(&world_of(0, &self.disks), &self.options)?;
+        let desk = Desk::new(&stage, TENANTS[0]);
+        // Of so few blocks that a drive has one segment, no other one tells how far it had come.
+        let keys = if self.rng.coin() { KEYS } else { KEYS / 3 };
+        for n in 0..keys {
+            desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        }
+        let kept = if self.rng.coin() { Crash::LoseAll } else { Crash::KeepAll };
+        self.disks = directories(&stage.cut_power().image(kept));
+
+        let world = world_of(1, &self.disks);
+        let last = self.drives - 1;
+        (0..self.drives)
+            .filter(|at| *at == last || !is_out(fate))
+            .for_each(|at| fate.befall(&world, DirId(at)));
+        let stage = open(&world, &self.options)?;
+        let (desk, beside) = (Desk::new(&stage, TENANTS[0]), Desk::new(&stage, TENANTS[1]));
+        let target = Target::Keys { column: None, keys: desk.keys(0..KEYS) };
+        let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+        let deleted = stage::ask(&stage, stage.store().delete(request)).map_err(|error| error.to_string())?;
+        let is_done = |one: &DeleteOutcome| !matches!(one, DeleteOutcome::Refused(_));
+        ensure(deleted.outcomes.iter().all(is_done), "a delete is refused", &deleted)?;
+        for _ in 0..3 {
+            self.write_over(&beside, 20 * u64::from(self.drives));
+            let options = CompactOptions { dead_thousandths: 0, ..CompactOptions::default() };
+            let compacted = stage::drive(&world, stage.engine().compact(options));
+            compacted.map_err(|hang| hang.to_string())?.map_err(|error| error.to_string())?;
+            let written = stage::drive(&world, stage.engine().checkpoint());
+            written.map_err(|hang| hang.to_string())?.map_err(|error| error.to_string())?;
+        }
+        self.disks = directories(&stage.close().map_err(|error| error.to_string())?);
+
+        let stage = open(&world_of(2, &self.disks), &self.options)?;
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        self.look(&life, 0, 0..KEYS)
     }
 
     fn put(&mut self, life: &Life<'_>, tenant: usize, keys: std::ops::Range<u64>) -> Result<(), String> {
@@ -323,9 +388,12 @@ impl Story {
     fn look(&self, life: &Life<'_>, tenant: usize, keys: std::ops::Range<u64>) -> Result<(), String> {
         let (desk, (group, coordinate)) = (&life.desks[tenant], pages());
         let names = desk.keys(keys.clone());
-        let request = ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
+        let request =
+            ContainsRequest { namespace: desk.namespace, group, coordinate, keys: &names, lease: None };
         let found = desk.stage.store().contains(&request).map_err(|error| error.to_string())?.presence;
-        for (n, (key, _)) in keys.zip(names.iter().zip(&found)).filter(|(_, (_, found))| **found == Presence::Here) {
+        for (n, (key, _)) in
+            keys.zip(names.iter().zip(&found)).filter(|(_, (_, found))| **found == Presence::Here)
+        {
             let known = self.known[tenant].get(&n).cloned().unwrap_or_default();
             ensure(!known.may.is_empty(), "a block is back that was deleted", (tenant, n))?;
             self.compare(desk, key, &known, n)?;
@@ -367,7 +435,11 @@ impl Story {
                 let desk = &life.desks[tenant];
                 let request = desk.read_request(pages(), &desk.keys(*n..n + 1));
                 let (_, end) = desk.read(&request);
-                ensure(end.usable_blocks == 1, "a durable block is lost that was never deleted", (tenant, n))?;
+                ensure(
+                    end.usable_blocks == 1,
+                    "a durable block is lost that was never deleted",
+                    (tenant, n),
+                )?;
             }
         }
         drop(life);
@@ -410,7 +482,19 @@ fn world(seed: Seed, drives: u16, media: Option<Media>) -> SimWorld {
 
 fn one(seed: Seed, states: &States) -> Result<(), String> {
     let mut story = Story::new(seed)?;
-    let told = |story: &Story, what: String| format!("{} drives: {what}; {}", story.drives, story.log.join("; "));
+    if seed.0 % 3 > 0 {
+        let fate = if seed.0 % 3 == 1 { Fate::Absent(ERRORS[0]) } else { Fate::Unreadable(ERRORS[0]) };
+        story.drives = 3;
+        let options = Options { directories: 3, shards_per_directory: 1, ..story.options.clone() };
+        // Small enough for all to be written over.
+        story.options = Options { budget_bytes: 8 << 20, ..options };
+        story.disks = Story::made(seed, &story.options)?;
+        story.short(seed, fate)?;
+        states.reach(u128::from(seed.0));
+        return Ok(());
+    }
+    let told =
+        |story: &Story, what: String| format!("{} drives: {what}; {}", story.drives, story.log.join("; "));
     for life in 0..LIVES {
         let lived = story.live(seed.nth(life), life + 1 == LIVES);
         lived.map_err(|what| told(&story, format!("life {life}: {what}")))?;

@@ -53,7 +53,7 @@ pub(crate) async fn empty_all(
     pace: &mut Pace,
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
-    for shard in shards {
+    for shard in shards.iter().filter(|shard| !shard.volume.is_out()) {
         report.add(empty(shard, options, pace).await?);
         if options.encode_in_place {
             report.add(cold::encode(shard, options, pace).await?);

@@ -221,6 +221,8 @@ impl Store {
             reports.extend(router.adopt(&shared, &behind, Some(told)).await?);
         }
         shared.check_directories()?;
+        // Of a directory that was lost on the way nothing is there.
+        reports.retain(|report| !shared.is_gone(report.shard));
         shared.forget_superseded();
         let closed = AtomicBool::new(false);
         shared.set_others(&router);
@@ -540,8 +542,7 @@ impl KvStore for Store {
 
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         let (reply, answer) = ticket();
-        if let Some((shard, mut part)) = layers::begin(&self.0.shared, request, reply)
-        {
+        if let Some((shard, mut part)) = layers::begin(&self.0.shared, request, reply) {
             part.tell = Some(self.0.evictions());
             if let Some(Message::PutLayers(_, part)) =
                 self.0.router.offer(shard, Message::PutLayers(shard, part))

@@ -39,9 +39,9 @@ use crate::driver::{Meta, ReadInto};
 use crate::engine::space::evict::batch::punched_bytes;
 use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint::{self, Checkpoint};
-use crate::engine::volume::tombstones::Graves;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::volume::tombstones::Graves;
 use crate::engine::write::log::Log;
 use crate::io::{MetaOp, Reply};
 use kvarts_contract::error::Reason;
@@ -124,6 +124,7 @@ pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result
     let found = files::open(volume).await?;
     let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
     let report = RecoveryReport {
+        shard: volume.shard,
         strays: found.strays,
         segments: (found.segments.len() + found.unreadable.len()) as u64,
         checkpoint: checkpoint.sequence,

@@ -22,6 +22,8 @@ pub struct Problem {
 /// What the recovery of one shard met and did.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RecoveryReport {
+    /// Which shard.
+    pub shard: u32,
     /// How often each row of the table was taken, by label.
     pub rows: BTreeMap<&'static str, u64>,
     /// Rows that were problems, and segments that are missing.

@@ -109,7 +109,8 @@ impl Directories {
 
     /// Whether what this one holds is not here.
     pub(crate) fn is_gone(&self, dir: DirId) -> bool {
-        self.any_out() && self.each.get(usize::from(dir.0)).is_some_and(|one| one.gone.load(Ordering::Acquire))
+        self.any_out()
+            && self.each.get(usize::from(dir.0)).is_some_and(|one| one.gone.load(Ordering::Acquire))
     }
 
     /// How many there are.
@@ -130,7 +131,8 @@ impl Directories {
     /// The superblocks of those in use, and what they have in common.
     pub(crate) fn superblocks(&self) -> (BTreeMap<DirId, Chosen>, Members) {
         let superblocks = self.lock().superblocks.clone();
-        let members = Members::of(&superblocks.values().map(|one| &one.superblock).collect::<Vec<_>>());
+        let found: Vec<_> = superblocks.values().map(|one| one.superblock.member()).collect();
+        let members = Members::of(u32::try_from(self.count()).unwrap_or(u32::MAX), &found);
         (superblocks, members)
     }
 
@@ -213,9 +215,8 @@ impl Shared {
         let hash = crc32fast::hash(key.as_bytes());
         let shard = hash % self.shards.max(1);
         // Where writes fail it is no use to ask, while there are other devices.
-        let is_avoided = |shard: u32| {
-            self.is_out(shard) || (self.directories.count() > 1 && self.is_failing(shard))
-        };
+        let is_avoided =
+            |shard: u32| self.is_out(shard) || (self.directories.count() > 1 && self.is_failing(shard));
         if !is_avoided(shard) {
             return shard;
         }
@@ -225,7 +226,7 @@ impl Shared {
     }
 }
 
-/// Takes what the index has of shards that are gone out of it, a few hundred entries at a time. Nobody can say which blocks these were:
+/// Takes what the index has of shards that are gone out of it, a few hundred entries at a time. Which blocks these were cannot be told:
 /// who follows the events must look again.
 pub(crate) async fn forget_gone(shared: &Shared) {
     let (index, mut entries, mut any) = (&shared.index, Vec::new(), false);

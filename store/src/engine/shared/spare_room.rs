@@ -88,7 +88,8 @@ impl Shared {
             return false;
         }
         let other = ledger.most_spare_beside(shard).filter(|(_, spare)| *spare >= enough);
-        let answer = other.zip(self.others()).and_then(|((other, _), others)| others.give_spare(other, shortage));
+        let answer =
+            other.zip(self.others()).and_then(|((other, _), others)| others.give_spare(other, shortage));
         let Some(answer) = answer else { return false };
         let within = if planted!("spare-room-waits") { Duration::from_secs(3600) } else { ANSWER_WITHIN };
         match with_deadline(pin!(answer), Some(timer(now.plus(within)))).await {

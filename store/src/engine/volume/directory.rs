@@ -25,12 +25,12 @@ use crate::engine::shared::Birth;
 use crate::engine::tasks::notify::with_deadline;
 use crate::io::{EntryKind, MetaOp, OpenMode};
 use crate::rt::Runtime;
+use kvarts_contract::class::Class;
 use kvarts_contract::error::{DirectoryCause, Reason, SpaceCause};
 use kvarts_contract::{
     buffers::Arena,
     io_error::{DirId, IoError, IoErrorKind, Name},
 };
-use kvarts_contract::class::Class;
 
 /// What a store is opened with, and made with where there is none.
 #[derive(Clone, Debug)]
@@ -111,8 +111,8 @@ pub(crate) async fn open(way: &Way<'_>, plan: &Plan) -> Result<Found, Reason> {
         let first = seen.into_iter().find_map(|one| if let Seen::Out(why) = one { Some(why) } else { None });
         return Err(first.unwrap_or(Reason::Bug("a directory that is neither empty nor out")));
     }
-    let is_new = seen.iter().any(|one| matches!(one, Seen::Empty))
-        && making::finish(way, plan, &mut seen).await?;
+    let is_new =
+        seen.iter().any(|one| matches!(one, Seen::Empty)) && making::finish(way, plan, &mut seen).await?;
     making::replace(way, plan, &mut seen).await?;
     join(plan, seen).map(|found| Found { is_new, ..found })
 }
@@ -333,7 +333,8 @@ fn members_of(superblocks: &BTreeMap<DirId, Chosen>) -> Result<Members, Reason> 
             return mixed(DirectoryCause::Foreign { directory: dir.0, store, first });
         }
     }
-    let members = Members::of(&states);
+    let all = states.first().map_or(0, |first| first.directories);
+    let members = Members::of(all, &states.iter().map(|state| state.member()).collect::<Vec<_>>());
     let mut numbers = BTreeSet::new();
     for ((dir, standing), state) in superblocks.keys().zip(&members.standings).zip(&states) {
         if *standing != Standing::Replaced && !numbers.insert(state.directory) {

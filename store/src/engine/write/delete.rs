@@ -122,11 +122,7 @@ impl Drop for DeletePart {
 
 /// Checks a request for keys or a namespace and takes its blocks out of the index: one part for every shard. If
 /// there is nothing to do, the answer has been given.
-pub(crate) fn begin(
-    shared: &Arc<Shared>,
-    request: DeleteRequest,
-    reply: Answer,
-) -> Vec<(u32, DeletePart)> {
+pub(crate) fn begin(shared: &Arc<Shared>, request: DeleteRequest, reply: Answer) -> Vec<(u32, DeletePart)> {
     let job = match try_begin(shared, request) {
         Ok(job) => job,
         Err(reason) => {

@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use kvarts_layout::StoreId;
-use kvarts_layout::format::names::shard_name;
 use kvarts_layout::format::members::{Members, Membership, Standing};
+use kvarts_layout::format::names::shard_name;
 use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, Superblock};
 use kvarts_layout::format::{PAGE, Secret, VERSION};
 
@@ -104,7 +104,8 @@ pub(super) async fn make_folders(driver: &Rc<Driver>, dir: DirId, shards: &[u32]
 /// everything as it is if anything was ever stored, or if a directory without a superblock lacks the folders that came before it: then it
 /// is not the one in which the store was being made.
 pub(super) async fn finish(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Result<bool, Reason> {
-    let sound = |one: &Seen| if let Seen::Sound(chosen) = one { Some(chosen.superblock.clone()) } else { None };
+    let sound =
+        |one: &Seen| if let Seen::Sound(chosen) = one { Some(chosen.superblock.clone()) } else { None };
     let there: Vec<Superblock> = seen.iter().filter_map(sound).collect();
     let Some(first) = there.first().cloned() else { return Ok(false) };
     let numbers: BTreeSet<u32> = there.iter().map(|superblock| superblock.directory).collect();
@@ -144,23 +145,32 @@ pub(super) async fn finish(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Res
 pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Result<(), Reason> {
     let refuse = |at: u16, why| Err(Reason::Directory(DirectoryCause::NotReplaced(at, why)));
     for (nth, &at) in plan.replace.iter().enumerate() {
-        let found = |one: &Seen| if let Seen::Sound(chosen) = one { Some(chosen.superblock.clone()) } else { None };
+        let found =
+            |one: &Seen| if let Seen::Sound(chosen) = one { Some(chosen.superblock.clone()) } else { None };
         let states: Vec<Superblock> = seen.iter().filter_map(found).collect();
-        let members = Members::of(&states.iter().collect::<Vec<_>>());
+        let all = states.first().map_or(0, |first| first.directories);
+        let members = Members::of(all, &states.iter().map(Superblock::member).collect::<Vec<_>>());
         let counts = |(state, standing): (&Superblock, &Standing)| {
             (*standing != Standing::Replaced).then(|| (state.directory, state.shards.clone()))
         };
-        let here: BTreeMap<u32, Vec<u32>> = states.iter().zip(&members.standings).filter_map(counts).collect();
+        let here: BTreeMap<u32, Vec<u32>> =
+            states.iter().zip(&members.standings).filter_map(counts).collect();
         let Some(first) = states.first() else { return refuse(at, "no directory of the store can be used") };
         let missing: Vec<u32> = (0..first.directories).filter(|number| !here.contains_key(number)).collect();
         if !matches!(seen.get(usize::from(at)), Some(Seen::Empty)) {
             return refuse(at, "it is not empty");
         }
         if !members.may_open() {
-            return refuse(at, "fewer than half of the others can be used, and what was deleted without them could come back");
+            return refuse(
+                at,
+                "fewer than half of the others can be used, and what was deleted without them could come back",
+            );
         }
         if missing.len() != plan.replace.len() - nth {
-            return refuse(at, "as many must be replaced as are missing, all at once, or the others brought back before");
+            return refuse(
+                at,
+                "as many must be replaced as are missing, all at once, or the others brought back before",
+            );
         }
         let number = missing.first().copied().unwrap_or(0);
         let Some(membership) = members.in_place_of(number) else {
@@ -186,11 +196,7 @@ pub(super) fn encoded(superblock: &Superblock, slot: u32) -> Result<Vec<u8>, Rea
 }
 
 /// Writes the superblock of a directory that has none, and gives what is there then.
-pub(super) async fn write_new(
-    way: &Way<'_>,
-    dir: DirId,
-    superblock: &Superblock,
-) -> Result<Chosen, Reason> {
+pub(super) async fn write_new(way: &Way<'_>, dir: DirId, superblock: &Superblock) -> Result<Chosen, Reason> {
     let (driver, refuse) = (way.driver, |error: IoError| refused(&error));
     let mode = OpenMode { write: true, create: true, direct: true };
     let file = driver.open(superblock_name(dir), mode).await.map_err(refuse)?;

@@ -59,7 +59,8 @@ async fn round(
         let writing = write(way, dir, &next, 1 - chosen.slot.min(1));
         let written = with_deadline(pin!(writing), deadline).await;
         written.unwrap_or(Err(Reason::Directory(DirectoryCause::Silent(dir.0)))).map_err(|why| (dir, why))?;
-        *chosen = Chosen { other: Ok(chosen.superblock.sequence), slot: 1 - chosen.slot.min(1), superblock: next };
+        *chosen =
+            Chosen { other: Ok(chosen.superblock.sequence), slot: 1 - chosen.slot.min(1), superblock: next };
     }
     Ok(())
 }

@@ -124,10 +124,7 @@ pub(crate) fn begin(
     }
 }
 
-fn try_begin(
-    shared: &Arc<Shared>,
-    mut request: PutRequest,
-) -> Result<(u32, LayersPart, LayeredPut), Reason> {
+fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let gate = request.from.gate().cloned();
     let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
     let wrong = ShapeCause::Rule("a put by layers needs memory behind a gate and a layout by layers");
