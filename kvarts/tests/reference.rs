@@ -97,6 +97,20 @@ fn take_offline(server: &Server, documented: &Tables, compared: &mut Compared) {
     ] {
         compared.take(documented, command, &json(&arguments));
     }
+    let (code, _, error) = server.kvarts(&[
+        "import",
+        "file",
+        "--into",
+        "one",
+        "--into",
+        "two",
+        "--create",
+        "--segment-mib",
+        "4",
+    ]);
+    assert_eq!(code, 0, "{error}");
+    std::fs::remove_dir_all(server.path("two")).unwrap();
+    compared.take(documented, "replace", &json(&["replace", "two", "--dir", "one,two"]));
     // A repair tells what it did beside all that a check tells.
     let mut of_repair = documented["fsck"].clone();
     of_repair.extend(documented["fsck --repair"].clone());

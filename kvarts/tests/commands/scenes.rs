@@ -371,10 +371,9 @@ pub(super) const BY_OTHERS: &[(&str, &[&str])] = &[
         ],
     ),
     (
-        "of_a_dead_disk_the_blocks_are_lost_and_an_export_keeps_the_others",
+        "a_server_goes_on_without_a_dead_disk_and_an_empty_one_takes_its_place",
         &[
-            "kvarts export /mnt/nvme0/kvarts --all --to /mnt/nvme0/kept",
-            "kvarts import /mnt/nvme0/kept --into /mnt/nvme0/kvarts --into /mnt/nvme1/kvarts --create",
+            "kvarts replace /mnt/nvme1/kvarts --dir /mnt/nvme0/kvarts,/mnt/nvme1/kvarts",
             "kvarts fsck /mnt/nvme0/kvarts /mnt/nvme1/kvarts",
         ],
     ),

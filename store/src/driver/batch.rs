@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use super::Shared;
-use super::operations::{Request, Work};
+use super::operations::{OVERDUE, Request, Work};
 use crate::io::slots::Key;
 use crate::task::LocalTask;
 use kvarts_contract::buffers::buf::SharedBuf;
@@ -87,6 +87,41 @@ impl ReadBatch {
     pub async fn next(&mut self) -> Option<ExtentDone> {
         self.submit();
         poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    /// The same for as long as the device answers: `Err` with how many extents were given up when it has not answered one of them for ten
+    /// seconds. Their memory stays with the device; the batch is empty then and can be used again.
+    pub async fn next_answered(&mut self) -> Result<Option<ExtentDone>, usize> {
+        self.submit();
+        poll_fn(|cx| self.poll_next_answered(cx)).await
+    }
+
+    fn poll_next_answered(&mut self, cx: &mut Context<'_>) -> Poll<Result<Option<ExtentDone>, usize>> {
+        loop {
+            if let Poll::Ready(done) = self.poll_next(cx) {
+                return Poll::Ready(Ok(done));
+            }
+            if self.timer.is_none() {
+                // One timer for all waits of some time: only that it goes off now and then counts.
+                let at = self.shared.rt.clock().now().plus(OVERDUE / 2);
+                self.timer = Some((at, self.shared.rt.sleep_until(at)));
+            }
+            if let Some((_, timer)) = &mut self.timer
+                && timer.as_mut().poll(cx).is_pending()
+            {
+                return Poll::Pending;
+            }
+            self.timer = None;
+            let now = self.shared.rt.clock().now();
+            let mut core = self.shared.core.borrow_mut();
+            if core.is_batch_overdue(self.key, now) {
+                let given_up = core.batch(self.key).map_or(0, |batch| batch.outstanding);
+                core.abandon_batch(self.key, true);
+                drop(core);
+                self.shared.dispatch();
+                return Poll::Ready(Err(given_up));
+            }
+        }
     }
 
     /// The next end, or `Err` with how many extents were given up when the time is `at`. Their memory stays with

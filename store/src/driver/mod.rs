@@ -28,7 +28,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 pub use self::batch::{ExtentDone, ReadBatch};
-use self::operations::{Core, Outcome, Request, Work};
+use self::operations::{Core, OVERDUE, Outcome, Request, Work};
 use crate::io::slots::Key;
 use crate::io::{Completion, DirEntry, DiskSpace, Io, KeptFile, MetaOp, OpenMode, Reply};
 use crate::task::{LocalTask, Runtime};
@@ -352,6 +352,23 @@ impl Driver {
             self.shared.send();
         }
         count
+    }
+
+    /// Completes when the device of a directory has not answered something for ten seconds.
+    pub(crate) async fn silence(&self, dir: DirId) {
+        let rt = &self.shared.rt;
+        loop {
+            rt.sleep_until(rt.clock().now().plus(OVERDUE / 4)).await;
+            if self.shared.core.borrow().is_silent(usize::from(dir.0), rt.clock().now()) {
+                return;
+            }
+        }
+    }
+
+    /// Whether that is so now, and all other devices answer.
+    pub(crate) fn is_silent_alone(&self, dir: DirId) -> bool {
+        let now = self.shared.rt.clock().now();
+        self.shared.core.borrow().is_silent_alone(usize::from(dir.0), now)
     }
 
     /// Completes at this time.

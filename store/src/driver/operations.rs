@@ -44,7 +44,9 @@ const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
 /// Slots at most, of all lanes and whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
 /// What has been at a device for this long is stuck, also where it has no deadline.
-const OVERDUE: Duration = Duration::from_secs(10);
+pub(super) const OVERDUE: Duration = Duration::from_secs(10);
+/// The same of what is not a transfer: some file systems take their time for a large file.
+const OVERDUE_META: Duration = Duration::from_secs(30);
 /// The error of a transfer that a lane refuses: the device is busy with what it never answered.
 const EBUSY: i32 = 16;
 
@@ -164,7 +166,7 @@ struct Slot {
     piece: u64,
     /// Its part of `in_flight_bytes`: as many, unless it is stuck.
     charged: u64,
-    /// When it went to the device.
+    /// When it went to the device, for the first time.
     sent: Nanos,
     /// Whether its lane counts it as stuck: past its deadline, or at the device for too long.
     is_stuck: bool,
@@ -327,8 +329,14 @@ impl Core {
     /// Hands over what may go.
     pub(super) fn dispatch(&mut self, io: &mut dyn Io, clock: &dyn Clock) {
         self.serve_starved();
-        while let Some(index) = self.unsent.pop_front() {
-            self.send(io, index);
+        if !self.unsent.is_empty() {
+            let now = clock.now();
+            while let Some(index) = self.unsent.pop_front() {
+                if let Some(slot) = self.slots.at(index).filter(|slot| slot.sent == Nanos(0)) {
+                    slot.sent = now;
+                }
+                self.send(io, index);
+            }
         }
         for number in 0..self.lanes.len() {
             self.dispatch_lane(io, clock, number);
@@ -363,6 +371,31 @@ impl Core {
             }
             self.send(io, index);
         }
+    }
+
+    /// Whether the device of a lane has not answered something for [`OVERDUE`], and those of all others answer: a machine that stands
+    /// still is no fault of one of them.
+    pub(super) fn is_silent_alone(&self, lane: usize, now: Nanos) -> bool {
+        let mut silent = false;
+        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.state == State::InFlight) {
+            match slot.lane == lane {
+                true => silent |= slot.is_overdue(now),
+                false if now.since(slot.sent) >= OVERDUE / 2 => return false,
+                false => {}
+            }
+        }
+        silent
+    }
+
+    /// Whether the device of a lane has not answered something for too long.
+    pub(super) fn is_silent(&self, lane: usize, now: Nanos) -> bool {
+        self.slots.iter().any(|(_, slot)| slot.lane == lane && slot.is_overdue(now))
+    }
+
+    /// Whether an extent of a batch has been at its device for too long.
+    pub(super) fn is_batch_overdue(&self, key: Key, now: Nanos) -> bool {
+        let is_own = |slot: &Slot| matches!(slot.owner, Owner::Batch(batch, _) if batch == key);
+        self.slots.iter().any(|(_, slot)| is_own(slot) && slot.is_overdue(now))
     }
 
     /// Counts what has been at a device for too long as stuck, although its caller still waits for it: else it would keep out what
@@ -687,6 +720,13 @@ enum Step {
 }
 
 impl Slot {
+    /// Whether its device has had it for too long.
+    fn is_overdue(&self, now: Nanos) -> bool {
+        let is_meta = !self.request.kind.is_transfer() && self.request.kind != OpKind::Flush;
+        let within = if is_meta { OVERDUE_META } else { OVERDUE };
+        self.state == State::InFlight && now.since(self.sent) >= within
+    }
+
     /// The next submission; `None` if there is nothing to submit.
     fn next_op(&mut self, piece: u64) -> Option<Op> {
         // Direct I/O takes no odd offsets: after an odd short transfer the last page is moved again.

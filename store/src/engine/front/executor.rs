@@ -444,12 +444,21 @@ impl Executor {
         }
     }
 
+    /// When its caller stops waiting for a put: at its deadline, or when the device does not answer any more.
+    fn end(&self, shard: &Rc<Shard>, deadline: Option<Nanos>) -> LocalTask {
+        let volume = Rc::clone(&shard.volume);
+        match deadline {
+            Some(at) => self.rt.sleep_until(at),
+            None => Box::pin(async move { volume.silence().await }),
+        }
+    }
+
     fn put(&self, shard: u32, part: PutPart) {
         let Some(shard) = self.own(shard) else {
             return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
         };
         let (busy, write) = (Busy::new(&self.busy), shard.log.writes.begin());
-        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        let deadline = Some(self.end(&shard, part.deadline()));
         self.rt.spawn(
             Class::Put,
             Box::pin(async move {
@@ -465,7 +474,7 @@ impl Executor {
         let Some(shard) = self.own(shard) else {
             return part.refuse(Reason::Bug("a put for a shard of another executor"));
         };
-        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
+        let deadline = Some(self.end(&shard, part.deadline()));
         self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard.log, part, deadline).await }));
     }
 

@@ -378,7 +378,11 @@ impl<'a> ShardRead<'a> {
     async fn next(&mut self) -> Option<Next> {
         if self.ended.is_empty() {
             let done = match self.job.request.deadline {
-                None => self.batch.next().await,
+                // Where the caller gave no end, the device gives it.
+                None => match self.batch.next_answered().await {
+                    Ok(done) => done,
+                    Err(_) => return Some(Next::Late),
+                },
                 Some(at) => match self.batch.next_by(at).await {
                     Ok(done) => done,
                     Err(_) => return Some(Next::Late),
@@ -411,7 +415,14 @@ impl<'a> ShardRead<'a> {
 
     /// Waits for what is under way, so that the caller's memory is its own again.
     async fn drain(&mut self) {
-        while self.batch.next().await.is_some() {}
+        loop {
+            match self.batch.next_answered().await {
+                Ok(Some(_)) => {}
+                Ok(None) => break,
+                // The memory stays with the device.
+                Err(_) => return,
+            }
+        }
         (self.under_way, self.in_flight) = (0, 0);
     }
 }

@@ -118,6 +118,14 @@ impl Volume {
         }
     }
 
+    /// Completes when its device has not answered something for ten seconds. If it is the only one that does not, the directory is lost.
+    pub(crate) async fn silence(&self) {
+        self.driver.silence(self.dir).await;
+        if self.shared.directories.in_use() > 1 && self.driver.is_silent_alone(self.dir) {
+            self.lose("its disk has not answered for 10 s", false);
+        }
+    }
+
     /// What was here is gone with the directory.
     pub(crate) fn let_go(&self) {
         for segment in std::mem::take(&mut *self.segments.borrow_mut()).into_values() {

@@ -31,9 +31,9 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::notify::with_deadline;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
-use crate::engine::volume::Volume;
+use crate::engine::volume::{OUT, Volume};
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
-use crate::rt::Runtime;
+use crate::rt::{LocalTask, Runtime};
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use kvarts_contract::error::{Error, LatchCause, Reason};
 use kvarts_contract::events::Cause;
@@ -391,9 +391,24 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
         return part.answer(&Err(reason));
     }
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
+    let volume = Rc::clone(&log.volume);
+    // A directory that is lost meanwhile is told when it comes back.
+    let silence: LocalTask = Box::pin(async move {
+        loop {
+            volume.silence().await;
+            if volume.is_out() {
+                return;
+            }
+        }
+    });
     let mut writing = pin!(write_down(log, &job));
-    match with_deadline(writing.as_mut(), deadline).await {
-        Some(result) => part.answer(&result),
+    let ended = {
+        let answered = pin!(with_deadline(writing.as_mut(), Some(silence)));
+        with_deadline(answered, deadline).await
+    };
+    match ended {
+        Some(Some(result)) => part.answer(&result),
+        Some(None) => part.answer(&Err(Reason::Busy(OUT))),
         None => {
             job.lock().late = true;
             part.answer(&Err(Reason::DeadlinePassed));
