@@ -101,16 +101,16 @@ fn take_offline(server: &Server, documented: &Tables, compared: &mut Compared) {
         "import",
         "file",
         "--into",
-        "one",
+        "disk1",
         "--into",
-        "two",
+        "disk2",
         "--create",
         "--segment-mib",
         "4",
     ]);
     assert_eq!(code, 0, "{error}");
-    std::fs::remove_dir_all(server.path("two")).unwrap();
-    compared.take(documented, "replace", &json(&["replace", "two", "--dir", "one,two"]));
+    std::fs::remove_dir_all(server.path("disk2")).unwrap();
+    compared.take(documented, "replace", &json(&["replace", "disk2", "--dir", "disk1,disk2"]));
     // A repair tells what it did beside all that a check tells.
     let mut of_repair = documented["fsck"].clone();
     of_repair.extend(documented["fsck --repair"].clone());

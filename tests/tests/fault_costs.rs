@@ -18,6 +18,7 @@ use kvarts_contract::{
 };
 use kvarts_store::engine::{Limits, Options, Store};
 use kvarts_store::io::{Features, Io, IoChoice, open_io};
+use kvarts_store::ledger::Phase;
 use kvarts_store::rt::glommio::GlommioLauncher;
 use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
 use kvarts_store::rt::{Body, Join, Launcher};
@@ -475,5 +476,31 @@ fn a_dead_executor_is_told_of_and_its_blocks_are_not_promised() {
             a_dead_executor(Mined { launcher, fuses: fuses() });
         }
         Err(why) => eprintln!("NOT RUN under glommio: {why}"),
+    }
+}
+
+/// A directory that cannot be synced once, for want of a descriptor or by an error, costs a removed segment's bytes no longer than until
+/// the next removal.
+#[test]
+fn a_removal_that_could_not_be_made_durable_is_made_so_by_the_next_one() {
+    // An error of the first one, which is a checkpoint's, is another matter.
+    for (errno, nths) in [(24, 1..4), (EIO, 2..3)] {
+        for nth in nths {
+            let (world, stage) = open(5, 6 << 20);
+            let desk = Desk::new(&stage, "removed");
+            assert_eq!(fill(&desk, 0..100), vec![BlockOutcome::Stored; 100]);
+            let before = stage.engine().stats().space.shards[0].segments;
+            let rule = Rule::new(Which::Kind(OpKind::SyncDir), When::Nth(nth), Effect::Errno(errno));
+            world.disk().inject(rule);
+            stage.engine().set_budget(3 << 20).unwrap();
+            stage.wait(&mut || stage.engine().over_budget() == 0);
+            assert_eq!(world.disk().struck(), 1, "{errno} {nth}");
+            let after = stage.engine().segments();
+            assert!(after.len() < before as usize, "{errno} {nth}: nothing was removed");
+            assert!(after.iter().all(|one| one.phase != Phase::Lost), "{errno} {nth}: {after:?}");
+            assert_eq!(stage.engine().health().fault(), None);
+            stage.audit_all();
+            stage.close().unwrap();
+        }
     }
 }

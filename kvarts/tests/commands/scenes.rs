@@ -234,10 +234,6 @@ const SERVERS: &[Step] = &[
     serves("kvarts serve --dir /mnt/nvme/kvarts --listen-socket /run/kvarts/kvarts.sock")
         .with("--budget 64M --segment 4M"),
     STOP,
-    lay("mkdir -p mnt/nvme0/kvarts mnt/nvme1/kvarts"),
-    step("mv /mnt/nvme0/kvarts /mnt/nvme0/old", &[]),
-    serves("kvarts serve --dir /mnt/nvme0/kvarts,/mnt/nvme1/kvarts").with("--budget 64M --segment 4M"),
-    STOP,
     // Of a node the file of members has to say its name, which the first start tells.
     lay("head -c 32 /dev/urandom > etc/kvarts/secret"),
     lay(

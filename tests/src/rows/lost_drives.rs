@@ -5,6 +5,7 @@
 //! the drives the store opens; with more than half deletes are acknowledged; and when all are back, what was never deleted is there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteOutcome, DeleteRequest, Presence, PutRequest, Target,
@@ -322,6 +323,79 @@ impl Story {
         self.look(&life, 0, 0..KEYS)
     }
 
+    /// One drive answers nothing any more, or no write and no flush, while blocks are put and deleted without a deadline: puts end, deletes go on
+    /// without it, and so does what is read of the others. After the next start it has what it had, less what was deleted.
+    fn hung(&mut self, seed: Seed) -> Result<(), String> {
+        let stage = SimStage::open(&world(seed.nth(0), self.drives, Some(media(&self.disks))), &self.options);
+        let stage = stage.map_err(|error| error.to_string())?;
+        let desk = Desk::new(&stage, TENANTS[0]);
+        for n in 0..KEYS {
+            desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        }
+        let sick = self.rng.below(u64::from(self.drives)) as u16;
+        let kinds: &[OpKind] = match self.rng.below(3) {
+            0 => &[OpKind::Flush],
+            1 => &[OpKind::Write, OpKind::Flush],
+            _ => &[OpKind::Read, OpKind::Write, OpKind::Flush, OpKind::Allocate, OpKind::SyncDir],
+        };
+        for kind in kinds {
+            let rule = Rule::new(Which::Kind(*kind), When::From(1), Effect::Stuck);
+            stage.world().disk().inject(rule.on(DirId(sick)));
+        }
+        let began = stage.now();
+        let mut stored = 0;
+        for n in KEYS..2 * KEYS {
+            let outcomes = desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+            stored += u64::from(outcomes == [BlockOutcome::Stored]);
+        }
+        ensure(stored >= KEYS / 2, "puts fail on drives that are sound", stored)?;
+        let keys = desk.keys(0..KEYS / 2);
+        let mut refused = 0;
+        let deleted = loop {
+            let target = Target::Keys { column: None, keys: keys.clone() };
+            let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+            let reply = stage::ask(&stage, stage.store().delete(request)).map_err(|error| error.to_string());
+            match reply {
+                Ok(reply) if reply.outcomes.iter().all(|one| !matches!(one, DeleteOutcome::Refused(_))) => {
+                    break reply;
+                }
+                reply if refused > 8 => return Err(format!("a delete waits for a drive: {reply:?}")),
+                _ => refused += 1,
+            }
+            let until = stage.now().plus(Duration::from_secs(1));
+            stage.wait(&mut || stage.now() >= until);
+        };
+        drop(deleted);
+        let took = stage.now().since(began);
+        ensure(took < Duration::from_secs(180), "a drive that hangs costs minutes", took)?;
+        let out: Vec<u16> = stage.engine().health().out.into_keys().collect();
+        ensure(out == [sick], "the drive that hangs is not the one that is out", &out)?;
+        for n in KEYS / 2..KEYS {
+            let (_, end) = desk.read(&desk.read_request(pages(), &desk.keys(n..n + 1)));
+            let reads = end.usable_blocks == 1;
+            ensure(reads || kinds.contains(&OpKind::Read), "a block cannot be read that was stored", n)?;
+        }
+        let world = stage.world().clone();
+        drop(stage);
+        self.disks = directories(&world.kill());
+        let world = crate::rows::lost_drives::world(seed.nth(1), self.drives, Some(media(&self.disks)));
+        let stage = SimStage::open(&world, &self.options).map_err(|error| error.to_string())?;
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        for n in KEYS / 2..KEYS {
+            let mut known = Known::default();
+            known.may.insert(1);
+            self.known[0].insert(n, known);
+        }
+        self.look(&life, 0, 0..KEYS)?;
+        for n in KEYS / 2..KEYS {
+            let desk = &life.desks[0];
+            let (_, end) = desk.read(&desk.read_request(pages(), &desk.keys(n..n + 1)));
+            ensure(end.usable_blocks == 1, "a durable block is lost with a drive that hung", n)?;
+        }
+        Ok(())
+    }
+
     fn put(&mut self, life: &Life<'_>, tenant: usize, keys: std::ops::Range<u64>) -> Result<(), String> {
         let (desk, producer) = (&life.desks[tenant], 1 + self.rng.below(1 << 20));
         for n in keys {
@@ -482,14 +556,20 @@ fn world(seed: Seed, drives: u16, media: Option<Media>) -> SimWorld {
 
 fn one(seed: Seed, states: &States) -> Result<(), String> {
     let mut story = Story::new(seed)?;
-    if seed.0 % 3 > 0 {
-        let fate = if seed.0 % 3 == 1 { Fate::Absent(ERRORS[0]) } else { Fate::Unreadable(ERRORS[0]) };
-        story.drives = 3;
-        let options = Options { directories: 3, shards_per_directory: 1, ..story.options.clone() };
+    if seed.0 % 4 > 0 {
+        story.drives = if seed.0 % 8 == 7 { 12 } else { 3 };
+        let options = Options { directories: story.drives, shards_per_directory: 1, ..story.options.clone() };
         // Small enough for all to be written over.
         story.options = Options { budget_bytes: 8 << 20, ..options };
+        if seed.0 % 4 == 3 {
+            story.options.budget_bytes = 512 << 20;
+        }
         story.disks = Story::made(seed, &story.options)?;
-        story.short(seed, fate)?;
+        match seed.0 % 4 {
+            1 => story.short(seed, Fate::Absent(ERRORS[0]))?,
+            2 => story.short(seed, Fate::Unreadable(ERRORS[0]))?,
+            _ => story.hung(seed)?,
+        }
         states.reach(u128::from(seed.0));
         return Ok(());
     }

@@ -248,7 +248,10 @@ pub const BUGS: &[Bug] = &[
         "R44",
         "a delete is not later than what lies in a segment that cannot be opened",
     ),
-    bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(15),
+    bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(8),
+    bug("terms-not-noted", "R44", "two sets of drives begin one term, as another is lost while they do")
+        .at(44),
+    bug("silence-not-noticed", "R44", "deletes wait for a drive that does not answer").at(3),
     bug(
         "deletes-before-their-term",
         "R44",

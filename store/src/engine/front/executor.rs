@@ -29,7 +29,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
 use crate::engine::tasks::fair_turn::FairTurn;
-use crate::engine::tasks::notify::with_deadline;
+use crate::engine::tasks::notify::{Turn, with_deadline};
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::directory::{self, Way, terms};
 use crate::engine::volume::tombstones::Graves;
@@ -57,6 +57,8 @@ struct Executor {
     busy: Rc<Cell<usize>>,
     /// Whose search for descendants runs.
     searching: Rc<FairTurn<TenantSalt>>,
+    /// A term is being begun: one at a time.
+    settling: Rc<Turn>,
     /// Background tasks end.
     stopping: Rc<Cell<bool>>,
     limits: Limits,
@@ -96,6 +98,7 @@ pub(crate) fn body(
                 shards: RefCell::default(),
                 busy: Rc::default(),
                 searching: Rc::default(),
+                settling: Rc::default(),
                 stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&context.io),
@@ -286,8 +289,10 @@ impl Executor {
     /// Forgets what was in directories that are gone, and has those in use begin a term.
     fn settle(&self, shared: Arc<Shared>, reply: Reply<()>) {
         let (driver, arenas, rt) = (Rc::clone(&self.driver), Rc::clone(&self.arenas), Rc::clone(&self.rt));
+        let turn = Rc::clone(&self.settling);
         self.let_go();
         self.background(async move {
+            let _turn = turn.take().await;
             if shared.directories.any_out() {
                 forget_gone(&shared).await;
             }
@@ -352,6 +357,8 @@ impl Executor {
                 if shard.volume.is_out() {
                     continue;
                 }
+                // Whatever kept it from being durable may be over.
+                let _ = shard.space.finish_removals().await;
                 if shared.is_failing(shard.volume.shard) {
                     // Puts that would ask go elsewhere.
                     let _ = shard.space.look_for_trouble().await;

@@ -136,6 +136,15 @@ impl Directories {
         (superblocks, members)
     }
 
+    /// The superblock of a directory was written: a term that was begun for others counts for the next one, too.
+    pub(crate) fn note(&self, dir: DirId, written: &Chosen) {
+        if let Some(known) = self.lock().superblocks.get_mut(&dir)
+            && !planted!("terms-not-noted")
+        {
+            known.clone_from(written);
+        }
+    }
+
     /// These directories have begun a term, if no other one was lost meanwhile; or there are too few of them for it.
     pub(crate) fn settle(&self, superblocks: BTreeMap<DirId, Chosen>, has_begun: bool) -> bool {
         let mut state = self.lock();

@@ -27,6 +27,8 @@ pub(crate) struct Space {
     pub(crate) trouble: RefCell<Option<Rc<Segment>>>,
     /// How often it was not, and writes went elsewhere.
     pub(crate) detours: Cell<Detours>,
+    /// Segments whose names are gone, and not durably yet.
+    pub(crate) removed: RefCell<Vec<Rc<Segment>>>,
     /// A task is getting the next segment; others wait.
     pub(crate) rolling: Cell<bool>,
     /// The task that is getting it waits for other shards to make room.
@@ -52,6 +54,7 @@ impl Space {
             parked: RefCell::default(),
             trouble: RefCell::default(),
             detours: Cell::default(),
+            removed: RefCell::default(),
             rolling: Cell::new(false),
             asking: Cell::new(false),
             shrinking: Cell::new(false),

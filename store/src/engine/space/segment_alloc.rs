@@ -139,6 +139,9 @@ impl Space {
 
     /// Removes one segment of this shard, emptied if need be.
     pub(crate) async fn give_back_one(&self) -> Result<(), Reason> {
+        if !self.removed.borrow().is_empty() {
+            return self.finish_removals().await;
+        }
         let segment = match self.take_free() {
             Some(segment) => segment,
             None => match self.take_failed().await {
@@ -185,7 +188,8 @@ impl Space {
     pub(crate) async fn give_spare(&self, wanted: u64) -> bool {
         let Some(_turn) = self.try_roll_turn().filter(|_| !planted!("spare-room-kept")) else { return false };
         let mut given = 0;
-        while given < wanted {
+        // The last one stays: what is to be put here next must have somewhere to go.
+        while given < wanted && self.volume.segments.borrow().len() > 1 {
             let segment = match self.take_free() {
                 Some(segment) => segment,
                 None => match self.recycle_dead(true).await {
@@ -331,21 +335,46 @@ impl Space {
 
     /// Removes a segment that holds nothing. Where that fails, it stays as it is, and counted.
     pub(crate) async fn remove_segment(&self, segment: &Rc<Segment>) -> Result<(), Reason> {
-        let (number, generation) = (segment.number, segment.generation.get());
-        let name = self.volume.file_name(&format::names::segment_name(number));
+        let name = self.volume.file_name(&format::names::segment_name(segment.number));
         self.volume.driver.meta(MetaOp::Remove { name }).await.map_err(|error| self.cannot_remove(&error))?;
         // It is not used any more. Until its name is gone durably it counts, and so does what it may bring back.
         segment.state.set(SegmentState::Suspect);
+        self.removed.borrow_mut().push(Rc::clone(segment));
+        self.finish_removals().await
+    }
+
+    /// Makes the removal of all segments durable whose names are gone, and gives back what they had. Where that fails, the next one does
+    /// it for all.
+    pub(crate) async fn finish_removals(&self) -> Result<(), Reason> {
+        let removed = self.removed.borrow().clone();
+        if removed.is_empty() {
+            return Ok(());
+        }
         let synced = self.volume.driver.meta(MetaOp::SyncDir { name: self.volume.home() }).await;
         synced.map_err(|error| self.cannot_remove(&error))?;
+        for segment in removed {
+            let was_here = {
+                let mut waiting = self.removed.borrow_mut();
+                let before = waiting.len();
+                waiting.retain(|one| !Rc::ptr_eq(one, &segment));
+                waiting.len() < before
+            };
+            if was_here {
+                self.forget_removed(&segment).await;
+            }
+        }
+        Ok(())
+    }
+
+    async fn forget_removed(&self, segment: &Segment) {
+        let number = segment.number;
         self.volume.segments.borrow_mut().remove(&number);
-        self.volume.retired.borrow_mut().insert(number, generation);
+        self.volume.retired.borrow_mut().insert(number, segment.generation.get());
         let _ = self.volume.driver.meta(MetaOp::Close { file: segment.file }).await;
         self.volume.shared.index.records().ledger().close(self.volume.shard, number);
         if !planted!("budget-leaked") {
             self.volume.shared.give_budget(segment.book.allocated());
         }
-        Ok(())
     }
 
     fn cannot_remove(&self, error: &IoError) -> Reason {

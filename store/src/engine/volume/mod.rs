@@ -121,7 +121,9 @@ impl Volume {
     /// Completes when its device has not answered something for ten seconds. If it is the only one that does not, the directory is lost.
     pub(crate) async fn silence(&self) {
         self.driver.silence(self.dir).await;
-        if self.shared.directories.in_use() > 1 && self.driver.is_silent_alone(self.dir) {
+        let is_lost =
+            self.driver.is_silent_alone(self.dir) && !kvarts_layout::planted!("silence-not-noticed");
+        if self.shared.directories.in_use() > 1 && is_lost {
             self.lose("its disk has not answered for 10 s", false);
         }
     }

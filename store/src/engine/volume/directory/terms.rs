@@ -26,8 +26,8 @@ pub(crate) async fn settle(way: &Way<'_>, shared: &Shared) {
         let may_begin = members.may_delete();
         if may_begin && !members.is_settled() {
             let next = members.next(u32::try_from(superblocks.len()).unwrap_or(u32::MAX));
-            let begun = match round(way, &mut superblocks, |known| known.propose(&next)).await {
-                Ok(()) => round(way, &mut superblocks, |_| next).await,
+            let begun = match round((way, shared), &mut superblocks, |known| known.propose(&next)).await {
+                Ok(()) => round((way, shared), &mut superblocks, |_| next).await,
                 lost => lost,
             };
             if let Err((dir, why)) = begun {
@@ -44,7 +44,7 @@ pub(crate) async fn settle(way: &Way<'_>, shared: &Shared) {
 
 /// Writes what each directory knows then, one after the other: a power cut leaves some of them with it.
 async fn round(
-    way: &Way<'_>,
+    (way, shared): (&Way<'_>, &Shared),
     superblocks: &mut BTreeMap<DirId, Chosen>,
     knows: impl Fn(Membership) -> Membership,
 ) -> Result<(), (DirId, Reason)> {
@@ -61,6 +61,7 @@ async fn round(
         written.unwrap_or(Err(Reason::Directory(DirectoryCause::Silent(dir.0)))).map_err(|why| (dir, why))?;
         *chosen =
             Chosen { other: Ok(chosen.superblock.sequence), slot: 1 - chosen.slot.min(1), superblock: next };
+        shared.directories.note(dir, chosen);
     }
     Ok(())
 }
