@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use crate::engine::read::Reads;
 use crate::engine::shared::Shared;
-use crate::engine::shared::due::stretch_of;
+use crate::engine::shared::due::{Due, stretch_of};
 use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
 use crate::engine::tasks::steps::Section;
@@ -23,6 +23,7 @@ pub(crate) async fn sweep(reads: &Reads) {
     let shared = &reads.volume.shared;
     let now = stretch_of(shared.expiry_now());
     let taken = shared.due.take(reads.volume.shard, now);
+    let _sweep = Sweep(&shared.due);
     let mut section = Section::begin(&shared.work.sweeps, &*shared.clock);
     let mut segments = taken.segments;
     if taken.forgotten {
@@ -35,7 +36,10 @@ pub(crate) async fn sweep(reads: &Reads) {
         let Some(segment) = reads.volume.segments.borrow().get(&number).map(Rc::clone) else { continue };
         section.pause();
         // What cannot be listed goes when it is looked up, or with its segment.
-        let Ok(entries) = reads.listing(&segment).await else { continue };
+        let Ok(entries) = reads.listing(&segment).await else {
+            shared.due.note((reads.volume.shard, number), now);
+            continue;
+        };
         let mut later = false;
         for entry in &entries {
             let Some((class, named)) = reads.live(&segment, entry) else { continue };
@@ -51,6 +55,15 @@ pub(crate) async fn sweep(reads: &Reads) {
         if later {
             shared.due.note((reads.volume.shard, number), now);
         }
+    }
+}
+
+/// A sweep under way.
+struct Sweep<'a>(&'a Due);
+
+impl Drop for Sweep<'_> {
+    fn drop(&mut self) {
+        self.0.swept();
     }
 }
 

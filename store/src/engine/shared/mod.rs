@@ -44,7 +44,7 @@ use index_budget::IndexBudget;
 use kvarts_contract::buffers::{Buf, BufMut};
 use kvarts_contract::clock::{Clock, Entropy, Nanos};
 use kvarts_contract::events::{EventLog, RING_BYTES};
-use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 use kvarts_contract::sync::{Mutex, OnceLock};
 use names::Names;
 use policy::{EvictionPolicy, Policy};
@@ -193,8 +193,6 @@ pub(crate) struct Shared {
     pub(crate) cut_off: CutOff,
     /// The policy's place among all.
     eviction: AtomicU64,
-    /// Some record has an expiry: before the first one, expired blocks are not looked for.
-    expiring: AtomicBool,
     /// Records whose blocks another shard's recovery has taken over; held until all shards are recovered.
     superseded: Mutex<Vec<RecordId>>,
 }
@@ -255,7 +253,6 @@ impl Shared {
             favoured: Favoured::default(),
             cut_off: CutOff::default(),
             eviction: AtomicU64::new(0),
-            expiring: AtomicBool::new(false),
             superseded: Mutex::default(),
         }
     }
@@ -292,14 +289,13 @@ impl Shared {
     /// A record in this segment of a shard expires, or not (0).
     pub(crate) fn note_expiry(&self, place: (u32, u32), expires: u32) {
         if expires != 0 {
-            self.expiring.store(true, Ordering::Relaxed);
             self.due.note(place, stretch_of(expires));
         }
     }
 
-    /// Whether any record may expire.
-    pub(crate) fn has_expiring(&self) -> bool {
-        self.expiring.load(Ordering::Relaxed)
+    /// Whether the time of some record may be over.
+    pub(crate) fn may_be_expired(&self) -> bool {
+        self.due.may_be_over(stretch_of(self.expiry_now()))
     }
 
     /// Gives up the index's number of a record that has no live block left. A reader that still knows it finds another

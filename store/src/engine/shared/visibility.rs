@@ -238,7 +238,7 @@ impl Shared {
         prints: &[BlockFingerprint],
         key_of: impl Fn(usize) -> Option<BlockKey>,
     ) {
-        if !self.has_expiring() {
+        if !self.may_be_expired() {
             return;
         }
         for (place, print) in prints.iter().enumerate() {
