@@ -15,8 +15,9 @@ use kvarts_wire::limits::SHORT_OF_DISK;
 use kvarts_wire::{convert, proto};
 
 /// What the server is and has done.
-pub(super) fn stats(call: &Call) -> proto::StatsReply {
+pub(super) async fn stats(call: &Call) -> proto::StatsReply {
     let state = &call.state;
+    let notes = notes(state).await;
     let stats = state.engine.stats();
     let recovery = |report: &kvarts_store::engine::RecoveryReport| proto::stats_reply::Recovery {
         records: report.records,
@@ -43,7 +44,7 @@ pub(super) fn stats(call: &Call) -> proto::StatsReply {
         allocated_bytes: stats.allocated_bytes,
         index_bytes: stats.index.bytes as u64,
         counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
-        notes: notes(state),
+        notes,
         recovery: state.engine.recovery().iter().map(recovery).collect(),
         space: Some(proto::stats_reply::Space {
             live_bytes: stats.space.total.live,
@@ -76,9 +77,9 @@ fn ownerless(state: &ServerState) -> Vec<proto::stats_reply::Ownerless> {
     [true, false].map(sum).into_iter().filter(|one| one.tenants > 0).collect()
 }
 
-/// What was decided at the start, which directories are out, and what the disks lack, if they do.
-fn notes(state: &ServerState) -> Vec<String> {
-    let lost = state.lost_directories();
+/// What was decided at the start, which directories are out or do not answer, and what the disks lack, if they do.
+async fn notes(state: &ServerState) -> Vec<String> {
+    let lost = state.lost_directories().into_iter().chain(state.silent_directories().await);
     let short = state.engine.health().short_of_disk.map(|what| format!("{SHORT_OF_DISK}{what}"));
     state.decided.notes.iter().cloned().chain(lost).chain(short).collect()
 }

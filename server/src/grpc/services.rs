@@ -163,7 +163,7 @@ impl Admin for Services {
     }
 
     async fn stats(&self, request: Request<proto::StatsRequest>) -> Answer<proto::StatsReply> {
-        answer(request, |call, _| async move { Ok(admin::stats(&call)) }).await
+        answer(request, |call, _| async move { Ok(admin::stats(&call).await) }).await
     }
 
     async fn checkpoint(&self, request: Request<proto::CheckpointRequest>) -> Answer<proto::CheckpointReply> {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
+use kvarts_store::driver::DriveLoad;
 use kvarts_store::engine::{Counts, Stats};
 
 use super::lines::{Value, head, one};
@@ -65,6 +66,7 @@ pub(super) async fn render(state: &ServerState) -> String {
     super::calls::calls(&mut out, &state.metrics.lock());
     engine(&mut out, state);
     queues(&mut out, &io);
+    drives(&mut out, &state.engine.drives().await.unwrap_or_default(), &state.decided.directories);
     scrub(&mut out, state);
     tenants(&mut out, state);
     memory(&mut out, state);
@@ -226,6 +228,35 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
     let help = "1 if the disks had less room than the budget when the store was opened or the budget was changed: it serves what \
                 it has.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
+}
+
+/// What the disk of each directory has, and what it does not answer.
+fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
+    let gauges: [(&str, &str, fn(&DriveLoad) -> f64); 3] = [
+        (
+            "kvarts_directory_unanswered_seconds",
+            "For how long the disk of a directory has not answered what it was asked first of all that it has: seconds mean that it \
+             hangs.",
+            |load| load.unanswered.as_secs_f64(),
+        ),
+        (
+            "kvarts_directory_stuck_bytes",
+            "Bytes of transfers that the disk of a directory has had for ten seconds, or past their deadline.",
+            |load| load.stuck_bytes as f64,
+        ),
+        (
+            "kvarts_directory_in_flight_bytes",
+            "Bytes of transfers that the disk of a directory has.",
+            |load| load.in_flight_bytes as f64,
+        ),
+    ];
+    for (name, help, value) in gauges {
+        head(out, name, "gauge", help);
+        for (load, directory) in loads.iter().zip(directories) {
+            let shown = directory.display().to_string();
+            let _ = writeln!(out, "{name}{{directory=\"{}\"}} {}", Value(&shown), value(load));
+        }
+    }
 }
 
 /// What waits for the devices, and what they work on.

@@ -33,11 +33,13 @@ mod trouble;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use kvarts_contract::api::KvStore;
 use kvarts_contract::buffers::BufMut;
 use kvarts_contract::clock::{Clock, Entropy};
 use kvarts_peer::node::ClusterNode;
+use kvarts_store::driver::DriveLoad;
 use kvarts_store::engine::{OfTenant, Store};
 use kvarts_store::index::PinShare;
 use tokio::sync::Notify;
@@ -138,6 +140,9 @@ pub struct Decided {
     /// The bucket behind this server, if any.
     pub cold: Option<Arc<ColdTier>>,
 }
+
+/// A disk that has not answered for so long is named.
+const SILENT: Duration = Duration::from_secs(10);
 
 /// A limit that the operator sets.
 #[derive(Clone, Copy, Debug)]
@@ -323,12 +328,25 @@ impl ServerState {
 
     /// Directories of the store that are not in use, each with why: a sentence.
     pub fn lost_directories(&self) -> Vec<String> {
-        let told = |(at, why): (u16, String)| {
-            let directory = self.decided.directories.get(usize::from(at));
-            let directory = directory.map_or_else(|| at.to_string(), |path| path.display().to_string());
-            format!("{LOST_DIRECTORY}{directory} is out: {why}")
-        };
+        let told = |(at, why): (u16, String)| format!("{LOST_DIRECTORY}{} is out: {why}", self.directory(at));
         self.engine.health().out.into_iter().map(told).collect()
+    }
+
+    /// Directories in use whose disks do not answer, each with for how long: a sentence.
+    pub async fn silent_directories(&self) -> Vec<String> {
+        let (out, loads) = (self.engine.health().out, self.engine.drives().await.unwrap_or_default());
+        let silent =
+            (0u16..).zip(loads).filter(|(at, load)| load.unanswered >= SILENT && !out.contains_key(at));
+        let told = |(at, load): (u16, DriveLoad)| {
+            let (directory, seconds) = (self.directory(at), load.unanswered.as_secs());
+            format!("{LOST_DIRECTORY}{directory} has not answered for {seconds} s")
+        };
+        silent.map(told).collect()
+    }
+
+    fn directory(&self, at: u16) -> String {
+        let directory = self.decided.directories.get(usize::from(at));
+        directory.map_or_else(|| at.to_string(), |path| path.display().to_string())
     }
 
     /// Returns when a drain was asked for.

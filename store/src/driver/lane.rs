@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use super::schedule::Schedule;
-use super::{Limits, URGENT, UrgentReads};
+use super::{DriveLoad, Limits, URGENT, UrgentReads};
 use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
@@ -72,6 +72,17 @@ impl Lane {
             stuck_in_flight: 0,
             remembered: URGENT.map(|class| Remembered { count: urgent_reads.count(number, class), bytes: 0 }),
             looked: Nanos(0),
+        }
+    }
+
+    /// What it has and what waits.
+    pub(super) fn load(&self) -> DriveLoad {
+        let (in_flight_bytes, stuck_bytes) = (self.in_flight, self.stuck);
+        DriveLoad {
+            in_flight_bytes,
+            waiting: self.schedule.len() as u64,
+            stuck_bytes,
+            ..DriveLoad::default()
         }
     }
 

@@ -115,6 +115,29 @@ pub struct Metrics {
     pub arena_bytes: u64,
 }
 
+/// What one device has, now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DriveLoad {
+    /// Bytes of transfers that it has.
+    pub in_flight_bytes: u64,
+    /// Transfers that wait for it.
+    pub waiting: u64,
+    /// Bytes of transfers that it has had for too long, or past their deadline.
+    pub stuck_bytes: u64,
+    /// For how long it has had what it has had for longest, without an answer.
+    pub unanswered: Duration,
+}
+
+impl DriveLoad {
+    /// Takes in what another executor has there.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.in_flight_bytes += other.in_flight_bytes;
+        self.waiting += other.waiting;
+        self.stuck_bytes += other.stuck_bytes;
+        self.unanswered = self.unanswered.max(other.unanswered);
+    }
+}
+
 /// How many urgent reads of each class there were at each device, on all executors that have it: what one has at the device is in
 /// front of the others' urgent reads, too.
 #[derive(Clone, Debug)]
@@ -363,6 +386,12 @@ impl Driver {
                 return;
             }
         }
+    }
+
+    /// What each device has of this executor's, by its number.
+    pub(crate) fn loads(&self) -> Vec<DriveLoad> {
+        let now = self.shared.rt.clock().now();
+        self.shared.core.borrow().loads(now)
     }
 
     /// Whether that is so now, and all other devices answer.

@@ -19,7 +19,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use super::lane::Lane;
-use super::{Limits, Metrics, UrgentReads};
+use super::{DriveLoad, Limits, Metrics, UrgentReads};
 use crate::io::describe;
 use crate::io::ring::{MOVED_MAX, RANGES_MAX};
 use crate::io::slots::{Key, Slots};
@@ -385,6 +385,17 @@ impl Core {
             }
         }
         silent
+    }
+
+    /// What each device has.
+    pub(super) fn loads(&self, now: Nanos) -> Vec<DriveLoad> {
+        let mut loads: Vec<DriveLoad> = self.lanes.iter().map(Lane::load).collect();
+        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.state == State::InFlight) {
+            if let Some(load) = loads.get_mut(slot.lane) {
+                load.unanswered = load.unanswered.max(now.since(slot.sent));
+            }
+        }
+        loads
     }
 
     /// Whether the device of a lane has not answered something for too long.

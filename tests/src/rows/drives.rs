@@ -15,7 +15,7 @@ use crate::conformance::{Desk, pages};
 use crate::fixture;
 use crate::sim::log::Mixer;
 use crate::sim::{DiskConfig, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
-use crate::stage::{SimStage, Stage};
+use crate::stage::{self, SimStage, Stage};
 
 /// Blocks of each drive.
 const BLOCKS: usize = 64;
@@ -94,6 +94,12 @@ fn hung(seed: Seed) -> Result<(), String> {
         let ended = matches!(outcomes[..], [BlockOutcome::Refused(_) | BlockOutcome::InFlight]);
         ensure(ended, "a put to a drive that answers nothing", &outcomes)?;
     }
+    // Who asks is told which drive it is.
+    stage.advance(Duration::from_secs(11));
+    let loads = stage::drive(&world, stage.engine().drives()).map_err(|hang| hang.to_string())?;
+    let loads = loads.map_err(|error| error.to_string())?;
+    let silent: Vec<bool> = loads.iter().map(|load| load.unanswered >= Duration::from_secs(10)).collect();
+    ensure(silent == [false, true], "the drive that hangs is not named", &loads)?;
     drop(hanging);
     Ok(())
 }

@@ -197,6 +197,7 @@ impl Executor {
                     let _ = reply.send(self.free_space(&shared).await);
                 }
                 Message::Inspect(reply) => self.inspect(reply),
+                Message::Drives(reply) => drop(reply.send(self.driver.loads())),
                 Message::Tables(reply) => drop(reply.send(self.tables())),
                 Message::ForgetHeaders(reply) => self.forget_headers(reply),
                 Message::Register(region, reply) => {

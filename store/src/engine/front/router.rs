@@ -7,7 +7,7 @@ use kvarts_layout::BlockKey;
 use super::links::{Ask, Links};
 use super::memory_audit::Table;
 use super::produced::{self, ProducedPage};
-use crate::driver::Metrics;
+use crate::driver::{DriveLoad, Metrics};
 use crate::engine::compact::chains::{Shards, Survey};
 use crate::engine::compact::gather::{Gathered, Taken};
 use crate::engine::compact::head::Head;
@@ -105,6 +105,8 @@ pub(crate) enum Message {
     Rewrite(u32, Box<(Head, Vec<Taken>)>, Reply<Result<Moved, Reason>>),
     /// Say what the device path is and has done.
     Inspect(Reply<(IoFacts, Metrics)>),
+    /// Say what each device has.
+    Drives(Reply<Vec<DriveLoad>>),
     /// Say how large the tables of its shards are.
     Tables(Reply<Vec<Table>>),
     /// Forget the headers that reads have kept.

@@ -24,7 +24,7 @@ use super::limits::Limits;
 use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
-use crate::driver::{Metrics, UrgentReads};
+use crate::driver::{DriveLoad, Metrics, UrgentReads};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::directories::Directories;
@@ -334,6 +334,17 @@ impl Store {
             let (reply, answer) = ticket();
             send(sender, Message::Inspect(reply))?;
             all.push(lost(answer.await)?);
+        }
+        Ok(all)
+    }
+
+    /// What the device of each directory has now, of all executors together.
+    pub async fn drives(&self) -> Result<Vec<DriveLoad>, Error> {
+        let mut all = vec![DriveLoad::default(); self.0.shared.directories.count()];
+        for sender in &self.0.router.executors {
+            let (reply, answer) = ticket();
+            send(sender, Message::Drives(reply))?;
+            all.iter_mut().zip(&lost(answer.await)?).for_each(|(all, own)| all.add(own));
         }
         Ok(all)
     }
