@@ -205,7 +205,7 @@ impl fmt::Display for SpaceCause {
     }
 }
 
-/// What made the store read-only.
+/// What made the store read-only, or keeps it from deleting.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum LatchCause {
     /// An error of a device said that it takes no more writes.

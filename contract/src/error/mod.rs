@@ -246,6 +246,9 @@ impl fmt::Display for Reason {
                 write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
+            Self::Latched(what @ (LatchCause::NotAll | LatchCause::TooFew { .. })) => {
+                write!(f, "not deleted: {what}")
+            }
             Self::Latched(what) => {
                 write!(f, "read-only since a fault: {what}: once the cause is gone, resume or restart")
             }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_contract::error::Reason;
+use kvarts_contract::error::{LatchCause, Reason};
 
 use super::pool::{States, until};
 use super::scene::{Ran, Stage, config, mix, options, run_work};
@@ -153,7 +153,10 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
             if let Some(reason) = defects(&ran.last.ledger).first() {
                 return Err(note(format!("a caller was told: {reason}")));
             }
-            let latched = |one: &&Reason| matches!(one, Reason::Latched(_));
+            // Of a prefix, where a segment could not be opened over and over.
+            let latched = |one: &&Reason| {
+                matches!(one, Reason::Latched(_)) && **one != Reason::Latched(LatchCause::NotAll)
+            };
             if plan.passes
                 && let Some(reason) = ran.last.ledger.refusals.iter().find(latched)
             {

@@ -359,11 +359,11 @@ fn in_sections(stage: &SimStage, cost: Cost, kind: Kind) -> Result<Cost, String>
     if cost.steps == 0 { Err("nothing was counted".to_owned()) } else { Ok(Cost { longest, ..cost }) }
 }
 
-/// Evictions of a full store that takes a few more blocks. Their cost depends on the few, and on one look at the books of
-/// each segment, not on the size of the store.
+/// Evictions of a full store that takes a few more blocks, for each hundred that go: how many go at once, and when, is a matter of
+/// chance. Their cost depends on the few, and on one look at the books of each segment, not on the size of the store.
 fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
     const MORE: u64 = 120;
-    let blocks = size * 16 + 600;
+    let blocks = size * 8 + 1200;
     let stage = small_records_within(seed, 1, bytes_of(blocks))?;
     let desk = Desk::new(&stage, "growth");
     put_sessions(&desk, 0..blocks + MORE);
@@ -371,12 +371,15 @@ fn evictions(seed: Seed, size: u64) -> Result<Cost, String> {
     let evicted = || stage.engine().stats().counts.blocks_evicted;
     let before = evicted();
     let mut meter = Meter::new(&stage, |done| done.evictions);
-    put_sessions(&desk, blocks + MORE..blocks + 2 * MORE);
+    put_sessions(&desk, blocks + MORE..blocks + 4 * MORE);
     meter.until(100_000, || evicted() > before)?;
     let cost = meter.cost();
     match evicted() - before {
         0 => Err(format!("nothing was evicted of {blocks} blocks")),
-        _ => in_sections(&stage, cost, |done| done.evictions),
+        gone => {
+            let each = Cost { steps: cost.steps * 100 / gone, ..cost };
+            in_sections(&stage, each, |done| done.evictions)
+        }
     }
 }
 

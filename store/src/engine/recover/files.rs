@@ -1,5 +1,8 @@
 //! The files of a shard: which there are, how long they are, what they take.
 
+use std::time::Duration;
+
+use kvarts_layout::format;
 use kvarts_layout::format::names::FileName;
 
 use crate::driver::Meta;
@@ -13,6 +16,9 @@ use kvarts_contract::io_error::{FileId, IoError, IoErrorKind};
 
 /// Operations under way at once.
 const AT_ONCE: usize = 64;
+/// How often more a segment is opened where something else than the disk is short, and after how long.
+const TRIES_MORE: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// An open segment file.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +77,10 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
             match opening.await {
                 Ok(Some(Reply::Opened(file))) => opened.push((*number, file)),
                 Ok(_) => return Err(Reason::Bug("an open without a file")),
-                Err(_) => files.unreadable.push(*number),
+                Err(error) => match again(volume, number, error).await {
+                    Some(file) => opened.push((*number, file)),
+                    None => files.unreadable.push(*number),
+                },
             }
         }
         let stats: Vec<Meta> =
@@ -93,6 +102,23 @@ pub(super) async fn open(volume: &Volume) -> Result<Files, Reason> {
     // Whatever they have on disk, it is no more than that.
     volume.shared.charge(volume.shared.segment_bytes * files.unreadable.len() as u64);
     Ok(files)
+}
+
+/// Opens a segment once more, and again, where what kept it from being opened passes.
+async fn again(volume: &Volume, number: &u32, error: IoError) -> Option<FileId> {
+    let (name, mut error) = (format::names::segment_name(*number), error);
+    let mode = OpenMode { write: true, create: false, direct: true };
+    for _ in 0..TRIES_MORE {
+        if error.kind != IoErrorKind::Passing {
+            return None;
+        }
+        volume.driver.pause(PAUSE).await;
+        match volume.driver.open(volume.file_name(&name), mode).await {
+            Ok(file) => return Some(file),
+            Err(next) => error = next,
+        }
+    }
+    None
 }
 
 /// Charges a segment file with what it has. One that is shorter than a segment, as a crash between its making and its

@@ -149,8 +149,12 @@ async fn read_all(way: &Way<'_>, plan: &Plan) -> Result<Vec<Seen>, Reason> {
     seen.collect()
 }
 
-/// Whether a directory of which this is said may be one of the store all the same. Anything else was given by mistake.
+/// Whether a directory of which this is said may be one of the store all the same. Anything else was given by mistake, or is not the
+/// disk's and passes: then another start does better.
 pub(crate) fn is_lost(why: &Reason) -> bool {
+    if matches!(why, Reason::Directory(DirectoryCause::Io(error)) if error.kind == IoErrorKind::Passing) {
+        return false;
+    }
     use DirectoryCause::{Io, LostShard, LostSuperblock, Silent, Superblock, Unusable};
     matches!(
         why,
