@@ -134,9 +134,8 @@ impl Home {
                 let home = Self { store, executors, locks, notes };
                 let places = home.places();
                 let known = places.known;
-                home.store.look_before_resuming(Box::new(move || {
-                    gone(&known).map(|place| place.directory.clone())
-                }));
+                let named = |place: &Place| (place.at, place.directory.clone());
+                home.store.look_before_resuming(Box::new(move || gone(&known).map(named).collect()));
                 Ok(home)
             }
             Err(refused) => {
@@ -288,25 +287,24 @@ struct Place {
     inode: u64,
 }
 
-/// The first of these that was removed, renamed, or is another one now.
+/// Those of these that were removed, renamed, or are others now.
 #[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
-fn gone(known: &[Place]) -> Option<&Place> {
+fn gone(known: &[Place]) -> impl Iterator<Item = &Place> {
     let is_gone = |place: &&Place| match place.directory.join(LOCK).metadata() {
         Ok(facts) => (facts.dev(), facts.ino()) != (place.device, place.inode),
         // Others say nothing about where the directory is.
         Err(error) => error.kind() == std::io::ErrorKind::NotFound,
     };
-    known.iter().find(is_gone)
+    known.iter().filter(is_gone)
 }
 
 impl Places {
-    /// Notices if one of the store's directories was removed, renamed, or is another one now, as where a file system was mounted over
-    /// it: what is written there reaches no restart. A store of several goes on without it, one of this directory alone takes no
-    /// more writes. Gives that directory.
+    /// Notices if directories of the store were removed, renamed, or are others now, as where a file system was mounted over one: what is
+    /// written there reaches no restart. A store of several goes on without them, one of this directory alone takes no more writes.
+    /// Gives the first of them.
     pub fn look(&self) -> Option<&Path> {
-        let place = gone(&self.known)?;
-        self.store.take_as_gone(place.at, &place.directory);
-        Some(&place.directory)
+        gone(&self.known).for_each(|place| self.store.take_as_gone(place.at, &place.directory));
+        gone(&self.known).next().map(|place| &*place.directory)
     }
 }
 

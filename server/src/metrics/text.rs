@@ -232,7 +232,8 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
 
 /// What the disk of each directory has, and what it does not answer.
 fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
-    let gauges: [(&str, &str, fn(&DriveLoad) -> f64); 3] = [
+    type Gauge = fn(&DriveLoad) -> f64;
+    let gauges: [(&str, &str, Gauge); 3] = [
         (
             "kvarts_directory_unanswered_seconds",
             "For how long the disk of a directory has not answered what it was asked first of all that it has: seconds mean that it \

@@ -263,7 +263,11 @@ impl Executor {
             if !adopted.volume.is_out() {
                 match recover::recover_told(&adopted.log, told).await {
                     Ok(report) => reports.push(report),
-                    Err(why) if directory::is_lost(&why) && shared.directories.count() > 1 => {
+                    // It may have been lost as it was told what was deleted.
+                    Err(why)
+                        if (directory::is_lost(&why) || adopted.volume.is_out())
+                            && shared.directories.count() > 1 =>
+                    {
                         adopted.volume.lose(&why.to_string(), true);
                     }
                     Err(why) => return Err(why),
@@ -626,6 +630,9 @@ async fn checkpoint_all(
                 false => checkpoint::write(&shard.volume).await,
             };
             let Err(reason) = written else { break };
+            if shard.volume.is_out() {
+                break;
+            }
             let now = rt.clock().now();
             if !matches!(reason, Reason::Busy(_)) || now >= give_up {
                 return Err(reason);

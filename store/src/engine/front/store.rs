@@ -146,9 +146,11 @@ struct Inner {
     router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
-    /// Which directory is not where it was, if one is.
-    look: OnceLock<Box<dyn Fn() -> Option<PathBuf> + Send + Sync>>,
+    look: OnceLock<Look>,
 }
+
+/// Says which directories are not where they were, each with its number.
+type Look = Box<dyn Fn() -> Vec<(u16, PathBuf)> + Send + Sync>;
 
 impl Inner {
     /// The way to have executors tell of what a quota takes out.
@@ -205,7 +207,8 @@ impl Store {
         let found = lost(answer.await)??;
         let mut shared = Shared::new(found.birth, launcher.clock(), launcher.entropy());
         shared.set_batches(options.limits.batches);
-        shared.set_directories(Directories::new(&found.shards, found.out, found.superblocks));
+        let behind = !found.behind.is_empty();
+        shared.set_directories(Directories::new(&found.shards, found.out, found.superblocks, behind));
         let shared = Arc::new(shared);
         shared.set_policy(options.eviction);
         shared.index_room.set_limit(options.index_bytes_max);
@@ -412,8 +415,8 @@ impl Store {
         }
     }
 
-    /// Looks at the places of the directories before it resumes: this says which of them is gone, if one is.
-    pub(crate) fn look_before_resuming(&self, look: Box<dyn Fn() -> Option<PathBuf> + Send + Sync>) {
+    /// Looks at the places of the directories before it resumes: this says which of them are gone.
+    pub(crate) fn look_before_resuming(&self, look: Look) {
         let _ = self.0.look.set(look);
     }
 
@@ -425,8 +428,11 @@ impl Store {
             return Err(reason.into());
         }
         let latches = self.0.shared.latches();
-        if let Some(gone) = self.0.look.get().and_then(|look| look()) {
-            return Err(self.0.shared.latch_taken_away(&gone).into());
+        for (at, gone) in self.0.look.get().map(|look| look()).unwrap_or_default() {
+            if self.0.shared.directories.count() <= 1 {
+                return Err(self.0.shared.latch_taken_away(&gone).into());
+            }
+            self.take_as_gone(at, &gone);
         }
         if !kvarts_layout::planted!("latch-lifted-unproven") {
             self.checkpoint_all(true).await?;

@@ -30,6 +30,8 @@ pub(crate) struct Directories {
     each: Vec<Lost>,
     /// Whether any is out: asked at each look at the index.
     any_out: AtomicBool,
+    /// One is behind, and no term has begun with it.
+    behind: AtomicBool,
     /// Some segment could not be opened.
     unreadable: AtomicBool,
     state: Mutex<State>,
@@ -63,11 +65,13 @@ enum Deletes {
 }
 
 impl Directories {
-    /// Of a store that was found: the directory of each shard, those that are out, the superblocks of the others.
+    /// Of a store that was found: the directory of each shard, those that are out, the superblocks of the others, and whether any of
+    /// these is behind.
     pub(crate) fn new(
         shards: &[(u32, DirId)],
         out: BTreeMap<DirId, String>,
         superblocks: BTreeMap<DirId, Chosen>,
+        behind: bool,
     ) -> Self {
         let all = out.keys().chain(superblocks.keys()).map(|dir| usize::from(dir.0) + 1).max().unwrap_or(0);
         let lost = |at: usize| {
@@ -78,6 +82,7 @@ impl Directories {
             of_shard: shards.iter().map(|(_, dir)| *dir).collect(),
             each: (0..all).map(lost).collect(),
             any_out: AtomicBool::new(!out.is_empty()),
+            behind: AtomicBool::new(behind),
             unreadable: AtomicBool::new(false),
             state: Mutex::new(State { out, superblocks, deletes: Deletes::Unsettled }),
         }
@@ -90,6 +95,12 @@ impl Directories {
     /// Whether any is out.
     pub(crate) fn any_out(&self) -> bool {
         self.any_out.load(Ordering::Acquire)
+    }
+
+    /// Whether shards remember all that they know to be deleted: for a directory that is out, or for one that is behind, until it has been
+    /// told and a term has begun with it.
+    pub(crate) fn keeps_graves(&self) -> bool {
+        self.behind.load(Ordering::Acquire) || (self.any_out() && !planted!("forgotten-while-out"))
     }
 
     /// Some segment could not be opened.
@@ -152,6 +163,9 @@ impl Directories {
             return false;
         }
         state.superblocks = superblocks;
+        if has_begun {
+            self.behind.store(false, Ordering::Release);
+        }
         state.deletes = if has_begun { Deletes::Acknowledged } else { Deletes::Refused };
         true
     }

@@ -177,11 +177,11 @@ impl Shared {
 
     /// Whether no executor answers for a shard, or its directory is out.
     pub(crate) fn is_dead(&self, shard: u32) -> bool {
-        if !self.any_dead() {
-            return false;
-        }
-        let dead = self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard);
-        dead || self.is_gone(shard)
+        let died = || {
+            self.health.any_dead.load(Ordering::Acquire)
+                && self.health.dead.lock().unwrap_or_else(PoisonError::into_inner).shards.contains(&shard)
+        };
+        self.is_gone(shard) || died()
     }
 }
 

@@ -112,7 +112,8 @@ impl Space {
                 return true;
             }
             match checkpoint::write(&self.volume).await {
-                Ok(_) | Err(Reason::Busy(_)) => {}
+                Ok(_) => {}
+                Err(Reason::Busy(_)) if !self.volume.is_out() => {}
                 Err(_) => return false,
             }
         }

@@ -214,7 +214,7 @@ impl Volume {
             return u64::MAX;
         }
         // Shards of a directory that is out may hold anything, and will ask for all of it.
-        if self.shared.directories.any_out() && !kvarts_layout::planted!("forgotten-while-out") {
+        if self.shared.directories.keeps_graves() {
             return 0;
         }
         let (segments, unreadable) = (self.segments.borrow(), self.unreadable.borrow());

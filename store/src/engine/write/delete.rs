@@ -317,7 +317,10 @@ impl DeleteJob {
 
     fn answer(&self) {
         let mut state = self.lock();
-        let (refused, were) = (state.refused.clone(), std::mem::take(&mut state.were));
+        // A directory that was lost between the check and the parts has none: until the others have begun a term, what is deleted could
+        // come back with it.
+        let lost = self.shared.may_delete().err();
+        let (refused, were) = (state.refused.clone().or(lost), std::mem::take(&mut state.were));
         let (late, blocks, reply) = (state.late, state.blocks, state.reply.take());
         drop(state);
         // Before the answer, and when nothing of it is in the index any more: who asks behind it knows that there was one.

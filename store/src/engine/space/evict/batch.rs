@@ -215,7 +215,7 @@ impl Space {
             self.volume.checkpoints.settled().await;
             match checkpoint::write(&self.volume).await {
                 Ok(_) => return true,
-                Err(Reason::Busy(_)) => {}
+                Err(Reason::Busy(_)) if !self.volume.is_out() => {}
                 Err(_) => return false,
             }
         }
