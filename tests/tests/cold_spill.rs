@@ -26,7 +26,21 @@ fn filled(config: impl Fn(&mut ColdConfig), ttl: Option<Duration>) -> World {
     config(&mut setting.config);
     let world = World::with("cold-spill", setting);
     world.put(PUT, ttl);
+    // Puts do not wait for segments to be sealed.
+    let mut before = 0;
+    world.until("segments are sealed", || {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = sealed(&world);
+        now > 0 && std::mem::replace(&mut before, now) == now
+    });
     world
+}
+
+/// Blocks of sealed segments, which is where sweeps look.
+fn sealed(world: &World) -> usize {
+    let store = world.store();
+    let of = |shard| world.runtime.block_on(store.leaving(shard, 0)).unwrap().unwrap();
+    (0..store.shards()).flat_map(of).map(|leaving| leaving.keys.len()).sum()
 }
 
 /// How many blocks sweeps copied.

@@ -486,7 +486,7 @@ impl Executor {
         let Some(shard) = self.own(shard) else {
             return part.refuse(Reason::Bug("a put for a shard of another executor"));
         };
-        let deadline = Some(self.end(&shard, part.deadline()));
+        let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard.log, part, deadline).await }));
     }
 
