@@ -353,13 +353,16 @@ class Layers(unittest.TestCase):
         engine, request = self.engine().ready(), Request("a", 3)
         engine.admit(request)
         engine.step(request)
-        self.assertEqual(engine.scheduler.request_finished_all_groups(request, engine.held["a"]), (True, None))
-        self.assertTrue(engine.scheduler.has_pending_push_work())
-        deadline = time.monotonic() + SOON
-        while not (let_go := engine.step()):
-            self.assertLess(time.monotonic(), deadline)
-        self.assertEqual(let_go, {"a"})
-        self.assertFalse(engine.scheduler.has_pending_push_work())
+        kept, more = engine.scheduler.request_finished_all_groups(request, engine.held["a"])
+        self.assertIsNone(more)
+        # A machine with other work may have copied it before it was asked.
+        if kept:
+            self.assertTrue(engine.scheduler.has_pending_push_work())
+            deadline = time.monotonic() + SOON
+            while not (let_go := engine.step()):
+                self.assertLess(time.monotonic(), deadline)
+            self.assertEqual(let_go, {"a"})
+            self.assertFalse(engine.scheduler.has_pending_push_work())
         handle = self.handle(engine)
         self.until(engine, lambda: all(handle.exists(request.block_hashes)))
         other = Request("b", 3)
