@@ -5,6 +5,10 @@
 //! is counted by the engine, in steps and in time without waits for the device, so it is theirs alone; and the memory is
 //! that of the real index. A machine that cannot hold the largest index gets its row from what was measured last, and it
 //! says so.
+//!
+//! Then a store of many small records is filled, and small reads go on beside what could stop an executor ([`stalls`]).
+
+mod stalls;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -47,6 +51,15 @@ pub(super) struct ScaleArgs {
     /// Memory that the index may take; larger ones are computed from the last that was measured
     #[arg(long, default_value_t = 6 << 30)]
     memory: u64,
+    /// Records of one block each in the store whose small reads are timed, 8 KiB on disk each; 0 leaves that out
+    #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=100_000_000))]
+    records: u64,
+    /// Shards of that store
+    #[arg(long, default_value_t = 192, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    shards: u16,
+    /// Executors of that store
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    executors: u16,
     /// Where the store is made, in a directory of its own [default: the current directory]
     #[arg(long)]
     dir: Option<PathBuf>,
@@ -94,7 +107,8 @@ pub(super) fn run(arguments: &ScaleArgs, out: &mut dyn Write) -> Result<(), Fail
         limits,
         ..Options::default()
     };
-    let home = setup::open(&common, scratch.path(), options)?;
+    let part = scratch.part("full")?;
+    let home = setup::open(&common, &part.path().join("store"), options)?;
     let block_bytes = arguments.block_kib << 10;
     let spec = ModelSpec::opaque("scale-pages", block_bytes).map_err(Failure::user)?;
     let subject = Subject::new(home.store(), &spec, None)?;
@@ -114,6 +128,11 @@ pub(super) fn run(arguments: &ScaleArgs, out: &mut dyn Write) -> Result<(), Fail
     report.fact("block_bytes", block_bytes);
     tell(&mut report, &rows);
     home.close().map_err(Failure::user)?;
+    drop(part);
+    if arguments.records > 0 {
+        let ScaleArgs { records, shards, executors, .. } = *arguments;
+        stalls::measure(&mut report, &common, &scratch, stalls::Size { records, shards, executors })?;
+    }
     report.write(arguments.json, out)
 }
 

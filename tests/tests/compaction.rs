@@ -157,7 +157,7 @@ fn a_power_cut_at_every_operation_under_compaction_loses_nothing_acknowledged() 
     }
     let done = format!("{moved} blocks moved, {merged} records merged, {encoded} encoded");
     println!("{images} images, {done}, {recycled} segments recycled");
-    assert!(images > depth(100, 300) && moved > 20 && merged > 4 && encoded >= 4, "{images} images, {done}");
+    assert!(images > depth(100, 300) && moved > 20 && merged >= 4 && encoded >= 4, "{images} images, {done}");
 }
 
 #[test]

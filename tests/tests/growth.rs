@@ -36,6 +36,16 @@ fn a_chain_of_single_blocks_in_all_shards_is_deleted_by_one_look_at_each_footer(
 }
 
 #[test]
+fn a_look_for_chains_begins_at_what_was_put_and_not_at_all_that_is_here() {
+    compare("a look for chains beside other records", 100, 1_500);
+}
+
+#[test]
+fn a_delete_of_keys_is_cut_since_all_other_changes_wait_for_it() {
+    compare("a delete of keys in all columns", 400, 3_200);
+}
+
+#[test]
 fn room_in_a_full_store_costs_what_a_few_segments_hold() {
     compare("room for a few blocks in a full store", 40, 320);
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use super::{Cause, Event, EventKind, Gap, Sequence, Subject};
+use crate::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use crate::sync::{Mutex, MutexGuard};
 
 /// Bytes of events that a stream keeps unless asked otherwise: about eighty thousand.
@@ -22,6 +23,9 @@ const TAKEN_MAX: usize = 256;
 /// back.
 const WAITING_MAX: usize = 1024;
 
+/// Looks at most whether others still wait, a microsecond or a time slice of another thread each.
+const LOOKS_MAX: u32 = 4096;
+
 #[derive(Debug)]
 struct Ring {
     events: VecDeque<(u64, EventKind, Cause, Subject)>,
@@ -36,6 +40,8 @@ pub struct EventLog {
     stream: u64,
     capacity: usize,
     ring: Mutex<Ring>,
+    /// Threads that found the lock taken and wait for it.
+    waiting: AtomicU32,
 }
 
 /// The stream's lock, held across a change and the events that tell of it.
@@ -52,7 +58,7 @@ impl EventLog {
         // All of it at once: it never grows while a change holds the lock.
         let ring =
             Ring { events: VecDeque::with_capacity(capacity), last: 0, waiting: Vec::new(), closed: false };
-        Arc::new(Self { stream, capacity, ring: Mutex::new(ring) })
+        Arc::new(Self { stream, capacity, ring: Mutex::new(ring), waiting: AtomicU32::new(0) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Ring> {
@@ -60,9 +66,29 @@ impl EventLog {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a change. The lock is held until it is dropped: for changes of memory, never across a device wait.
+    /// Begins a change. The lock is held until it is dropped: for changes of memory, never across a device wait, and of a few hundred
+    /// blocks at most.
     pub fn change(&self) -> Change<'_> {
-        Change { log: self, ring: self.lock(), woken: Vec::new() }
+        let ring = match self.ring.try_lock() {
+            Ok(ring) => ring,
+            Err(_) => {
+                self.waiting.fetch_add(1, Relaxed);
+                let ring = self.lock();
+                self.waiting.fetch_sub(1, Relaxed);
+                ring
+            }
+        };
+        Change { log: self, ring, woken: Vec::new() }
+    }
+
+    /// Between changes of one piece of work: those that wait for the lock have it first. The lock is not fair, and without this a
+    /// thread that takes it again and again would keep it from others throughout.
+    pub fn let_others(&self) {
+        let mut looks = 0;
+        while self.waiting.load(Relaxed) > 0 && looks < LOOKS_MAX {
+            std::thread::yield_now();
+            looks += 1;
+        }
     }
 
     /// The point after the last event.

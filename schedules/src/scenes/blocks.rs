@@ -196,7 +196,8 @@ fn counts() {
     }
     let (deleting, condemned) = (Arc::clone(&index), prints[1]);
     let deleter = thread::spawn(move || {
-        let (claim, were) = deleting.condemn(&[condemned]);
+        let claim = deleting.ticket();
+        let were = deleting.condemn(claim, &[condemned]);
         if let [Deleted::Live { location, left: 0 }] = were[..] {
             let _ = deleting.free_record(location.record);
         }

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
@@ -59,14 +60,23 @@ fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64);
     ]
 }
 
+/// How long a scrape waits for the executors. What they do not say by then is left out: the rest is wanted all the more.
+const EXECUTORS_WITHIN: Duration = Duration::from_secs(3);
+
+/// What executors answer in time; nothing of ones that have died.
+async fn answered<T: Default, E>(asked: impl Future<Output = Result<T, E>>) -> T {
+    let answer = tokio::time::timeout(EXECUTORS_WITHIN, asked).await;
+    answer.ok().and_then(Result::ok).unwrap_or_default()
+}
+
 /// Everything that there is to tell of a server.
 pub(super) async fn render(state: &ServerState) -> String {
-    let io = state.engine.io().await.unwrap_or_default();
+    let (io, loads) = tokio::join!(answered(state.engine.io()), answered(state.engine.drives()));
     let mut out = String::with_capacity(16 << 10);
     super::calls::calls(&mut out, &state.metrics.lock());
     engine(&mut out, state);
     queues(&mut out, &io);
-    drives(&mut out, &state.engine.drives().await.unwrap_or_default(), &state.decided.directories);
+    drives(&mut out, &loads, &state.decided.directories);
     scrub(&mut out, state);
     tenants(&mut out, state);
     memory(&mut out, state);

@@ -166,7 +166,7 @@ struct Slot {
     piece: u64,
     /// Its part of `in_flight_bytes`: as many, unless it is stuck.
     charged: u64,
-    /// When it went to the device, for the first time.
+    /// When its present piece went to the device.
     sent: Nanos,
     /// Whether its lane counts it as stuck: past its deadline, or at the device for too long.
     is_stuck: bool,
@@ -510,6 +510,7 @@ impl Core {
         self.unstick(index);
         if let Some(slot) = self.slots.at(index) {
             slot.state = State::Waiting;
+            slot.sent = Nanos(0);
             self.unsent.push_back(index);
         }
     }

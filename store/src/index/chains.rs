@@ -10,11 +10,13 @@
 //! callers name: such blocks would never go. Moves may make one of blocks that are deleted and put behind what was behind them;
 //! the walk that looks for what is cut off ends it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::groups::partition_of;
 use super::table::{HANGING_MAX, Slot};
-use super::{BlockFingerprint, Index, Inner, Lookup, RecordError, RecordId, RecordInfo, read, write};
+use super::{
+    BlockFingerprint, Index, Inner, Location, Lookup, RecordError, RecordId, RecordInfo, read, write,
+};
 
 /// What a record is with regard to the blocks before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -34,9 +36,20 @@ pub struct Known(BTreeMap<u32, u64>);
 impl Known {
     const EACH: u32 = 32;
 
+    /// From 1 to 3; 0 where nothing is known.
+    fn bits(&self, record: RecordId) -> u64 {
+        let word = self.0.get(&(record.0 / Self::EACH)).copied().unwrap_or_default();
+        word >> (2 * (record.0 % Self::EACH)) & 3
+    }
+
+    fn set_bits(&mut self, record: RecordId, bits: u64) {
+        let at = 2 * (record.0 % Self::EACH);
+        let word = self.0.entry(record.0 / Self::EACH).or_default();
+        *word = *word & !(3 << at) | bits << at;
+    }
+
     fn get(&self, record: RecordId) -> Option<Cut> {
-        let word = self.0.get(&(record.0 / Self::EACH))?;
-        match word >> (2 * (record.0 % Self::EACH)) & 3 {
+        match self.bits(record) {
             1 => Some(Cut::Whole),
             2 => Some(Cut::Missing),
             3 => Some(Cut::Circle),
@@ -45,9 +58,33 @@ impl Known {
     }
 
     fn set(&mut self, record: RecordId, cut: Cut) {
-        let (at, bits) = (2 * (record.0 % Self::EACH), 1 + cut as u64);
-        let word = self.0.entry(record.0 / Self::EACH).or_default();
-        *word = *word & !(3 << at) | bits << at;
+        self.set_bits(record, 1 + cut as u64);
+    }
+}
+
+/// A search for the records that descend from some blocks.
+#[derive(Debug, Default)]
+pub struct Descent {
+    /// The first 64 bits of the blocks' fingerprints.
+    roots: BTreeSet<u64>,
+    /// Records with such a block that is live, and the first one's place.
+    places: BTreeMap<RecordId, u16>,
+    known: Known,
+}
+
+const STRANGER: u64 = 1;
+const DESCENDANT: u64 = 2;
+
+impl Descent {
+    /// How many blocks it looks for the descendants of.
+    pub fn roots(&self) -> usize {
+        self.roots.len()
+    }
+
+    /// Whether it is known of a live block that it is one of them, or descends from them. What has come since is not known.
+    pub fn has(&self, at: Location) -> bool {
+        self.places.get(&at.record).is_some_and(|first| *first <= at.block)
+            || self.known.bits(at.record) == DESCENDANT
     }
 }
 
@@ -186,8 +223,55 @@ impl Index {
         }
     }
 
+    /// Has a search look for what descends from this block, too.
+    pub fn descend_from(&self, descent: &mut Descent, print: BlockFingerprint) {
+        descent.roots.insert(print.first());
+        if let Lookup::Live(at) = self.lookup(print) {
+            let first = descent.places.entry(at.record).or_insert(at.block);
+            *first = at.block.min(*first);
+        }
+    }
+
+    /// Goes on with a walk, over `most` records at most, and says whether the record that it began at has one of the blocks or
+    /// descends from one; `None` if it has not ended.
+    pub fn descends(&self, walk: &mut Walk, descent: &mut Descent, most: usize) -> Option<bool> {
+        if let [first] = walk.passed[..] {
+            match descent.known.bits(first) {
+                0 => {}
+                known => return Some(known == DESCENDANT || descent.places.contains_key(&first)),
+            }
+        }
+        // Until the walk ends what it has passed descends from nothing: it ends if it comes by again.
+        let found = self.descends_on(walk, descent, most)?;
+        let bits = if found { DESCENDANT } else { STRANGER };
+        walk.passed.iter().for_each(|id| descent.known.set_bits(*id, bits));
+        Some(found || walk.passed.first().is_some_and(|first| descent.places.contains_key(first)))
+    }
+
+    fn descends_on(&self, walk: &mut Walk, descent: &mut Descent, most: usize) -> Option<bool> {
+        for _ in 0..most {
+            if let Some(last) = walk.passed.last() {
+                descent.known.set_bits(*last, STRANGER);
+            }
+            if walk.at == 0 || descent.roots.contains(&walk.at) {
+                return Some(walk.at != 0);
+            }
+            let Lookup::Live(at) = self.lookup_first(walk.at) else { return Some(false) };
+            if descent.has(at) {
+                return Some(true);
+            }
+            if descent.known.bits(at.record) == STRANGER {
+                return Some(false);
+            }
+            let Some(record) = self.records.get(at.record) else { return Some(false) };
+            walk.passed.push(at.record);
+            walk.at = record.parent;
+        }
+        None
+    }
+
     /// What is known of the block whose fingerprint has these first 64 bits.
-    fn lookup_first(&self, first: u64) -> Lookup {
+    pub fn lookup_first(&self, first: u64) -> Lookup {
         let print = BlockFingerprint::from_parts(first, 0);
         read(self.partition(print)).table.get_first(first).map_or(Lookup::Absent, Slot::lookup)
     }

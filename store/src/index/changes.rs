@@ -75,7 +75,8 @@ impl Inner {
 }
 
 impl Index {
-    fn ticket(&self) -> Ticket {
+    /// A claim on nothing yet, for [`Index::condemn`].
+    pub fn ticket(&self) -> Ticket {
         // 268 million puts later the number comes again, when this put is long gone.
         Ticket(self.tickets.fetch_add(1, Relaxed) % (1 << RECORD_BITS))
     }
@@ -166,8 +167,7 @@ impl Index {
     /// Removes blocks whatever their state, leased or not, and claims them: each is pending under the ticket until
     /// [`Index::abandon`], so that no put of it begins meanwhile. Says of each what it was. A put that was in flight
     /// will find at its commit that the block is lost. A block that stands twice was pending the second time.
-    pub fn condemn(&self, prints: &[BlockFingerprint]) -> (Ticket, Vec<Deleted>) {
-        let ticket = self.ticket();
+    pub fn condemn(&self, ticket: Ticket, prints: &[BlockFingerprint]) -> Vec<Deleted> {
         let mut were = vec![Deleted::Absent; prints.len()];
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let mut inner = write(&self.partitions[partition].0);
@@ -189,7 +189,7 @@ impl Index {
                 debug_assert!(inserted, "it was taken out before");
             }
         }
-        (ticket, were)
+        were
     }
 
     /// Moves a live block from `old` to `new` if it is at `old`, and then gives the number of live blocks left

@@ -12,7 +12,7 @@
 //!
 //! Lock order: partition, its pins, leases. A thread that holds the leases' lock takes no other.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 
 use super::lock;
@@ -148,6 +148,8 @@ struct State {
     share: Option<PinShare>,
     /// Prints in all leases.
     prints: usize,
+    /// Leases that have ended by themselves, and of which blocks they still have pairs. They pin nothing.
+    ended: VecDeque<(LeaseId, Vec<BlockFingerprint>)>,
 }
 
 impl State {
@@ -196,8 +198,8 @@ impl Leases {
         id
     }
 
-    /// Charges the lease's tenant and writes down what it holds. On an error the lease is gone and the
-    /// caller drops the pins it took.
+    /// Charges the lease's tenant and writes down what it holds. After an error it may be tried again; else the caller ends the
+    /// lease and drops the pins it took.
     pub(super) fn complete(
         &self,
         id: LeaseId,
@@ -210,15 +212,12 @@ impl Leases {
         let (wanted, blocks) = (pinned.saturating_add(bytes), blocks + prints.len());
         let limit = state.caps.get(&terms.tenant).map_or(terms.cap_bytes, |cap| terms.cap_bytes.min(*cap));
         if wanted > limit && !kvarts_layout::planted!("pin-cap-ignored") {
-            state.remove(id);
             return Err(LeaseError::Cap { limit, wanted });
         }
         if blocks > PINS_MAX {
-            state.remove(id);
             return Err(LeaseError::Blocks);
         }
         if !state.may_hold(terms.tenant, wanted) {
-            state.remove(id);
             return Err(LeaseError::Together);
         }
         let lease = state.by_id.get_mut(&id).ok_or(LeaseError::Expired)?;
@@ -234,11 +233,36 @@ impl Leases {
         lock(&self.0).remove(id).map(|lease| lease.prints)
     }
 
-    /// Ends the lease that expired first, if one has by `now`, and gives what it held.
-    pub(super) fn end_expired(&self, now: Nanos) -> Option<(LeaseId, Box<[BlockFingerprint]>)> {
+    /// Ends up to `most` leases that have expired by `now`, those that did first. Gives their number.
+    pub(super) fn end_expired(&self, now: Nanos, most: usize) -> usize {
         let mut state = lock(&self.0);
-        let (_, id) = *state.ends.first().filter(|(until, _)| *until <= now)?;
-        state.remove(id).map(|lease| (id, lease.prints))
+        let mut ended = 0;
+        while ended < most
+            && let Some((_, id)) = state.ends.first().copied().filter(|(until, _)| *until <= now)
+            && let Some(lease) = state.remove(id)
+        {
+            state.prints += lease.prints.len();
+            state.ended.push_back((id, lease.prints.into_vec()));
+            ended += 1;
+        }
+        ended
+    }
+
+    /// Up to `most` blocks of which a lease that has ended by itself still has pairs; `None` if there are none.
+    pub(super) fn take_ended(&self, most: usize) -> Option<(LeaseId, Vec<BlockFingerprint>)> {
+        let mut state = lock(&self.0);
+        let (id, prints) = state.ended.front_mut()?;
+        let (id, some) = (*id, prints.split_off(prints.len().saturating_sub(most)));
+        if prints.is_empty() {
+            state.ended.pop_front();
+        }
+        state.prints -= some.len();
+        Some((id, some))
+    }
+
+    /// Whether it is in force.
+    pub(super) fn is_in_force(&self, id: LeaseId, now: Nanos) -> bool {
+        self.any_in_force(std::iter::once(id), now)
     }
 
     pub(super) fn renew(&self, id: LeaseId, until: Nanos, now: Nanos) -> Result<(), LeaseError> {
@@ -321,7 +345,11 @@ mod tests {
         let half = vec![BlockFingerprint::default(); PINS_MAX / 2];
         let lease = |terms: LeaseTerms, prints: &[_]| {
             let id = leases.begin(terms);
-            leases.complete(id, terms, prints, prints.len() as u64).map(|()| id)
+            let completed = leases.complete(id, terms, prints, prints.len() as u64).map(|()| id);
+            if completed.is_err() {
+                leases.end(id);
+            }
+            completed
         };
         let first = lease(terms, &half).unwrap();
         lease(terms, &half).unwrap();

@@ -37,11 +37,11 @@ use std::fmt;
 use std::sync::PoisonError;
 
 pub use crate::memory_ids::{BlockFingerprint, FingerprintKey, RecordId};
-pub use chains::{Cut, Known, Walk};
+pub use chains::{Cut, Descent, Known, Walk};
 pub use changes::{Deleted, Reservation, Ticket};
 pub use gathering::{Gathering, Recovered};
 pub use leases::{LeaseError, LeaseTerms, PINS_MAX, PinShare};
-pub use pinning::Eviction;
+pub use pinning::{Eviction, Swept};
 pub use records::{OwnerCursor, RecordCursor, RecordError, RecordInfo, Records};
 
 use groups::{Groups, partition_of};

@@ -22,6 +22,18 @@ pub enum Eviction {
     Gone,
 }
 
+/// What a sweep of leases has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Swept {
+    /// Leases that it ended.
+    pub leases: usize,
+    /// There may be more to do.
+    pub more: bool,
+}
+
+/// Leases, and blocks of leases, that are swept up at once.
+const SWEPT_AT_ONCE: usize = 512;
+
 impl Index {
     /// Looks up all blocks as [`Index::lookup_many`] does and takes a lease on those that are live: each block
     /// that `out` reports live was pinned in the same moment, and no eviction takes it while the lease is in
@@ -75,8 +87,13 @@ impl Index {
             self.leases.end(id);
             return Ok(None);
         }
-        let completed = self.leases.complete(id, terms, &held, bytes);
+        let mut completed = self.leases.complete(id, terms, &held, bytes);
+        // What has ended does not count against the cap, however much of it there is.
+        while completed.is_err() && self.expire(now).leases > 0 {
+            completed = self.leases.complete(id, terms, &held, bytes);
+        }
         if completed.is_err() {
+            self.leases.end(id);
             self.drop_pins(id, &held);
         }
         completed.map(|()| Some(id))
@@ -87,20 +104,29 @@ impl Index {
         self.leases.end(id).map(|prints| self.drop_pins(id, &prints)).is_some()
     }
 
+    /// The same of one that is in force at `now`: what has ended by itself, swept up or not, cannot be ended early.
+    pub fn unlock_at(&self, id: LeaseId, now: Nanos) -> bool {
+        self.leases.is_in_force(id, now) && self.unlock(id)
+    }
+
     /// Makes a lease (or a pin) that is in force at `now` end at `until`.
     pub fn renew(&self, id: LeaseId, until: Nanos, now: Nanos) -> Result<(), LeaseError> {
         self.leases.renew(id, until, now)
     }
 
-    /// Sweeps up the leases that have ended by `now` and gives their number. They have stopped pinning at
-    /// their end; this gives their memory and the tenants' bytes back.
-    pub fn expire(&self, now: Nanos) -> usize {
-        let mut swept = 0;
-        while let Some((id, prints)) = self.leases.end_expired(now) {
+    /// Sweeps up some of what leases that have ended by `now` have left, and says whether there may be more. They have stopped pinning
+    /// at their end; this gives their memory and the tenants' bytes back, a few hundred leases and blocks at a time: a tenant may hold
+    /// millions.
+    pub fn expire(&self, now: Nanos) -> Swept {
+        let ended = self.leases.end_expired(now, SWEPT_AT_ONCE);
+        let mut dropped = 0;
+        while dropped < SWEPT_AT_ONCE
+            && let Some((id, prints)) = self.leases.take_ended(SWEPT_AT_ONCE - dropped)
+        {
             self.drop_pins(id, &prints);
-            swept += 1;
+            dropped += prints.len().max(1);
         }
-        swept
+        Swept { leases: ended, more: ended == SWEPT_AT_ONCE || dropped >= SWEPT_AT_ONCE }
     }
 
     /// Removes a live block if it is at `at` and no lease that is in force at `now` holds it. A quarantined

@@ -203,9 +203,50 @@ fn a_leased_block_is_busy_until_the_instant_its_lease_ends_swept_up_or_not() {
     assert_eq!(index.try_evict(prints[0], at(record, 0), Nanos(99)), Eviction::Busy);
     assert_eq!(index.try_evict(prints[0], at(record, 0), Nanos(100)), Eviction::Evicted { left: 0 });
     assert_eq!(index.renew(lease, Nanos(900), Nanos(100)), Err(LeaseError::Expired));
-    assert_eq!((index.expire(Nanos(99)), index.expire(Nanos(100)), index.expire(Nanos(100))), (0, 1, 0));
+    let swept = [99, 100, 100].map(|now| index.expire(Nanos(now)).leases);
+    assert_eq!(swept, [0, 1, 0]);
     assert_eq!((index.pinned_bytes(1), index.leases()), (0, 0));
     assert!(!index.unlock(lease));
+}
+
+#[test]
+fn leases_that_have_ended_are_swept_up_a_few_hundred_blocks_at_a_time_and_count_for_nothing_at_once() {
+    let (index, _, prints) = with_blocks(3000);
+    let mut out = Vec::new();
+    let mut lease = |prints: &[_], cap_bytes| {
+        let terms = LeaseTerms { until: Some(Nanos(10)), cap_bytes, ..NEVER };
+        index.match_and_lease(prints, terms, Nanos(0), |_| 1, &mut out)
+    };
+    lease(&prints, 4000).unwrap();
+    for some in prints[..1000].chunks(1) {
+        lease(some, 4000).unwrap();
+    }
+    assert_eq!(lease(&prints[..1], 4000), Err(LeaseError::Cap { limit: 4000, wanted: 4001 }));
+    assert_eq!((index.pinned_bytes(1), index.leases()), (4000, 1001));
+    let mut sweeps = Vec::new();
+    let mut go_on = true;
+    while go_on {
+        let swept = index.expire(Nanos(10));
+        assert!(swept.leases <= 512);
+        go_on = swept.more;
+        sweeps.push(swept.leases);
+    }
+    assert!((8..12).contains(&sweeps.len()), "4000 blocks in pieces of 512: {sweeps:?}");
+    assert_eq!(sweeps.iter().sum::<usize>(), 1001);
+    assert_eq!((index.pinned_bytes(1), index.leases()), (0, 0));
+    let mut entries = Vec::new();
+    for partition in 0..index.partitions() {
+        index.snapshot(partition, &mut entries);
+        assert!(entries.iter().all(|entry| !entry.leased));
+    }
+    // What has ended and is not swept up yet is no reason to refuse another.
+    let terms = LeaseTerms { until: Some(Nanos(10)), cap_bytes: 600, ..NEVER };
+    for some in prints[..600].chunks(1) {
+        index.match_and_lease(some, terms, Nanos(0), |_| 1, &mut out).unwrap();
+    }
+    let terms = LeaseTerms { until: Some(Nanos(99)), ..terms };
+    let given = index.match_and_lease(&prints[..600], terms, Nanos(10), |_| 1, &mut out).unwrap();
+    assert!(given.is_some() && index.pinned_bytes(1) == 600);
 }
 
 #[test]
@@ -218,7 +259,7 @@ fn a_block_under_two_leases_is_busy_until_both_have_ended() {
     };
     let (pin, first, second) = (lease(None), lease(Some(Nanos(10))), lease(Some(Nanos(20))));
     assert_eq!(index.renew(first, Nanos(30), Nanos(5)), Ok(()));
-    assert_eq!(index.expire(Nanos(29)), 1);
+    assert_eq!(index.expire(Nanos(29)).leases, 1);
     assert!(!index.unlock(second));
     assert!(index.unlock(pin));
     let evict = |now| index.try_evict(prints[0], at(record, 0), Nanos(now));

@@ -11,7 +11,7 @@ use kvarts_contract::api::{
 };
 use kvarts_layout::prefix::{Absence, Need, Requirement, UNLIMITED};
 use kvarts_layout::{BlockKey, Coordinate, Group, Requirements};
-use kvarts_store::engine::{Done, EvictionPolicy, Limits, Options, WorkDone};
+use kvarts_store::engine::{Compaction, Done, EvictionPolicy, Limits, Options, WorkDone};
 
 use super::pool::{States, until};
 use super::{Row, Tally};
@@ -110,6 +110,8 @@ pub const SCENES: &[Scene] = &[
         grows: Grows::Hardly,
         cost: |seed, size| sweep(seed, 40, size * 16),
     },
+    Scene { what: "a look for chains beside other records", grows: Grows::Hardly, cost: merges },
+    Scene { what: "a delete of keys in all columns", grows: Grows::AsAsked, cost: delete_keys },
 ];
 
 impl Scene {
@@ -183,17 +185,27 @@ pub fn store_of_small_records(seed: Seed, shards: u32, bytes: u64) -> Result<Sim
 
 /// The same within a budget.
 fn small_records_within(seed: Seed, shards: u32, budget_bytes: u64) -> Result<SimStage, String> {
+    let (group, coordinate) = SMALL;
+    let most = fixture::shape(group, coordinate).block_bytes();
+    open_store(seed, (shards, budget_bytes), most, Limits::default())
+}
+
+fn open_store(
+    seed: Seed,
+    (shards, budget_bytes): (u32, u64),
+    record_bytes_max: u64,
+    limits: Limits,
+) -> Result<SimStage, String> {
     let disk = DiskConfig { capacity: budget_bytes + (32 << 20), ..DiskConfig::default() };
     let world = SimWorld::new(seed.0, &WorldConfig { disk, ..WorldConfig::default() });
-    let (group, coordinate) = SMALL;
     let options = Options {
         shards_per_directory: shards,
         segment_bytes: 256 << 10,
         budget_bytes,
         eviction: EvictionPolicy::Lru,
-        record_bytes_max: fixture::shape(group, coordinate).block_bytes(),
+        record_bytes_max,
         executors: 1,
-        limits: Limits { arena_bytes: 4 << 20, ..Limits::default() },
+        limits: Limits { arena_bytes: 4 << 20, ..limits },
         ..Options::default()
     };
     SimStage::open(&world, &options).map_err(|error| error.to_string())
@@ -220,18 +232,16 @@ fn put(desk: &Desk<'_>, numbers: std::ops::Range<u64>, expires_after: Option<Dur
 fn put_keys(desk: &Desk<'_>, keys: &[BlockKey], expires_after: Option<Duration>) {
     for (at, some) in keys.chunks(256).enumerate() {
         let before = (at * 256).checked_sub(1).map(|before| keys[before]);
-        let parent = before.map_or(Parent::Root, Parent::Key);
-        let request = desk.request(SMALL, some, 1);
-        let request = PutRequest {
-            durability: Durability::Relaxed,
-            parent,
-            first_block: None,
-            expires_after,
-            ..request
-        };
-        let stored = desk.outcomes(request).iter().all(|one| *one == BlockOutcome::Stored);
-        assert!(stored, "a store with room refuses a block");
+        put_behind(desk, some, before.map_or(Parent::Root, Parent::Key), expires_after);
     }
+}
+
+fn put_behind(desk: &Desk<'_>, keys: &[BlockKey], parent: Parent, expires_after: Option<Duration>) {
+    let request = desk.request(SMALL, keys, 1);
+    let request =
+        PutRequest { durability: Durability::Relaxed, parent, first_block: None, expires_after, ..request };
+    let stored = desk.outcomes(request).iter().all(|one| *one == BlockOutcome::Stored);
+    assert!(stored, "a store with room refuses a block");
 }
 
 /// Bytes that `blocks` records of one small block take.
@@ -357,6 +367,59 @@ fn in_sections(stage: &SimStage, cost: Cost, kind: Kind) -> Result<Cost, String>
     const STEP_MAX: u64 = 256;
     let longest = kind(&stage.engine().work_done()).longest_steps.saturating_sub(STEP_MAX);
     if cost.steps == 0 { Err("nothing was counted".to_owned()) } else { Ok(Cost { longest, ..cost }) }
+}
+
+/// The delete of keys under which there are blocks in two columns: a few hundred at a time, since all other changes wait for each.
+fn delete_keys(seed: Seed, blocks: u64) -> Result<Cost, String> {
+    let (group, coordinate) = SMALL;
+    let most = 64 * fixture::shape(group, coordinate).block_bytes();
+    let stage = open_store(seed, (2, bytes_of(blocks) + (32 << 20)), most, Limits::default())?;
+    let desk = Desk::new(&stage, "growth");
+    fill(&desk, blocks);
+    let keys = desk.keys(0..blocks);
+    desk.outcomes(desk.request((fixture::STATE, Coordinate::Replicated), &keys[..1], 1));
+    stage.rest();
+    let target = Target::Keys { column: None, keys };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    let meter = Meter::new(&stage, |done| done.deletes);
+    let answer = drive(stage.world(), stage.store().delete(request)).map_err(|hang| hang.to_string())?;
+    let answer = answer.map_err(|_| "a delete without an answer")?.map_err(|error| error.to_string())?;
+    if answer.blocks != blocks + 1 {
+        return Err(format!("of {blocks} keys in two columns {} blocks were deleted", answer.blocks));
+    }
+    // It begins on its caller's thread.
+    let longest = stage.engine().work_done().deletes.longest_steps;
+    Ok(Cost { longest, ..meter.cost() })
+}
+
+/// The look for chains that follows a few turns of a session, one block each, among other small records.
+fn merges(seed: Seed, others: u64) -> Result<Cost, String> {
+    const TURNS: u64 = 40;
+    const EVERY: Duration = Duration::from_secs(10);
+    let (group, coordinate) = SMALL;
+    let most = 64 * fixture::shape(group, coordinate).block_bytes();
+    let compaction = Compaction { every: Some(EVERY), merge_after_records: TURNS, ..Compaction::default() };
+    let limits = Limits { compaction, ..Limits::default() };
+    let budget = bytes_of(2 * (others + 2 * TURNS)) + (32 << 20);
+    let stage = open_store(seed, (8, budget), most, limits)?;
+    let desk = Desk::new(&stage, "growth");
+    desk.keys(0..others).iter().for_each(|key| put_keys(&desk, &[*key], None));
+    // These are looked at, and follow nothing.
+    Meter::new(&stage, |done| done.merges)
+        .until(1_000_000, || stage.engine().work_done().merges.steps >= 2 * others)?;
+    stage.rest();
+    let turns = desk.keys(others..others + TURNS);
+    let mut meter = Meter::new(&stage, |done| done.merges);
+    for (turn, key) in turns.iter().enumerate() {
+        let parent = turn.checked_sub(1).map_or(Parent::Root, |before| Parent::Key(turns[before]));
+        put_behind(&desk, &[*key], parent, None);
+    }
+    let merged = || stage.engine().stats().counts.blocks_moved;
+    meter.until(100_000, || merged() >= TURNS)?;
+    match merged() {
+        TURNS => Ok(meter.cost()),
+        moved => Err(format!("{moved} blocks were merged of a session of {TURNS}")),
+    }
 }
 
 /// Evictions of a full store that takes a few more blocks, for each hundred that go: how many go at once, and when, is a matter of

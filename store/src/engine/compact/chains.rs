@@ -2,22 +2,25 @@
 //! each is placed by its own key. Consecutive ones become one record in the shard of its first key, so that a layer
 //! can be read in one piece again.
 //!
-//! One task coordinates, on the first executor. It asks each executor which small records lie in its shards (from the
-//! footers of its segments), joins them by their parents, has each chain's blocks gathered by the executors that
-//! have them, and written by the one that gets them. Memory is bounded by the survey's limit and one record.
+//! Memory alone says what follows what: a record has the fingerprint of the block that it hangs on, and the index has the record of
+//! that. So a look begins at the records that were put since the last one, which their shards have noted, and goes back from each;
+//! a compaction that is asked for begins at every record. Looks are cut: a few thousand records at a time, a few hundred without a
+//! turn for others.
+//!
+//! One task coordinates, on the first executor. It has each chain's blocks gathered by the executors that have them, and written by the
+//! one that gets them. Memory is bounded by the records of one look and one record's blocks.
 //!
 //! Deletes: a tombstone is written in every shard, so what `relocate` says of one shard holds here too. Of blocks that
 //! come from another shard, tombstones of the new shard are compared with its sequence at the survey.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use kvarts_layout::Layout;
 use kvarts_layout::arrange::LAYOUT_VERSION;
-use kvarts_layout::format::body::{Blocks, Parent};
-use kvarts_layout::format::footer::{Content, Entry};
+use kvarts_layout::format::body::Parent;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
-use kvarts_layout::{BlockKey, Layout};
 
 use super::gather::{Gathered, Taken, gather};
 use super::head::Head;
@@ -28,25 +31,24 @@ use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::shared::record_class::RecordForm;
-use crate::engine::volume::Volume;
-use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::index::{Lookup, RecordId};
+use crate::engine::tasks::steps::Section;
+use crate::engine::volume::noted::NOTED_MAX;
+use crate::index::{Lookup, RecordCursor, RecordId};
 use kvarts_contract::error::Reason;
 use kvarts_contract::ticket::{Reply, ticket};
 
-/// Small records that one survey of a shard lists at most.
-const SURVEY_MAX: usize = 64 << 10;
+/// Records that one look begins at.
+const LOOKED_AT: usize = 16 << 10;
 
 /// A small record all of whose blocks are live.
-#[derive(Clone, Debug)]
-pub(crate) struct Small {
+#[derive(Clone, Copy, Debug)]
+struct Small {
     record: RecordId,
     shard: u32,
-    class: Arc<RecordClass>,
-    parent: Parent,
-    first: [u8; 32],
-    last: [u8; 32],
-    blocks: u32,
+    class: u32,
+    /// The first 64 bits of the fingerprint of the block that it hangs on.
+    parent: u64,
+    blocks: u16,
     expires: u32,
 }
 
@@ -58,14 +60,14 @@ pub(crate) struct Survey {
     sequence: u64,
     /// Bytes that may be appended without evicting for it.
     room: u64,
-    small: Vec<Small>,
+    noted: VecDeque<RecordId>,
 }
 
 /// The shards of a store, on whichever executors they are.
 pub(crate) trait Shards {
     /// How many there are.
     fn count(&self) -> u32;
-    /// Asks for the small records of a shard.
+    /// Asks for what a shard has noted, and what room it has.
     fn survey(&self, shard: u32, reply: Reply<Survey>) -> Result<(), Reason>;
     /// Asks for these records of a shard.
     fn gather(
@@ -87,153 +89,212 @@ fn gone<T, E>(answer: Result<T, E>) -> Result<T, Reason> {
     answer.map_err(|_| Reason::Busy("the store is closing"))
 }
 
-/// Lists the small records of a shard.
-pub(crate) async fn survey(shard: &Rc<Shard>) -> Survey {
+/// Says what a shard has noted, which it forgets with that, and what room it has.
+pub(crate) fn survey(shard: &Rc<Shard>) -> Survey {
     let (sequence, live) = (shard.volume.sequence.get(), live_by_segment(&shard.volume));
-    let mut survey =
-        Survey { shard: shard.volume.shard, sequence, room: room(shard, &live), small: Vec::new() };
-    let segments: Vec<_> = shard.volume.segments.borrow().values().map(Rc::clone).collect();
-    for segment in segments.iter().filter(|segment| live.get(&segment.number).is_some_and(|live| *live > 0)) {
-        let entries = match segment.state.get() {
-            // As the footer will list them.
-            SegmentState::Open => segment.tail.borrow().entries.clone(),
-            SegmentState::Sealed => match shard.volume.read_footer(segment).await {
-                Ok(footer) => footer.records,
-                // What cannot be read is not merged.
-                Err(_) => continue,
-            },
-            _ => continue,
-        };
-        for entry in &entries {
-            if survey.small.len() == SURVEY_MAX {
-                return survey;
-            }
-            survey.small.extend(small(&shard.volume, segment, entry));
-        }
-    }
-    survey
-}
-
-fn small(volume: &Volume, segment: &Segment, entry: &Entry) -> Option<Small> {
-    let Content::Blocks(blocks) = &entry.content else { return None };
-    let shared = &volume.shared;
-    if blocks.parent == Parent::Unknown || entry.payload_bytes > shared.record_bytes_max / 2 {
-        return None;
-    }
-    let (record, class, expires) = live_record(volume, segment, entry, blocks)?;
-    Some(Small {
-        record,
-        shard: volume.shard,
-        class,
-        parent: blocks.parent,
-        first: blocks.blocks.first()?.key,
-        last: blocks.blocks.last()?.key,
-        blocks: blocks.blocks.len() as u32,
-        expires,
-    })
-}
-
-/// The index's record for an entry of a footer, if all of its blocks are live.
-fn live_record(
-    volume: &Volume,
-    segment: &Segment,
-    entry: &Entry,
-    blocks: &Blocks,
-) -> Option<(RecordId, Arc<RecordClass>, u32)> {
-    let shared = &volume.shared;
-    let coordinate = kvarts_layout::Coordinate::from_u64(blocks.coordinate)?;
-    let namespace = segment.local(blocks.namespace);
-    let key = BlockKey(blocks.blocks.first()?.key);
-    let print = shared.index.key().of(namespace, &key, kvarts_layout::Group(blocks.group), coordinate);
-    let Lookup::Live(at) = shared.index.lookup(print) else { return None };
-    let info = shared.index.records().get(at.record)?;
-    let here = volume.is_at(segment, entry.offset, &info)
-        && info.live == info.blocks.get()
-        && usize::from(info.live) == blocks.blocks.len();
-    let class = shared.classes.get(info.class)?;
-    (here && class.namespace.local == namespace).then_some((at.record, class, info.expires))
+    let noted = shard.volume.noted.take();
+    Survey { shard: shard.volume.shard, sequence, room: room(shard, &live), noted }
 }
 
 /// A run of small records, in prefix order.
 type Chain = Vec<Small>;
 
-/// Joins small records by their parents into chains that fit into one record each. Where a prefix forks, one branch
-/// goes on and the others begin chains of their own.
-fn chains(small: Vec<Small>, shared: &Shared, least: u32) -> Vec<Chain> {
-    // Stored chunks are copied as they are, so only records of one encoding are merged.
-    let name = |one: &Small| {
-        let class = &one.class;
-        (class.namespace.local, class.group.0, class.coordinate.to_u64(), class.encoding)
-    };
-    let mut by_parent = BTreeMap::new();
-    for (at, one) in small.iter().enumerate() {
-        if let Parent::Key(parent) = one.parent {
-            by_parent.entry((name(one), parent, one.expires)).or_insert(at);
-        }
-    }
-    let mut follows = vec![None; small.len()];
-    let mut has_before = BTreeSet::new();
-    for (at, one) in small.iter().enumerate() {
-        if let Some(&next) = by_parent.get(&(name(one), one.last, one.expires))
-            && next != at
-            && has_before.insert(next)
-            && let Some(slot) = follows.get_mut(at)
-        {
-            *slot = Some(next);
-        }
-    }
-    let mut chains = Vec::new();
-    for start in (0..small.len()).filter(|at| !has_before.contains(at)) {
-        let (mut chain, mut bytes, mut next) = (Chain::new(), 0, Some(start));
-        while let Some(at) = next {
-            let Some(one) = small.get(at) else { break };
-            let more = one.class.shape.block_bytes().saturating_mul(u64::from(one.blocks));
-            if bytes + more > shared.record_bytes_max && !chain.is_empty() {
-                chains.push(std::mem::take(&mut chain));
-                bytes = 0;
-            }
-            bytes += more;
-            chain.push(one.clone());
-            next = follows.get(at).copied().flatten();
-        }
-        chains.push(chain);
-    }
-    chains.retain(|chain| chain.len() >= least.max(2) as usize);
-    chains
+/// One look at what follows what.
+struct Look<'a> {
+    shared: &'a Shared,
+    classes: BTreeMap<u32, Option<Arc<RecordClass>>>,
+    /// What was met.
+    met: BTreeMap<RecordId, Small>,
+    /// Which record goes on with which. Where a prefix forks, one branch goes on and the others begin chains of their own.
+    follows: BTreeMap<RecordId, RecordId>,
+    has_before: BTreeSet<RecordId>,
 }
 
-/// Finds and merges what there is. Stops without an error where there is no room.
+impl<'a> Look<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        let (classes, met) = (BTreeMap::new(), BTreeMap::new());
+        Self { shared, classes, met, follows: BTreeMap::new(), has_before: BTreeSet::new() }
+    }
+
+    fn class(&mut self, number: u32) -> Option<&Arc<RecordClass>> {
+        let known = self.classes.entry(number).or_insert_with(|| self.shared.classes.get(number));
+        known.as_ref()
+    }
+
+    /// The record, if it is small and all of it is live.
+    fn small(&mut self, record: RecordId) -> Option<Small> {
+        let info = self.shared.index.records().get(record)?;
+        let most = (self.shared.record_bytes_max / 2).div_ceil(PAGE_BYTES);
+        let is_small = info.live == info.blocks.get() && u64::from(info.payload_pages) <= most;
+        self.class(info.class).filter(|_| is_small)?;
+        let (shard, blocks) = (u32::from(info.shard), info.live);
+        Some(Small { record, shard, class: info.class, parent: info.parent, blocks, expires: info.expires })
+    }
+
+    /// The small record that another one goes on with.
+    fn before(&mut self, one: &Small) -> Option<Small> {
+        if one.parent == 0 {
+            return None;
+        }
+        let Lookup::Live(at) = self.shared.index.lookup_first(one.parent) else { return None };
+        let before = self.small(at.record)?;
+        // Stored chunks are copied as they are, so only records of one encoding are merged.
+        let name = |class: &Arc<RecordClass>| {
+            (class.namespace.local, class.group, class.coordinate.to_u64(), class.encoding)
+        };
+        let own = self.class(one.class).map(name);
+        let fits = at.block + 1 == before.blocks
+            && before.expires == one.expires
+            && self.class(before.class).map(name) == own;
+        fits.then_some(before)
+    }
+
+    /// Goes back from a record, up to one that was met before.
+    async fn go_back(&mut self, from: RecordId, section: &mut Section<'_>) {
+        let Some(mut at) = self.small(from) else { return };
+        self.met.insert(at.record, at);
+        while !self.has_before.contains(&at.record)
+            && let Some(before) = self.before(&at)
+            && !self.follows.contains_key(&before.record)
+        {
+            self.follows.insert(before.record, at.record);
+            self.has_before.insert(at.record);
+            self.met.insert(before.record, before);
+            at = before;
+            section.step(1).await;
+        }
+    }
+
+    /// Chains that fit into one record each.
+    async fn chains(mut self, least: u32, section: &mut Section<'_>) -> Vec<Chain> {
+        let mut chains = Vec::new();
+        let (met, most) = (std::mem::take(&mut self.met), self.shared.record_bytes_max);
+        let has_before = std::mem::take(&mut self.has_before);
+        for start in met.keys().filter(|record| !has_before.contains(*record)).copied() {
+            let (mut chain, mut bytes, mut next) = (Chain::new(), 0, Some(start));
+            while let Some(one) = next.and_then(|record| met.get(&record)) {
+                let block = self.class(one.class).map_or(0, |class| class.shape.block_bytes());
+                let more = block.saturating_mul(u64::from(one.blocks));
+                if bytes + more > most && !chain.is_empty() {
+                    chains.push(std::mem::take(&mut chain));
+                    bytes = 0;
+                }
+                bytes += more;
+                chain.push(*one);
+                next = self.follows.get(&one.record).copied();
+                section.step(1).await;
+            }
+            chains.push(chain);
+        }
+        chains.retain(|chain| chain.len() >= least.max(2) as usize);
+        chains
+    }
+}
+
+/// Where chains may be written.
+struct Rooms(BTreeMap<u32, (u64, u64)>);
+
+impl Rooms {
+    /// Asks every shard; `noted` gets what they have noted.
+    async fn ask(shards: &dyn Shards, noted: &mut VecDeque<RecordId>) -> Result<Self, Reason> {
+        let mut rooms = BTreeMap::new();
+        for shard in 0..shards.count() {
+            let (reply, answer) = ticket();
+            shards.survey(shard, reply)?;
+            let survey = gone(answer.await)?;
+            noted.extend(survey.noted);
+            rooms.insert(survey.shard, (survey.sequence, survey.room));
+        }
+        Ok(Self(rooms))
+    }
+
+    /// Takes the room that a chain needs in its shard; the sequence that this shard's log had.
+    fn take(&mut self, chain: &Chain, class: &RecordClass) -> Option<(u32, u64)> {
+        // A record lies in the shard of its first key.
+        let shard = chain.first()?.shard;
+        let (sequence, room) = self.0.get_mut(&shard)?;
+        let blocks: u64 = chain.iter().map(|one| u64::from(one.blocks)).sum();
+        let bytes = class.shape.block_bytes().saturating_mul(blocks);
+        let bytes = page_align(bytes).unwrap_or(u64::MAX).saturating_add(16 * PAGE_BYTES);
+        *room = room.checked_sub(bytes)?;
+        Some((shard, *sequence))
+    }
+}
+
+/// Merges what was put since this was done last, in so far as it goes on with what is here. What is left for want of time is `noted`
+/// again. Stops without an error where there is no room.
 pub(crate) async fn merge(
+    shared: &Arc<Shared>,
+    shards: &dyn Shards,
+    options: &CompactOptions,
+    pace: &mut Pace,
+    noted: &mut VecDeque<RecordId>,
+) -> Result<CompactReport, Reason> {
+    let mut report = CompactReport::default();
+    let mut rooms = Rooms::ask(shards, noted).await?;
+    let mut some: Vec<RecordId> = Vec::new();
+    while !noted.is_empty() && pace.ready().await {
+        some.clear();
+        some.extend(noted.drain(..noted.len().min(LOOKED_AT)));
+        let left =
+            merge_from(shared, (shards, &mut rooms), (options, &mut *pace), &some, &mut report).await?;
+        noted.extend(left);
+    }
+    let most = NOTED_MAX.saturating_mul(shards.count() as usize);
+    noted.drain(..noted.len().saturating_sub(most));
+    Ok(report)
+}
+
+/// The same of everything that is here.
+pub(crate) async fn merge_all(
     shared: &Arc<Shared>,
     shards: &dyn Shards,
     options: &CompactOptions,
     pace: &mut Pace,
 ) -> Result<CompactReport, Reason> {
     let mut report = CompactReport::default();
-    let (mut small, mut room_of) = (Vec::new(), BTreeMap::new());
-    for shard in 0..shards.count() {
-        let (reply, answer) = ticket();
-        shards.survey(shard, reply)?;
-        let survey = gone(answer.await)?;
-        small.extend(survey.small);
-        room_of.insert(survey.shard, (survey.sequence, survey.room));
-    }
-    for chain in chains(small, shared, options.merge_records_min) {
-        if !pace.ready().await {
-            break;
+    let mut rooms = Rooms::ask(shards, &mut VecDeque::new()).await?;
+    let (mut listed, mut some) = (Vec::new(), Vec::new());
+    let mut cursor = Some(RecordCursor::default());
+    while let Some(from) = cursor {
+        cursor = shared.index.records().snapshot(from, &mut listed);
+        some.extend(listed.iter().filter(|(_, info)| info.live > 0).map(|(id, _)| *id));
+        if some.len() >= LOOKED_AT || cursor.is_none() {
+            if !pace.ready().await {
+                break;
+            }
+            merge_from(shared, (shards, &mut rooms), (options, &mut *pace), &some, &mut report).await?;
+            some.clear();
         }
-        let Some(first) = chain.first() else { continue };
-        let shard = shared.shard_for(&BlockKey(first.first));
-        let Some((sequence, room)) = room_of.get_mut(&shard) else { continue };
-        let blocks: u32 = chain.iter().map(|one| one.blocks).sum();
-        let bytes = first.class.shape.block_bytes().saturating_mul(u64::from(blocks));
-        let bytes = page_align(bytes).unwrap_or(u64::MAX).saturating_add(16 * PAGE_BYTES);
-        if *room < bytes {
+    }
+    Ok(report)
+}
+
+/// Merges chains that some records are in. Gives the last records of those for which there was no time.
+async fn merge_from(
+    shared: &Arc<Shared>,
+    (shards, rooms): (&dyn Shards, &mut Rooms),
+    (options, pace): (&CompactOptions, &mut Pace),
+    some: &[RecordId],
+    report: &mut CompactReport,
+) -> Result<Vec<RecordId>, Reason> {
+    let mut section = Section::begin(&shared.work.merges, &*shared.clock);
+    let mut look = Look::new(shared);
+    for record in some {
+        look.go_back(*record, &mut section).await;
+        section.step(1).await;
+    }
+    let chains = look.chains(options.merge_records_min, &mut section).await;
+    drop(section);
+    let mut left = Vec::new();
+    for chain in chains {
+        if !left.is_empty() || !pace.ready().await {
+            left.extend(chain.last().map(|one| one.record));
             continue;
         }
-        *room -= bytes;
-        let merged = merge_one(shards, &chain, (shard, *sequence), shared).await;
-        match merged {
+        let Some(class) = chain.first().and_then(|first| shared.classes.get(first.class)) else { continue };
+        let Some(place) = rooms.take(&chain, &class) else { continue };
+        match merge_one(shards, (&chain, &class), place, shared).await {
             Ok(Some(moved)) => {
                 report.records_merged += chain.len() as u64;
                 report.take(moved);
@@ -244,13 +305,13 @@ pub(crate) async fn merge(
             Err(_) => report.records_failed += chain.len() as u64,
         }
     }
-    Ok(report)
+    Ok(left)
 }
 
 /// Gathers the records of a chain from their shards and writes them as one.
 async fn merge_one(
     shards: &dyn Shards,
-    chain: &Chain,
+    (chain, class): (&Chain, &Arc<RecordClass>),
     (shard, sequence): (u32, u64),
     shared: &Arc<Shared>,
 ) -> Result<Option<Moved>, Reason> {
@@ -270,7 +331,7 @@ async fn merge_one(
         moved.damaged += one.damaged;
         moved.bytes_read += one.bytes_read;
     }
-    let Some((head, blocks)) = join(chain, &mut found, sequence, shared)? else { return Ok(None) };
+    let Some((head, blocks)) = join((chain, class), &mut found, sequence, shared)? else { return Ok(None) };
     let (reply, answer) = ticket();
     shards.rewrite(shard, Box::new((head, blocks)), reply)?;
     moved.add(gone(answer.await)??);
@@ -281,7 +342,7 @@ async fn merge_one(
 
 /// The new record: the longest beginning of the chain that is still as it was surveyed.
 fn join(
-    chain: &Chain,
+    (chain, class): (&Chain, &Arc<RecordClass>),
     found: &mut BTreeMap<RecordId, Gathered>,
     sequence: u64,
     shared: &Arc<Shared>,
@@ -296,7 +357,7 @@ fn join(
         if !follows
             || gathered.blocks.len() != gathered.body.blocks.len()
             || gathered.body.extensions != body.extensions
-            || gathered.class.encoding != first.class.encoding
+            || gathered.class.encoding != class.encoding
         {
             break;
         }
@@ -308,7 +369,6 @@ fn join(
     if count < 2 {
         return Ok(None);
     }
-    let class = &first.class;
     let layout = Layout::auto(&class.shape, blocks.len() as u32);
     let form = RecordForm { layout, layout_version: LAYOUT_VERSION, encoding: class.encoding };
     let class = shared.classes.intern(&class.namespace, (class.group, class.coordinate), form)?;

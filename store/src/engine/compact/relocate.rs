@@ -21,7 +21,7 @@
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use kvarts_layout::BlockKey;
 use kvarts_layout::codec::StoredPlaces;
@@ -313,6 +313,22 @@ fn came_behind(shared: &Shared, parent: BlockFingerprint, block: &Taken) -> bool
     block.old.block > 0 || record.is_some_and(|record| record.hangs && record.parent == parent.first())
 }
 
+/// Blocks are being pointed elsewhere, and are not counted as moved yet.
+struct Switching<'a>(&'a Shared);
+
+impl<'a> Switching<'a> {
+    fn begin(shared: &'a Shared) -> Self {
+        shared.switching.fetch_add(1, SeqCst);
+        Self(shared)
+    }
+}
+
+impl Drop for Switching<'_> {
+    fn drop(&mut self) {
+        self.0.switching.fetch_sub(1, SeqCst);
+    }
+}
+
 /// Points the index at the new record, block by block.
 fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) -> Result<Moved, Reason> {
     let shared = &volume.shared;
@@ -330,6 +346,7 @@ fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) ->
     })?;
     shared.note_expiry((volume.shard, written.segment.number), head.expires);
     let mut moved = Moved { bytes_written: written.end - written.offset, ..Moved::default() };
+    let _switching = Switching::begin(shared);
     for (block, taken) in (0u16..).zip(blocks) {
         let new = Location { record, block };
         // A read already sent to the old place still finds it there; later look-ups lead to the copy.
@@ -354,7 +371,7 @@ fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) ->
         shared.free_if_empty(record, 0);
     }
     quota::note(shared, head.class.number, record, blocks.iter().map(|taken| taken.print));
-    shared.counters.blocks_moved.fetch_add(u64::from(moved.blocks), Relaxed);
+    shared.counters.blocks_moved.fetch_add(u64::from(moved.blocks), SeqCst);
     shared.counters.moved_bytes_written.fetch_add(moved.bytes_written, Relaxed);
     Ok(moved)
 }

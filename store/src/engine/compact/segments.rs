@@ -4,7 +4,7 @@
 //! Nothing is moved that would make reclaim evict live blocks for its sake: a segment is only begun when what is
 //! live in it fits into what is free.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use kvarts_layout::format::footer::{Content, Entry};
@@ -15,35 +15,46 @@ use super::relocate::relocate;
 use super::room::{live_by_segment, room};
 use super::{CompactOptions, CompactReport, Pace};
 use crate::engine::shard::Shard;
+use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::index::{RecordCursor, RecordId, RecordInfo};
+use crate::index::{OwnerCursor, RecordId};
 use kvarts_contract::error::Reason;
 
 /// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
-/// names them; where it cannot be read, all records of the index are looked through.
-async fn live_records(volume: &Volume, number: u32) -> Vec<RecordId> {
+/// names them; where it cannot be read, the shard's records are looked through.
+pub(super) async fn live_records(volume: &Volume, number: u32) -> Vec<RecordId> {
     let segment = volume.segments.borrow().get(&number).map(Rc::clone);
-    if let Some(segment) = segment
-        && let Ok(footer) = volume.read_footer(&segment).await
-    {
-        return footer.records.iter().filter_map(|entry| record_of(volume, &segment, entry)).collect();
+    let mut section = Section::begin(&volume.shared.work.evictions, &*volume.shared.clock);
+    let (mut found, mut some) = (Vec::new(), Vec::new());
+    if let Some(segment) = segment {
+        section.pause();
+        if let Ok(footer) = volume.read_footer(&segment).await {
+            for entry in &footer.records {
+                let before = found.len();
+                found.extend(records_of(volume, &segment, entry));
+                section.step(1 + (found.len() - before) as u64).await;
+            }
+            return found;
+        }
     }
-    let (mut cursor, mut some, mut found) = (Some(RecordCursor::default()), Vec::new(), Vec::new());
+    let Ok(shard) = u16::try_from(volume.shard) else { return found };
+    let (mut cursor, mut by_page) = (Some(OwnerCursor::default()), Vec::new());
     while let Some(from) = cursor {
-        cursor = volume.shared.index.records().snapshot(from, &mut some);
-        let here = |record: &RecordInfo| u32::from(record.shard) == volume.shard && record.segment == number;
-        let live = some.iter().filter(|(_, record)| here(record) && record.live > 0);
-        found.extend(live.map(|(id, record)| (record.page, *id)));
+        cursor = volume.shared.index.records().snapshot_of((shard, None), from, &mut some);
+        let here = some.iter().filter(|(_, record, _)| record.segment == number && record.live > 0);
+        by_page.extend(here.map(|(id, record, _)| (record.page, *id)));
+        section.step(some.len().max(1) as u64).await;
     }
-    found.sort_unstable();
-    found.into_iter().map(|(_, id)| id).collect()
+    by_page.sort_unstable();
+    by_page.into_iter().map(|(_, id)| id).collect()
 }
 
-/// The index's record for an entry of a footer, if a block of it is live.
-fn record_of(volume: &Volume, segment: &Segment, entry: &Entry) -> Option<RecordId> {
-    let Content::Blocks(blocks) = &entry.content else { return None };
-    cold::prints(volume, segment, blocks)?.find_map(|print| cold::live_here(volume, segment, entry, print))
+/// The index's records for an entry of a footer: where the times of its blocks differ there are several.
+fn records_of(volume: &Volume, segment: &Segment, entry: &Entry) -> BTreeSet<RecordId> {
+    let Content::Blocks(blocks) = &entry.content else { return BTreeSet::new() };
+    let prints = cold::prints(volume, segment, blocks).into_iter().flatten();
+    prints.filter_map(|print| cold::live_here(volume, segment, entry, print)).collect()
 }
 
 /// Empties what is worth it in each of these shards.

@@ -15,13 +15,12 @@ use std::rc::Rc;
 
 use super::encode::Cold;
 use super::relocate::relocate;
+use super::segments::live_records;
 use crate::engine::shard::Shard;
 use crate::engine::space::Space;
 use crate::engine::space::evict::batch::Made;
-use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
-use crate::index::{OwnerCursor, RecordId};
 
 /// A segment is thin when one part in this many would hold its live bytes.
 const THIN_PARTS: u64 = 12;
@@ -159,20 +158,7 @@ async fn remove_emptied(space: &Space) {
 
 /// Moves what is live in a segment; false if that could not be done.
 async fn thin_out(shard: &Rc<Shard>, segment: u32) -> bool {
-    let mut records: Vec<(u32, RecordId)> = Vec::new();
-    let (mut cursor, mut some) = (Some(OwnerCursor::default()), Vec::new());
-    let shared = &shard.volume.shared;
-    let mut section = Section::begin(&shared.work.evictions, &*shared.clock);
-    while let Some(from) = cursor {
-        cursor = shared.index.records().snapshot_of((shard.volume.shard as u16, None), from, &mut some);
-        let here = some.iter().filter(|(_, record, _)| record.segment == segment && record.live > 0);
-        records.extend(here.map(|(id, record, _)| (record.page, *id)));
-        section.step(some.len().max(1) as u64).await;
-    }
-    drop(section);
-    // In the order in which they lie: chains stay together.
-    records.sort_unstable();
-    for (_, record) in records {
+    for record in live_records(&shard.volume, segment).await {
         if shard.log.closing.get() {
             return false;
         }

@@ -1,33 +1,38 @@
 //! What descends from a key, to be deleted with it.
 //!
-//! Every shard is asked once for the links of the namespace, from child to parent, that its segments list; the search
-//! then walks them in memory. A chain of records that lies in all shards so costs one look at each footer, however long
-//! it is. Memory is bounded: where there are more links than a search may keep, it walks what it has, lets go of it and
-//! goes on with the rest, until a look at everything finds nothing more; and where more descends from the key than a
-//! shard could ever remember to be deleted, it ends with that.
+//! Which records may descend from it, memory knows: each record has the fingerprint of the block that it hangs on, and one pass over
+//! the namespace's records follows them ([`Candidates`]). The names of their blocks are read from the footers of the segments in which
+//! they lie, each once, as links from child to parent; the search then walks those. Where a key that was found has blocks in another
+//! column that the pass did not meet, another pass begins with them. Memory is bounded: where there are more links than a search may
+//! keep, it walks what it has, lets go of it and goes on with the rest, until a look at everything finds nothing more; and where more
+//! descends from the key than a shard could ever remember to be deleted, it ends with that.
+
+mod candidates;
 
 use std::collections::BTreeSet;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::SeqCst;
 
+use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::body::Blocks;
 use kvarts_layout::format::footer::{Content, Entry};
 use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, Coordinate, Group};
 
-use super::links::{Ask, Link, Links, Listed};
+use super::links::{Ask, Link, Links, Places};
 use super::router::{Message, Router};
 use crate::engine::read::Reads;
 use crate::engine::read::listing::parent_of;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::engine::tasks::fair_turn::FairTurn;
-use crate::engine::tasks::notify::{Section, with_deadline};
+use crate::engine::tasks::notify::{Section, with_deadline, yield_now};
 use crate::engine::volume::Volume;
-use crate::engine::volume::segment::{Segment, SegmentState};
+use crate::engine::volume::segment::Segment;
 use crate::engine::write::delete::{self, Answer};
 use crate::rt::Runtime;
+use candidates::Candidates;
 use kvarts_contract::api::DeleteRequest;
 use kvarts_contract::error::Reason;
 use kvarts_contract::ticket::{Reply, ticket};
@@ -45,57 +50,51 @@ pub(crate) async fn links(
     ask: Ask,
     reply: &Reply<Result<Links, Reason>>,
 ) -> Result<Links, Reason> {
-    let Ask { namespace, mut listed, from, .. } = ask;
+    let Ask { namespace, among, from, .. } = ask;
     let (mut links, mut section) = (Vec::new(), Section::default());
     for segment in reads.segments_from(from) {
-        let generation = segment.generation.get();
-        if listed.get(&segment.number) == Some(&generation) {
-            continue;
-        }
+        let pages = match among.as_ref().map(|among| among.get(&segment.number)) {
+            Some(None) => continue,
+            Some(Some(pages)) => pages.as_ref(),
+            None => None,
+        };
         if links.len() >= ANSWER_LINKS {
-            return Ok(Links { links, listed, next: Some(segment.number) });
+            return Ok(Links { links, next: Some(segment.number) });
         }
         if reply.is_cancelled() {
             break;
         }
-        let mut settled = segment.state.get() == SegmentState::Sealed;
         for entry in reads.listing(&segment).await? {
+            section.spend(1).await;
+            let page = u32::try_from(entry.offset / PAGE_BYTES).unwrap_or(u32::MAX);
             let Content::Blocks(blocks) = &entry.content else { continue };
-            if segment.local(blocks.namespace) == namespace.local {
-                settled &= links_of(&reads.volume, (&segment, &entry, blocks), &mut links);
+            if segment.local(blocks.namespace) == namespace.local
+                && pages.is_none_or(|pages| pages.contains(&page))
+            {
+                links_of(&reads.volume, (&segment, &entry, blocks), &mut links);
                 reads.volume.shared.work.searches.add(1 + blocks.blocks.len() as u64);
-                section.spend(1 + blocks.blocks.len() as u64 / 8).await;
+                section.spend(blocks.blocks.len() as u64 / 8).await;
             }
         }
-        if settled && segment.generation.get() == generation {
-            listed.insert(segment.number, generation);
-        }
     }
-    Ok(Links { links, listed, next: None })
+    Ok(Links { links, next: None })
 }
 
-/// The links of the blocks of a record that are live there. False if one is elsewhere: it may be on its way here.
-fn links_of(
-    volume: &Volume,
-    (segment, entry, blocks): (&Segment, &Entry, &Blocks),
-    links: &mut Vec<Link>,
-) -> bool {
-    let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return true };
+/// The links of the blocks of a record that are live there.
+fn links_of(volume: &Volume, (segment, entry, blocks): (&Segment, &Entry, &Blocks), links: &mut Vec<Link>) {
+    let Some(coordinate) = Coordinate::from_u64(blocks.coordinate) else { return };
     let (index, namespace) = (&volume.shared.index, segment.local(blocks.namespace));
-    let mut settled = true;
     for (place, name) in blocks.blocks.iter().enumerate() {
         let key = BlockKey(name.key);
         let print = index.key().of(namespace, &key, Group(blocks.group), coordinate);
-        let Some(found) = index.locate(print) else { continue };
-        if !volume.is_at(segment, entry.offset, &found.record) {
-            settled = false;
-        } else if let Some(parent) = parent_of(blocks, place)
+        if let Some(found) = index.locate(print)
+            && volume.is_at(segment, entry.offset, &found.record)
+            && let Some(parent) = parent_of(blocks, place)
             && volume.shared.is_here(print, &found.record)
         {
             links.push((parent, key));
         }
     }
-    settled
 }
 
 /// Links of a namespace in all shards, no more than `most` of them.
@@ -106,17 +105,17 @@ pub(crate) async fn all_links(
 ) -> Result<BTreeSet<Link>, Reason> {
     let mut links = BTreeSet::new();
     for shard in 0..router.shards() {
-        let (mut listed, mut next) = (Listed::new(), Some(0));
+        let mut next = Some(0);
         while let Some(from) = next {
             let (reply, answer) = ticket();
-            let ask = Ask { shard, namespace: Arc::clone(namespace), listed, from };
+            let ask = Ask { shard, namespace: Arc::clone(namespace), among: None, from };
             router.send(shard, Message::Links(ask, reply))?;
             let found = answer.await.map_err(|_| Reason::Busy("the store is closing"))??;
             links.extend(found.links.into_iter().take(most.saturating_sub(links.len())));
             if links.len() >= most {
                 return Ok(links);
             }
-            (listed, next) = (found.listed, found.next);
+            next = found.next;
         }
     }
     Ok(links)
@@ -134,14 +133,20 @@ pub(crate) async fn delete_prefix(
     let mut finding = pin!(async {
         let namespace = delete::check(shared, &request)?;
         let _turn = turn.take(&namespace.salt).await;
-        let mut search = Search::new(root, router.shards(), delete::keys_max(shared.shards));
+        let mut search = Search::new(root, delete::keys_max(shared.shards));
         search.run(shared, router, &namespace).await?;
-        Ok::<_, Reason>((namespace, search.keys))
+        let (found, mut keys) = (search.keys, Vec::new());
+        let mut section = Section::default();
+        for key in found {
+            keys.push(key);
+            section.spend(1).await;
+        }
+        Ok::<_, Reason>((namespace, keys))
     });
     let deadline = request.deadline.map(|at| rt.sleep_until(at));
     match with_deadline(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {
         Ok(found) => {
-            for (shard, part) in delete::begin_found(shared, found, request.deadline, reply) {
+            for (shard, part) in delete::begin_found(shared, found, request.deadline, reply).await {
                 router.delete(shard, part);
             }
         }
@@ -158,19 +163,16 @@ struct Search {
     links: BTreeSet<Link>,
     /// Some links have been let go of since everything was looked at.
     let_go: bool,
-    /// Of each shard.
-    listed: Vec<Listed>,
     section: Section,
 }
 
 impl Search {
-    fn new(root: BlockKey, shards: u32, keys_max: usize) -> Self {
+    fn new(root: BlockKey, keys_max: usize) -> Self {
         Self {
             keys: BTreeSet::from([root]),
             keys_max,
             links: BTreeSet::new(),
             let_go: false,
-            listed: vec![Listed::new(); shards as usize],
             section: Section::default(),
         }
     }
@@ -181,45 +183,48 @@ impl Search {
         router: &Router,
         namespace: &Arc<Namespace>,
     ) -> Result<(), Reason> {
-        let moved = || shared.counters.blocks_moved.load(Relaxed);
-        let mut repeats = 0;
+        let moved = || shared.counters.blocks_moved.load(SeqCst);
+        let (mut repeats, mut candidates) = (0, Candidates::of(shared, namespace));
         loop {
             let (moved_before, known) = (moved(), self.keys.len());
-            for shard in 0..router.shards() {
-                self.look_at(shard, (shared, router), namespace).await?;
+            if candidates.find(shared, &self.keys).await {
+                for (shard, places) in candidates.take_found() {
+                    self.look_at(shard, places, (shared, router), namespace).await?;
+                }
+                self.walk(shared).await?;
+            } else if !self.let_go && !is_moving(shared, moved_before).await {
+                return Ok(());
             }
-            self.walk(shared).await?;
             let again = self.let_go || kvarts_layout::planted!("footers-read-again");
             if again && self.keys.len() > known {
                 // What was let go of may lead on from what was found since.
+                candidates = Candidates::of(shared, namespace);
                 self.let_go = false;
-                self.listed.iter_mut().for_each(Listed::clear);
-            } else if moved() != moved_before && repeats < REPEATS_MAX {
+            } else if is_moving(shared, moved_before).await && repeats < REPEATS_MAX {
                 // Compaction may have moved a block from a segment that is still to be read into one already read.
+                candidates = Candidates::of(shared, namespace);
                 repeats += 1;
             } else {
-                return Ok(());
+                self.let_go = false;
             }
         }
     }
 
-    /// Takes in the links of a shard.
+    /// Takes in the links of some records of a shard.
     async fn look_at(
         &mut self,
         shard: u32,
+        places: Places,
         (shared, router): (&Shared, &Router),
         namespace: &Arc<Namespace>,
     ) -> Result<(), Reason> {
-        let mut next = Some(0);
+        let (places, mut next) = (Arc::new(places), Some(0));
         while let Some(from) = next {
-            let Some(listed) = self.listed.get_mut(shard as usize).map(std::mem::take) else { break };
             let (reply, answer) = ticket();
-            let ask = Ask { shard, namespace: Arc::clone(namespace), listed, from };
+            let among = Some(Arc::clone(&places));
+            let ask = Ask { shard, namespace: Arc::clone(namespace), among, from };
             router.send(shard, Message::Links(ask, reply))?;
             let found = answer.await.map_err(|_| Reason::Busy("the store is closing"))??;
-            if let Some(listed) = self.listed.get_mut(shard as usize) {
-                *listed = found.listed;
-            }
             next = found.next;
             for link in found.links {
                 self.links.insert(link);
@@ -255,6 +260,15 @@ impl Search {
     }
 }
 
+/// Whether blocks have been moved since there were so many moves.
+async fn is_moving(shared: &Shared, before: u64) -> bool {
+    // What is moved at this moment is counted when it is.
+    while shared.switching.load(SeqCst) > 0 {
+        yield_now().await;
+    }
+    shared.counters.blocks_moved.load(SeqCst) != before
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -264,7 +278,7 @@ mod tests {
     fn a_search_that_finds_more_than_can_be_deleted_ends_there() {
         Place::new().run(|world| async move {
             for (keys_max, children, ends) in [(100, 100, false), (100, 101, true), (100, 5000, true)] {
-                let mut search = Search::new(key(0), 1, keys_max + 1);
+                let mut search = Search::new(key(0), keys_max + 1);
                 // Half of them one under the other, half under the key.
                 let child = |n: u64| (key(if n.is_multiple_of(2) { n - n.min(2) } else { 0 }), key(n));
                 search.links.extend((1..=children).map(child));

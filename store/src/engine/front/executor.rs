@@ -2,11 +2,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
-use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::Duration;
 
 use kvarts_layout::identity::TenantSalt;
@@ -29,7 +27,7 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
 use crate::engine::tasks::fair_turn::FairTurn;
-use crate::engine::tasks::notify::{Turn, with_deadline};
+use crate::engine::tasks::notify::{Turn, with_deadline, yield_now};
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::directory::{self, Way, terms};
 use crate::engine::volume::tombstones::Graves;
@@ -40,7 +38,7 @@ use crate::io::IoFacts;
 use crate::rt::mailbox::Mailbox;
 use crate::rt::{Body, ExecutorContext, LocalTask, Runtime};
 use kvarts_contract::error::{Error, Reason};
-use kvarts_contract::ticket::Reply;
+use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{
     buffers::{Arena, Region},
     io_error::DirId,
@@ -116,16 +114,6 @@ const SPACE_WITHIN: Duration = Duration::from_secs(5);
 /// How long a look at an executor waits for what a file system makes of holes.
 const HOLES_WITHIN: Duration = Duration::from_secs(1);
 
-/// Asks the file systems of these shards whether they make holes, all at once.
-async fn ask_of_holes(shards: &[Rc<Shard>]) {
-    let mut asked: Vec<_> = shards.iter().map(|shard| Box::pin(shard.space.makes_holes())).collect();
-    poll_fn(|context| {
-        asked.retain_mut(|one| one.as_mut().poll(context).is_pending());
-        if asked.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
-}
-
 /// Staging memory of each directory at least.
 const ARENA_MIN: usize = 1 << 20;
 
@@ -193,9 +181,7 @@ impl Executor {
                 Message::GiveSpare { shard, bytes, reply } => self.give_spare(shard, bytes, reply),
                 Message::MakeRoom { shard, reply } => self.make_room(shard, reply),
                 Message::TellQuotaEvictions => self.name_evicted(),
-                Message::FreeSpace { shared, reply } => {
-                    let _ = reply.send(self.free_space(&shared).await);
-                }
+                Message::FreeSpace { shared, reply } => self.free_space(shared, reply),
                 Message::Inspect(reply) => self.inspect(reply),
                 Message::Drives(reply) => drop(reply.send(self.driver.loads())),
                 Message::Tables(reply) => drop(reply.send(self.tables())),
@@ -213,11 +199,14 @@ impl Executor {
     }
 
     /// What is free on the disks, unless one of them does not say it in time.
-    async fn free_space(&self, shared: &Shared) -> Result<u64, Reason> {
+    fn free_space(&self, shared: Arc<Shared>, reply: Reply<Result<u64, Reason>>) {
         let until = self.rt.sleep_until(self.rt.clock().now().plus(SPACE_WITHIN));
-        let asking = pin!(free_space(&self.driver, &shared.directories));
-        let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
-        with_deadline(asking, Some(until)).await.unwrap_or(silent)
+        let driver = Rc::clone(&self.driver);
+        self.background(async move {
+            let asking = pin!(free_space(&driver, &shared.directories));
+            let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
+            let _ = reply.send(with_deadline(asking, Some(until)).await.unwrap_or(silent));
+        });
     }
 
     /// What the way to the disks is, and what went over it. Of holes it says what is known within a second: a disk that hangs tells nothing.
@@ -228,16 +217,37 @@ impl Executor {
         let metrics = Metrics { arena_bytes, ..self.driver.metrics() };
         let in_use = |shard: &&Rc<Shard>| !shard.volume.is_out();
         let shards: Vec<Rc<Shard>> = self.shards.borrow().values().filter(in_use).map(Rc::clone).collect();
+        let asked: Vec<_> = shards.iter().filter_map(|shard| self.ask_of_holes(shard)).collect();
         let until = self.rt.sleep_until(self.rt.clock().now().plus(HOLES_WITHIN));
         self.background(async move {
-            let asking = pin!(ask_of_holes(&shards));
-            let _ = with_deadline(asking, Some(until)).await;
+            let answered = pin!(async {
+                for answer in asked {
+                    let _ = answer.await;
+                }
+            });
+            let _ = with_deadline(answered, Some(until)).await;
             // One line for each directory.
             let notes: BTreeSet<String> =
                 shards.iter().filter_map(|shard| shard.space.note_of_holes()).collect();
             facts.warnings.extend(notes);
             let _ = reply.send((facts, metrics));
         });
+    }
+
+    /// Asks the file system of a shard whether it makes holes, unless that is known or being asked. What it began is ended, whether
+    /// the answer is waited for or not: it has a file open, and room that it took.
+    fn ask_of_holes(&self, shard: &Rc<Shard>) -> Option<Ticket<()>> {
+        if !shard.space.may_ask_of_holes() {
+            return None;
+        }
+        let (reply, answer) = ticket();
+        let shard = Rc::clone(shard);
+        let asking = async move {
+            shard.space.makes_holes().await;
+            let _ = reply.send(());
+        };
+        self.rt.spawn(Class::Background, Box::pin(asking));
+        Some(answer)
     }
 
     fn tables(&self) -> Vec<Table> {
@@ -357,7 +367,9 @@ impl Executor {
             while !stopping.get() {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
                 let shared = &shard.volume.shared;
-                shared.index.expire(rt.clock().now());
+                while shared.index.expire(rt.clock().now()).more {
+                    yield_now().await;
+                }
                 let _ = shared.epoch();
                 if shard.volume.is_out() {
                     continue;
@@ -572,11 +584,12 @@ impl Executor {
             }
             Message::Merge(shared, router, options, reply) => Box::pin(async move {
                 let mut pace = Pace::new(&rt, &options, stopping);
-                let _ = reply.send(chains::merge(&shared, &*router, &options, &mut pace).await);
+                let _ = reply.send(chains::merge_all(&shared, &*router, &options, &mut pace).await);
             }),
             Message::Survey(shard, reply) => {
                 let Some(shard) = self.own(shard) else { return };
-                Box::pin(async move { drop(reply.send(chains::survey(&shard).await)) })
+                let _ = reply.send(chains::survey(&shard));
+                return;
             }
             Message::Gather(shard, records, reply) => {
                 let Some(shard) = self.own(shard) else { return };

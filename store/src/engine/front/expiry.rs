@@ -11,11 +11,14 @@ use crate::engine::shared::Shared;
 use crate::engine::shared::due::{Due, stretch_of};
 use crate::engine::shared::quota;
 use crate::engine::shared::visibility::{BlockOf, Departure};
-use crate::engine::tasks::steps::Section;
+use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::Volume;
 use crate::index::{BlockFingerprint, Eviction, Located, OwnerCursor, RecordId, RecordInfo};
 use kvarts_contract::api::{MAX_REQUEST_BLOCKS, TtlReply, TtlRequest};
 use kvarts_contract::error::{Reason, SpaceCause};
+
+/// Blocks whose time is changed before others change what is here.
+const CHANGED_AT_ONCE: usize = AT_ONCE as usize;
 
 /// Takes out every block of a shard whose time is over and that no lease holds. It looks at the segments alone in which
 /// something may have expired. Between the blocks of one record and the next, others have their turn if it is time.
@@ -103,6 +106,40 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>, which: Change) 
     namespace.shape(request.group, request.coordinate)?;
     let prints = shared.prints_of(&namespace, request.keys, (request.group, request.coordinate));
     let expires = request.ttl.map_or(0, |ttl| shared.expires_after(ttl).1);
+    let mut changed = BTreeSet::new();
+    for some in by_record(shared, &prints) {
+        change_some(shared, &some, (expires, which), &mut changed)?;
+        shared.events.let_others();
+    }
+    Ok(TtlReply { changed: prints.iter().map(|print| changed.contains(print)).collect() })
+}
+
+/// The blocks that are here, those of a record together, a few hundred at a time: all other changes of what is here wait for each.
+fn by_record(shared: &Shared, prints: &[BlockFingerprint]) -> Vec<Vec<BlockFingerprint>> {
+    let record_of = |print: &BlockFingerprint| shared.index.locate(*print).map(|found| found.location.record);
+    let mut all: Vec<_> = prints.iter().filter_map(|print| Some((record_of(print)?, *print))).collect();
+    all.sort_unstable();
+    all.dedup();
+    let mut chunks = vec![Vec::new()];
+    for run in all.chunk_by(|one, next| one.0 == next.0) {
+        let fits = chunks.last().is_some_and(|last: &Vec<_>| last.len() + run.len() <= CHANGED_AT_ONCE);
+        for some in run.chunks(CHANGED_AT_ONCE) {
+            let some = some.iter().map(|(_, print)| *print);
+            match chunks.last_mut().filter(|_| fits) {
+                Some(last) => last.extend(some),
+                None => chunks.push(some.collect()),
+            }
+        }
+    }
+    chunks
+}
+
+fn change_some(
+    shared: &Shared,
+    prints: &[BlockFingerprint],
+    (expires, which): (u32, Change),
+    changed: &mut BTreeSet<BlockFingerprint>,
+) -> Result<(), Reason> {
     // Nothing else changes the content meanwhile, so that no record's number becomes another's.
     let _change = shared.events.change();
     let mut by_record = BTreeMap::<RecordId, BTreeMap<BlockFingerprint, Located>>::new();
@@ -110,16 +147,15 @@ pub(crate) fn set_ttl(shared: &Shared, request: &TtlRequest<'_>, which: Change) 
         let until = found.record.expires;
         which == Change::Any || expires != 0 && (until == 0 || until > expires)
     };
-    for print in &prints {
+    for print in prints {
         if let Some(found) = shared.index.locate(*print).filter(is_meant) {
             by_record.entry(found.location.record).or_default().insert(*print, found);
         }
     }
-    let mut changed = BTreeSet::new();
     for (record, blocks) in by_record {
-        change(shared, record, &blocks, expires, &mut changed)?;
+        change(shared, record, &blocks, expires, changed)?;
     }
-    Ok(TtlReply { changed: prints.iter().map(|print| changed.contains(print)).collect() })
+    Ok(())
 }
 
 /// Changes the time of some blocks of one record.

@@ -39,6 +39,7 @@ pub(crate) fn of_shard(shard: &Shard) -> Vec<Table> {
         table("headers", shard.reads.headers.places()),
         table("records that do not pay", shard.moves.unpaying.borrow().len()),
         table("segments looked at", shard.moves.looked_at.borrow().len()),
+        table("small records noted", shard.volume.noted.len()),
         table("tombstones", shard.volume.tombstones.borrow().len()),
         table("shared loads", shard.reads.flights.len()),
         table("writes under way", shard.log.writes.len()),

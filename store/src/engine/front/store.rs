@@ -332,10 +332,14 @@ impl Store {
 
     /// What the way to the disks is, and what went over it, for each executor.
     pub async fn io(&self) -> Result<Vec<(IoFacts, Metrics)>, Error> {
-        let mut all = Vec::new();
+        let mut answers = Vec::new();
         for sender in &self.0.router.executors {
             let (reply, answer) = ticket();
             send(sender, Message::Inspect(reply))?;
+            answers.push(answer);
+        }
+        let mut all = Vec::new();
+        for answer in answers {
             all.push(lost(answer.await)?);
         }
         Ok(all)
@@ -583,10 +587,8 @@ impl KvStore for Store {
     }
 
     fn unlock(&self, lease: LeaseId) -> bool {
-        // What has ended by itself cannot be ended early.
         let shared = &self.0.shared;
-        shared.index.expire(shared.clock.now());
-        shared.index.unlock(lease)
+        shared.index.unlock_at(lease, shared.clock.now())
     }
 
     fn renew(&self, lease: LeaseId, hold: Duration) -> Result<(), Error> {

@@ -191,6 +191,8 @@ pub(crate) struct Shared {
     pub(crate) favoured: Favoured,
     /// Live blocks that cannot be used, as they were counted last.
     pub(crate) cut_off: CutOff,
+    /// How often blocks are being pointed elsewhere and are not counted as moved yet.
+    pub(crate) switching: AtomicU64,
     /// The policy's place among all.
     eviction: AtomicU64,
     /// Records whose blocks another shard's recovery has taken over; held until all shards are recovered.
@@ -252,6 +254,7 @@ impl Shared {
             admission: Admission::default(),
             favoured: Favoured::default(),
             cut_off: CutOff::default(),
+            switching: AtomicU64::new(0),
             eviction: AtomicU64::new(0),
             superseded: Mutex::default(),
         }

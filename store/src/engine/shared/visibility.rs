@@ -182,16 +182,18 @@ impl Shared {
         Ok(left)
     }
 
-    /// Takes blocks out, leased or not, and keeps puts of them from beginning until the ticket is given back
-    /// ([`crate::index::Index::abandon`]). Says of each whether it was live.
+    /// Takes blocks out, leased or not, and keeps puts of them from beginning until the claim is given back
+    /// ([`crate::index::Index::abandon`]). Says of each whether it was live. All other changes wait for it, so it is asked for a few
+    /// hundred at a time.
     pub(crate) fn condemn(
         &self,
+        claim: Ticket,
         prints: &[BlockFingerprint],
         cause: Cause,
         name_of: impl Fn(usize) -> IndexKey,
-    ) -> (Ticket, Vec<bool>) {
+    ) -> Vec<bool> {
         let mut change = self.events.change();
-        let (claim, were) = self.index.condemn(prints);
+        let were = self.index.condemn(claim, prints);
         let at_ms = self.wall_ms();
         let live = |(place, was): (usize, Deleted)| {
             let Deleted::Live { location, left } = was else { return false };
@@ -205,7 +207,7 @@ impl Shared {
             self.free_if_empty(location.record, left);
             true
         };
-        (claim, were.into_iter().enumerate().map(live).collect())
+        were.into_iter().enumerate().map(live).collect()
     }
 
     /// Cuts a namespace off from all it holds. Gives what it was; `None` if that is being done already.

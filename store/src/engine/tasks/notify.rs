@@ -85,6 +85,11 @@ impl Turn {
         self.changed.until(|| (!self.taken.replace(true)).then_some(())).await;
         Taken(self)
     }
+
+    /// Whether a task has it now.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.taken.get()
+    }
 }
 
 /// The turn, while it is held.

@@ -89,6 +89,8 @@ kinds! {
     footers,
     /// Walks from records to what they hang on.
     chains,
+    /// Looks for chains of small records.
+    merges,
 }
 
 /// One piece of long work.
@@ -111,10 +113,15 @@ impl<'a> Section<'a> {
         }
         self.steps += steps;
         if self.steps >= AT_ONCE {
-            self.pause();
-            yield_now().await;
-            self.since = Some(self.clock.now());
+            self.end_turn().await;
         }
+    }
+
+    /// Other tasks have their turn now.
+    pub(crate) async fn end_turn(&mut self) {
+        self.pause();
+        yield_now().await;
+        self.since = Some(self.clock.now());
     }
 
     /// Something else is waited for.

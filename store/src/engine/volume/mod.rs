@@ -3,6 +3,7 @@
 pub(crate) mod checkpoint;
 pub(crate) mod directory;
 mod footers;
+pub(crate) mod noted;
 pub(crate) mod pages;
 pub(crate) mod segment;
 pub(crate) mod tombstones;
@@ -18,6 +19,7 @@ use kvarts_layout::format::segment::SegmentHeader;
 use kvarts_layout::format::{self, PAGE_BYTES, Position, checkpoint as on_disk};
 
 use self::checkpoint::Slots;
+use self::noted::Noted;
 use self::segment::{Segment, SegmentState};
 use self::tombstones::TombstoneSet;
 use super::shared::Shared;
@@ -57,6 +59,8 @@ pub(crate) struct Volume {
     /// What was deleted, for as long as its records may lie on disk.
     pub(crate) tombstones: RefCell<TombstoneSet>,
     pub(crate) checkpoints: Slots,
+    /// Small records that may be merged.
+    pub(crate) noted: Noted,
     /// Wakes those who wait for something of the shard to be over.
     pub(crate) changed: Notify,
     spawn: Spawn,
@@ -83,6 +87,7 @@ impl Volume {
             sequence: Cell::new(1),
             tombstones: RefCell::default(),
             checkpoints: Slots::default(),
+            noted: Noted::default(),
             changed: Notify::default(),
             spawn,
         }

@@ -13,7 +13,7 @@
 //! before any caller is told; a delete that some shard knows to have begun and not to have ended is finished when the store
 //! is opened (`format::marks`).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::future::poll_fn;
 use std::pin::pin;
 use std::rc::Rc;
@@ -25,16 +25,17 @@ use kvarts_layout::format::marks::Mark;
 use kvarts_layout::format::record::Body;
 use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 
-use super::draft::Draft;
+use super::draft::{Draft, Written};
 use super::log::Log;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
-use crate::engine::tasks::notify::with_deadline;
+use crate::engine::tasks::notify::{with_deadline, yield_now};
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::engine::volume::{OUT, Volume};
 use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
 use crate::rt::{LocalTask, Runtime};
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
+use kvarts_contract::blocking::block_on;
 use kvarts_contract::error::{Error, LatchCause, Reason};
 use kvarts_contract::events::Cause;
 use kvarts_contract::sync::atomic::Ordering;
@@ -44,8 +45,10 @@ use kvarts_contract::{class::Class, clock::Nanos};
 
 /// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
 const TOMBSTONE_BYTES: u64 = 160;
-/// Tombstones of one record at most: more records are not worth less.
-const RECORD_TOMBSTONES_MAX: u64 = 4096;
+/// Tombstones of one record at most: they are noted and written down in less than a millisecond.
+const RECORD_TOMBSTONES_MAX: u64 = 1024;
+/// Blocks that are taken out of the index before others change it.
+const BLOCKS_AT_ONCE: usize = AT_ONCE as usize;
 
 /// Tombstones that all shards remember at most: about 800 MiB; and what one shard may, however many there are.
 const REMEMBERED_ALL: usize = 1 << 23;
@@ -89,6 +92,8 @@ struct State {
     were: Vec<bool>,
     blocks: u64,
     parts_left: usize,
+    /// Parts that run on an executor still, late or not.
+    running: usize,
     refused: Option<Reason>,
     /// A part gave up waiting: the delete goes on, ends unacknowledged, and its claims end with it.
     late: bool,
@@ -108,9 +113,24 @@ pub(crate) struct DeletePart {
 
 impl DeletePart {
     fn answer(&mut self, result: &Result<(), Reason>) {
-        if !std::mem::replace(&mut self.answered, true) {
-            self.job.answered(result);
+        if self.is_last_to_say(result) {
+            self.job.answer();
         }
+    }
+
+    /// The same on an executor: what is claimed is let go of a few hundred at a time.
+    async fn answer_in_turns(&mut self, result: &Result<(), Reason>) {
+        if self.is_last_to_say(result) {
+            if !self.job.lock().late {
+                self.job.release_in_turns().await;
+            }
+            self.job.answer();
+        }
+    }
+
+    /// Tells what came of this part, and whether all parts have told.
+    fn is_last_to_say(&mut self, result: &Result<(), Reason>) -> bool {
+        !std::mem::replace(&mut self.answered, true) && self.job.note_answer(result)
     }
 }
 
@@ -123,7 +143,7 @@ impl Drop for DeletePart {
 /// Checks a request for keys or a namespace and takes its blocks out of the index: one part for every shard. If
 /// there is nothing to do, the answer has been given.
 pub(crate) fn begin(shared: &Arc<Shared>, request: DeleteRequest, reply: Answer) -> Vec<(u32, DeletePart)> {
-    let job = match try_begin(shared, request) {
+    let job = match block_on(try_begin(shared, request)) {
         Ok(job) => job,
         Err(reason) => {
             // A caller that is gone needs no answer.
@@ -139,7 +159,8 @@ fn start(mut job: DeleteJob, reply: Answer) -> Vec<(u32, DeletePart)> {
     let shards: Vec<u32> = job.shared.shards_in_use().collect();
     job.lead = shards.first().copied().unwrap_or(0);
     let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-    (state.parts_left, state.epochs_left, state.reply) = (shards.len(), shards.len(), Some(reply));
+    (state.parts_left, state.running, state.epochs_left) = (shards.len(), shards.len(), shards.len());
+    state.reply = Some(reply);
     let job = Arc::new(job);
     let part = |shard| (shard, DeletePart { job: Arc::clone(&job), answered: false });
     shards.into_iter().map(part).collect()
@@ -172,35 +193,36 @@ pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Name
     Ok(namespace)
 }
 
-fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<DeleteJob, Reason> {
+async fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<DeleteJob, Reason> {
     let namespace = check(shared, &request)?;
     let deadline = request.deadline;
     match request.target {
         Target::Keys { column, keys } => {
             let all = || Columns::All(shared.classes.columns(&namespace));
             let columns = column.map_or_else(all, |(group, coordinate)| Columns::One(group, coordinate));
-            Ok(blocks(shared, namespace, (keys, columns, Cause::Key), deadline))
+            let mut distinct = keys.clone();
+            distinct.sort_unstable();
+            distinct.dedup();
+            let places = keys.iter().filter_map(|key| distinct.binary_search(key).ok()).collect();
+            let mut job = blocks(shared, namespace, (distinct, columns, Cause::Key), deadline).await;
+            job.places = places;
+            Ok(job)
         }
         Target::Namespace => {
             let retired =
                 shared.retire(&namespace).ok_or(Reason::Busy("the namespace is being deleted already"))?;
-            Ok(job(shared, retired, Dead::Namespace, (Vec::new(), Vec::new()), deadline))
+            Ok(job(shared, retired, Dead::Namespace, deadline))
         }
         Target::Prefix(_) => Err(Reason::Bug("a prefix whose blocks were not looked for")),
     }
 }
 
-fn job(
-    shared: &Arc<Shared>,
-    namespace: Arc<Namespace>,
-    dead: Dead,
-    (prints, places): (Vec<BlockFingerprint>, Vec<usize>),
-    deadline: Option<Nanos>,
-) -> DeleteJob {
+fn job(shared: &Arc<Shared>, namespace: Arc<Namespace>, dead: Dead, deadline: Option<Nanos>) -> DeleteJob {
     let state = Mutex::new(State {
         were: Vec::new(),
         blocks: 0,
         parts_left: 0,
+        running: 0,
         refused: None,
         late: false,
         released: false,
@@ -208,62 +230,59 @@ fn job(
         waiting: Vec::new(),
         reply: None,
     });
-    DeleteJob { shared: Arc::clone(shared), namespace, dead, prints, deadline, places, lead: 0, state }
+    let shared = Arc::clone(shared);
+    DeleteJob { shared, namespace, dead, prints: Vec::new(), deadline, places: Vec::new(), lead: 0, state }
 }
 
-/// Takes blocks out of the index.
-fn blocks(
+/// Takes blocks out of the index, a few hundred at a time: all other changes of what is here wait for each. The keys are distinct.
+async fn blocks(
     shared: &Arc<Shared>,
     namespace: Arc<Namespace>,
-    (asked, columns, cause): (Vec<BlockKey>, Columns, Cause),
+    (keys, columns, cause): (Vec<BlockKey>, Columns, Cause),
     deadline: Option<Nanos>,
 ) -> DeleteJob {
-    let distinct: BTreeMap<BlockKey, usize> =
-        asked.iter().copied().collect::<BTreeSet<_>>().into_iter().zip(0..).collect();
-    let places = asked.iter().filter_map(|key| distinct.get(key).copied()).collect();
-    let keys: Vec<BlockKey> = distinct.into_keys().collect();
-    let index_key = shared.index.key();
-    let listed = match &columns {
+    let claim = shared.index.ticket();
+    // From here on its claims end, however this ends.
+    let mut job = job(shared, namespace, Dead::Blocks { keys, columns, claim }, deadline);
+    let Dead::Blocks { keys, columns, .. } = &job.dead else { return job };
+    let listed = match columns {
         Columns::One(group, coordinate) => vec![(*group, *coordinate)],
         Columns::All(columns) => columns.iter().copied().collect(),
     };
-    let names: Vec<IndexKey> = listed
-        .iter()
-        .flat_map(|&(group, coordinate)| {
-            let namespace = namespace.id;
-            keys.iter().map(move |&key| IndexKey { namespace, key, group, coordinate })
-        })
-        .collect();
-    let prints: Vec<_> =
-        names.iter().map(|one| index_key.of(namespace.local, &one.key, one.group, one.coordinate)).collect();
-    // What has expired was not here.
-    shared.drop_expired(&prints, |place| names.get(place).map(|name| name.key));
-    let (claim, live) = shared.condemn(&prints, cause, |place| names.get(place).copied().unwrap_or_default());
-    let mut were = vec![false; keys.len()];
-    for place in live.iter().zip(0..).filter(|(live, _)| **live).map(|(_, place)| place) {
-        if let Some(was) = were.get_mut(place % keys.len().max(1)) {
-            *was = true;
+    let (mut were, mut count, id) = (vec![false; keys.len()], 0, job.namespace.id);
+    let mut section = Section::begin(&shared.work.deletes, &*shared.clock);
+    let at_once = if kvarts_layout::planted!("delete-in-one-go") { usize::MAX } else { BLOCKS_AT_ONCE };
+    for (group, coordinate) in listed {
+        for (some, were) in keys.chunks(at_once).zip(were.chunks_mut(at_once)) {
+            // What has expired was not here.
+            let prints = shared.prints_of(&job.namespace, some, (group, coordinate));
+            let name = |key: &BlockKey| IndexKey { namespace: id, key: *key, group, coordinate };
+            let name_of = |place: usize| some.get(place).map(name).unwrap_or_default();
+            for (was, live) in were.iter_mut().zip(shared.condemn(claim, &prints, cause, name_of)) {
+                *was |= live;
+                count += u64::from(live);
+            }
+            job.prints.extend(prints);
+            shared.events.let_others();
+            section.step(some.len() as u64).await;
+            section.end_turn().await;
         }
     }
-    let count = live.iter().filter(|live| **live).count() as u64;
-    let mut job = job(shared, namespace, Dead::Blocks { keys, columns, claim }, (prints, places), deadline);
+    drop(section);
     let state = job.state.get_mut().unwrap_or_else(PoisonError::into_inner);
     (state.were, state.blocks) = (were, count);
     job
 }
 
 /// The same for everything that was found to descend from a key, in all columns.
-pub(crate) fn begin_found(
+pub(crate) async fn begin_found(
     shared: &Arc<Shared>,
-    (namespace, keys): (Arc<Namespace>, BTreeSet<BlockKey>),
+    (namespace, keys): (Arc<Namespace>, Vec<BlockKey>),
     deadline: Option<Nanos>,
     reply: Answer,
 ) -> Vec<(u32, DeletePart)> {
     let columns = Columns::All(shared.classes.columns(&namespace));
-    let keys = keys.into_iter().collect();
-    let mut job = blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline);
-    job.places = Vec::new();
-    start(job, reply)
+    start(blocks(shared, namespace, (keys, columns, Cause::Prefix), deadline).await, reply)
 }
 
 impl DeleteJob {
@@ -271,8 +290,8 @@ impl DeleteJob {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The part has nothing more to say to the caller: because it is done, or because it is late.
-    fn answered(&self, result: &Result<(), Reason>) {
+    /// A part has nothing more to say to the caller: because it is done, or because it is late. Says whether none has.
+    fn note_answer(&self, result: &Result<(), Reason>) -> bool {
         let mut state = self.lock();
         let mut waiting = Vec::new();
         if let Err(reason) = result {
@@ -283,9 +302,7 @@ impl DeleteJob {
         let ended = state.parts_left == 0;
         drop(state);
         waiting.into_iter().for_each(Waker::wake);
-        if ended {
-            self.answer();
-        }
+        ended
     }
 
     /// Notes that one shard's epoch is durable.
@@ -356,27 +373,33 @@ impl DeleteJob {
         }
     }
 
+    /// The same for blocks, a few hundred at a time.
+    async fn release_in_turns(&self) {
+        let Dead::Blocks { claim, .. } = &self.dead else { return };
+        if std::mem::replace(&mut self.lock().released, true) {
+            return;
+        }
+        let mut section = Section::begin(&self.shared.work.deletes, &*self.shared.clock);
+        for some in self.prints.chunks(AT_ONCE as usize) {
+            self.shared.index.abandon(*claim, some);
+            section.step(some.len() as u64).await;
+        }
+    }
+
     /// A mark of how far the delete of the namespace has come.
     fn mark(&self, mark: Mark, below: u64) -> Body {
         Body::Tombstones(Tombstones { entries: vec![mark.tombstone(self.namespace.local, below)] })
     }
 
-    /// What a shard writes down: bodies of records, for everything below this sequence.
-    fn bodies(&self, below: u64) -> Vec<Body> {
-        let Dead::Blocks { keys, columns, .. } = &self.dead else {
-            let epoch = Body::Epoch(Epoch { below, namespace: self.namespace.id.0 });
-            return vec![self.mark(Mark::Begun, below), epoch];
-        };
+    /// What a shard writes down of these keys: the body of a record, for everything below this sequence.
+    fn tombstones(&self, keys: &[BlockKey], columns: &Columns, below: u64) -> Body {
         let (group, coordinate) = match columns {
             Columns::One(group, coordinate) => (Some(group.0), Some(coordinate.to_u64())),
             Columns::All(_) => (None, None),
         };
         let namespace = self.namespace.local;
         let tombstone = |key: &BlockKey| Tombstone { below, coordinate, namespace, group, key: key.0 };
-        let all: Vec<_> = keys.iter().map(tombstone).collect();
-        let each = (self.shared.segment_bytes / 4 / TOMBSTONE_BYTES).clamp(1, RECORD_TOMBSTONES_MAX);
-        let record = |some: &[Tombstone]| Body::Tombstones(Tombstones { entries: some.to_vec() });
-        all.chunks(each as usize).map(record).collect()
+        Body::Tombstones(Tombstones { entries: keys.iter().map(tombstone).collect() })
     }
 }
 
@@ -388,10 +411,23 @@ impl Drop for DeleteJob {
 }
 
 /// Does one shard's part on its executor.
-pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
+pub(crate) async fn run(log: &Rc<Log>, part: DeletePart, rt: &dyn Runtime) {
+    let job = Arc::clone(&part.job);
+    run_part(log, part, rt).await;
+    let is_last = {
+        let mut state = job.lock();
+        state.running = state.running.saturating_sub(1);
+        state.running == 0
+    };
+    if is_last {
+        job.release_in_turns().await;
+    }
+}
+
+async fn run_part(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
     let job = Arc::clone(&part.job);
     if let Some(reason) = log.volume.refuses_writes() {
-        return part.answer(&Err(reason));
+        return part.answer_in_turns(&Err(reason)).await;
     }
     let deadline = job.deadline.map(|at| rt.sleep_until(at));
     let volume = Rc::clone(&log.volume);
@@ -410,11 +446,11 @@ pub(crate) async fn run(log: &Rc<Log>, mut part: DeletePart, rt: &dyn Runtime) {
         with_deadline(answered, deadline).await
     };
     match ended {
-        Some(Some(result)) => part.answer(&result),
-        Some(None) => part.answer(&Err(Reason::Busy(OUT))),
+        Some(Some(result)) => part.answer_in_turns(&result).await,
+        Some(None) => part.answer_in_turns(&Err(Reason::Busy(OUT))).await,
         None => {
             job.lock().late = true;
-            part.answer(&Err(Reason::DeadlinePassed));
+            part.answer_in_turns(&Err(Reason::DeadlinePassed)).await;
             // Its result is not reported; the claims end with the last part.
             let _ = writing.await;
         }
@@ -448,8 +484,20 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
             return Err(Reason::Busy(why));
         }
     }
-    for body in job.bodies(log.volume.sequence.get()) {
-        write_one(log, job, body).await?;
+    let below = log.volume.sequence.get();
+    match &job.dead {
+        Dead::Blocks { keys, columns, .. } => {
+            let each =
+                (log.volume.shared.segment_bytes / 4 / TOMBSTONE_BYTES).clamp(1, RECORD_TOMBSTONES_MAX);
+            let records: Vec<_> = keys.chunks(each as usize).collect();
+            let body_of =
+                |at: usize| job.tombstones(records.get(at).copied().unwrap_or_default(), columns, below);
+            write_all(log, job, records.len(), body_of).await?;
+        }
+        Dead::Namespace => {
+            write_one(log, job, &job.mark(Mark::Begun, below)).await?;
+            write_one(log, job, &Body::Epoch(Epoch { below, namespace: job.namespace.id.0 })).await?;
+        }
     }
     if whole {
         job.note_durable_epoch();
@@ -458,7 +506,7 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
             job.lock().blocks = blocks;
         }
         job.wait_for_durable_epochs().await?;
-        write_one(log, job, job.mark(Mark::Ended, log.volume.sequence.get())).await?;
+        write_one(log, job, &job.mark(Mark::Ended, log.volume.sequence.get())).await?;
     }
     Ok(())
 }
@@ -490,9 +538,19 @@ fn fits(limit: usize, all: usize, own: usize, more: usize) -> bool {
     own.saturating_add(more) <= limit.saturating_sub(others) / 2
 }
 
-/// Writes one record of a delete, durably. A directory that cannot be told is lost: it is told when it comes back.
-async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
-    let written = try_write_one(log, job, body).await;
+/// Writes one record of a delete, durably.
+async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: &Body) -> Result<(), Reason> {
+    write_all(log, job, 1, |_| body.clone()).await
+}
+
+/// Writes some records of a delete, durably. A directory that cannot be told is lost: it is told when it comes back.
+async fn write_all(
+    log: &Rc<Log>,
+    job: &DeleteJob,
+    count: usize,
+    body_of: impl Fn(usize) -> Body,
+) -> Result<(), Reason> {
+    let written = try_write_all(log, job, count, body_of).await;
     if let Err(reason @ Reason::Media(_)) = &written
         && log.volume.shared.directories.in_use() > 1
     {
@@ -501,18 +559,36 @@ async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Rea
     written
 }
 
-async fn try_write_one(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<(), Reason> {
-    // From here on also checkpoints say it. Of a delete that fails nothing has been reported.
-    log.volume.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
-    let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
-    let draft = Draft { namespace, body, digests: &[], payload: None };
-    let written = log.append(Class::Put, &draft).await?;
-    if !kvarts_layout::planted!("delete-not-durable") && log.make_durable(&written).await.is_err() {
-        // The flush failed: it goes elsewhere, the segment is never flushed again.
-        let again = log.append(Class::Put, &draft).await?;
-        log.make_durable(&again).await?;
+async fn try_write_all(
+    log: &Rc<Log>,
+    job: &DeleteJob,
+    count: usize,
+    body_of: impl Fn(usize) -> Body,
+) -> Result<(), Reason> {
+    let mut all = Vec::with_capacity(count);
+    for body in (0..count).map(&body_of) {
+        // From here on also checkpoints say it. Of a delete that fails nothing has been reported.
+        log.volume.change_tombstones(|dead| dead.bury_body(job.namespace.id, &body));
+        all.push(append(log, job, body).await?);
+        yield_now().await;
+    }
+    if kvarts_layout::planted!("delete-not-durable") {
+        return Ok(());
+    }
+    // Those of one segment with one flush.
+    for (written, at) in all.iter().zip(0..) {
+        if log.make_durable(written).await.is_err() {
+            // The flush failed: it goes elsewhere, the segment is never flushed again.
+            let again = append(log, job, body_of(at)).await?;
+            log.make_durable(&again).await?;
+        }
     }
     Ok(())
+}
+
+async fn append(log: &Rc<Log>, job: &DeleteJob, body: Body) -> Result<Written, Reason> {
+    let namespace = (!matches!(body, Body::Epoch(_))).then_some(&*job.namespace);
+    log.append(Class::Put, &Draft { namespace, body, digests: &[], payload: None }).await
 }
 
 /// Takes what is left of a deleted namespace out of the index, a few hundred entries at a time. It cannot be found any

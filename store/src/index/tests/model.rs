@@ -208,7 +208,7 @@ impl World {
                 }
             }
             Step::Expire => {
-                let swept = self.index.expire(Nanos(self.now));
+                let swept = self.index.expire(Nanos(self.now)).leases;
                 assert_eq!(swept, self.sweep());
             }
             Step::Wait(time) => self.now += time,

@@ -39,6 +39,11 @@ impl Space {
         self.has_holes.get()
     }
 
+    /// Whether that is unknown, and nothing asks for it.
+    pub(crate) fn may_ask_of_holes(&self) -> bool {
+        !self.no_holes.get() && !self.has_holes.get() && !self.probing.is_taken()
+    }
+
     /// What an operator should know of it, if it is known to make none.
     pub(crate) fn note_of_holes(&self) -> Option<String> {
         self.no_holes.get().then(|| {

@@ -213,15 +213,19 @@ pub(super) fn publish(
             }
         }
     }
+    let payload_bytes: u64 = pieces.iter().map(|piece| piece.written.payload_bytes).sum();
+    let is_small =
+        job.request.parent != Parent::Unknown && payload_bytes <= volume.shared.record_bytes_max / 2;
     let mut lost = Vec::new();
     for (piece, record) in pieces.iter().zip(known) {
+        if is_small {
+            volume.noted.note(record);
+        }
         job.shared.note_expiry((volume.shard, piece.written.segment.number), piece.expires);
         publish_piece(volume, job, (run, piece), record, &mut lost)?;
     }
-    let counters = &job.shared.counters;
-    let payload_bytes: u64 = pieces.iter().map(|piece| piece.written.payload_bytes).sum();
-    if job.request.parent != Parent::Unknown && payload_bytes <= volume.shared.record_bytes_max / 2 {
-        counters.small_records_stored.fetch_add(1, Relaxed);
+    if is_small {
+        job.shared.counters.small_records_stored.fetch_add(1, Relaxed);
     }
     match lost.len() == run.len() {
         true => Err(Reason::Deleted),
