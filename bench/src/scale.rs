@@ -54,9 +54,9 @@ pub(super) struct ScaleArgs {
     /// Records of one block each in the store whose small reads are timed, 8 KiB on disk each; 0 leaves that out
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=100_000_000))]
     records: u64,
-    /// Shards of that store
-    #[arg(long, default_value_t = 192, value_parser = clap::value_parser!(u16).range(1..=1024))]
-    shards: u16,
+    /// Directories of that store, of 16 shards each
+    #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=64))]
+    directories: u16,
     /// Executors of that store
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     executors: u16,
@@ -130,8 +130,8 @@ pub(super) fn run(arguments: &ScaleArgs, out: &mut dyn Write) -> Result<(), Fail
     home.close().map_err(Failure::user)?;
     drop(part);
     if arguments.records > 0 {
-        let ScaleArgs { records, shards, executors, .. } = *arguments;
-        stalls::measure(&mut report, &common, &scratch, stalls::Size { records, shards, executors })?;
+        let ScaleArgs { records, directories, executors, .. } = *arguments;
+        stalls::measure(&mut report, &common, &scratch, stalls::Size { records, directories, executors })?;
     }
     report.write(arguments.json, out)
 }

@@ -56,12 +56,17 @@ pub(super) struct Common {
 /// Opens a store in `directory`, and makes the directories above it: the engine refuses those, which may be a disk that is not mounted,
 /// but here all of them are the run's own.
 pub(super) fn open(common: &Common, directory: &Path, store: Options) -> Result<Home, Failure> {
-    if let Some(above) = directory.parent() {
+    open_all(common, vec![directory.to_owned()], store)
+}
+
+/// The same in several directories.
+pub(super) fn open_all(common: &Common, directories: Vec<PathBuf>, store: Options) -> Result<Home, Failure> {
+    for above in directories.iter().filter_map(|directory| directory.parent()) {
         std::fs::create_dir_all(above)
             .map_err(|error| Failure::User(format!("{}: {error}", above.display())))?;
     }
     let options = HomeOptions {
-        directories: vec![directory.to_owned()],
+        directories,
         io: common.io,
         features: common.io_disable.clone().unwrap_or_default(),
         runtime: common.runtime,

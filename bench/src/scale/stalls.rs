@@ -30,6 +30,8 @@ use kvarts_terminal::Failure;
 /// Bytes of a block, and of its record.
 const BLOCK_BYTES: u64 = 4 << 10;
 const RECORD_BYTES: u64 = 2 * BLOCK_BYTES;
+/// Shards of a directory.
+const SHARDS: u64 = 16;
 /// Turns of a session, one record each.
 const TURNS: u64 = 64;
 /// Ranks of the model, each with a column of its own.
@@ -48,7 +50,7 @@ const QUIET: Duration = Duration::from_secs(3);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
     pub(super) records: u64,
-    pub(super) shards: u16,
+    pub(super) directories: u16,
     pub(super) executors: u16,
 }
 
@@ -80,23 +82,24 @@ pub(super) fn measure(
     let segment_bytes = 16 << 20;
     let budget = size.records * RECORD_BYTES * 3 / 2
         + (2 * KEYS * BLOCK_BYTES * 3 / 2)
-        + 3 * u64::from(size.shards) * segment_bytes;
+        + 3 * u64::from(size.directories) * SHARDS * segment_bytes;
     let compaction = Compaction { every: None, ..Compaction::default() };
     let options = Options {
         budget_bytes: budget,
         budget_beyond_disk: true,
         segment_bytes,
-        shards_per_directory: u32::from(size.shards),
+        shards_per_directory: SHARDS as u32,
         record_bytes_max: 1 << 20,
         limits: Limits { compaction, ..Limits::default() },
         ..Options::default()
     };
     let part = scratch.part("stalls")?;
-    let home = setup::open(&common, &part.path().join("store"), options)?;
+    let directories = (0..size.directories).map(|number| part.path().join(number.to_string())).collect();
+    let home = setup::open_all(&common, directories, options)?;
     let bench = Bench::new(home.store(), size)?;
     let (gaps, with_ttl) = bench.run()?;
     report.fact("stall_records", size.records);
-    report.fact("stall_shards", size.shards);
+    report.fact("stall_shards", u64::from(size.directories) * SHARDS);
     report.fact("stall_executors", size.executors);
     report.fact("stall_columns_with_blocks", HELD);
     let rows: Vec<Value> = gaps.iter().map(row).collect();
@@ -137,7 +140,7 @@ struct Bench<'a> {
 /// A model of one layer with a head for each rank, of which a block has 4 KiB.
 fn geometry() -> Result<Geometry, Failure> {
     let kind = Kind::new("k").ok_or_else(|| Failure::user("a kind has no name"))?;
-    let role = Role::Stream { bytes: BLOCK_BYTES / 16, tokens: 1 };
+    let role = Role::Stream { bytes: BLOCK_BYTES / 16 * u64::from(COLUMNS), tokens: 1 };
     let part = PartGeometry { kind, role, heads: COLUMNS, align: 1, group: Group(0) };
     Geometry::new(&[part], &[vec![0]]).map_err(Failure::user)
 }
