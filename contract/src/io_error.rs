@@ -108,6 +108,7 @@ pub enum OpKind {
     List,
     Stat,
     Space,
+    Compute,
 }
 
 impl OpKind {
@@ -134,6 +135,7 @@ impl OpKind {
             Self::List => "listing the directory",
             Self::Stat => "looking at",
             Self::Space => "asking the free space of",
+            Self::Compute => "computing for",
         }
     }
 }

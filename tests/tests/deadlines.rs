@@ -206,3 +206,25 @@ fn of_two_producers_blocks_in_two_shards_every_start_serves_the_same_one() {
     let first = whose(0);
     assert!((1..24).all(|seed| whose(seed) == first), "it depends on who recovers first");
 }
+
+/// A read that follows another waits as long as that one has to: so it follows none that is less urgent, whose transfers the device
+/// has last.
+#[test]
+fn a_read_follows_none_that_is_less_urgent() {
+    for (leads, follows) in [(Class::Background, false), (Class::Prefetch, false), (Class::Foreground, true)]
+    {
+        let (world, stage, read) = stuck();
+        let shared = || stage.engine().stats().counts.bytes_shared;
+        let first = stage.store().read(ReadRequest { class: leads, ..read.clone() }).unwrap();
+        world.settle();
+        // What the first one asked for never comes. What is asked for from now on does.
+        world.disk().heal();
+        let into = fixture::place(&fixture::shape(read.group, read.coordinate), 3, Style::Blocks, 0).unwrap();
+        let second = stage.store().read(ReadRequest { into, ..read }).unwrap();
+        world.settle();
+        let came = std::iter::from_fn(|| second.try_next()).any(|event| matches!(event, ReadEvent::End(_)));
+        assert_eq!(came, !follows, "behind a read of class {leads:?}");
+        assert_eq!(shared(), 0);
+        assert!(first.try_next().is_none(), "it waits still");
+    }
+}

@@ -100,6 +100,16 @@ impl Content {
 }
 
 impl Entry {
+    /// Bytes that it takes in the index, about.
+    pub fn bytes(&self) -> usize {
+        let names = match &self.content {
+            Content::Blocks(blocks) => 32 * blocks.blocks.len(),
+            Content::Tombstones(tombstones) => 80 * tombstones.entries.len(),
+            _ => 0,
+        };
+        ENTRY_BYTES + names
+    }
+
     /// Where the record ends, or `None` if it is longer than a record can be.
     fn end(&self) -> Option<u64> {
         let header_bytes = u64::from(self.header_bytes);
@@ -109,6 +119,34 @@ impl Entry {
             && self.payload_bytes <= MAX_SEGMENT_BYTES;
         let end = self.offset.checked_add(header_bytes)?.checked_add(page_align(self.payload_bytes)?)?;
         whole.then_some(end)
+    }
+}
+
+/// A footer whose place is not known yet.
+pub struct FooterDraft {
+    draft: Draft,
+    /// Where the last record ends.
+    records_end: u64,
+}
+
+impl std::fmt::Debug for FooterDraft {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "FooterDraft({} bytes)", self.bytes())
+    }
+}
+
+impl FooterDraft {
+    /// Bytes of the image.
+    pub fn bytes(&self) -> usize {
+        self.draft.bytes()
+    }
+
+    /// The image to write at `position`.
+    pub fn seal(self, position: &Position, secret: &Secret) -> Result<Vec<u8>, EncodeError> {
+        match self.records_end <= position.offset {
+            true => Ok(self.draft.seal(position, secret)),
+            false => Err(EncodeError::Field("offset")),
+        }
     }
 }
 
@@ -133,11 +171,17 @@ impl Footer {
 
     /// The index to write at `position`. Its tag, for the trailer, is [`tag_of`] the image.
     pub fn encode(&self, position: &Position, secret: &Secret) -> Result<Vec<u8>, EncodeError> {
-        self.check(position.offset).map_err(EncodeError::Field)?;
+        self.draft()?.seal(position, secret)
+    }
+
+    /// The same for a place that depends on its length.
+    pub fn draft(&self) -> Result<FooterDraft, EncodeError> {
+        self.check(u64::MAX).map_err(EncodeError::Field)?;
         let count = u32::try_from(self.records.len()).map_err(|_| EncodeError::TooLarge)?;
         let mut draft = Draft::long(Structure::Footer, &to_archive(self)?, &[])?;
         draft.put(RECORD_COUNT, count.to_le_bytes());
-        Ok(draft.seal(position, secret))
+        let records_end = self.records.last().and_then(Entry::end).unwrap_or(PAGE_BYTES);
+        Ok(FooterDraft { draft, records_end })
     }
 
     /// The index at `expected`.

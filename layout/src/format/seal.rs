@@ -202,6 +202,11 @@ impl Draft {
         field.put(&mut self.image, value);
     }
 
+    /// Bytes of the image.
+    pub(super) fn bytes(&self) -> usize {
+        self.image.len()
+    }
+
     pub(super) fn seal(mut self, position: &Position, secret: &Secret) -> Vec<u8> {
         FORMAT_VERSION.put(&mut self.image, VERSION.to_le_bytes());
         reseal(self.structure, &mut self.image, position, secret);

@@ -35,8 +35,18 @@ fn address(name: &str, text: &str) -> Result<Option<SocketAddr>, Complaint> {
 }
 
 /// The cores that this process may use.
+/// Executors that are begun without being asked for.
+const EXECUTORS_MAX: usize = 16;
+
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Executors for so many directories: two for each, up to sixteen, of an eighth of the cores: the rest are the engine's, which the server
+/// runs beside. Two at least, where there are two cores.
+pub(super) fn executors_of(cores: usize, directories: usize) -> usize {
+    let most = (cores / 8).max(cores.min(2));
+    directories.saturating_mul(2).clamp(1, EXECUTORS_MAX).min(most)
 }
 
 /// The first directory whose disk is there.
@@ -63,7 +73,8 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         decided.or("store.segment", None, "the store's own, or 256 MiB when it is made");
     }
     let few = cores().min(2);
-    let executors = decided.or("store.executors", set.executors.as_ref(), few);
+    let own = executors_of(cores(), directories.len());
+    let executors = decided.or("store.executors", set.executors.as_ref(), own);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);
     let memory = decided.or("limits.memory", set.memory.as_ref(), "256 MiB");

@@ -149,7 +149,7 @@ settings! {
     /// Bytes that may be written a day; beyond it, only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
     /// Executors of the engine
-    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2, or 1 on one core";
+    executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 a directory, of an eighth of the cores";
     /// The way to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
     /// Features of the ring not to use, separated by commas

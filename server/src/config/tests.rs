@@ -46,6 +46,15 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 }
 
 #[test]
+fn executors_are_as_many_as_drives_want_and_an_engine_can_spare() {
+    let of = super::check::executors_of;
+    assert_eq!([1, 2, 4, 16].map(|cores| of(cores, 1)), [1, 2, 2, 2]);
+    assert_eq!([(32, 4), (64, 4), (96, 4), (192, 4)].map(|(cores, drives)| of(cores, drives)), [4, 8, 8, 8]);
+    assert_eq!([(96, 12), (128, 12), (256, 12)].map(|(cores, drives)| of(cores, drives)), [12, 16, 16]);
+    assert_eq!(of(128, 0), 1, "what has no directory is refused elsewhere");
+}
+
+#[test]
 fn what_is_no_setting_is_refused_by_name() {
     let meant = "kvarts.toml:3: store.bugdet is no setting: did you mean store.budget?";
     assert!(complaint("# A file.\n[store]\nbugdet = '1 TiB'\n").contains(meant));

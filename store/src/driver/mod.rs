@@ -30,15 +30,19 @@ use std::time::Duration;
 pub use self::batch::{ExtentDone, ReadBatch};
 use self::operations::{Core, OVERDUE, Outcome, Request, Work};
 use crate::io::slots::Key;
-use crate::io::{Completion, DirEntry, DiskSpace, Io, KeptFile, MetaOp, OpenMode, Reply};
+use crate::io::{Completion, Computation, DirEntry, DiskSpace, Io, KeptFile, MetaOp, OpenMode, Reply};
 use crate::task::{LocalTask, Runtime};
 use kvarts_contract::buffers::buf::{Buf, BufMut, SharedBuf};
 use kvarts_contract::io_error::{DirId, FileId, Name};
 use kvarts_contract::io_error::{IoError, IoErrorKind};
 use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
+use kvarts_contract::ticket::ticket;
 use kvarts_contract::{class::Class, clock::Nanos};
 
 /// The classes of reads that an engine waits for: the first of [`Class::ALL`].
+/// Bytes whose work an executor does itself: it takes less time than to have it done.
+const COMPUTED_AT_ONCE: usize = 128 << 10;
+
 const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
 
 /// How much may be under way at once at each device, of one executor.
@@ -340,6 +344,27 @@ impl Driver {
         let request = Request::meta(op.clone());
         let reply = self.meta(op).await?;
         reply.and_then(take).ok_or_else(|| request.error(IoErrorKind::Other(0), 0))
+    }
+
+    /// Does work on `bytes` bytes that computes and waits for nothing. Where it may take long, other tasks go on meanwhile.
+    pub async fn compute<T: Send + 'static>(
+        &self,
+        dir: DirId,
+        bytes: usize,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, IoError> {
+        if bytes <= COMPUTED_AT_ONCE {
+            return Ok(work());
+        }
+        let (reply, answer) = ticket();
+        // A caller that is gone needs no answer.
+        let work = Computation::new(move || drop(reply.send(work())));
+        let op = MetaOp::Compute { dir, work: work.clone() };
+        let refused = Request::meta(op.clone());
+        if self.meta(op).await.is_err() {
+            work.run();
+        }
+        answer.await.map_err(|_| refused.error(IoErrorKind::Other(0), 0))
     }
 
     /// Completes after a while.

@@ -7,6 +7,7 @@ use super::MetaOp;
 /// Which operation a [`MetaOp`] is, on what, from where, over how many bytes.
 pub(crate) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
     let name = |name: &Name| Subject::Name(Box::new(name.clone()));
+    let home = |dir| Subject::Name(Box::new(Name { dir, path: Box::default() }));
     match op {
         MetaOp::Open { name: what, .. } => (OpKind::Open, name(what), 0, 0),
         MetaOp::Close { file } => (OpKind::Close, Subject::File(*file), 0, 0),
@@ -20,8 +21,7 @@ pub(crate) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
         MetaOp::List { name: what } => (OpKind::List, name(what), 0, 0),
         MetaOp::Stat { file } => (OpKind::Stat, Subject::File(*file), 0, 0),
         MetaOp::Holes { file, .. } => (OpKind::Holes, Subject::File(*file), 0, 0),
-        MetaOp::Space { dir } => {
-            (OpKind::Space, Subject::Name(Box::new(Name { dir: *dir, path: Box::default() })), 0, 0)
-        }
+        MetaOp::Space { dir } => (OpKind::Space, home(*dir), 0, 0),
+        MetaOp::Compute { dir, .. } => (OpKind::Compute, home(*dir), 0, 0),
     }
 }

@@ -82,7 +82,7 @@ impl MetaThreads {
             | MetaOp::MakeDir { name }
             | MetaOp::SyncDir { name }
             | MetaOp::List { name } => name.dir,
-            MetaOp::Space { dir } => *dir,
+            MetaOp::Space { dir } | MetaOp::Compute { dir, .. } => *dir,
             MetaOp::Close { file }
             | MetaOp::Allocate { file, .. }
             | MetaOp::PunchHole { file, .. }
@@ -92,7 +92,8 @@ impl MetaThreads {
         };
         // A directory that is not there is an error whichever thread says so.
         let Some(lane) = self.lanes.get(usize::from(dir.0)).or(self.lanes.first()) else { return };
-        let threads = if matches!(op, MetaOp::Holes { .. }) { &lane.asking } else { &lane.one };
+        let is_beside = matches!(op, MetaOp::Holes { .. } | MetaOp::Compute { .. });
+        let threads = if is_beside { &lane.asking } else { &lane.one };
         threads.push(MetaJob { token, op });
     }
 }
@@ -154,6 +155,7 @@ impl Meta {
             MetaOp::List { name } => return list(self.dir(name)?.as_fd()).map(Some),
             MetaOp::Stat { file } => return self.on(*file, stat).map(Some),
             MetaOp::Space { dir } => return self.space(*dir).map(Some),
+            MetaOp::Compute { work, .. } => work.run(),
         }
         Ok(None)
     }

@@ -10,6 +10,7 @@
 //! - the memory of an operation is held (through its [`SharedBuf`]s) until its completion has been reaped;
 //! - results are raw: bytes moved, or a negative errno. Nothing is retried and no length is compared here.
 
+mod compute;
 #[cfg(any(test, feature = "testing"))]
 pub mod conformance;
 mod describe;
@@ -34,6 +35,7 @@ use std::time::Duration;
 use kvarts_contract::buffers::{Region, SharedBuf};
 use kvarts_contract::io_error::{DirId, FileId, Name};
 
+pub use compute::Computation;
 pub(crate) use describe::describe;
 pub use features::{Feature, Features, UnknownFeature};
 pub use files::KeptFile;
@@ -105,6 +107,9 @@ pub enum MetaOp {
     Stat { file: FileId },
     /// Result: 0, and [`Reply::Space`].
     Space { dir: DirId },
+    /// Work for this directory that is no operation at all, and takes too long for an executor. Several may be under way at once.
+    /// Result: 0.
+    Compute { dir: DirId, work: Computation },
 }
 
 /// The room of a file system.

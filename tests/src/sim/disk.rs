@@ -406,7 +406,7 @@ fn shape_or_name(pending: &Pending, media: &mut Media) -> Result<Option<(Ino, Op
         MetaOp::Remove { name } => media.remove(name.dir, &name.path)?,
         MetaOp::MakeDir { name } => media.make_dir(name.dir, &name.path)?,
         MetaOp::Close { .. } | MetaOp::SyncDir { .. } | MetaOp::List { .. } => {}
-        MetaOp::Stat { .. } | MetaOp::Space { .. } | MetaOp::Holes { .. } => {}
+        MetaOp::Stat { .. } | MetaOp::Space { .. } | MetaOp::Holes { .. } | MetaOp::Compute { .. } => {}
     }
     Ok(None)
 }
@@ -430,7 +430,9 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
                 let text = format!("{}/{} to {}", from.dir.0, from.path, to.path);
                 (Ok(None), Some(from.dir), text.into())
             }
-            MetaOp::Space { dir } => (Ok(None), Some(*dir), dir.0.to_string().into()),
+            MetaOp::Space { dir } | MetaOp::Compute { dir, .. } => {
+                (Ok(None), Some(*dir), dir.0.to_string().into())
+            }
         },
     }
 }
@@ -659,6 +661,10 @@ impl Machine {
                 self.media.sync_dir(name.dir, &name.path, pending.bound).map(|()| None)
             }
             (MetaOp::List { name }, _) => self.media.list(name.dir, &name.path).map(Reply::Listing).map(Some),
+            (MetaOp::Compute { work, .. }, _) => {
+                work.run();
+                Ok(None)
+            }
             (MetaOp::Space { dir }, _) => {
                 self.media.look_up(*dir, "")?;
                 let (free, total) = self.media.space();

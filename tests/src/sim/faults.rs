@@ -28,11 +28,12 @@ pub enum OpKind {
     List,
     Stat,
     Space,
+    Compute,
 }
 
 impl OpKind {
     /// All kinds.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Read,
         Self::Write,
         Self::Flush,
@@ -49,6 +50,7 @@ impl OpKind {
         Self::List,
         Self::Stat,
         Self::Space,
+        Self::Compute,
     ];
 
     /// The kind of an operation.
@@ -71,6 +73,7 @@ impl OpKind {
                 MetaOp::Stat { .. } => Self::Stat,
                 MetaOp::Holes { .. } => Self::Holes,
                 MetaOp::Space { .. } => Self::Space,
+                MetaOp::Compute { .. } => Self::Compute,
             },
         }
     }
@@ -94,6 +97,7 @@ impl OpKind {
             Self::List => "list",
             Self::Stat => "stat",
             Self::Space => "space",
+            Self::Compute => "compute",
         }
     }
 }
@@ -210,9 +214,10 @@ impl Rule {
             Which::Any => true,
             Which::Kind(wanted) => kind == wanted,
             Which::Meta => !matches!(kind, OpKind::Read | OpKind::Write | OpKind::Flush),
-            Which::Mutating => {
-                !matches!(kind, OpKind::Read | OpKind::Close | OpKind::List | OpKind::Stat | OpKind::Space)
-            }
+            Which::Mutating => !matches!(
+                kind,
+                OpKind::Read | OpKind::Close | OpKind::List | OpKind::Stat | OpKind::Space | OpKind::Compute
+            ),
             Which::Allocating => allocating,
         };
         let named = self.name.is_none_or(|end| name.ends_with(end));

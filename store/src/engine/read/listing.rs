@@ -38,6 +38,9 @@ impl Reads {
     pub(crate) async fn listing(&self, segment: &Rc<Segment>) -> Result<Vec<Entry>, Reason> {
         {
             let tail = segment.tail.borrow();
+            if let Some(listed) = &tail.sealing {
+                return Ok(listed.records.clone());
+            }
             if !tail.entries.is_empty() || segment.state.get() == SegmentState::Free {
                 return Ok(tail.entries.clone());
             }

@@ -4,6 +4,9 @@
 //! each step that the leader has in is copied from the leader's memory into the follower's and verified *there*.
 //! So it does not matter what the leader's owner does with its memory: a copy that does not match its digests is
 //! read from the device instead, as is everything that the leader did not get to.
+//!
+//! A read follows none that is less urgent: it would wait as long as that has to. It leads beside it, and those that come
+//! later follow it.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,7 +53,7 @@ pub(crate) enum Role {
 }
 
 impl SingleFlight {
-    /// Joins the load of this run, or begins one. A read that does not verify everything neither leads nor
+    /// Joins the load of this run if that is as urgent, or begins one. A read that does not verify everything neither leads nor
     /// follows: what it got proves nothing.
     pub(crate) fn join(
         &self,
@@ -64,7 +67,8 @@ impl SingleFlight {
         }
         let key = key(job, wanted, generation);
         let mut flights = self.0.borrow_mut();
-        if let Some(flight) = flights.get(&key) {
+        let is_as_urgent = |flight: &&Rc<Flight>| flight.leader.request.class <= job.request.class;
+        if let Some(flight) = flights.get(&key).filter(is_as_urgent) {
             return Some(Role::Follow(Rc::clone(flight)));
         }
         let flight = Rc::new(Flight {
@@ -87,7 +91,11 @@ impl SingleFlight {
     /// Ends a load. Reads that follow it read the rest themselves.
     pub(crate) fn end(&self, flight: &Rc<Flight>, generation: u64) {
         if let Some(wanted) = flight.leader.wanted.get(flight.record as usize) {
-            self.0.borrow_mut().remove(&key(&flight.leader, wanted, generation));
+            let (key, mut flights) = (key(&flight.leader, wanted, generation), self.0.borrow_mut());
+            // A more urgent one may lead by now.
+            if flights.get(&key).is_some_and(|leading| Rc::ptr_eq(leading, flight)) {
+                flights.remove(&key);
+            }
         }
         flight.ended.set(true);
         flight.changed.wake_all();

@@ -21,9 +21,10 @@ use kvarts_layout::format::{self, PAGE_BYTES, Position, checkpoint as on_disk};
 use self::checkpoint::Slots;
 use self::noted::Noted;
 use self::segment::{Segment, SegmentState};
-use self::tombstones::TombstoneSet;
+use self::tombstones::{Behind, TombstoneSet};
 use super::shared::Shared;
 use super::tasks::notify::Notify;
+use super::tasks::steps::{AT_ONCE, Section};
 use crate::driver::Driver;
 use crate::index::RecordInfo;
 use crate::rt::LocalTask;
@@ -233,9 +234,23 @@ impl Volume {
     }
 
     /// Forgets what was buried and can lie nowhere any more.
-    pub(crate) fn prune_tombstones(&self) {
-        let floor = self.floor();
-        self.change_tombstones(|dead| dead.prune(floor));
+    pub(crate) async fn prune_tombstones(&self) {
+        let mut section = Section::begin(&self.shared.work.checkpoints, &*self.shared.clock);
+        let namespaces = self.tombstones.borrow().namespaces();
+        let mut floor = u64::MAX;
+        for namespace in namespaces {
+            let mut behind = Some(Behind::default());
+            while let Some(from) = behind {
+                let most = AT_ONCE as usize;
+                // It falls when a directory is lost. What it rises by waits for the next time: of two marks of a delete the first is
+                // never forgotten after the second.
+                floor = self.floor().min(floor);
+                self.change_tombstones(|dead| behind = dead.prune(namespace, from, (floor, most)));
+                section.step(AT_ONCE).await;
+            }
+        }
+        let floor = self.floor().min(floor);
+        self.change_tombstones(|dead| dead.prune_namespaces(floor));
     }
 
     /// Changes what is buried; the store leaves room for the checkpoint that says it.

@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use kvarts_layout::format::footer::{Content, Defined, Entry};
+use kvarts_layout::format::footer::{Content, Defined, Entry, Footer};
 use kvarts_layout::format::record::Body;
 use kvarts_layout::format::trailer::SealReason;
 use kvarts_layout::format::{PAGE_BYTES, page_align};
@@ -133,6 +133,8 @@ pub(crate) struct Tail {
     flushing: bool,
     /// What the footer will list.
     pub(crate) entries: Vec<Entry>,
+    /// The same while the footer is made and written.
+    pub(crate) sealing: Option<Arc<Footer>>,
     /// Upper estimate of the footer's bytes.
     pub(crate) footer_bytes: u64,
     /// Local ids that the segment has defined: (is a spec, id).

@@ -4,6 +4,7 @@
 //! Invariant: of two tombstones over the same blocks the one that reaches higher stays.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 use kvarts_layout::format::body::{Epoch, Tombstone};
 use kvarts_layout::format::footer::{Content, Defined, Entry};
@@ -17,14 +18,17 @@ type Scope = (Option<u32>, Option<u64>);
 /// What was deleted of one namespace: keys, for which groups and coordinates, and below which sequence.
 type Keys = BTreeMap<(BlockKey, Scope), u64>;
 
-/// Deletes as a checkpoint has them.
+/// Deletes as a checkpoint has them, but for the tombstones ([`TombstoneSet::some`]).
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Listed {
     /// The namespaces of the tombstones under short ids.
     pub(crate) names: Vec<Defined>,
-    pub(crate) tombstones: Vec<Tombstone>,
     pub(crate) epochs: Vec<Epoch>,
 }
+
+/// Where a list of tombstones goes on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Behind(Option<(BlockKey, Scope)>);
 
 /// Deletes of some shards, for those of a directory that was out when they were made: of each only what it is for.
 #[derive(Clone, Debug, Default)]
@@ -106,15 +110,47 @@ impl TombstoneSet {
         }
     }
 
-    /// Forgets what no record on disk is old enough for: none has a sequence below `floor`.
-    pub(crate) fn prune(&mut self, floor: u64) {
-        self.blocks.retain(|_, keys| {
-            let before = keys.len();
-            keys.retain(|_, below| *below > floor);
-            self.tombstones -= before - keys.len();
-            !keys.is_empty()
-        });
+    /// Forgets some of what no record on disk is old enough for: none has a sequence below `floor`. Looks at up to `most` tombstones of a
+    /// namespace, those behind `behind`, and gives where to go on; `None` at the namespace's end.
+    pub(crate) fn prune(
+        &mut self,
+        namespace: NamespaceId,
+        behind: Behind,
+        (floor, most): (u64, usize),
+    ) -> Option<Behind> {
+        let keys = self.blocks.get_mut(&namespace)?;
+        let from = behind.0.map_or(Bound::Unbounded, Bound::Excluded);
+        let some: Vec<_> =
+            keys.range((from, Bound::Unbounded)).take(most).map(|(at, below)| (*at, *below)).collect();
+        for (at, _) in some.iter().filter(|(_, below)| *below <= floor) {
+            keys.remove(at);
+            self.tombstones -= 1;
+        }
+        if keys.is_empty() {
+            self.blocks.remove(&namespace);
+        }
+        some.last().filter(|_| some.len() == most).map(|(at, _)| Behind(Some(*at)))
+    }
+
+    /// The same of whole namespaces, of which there are few.
+    pub(crate) fn prune_namespaces(&mut self, floor: u64) {
         self.namespaces.retain(|_, below| *below > floor);
+    }
+
+    /// The namespaces of which there are tombstones.
+    pub(crate) fn namespaces(&self) -> Vec<NamespaceId> {
+        self.blocks.keys().copied().collect()
+    }
+
+    /// Up to `most` tombstones of a namespace under a short id, those behind `behind`, and where to go on; none at its end.
+    pub(crate) fn some(&self, name: &Defined, behind: &mut Behind, most: usize) -> Vec<Tombstone> {
+        let Some(keys) = self.blocks.get(&NamespaceId(name.id)) else { return Vec::new() };
+        let from = behind.0.map_or(Bound::Unbounded, Bound::Excluded);
+        let some = keys.range((from, Bound::Unbounded)).take(most).map(|(&(key, scope), &below)| {
+            *behind = Behind(Some((key, scope)));
+            Tombstone { below, coordinate: scope.1, namespace: name.local, group: scope.0, key: key.0 }
+        });
+        some.collect()
     }
 
     /// Whether records of a segment bury anything that may lie on disk, where none has a sequence below `floor`.
@@ -175,19 +211,14 @@ impl TombstoneSet {
         })
     }
 
-    /// Everything, as a checkpoint has it: the namespaces of the tombstones under short ids, the tombstones, the
-    /// epochs.
+    /// The namespaces of the tombstones under short ids, and the epochs.
     pub(crate) fn listed(&self) -> Listed {
-        let mut names = Vec::<Defined>::new();
-        let mut tombstones = Vec::new();
-        for (local, (namespace, keys)) in (0u32..).zip(&self.blocks) {
-            names.push(Defined { local, id: namespace.0 });
-            for (&(key, (group, coordinate)), &below) in keys {
-                tombstones.push(Tombstone { below, coordinate, namespace: local, group, key: key.0 });
-            }
-        }
+        let name = |(local, namespace): (u32, &NamespaceId)| Defined { local, id: namespace.0 };
         let epoch = |(namespace, &below): (&NamespaceId, &u64)| Epoch { below, namespace: namespace.0 };
-        Listed { names, tombstones, epochs: self.namespaces.iter().map(epoch).collect() }
+        Listed {
+            names: (0u32..).zip(self.blocks.keys()).map(name).collect(),
+            epochs: self.namespaces.iter().map(epoch).collect(),
+        }
     }
 }
 
@@ -203,6 +234,43 @@ mod tests {
 
     fn covered(dead: &TombstoneSet, key: u8, place: (u32, u64), sequence: u64) -> bool {
         dead.covers_block((HERE, BlockKey([key; 32])), place, sequence)
+    }
+
+    /// As a checkpoint has them, a few at a time.
+    fn listed(dead: &TombstoneSet) -> Vec<Tombstone> {
+        let mut all = Vec::new();
+        for name in &dead.listed().names {
+            let mut behind = Behind::default();
+            loop {
+                let some = dead.some(name, &mut behind, 2);
+                if some.is_empty() {
+                    break;
+                }
+                all.extend(some);
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn what_is_forgotten_a_few_at_a_time_is_all_that_is_old_enough() {
+        let mut dead = TombstoneSet::default();
+        (0..100).for_each(|key| dead.bury(HERE, &tombstone(key, (None, None), u64::from(key) % 7)));
+        let (mut behind, mut looks) = (Some(Behind::default()), 0);
+        while let Some(from) = behind {
+            behind = dead.prune(HERE, from, (4, 8));
+            looks += 1;
+        }
+        let left = |key: u8| u64::from(key) % 7 > 4;
+        assert_eq!(looks, 13, "eight at a time");
+        assert_eq!(dead.len(), (0..100).filter(|key| left(*key)).count());
+        assert!((0..100).all(|key| covered(&dead, key, (0, 0), 0) == left(key)));
+        assert_eq!(listed(&dead).len(), dead.len());
+        behind = Some(Behind::default());
+        while let Some(from) = behind {
+            behind = dead.prune(HERE, from, (100, 8));
+        }
+        assert!(dead.is_empty() && dead.namespaces().is_empty());
     }
 
     #[test]
@@ -234,7 +302,7 @@ mod tests {
             dead.bury(HERE, &mark.tombstone(0, below));
             assert_eq!(dead.half_deleted(), expected);
             let mut again = TombstoneSet::default();
-            dead.listed().tombstones.iter().for_each(|tombstone| again.bury(HERE, tombstone));
+            listed(&dead).iter().for_each(|tombstone| again.bury(HERE, tombstone));
             assert_eq!(again.half_deleted(), expected, "a checkpoint says it too");
         };
         note(Mark::Begun, 10, &[HERE]);
@@ -242,7 +310,7 @@ mod tests {
         note(Mark::Begun, 20, &[HERE]);
         note(Mark::Ended, 21, &[]);
         // Forgotten together, or the begin first.
-        dead.prune(20);
+        dead.prune(HERE, Behind::default(), (20, 8));
         assert_eq!((dead.half_deleted(), dead.len()), (vec![], 1));
     }
 
@@ -254,7 +322,8 @@ mod tests {
         dead.bury(HERE, &tombstone(1, (None, None), 11));
         dead.bury(HERE, &tombstone(2, (Some(1), None), 12));
         dead.bury_all(&Epoch { below: 5, namespace: other.0 });
-        let Listed { names, tombstones, epochs } = dead.listed();
+        let Listed { names, epochs } = dead.listed();
+        let tombstones = listed(&dead);
         let mut again = TombstoneSet::default();
         for tombstone in &tombstones {
             again.bury(NamespaceId(names[tombstone.namespace as usize].id), tombstone);

@@ -1,10 +1,11 @@
 //! Sealing a segment: footer and trailer.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
-use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::format::footer::{self, Entry, Footer};
 use kvarts_layout::format::trailer::{self, SealReason, Trailer};
+use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
 use super::log::Log;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
@@ -35,8 +36,34 @@ impl Log {
             segment.durable(&self.volume.driver, end).await?;
         }
         // Listed in memory until the footer can be read.
-        let listed = Footer { records: segment.tail.borrow().entries.clone() };
-        let (footer, trailer) = self.seal_images(segment, &listed, end, reason)?;
+        let listed = Arc::new(Footer { records: std::mem::take(&mut segment.tail.borrow_mut().entries) });
+        segment.tail.borrow_mut().sealing = Some(Arc::clone(&listed));
+        let written = self.write_seal(segment, &listed, (end, reason)).await;
+        segment.tail.borrow_mut().sealing = None;
+        let footer_at = match written {
+            Ok(footer_at) => footer_at,
+            Err(reason) => {
+                segment.tail.borrow_mut().entries = Arc::unwrap_or_clone(listed).records;
+                return Err(reason);
+            }
+        };
+        segment.sealed_at(end, footer_at, reason);
+        // One that is full lacks less than a record: it keeps that, and is recycled as it is.
+        if self.closing.get() || reason == SealReason::Recovery {
+            self.space.give_rest_back(segment, &listed.records).await;
+        }
+        segment.state.set(SegmentState::Sealed);
+        Ok(())
+    }
+
+    /// Writes the two, and gives where the footer lies.
+    async fn write_seal(
+        &self,
+        segment: &Rc<Segment>,
+        listed: &Arc<Footer>,
+        (end, reason): (u64, SealReason),
+    ) -> Result<(u64, u32), Reason> {
+        let (footer, trailer) = self.seal_images(segment, listed, end, reason).await?;
         // The footer is durable before the trailer that names it: a trailer without its footer is always damage.
         let trailer_at = self.volume.shared.segment_bytes - PAGE_BYTES;
         let footer_at = (trailer_at - footer.len() as u64, footer.len() as u32);
@@ -51,46 +78,42 @@ impl Log {
             let driver = &self.volume.driver;
             driver.write(Class::Background, segment.file, at, staging, true).await.map_err(fault)?;
         }
-        segment.tail.borrow_mut().entries = Vec::new();
-        segment.sealed_at(end, footer_at, reason);
-        // One that is full lacks less than a record: it keeps that, and is recycled as it is.
-        if self.closing.get() || reason == SealReason::Recovery {
-            self.space.give_rest_back(segment, &listed.records).await;
-        }
-        segment.state.set(SegmentState::Sealed);
-        Ok(())
+        Ok(footer_at)
     }
 
-    /// The footer and the trailer, as they are written.
-    fn seal_images(
+    /// The footer and the trailer, as they are written. That takes a millisecond for each few thousand records.
+    async fn seal_images(
         &self,
         segment: &Segment,
-        footer: &Footer,
+        footer: &Arc<Footer>,
         log_end: u64,
         reason: SealReason,
     ) -> Result<(Vec<u8>, Vec<u8>), Reason> {
-        let bug = |_| Reason::Bug("a footer that cannot be encoded");
-        let secret = &self.volume.shared.secret;
-        let trailer_at = self.volume.shared.segment_bytes - PAGE_BYTES;
-        // The footer ends where the trailer begins, so its length must be known before its position.
-        let probe = footer.encode(&self.volume.position(segment, trailer_at), secret).map_err(bug)?;
-        let footer_offset = trailer_at - probe.len() as u64;
-        let image = footer.encode(&self.volume.position(segment, footer_offset), secret).map_err(bug)?;
-        let footer_bytes = u32::try_from(image.len()).map_err(|_| Reason::Bug("a footer of 4 GiB"))?;
-        let sequence =
-            |entry: Option<&Entry>| entry.map_or(segment.first_sequence.get(), |entry| entry.sequence);
-        let trailer = Trailer {
-            footer_offset,
-            footer_tag: footer::tag_of(&image).ok_or(Reason::Bug("a footer without a tag"))?,
-            footer_bytes,
-            record_count: footer.records.len() as u32,
-            first_sequence: sequence(footer.records.first()),
-            last_sequence: sequence(footer.records.last()),
-            log_end,
-            reason,
+        let (footer, shared, driver) =
+            (Arc::clone(footer), Arc::clone(&self.volume.shared), &self.volume.driver);
+        let (position, first_sequence) = (self.volume.position(segment, 0), segment.first_sequence.get());
+        let bytes = footer.records.iter().map(|entry| entry.bytes()).sum();
+        let images = move || {
+            let (secret, trailer_at) = (&shared.secret, shared.segment_bytes - PAGE_BYTES);
+            // The footer ends where the trailer begins.
+            let draft = footer.draft()?;
+            let offset = trailer_at.checked_sub(draft.bytes() as u64).ok_or(EncodeError::TooLarge)?;
+            let image = draft.seal(&Position { offset, ..position }, secret)?;
+            let sequence = |entry: Option<&Entry>| entry.map_or(first_sequence, |entry| entry.sequence);
+            let trailer = Trailer {
+                footer_offset: offset,
+                footer_tag: footer::tag_of(&image).ok_or(EncodeError::TooLarge)?,
+                footer_bytes: u32::try_from(image.len()).map_err(|_| EncodeError::TooLarge)?,
+                record_count: footer.records.len() as u32,
+                first_sequence: sequence(footer.records.first()),
+                last_sequence: sequence(footer.records.last()),
+                log_end,
+                reason,
+            };
+            let position = trailer::position(&position, shared.segment_bytes);
+            Ok::<_, EncodeError>((image, trailer.encode(&position, secret)?))
         };
-        let position = trailer::position(&self.volume.position(segment, 0), self.volume.shared.segment_bytes);
-        let trailer = trailer.encode(&position, secret).map_err(bug)?;
-        Ok((image, trailer))
+        let images = driver.compute(self.volume.dir, bytes, images).await.map_err(|error| fault(&error))?;
+        images.map_err(|_| Reason::Bug("a footer that cannot be encoded"))
     }
 }

@@ -7,6 +7,7 @@ use kvarts_layout::format::checkpoint::{
     CheckpointHeader, CheckpointWriter, Items, RecordState, SEGMENT_FREE, SEGMENT_OPEN, SEGMENT_SEALED,
     SegmentState as Stated,
 };
+use kvarts_layout::format::footer::Defined;
 use kvarts_layout::format::names::checkpoint_name;
 use kvarts_layout::format::{EncodeError, PAGE_BYTES, Position};
 
@@ -15,7 +16,7 @@ use crate::engine::shared::EXPIRY_STEP_MS;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState, fault};
-use crate::engine::volume::tombstones::Listed;
+use crate::engine::volume::tombstones::{Behind, Listed};
 use crate::index::{OwnerCursor, RecordInfo};
 use crate::io::policy::{Action, Stage, decide};
 use crate::io::{MetaOp, OpenMode};
@@ -119,17 +120,13 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
     for some in segments.chunks(most) {
         output.chunk(&mut writer, &Items::Segments(some.to_vec())).await?;
     }
-    volume.prune_tombstones();
+    volume.prune_tombstones().await;
     report.buried = volume.tombstones.borrow().version();
-    let Listed { names, tombstones, epochs } = volume.tombstones.borrow().listed();
+    let Listed { names, epochs } = volume.tombstones.borrow().listed();
     for some in names.chunks(most) {
         output.chunk(&mut writer, &Items::Namespaces(some.to_vec())).await?;
     }
-    let chunks = tombstones.chunks(volume.shared.batches.checkpoint_tombstones.max(1));
-    let listed = if kvarts_layout::planted!("first-chunk-alone") { 1 } else { usize::MAX };
-    for some in chunks.take(listed) {
-        output.chunk(&mut writer, &Items::Tombstones(some.to_vec())).await?;
-    }
+    write_tombstones(output, &mut writer, &names).await?;
     for some in epochs.chunks(most) {
         output.chunk(&mut writer, &Items::Epochs(some.to_vec())).await?;
     }
@@ -143,6 +140,33 @@ async fn write_into(output: &mut Output<'_>, header: &CheckpointHeader) -> Resul
         }
     }
     Ok(report)
+}
+
+/// Writes the tombstones of these namespaces. What is buried meanwhile may be among them: the next checkpoint has it.
+async fn write_tombstones(
+    output: &mut Output<'_>,
+    writer: &mut CheckpointWriter,
+    names: &[Defined],
+) -> Result<(), Reason> {
+    let (volume, mut chunk) = (output.volume, Vec::new());
+    let most = volume.shared.batches.checkpoint_tombstones.max(1);
+    for name in names {
+        let mut behind = Behind::default();
+        loop {
+            let some = volume.tombstones.borrow().some(name, &mut behind, most - chunk.len());
+            if some.is_empty() {
+                break;
+            }
+            chunk.extend(some);
+            if chunk.len() == most {
+                output.chunk(writer, &Items::Tombstones(std::mem::take(&mut chunk))).await?;
+                if kvarts_layout::planted!("first-chunk-alone") {
+                    return Ok(());
+                }
+            }
+        }
+    }
+    if chunk.is_empty() { Ok(()) } else { output.chunk(writer, &Items::Tombstones(chunk)).await }
 }
 
 /// What is said of a segment; `None` if nothing is.
