@@ -32,8 +32,9 @@ use kvarts_contract::{
 const IO_MEMORY: usize = 64 << 10;
 /// Entries of each of glommio's rings, which has next to none in them.
 const RING_DEPTH: usize = 32;
-/// After this many tasks a runner looks at the device and lets other classes have their turn.
+/// After this many tasks a runner looks at the device and lets other classes have their turn; earlier where they have taken so long.
 const TURN: u32 = 16;
+const TURN_TIME: Duration = Duration::from_micros(250);
 /// glommio's preemption timer, set so that it never fires: glommio 0.9 goes to sleep for ever, over runnable tasks,
 /// if the timer fires between its look at the rings and its first task. Classes take turns because runners yield, and none of
 /// glommio's latency settings (they set the same timer) may be used.
@@ -219,10 +220,16 @@ fn queue(shares: u32, name: &str) -> TaskQueueHandle {
 /// Polls the tasks of one class, until the root task has completed.
 async fn run_class(shared: Rc<Shared>, class: Class) {
     let tasks = &shared.tasks;
+    let handle = Handle(Rc::clone(tasks));
+    let clock = handle.clock();
     while !shared.done.get() {
         tasks.class_runnable(class).await;
-        let mut polled = 0;
-        while polled < TURN && tasks.runnable(class) > 0 && !shared.done.get() {
+        let (mut polled, begun) = (0, clock.now());
+        while polled < TURN
+            && tasks.runnable(class) > 0
+            && !shared.done.get()
+            && (polled == 0 || clock.now().since(begun) < TURN_TIME)
+        {
             polled += u32::from(tasks.poll_one(class, 0));
             tasks.collect();
         }

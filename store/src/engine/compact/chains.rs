@@ -37,8 +37,8 @@ use crate::index::{Lookup, RecordCursor, RecordId};
 use kvarts_contract::error::Reason;
 use kvarts_contract::ticket::{Reply, ticket};
 
-/// Records that one look begins at.
-const LOOKED_AT: usize = 16 << 10;
+/// Records that one look meets, and what it goes back of one chain.
+const LOOKED_AT: usize = 4 << 10;
 
 /// A small record all of whose blocks are live.
 #[derive(Clone, Copy, Debug)]
@@ -153,14 +153,16 @@ impl<'a> Look<'a> {
     async fn go_back(&mut self, from: RecordId, section: &mut Section<'_>) {
         let Some(mut at) = self.small(from) else { return };
         self.met.insert(at.record, at);
-        while !self.has_before.contains(&at.record)
+        let mut passed = 0;
+        while passed < LOOKED_AT
+            && !self.has_before.contains(&at.record)
             && let Some(before) = self.before(&at)
             && !self.follows.contains_key(&before.record)
         {
             self.follows.insert(before.record, at.record);
             self.has_before.insert(at.record);
             self.met.insert(before.record, before);
-            at = before;
+            (at, passed) = (before, passed + 1);
             section.step(1).await;
         }
     }
@@ -278,14 +280,31 @@ async fn merge_from(
     some: &[RecordId],
     report: &mut CompactReport,
 ) -> Result<Vec<RecordId>, Reason> {
-    let mut section = Section::begin(&shared.work.merges, &*shared.clock);
-    let mut look = Look::new(shared);
-    for record in some {
-        look.go_back(*record, &mut section).await;
-        section.step(1).await;
+    let (mut left, mut at) = (Vec::new(), 0);
+    while at < some.len() && left.is_empty() {
+        let mut section = Section::begin(&shared.work.merges, &*shared.clock);
+        let mut look = Look::new(shared);
+        while let Some(record) = some.get(at).filter(|_| look.met.len() < LOOKED_AT) {
+            look.go_back(*record, &mut section).await;
+            section.step(1).await;
+            at += 1;
+        }
+        let chains = look.chains(options.merge_records_min, &mut section).await;
+        drop(section);
+        left = merge_chains(shared, (shards, &mut *rooms), &mut *pace, chains, report).await?;
     }
-    let chains = look.chains(options.merge_records_min, &mut section).await;
-    drop(section);
+    left.extend(some.iter().skip(at));
+    Ok(left)
+}
+
+/// Merges these chains. Gives the last records of those for which there was no time.
+async fn merge_chains(
+    shared: &Arc<Shared>,
+    (shards, rooms): (&dyn Shards, &mut Rooms),
+    pace: &mut Pace,
+    chains: Vec<Chain>,
+    report: &mut CompactReport,
+) -> Result<Vec<RecordId>, Reason> {
     let mut left = Vec::new();
     for chain in chains {
         if !left.is_empty() || !pace.ready().await {

@@ -46,7 +46,7 @@ use kvarts_contract::{class::Class, clock::Nanos};
 /// Bytes that a tombstone takes in its record and its segment's footer together, and a few to spare.
 const TOMBSTONE_BYTES: u64 = 160;
 /// Tombstones of one record at most: they are noted and written down in less than a millisecond.
-const RECORD_TOMBSTONES_MAX: u64 = 1024;
+const RECORD_TOMBSTONES_MAX: u64 = 512;
 /// Blocks that are taken out of the index before others change it.
 const BLOCKS_AT_ONCE: usize = AT_ONCE as usize;
 
