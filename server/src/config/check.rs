@@ -42,7 +42,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Executors for so many directories: two for each, up to sixteen, of an eighth of the cores: the rest are the engine's, which the server
+/// Executors for this number of directories: two for each, up to sixteen, of an eighth of the cores: the rest are the engine's, which the server
 /// runs beside. Two at least, where there are two cores.
 pub(super) fn executors_of(cores: usize, directories: usize) -> usize {
     let most = (cores / 8).max(cores.min(2));
@@ -72,8 +72,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     if segment.is_none() {
         decided.or("store.segment", None, "the store's own, or 256 MiB when it is made");
     }
-    let few = cores().min(2);
-    let own = executors_of(cores(), directories.len());
+    let (few, own) = (cores().min(2), executors_of(cores(), directories.len()));
     let executors = decided.or("store.executors", set.executors.as_ref(), own);
     let threads = decided.or("limits.threads", set.threads.as_ref(), few);
     let connections = decided.or("limits.connections", set.connections.as_ref(), 16_384);

@@ -18,7 +18,7 @@ use super::{Row, Tally};
 use crate::conformance::Desk;
 use crate::fixture;
 use crate::sim::log::Mixer;
-use crate::sim::{DiskConfig, Seed, SimWorld, WorldConfig};
+use crate::sim::{DiskConfig, Effect, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig};
 use crate::stage::{SimStage, Stage, drive};
 
 /// How many times as large the large form is.
@@ -112,6 +112,11 @@ pub const SCENES: &[Scene] = &[
     },
     Scene { what: "a look for chains beside other records", grows: Grows::Hardly, cost: merges },
     Scene { what: "a delete of keys in all columns", grows: Grows::AsAsked, cost: delete_keys },
+    Scene {
+        what: "checkpoints of a full store in which blocks are deleted",
+        grows: Grows::Hardly,
+        cost: deletes,
+    },
 ];
 
 impl Scene {
@@ -370,7 +375,8 @@ fn in_sections(stage: &SimStage, cost: Cost, kind: Kind) -> Result<Cost, String>
 }
 
 /// The delete of keys under which there are blocks in two columns: a few hundred at a time, since all other changes wait for each.
-fn delete_keys(seed: Seed, blocks: u64) -> Result<Cost, String> {
+fn delete_keys(seed: Seed, size: u64) -> Result<Cost, String> {
+    let blocks = 4 * size;
     let (group, coordinate) = SMALL;
     let most = 64 * fixture::shape(group, coordinate).block_bytes();
     let stage = open_store(seed, (2, bytes_of(blocks) + (32 << 20)), most, Limits::default())?;
@@ -390,6 +396,38 @@ fn delete_keys(seed: Seed, blocks: u64) -> Result<Cost, String> {
     // It begins on its caller's thread.
     let longest = stage.engine().work_done().deletes.longest_steps;
     Ok(Cost { longest, ..meter.cost() })
+}
+
+/// Checkpoints that a full store writes, in hundreds of steps, while sessions are put and one key is deleted after each: what a segment
+/// buries that is recycled stands in a checkpoint that was written since it was sealed, and needs none of its own.
+fn deletes(seed: Seed, size: u64) -> Result<Cost, String> {
+    const EOPNOTSUPP: i32 = 95;
+    let sessions = size / 4 + 20;
+    let blocks = 40 * SESSION as u64;
+    let stage = small_records_within(seed, 1, bytes_of(blocks))?;
+    // So that segments are recycled as a whole: files of such with holes are removed, which takes checkpoints of its own.
+    stage.world().disk().inject(Rule::new(
+        Which::Kind(OpKind::Punch),
+        When::From(1),
+        Effect::Errno(EOPNOTSUPP),
+    ));
+    let desk = Desk::new(&stage, "growth");
+    put_sessions(&desk, 0..blocks);
+    let meter = Meter::new(&stage, |done| done.checkpoints);
+    let recycled = || stage.engine().stats().counts.segments_recycled;
+    let before = recycled();
+    for session in 0..sessions {
+        let first = blocks + session * SESSION as u64;
+        put_sessions(&desk, first..first + SESSION as u64);
+        let target = Target::Keys { column: None, keys: desk.keys(first..first + 1) };
+        let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+        let deleted = drive(stage.world(), stage.store().delete(request)).map_err(|hang| hang.to_string())?;
+        deleted.map_err(|_| "a delete without an answer")?.map_err(|error| error.to_string())?;
+    }
+    match recycled() - before {
+        0..2 => Err("nothing was recycled".to_owned()),
+        _ => Ok(Cost { steps: meter.cost().steps / 100, longest: 0 }),
+    }
 }
 
 /// The look for chains that follows a few turns of a session, one block each, among other small records.

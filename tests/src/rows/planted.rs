@@ -168,12 +168,18 @@ pub const BUGS: &[Bug] = &[
         "R30",
         "a search for what descends from a key reads all footers again and again",
     )
-    .at(34),
+    .at(36),
     bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted").at(7),
     bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
     bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
     bug("merge-looks-at-all", "R30", "a look for chains begins at every record").at(12),
     bug("delete-in-one-go", "R30", "all keys of a delete are taken out under one lock").at(13),
+    bug(
+        "checkpoint-for-each-segment",
+        "R30",
+        "a segment that buries something is recycled after a new checkpoint",
+    )
+    .at(14),
     bug(
         "tile-with-its-own-origins",
         "R31",

@@ -20,6 +20,7 @@ use crate::engine::shard::Shard;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{RecordPlace, Segment, SegmentState};
 use crate::index::RecordId;
+use kvarts_contract::class::Class;
 use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 
@@ -50,7 +51,7 @@ pub(super) async fn encode(
         }
         let mut left = room(shard, &live);
         // What cannot be read is not encoded.
-        let Ok(footer) = shard.volume.read_footer(segment).await else { continue };
+        let Ok(footer) = shard.volume.read_footer(segment, Class::Background).await else { continue };
         shard.moves.looked_at.borrow_mut().insert(segment.number, looked);
         for entry in &footer.records {
             let (number, generation) = (segment.number, segment.generation.get());

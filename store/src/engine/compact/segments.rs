@@ -19,6 +19,7 @@ use crate::engine::tasks::steps::Section;
 use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{OwnerCursor, RecordId};
+use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 
 /// The records of a segment that have live blocks, in the order in which they lie: chains stay together. The footer
@@ -29,7 +30,7 @@ pub(super) async fn live_records(volume: &Volume, number: u32) -> Vec<RecordId> 
     let (mut found, mut some) = (Vec::new(), Vec::new());
     if let Some(segment) = segment {
         section.pause();
-        if let Ok(footer) = volume.read_footer(&segment).await {
+        if let Ok(footer) = volume.read_footer(&segment, Class::Background).await {
             for entry in &footer.records {
                 let before = found.len();
                 found.extend(records_of(volume, &segment, entry));

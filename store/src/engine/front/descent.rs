@@ -260,7 +260,7 @@ impl Search {
     }
 }
 
-/// Whether blocks have been moved since there were so many moves.
+/// Whether blocks have been moved since this number of them was counted.
 async fn is_moving(shared: &Shared, before: u64) -> bool {
     // What is moved at this moment is counted when it is.
     while shared.switching.load(SeqCst) > 0 {

@@ -383,7 +383,7 @@ impl Executor {
                 if shard.volume.sequence.get() != written && !stopping.get() {
                     let sequence = shard.volume.sequence.get();
                     // One that fails costs recency until the next, which is due whether anything is put or not.
-                    if checkpoint::write(&shard.volume).await.is_ok() {
+                    if checkpoint::write(&shard.volume, Class::Background).await.is_ok() {
                         written = sequence;
                     }
                 }
@@ -639,8 +639,8 @@ async fn checkpoint_all(
         // One that the clock began may lack what was written since: another follows it.
         loop {
             let written = match prove {
-                true => checkpoint::prove(&shard.volume).await,
-                false => checkpoint::write(&shard.volume).await,
+                true => checkpoint::prove(&shard.volume, Class::Background).await,
+                false => checkpoint::write(&shard.volume, Class::Background).await,
             };
             let Err(reason) = written else { break };
             if shard.volume.is_out() {

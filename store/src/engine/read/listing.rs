@@ -46,7 +46,7 @@ impl Reads {
             }
         }
         let generation = segment.generation.get();
-        let listed = match self.volume.read_footer(segment).await {
+        let listed = match self.volume.read_footer(segment, Class::Background).await {
             Ok(footer) => Ok(footer.records),
             Err(_) => self.live_headers(segment).await,
         };

@@ -44,6 +44,7 @@ use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::Graves;
 use crate::engine::write::log::Log;
 use crate::io::{MetaOp, Reply};
+use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 use kvarts_contract::{
     buffers::BufMut,
@@ -149,7 +150,7 @@ pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result
     recovery.flush()?;
     volume.shared.buried.fetch_add(volume.tombstones.borrow().len() as u64, Relaxed);
     if told.is_some() {
-        checkpoint::write(volume).await?;
+        checkpoint::write(volume, Class::Background).await?;
     }
     let half_deleted = volume.tombstones.borrow().half_deleted();
     Ok(RecoveryReport { half_deleted, ..recovery.report })
@@ -409,7 +410,7 @@ impl Recovery<'_> {
                 segment.found(trailer.log_end, &footer.records);
                 self.note_holes(segment, holes, &footer.records);
                 segment.sealed_at(
-                    trailer.log_end,
+                    (trailer.log_end, None),
                     (trailer.footer_offset, trailer.footer_bytes),
                     trailer.reason,
                 );

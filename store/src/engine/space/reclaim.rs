@@ -22,6 +22,7 @@ use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::engine::volume::tombstones::TombstoneSet;
 use crate::index::{Eviction, Lookup, RecordId};
+use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 
 /// Blocks that go without a turn for others.
@@ -41,9 +42,9 @@ impl Space {
             .collect();
         sealed.sort_by_cached_key(|segment| (segment.book.live() > 0, segment.first_sequence.get()));
         for segment in sealed {
-            let Ok(footer) = self.volume.read_footer(&segment).await else { continue };
+            let Ok(footer) = self.volume.read_footer(&segment, Class::Put).await else { continue };
             if (any || self.is_end_of_chains(&segment, &footer).await)
-                && self.save_tombstones(&footer).await
+                && self.save_tombstones(&segment, &footer).await
                 && self.volume.is_unread(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.volume.is_unread(&segment)
@@ -99,19 +100,24 @@ impl Space {
 
     /// Makes sure that what a segment buries stands elsewhere on disk before the segment is recycled: a record
     /// that it kills may lie in another, and would come back. False if it could not be done.
-    pub(crate) async fn save_tombstones(&self, footer: &Footer) -> bool {
+    pub(crate) async fn save_tombstones(&self, segment: &Segment, footer: &Footer) -> bool {
         if !TombstoneSet::are_in(&footer.records, self.volume.floor())
             || kvarts_layout::planted!("tombstones-recycled")
         {
             return true;
         }
-        let version = self.volume.tombstones.borrow().version();
+        // What it buries was known when it was sealed: a checkpoint of then or later says it, and no new one is needed.
+        let present = self.volume.tombstones.borrow().version();
+        let version = match kvarts_layout::planted!("checkpoint-for-each-segment") {
+            true => present,
+            false => segment.buried_by.get().map_or(present, |sealed| sealed.min(present)),
+        };
         loop {
             self.volume.checkpoints.settled().await;
             if self.volume.checkpoints.cover(version) {
                 return true;
             }
-            match checkpoint::write(&self.volume).await {
+            match checkpoint::write(&self.volume, Class::Put).await {
                 Ok(_) => {}
                 Err(Reason::Busy(_)) if !self.volume.is_out() => {}
                 Err(_) => return false,

@@ -229,7 +229,7 @@ impl Space {
             let records = segment.tail.borrow().entries.clone();
             let footer = Footer { records };
             // What a barren one buries was never acknowledged.
-            if (self.is_barren(&segment) || self.save_tombstones(&footer).await)
+            if (self.is_barren(&segment) || self.save_tombstones(&segment, &footer).await)
                 && self.is_usable(&segment)
                 && self.evict_all(&segment, &footer).await
                 && self.is_usable(&segment)

@@ -192,6 +192,8 @@ pub(crate) struct Segment {
     pub(crate) misses: Cell<u32>,
     /// Of a segment sealed in order, where its records end: everything below was flushed and is listed. Else zero.
     sealed_upto: Cell<u64>,
+    /// The version of what the shard had buried when it was sealed, if that was in this life.
+    pub(crate) buried_by: Cell<Option<u64>>,
     holed: Cell<bool>,
     unpunchable: Cell<bool>,
     /// Short ids of namespaces on disk that mean another one in memory.
@@ -229,6 +231,7 @@ impl Segment {
             before: Cell::new(None),
             misses: Cell::new(0),
             sealed_upto: Cell::new(0),
+            buried_by: Cell::new(None),
             holed: Cell::new(false),
             unpunchable: Cell::new(false),
             renamed: RefCell::default(),
@@ -258,6 +261,7 @@ impl Segment {
         self.gap.set(None);
         self.gap_tried.set(false);
         self.sealed_upto.set(0);
+        self.buried_by.set(None);
         self.unpunchable.set(false);
         self.renamed.borrow_mut().clear();
     }
@@ -273,7 +277,14 @@ impl Segment {
     }
 
     /// Notes where the records of a sealed segment end and where its footer lies.
-    pub(crate) fn sealed_at(&self, log_end: u64, (footer, bytes): (u64, u32), reason: SealReason) {
+    /// `version` is that of what the shard had buried by then.
+    pub(crate) fn sealed_at(
+        &self,
+        (log_end, version): (u64, Option<u64>),
+        (footer, bytes): (u64, u32),
+        reason: SealReason,
+    ) {
+        self.buried_by.set(version);
         self.footer_at.set(Some((footer, bytes)));
         self.sealed_upto.set(if reason == SealReason::Normal { log_end } else { 0 });
         self.gap.set(footer.checked_sub(log_end).filter(|len| *len > 0).map(|len| (log_end, len)));

@@ -47,7 +47,8 @@ impl Log {
                 return Err(reason);
             }
         };
-        segment.sealed_at(end, footer_at, reason);
+        let version = self.volume.tombstones.borrow().version();
+        segment.sealed_at((end, Some(version)), footer_at, reason);
         // One that is full lacks less than a record: it keeps that, and is recycled as it is.
         if self.closing.get() || reason == SealReason::Recovery {
             self.space.give_rest_back(segment, &listed.records).await;

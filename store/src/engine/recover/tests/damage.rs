@@ -1,5 +1,6 @@
 //! Damage costs what it hits.
 
+use kvarts_contract::class::Class;
 use kvarts_layout::StoreId;
 
 use super::harness::{Place, SEGMENT_BYTES, contents_of};
@@ -230,7 +231,7 @@ fn a_header_whose_last_write_was_lost_does_not_hide_the_records_behind_it() {
             world.shard.log.settled().await;
             if written.segment.number == 0 && written.segment.generation.get() == 2 {
                 // The checkpoint knows the later generation.
-                checkpoint::write(&world.shard.volume).await.unwrap();
+                checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
                 return number;
             }
             number += 3;

@@ -1,5 +1,6 @@
 //! Which of two records counts, and which of none.
 
+use kvarts_contract::class::Class;
 use kvarts_layout::NamespaceId;
 use kvarts_layout::format::body::{Epoch, Tombstone, Tombstones};
 use kvarts_layout::format::record::Body;
@@ -71,7 +72,7 @@ fn what_was_deleted_stays_deleted_and_what_was_put_after_stays() {
             assert_eq!(report.deleted, 1);
             world.contents();
             // The second round has the tombstones from the checkpoint too.
-            checkpoint::write(&world.shard.volume).await.unwrap();
+            checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
         });
     }
 }
@@ -98,7 +99,7 @@ fn tombstones_outlive_the_segment_that_held_them_by_the_checkpoint() {
     });
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
-        checkpoint::write(&world.shard.volume).await.unwrap();
+        checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
     });
     remove(&place.segment(number));
     place.run(|world| async move {

@@ -6,6 +6,7 @@ use super::harness::{Place, SEGMENT_BYTES, World, contents_of, remove};
 use crate::engine::recover::recover;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::SegmentState;
+use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 
 /// Forty records of two blocks: some sealed segments and an open one.
@@ -190,7 +191,7 @@ fn an_index_recovered_by_a_checkpoint_is_the_one_recovered_without() {
         recover(&world.shard.log).await.unwrap();
         world.durable("a", 500, 2).await;
         let before = world.shared.space().0;
-        let report = checkpoint::write(&world.shard.volume).await.unwrap();
+        let report = checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
         assert_eq!((report.sequence, report.records), (1, 40));
         assert_eq!(world.shared.space().0, before + report.bytes);
         world.durable("a", 502, 2).await;
@@ -233,7 +234,7 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
         let record = world.shared.index.locate(print(0)).unwrap().location.record;
         let later = world.shared.expiry_step(1_700_000_000_000 + 7_200_000);
         assert!(world.shared.index.records().set_expires(record, later));
-        checkpoint::write(&world.shard.volume).await.unwrap();
+        checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
     });
     clock.set_unix_millis(1_700_000_000_000 + 40 * 60_000);
     place.run(move |world| async move {
@@ -261,7 +262,10 @@ fn checkpoints_are_written_in_turn_and_a_torn_one_leaves_the_one_before() {
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
         for sequence in 1..=3 {
-            assert_eq!(checkpoint::write(&world.shard.volume).await.unwrap().sequence, sequence);
+            assert_eq!(
+                checkpoint::write(&world.shard.volume, Class::Background).await.unwrap().sequence,
+                sequence
+            );
         }
     });
     assert_eq!(place.recovered().0.checkpoint, Some(3));
@@ -272,7 +276,7 @@ fn checkpoints_are_written_in_turn_and_a_torn_one_leaves_the_one_before() {
     // The next one replaces the torn one, above every sequence that was seen.
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
-        assert_eq!(checkpoint::write(&world.shard.volume).await.unwrap().sequence, 4);
+        assert_eq!(checkpoint::write(&world.shard.volume, Class::Background).await.unwrap().sequence, 4);
     });
     let header = contents_of(&place.file("checkpoint-0"));
     assert_eq!(header[56], 4);
@@ -284,7 +288,7 @@ fn a_checkpoint_that_does_not_fit_the_budget_is_refused_unless_the_store_is_over
     let mut place = filled();
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
-        checkpoint::write(&world.shard.volume).await.unwrap();
+        checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
     });
     // Not a byte is left.
     let used = std::rc::Rc::new(std::cell::Cell::new(0));
@@ -298,7 +302,7 @@ fn a_checkpoint_that_does_not_fit_the_budget_is_refused_unless_the_store_is_over
         recover(&world.shard.log).await.unwrap();
         let before = world.shared.space();
         assert_eq!(before.0, before.1);
-        let refused = checkpoint::write(&world.shard.volume).await.unwrap_err();
+        let refused = checkpoint::write(&world.shard.volume, Class::Background).await.unwrap_err();
         assert!(matches!(refused, kvarts_contract::error::Reason::NoSpace(_)), "{refused}");
         assert_eq!(world.shared.space(), before);
     });
@@ -308,7 +312,7 @@ fn a_checkpoint_that_does_not_fit_the_budget_is_refused_unless_the_store_is_over
     place.run(|world| async move {
         recover(&world.shard.log).await.unwrap();
         let before = world.shared.space().0;
-        checkpoint::write(&world.shard.volume).await.unwrap();
+        checkpoint::write(&world.shard.volume, Class::Background).await.unwrap();
         assert!(world.shared.space().0 > before, "and counts it");
     });
     assert!(place.recovered().0.checkpoint > Some(1));

@@ -20,6 +20,7 @@ use crate::engine::volume::checkpoint;
 use crate::engine::volume::segment::{Segment, SegmentState};
 use crate::index::{BlockFingerprint, Eviction, Location, Lookup};
 use crate::io::{MetaOp, Reply};
+use kvarts_contract::class::Class;
 use kvarts_contract::error::Reason;
 use kvarts_contract::io_error::{FileId, IoErrorKind};
 use kvarts_contract::sync::atomic::Ordering::Relaxed;
@@ -142,8 +143,8 @@ impl Space {
         });
         sealed.sort_by_key(|segment| segment.first_sequence.get());
         for segment in sealed {
-            let Ok(footer) = self.volume.read_footer(&segment).await else { continue };
-            if !self.save_tombstones(&footer).await
+            let Ok(footer) = self.volume.read_footer(&segment, Class::Put).await else { continue };
+            if !self.save_tombstones(&segment, &footer).await
                 || segment.book.live() > 0
                 || !self.evict_all(&segment, &footer).await
                 || segment.state.get() != SegmentState::Sealed
@@ -213,7 +214,7 @@ impl Space {
     pub(crate) async fn say_free(&self) -> bool {
         loop {
             self.volume.checkpoints.settled().await;
-            match checkpoint::write(&self.volume).await {
+            match checkpoint::write(&self.volume, Class::Put).await {
                 Ok(_) => return true,
                 Err(Reason::Busy(_)) if !self.volume.is_out() => {}
                 Err(_) => return false,
@@ -281,7 +282,7 @@ impl Space {
             .collect();
         let unknown = some.iter().zip(&all).filter(|(_, footer)| footer.is_none());
         let unknown: Vec<_> = unknown.map(|(segment, _)| Rc::clone(segment)).collect();
-        let mut read = self.volume.read_footers(&unknown).await.into_iter();
+        let mut read = self.volume.read_footers(&unknown, Class::Put).await.into_iter();
         all.iter_mut().filter(|footer| footer.is_none()).for_each(|footer| *footer = read.next());
         all.into_iter().flatten().collect()
     }

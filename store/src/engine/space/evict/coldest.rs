@@ -6,6 +6,7 @@
 //! next. So a choice costs what a few segments hold, however many blocks and segments there are, and each segment's
 //! turn comes.
 
+use kvarts_contract::class::Class;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -106,7 +107,7 @@ impl Sample {
 
 /// Reads footers for a choice, and keeps them for the task that gives back what was chosen.
 pub(crate) async fn footers(volume: &Volume, some: &[Rc<Segment>], footers: &mut Footers) {
-    for (segment, footer) in some.iter().zip(volume.read_footers(some).await) {
+    for (segment, footer) in some.iter().zip(volume.read_footers(some, Class::Put).await) {
         if let Ok(footer) = footer {
             footers.insert(segment.number, (segment.generation.get(), footer));
         }

@@ -33,34 +33,35 @@ struct Output<'a> {
     file: FileId,
     slot: u32,
     at: u64,
+    class: Class,
 }
 
-/// Writes a checkpoint. On an error the one before still counts.
-pub(crate) async fn write(volume: &Volume) -> Result<CheckpointReport, Reason> {
+/// Writes a checkpoint, for work of this class. On an error the one before still counts.
+pub(crate) async fn write(volume: &Volume, class: Class) -> Result<CheckpointReport, Reason> {
     if let Some(reason) = volume.refuses_writes() {
         return Err(reason);
     }
-    prove(volume).await
+    prove(volume, class).await
 }
 
 /// The same, also where the store takes no writes: it shows whether it could.
-pub(crate) async fn prove(volume: &Volume) -> Result<CheckpointReport, Reason> {
+pub(crate) async fn prove(volume: &Volume, class: Class) -> Result<CheckpointReport, Reason> {
     if volume.checkpoints.writing.replace(true) {
         return Err(Reason::Busy("a checkpoint is being written"));
     }
-    let mut written = write_next(volume).await;
+    let mut written = write_next(volume, class).await;
     for _ in 1..TRIES_MAX {
         if !matches!(written, Err(Reason::Passing(_))) {
             break;
         }
-        written = write_next(volume).await;
+        written = write_next(volume, class).await;
     }
     volume.checkpoints.writing.set(false);
     volume.checkpoints.ended.wake_all();
     written
 }
 
-async fn write_next(volume: &Volume) -> Result<CheckpointReport, Reason> {
+async fn write_next(volume: &Volume, class: Class) -> Result<CheckpointReport, Reason> {
     let slots = &volume.checkpoints;
     let slot = slots.next();
     let sequence = slots.sequence.get() + 1;
@@ -81,7 +82,7 @@ async fn write_next(volume: &Volume) -> Result<CheckpointReport, Reason> {
     let name = volume.file_name(&checkpoint_name(slot));
     let mode = OpenMode { write: true, create: true, direct: true };
     let file = volume.driver.open(name, mode).await.map_err(|error| failed(volume, &error))?;
-    let mut output = Output { volume, file, slot, at: PAGE_BYTES };
+    let mut output = Output { volume, file, slot, at: PAGE_BYTES, class };
     let written = write_into(&mut output, &header).await;
     if written.is_err() {
         output.recount().await;
@@ -285,7 +286,7 @@ impl Output<'_> {
         let volume = self.volume;
         let mut staging = volume.stage(image.len()).await.map_err(|error| failed(volume, &error))?;
         staging.copy_in(0, image);
-        let written = volume.driver.write(Class::Background, self.file, at, staging, sync).await;
+        let written = volume.driver.write(self.class, self.file, at, staging, sync).await;
         written.map_err(|error| failed(volume, &error))
     }
 
