@@ -13,10 +13,13 @@
 //! Records go as a whole, oldest use first, those of one time in log order. One on which another hangs stays until that one has
 //! gone: of a chain the end goes first.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod oldest;
+
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 
+use self::oldest::{Old, Oldest};
 use super::Shared;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::index::{BlockFingerprint, Lookup, OwnerCursor, RecordId, RecordInfo};
@@ -202,26 +205,54 @@ pub(crate) fn forget_some(shared: &Shared, turn: u64) {
 /// with a lease on any block are passed over.
 async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) -> u64 {
     let mut section = Section::begin(&shared.work.quotas, &*shared.clock);
-    let mut found = BTreeSet::new();
-    for (place, account) in accounts.iter().enumerate() {
-        let look = |id: RecordId, info: &RecordInfo, used: u32| {
-            found.insert((used, (info.shard, info.segment, info.page), id, info.share(info.live), place));
-        };
-        records_of(shared, account, &mut section, look).await;
-    }
-    let (mut sum, mut walked, now) = (0u64, false, shared.clock.now());
-    // On these something hangs: they have another turn when that has gone.
-    let mut needed = BTreeMap::new();
-    while sum < bytes
-        && let Some(oldest) = found.pop_first()
-    {
-        let (_, _, id, share, place) = oldest;
-        let Some(account) = accounts.get(place) else { break };
-        if !walked && !lock(&account.known).has(id) {
-            walked = true;
-            learn(shared, accounts, &mut section).await;
+    let mut going = Going { shared, accounts, sum: 0, walked: false, needed: BTreeMap::new() };
+    let mut behind = None;
+    // One look, unless more of the oldest may not go than it has kept for that.
+    loop {
+        let mut oldest = Oldest::behind(behind, bytes - going.sum);
+        for (place, account) in accounts.iter().enumerate() {
+            let look = |id: RecordId, info: &RecordInfo, used: u32| {
+                let lies = (info.shard, info.segment, info.page);
+                oldest.offer(Old { used, lies, id, share: info.share(info.live), account: place });
+            };
+            records_of(shared, account, &mut section, look).await;
         }
-        let Some(prints) = lock(&account.known).remove(id) else { continue };
+        while going.sum < bytes
+            && let Some(one) = oldest.pop()
+        {
+            behind = behind.max(Some(one));
+            if let Some(freed) = going.evict(one, &mut section).await {
+                oldest.again(freed);
+            }
+        }
+        if going.sum >= bytes || !oldest.is_cut() {
+            return going.sum;
+        }
+    }
+}
+
+/// Records on their way out.
+struct Going<'a> {
+    shared: &'a Shared,
+    accounts: &'a [Arc<Account>],
+    /// Bytes that went.
+    sum: u64,
+    /// It was learnt which blocks all records have.
+    walked: bool,
+    /// On these something hangs: they have another turn when that has gone.
+    needed: BTreeMap<u64, Old>,
+}
+
+impl Going<'_> {
+    /// Evicts a record if it may go. Gives one that has waited for that.
+    async fn evict(&mut self, one: Old, section: &mut Section<'_>) -> Option<Old> {
+        let (shared, now) = (self.shared, self.shared.clock.now());
+        let account = self.accounts.get(one.account)?;
+        if !self.walked && !lock(&account.known).has(one.id) {
+            self.walked = true;
+            learn(shared, self.accounts, section).await;
+        }
+        let prints = lock(&account.known).remove(one.id)?;
         let (mut leased, mut held) = (false, None);
         for some in prints.chunks(BLOCKS_AT_ONCE) {
             leased |= some.iter().any(|print| shared.index.is_leased(*print, now));
@@ -229,21 +260,20 @@ async fn evict_oldest(shared: &Shared, accounts: &[Arc<Account>], bytes: u64) ->
             section.step(some.len() as u64).await;
         }
         if leased || held.is_some() {
-            lock(&account.known).insert(id, prints);
+            lock(&account.known).insert(one.id, prints);
             if let Some(held) = held.filter(|_| !leased) {
-                needed.insert(held.first(), oldest);
+                self.needed.insert(held.first(), one);
             }
-            continue;
+            return None;
         }
-        let parent = shared.index.records().get(id).map_or(0, |info| info.parent);
+        let parent = shared.index.records().get(one.id).map_or(0, |info| info.parent);
         for some in prints.chunks(BLOCKS_AT_ONCE) {
-            some.iter().for_each(|print| evict(shared, id, *print));
+            some.iter().for_each(|print| evict(shared, one.id, *print));
             section.step(some.len() as u64).await;
         }
-        found.extend(needed.remove(&parent));
-        sum = sum.saturating_add(share);
+        self.sum = self.sum.saturating_add(one.share);
+        self.needed.remove(&parent)
     }
-    sum
 }
 
 /// Takes a block out if it is in this record still.
