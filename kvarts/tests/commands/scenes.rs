@@ -266,7 +266,7 @@ const BENCHES: &[Step] = &[
     step("kvarts bench match", VERDICT).with("--blocks 4096 --keys 64 --lookups 4 --pairs 3"),
     step("kvarts bench mixed", VERDICT)
         .with("--mib 64 --reads 100 --phases 2 --block-tokens 1 --rate-ms 200"),
-    step("kvarts bench scale", VERDICT).with("--blocks 100000,200000"),
+    step("kvarts bench scale", VERDICT).with("--blocks 100000,200000 --records 20000 --directories 2"),
     step("kvarts bench open", VERDICT).with("--blocks 4096 --segment-mib 1 --pairs 3"),
     step("kvarts bench churn", VERDICT)
         .with("--seconds 3 --budget-mib 16 --segment-mib 1 --block-kib 1 --samples 4"),

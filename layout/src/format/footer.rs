@@ -103,11 +103,11 @@ impl Entry {
     /// Bytes that it takes in the index, about.
     pub fn bytes(&self) -> usize {
         let names = match &self.content {
-            Content::Blocks(blocks) => 32 * blocks.blocks.len(),
-            Content::Tombstones(tombstones) => 80 * tombstones.entries.len(),
+            Content::Blocks(blocks) => blocks.blocks.len().saturating_mul(32),
+            Content::Tombstones(tombstones) => tombstones.entries.len().saturating_mul(80),
             _ => 0,
         };
-        ENTRY_BYTES + names
+        ENTRY_BYTES.saturating_add(names)
     }
 
     /// Where the record ends, or `None` if it is longer than a record can be.

@@ -8,9 +8,11 @@ use std::sync::{Arc, PoisonError};
 
 use kvarts_contract::sync::Mutex;
 
+type Work = Box<dyn FnOnce() + Send>;
+
 /// One piece of such work: done once, by whichever thread comes to it first.
 #[derive(Clone)]
-pub struct Computation(Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>);
+pub struct Computation(Arc<Mutex<Option<Work>>>);
 
 impl Computation {
     /// This work.
