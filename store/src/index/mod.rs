@@ -14,7 +14,7 @@
 //! location may be out of date by the time it is used. [`Index::locate`] gives location and record as of one
 //! moment; a reader must then hold the segment before a later moment can recycle it.
 //!
-//! Entries lie in partitions (256, unless asked otherwise), each a table under a reader-writer lock. A lookup
+//! Entries lie in partitions (256, unless asked otherwise), each some tables under a reader-writer lock. A lookup
 //! takes one lock for reading, a batch takes each lock once, and nothing waits for a device or an executor.
 //! The locks guard no call into foreign code, so a panic under one would be a bug of this module; the lock is
 //! then used on, since all that a torn table can cause is again a location that the reader's check refuses.
@@ -29,6 +29,7 @@ mod leases;
 mod pinning;
 mod records;
 mod table;
+mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -46,7 +47,8 @@ pub use records::{OwnerCursor, RecordCursor, RecordError, RecordInfo, Records};
 
 use groups::{Groups, partition_of};
 use leases::{Leases, Pins};
-use table::{Slot, State, Table};
+use table::{Slot, State};
+use tables::Tables;
 
 use kvarts_contract::sync::atomic::AtomicU32;
 use kvarts_contract::sync::{Mutex, MutexGuard, Race, RwLock, RwLockReadGuard, RwLockWriteGuard, planted};
@@ -150,7 +152,7 @@ pub struct IndexMemory {
 
 #[derive(Debug)]
 struct Inner {
-    table: Table,
+    table: Tables,
     /// Under a lock of its own, so that leases are taken and ended while others look up.
     pins: Mutex<Pins>,
     /// How many records hang on a block, of those of which an entry cannot count it. By the first 64 bits of its fingerprint.
@@ -205,7 +207,7 @@ impl Index {
         // Fingerprints fall into partitions at random: three standard deviations take in the fuller ones.
         let each = if expected_blocks == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };
         let inner =
-            || Inner { table: Table::new(bits, each), pins: Mutex::default(), crowded: BTreeMap::new() };
+            || Inner { table: Tables::new(bits, each), pins: Mutex::default(), crowded: BTreeMap::new() };
         Self {
             key: FingerprintKey::new(seed),
             partitions: (0..1usize << bits).map(|_| Partition(RwLock::new(inner()))).collect(),

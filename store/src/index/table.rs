@@ -1,4 +1,4 @@
-//! One partition's table: open addressing in fingerprint order, at about 20 bytes for 0.7 to 0.875 of a slot.
+//! A table of entries: open addressing in fingerprint order, at about 20 bytes for 0.7 to 0.875 of a slot.
 //!
 //! Invariants:
 //! - a fingerprint's *home* grows with the fingerprint, no entry lies before its home, and the entries, read
@@ -9,7 +9,7 @@
 //! From these: a search walks from the home until it meets the fingerprint, a greater one, or a gap; an
 //! insertion shifts the rest of its run by one; a removal shifts it back, so there are no tombstones; and
 //! growing is one pass over both arrays. The capacity is any number (the home is a multiply, not a mask),
-//! so a table can grow by a quarter and stay full. Growing costs at most one partition's worth of work.
+//! so a table can grow by a quarter and stay full. Growing costs one table's worth of work, which is bounded ([`super::tables`]).
 
 mod merge;
 
@@ -170,7 +170,7 @@ impl Slot {
     }
 }
 
-/// The table of one partition, which holds the fingerprints that agree in their first `bits` bits.
+/// A table, which holds the fingerprints that agree in their first `bits` bits.
 #[derive(Debug)]
 pub(super) struct Table {
     slots: Vec<Slot>,
@@ -322,7 +322,7 @@ fn vacant(slots: usize) -> Vec<Slot> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use proptest::prelude::*;
     use std::collections::BTreeMap;
@@ -342,12 +342,12 @@ mod tests {
         });
     }
 
-    pub(super) fn location(n: u32) -> Location {
+    pub(in crate::index) fn location(n: u32) -> Location {
         Location { record: RecordId(n), block: n as u16 }
     }
 
     /// Prints from few homes, the last one included, so that runs are long and reach past the end.
-    pub(super) fn print() -> impl Strategy<Value = BlockFingerprint> {
+    pub(in crate::index) fn print() -> impl Strategy<Value = BlockFingerprint> {
         let first = prop_oneof![
             (0..6u64).prop_map(|i| i << 54),
             (0..6u64).prop_map(|i| u64::MAX >> 4 & !(i << 5)),

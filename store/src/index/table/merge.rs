@@ -45,6 +45,21 @@ impl Table {
         old.for_each(|slot| self.append(slot, &mut end));
     }
 
+    /// Two tables, each of which takes a half of the fingerprints that this one may have.
+    pub(in crate::index) fn split(self) -> [Self; 2] {
+        let bits = self.bits;
+        let is_upper = |slot: &Slot| slot.print().first() << bits >> 63 == 1;
+        let mut lower: Vec<Slot> = self.slots.into_iter().filter(|slot| slot.state().is_some()).collect();
+        let upper = lower.split_off(lower.partition_point(|slot| !is_upper(slot)));
+        [lower, upper].map(|half| {
+            // With room for a few more, or the next insertion would move all of them again.
+            let mut table = Self::new(bits + 1, half.len() + half.len() / 8);
+            let mut end = End { next: 0, last: None };
+            half.into_iter().for_each(|slot| table.append(slot, &mut end));
+            table
+        })
+    }
+
     /// Puts a slot that is greater than all there are.
     fn append(&mut self, slot: Slot, end: &mut End) {
         let print = slot.print();
