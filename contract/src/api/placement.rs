@@ -282,11 +282,19 @@ impl Placed {
         &self.places
     }
 
-    /// The memory at an address of the plan.
+    /// The memory at an address of the plan, to be kept.
     pub fn slice(&self, at: Address, len: u64) -> Option<SharedBuf> {
+        let (memory, offset) = self.find(at, len)?;
+        memory.slice(offset, usize::try_from(len).ok()?)
+    }
+
+    /// The same to be looked at or written to now: the memory, and where in it `len` bytes begin there. It counts no owner, so
+    /// that executors which do this for every piece share no cache line.
+    pub fn find(&self, at: Address, len: u64) -> Option<(&SharedBuf, usize)> {
         let memory = self.memory.get(at.memory.0 as usize)?;
         let offset = usize::try_from(at.offset.checked_sub(memory.shift)?).ok()?;
-        memory.buf.slice(offset, usize::try_from(len).ok()?)
+        let end = offset.checked_add(usize::try_from(len).ok()?)?;
+        (end <= memory.buf.len()).then_some((&memory.buf, offset))
     }
 
     /// The chunk `part` (canonical index in the block) of the block with ordinal `block`.

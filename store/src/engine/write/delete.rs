@@ -121,6 +121,7 @@ impl DeletePart {
     /// The same on an executor: what is claimed is let go of a few hundred at a time.
     async fn answer_in_turns(&mut self, result: &Result<(), Reason>) {
         if self.is_last_to_say(result) {
+            self.job.note_delete();
             if !self.job.lock().late {
                 self.job.release_in_turns().await;
             }
@@ -332,6 +333,12 @@ impl DeleteJob {
         .await
     }
 
+    /// Before a claim ends, before the answer, and when nothing of it is in the index any more: who asks behind it knows that there was
+    /// one, and a copy that was begun before it is not put.
+    fn note_delete(&self) {
+        self.shared.names.note_delete(self.namespace.id);
+    }
+
     fn answer(&self) {
         let mut state = self.lock();
         // A directory that was lost between the check and the parts has none: until the others have begun a term, what is deleted could
@@ -340,8 +347,7 @@ impl DeleteJob {
         let (refused, were) = (state.refused.clone().or(lost), std::mem::take(&mut state.were));
         let (late, blocks, reply) = (state.late, state.blocks, state.reply.take());
         drop(state);
-        // Before the answer, and when nothing of it is in the index any more: who asks behind it knows that there was one.
-        self.shared.names.note_delete(self.namespace.id);
+        self.note_delete();
         if !late {
             // Before the answer: a put that begins after it must not meet the claim.
             self.release(refused.is_none());

@@ -161,13 +161,13 @@ fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample
         }
         let len = piece.len as usize;
         // What cannot be shown cannot be verified: it is not announced.
-        let Some(place) = into.slice(piece.destination, piece.len) else {
+        let Some((place, to)) = into.find(piece.destination, piece.len) else {
             job.fail(piece.ordinal, &OUTSIDE);
             continue;
         };
         let (source, at) = match staging {
             Some(buf) => (*buf, piece.source as usize),
-            None => (&place, 0),
+            None => (place, to),
         };
         if at.checked_add(len).is_none_or(|end| end > source.len()) {
             job.fail(piece.ordinal, &OUTSIDE);
@@ -187,7 +187,7 @@ fn copy_out(job: &ReadJob, region: &RegionIn<'_>, mut pieces: Pieces<'_>, sample
             digests.set(piece.chunk, piece.ordinal, digest);
         }
         if staging.is_some() {
-            place.copy_from(0, source, at, len);
+            place.copy_from(to, source, at, len);
         }
     }
     if !pieces.is_done() {
