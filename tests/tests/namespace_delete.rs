@@ -5,7 +5,9 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use kvarts_contract::api::{BlockOutcome, ContainsRequest, DeleteRequest, Presence, PutRequest, Target};
+use kvarts_contract::api::{
+    BlockOutcome, ContainsRequest, DeleteRequest, Parent, Presence, PutRequest, Target,
+};
 use kvarts_fsck::check::Options as CheckOptions;
 use kvarts_fsck::contents::{Fate, read};
 use kvarts_fsck::disk::Disk;
@@ -215,4 +217,27 @@ fn a_namespace_is_deleted_again_and_again_with_starts_between() {
 
 fn goes_id() -> [u8; 32] {
     kvarts_tests::fixture::identity("goes").namespace_id().unwrap().0
+}
+
+/// Of a record the block in the middle goes first. What follows it there descends from it still, and so does what hangs on that.
+#[test]
+fn what_descends_from_a_block_that_is_gone_goes_with_its_prefix() {
+    let world = SimWorld::new(5, &WorldConfig::default());
+    let stage = SimStage::open(&world, &options()).unwrap();
+    let desk = Desk::new(&stage, "a gap");
+    let keys = desk.keys(0..8);
+    let put_behind = |parent, keys: &[_]| {
+        let request = PutRequest { parent, first_block: None, ..desk.request(pages(), keys, 1) };
+        assert_eq!(desk.outcomes(request), vec![BlockOutcome::Stored; keys.len()]);
+    };
+    put_behind(Parent::Root, &keys[..4]);
+    put_behind(Parent::Key(keys[3]), &keys[4..6]);
+    put_behind(Parent::Key(keys[0]), &keys[6..8]);
+    let delete = |target| {
+        let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+        ask(&stage, stage.store().delete(request)).unwrap().blocks
+    };
+    assert_eq!(delete(Target::Keys { column: None, keys: vec![keys[1]] }), 1);
+    assert_eq!(delete(Target::Prefix(keys[1])), 4, "two of its record, two that hang on the last");
+    assert_eq!(here(&desk, 0..8), 3);
 }

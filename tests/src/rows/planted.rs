@@ -149,6 +149,8 @@ pub const BUGS: &[Bug] = &[
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole").at(20),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
     bug("event-lost", "R16", "a delete is not told to those who follow the events"),
+    bug("gaps-not-looked-into", "R16", "what follows a block that is gone is not looked for in its record")
+        .at(111),
     bug("pin-cap-ignored", "R16", "a tenant pins more than it may").at(1),
     bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
     bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards")

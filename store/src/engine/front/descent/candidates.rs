@@ -1,7 +1,8 @@
 //! Which records of a namespace may descend from some keys, by what memory knows: more than do, and never fewer.
 //!
 //! A record of a stream hangs on the block whose fingerprint it has. One that is good for a boundary alone hangs on nothing that memory
-//! knows: all of those are candidates. Columns are passed over together, and a key's blocks in one say nothing of those in another; so a
+//! knows: all of those are candidates. So are records of which some blocks are gone, where a key that is looked for is not here: it
+//! may be among them, and what follows it there descends from it. Columns are passed over together, and a key's blocks in one say nothing of those in another; so a
 //! key that the links of one column have led to is looked for in the others.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,13 +20,22 @@ use crate::index::{Descent, Lookup, OwnerCursor, RecordId, RecordInfo, Walk};
 /// Records that are named one by one; beyond, their segments are listed whole.
 const NAMED_MAX: usize = 1 << 20;
 
+/// Where a class of records belongs.
+#[derive(Clone, Copy)]
+struct Column {
+    column: (Group, Coordinate),
+    is_boundary: bool,
+}
+
 /// What a search for descendants has to look at.
 pub(super) struct Candidates {
     namespace: Arc<Namespace>,
     /// Of streams, in which blocks hang on others.
     columns: Vec<(Group, Coordinate)>,
-    /// Whether records of a class are of the namespace, and hang on nothing that is known.
-    classes: BTreeMap<u32, Option<bool>>,
+    /// Columns in which a key that was looked for is not here.
+    absent: BTreeSet<(Group, Coordinate)>,
+    /// What is known of the classes of records; none of those of other namespaces.
+    classes: BTreeMap<u32, Option<Column>>,
     /// Keys that were looked for.
     known: BTreeSet<BlockKey>,
     descent: Descent,
@@ -45,6 +55,7 @@ impl Candidates {
         Self {
             namespace: Arc::clone(namespace),
             columns: columns.into_iter().filter(|(group, _)| is_stream(group)).collect(),
+            absent: BTreeSet::new(),
             classes: BTreeMap::new(),
             known: BTreeSet::new(),
             descent: Descent::default(),
@@ -71,8 +82,14 @@ impl Candidates {
             if self.known.insert(*key) {
                 for (group, coordinate) in &self.columns {
                     let print = shared.index.key().of(self.namespace.local, key, *group, *coordinate);
-                    let is_known = |at| if let Lookup::Live(at) = at { self.descent.has(at) } else { false };
-                    if is_first || !is_known(shared.index.lookup(print)) {
+                    let is_known = match shared.index.lookup(print) {
+                        Lookup::Live(at) => self.descent.has(at),
+                        _ => {
+                            self.absent.insert((*group, *coordinate));
+                            false
+                        }
+                    };
+                    if is_first || !is_known {
                         shared.index.descend_from(&mut descent, print);
                     }
                 }
@@ -117,15 +134,15 @@ impl Candidates {
         (id, info): (RecordId, &RecordInfo),
         section: &mut Section<'_>,
     ) -> bool {
-        let boundary = *self.classes.entry(info.class).or_insert_with(|| {
+        let known = *self.classes.entry(info.class).or_insert_with(|| {
             let class = shared.classes.get(info.class);
-            let own = class.filter(|class| class.namespace.local == self.namespace.local);
-            own.map(|class| class.is_boundary())
+            let own = class.filter(|class| class.namespace.local == self.namespace.local)?;
+            Some(Column { column: (own.group, own.coordinate), is_boundary: own.is_boundary() })
         });
-        match boundary {
-            None => return false,
-            Some(true) => return true,
-            Some(false) => {}
+        let Some(Column { column, is_boundary }) = known else { return false };
+        let has_gaps = info.live < info.blocks.get() && !kvarts_layout::planted!("gaps-not-looked-into");
+        if is_boundary || has_gaps && self.absent.contains(&column) {
+            return true;
         }
         let mut walk = Walk::from(id, info);
         loop {
