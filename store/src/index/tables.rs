@@ -191,7 +191,7 @@ impl Tables {
     }
 }
 
-/// Bits by which tables must differ to hold so many entries, half full each.
+/// Bits by which tables must differ to hold this number of entries, half full each.
 fn depth_for(entries: usize, entries_max: usize) -> u32 {
     if entries <= entries_max { 0 } else { (2 * entries).div_ceil(entries_max).next_power_of_two().ilog2() }
 }
