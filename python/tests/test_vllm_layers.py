@@ -451,6 +451,14 @@ class Layers(unittest.TestCase):
                 time.sleep(0.05)
                 second, again = self.engine(**self.WINDOWS, extra=name).ready(), Request("b", 9)
                 again.block_hashes[:7] = request.block_hashes
+                # On a machine with other work less may be staged in time at first, and never more.
+                for asked in range(100):
+                    before = Request(f"before-{asked}", 9)
+                    before.block_hashes[:7] = request.block_hashes
+                    if (now := second.find(before)) == found:
+                        break
+                    self.assertLess(now, found)
+                    time.sleep(0.02)
                 self.assertEqual(second.admit(again), found)
                 second.step(again)
                 self.assertEqual(second.good(again), 9)
