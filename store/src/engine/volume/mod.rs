@@ -242,8 +242,7 @@ impl Volume {
             let mut behind = Some(Behind::default());
             while let Some(from) = behind {
                 let most = AT_ONCE as usize;
-                // It falls when a directory is lost. What it rises by waits for the next time: of two marks of a delete the first is
-                // never forgotten after the second.
+                // It falls when a directory is lost. What it rises by waits for the next time.
                 floor = self.floor().min(floor);
                 self.change_tombstones(|dead| behind = dead.prune(namespace, from, (floor, most)));
                 section.step(AT_ONCE).await;

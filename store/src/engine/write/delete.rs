@@ -549,7 +549,7 @@ async fn write_one(log: &Rc<Log>, job: &DeleteJob, body: &Body) -> Result<(), Re
     write_all(log, job, 1, |_| body.clone()).await
 }
 
-/// Writes some records of a delete, durably. A directory that cannot be told is lost: it is told when it comes back.
+/// Writes some records of a delete, durably. A directory whose log takes none is lost, and learns of the delete when it comes back.
 async fn write_all(
     log: &Rc<Log>,
     job: &DeleteJob,
