@@ -117,7 +117,7 @@ fn size(
         let series = chunk_bytes * 2 + u64::from(layout == Layout::FullBlock);
         let keys: Vec<BlockKey> = (0..blocks).map(|number| key(series, number)).collect();
         subject.fill(store, &keys, in_record, Some(layout))?;
-        Race::new(store, &subject, &keys, Verify::Always, &bare, lanes)
+        Race::new(store, &subject, &keys, (Verify::Always, 1), (&bare, lanes))
     };
     let (full, layer) = (race(Layout::FullBlock)?, race(Layout::LayerBlock)?);
     setup::progress(&format!("reading chunks of {} KiB", chunk_bytes >> 10));

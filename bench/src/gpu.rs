@@ -221,7 +221,7 @@ impl<'a> Stage<'a> {
         keys: Vec<BlockKey>,
     ) -> Result<Self, Failure> {
         let device = opened.device();
-        let race = Race::new(store, subject, &keys, Verify::Always, bare, 1)?;
+        let race = Race::new(store, subject, &keys, (Verify::Always, 1), (bare, 1))?;
         let arena = Arena::new(arguments.arena_mib << 20).map_err(Failure::user)?;
         if let Some(all) = arena.take(1, u64::MAX) {
             // Touched once, or the first pass would pay for the pages.

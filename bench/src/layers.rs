@@ -51,6 +51,9 @@ pub(super) struct LayersArgs {
     /// always, never, or sample:N for N of 1000 chunks
     #[arg(long, default_value = "always")]
     verify: VerifyChoice,
+    /// Directories of the store, below the one of the run
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    directories: u16,
     /// One block in each record, as agent sessions leave them
     #[arg(long)]
     fragmented: bool,
@@ -118,9 +121,8 @@ impl Race {
         store: &Store,
         subject: &Subject,
         keys: &[BlockKey],
-        verify: Verify,
-        bare: &Bare,
-        lanes: usize,
+        (verify, directories): (Verify, u16),
+        (bare, lanes): (&Bare, usize),
     ) -> Result<Self, Failure> {
         let blocks = keys.len() as u32;
         let page = |bytes: u64| bytes.next_multiple_of(4096);
@@ -151,7 +153,10 @@ impl Race {
             class: Class::Foreground,
             deadline: None,
         };
-        let planned = store.planned_extents(&request).map_err(Failure::user)?;
+        let mut planned = store.planned_extents(&request).map_err(Failure::user)?;
+        if directories > 1 {
+            planned.iter_mut().for_each(|one| one.path = format!("{}/{}", one.directory, one.path));
+        }
         let whole = Plan::new(&planned, lanes, u32::MAX, &scratch)?;
         let first = Plan::new(&planned, lanes, 1, &scratch)?;
         bare.open_all(whole.paths())?;
@@ -214,13 +219,16 @@ impl Race {
 pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let common = &arguments.common;
     let spec = setup::model(&arguments.model)?;
-    let scratch = Scratch::new(common, (arguments.mib << 20) * 3 + (2 << 30))?;
-    let options = Options {
-        budget_bytes: (arguments.mib << 20) * 3 + (1 << 30),
-        record_bytes_max: arguments.record_mib << 20,
-        ..Options::default()
+    // A segment for each shard of each directory is what a store needs at least.
+    let budget_bytes = (arguments.mib << 20) * 3 + (u64::from(arguments.directories) << 30);
+    let scratch = Scratch::new(common, budget_bytes + (1 << 30))?;
+    let options =
+        Options { budget_bytes, record_bytes_max: arguments.record_mib << 20, ..Options::default() };
+    let directories = match arguments.directories {
+        1 => vec![scratch.path().to_owned()],
+        several => (0..several).map(|one| scratch.path().join(one.to_string())).collect(),
     };
-    let home = setup::open(common, scratch.path(), options)?;
+    let home = setup::open_all(common, directories, options)?;
     let subject = Subject::new(home.store(), &spec, arguments.block_tokens)?;
     let block_bytes = subject.shape.block_bytes();
     let blocks = ((arguments.mib << 20) / block_bytes).max(1);
@@ -234,7 +242,8 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
     };
     let lanes = usize::from(common.executors);
     let bare = Bare::start(common, scratch.path(), lanes)?;
-    let race = Race::new(home.store(), &subject, &keys, arguments.verify.0, &bare, lanes)?;
+    let verify = (arguments.verify.0, arguments.directories);
+    let race = Race::new(home.store(), &subject, &keys, verify, (&bare, lanes))?;
     drop_caches(scratch.path());
     let fio = Fio::prepare(scratch.path(), &race.whole, Limits::default().max_bytes_in_flight)?;
     let mut contestants = contestants(home.store(), &race, &bare);
@@ -253,6 +262,7 @@ pub(super) fn run(arguments: &LayersArgs, out: &mut dyn Write) -> Result<(), Fai
         "layout",
         layout_name(arguments.layout.0.unwrap_or(Layout::auto(&subject.shape, in_record as u32))),
     );
+    report.fact("directories", arguments.directories);
     report.fact("fragmented", arguments.fragmented);
     report.fact("records_merged", compacted.records_merged);
     report.fact("verify", format!("{:?}", arguments.verify.0).to_lowercase());

@@ -1,6 +1,6 @@
 //! Running one scene under one schedule, named by a seed.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
@@ -74,6 +74,7 @@ impl Scheduler for Dice {
         };
         let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         trace.decisions += 1;
+        DECISIONS.set(DECISIONS.get() + 1);
         trace.hasher.update(&(usize::from(next) as u64).to_le_bytes());
         Some(next)
     }
@@ -87,6 +88,13 @@ thread_local! {
     /// The first panic of the scene that runs on this thread: what follows while it unwinds says less.
     static FIRST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
     static EXPLORING: RefCell<bool> = const { RefCell::new(false) };
+    /// Decisions of the scenes of this thread: each lock, atomic and wait is one.
+    static DECISIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// How often the scenes of this thread, on all of their threads, have used what threads share.
+pub(crate) fn uses() -> u64 {
+    DECISIONS.get()
 }
 
 fn catch_quietly() {

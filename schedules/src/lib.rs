@@ -66,5 +66,5 @@ mod scenes;
 pub mod sync;
 
 pub use explore::{Failure, Schedule, run};
-pub use scenes::{Scene, all, shared_bytes};
+pub use scenes::{Scene, all, shared_bytes, uses_of_read};
 pub use sync::Race;

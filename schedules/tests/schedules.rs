@@ -1,6 +1,6 @@
 //! Every scene holds under many schedules, and every planted race is found under few; the same seed shows the same.
 
-use kvarts_schedules::{Race, Scene, all, run, shared_bytes};
+use kvarts_schedules::{Race, Scene, all, run, shared_bytes, uses_of_read};
 
 /// Schedules within which a mistake must be found.
 const FOUND_WITHIN: u64 = 3000;
@@ -37,6 +37,15 @@ fn each_planted_race_is_found_by_its_scene() {
             println!("{race:?}: seed {seed} after {} decisions: {}", failure.after.decisions, failure.what);
         }
     }
+}
+
+#[test]
+fn a_read_uses_what_threads_share_for_each_block_that_is_looked_up_and_not_for_its_pieces() {
+    // Of one record. Each block is 12 chunks: a use for each of them would be twice as many. What is counted are a look and a note of
+    // use, each under a lock of its own in an index that has few blocks.
+    let (few, many) = (uses_of_read(8), uses_of_read(40));
+    println!("{few} uses for 8 blocks, {many} for 40");
+    assert!(many - few <= 32 * 14, "{few} uses for 8 blocks, {many} for 40");
 }
 
 #[test]

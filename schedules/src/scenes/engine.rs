@@ -1,7 +1,7 @@
 //! A whole store: two executors on threads of their own over a simulated disk, and callers that get in each other's
 //! way. Time passes only as operations of the disk complete, so a thread that waits for what no thread does is stuck.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, PoisonError};
@@ -12,6 +12,7 @@ use shuttle::thread;
 
 use super::Scene;
 use crate::engine::{EvictionPolicy, Limits, Options, Store};
+use crate::explore::uses;
 use crate::fixture::{self, PAGES, Style, all_heads};
 use crate::io::{Completion, Io, IoFacts, Op, Token, Unpark};
 use crate::rt::local::LocalExecutor;
@@ -173,16 +174,20 @@ pub fn shared_bytes() -> u64 {
 }
 
 fn with_store(play: impl FnOnce(&Place)) {
+    with_store_of((32 << 10, 256 << 10), play);
+}
+
+fn with_store_of((record_bytes_max, segment_bytes): (u64, u64), play: impl FnOnce(&Place)) {
     let machine = Machine::new();
     let options = Options {
         directories: 1,
         absent: Default::default(),
         replace: Default::default(),
         shards_per_directory: 2,
-        segment_bytes: 256 << 10,
+        segment_bytes,
         budget_bytes: 16 << 20,
         budget_beyond_disk: false,
-        record_bytes_max: 32 << 10,
+        record_bytes_max,
         eviction: EvictionPolicy::default(),
         endurance_bytes_per_day: None,
         index_bytes_max: None,
@@ -277,6 +282,31 @@ fn spawn<T: Send + 'static>(
 ) -> thread::JoinHandle<T> {
     let (place, keys) = (place.clone(), keys.to_vec());
     thread::spawn(move || what(place, keys))
+}
+
+thread_local! {
+    /// How many blocks [`counted_read`] reads, and what it counts.
+    static COUNTED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+}
+
+/// How often a read of this many blocks of one record uses what threads share: each lock, each atomic and each wait, of its
+/// caller and of the executors.
+pub fn uses_of_read(blocks: u64) -> u64 {
+    COUNTED.set((blocks, 0));
+    let scene = Scene { name: "a read that is counted", play: counted_read, finds: &[], cost: 0 };
+    crate::run(&scene, 1, None).expect("it holds");
+    COUNTED.get().1
+}
+
+fn counted_read() {
+    with_store_of((2 << 20, 4 << 20), |place| {
+        let (blocks, _) = COUNTED.get();
+        let keys = fixture::keys(3, 0..blocks);
+        assert!(place.put(&keys).iter().all(|outcome| *outcome == BlockOutcome::Stored));
+        let before = uses();
+        assert_eq!(u64::from(place.read(&keys)), blocks);
+        COUNTED.set((blocks, uses() - before));
+    });
 }
 
 /// One leads and the other follows, or neither, over two executors: both get all of it.

@@ -5,7 +5,7 @@ mod engine;
 mod messages;
 mod streams;
 
-pub use engine::shared_bytes;
+pub use engine::{shared_bytes, uses_of_read};
 
 use kvarts_contract::sync::Race;
 

@@ -92,21 +92,23 @@ impl Lane {
         (limits.beside_urgent / 4 / page * page).clamp(page, piece.max(page))
     }
 
+    /// Remembers the urgent reads that came since it last looked, of classes behind which something waits.
+    pub(super) fn look_at_urgent(&mut self, number: usize, urgent_reads: &UrgentReads, limits: &Limits) {
+        for (urgent, remembered) in URGENT.into_iter().zip(&mut self.remembered) {
+            if self.schedule.has_behind(urgent) {
+                let count = urgent_reads.count(number, urgent);
+                if count != remembered.count {
+                    *remembered = Remembered { count, bytes: limits.urgent_remembered };
+                }
+            }
+        }
+    }
+
     /// What less urgent transfers may have at the device beside each class of urgent reads that is remembered.
-    pub(super) fn beside_urgent(
-        &mut self,
-        number: usize,
-        urgent_reads: &UrgentReads,
-        limits: &Limits,
-        piece: u64,
-    ) -> [Option<Beside>; URGENT.len()] {
+    pub(super) fn beside_urgent(&self, limits: &Limits, piece: u64) -> [Option<Beside>; URGENT.len()] {
         let piece = Self::small_piece(limits, piece);
         let mut beside = [None; URGENT.len()];
-        for ((urgent, remembered), beside) in URGENT.into_iter().zip(&mut self.remembered).zip(&mut beside) {
-            let count = urgent_reads.count(number, urgent);
-            if count != remembered.count {
-                *remembered = Remembered { count, bytes: limits.urgent_remembered };
-            }
+        for ((urgent, remembered), beside) in URGENT.into_iter().zip(&self.remembered).zip(&mut beside) {
             if remembered.bytes > 0 {
                 let (urgent_bytes, others) = self.at_device.split_at(urgent as usize + 1);
                 let most = limits.beside_urgent.max(urgent_bytes.iter().sum());

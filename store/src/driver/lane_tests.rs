@@ -53,7 +53,7 @@ fn two() -> (Bench, FileId, FileId) {
         max_stuck_bytes: 2 * PAGES,
         ..Limits::default()
     };
-    let bench = Bench::beside(limits, UrgentReads::of(2));
+    let bench = Bench::beside(limits, UrgentReads::of(2, 1));
     let (sound, hung) = (bench.open(0, FileId(10)), bench.open(1, FileId(11)));
     (bench, sound, hung)
 }

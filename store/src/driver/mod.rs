@@ -39,10 +39,9 @@ use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 use kvarts_contract::ticket::ticket;
 use kvarts_contract::{class::Class, clock::Nanos};
 
-/// The classes of reads that an engine waits for: the first of [`Class::ALL`].
 /// Bytes whose work an executor does itself: it takes less time than to have it done.
 const COMPUTED_AT_ONCE: usize = 128 << 10;
-
+/// The classes of reads that an engine waits for: the first of [`Class::ALL`].
 const URGENT: [Class; 2] = [Class::Small, Class::Foreground];
 
 /// How much may be under way at once at each device, of one executor.
@@ -144,32 +143,54 @@ impl DriveLoad {
 
 /// How many urgent reads of each class there were at each device, on all executors that have it: what one has at the device is in
 /// front of the others' urgent reads, too.
+///
+/// Each executor counts its own and no other writes there: to count is not to share a cache line. It looks at the others' counts
+/// only where something less urgent waits.
 #[derive(Clone, Debug)]
-pub struct UrgentReads(Arc<[LaneReads]>);
+pub struct UrgentReads {
+    /// Of each device, of each class, of each executor.
+    counts: Arc<[Count]>,
+    devices: usize,
+    executors: usize,
+    /// Who counts.
+    own: usize,
+}
 
-/// Those of one device; apart from others' in memory, because every read counts itself.
+/// Apart from others' in memory.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct LaneReads([AtomicU64; URGENT.len()]);
+struct Count(AtomicU64);
 
 impl UrgentReads {
-    /// Of this number of devices.
-    pub fn of(devices: usize) -> Self {
-        Self((0..devices.max(1)).map(|_| LaneReads::default()).collect())
+    /// Of this number of devices and of executors; the first executor's.
+    pub fn of(devices: usize, executors: usize) -> Self {
+        let (devices, executors) = (devices.max(1), executors.max(1));
+        let counts = (0..devices * URGENT.len() * executors).map(|_| Count::default()).collect();
+        Self { counts, devices, executors, own: 0 }
     }
 
-    fn count_of(&self, lane: usize, class: Class) -> Option<&AtomicU64> {
-        self.0.get(lane % self.0.len())?.0.get(class as usize)
+    /// Another executor's.
+    pub fn of_executor(&self, own: usize) -> Self {
+        Self { own: own % self.executors, ..self.clone() }
+    }
+
+    /// The counts of all executors.
+    fn counts_of(&self, lane: usize, class: Class) -> &[Count] {
+        let first = (lane % self.devices * URGENT.len() + class as usize) * self.executors;
+        self.counts.get(first..first + self.executors).unwrap_or_default()
     }
 
     fn note(&self, lane: usize, class: Class) {
-        if let Some(count) = self.count_of(lane, class) {
-            count.fetch_add(1, Ordering::Relaxed);
+        if URGENT.contains(&class)
+            && let Some(Count(count)) = self.counts_of(lane, class).get(self.own)
+        {
+            count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         }
     }
 
     fn count(&self, lane: usize, class: Class) -> u64 {
-        self.count_of(lane, class).map_or(0, |count| count.load(Ordering::Relaxed))
+        let all = self.counts_of(lane, class).iter();
+        all.fold(0, |sum, Count(count)| sum.wrapping_add(count.load(Ordering::Relaxed)))
     }
 }
 
@@ -224,7 +245,7 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// A driver over an executor's `Io`, which nothing else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
-        Self::beside(rt, io, limits, UrgentReads::of(1))
+        Self::beside(rt, io, limits, UrgentReads::of(1, 1))
     }
 
     /// The same, of an executor beside others.

@@ -344,16 +344,16 @@ impl Core {
     }
 
     fn dispatch_lane(&mut self, io: &mut dyn Io, clock: &dyn Clock, number: usize) {
-        let mut now = None;
+        if self.lanes[number].schedule.len() == 0 {
+            return;
+        }
+        let now = clock.now();
+        self.lanes[number].look_at_urgent(number, &self.urgent_reads, &self.limits);
         loop {
             let lane = &mut self.lanes[number];
-            if lane.schedule.len() == 0 {
-                return;
-            }
-            let now = *now.get_or_insert_with(|| clock.now());
-            let beside = lane.beside_urgent(number, &self.urgent_reads, &self.limits, self.piece);
+            let beside = lane.beside_urgent(&self.limits, self.piece);
             let Some(index) = lane.next(&self.limits, &beside) else {
-                if lane.may_look(now) && self.look_for_stuck(number, now) {
+                if lane.schedule.len() > 0 && lane.may_look(now) && self.look_for_stuck(number, now) {
                     continue;
                 }
                 return;

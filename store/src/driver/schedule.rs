@@ -58,6 +58,11 @@ impl Schedule {
         self.waiting
     }
 
+    /// Whether any waits that is less urgent than this class.
+    pub(super) fn has_behind(&self, class: Class) -> bool {
+        self.lists.iter().skip(class as usize + 1).any(|list| list.first != NONE)
+    }
+
     /// Adds `index` at the end of its class.
     pub(super) fn push(&mut self, index: u32, class: Class, cost: u64) {
         let unlinked = Link { previous: NONE, next: NONE, class: None, cost: 0 };

@@ -154,7 +154,7 @@ struct Bench {
 
 impl Bench {
     fn new(limits: Limits) -> Self {
-        Self::beside(limits, UrgentReads::of(1))
+        Self::beside(limits, UrgentReads::of(1, 1))
     }
 
     fn beside(limits: Limits, urgent_reads: UrgentReads) -> Self {

@@ -249,10 +249,7 @@ impl Index {
         out.resize(prints.len(), Lookup::Absent);
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let inner = read(&self.partitions[partition].0);
-            // The first pass has nothing to wait for, so the processor has all its cache misses in flight at
-            // once; the second, which branches on what it reads, then finds the lines near.
-            let warmed = places.iter().fold(0, |sum, place| sum ^ inner.table.warm(prints[*place as usize]));
-            std::hint::black_box(warmed);
+            inner.table.warm_all(places.iter().map(|place| prints[*place as usize]));
             for place in places {
                 let place = *place as usize;
                 if let Some(slot) = inner.table.get(prints[place]) {
@@ -292,13 +289,27 @@ impl Index {
             epoch: epoch.unwrap_or(heat.epoch),
             ..heat
         };
+        let mut records = vec![None; if second.is_some() { prints.len() } else { 0 }];
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let inner = read(&self.partitions[partition].0);
-            for slot in places.iter().filter_map(|place| inner.table.get(prints[*place as usize])) {
+            inner.table.warm_all(places.iter().map(|place| prints[*place as usize]));
+            for place in places {
+                let Some(slot) = inner.table.get(prints[*place as usize]) else { continue };
                 slot.update_heat(warmer);
-                if let Some(second) = second.filter(|_| slot.state() == Some(State::Live)) {
-                    self.records.note_use(slot.location().record, second);
+                if let Some(record) = records.get_mut(*place as usize)
+                    && slot.state() == Some(State::Live)
+                {
+                    *record = Some(slot.location().record);
                 }
+            }
+        }
+        // A run of blocks mostly lies in one record, whose lock is taken once then. A number that means another record by now only
+        // makes that one look used.
+        let Some(second) = second else { return };
+        let mut last = None;
+        for record in records.into_iter().flatten() {
+            if last.replace(record) != Some(record) {
+                self.records.note_use(record, second);
             }
         }
     }

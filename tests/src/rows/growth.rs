@@ -278,6 +278,11 @@ fn reads(seed: Seed, blocks: u64, order: Order, equal: usize) -> Result<Cost, St
         ends.iter().all(Option::is_some)
     })?;
     let cost = meter.cost();
+    // One executor has both shards.
+    let parts = stage.engine().work_done().parts.steps;
+    if parts != equal as u64 {
+        return Err(format!("{equal} reads in {parts} parts"));
+    }
     if let Some(end) = ends.iter().flatten().find(|end| !end.failures.is_empty()) {
         return Err(format!("a read of what is here: {:?}", end.failures.first()));
     }

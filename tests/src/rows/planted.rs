@@ -174,6 +174,7 @@ pub const BUGS: &[Bug] = &[
     bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted").at(7),
     bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
     bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
+    bug("part-for-each-shard", "R30", "a read asks an executor for each shard that it has").at(0),
     bug("merge-looks-at-all", "R30", "a look for chains begins at every record").at(12),
     bug("delete-in-one-go", "R30", "all keys of a delete are taken out under one lock").at(13),
     bug(

@@ -14,7 +14,7 @@ use super::gather::{Gathered, gather};
 use super::relocate::head_of;
 use super::relocate::{Moved, relocate, write};
 use crate::engine::read::job::{self, ReadPart};
-use crate::engine::read::shard_read;
+use crate::engine::read::part_read;
 use crate::engine::recover::recover;
 use crate::engine::recover::tests::harness::{BLOCK_BYTES, Place, World, key};
 use crate::engine::space::evict::batch::Made;
@@ -307,11 +307,11 @@ fn sent_into(
     };
     let (sink, stream) = read_channel();
     let mut parts = job::begin(&world.shared, request, None, sink).unwrap();
-    (stream, parts.pop().expect("all of it is in one shard").1)
+    (stream, parts.pop().expect("all of it is in one shard"))
 }
 
 async fn end_of(world: &World, (stream, part): (ReadStream, ReadPart)) -> ReadEnd {
-    shard_read::run(&world.shard.reads, part, 1 << 20, None).await;
+    part_read::run(&|_| Some(Rc::clone(&world.shard.reads)), part, 1 << 20, None).await;
     loop {
         if let ReadEvent::End(end) = stream.next_blocking() {
             return end;

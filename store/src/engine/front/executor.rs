@@ -20,7 +20,7 @@ use crate::engine::compact::chains::{self, Shards};
 use crate::engine::compact::{self, Pace};
 use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::{self, LendPart};
-use crate::engine::read::{evicted_names, shard_read};
+use crate::engine::read::{evicted_names, part_read};
 use crate::engine::recover::{self, RecoveryReport};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
@@ -50,7 +50,7 @@ struct Executor {
     driver: Rc<Driver>,
     /// Of each directory its own, so that a device that hangs keeps no other's.
     arenas: Rc<[Arena]>,
-    shards: RefCell<BTreeMap<u32, Rc<Shard>>>,
+    shards: Rc<RefCell<BTreeMap<u32, Rc<Shard>>>>,
     /// Parts of puts and reads that have not ended.
     busy: Rc<Cell<usize>>,
     /// Whose search for descendants runs.
@@ -93,7 +93,7 @@ pub(crate) fn body(
                 rt: Rc::clone(&context.rt),
                 driver,
                 arenas: Arena::parts(&region, directories).into(),
-                shards: RefCell::default(),
+                shards: Rc::default(),
                 busy: Rc::default(),
                 searching: Rc::default(),
                 settling: Rc::default(),
@@ -140,7 +140,7 @@ impl Executor {
                 Message::LetGo => self.let_go(),
                 Message::Put(shard, part) => self.put(shard, part),
                 Message::PutLayers(shard, part) => self.put_layers(shard, part),
-                Message::Read(shard, part) => self.read(shard, part),
+                Message::Read(part) => self.read(part),
                 Message::Lend(shard, part) => self.lend(shard, part),
                 Message::Delete(shard, part) => self.delete(shard, part),
                 Message::DeletePrefix { shared, request, root, router, reply } => {
@@ -502,17 +502,16 @@ impl Executor {
         self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard.log, part, deadline).await }));
     }
 
-    fn read(&self, shard: u32, part: ReadPart) {
-        let Some(shard) = self.own(shard) else {
-            return part.refuse(&Reason::Bug("a read for a shard of another executor"));
-        };
-        let (busy, window) = (Busy::new(&self.busy), self.limits.read_window_bytes);
+    fn read(&self, part: ReadPart) {
+        let (shards, busy, window) =
+            (Rc::clone(&self.shards), Busy::new(&self.busy), self.limits.read_window_bytes);
         let class = part.class();
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(
             class,
             Box::pin(async move {
-                shard_read::run(&shard.reads, part, window, deadline).await;
+                let of_shard = |shard| shards.borrow().get(&shard).map(|shard| Rc::clone(&shard.reads));
+                part_read::run(&of_shard, part, window, deadline).await;
                 drop(busy);
             }),
         );

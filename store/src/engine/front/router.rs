@@ -48,7 +48,7 @@ pub(crate) enum Message {
     /// Write layers as they come.
     PutLayers(u32, LayersPart),
     /// Do a part of a read.
-    Read(u32, ReadPart),
+    Read(ReadPart),
     /// Prove where blocks lie, and hold them for a caller that reads the files itself.
     Lend(u32, LendPart),
     /// Do a part of a delete.

@@ -173,10 +173,11 @@ impl Store {
         check(options)?;
         let mut senders = Vec::new();
         let mut threads = Vec::new();
-        let urgent_reads = UrgentReads::of(usize::from(options.directories));
+        let urgent_reads = UrgentReads::of(usize::from(options.directories), options.executors);
         for index in 0..options.executors {
             let (sender, inbox) = mailbox(options.limits.mailbox_messages);
-            let body = executor::body(inbox, options.limits, options.directories, urgent_reads.clone());
+            let body =
+                executor::body(inbox, options.limits, options.directories, urgent_reads.of_executor(index));
             threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
             senders.push(sender);
         }
@@ -208,13 +209,14 @@ impl Store {
         let mut shared = Shared::new(found.birth, launcher.clock(), launcher.entropy());
         shared.set_batches(options.limits.batches);
         let behind = !found.behind.is_empty();
-        shared.set_directories(Directories::new(&found.shards, found.out, found.superblocks, behind));
+        let shards = (&found.shards[..], executors.len());
+        shared.set_directories(Directories::new(shards, found.out, found.superblocks, behind));
         let shared = Arc::new(shared);
         shared.set_policy(options.eviction);
         shared.index_room.set_limit(options.index_bytes_max);
         shared.admission.set(options.endurance_bytes_per_day, shared.clock.now());
         shared.begin_budget(found.superblock_bytes)?;
-        let owners = found.shards.iter().map(|(shard, _)| *shard as usize % executors.len()).collect();
+        let owners = found.shards.iter().map(|(shard, _)| shared.directories.owner(*shard)).collect();
         let router = Arc::new(Router { executors, owners });
         let (behind, current): (Vec<_>, Vec<_>) =
             found.shards.iter().partition(|(_, dir)| found.behind.contains(dir));

@@ -1,7 +1,8 @@
 //! Reading blocks: what is shared between the caller's thread and the executors that work for one read.
 //!
 //! The caller's thread finds the blocks in the index, groups them into runs of records and makes one plan over
-//! all of them; each executor works on the slices of its own shards' records (see `shard_read`). A step (a layer, or
+//! all of them; each executor works on the slices of its own shards' records (see `part_read`), those of one device apart from
+//! those of another. A step (a layer, or
 //! in block order a block) is announced when the slices of all executors are in, and steps are announced in
 //! order: so a layerwise read of a prefix that lies in several shards merges them.
 //!
@@ -17,7 +18,7 @@ use kvarts_layout::OriginId;
 use kvarts_layout::plan::{Placement, ReadOptions, ReadPlan, RecordRead};
 
 use super::request::{Subject, check, name};
-use super::wanted::{Wanted, WantedChunk, by_shard, find};
+use super::wanted::{Wanted, WantedChunk, by_lane, find};
 use crate::engine::shared::Shared;
 use crate::engine::shared::disk_path::Underway;
 use crate::engine::shared::grace::Arrival;
@@ -38,7 +39,8 @@ pub(crate) struct ReadJob {
     pub(crate) wanted: Vec<Wanted>,
     /// For each step, how many slices have not ended.
     open_slices: Vec<AtomicU32>,
-    /// Parts that have not ended.
+    /// Its parts, and those that have not ended.
+    pub(crate) parts: u32,
     parts_left: AtomicU32,
     state: Mutex<ReadState>,
     sink: ReadSink,
@@ -59,7 +61,7 @@ struct ReadState {
     holding: u32,
 }
 
-/// One shard's share of a read: indices of `wanted`.
+/// What a read wants of those shards of a device that one executor has: indices of `wanted`, some.
 pub(crate) struct ReadPart {
     pub(crate) job: Arc<ReadJob>,
     pub(crate) records: Vec<u32>,
@@ -76,6 +78,12 @@ impl ReadPart {
     /// When the caller stops waiting.
     pub(crate) fn deadline(&self) -> Option<Nanos> {
         self.job.request.deadline
+    }
+
+    /// One of its shards: its executor has all of them.
+    pub(crate) fn shard(&self) -> u32 {
+        let first = self.records.first().and_then(|first| self.job.wanted.get(*first as usize));
+        first.map_or(0, |wanted| wanted.shard)
     }
 
     /// Ends a part that no executor took.
@@ -96,13 +104,13 @@ pub(crate) struct Expected {
     pub(crate) first: u32,
 }
 
-/// Checks the request, looks its blocks up and makes the plan: a part for each shard that has some of them.
+/// Checks the request, looks its blocks up and makes the plan: a part for each lane that has some of them.
 pub(crate) fn begin(
     shared: &Arc<Shared>,
     request: ReadRequest,
     expected: Option<Expected>,
     sink: ReadSink,
-) -> Result<Vec<(u32, ReadPart)>, Reason> {
+) -> Result<Vec<ReadPart>, Reason> {
     check(shared, &request)?;
     let subject = name(shared, (&request).into())?;
     request.into.places().check(&subject.shape, subject.layers.clone())?;
@@ -117,7 +125,7 @@ pub(crate) fn start(
     prints: Vec<BlockFingerprint>,
     expected: Option<Expected>,
     sink: ReadSink,
-) -> Result<Vec<(u32, ReadPart)>, Reason> {
+) -> Result<Vec<ReadPart>, Reason> {
     let layers = request.layers.clone().unwrap_or_default();
     let mut failures = BTreeMap::new();
     shared.drop_expired(&prints, |place| request.keys.get(place).copied());
@@ -131,7 +139,9 @@ pub(crate) fn start(
         return Ok(Vec::new());
     }
     let plan = make_plan(request.order, request.into.places(), layers, &wanted)?;
-    let by_shard = by_shard(&wanted);
+    let by_lane = by_lane(shared, &wanted);
+    let parts = by_lane.len() as u32;
+    shared.work.parts.add(u64::from(parts));
     let bytes_of =
         |run: &Wanted| run.class.shape.layers_bytes(&wanted_layers).saturating_mul(run.run.len() as u64);
     let bytes = wanted.iter().map(bytes_of).fold(0, u64::saturating_add);
@@ -145,15 +155,15 @@ pub(crate) fn start(
         plan,
         wanted,
         open_slices,
-        parts_left: AtomicU32::new(by_shard.len() as u32),
+        parts,
+        parts_left: AtomicU32::new(parts),
         state: Mutex::new(ReadState { progress, next_step: 0, ended: false, held_bytes: 0, holding: 0 }),
         sink,
         underway,
         expected,
     });
-    let part =
-        |(shard, records)| (shard, ReadPart { job: Arc::clone(&job), records, arrival: arrival.clone() });
-    Ok(by_shard.into_iter().map(part).collect())
+    let part = |records| ReadPart { job: Arc::clone(&job), records, arrival: arrival.clone() };
+    Ok(by_lane.into_values().map(part).collect())
 }
 
 /// What a read of these blocks would read now, and from which records.

@@ -26,6 +26,8 @@ use kvarts_contract::sync::{Mutex, MutexGuard};
 pub(crate) struct Directories {
     /// The directory of each shard.
     of_shard: Vec<DirId>,
+    /// Executors of the store.
+    executors: usize,
     /// Of each directory, whether it is out, and whether what it holds is gone.
     each: Vec<Lost>,
     /// Whether any is out: asked at each look at the index.
@@ -65,10 +67,10 @@ enum Deletes {
 }
 
 impl Directories {
-    /// Of a store that was found: the directory of each shard, those that are out, the superblocks of the others, and whether any of
-    /// these is behind.
+    /// Of a store that was found: the directory of each shard, how many executors have them, the directories that are out, the
+    /// superblocks of the others, and whether any of these is behind.
     pub(crate) fn new(
-        shards: &[(u32, DirId)],
+        (shards, executors): (&[(u32, DirId)], usize),
         out: BTreeMap<DirId, String>,
         superblocks: BTreeMap<DirId, Chosen>,
         behind: bool,
@@ -80,6 +82,7 @@ impl Directories {
         };
         Self {
             of_shard: shards.iter().map(|(_, dir)| *dir).collect(),
+            executors,
             each: (0..all).map(lost).collect(),
             any_out: AtomicBool::new(!out.is_empty()),
             behind: AtomicBool::new(behind),
@@ -90,6 +93,22 @@ impl Directories {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The executor of a shard. Shards of one directory follow each other, so an executor has few devices, and few executors have a
+    /// device.
+    pub(crate) fn owner(&self, shard: u32) -> usize {
+        shard as usize * self.executors / self.of_shard.len().max(1)
+    }
+
+    /// A number for what one executor has of one device.
+    pub(crate) fn lane_of(&self, shard: u32) -> u32 {
+        (self.owner(shard) * self.each.len()) as u32 + self.of(shard)
+    }
+
+    /// The directory of a shard.
+    pub(crate) fn of(&self, shard: u32) -> u32 {
+        self.of_shard.get(shard as usize).map_or(shard, |dir| u32::from(dir.0))
     }
 
     /// Whether any is out.

@@ -81,6 +81,8 @@ kinds! {
     quotas,
     /// Reads: runs taken up, slices looked at, planned, followed and taken in.
     reads,
+    /// What reads ask of executors: parts.
+    parts,
     /// Matches: blocks looked at in each column, and columns looked for.
     matches,
     /// Searches for what descends from a key: blocks listed, links taken in and followed.

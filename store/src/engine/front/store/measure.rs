@@ -31,6 +31,8 @@ pub struct PlannedExtent {
     pub executor: usize,
     /// The shard.
     pub shard: u32,
+    /// The directory in which the shard lies.
+    pub directory: u32,
     /// The file, below the shard's directory of the store.
     pub path: String,
     /// Where it begins in the file.
@@ -73,6 +75,7 @@ impl Store {
                         step: number,
                         executor: self.0.router.owner(record.shard),
                         shard: record.shard,
+                        directory: self.0.shared.directories.of(record.shard),
                         path: format!("{shard}/{segment}"),
                         offset: extent.file_offset,
                         len: extent.len,

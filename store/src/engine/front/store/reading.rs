@@ -62,11 +62,11 @@ impl Store {
     }
 
     /// Hands the parts of a read to their executors.
-    fn deal(&self, parts: Vec<(u32, ReadPart)>) {
-        for (shard, part) in parts {
-            let Some(sender) = self.0.router.to(shard) else { continue };
-            if let Err(error) = sender.try_send(Message::Read(shard, part))
-                && let Message::Read(_, part) = error.into_inner()
+    fn deal(&self, parts: Vec<ReadPart>) {
+        for part in parts {
+            let Some(sender) = self.0.router.to(part.shard()) else { continue };
+            if let Err(error) = sender.try_send(Message::Read(part))
+                && let Message::Read(part) = error.into_inner()
             {
                 part.refuse(&Reason::Busy(FULL));
             }
@@ -95,7 +95,7 @@ impl StoreTiles {
     pub fn begin_known(&self, tile: &Tile, into: Placed) -> Result<(ReadStream, Option<TileRuns>), Reason> {
         let (parts, stream) = self.look_up(tile, into)?;
         // While the parts are here, what they looked up stays where it is.
-        let runs = parts.first().and_then(|(_, part)| TileRuns::of(&part.job));
+        let runs = parts.first().and_then(|part| TileRuns::of(&part.job));
         self.store.deal(parts);
         Ok((stream, runs))
     }
@@ -121,7 +121,7 @@ impl StoreTiles {
     }
 
     /// Looks the blocks of a tile up: what its executors have to do.
-    fn look_up(&self, tile: &Tile, into: Placed) -> Result<(Vec<(u32, ReadPart)>, ReadStream), Reason> {
+    fn look_up(&self, tile: &Tile, into: Placed) -> Result<(Vec<ReadPart>, ReadStream), Reason> {
         let Self { store, request, subject, origins } = self;
         request::check_in_time(&store.0.shared, request.deadline)?;
         let blocks = tile.blocks.start as usize..tile.blocks.end as usize;

@@ -7,7 +7,7 @@
 //! Order, and why nothing is lost or comes back wrong:
 //! - a block leaves the index first, with its event: later look-ups miss;
 //! - then its pages are given back, in a segment that no device read holds. A read that was sent there before finds the
-//!   block gone when it comes (`engine/read/shard_read.rs`), so zeros are never taken for bytes or for damage;
+//!   block gone when it comes (`engine/read/part_read.rs`), so zeros are never taken for bytes or for damage;
 //! - then the file is flushed, and only then, by what the file system says it has, is the budget given back;
 //! - a power cut in between leaves any of the pages given back: a block of which one is, is gone; one of which none is,
 //!   is here again, as it was acknowledged. Nothing that a tombstone has killed comes back by that, because holes end

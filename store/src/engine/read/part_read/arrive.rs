@@ -1,13 +1,12 @@
-//! What a shard's part of a read takes in: headers are proven, regions verified, and what was staged is copied.
+//! What a part of a read takes in: headers are proven, regions verified, and what was staged is copied.
 
 use std::rc::Rc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use kvarts_layout::plan::Pieces;
 
 use super::compared::{Compared, RegionIn, damaged};
 use super::submit::{ExtentName, Named};
-use super::{HeaderState, OUTSIDE, Record, RegionState, ShardRead, encoded};
+use super::{HeaderState, OUTSIDE, PartRead, Record, RegionState, encoded};
 use crate::driver::ExtentDone;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
@@ -20,7 +19,7 @@ use kvarts_contract::{buffers::SharedBuf, io_error::IoError};
 /// Decoding costs this many times as much as copying.
 const DECODE_COST: u64 = 16;
 
-impl ShardRead<'_> {
+impl PartRead<'_> {
     /// Takes in one extent that ended.
     pub(super) fn take_in(&mut self, done: ExtentDone) {
         let ExtentDone { extent, result } = done;
@@ -44,7 +43,7 @@ impl ShardRead<'_> {
         if *extents_left > 0 {
             return;
         }
-        self.job.shared.counters.device_bytes_read.fetch_add(bytes, Relaxed);
+        self.tally.bytes += bytes;
         let record = slice.record;
         match self.records.get_mut(record) {
             Some(Record { header: HeaderState::Good(_) | HeaderState::Bad, .. }) => {
@@ -62,7 +61,7 @@ impl ShardRead<'_> {
         };
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return };
         let opened = result.map_err(Reason::from);
-        match opened.and_then(|()| prove::open(self.reads, &record.segment, wanted, &buf)) {
+        match opened.and_then(|()| prove::open(&record.reads, &record.segment, wanted, &buf)) {
             Ok(header) => self.header_found(at, header),
             Err(reason) => {
                 for ordinal in wanted.run.clone() {
@@ -140,8 +139,13 @@ impl ShardRead<'_> {
         let bytes = slice.plan.regions().get(region as usize).map_or(0, |region| region.bytes);
         let arrived = RegionIn { wanted, header, staging, failed, verify };
         if let Some(pieces) = &slice.stored {
-            let decoded =
-                encoded::decode_region(self.reads, self.job, &arrived, pieces.of(region), &mut self.sample);
+            let decoded = encoded::decode_region(
+                &record.reads,
+                self.job,
+                &arrived,
+                pieces.of(region),
+                &mut self.sample,
+            );
             self.delivered += Section::of_bytes(decoded * DECODE_COST);
         } else {
             copy_out(self.job, &arrived, self.job.plan.pieces(&slice.plan, region), &mut self.sample);

@@ -11,7 +11,7 @@ use kvarts_layout::format::body::ENCODING_RAW;
 use kvarts_layout::plan::{RangePlace, ReadOptions, ReadRange, Step};
 
 use super::compared::{Compared, RegionIn, damaged};
-use super::{OUTSIDE, ShardRead};
+use super::{OUTSIDE, PartRead};
 use crate::engine::read::Reads;
 use crate::engine::read::header_cache::Header;
 use crate::engine::read::job::ReadJob;
@@ -61,7 +61,7 @@ impl StoredPieces {
     }
 }
 
-impl ShardRead<'_> {
+impl PartRead<'_> {
     pub(super) fn is_encoded(&self, at: usize) -> bool {
         let index = self.records.get(at).map(|record| record.index as usize);
         let wanted = index.and_then(|index| self.job.wanted.get(index));

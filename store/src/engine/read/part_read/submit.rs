@@ -1,4 +1,4 @@
-//! What a shard's part of a read submits: slices are planned in the order of delivery, get memory, and go out extent by
+//! What a part of a read submits: slices are planned in the order of delivery, get memory, and go out extent by
 //! extent.
 
 use std::pin::pin;
@@ -9,7 +9,7 @@ use kvarts_layout::format::PAGE_BYTES;
 use kvarts_layout::plan::{Address, Extent, Landing, Step};
 
 use super::encoded::StoredPieces;
-use super::{HeaderState, OUTSIDE, QueuedExtent, RegionState, ShardRead, SliceRead};
+use super::{HeaderState, OUTSIDE, PartRead, QueuedExtent, RegionState, SliceRead};
 use crate::engine::read::job::MemoryGuard;
 use crate::engine::read::prove;
 use crate::engine::tasks::notify::with_deadline;
@@ -17,14 +17,15 @@ use kvarts_contract::api::Order;
 use kvarts_contract::buffers::{BufMut, SharedBuf};
 use kvarts_contract::error::broken_invariant;
 
-/// Bytes of later steps' extents that a part has under way until the first step is in: the first layer should not
-/// queue behind the tenth, nor behind those of shards that have less of it to read.
+/// Bytes of later steps' extents that the parts of a read have under way, together, until the first step is in: the first layer
+/// should not queue behind the tenth, nor behind those of parts that have less of it to read. Each part has its share, and one
+/// extent if that is less: to count what all have under way would cost each extent a count that executors share.
 const AHEAD_BYTES: u64 = 512 << 10;
 
 /// Marks the extent of a record's header.
 const HEADER: u64 = 1 << 63;
 
-impl ShardRead<'_> {
+impl PartRead<'_> {
     /// Submits extents while the window has room.
     pub(super) async fn submit(&mut self, window: u64) {
         loop {
@@ -52,7 +53,8 @@ impl ShardRead<'_> {
 
     /// How much may be under way for an extent of this step to go.
     fn room(&self, step: u32, window: u64) -> u64 {
-        if step == 0 || self.job.first_step_is_in() { window } else { window.min(AHEAD_BYTES) }
+        let ahead = || (AHEAD_BYTES / u64::from(self.job.parts.max(1))).max(1);
+        if step == 0 || self.job.first_step_is_in() { window } else { window.min(ahead()) }
     }
 
     /// Plans the next slice of this part into the queue; false if there is none left, or if there is no staging memory
@@ -63,7 +65,7 @@ impl ShardRead<'_> {
             return self.size_up(at).await;
         }
         loop {
-            self.job.shared.work.reads.add(1);
+            self.tally.step();
             self.section.spend(1).await;
             let Some((step, at)) = self.next_slice() else { return false };
             let Some(record) = self.records.get(at) else { return false };
@@ -218,16 +220,16 @@ impl ShardRead<'_> {
             return Some(None);
         }
         // Extents fill it in parts, and what has come in is delivered while others are read: it is shared.
-        let taken = match self.reads.volume.arena.try_take(bytes) {
+        let taken = match self.volume.arena.try_take(bytes) {
             Some(buf) => Some(buf),
             None if self.under_way > 0 => None,
-            None if bytes > self.reads.volume.arena.usage().total => {
+            None if bytes > self.volume.arena.usage().total => {
                 // Larger than the arena: rare enough for memory of its own.
                 BufMut::zeroed(bytes).ok()
             }
             None => {
-                let deadline = self.job.request.deadline.map(|at| self.reads.volume.driver.sleep_until(at));
-                let taken = with_deadline(pin!(self.reads.volume.arena.take(bytes)), deadline).await;
+                let deadline = self.job.request.deadline.map(|at| self.volume.driver.sleep_until(at));
+                let taken = with_deadline(pin!(self.volume.arena.take(bytes)), deadline).await;
                 self.is_late = taken.is_none();
                 taken.flatten()
             }
@@ -242,7 +244,7 @@ impl ShardRead<'_> {
             return 0;
         }
         let Some(wanted) = self.job.wanted.get(record.index as usize) else { return 0 };
-        match prove::known(self.reads, &record.segment, wanted) {
+        match prove::known(&record.reads, &record.segment, wanted) {
             Some(header) => {
                 self.header_found(at, header);
                 0

@@ -1,4 +1,7 @@
-//! One executor's part of a read: submitting extents, verifying what arrives, copying what was staged.
+//! One executor's part of a read, of one device: submitting extents, verifying what arrives, copying what was staged.
+//!
+//! Whatever shards of a device an executor has, what a read wants of them is one part: one message, one task, one order in which
+//! extents go, one window. Parts end apart, so that a device that hangs costs its own blocks.
 //!
 //! Extents go out in the order in which their steps are announced, as far ahead as a window of bytes allows. A
 //! record's header travels with its first extents; nothing of a record is delivered before its header has proved
@@ -19,6 +22,7 @@ use std::collections::VecDeque;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
 
 use kvarts_layout::format::body::ENCODING_RAW;
@@ -30,7 +34,9 @@ use super::single_flight::{Flight, Role};
 use super::wanted::Wanted;
 use crate::driver::{ExtentDone, ReadBatch};
 use crate::engine::read::Reads;
+use crate::engine::shared::Shared;
 use crate::engine::tasks::notify::{Section, with_deadline};
+use crate::engine::volume::Volume;
 use crate::engine::volume::segment::{Hold, Segment};
 use crate::index::Lookup;
 use crate::rt::LocalTask;
@@ -47,6 +53,8 @@ const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
 struct Record {
     /// Index in the job's list, and in the plan.
     index: u32,
+    /// What reads of its shard share.
+    reads: Rc<Reads>,
     segment: Rc<Segment>,
     header: HeaderState,
     /// Regions that arrived before the header: (slice, region).
@@ -95,9 +103,10 @@ struct QueuedExtent {
     into: SharedBuf,
 }
 
-/// One shard's part of a read, at work.
-struct ShardRead<'a> {
-    reads: &'a Rc<Reads>,
+/// A part of a read, at work.
+struct PartRead<'a> {
+    /// Of one of its shards: all have this driver and this staging memory.
+    volume: Rc<Volume>,
     job: &'a Arc<ReadJob>,
     records: Vec<Record>,
     batch: ReadBatch,
@@ -130,19 +139,62 @@ struct ShardRead<'a> {
     /// The deadline has passed while this waited for memory.
     is_late: bool,
     section: Section,
+    tally: Tally,
     /// What verifying, copying and decoding has cost since that was counted.
     delivered: u64,
 }
 
-/// Does one shard's part of a read.
+/// Steps and bytes of a part that the store's counts do not have yet: executors share those, so not each piece goes there.
+struct Tally {
+    shared: Arc<Shared>,
+    steps: u64,
+    bytes: u64,
+}
+
+/// Steps that are told together.
+const TOLD_TOGETHER: u64 = 64;
+
+impl Tally {
+    fn of(job: &ReadJob) -> Self {
+        Self { shared: Arc::clone(&job.shared), steps: 0, bytes: 0 }
+    }
+
+    fn step(&mut self) {
+        self.steps += 1;
+        if self.steps >= TOLD_TOGETHER {
+            self.tell();
+        }
+    }
+
+    fn tell(&mut self) {
+        self.shared.work.reads.add(std::mem::take(&mut self.steps));
+        self.shared.counters.device_bytes_read.fetch_add(std::mem::take(&mut self.bytes), Relaxed);
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        self.tell();
+    }
+}
+
+/// Does one part of a read; `of_shard` gives what reads of a shard share.
 ///
 /// `deadline` completes when the caller stops waiting: a read that follows another must not wait as long as that one
 /// does.
-pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline: Option<LocalTask>) {
+pub(crate) async fn run(
+    of_shard: &dyn Fn(u32) -> Option<Rc<Reads>>,
+    part: ReadPart,
+    window: u64,
+    deadline: Option<LocalTask>,
+) {
     let ReadPart { job, records, arrival } = part;
     let mut section = Section::default();
-    let (records, holds) = open_records(reads, &job, &records, &mut section).await;
+    let (records, holds) = open_records(of_shard, &job, &records, &mut section).await;
     drop(arrival);
+    let Some(volume) = records.first().map(|record| Rc::clone(&record.reads.volume)) else {
+        return job.part_done();
+    };
     let (mut own, mut led, mut followed) = (Vec::new(), Vec::new(), Vec::new());
     for record in records {
         section.spend(1).await;
@@ -155,23 +207,23 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
             own.push(record);
             continue;
         }
-        match reads.flights.join(&job, record.index, wanted, generation) {
+        match record.reads.flights.join(&job, record.index, wanted, generation) {
             Some(Role::Follow(flight)) => {
                 job.underway.exclude_from_measurement();
                 followed.push((record, flight));
             }
             Some(Role::Lead(flight)) => {
-                led.push((Rc::clone(&flight), generation));
+                led.push((Rc::clone(&flight), Rc::clone(&record.reads), generation));
                 own.push(Record { flight: Some(flight), ..record });
             }
             None => own.push(record),
         }
     }
-    let mut run = ShardRead::new(reads, &job, own);
+    let mut run = PartRead::new(&volume, &job, own);
     let lead = async {
         let ending = run.all(window).await;
         // At once: who follows must not wait for what this read follows itself.
-        for (flight, generation) in led {
+        for (flight, reads, generation) in led {
             reads.flights.end(&flight, generation);
             section.spend(1).await;
         }
@@ -181,7 +233,7 @@ pub(crate) async fn run(reads: &Rc<Reads>, part: ReadPart, window: u64, deadline
     let (stopped, missed) = both(lead, follow).await;
     run.end();
     if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {
-        let mut run = ShardRead::new(reads, &job, records);
+        let mut run = PartRead::new(&volume, &job, records);
         run.agenda = Some(agenda);
         run.all(window).await;
         run.end();
@@ -251,20 +303,25 @@ async fn both<A, B>(a: impl Future<Output = A>, b: impl Future<Output = B>) -> (
 }
 
 async fn open_records(
-    reads: &Rc<Reads>,
+    of_shard: &dyn Fn(u32) -> Option<Rc<Reads>>,
     job: &ReadJob,
     indices: &[u32],
     section: &mut Section,
 ) -> (Vec<Record>, Vec<Hold>) {
     let mut records = Vec::with_capacity(indices.len());
     let mut holds = Vec::with_capacity(indices.len());
+    let mut tally = Tally::of(job);
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else {
             broken_invariant("a record that the read does not want");
             continue;
         };
-        job.shared.work.reads.add(1);
+        tally.step();
         section.spend(1).await;
+        let Some(reads) = of_shard(wanted.shard) else {
+            job.fail_run(wanted.run.clone(), &Reason::Bug("a part for a shard of another executor"));
+            continue;
+        };
         let found = reads.volume.segments.borrow().get(&wanted.segment).map(Rc::clone);
         let Some(segment) = found else {
             // Evicted since, and the file with it.
@@ -279,7 +336,7 @@ async fn open_records(
         }
         let doubted = segment.is_holed() && fail_evicted(job, wanted);
         let header = HeaderState::Unread;
-        records.push(Record { index, segment, header, early: Vec::new(), flight: None, doubted });
+        records.push(Record { index, reads, segment, header, early: Vec::new(), flight: None, doubted });
     }
     (records, holds)
 }
@@ -298,8 +355,8 @@ fn fail_evicted(job: &ReadJob, wanted: &Wanted) -> bool {
     elsewhere
 }
 
-impl<'a> ShardRead<'a> {
-    fn new(reads: &'a Rc<Reads>, job: &'a Arc<ReadJob>, records: Vec<Record>) -> Self {
+impl<'a> PartRead<'a> {
+    fn new(volume: &Rc<Volume>, job: &'a Arc<ReadJob>, records: Vec<Record>) -> Self {
         let mut seed = [0; 8];
         if matches!(job.request.verify, Verify::Sample(_)) {
             job.shared.entropy.fill(&mut seed);
@@ -310,10 +367,10 @@ impl<'a> ShardRead<'a> {
         let unsized_records =
             (0..records.len()).rev().filter(|&at| records.get(at).is_some_and(encoded)).collect();
         Self {
-            reads,
+            volume: Rc::clone(volume),
             job,
             records,
-            batch: reads.volume.driver.batch(job.request.class),
+            batch: volume.driver.batch(job.request.class),
             slices: Vec::new(),
             free: Vec::new(),
             spare: Vec::new(),
@@ -331,6 +388,7 @@ impl<'a> ShardRead<'a> {
             unsized_records,
             is_late: false,
             section: Section::default(),
+            tally: Tally::of(job),
             delivered: 0,
         }
     }
@@ -363,7 +421,7 @@ impl<'a> ShardRead<'a> {
             match self.next().await {
                 Some(Next::Extent(done)) => {
                     self.under_way -= 1;
-                    self.job.shared.work.reads.add(1);
+                    self.tally.step();
                     self.take_in(done);
                     let units = 1 + std::mem::take(&mut self.delivered);
                     self.section.spend(units).await;
