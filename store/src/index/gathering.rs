@@ -4,8 +4,10 @@
 //! list writes a few hundred streams, which caches do well; then every partition is filled at once.
 
 use super::groups::partition_of;
+use super::table::Scratch;
 use super::{BlockFingerprint, Heat, Index, Location, RecordError, RecordId, Slot, State, entry, write};
 use crate::index::Entry;
+use kvarts_contract::sync::atomic::Ordering;
 
 /// A block that recovery found on disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,6 +25,8 @@ pub struct Recovered {
 pub struct Gathering {
     bits: u32,
     partitions: Box<[Vec<Slot>]>,
+    /// The partition that is filled first.
+    first: usize,
     /// How many blocks came of each record, in turn.
     runs: Vec<(RecordId, usize)>,
     len: usize,
@@ -65,7 +69,10 @@ impl Index {
         let mean = expected >> self.bits;
         let each = if expected == 0 { 0 } else { mean + 3 * mean.isqrt() + 1 };
         let partitions = (0..self.partitions.len()).map(|_| Vec::with_capacity(each)).collect();
-        Gathering { bits: self.bits, partitions, runs: Vec::new(), len: 0 }
+        let gathering = self.gatherings.fetch_add(1, Ordering::Relaxed) as usize;
+        // Far from where those before it begin.
+        let first = gathering.wrapping_mul(self.partitions.len() * 5 / 8 | 1) % self.partitions.len();
+        Gathering { bits: self.bits, partitions, first, runs: Vec::new(), len: 0 }
     }
 
     /// Takes in what was gathered for this index, and empties the gathering. Where a block has an entry already,
@@ -87,15 +94,19 @@ impl Index {
                 return Err(error);
             }
         }
-        for (partition, found) in self.partitions.iter().zip(&mut gathering.partitions) {
-            if !found.is_empty() {
+        let mut scratch = Scratch::default();
+        // Each gathering begins elsewhere: executors that fill the index at once do not wait for each other at each partition.
+        let (last, first) = gathering.partitions.split_at_mut(gathering.first);
+        let turn = (gathering.first..).zip(first).chain((0..).zip(last));
+        for (number, found) in turn {
+            if let Some(partition) = self.partitions.get(number).filter(|_| !found.is_empty()) {
                 let lost = |lost: &Slot| Recovered {
                     print: lost.print(),
                     location: lost.location(),
                     heat: lost.heat(),
                 };
                 let refused = |slot: &Slot, there: &Slot| conflicts.push((lost(slot), entry(there)));
-                write(&partition.0).table.insert_all(found, refused);
+                write(&partition.0).table.insert_all(found, &mut scratch, refused);
             }
         }
         for (lost, _) in &*conflicts {

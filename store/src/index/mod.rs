@@ -172,6 +172,8 @@ pub struct Index {
     records: Records,
     leases: Leases,
     tickets: AtomicU32,
+    /// How many were begun.
+    gatherings: AtomicU32,
 }
 
 impl fmt::Debug for Index {
@@ -215,6 +217,7 @@ impl Index {
             records: Records::new(),
             leases: Leases::default(),
             tickets: AtomicU32::new(0),
+            gatherings: AtomicU32::new(0),
         }
     }
 

@@ -13,6 +13,8 @@
 
 mod merge;
 
+pub(super) use merge::Scratch;
+
 use super::{EPOCHS, Heat, Location, Lookup, RecordId};
 use crate::memory_ids::BlockFingerprint;
 use kvarts_contract::sync::PLAIN;

@@ -6,7 +6,7 @@
 //! other in the directory in the order of their fingerprints. None is ever joined with another: an emptied one takes next to nothing.
 
 use super::BlockFingerprint;
-use super::table::{Slot, Table};
+use super::table::{Scratch, Slot, Table};
 
 /// Entries of a table that is split: a fraction of a millisecond to move.
 const ENTRIES_MAX: usize = 32 << 10;
@@ -144,7 +144,12 @@ impl Tables {
 
     /// Inserts each of `found` unless its fingerprint is there by then, and empties it. Of those with the same
     /// fingerprint the first one counts. `refused` gets each that was left out, and what is there instead.
-    pub(super) fn insert_all(&mut self, found: &mut Vec<Slot>, mut refused: impl FnMut(&Slot, &Slot)) {
+    pub(super) fn insert_all(
+        &mut self,
+        found: &mut Vec<Slot>,
+        scratch: &mut Scratch,
+        mut refused: impl FnMut(&Slot, &Slot),
+    ) {
         let depth = depth_for(self.entries() + found.len(), self.entries_max);
         let mut at = 0;
         while at < self.tables.len() {
@@ -155,7 +160,7 @@ impl Tables {
             }
         }
         if let [only] = &mut self.tables[..] {
-            return only.table.insert_all(found, refused);
+            return only.table.insert_all(found, scratch, refused);
         }
         let each = found.len() / self.tables.len();
         let mut parts: Vec<Vec<Slot>> =
@@ -164,7 +169,7 @@ impl Tables {
             parts[self.directory[self.place(slot.print())] as usize].push(slot);
         }
         for (deep, part) in self.tables.iter_mut().zip(&mut parts) {
-            deep.table.insert_all(part, &mut refused);
+            deep.table.insert_all(part, scratch, &mut refused);
         }
     }
 
@@ -250,7 +255,8 @@ mod tests {
             let mut found: Vec<Slot> =
                 (10_000..).zip(&more).map(|(n, print)| slot(*print, n)).collect();
             let mut refused = Vec::new();
-            tables.insert_all(&mut found, |slot, there| refused.push((slot.location(), there.location())));
+            let refuse = |slot: &Slot, there: &Slot| refused.push((slot.location(), there.location()));
+            tables.insert_all(&mut found, &mut Scratch::default(), refuse);
             let mut left_out = Vec::new();
             for (n, print) in (10_000..).zip(&more) {
                 match model.get(print) {

@@ -21,7 +21,7 @@ use crate::engine::compact::{self, Pace};
 use crate::engine::read::job::ReadPart;
 use crate::engine::read::lend::{self, LendPart};
 use crate::engine::read::{evicted_names, part_read};
-use crate::engine::recover::{self, RecoveryReport};
+use crate::engine::recover::{self, Batch, RecoveryReport};
 use crate::engine::shard::Shard;
 use crate::engine::shared::Shared;
 use crate::engine::shared::directories::forget_gone;
@@ -61,8 +61,9 @@ struct Executor {
     stopping: Rc<Cell<bool>>,
     limits: Limits,
     io: Rc<RefCell<dyn crate::io::Io>>,
-    /// Why the staging memory is not registered, if it is not.
-    registered: Result<(), String>,
+    /// The staging memory until it is registered, and why it could not be.
+    unregistered: Cell<Option<Arc<Region>>>,
+    not_registered: Rc<RefCell<Option<String>>>,
     vigil: Vigil,
 }
 
@@ -84,11 +85,6 @@ pub(crate) fn body(
             let directories = usize::from(directories);
             let bytes = limits.arena_bytes.max(directories * ARENA_MIN);
             let Ok((region, _)) = Region::anonymous_huge(bytes) else { return };
-            // Unregistered memory works the same; `Inspect` tells why it is not registered.
-            let registered = match limits.register {
-                true => context.io.borrow_mut().register(&region),
-                false => Ok(()),
-            };
             let executor = Executor {
                 rt: Rc::clone(&context.rt),
                 driver,
@@ -100,7 +96,8 @@ pub(crate) fn body(
                 stopping: Rc::default(),
                 limits,
                 io: Rc::clone(&context.io),
-                registered,
+                unregistered: Cell::new(limits.register.then(|| Arc::clone(&region))),
+                not_registered: Rc::default(),
                 vigil: Vigil::new(context.index),
             };
             executor.serve(mailbox).await;
@@ -212,7 +209,7 @@ impl Executor {
     /// What the way to the disks is, and what went over it. Of holes it says what is known within a second: a disk that hangs tells nothing.
     fn inspect(&self, reply: Reply<(IoFacts, Metrics)>) {
         let mut facts = self.io.borrow().facts();
-        facts.warnings.extend(self.registered.clone().err());
+        facts.warnings.extend(self.not_registered.borrow().clone());
         let arena_bytes = self.arenas.iter().map(|arena| arena.usage().used as u64).sum();
         let metrics = Metrics { arena_bytes, ..self.driver.metrics() };
         let in_use = |shard: &&Rc<Shard>| !shard.volume.is_out();
@@ -262,7 +259,7 @@ impl Executor {
         shards: Vec<(u32, DirId)>,
         told: Option<&Graves>,
     ) -> Result<Vec<RecoveryReport>, Reason> {
-        let mut reports = Vec::new();
+        let (mut reports, mut batch) = (Vec::new(), Batch::new(shards.len()));
         self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
         for (shard, dir) in shards {
             let rt = Rc::clone(&self.rt);
@@ -271,7 +268,7 @@ impl Executor {
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
             if !adopted.volume.is_out() {
-                match recover::recover_told(&adopted.log, told).await {
+                match recover::recover_told(&adopted.log, told, &mut batch).await {
                     Ok(report) => reports.push(report),
                     // It may have been lost as it was told what was deleted.
                     Err(why)
@@ -287,9 +284,28 @@ impl Executor {
             self.sweep_expired(&adopted);
             self.shards.borrow_mut().insert(shard, adopted);
         }
+        batch.finish(shared, &mut reports)?;
         // Of a directory that another shard of it, or another executor, has found to be lost.
         self.let_go();
+        self.register_staging();
         Ok(reports)
+    }
+
+    /// Has the kernel keep the staging memory where it is, once. Unregistered memory works the same, so a start does not wait for it:
+    /// its pages are made beside, which takes a processor for some milliseconds.
+    fn register_staging(&self) {
+        let in_use = self.shards.borrow().values().find(|shard| !shard.volume.is_out()).map(Rc::clone);
+        let Some(shard) = in_use else { return };
+        let Some(region) = self.unregistered.take() else { return };
+        let (io, not_registered) = (Rc::clone(&self.io), Rc::clone(&self.not_registered));
+        let registering = async move {
+            let (volume, pages) = (&shard.volume, Arc::clone(&region));
+            // What is not made now is made when it is registered.
+            let _ = volume.driver.compute(volume.dir, region.len(), move || pages.populate().is_ok()).await;
+            let registered = io.borrow_mut().register(&region);
+            *not_registered.borrow_mut() = registered.err();
+        };
+        self.rt.spawn(Class::Background, Box::pin(registering));
     }
 
     /// What its shards know to be deleted.

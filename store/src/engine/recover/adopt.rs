@@ -16,7 +16,7 @@ use kvarts_layout::format::record::{self, Body};
 use kvarts_layout::format::{PAGE_BYTES, page_align};
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
 
-use super::Recovery;
+use super::{Recovery, RecoveryReport};
 use crate::engine::read::decode::{self, Stored};
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
@@ -27,26 +27,113 @@ use crate::engine::space::evict::pages::{Holes, Lying, touched};
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::Segment;
 use crate::index::{
-    EPOCHS, Entry as Indexed, Gathering, Heat, Index, Location, Lookup, RecordId, RecordInfo, Recovered,
+    EPOCHS, Entry as Indexed, Gathering, Heat, Location, Lookup, RecordId, RecordInfo, Recovered,
 };
 use kvarts_contract::error::{Reason, SpaceCause};
 
-/// Blocks on their way into the index.
-pub(super) struct Batch {
-    found: Gathering,
+/// Blocks on their way into the index, of all shards that an executor recovers: the more go there at once, the less each costs.
+pub(crate) struct Batch {
+    found: Option<Gathering>,
     records: Vec<RecordId>,
     conflicts: Vec<(Recovered, Indexed)>,
     last: Option<LastClass>,
+    /// Some of the records may have no live block.
+    has_empty: bool,
+    /// Shards that are still to come, this one included.
+    shards_left: usize,
+    counts: BTreeMap<u32, Counts>,
+}
+
+/// What came of a shard.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    records: u64,
+    blocks: u64,
+    duplicates: u64,
 }
 
 impl Batch {
-    /// For about `blocks` blocks, no more than `most` at once.
-    pub(super) fn new(index: &Index, blocks: usize, most: usize) -> Self {
+    /// Of this number of shards.
+    pub(crate) fn new(shards: usize) -> Self {
         Self {
-            found: index.gathering(blocks.min(most)),
+            found: None,
             records: Vec::new(),
             conflicts: Vec::new(),
             last: None,
+            has_empty: false,
+            shards_left: shards,
+            counts: BTreeMap::new(),
+        }
+    }
+
+    /// A shard begins that has about this number of blocks.
+    pub(super) fn begin(&mut self, shared: &Shared, shard: u32, blocks: usize) {
+        let all = blocks.saturating_mul(self.shards_left.max(1));
+        self.shards_left = self.shards_left.saturating_sub(1);
+        self.counts.entry(shard).or_default();
+        if self.found.is_none() && blocks > 0 {
+            self.found = Some(shared.index.gathering(all.min(shared.batches.recovered_blocks)));
+        }
+    }
+
+    /// Takes all of it into the index, and says in the reports of the shards what came of them.
+    pub(crate) fn finish(mut self, shared: &Shared, reports: &mut [RecoveryReport]) -> Result<(), Reason> {
+        self.flush(shared)?;
+        for report in reports {
+            let Counts { records, blocks, duplicates } =
+                self.counts.get(&report.shard).copied().unwrap_or_default();
+            (report.records, report.blocks, report.duplicates) = (records, blocks, duplicates);
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, shard: u32) -> &mut Counts {
+        self.counts.entry(shard).or_default()
+    }
+
+    /// Puts what was found into the index. What is there already is newer, or another shard's.
+    pub(super) fn flush(&mut self, shared: &Shared) -> Result<(), Reason> {
+        let index = &shared.index;
+        let Some(found) = &mut self.found else { return Ok(()) };
+        index
+            .insert_live(found, &mut self.conflicts)
+            .map_err(|_| Reason::Bug("recovered blocks that the index refuses"))?;
+        let has_lost = !self.conflicts.is_empty();
+        self.settle_copies(shared);
+        if has_lost || std::mem::take(&mut self.has_empty) {
+            for record in std::mem::take(&mut self.records) {
+                let shard = index.records().get(record).map(|info| u32::from(info.shard));
+                if index.free_record(record).is_ok()
+                    && let Some(shard) = shard
+                {
+                    self.count(shard).records -= 1;
+                }
+            }
+        }
+        self.records.clear();
+        Ok(())
+    }
+
+    /// Of copies in several shards the one in the lowest shard counts, whichever shard is recovered first: so two starts
+    /// serve the same bytes, and the checker, which cannot know in which order shards came, says the same. Two shards
+    /// hold a block of different producers where a put was refused at its deadline and written all the same, or where
+    /// an evicted block still stands in a segment that was not recycled.
+    fn settle_copies(&mut self, shared: &Shared) {
+        for (found, there) in std::mem::take(&mut self.conflicts) {
+            let of = shared.index.records().get(found.location.record);
+            let Some(mine) = of.map(|info| u32::from(info.shard)) else { continue };
+            let counts = self.count(mine);
+            (counts.blocks, counts.duplicates) = (counts.blocks - 1, counts.duplicates + 1);
+            let Lookup::Live(at) = there.state else { continue };
+            // Its own shard's recovery may be about to free it.
+            let Some(info) = shared.index.records().hold(at.record) else { continue };
+            let moved = (u32::from(info.shard) > mine && !kvarts_layout::planted!("first-shard-wins"))
+                .then(|| shared.index.replace_location(found.print, at, found.location));
+            match moved {
+                Some(Ok(Some(_))) => shared.supersede(at.record),
+                // An older copy of this shard, or the other one has been replaced by a newer one of this.
+                _ => shared.index.release_record(at.record),
+            }
         }
     }
 }
@@ -233,11 +320,14 @@ impl Recovery<'_> {
         let record = index.records().insert(info).map_err(|_| Reason::NoSpace(SpaceCause::Records))?;
         let second = u32::try_from(last_s.min(self.now_ms / 1000)).unwrap_or(u32::MAX);
         index.records().note_use(record, second);
+        self.batch.count(self.volume.shard).records += 1;
         segment.note_cold(self.volume.shared.step_of(second));
         self.batch.records.push(record);
+        let mut pushed = 0;
         for (block, name) in (0u16..).zip(&blocks.blocks) {
             if is_gone(block) {
                 self.report.evicted += 1;
+                self.batch.has_empty = true;
                 continue;
             }
             let key = BlockKey(name.key);
@@ -245,14 +335,19 @@ impl Recovery<'_> {
                 && dead.covers_block((namespace.id, key), (blocks.group, blocks.coordinate), entry.sequence)
             {
                 self.report.deleted += 1;
+                self.batch.has_empty = true;
                 continue;
             }
             let print = index.key().of(namespace.local, &key, class.group, class.coordinate);
-            self.batch.found.push(Recovered { print, location: Location { record, block }, heat });
+            let found = self.batch.found.get_or_insert_with(|| index.gathering(0));
+            found.push(Recovered { print, location: Location { record, block }, heat });
+            pushed += 1;
         }
         drop(dead);
+        self.batch.count(self.volume.shard).blocks += pushed;
         let most = self.volume.shared.batches.recovered_blocks.max(1);
-        if self.batch.found.len() >= most { self.flush() } else { Ok(()) }
+        let is_full = self.batch.found.as_ref().is_some_and(|found| found.len() >= most);
+        if is_full { self.batch.flush(&self.volume.shared) } else { Ok(()) }
     }
 
     fn class(
@@ -310,53 +405,6 @@ impl Recovery<'_> {
     fn epoch_of(&self, last_s: u64) -> u16 {
         let age = steps_before((self.now_ms / 1000).saturating_sub(last_s));
         self.volume.shared.epoch().wrapping_sub(age.min(u64::from(AGE_MAX)) as u16) % EPOCHS
-    }
-
-    /// Puts the batch into the index. What is there already is newer, or another shard's.
-    pub(super) fn flush(&mut self) -> Result<(), Reason> {
-        let index = &self.volume.shared.index;
-        let batch = &mut self.batch;
-        let found = batch.found.len() as u64;
-        index
-            .insert_live(&mut batch.found, &mut batch.conflicts)
-            .map_err(|_| Reason::Bug("recovered blocks that the index refuses"))?;
-        let duplicates = batch.conflicts.len() as u64;
-        self.report.duplicates += duplicates;
-        self.report.blocks += found - duplicates;
-        self.report.records += batch.records.len() as u64;
-        if duplicates > 0 && !kvarts_layout::planted!("first-shard-wins") {
-            self.settle_copies();
-        }
-        let (index, batch) = (&self.volume.shared.index, &mut self.batch);
-        if duplicates > 0 || self.report.deleted > 0 || self.report.evicted > 0 {
-            for &record in &batch.records {
-                if index.free_record(record).is_ok() {
-                    self.report.records -= 1;
-                }
-            }
-        }
-        batch.records.clear();
-        Ok(())
-    }
-
-    /// Of copies in several shards the one in the lowest shard counts, whichever shard is recovered first: so two starts
-    /// serve the same bytes, and the checker, which cannot know in which order shards came, says the same. Two shards
-    /// hold a block of different producers where a put was refused at its deadline and written all the same, or where
-    /// an evicted block still stands in a segment that was not recycled.
-    fn settle_copies(&mut self) {
-        let (shared, mine) = (&self.volume.shared, self.volume.shard);
-        for (found, there) in self.batch.conflicts.drain(..) {
-            let Lookup::Live(at) = there.state else { continue };
-            // Its own shard's recovery may be about to free it.
-            let Some(info) = shared.index.records().hold(at.record) else { continue };
-            let moved = (u32::from(info.shard) > mine)
-                .then(|| shared.index.replace_location(found.print, at, found.location));
-            match moved {
-                Some(Ok(Some(_))) => shared.supersede(at.record),
-                // An older copy of this shard, or the other one has been replaced by a newer one of this.
-                _ => shared.index.release_record(at.record),
-            }
-        }
     }
 }
 

@@ -32,7 +32,7 @@ use kvarts_layout::format::trailer::{SealReason, Trailer};
 
 pub use report::{Problem, RecoveryReport};
 
-use self::adopt::Batch;
+pub(crate) use self::adopt::Batch;
 use self::files::{Files, SegmentFile};
 use self::scan::Target;
 use crate::driver::{Meta, ReadInto};
@@ -61,7 +61,7 @@ struct Recovery<'a> {
     log: &'a Rc<Log>,
     report: RecoveryReport,
     checkpoint: Checkpoint,
-    batch: Batch,
+    batch: &'a mut Batch,
     now_ms: u64,
     /// Whether some segment cannot be told.
     untold: bool,
@@ -116,11 +116,21 @@ fn found_holes(reply: Result<Option<Reply>, IoError>) -> Result<Option<Vec<(u64,
 /// Finds everything that an empty log's directory holds. Called once, before anything else uses the log.
 #[cfg(test)]
 pub(crate) async fn recover(log: &Rc<Log>) -> Result<RecoveryReport, Reason> {
-    recover_told(log, None).await
+    let mut batch = Batch::new(1);
+    let mut report = [recover_told(log, None, &mut batch).await?];
+    batch.finish(&log.volume.shared, &mut report)?;
+    let [report] = report;
+    Ok(report)
 }
 
-/// The same. What others know to be deleted counts as deleted behind everything that is found, and is durable when this returns.
-pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result<RecoveryReport, Reason> {
+/// Finds everything that an empty log's directory holds. Called once, before anything else uses the log. Its blocks are in the index, and
+/// counted in the report, when the batch is finished. What others know to be deleted counts as deleted behind everything that is
+/// found, and is durable when this returns.
+pub(crate) async fn recover_told(
+    log: &Rc<Log>,
+    told: Option<&Graves>,
+    batch: &mut Batch,
+) -> Result<RecoveryReport, Reason> {
     let volume = &*log.volume;
     let found = files::open(volume).await?;
     let checkpoint = checkpoint::read(volume, &found.checkpoints).await?;
@@ -135,7 +145,6 @@ pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result
     volume.sequence.set(volume.sequence.get().max(checkpoint.next_sequence));
     volume.tombstones.replace(checkpoint.tombstones.clone());
     let now_ms = volume.shared.clock.unix_millis();
-    let batch = Batch::new(&volume.shared.index, 0, 0);
     let mut recovery = Recovery { volume, log, report, checkpoint, batch, now_ms, untold: false };
     recovery.retire(&found);
     let mut sources = recovery.classify(&found.segments).await?;
@@ -147,9 +156,9 @@ pub(crate) async fn recover_told(log: &Rc<Log>, told: Option<&Graves>) -> Result
     // Newest first: see `adopt`.
     sources.sort_by_key(|source| std::cmp::Reverse(source.first_sequence));
     recovery.take_in(sources).await?;
-    recovery.flush()?;
     volume.shared.buried.fetch_add(volume.tombstones.borrow().len() as u64, Relaxed);
     if told.is_some() {
+        recovery.batch.flush(&volume.shared)?;
         checkpoint::write(volume, Class::Background).await?;
     }
     let half_deleted = volume.tombstones.borrow().half_deleted();
@@ -351,8 +360,7 @@ impl Recovery<'_> {
     /// Takes segments into the index, in this order, reading footers ahead.
     async fn take_in(&mut self, sources: Vec<Source>) -> Result<(), Reason> {
         let blocks = sources.iter().map(Source::blocks_about).sum();
-        let most = self.volume.shared.batches.recovered_blocks;
-        self.batch = Batch::new(&self.volume.shared.index, blocks, most);
+        self.batch.begin(&self.volume.shared, self.volume.shard, blocks);
         let mut ahead = VecDeque::<(ReadInto, Meta)>::new();
         let (mut next, mut begun) = (0, 0);
         while let Some(source) = sources.get(next) {

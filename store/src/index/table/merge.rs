@@ -8,12 +8,20 @@ use super::{BlockFingerprint, LOAD_MAX, Slot, Table, vacant};
 /// More than this many times as many entries as there are new ones: they go in one at a time.
 const FEW: usize = 4;
 
+/// Memory that one table after the other is filled with: taken once, its pages are made once.
+#[derive(Debug, Default)]
+pub(in crate::index) struct Scratch {
+    sorted: Vec<Slot>,
+    ends: Vec<u32>,
+}
+
 impl Table {
     /// Inserts each of `found` unless its fingerprint is there by then, and empties it. Of those with the same
     /// fingerprint the first one counts. `refused` gets each that was left out, and what is there instead.
     pub(in crate::index) fn insert_all(
         &mut self,
         found: &mut Vec<Slot>,
+        scratch: &mut Scratch,
         mut refused: impl FnMut(&Slot, &Slot),
     ) {
         if found.len() < self.entries / FEW {
@@ -28,12 +36,12 @@ impl Table {
         let entries = self.entries + found.len();
         let homes = entries.saturating_mul(LOAD_MAX.1).div_ceil(LOAD_MAX.0).max(self.homes);
         self.homes = homes;
-        let new = self.sorted(found);
+        self.sort(found, scratch);
         let old = std::mem::replace(&mut self.slots, vacant(homes + super::TAIL));
         let mut old = old.into_iter().filter(|slot| slot.state().is_some()).peekable();
         let mut end = End { next: 0, last: None };
         self.entries = 0;
-        for slot in new {
+        for slot in scratch.sorted.drain(..) {
             while let Some(before) = old.next_if(|old| old.print() <= slot.print()) {
                 self.append(before, &mut end);
             }
@@ -69,19 +77,22 @@ impl Table {
         *end = End { next: at + 1, last: Some((print, at)) };
     }
 
-    /// In ascending order; those with the same fingerprint as they came.
-    fn sorted(&self, found: &mut Vec<Slot>) -> Vec<Slot> {
+    /// Sorts them into `scratch`, ascending; those with the same fingerprint as they came.
+    fn sort(&self, found: &mut Vec<Slot>, scratch: &mut Scratch) {
+        let Scratch { sorted, ends } = scratch;
         // After the first pass `ends[h]` is how many there are of home h, after the second where they begin, and each
         // that is placed moves it towards their end.
-        let mut ends = vec![0u32; self.homes];
+        ends.clear();
+        ends.resize(self.homes, 0);
         for slot in &*found {
             ends[self.home(slot.print())] += 1;
         }
         let mut begin = 0;
-        for end in &mut ends {
+        for end in &mut *ends {
             begin += std::mem::replace(end, begin);
         }
-        let mut sorted = vacant(found.len());
+        sorted.clear();
+        sorted.resize_with(found.len(), Slot::default);
         for slot in found.drain(..) {
             let end = &mut ends[self.home(slot.print())];
             sorted[*end as usize] = slot;
@@ -95,7 +106,6 @@ impl Table {
                 place -= 1;
             }
         }
-        sorted
     }
 }
 
@@ -142,7 +152,8 @@ mod tests {
                     }
                 }
                 let mut refused = Vec::new();
-                all.insert_all(&mut batch, |slot, there| refused.push((slot.location(), there.location())));
+                let refuse = |slot: &Slot, there: &Slot| refused.push((slot.location(), there.location()));
+                all.insert_all(&mut batch, &mut super::Scratch::default(), refuse);
                 check(&all);
                 expected.sort_unstable();
                 refused.sort_unstable();
