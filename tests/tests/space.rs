@@ -23,6 +23,7 @@ use kvarts_tests::stage::{SimStage, Stage, ask, drive};
 use kvarts_tests::witness::{directories, examine, problems};
 
 const SEGMENT: u64 = 128 << 10;
+const EOPNOTSUPP: i32 = 95;
 
 fn options(budget_bytes: u64) -> Options {
     Options {
@@ -690,4 +691,103 @@ fn when_the_endurance_budget_is_used_up_only_what_was_asked_for_before_is_let_in
     stage.advance(Duration::from_secs(12 * 60 * 60));
     assert_eq!(fill(&desk, 1000..1010), vec![BlockOutcome::Stored; 10], "half a day brings half of it");
     stage.audit_all();
+}
+
+/// Keys of which a shard has the record, from `from` on.
+fn keys_in(
+    store: &Store,
+    desk: &Desk<'_>,
+    shards: std::ops::Range<u32>,
+    from: u64,
+    count: usize,
+) -> Vec<u64> {
+    let is_there = |n: &u64| shards.contains(&store.shard_of(&desk.keys(*n..*n + 1)[0]));
+    (from..).filter(is_there).take(count).collect()
+}
+
+fn fill_with(desk: &Desk<'_>, keys: &[u64]) -> Vec<BlockOutcome> {
+    keys.iter().flat_map(|n| fill(desk, *n..*n + 1)).collect()
+}
+
+/// Deletes a block and puts another one, both of which must be done.
+fn delete_and_put(desk: &Desk<'_>, gone: u64, new: u64) -> Result<(), String> {
+    let target = Target::Keys { column: None, keys: desk.keys(gone..gone + 1) };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    ask(desk.stage, desk.stage.store().delete(request)).map_err(|error| format!("delete: {error}"))?;
+    match &fill(desk, new..new + 1)[..] {
+        [BlockOutcome::Stored | BlockOutcome::AlreadyThere] => Ok(()),
+        other => Err(format!("put: {other:?}")),
+    }
+}
+
+/// One tenant fills one shard after the other, which is its choice, beside another's deletes and puts there.
+fn crowd(seed: u64, shards: u32, rules: &[Rule]) -> Result<(), String> {
+    let wide = |budget_bytes| Options { shards_per_directory: shards, ..options(budget_bytes) };
+    let world = SimWorld::new(seed, &WorldConfig::default());
+    rules.iter().for_each(|rule| world.disk().inject(rule.clone()));
+    let segments = u64::from(shards) * 4;
+    let stage = SimStage::open(&world, &wide(segments * SEGMENT)).map_err(|error| error.to_string())?;
+    let (other, one) = (Desk::new(&stage, "other"), Desk::new(&stage, "one"));
+    let all_stored = |desk: &Desk<'_>, keys: &[u64], when: &str| {
+        let is_here = |one: &BlockOutcome| matches!(one, BlockOutcome::Stored | BlockOutcome::AlreadyThere);
+        let refused: Vec<_> = fill_with(desk, keys).into_iter().filter(|one| !is_here(one)).collect();
+        if refused.is_empty() { Ok(()) } else { Err(format!("{when}: {refused:?} of {}", keys.len())) }
+    };
+    // Full of one tenant's blocks, none of them in the shard that has all of the other's.
+    let first = keys_in(stage.engine(), &other, 1..shards, 0, 12 * shards as usize);
+    all_stored(&other, &first, "in an empty store")?;
+    for round in 0..4 {
+        let hot = keys_in(stage.engine(), &one, 0..1, round * 1000, 30);
+        all_stored(&one, &hot, "in a crowded shard")?;
+        let mine = keys_in(stage.engine(), &other, 0..1, 10_000 + round * 1000, 2);
+        all_stored(&other, &mine, "beside them")?;
+        delete_and_put(&other, mine[0], mine[1] + 1)?;
+    }
+    let again = keys_in(stage.engine(), &other, shards - 1..shards, 20_000, 60);
+    all_stored(&other, &again, "in another shard")?;
+    stage.audit_all();
+    // At once when the budget is lower, and lower again.
+    for (round, share) in [(0, 5), (1, 4)] {
+        let budget = segments * SEGMENT * share / 6;
+        stage.engine().set_budget(budget).map_err(|error| error.to_string())?;
+        for shard in [shards - 1, 0] {
+            let keys = keys_in(stage.engine(), &one, shard..shard + 1, 30_000 + round * 1000, 12);
+            all_stored(&one, &keys, "under a lower budget")?;
+            delete_and_put(&one, keys[0], keys[11] + 1)?;
+        }
+        stage.wait(&mut || allocated(stage.engine()) <= budget);
+    }
+    stage.audit_all();
+    // After a start with less.
+    let media = stage.close().map_err(|error| error.to_string())?;
+    let world = SimWorld::with_media(seed, &WorldConfig::default(), media);
+    rules.iter().for_each(|rule| world.disk().inject(rule.clone()));
+    let budget = segments * SEGMENT / 2;
+    let stage = SimStage::open(&world, &wide(budget)).map_err(|error| error.to_string())?;
+    let (other, one) = (Desk::new(&stage, "other"), Desk::new(&stage, "one"));
+    for shard in 0..shards {
+        let keys = keys_in(stage.engine(), &one, shard..shard + 1, 40_000, 12);
+        all_stored(&one, &keys, "after a start with a lower budget")?;
+        delete_and_put(&one, keys[0], keys[11] + 1)?;
+    }
+    let request = DeleteRequest { namespace: other.namespace, target: Target::Namespace, deadline: None };
+    ask(&stage, stage.store().delete(request)).map_err(|error| format!("delete: {error}"))?;
+    stage.wait(&mut || allocated(stage.engine()) <= budget);
+    stage.audit_all();
+    Ok(())
+}
+
+#[test]
+fn no_shard_is_refused_room_while_anything_in_the_store_may_go() {
+    let no_holes = Rule::new(Which::Kind(OpKind::Punch), When::From(1), Effect::Errno(EOPNOTSUPP));
+    // The fifth and the eighth found what was wrong.
+    for seed in 5..5 + 4 * seeds(1, 4) {
+        for shards in [2, 8] {
+            for rules in [&[][..], &[no_holes.clone()][..]] {
+                let holes = if rules.is_empty() { "with holes" } else { "without holes" };
+                crowd(seed, shards, rules)
+                    .unwrap_or_else(|why| panic!("seed {seed}, {shards} shards, {holes}: {why}"));
+            }
+        }
+    }
 }

@@ -30,6 +30,8 @@ use kvarts_contract::io_error::{FileId, IoError};
 
 /// How often a segment may fail at its beginning before it is left alone: its place on the device may be bad.
 const MISSES_MAX: u32 = 3;
+/// How often a segment is tried for again where nothing could be done and there is room all the same: another may take it first.
+const AGAIN_MAX: u32 = 8;
 /// How long nothing is given back after nothing could be.
 const AGAIN: Duration = Duration::from_millis(50);
 
@@ -43,7 +45,7 @@ impl Space {
                 given => given?,
             }
         }
-        let mut round = 0;
+        let (mut round, mut again) = (0, AGAIN_MAX);
         loop {
             if let Some(segment) = self.take_free() {
                 return Ok(segment);
@@ -64,6 +66,8 @@ impl Space {
                 // Others may take what was given back.
                 Ok(Made::Room | Made::Nothing) => round += 1,
                 Err(Reason::NoSpace(_)) if self.room_of_others().await => {}
+                // What others gave back meanwhile is room, too, whoever they gave it back for.
+                Err(Reason::NoSpace(_)) if self.volume.shared.shortage() == 0 && again > 0 => again -= 1,
                 Err(Reason::NoSpace(_)) => return Err(bound),
                 Err(reason) => return Err(reason),
             }
@@ -84,6 +88,22 @@ impl Space {
         if self.asking.get() {
             return false;
         }
+        if self.make_room_now().await {
+            return true;
+        }
+        // What is being sealed may go as soon as it is.
+        let is_sealing = || {
+            let segments = self.volume.segments.borrow();
+            segments.values().any(|segment| segment.state.get() == SegmentState::Sealing)
+        };
+        if !is_sealing() {
+            return false;
+        }
+        self.volume.changed.until(|| (!is_sealing()).then_some(())).await;
+        self.make_room_now().await
+    }
+
+    async fn make_room_now(&self) -> bool {
         let _turn = self.roll_turn().await;
         match self.make_room_in_round(0).await {
             Ok(Made::Segment(segment)) => {
