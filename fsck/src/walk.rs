@@ -84,6 +84,8 @@ pub struct Scanned {
     pub generation: u64,
     /// What counts.
     pub adopted: Vec<Met>,
+    /// Of these, how many have damaged blocks beside sound ones.
+    pub partly: u64,
     /// Records whose blocks are dead but whose bytes are kept.
     pub condemned: u64,
     /// Where the last record that counts ends.
@@ -400,8 +402,16 @@ fn decide_record(
     let durable = sighting.proof == Proof::Durable;
     let mut finding = Finding::at(row, place(segment, met.offset));
     describe(&mut finding, &met);
+    // The engine misses the blocks whose digests fail, and serves the others.
+    let sound = match &met.payload {
+        Payload::Read(verified) if row.decision == Decision::Condemn => verified.sound_part(),
+        _ => None,
+    };
     if row.severity == Severity::Problem {
         count_lost(&mut finding, &met);
+        if let (Some(_), Payload::Read(verified)) = (&sound, &met.payload) {
+            finding.blocks = verified.damaged_blocks();
+        }
     }
     into.take(finding);
     about_payload(segment, &met, durable, into);
@@ -411,7 +421,15 @@ fn decide_record(
             scanned.log_end = end;
             scanned.adopted.push(met);
         }
-        (Decision::Condemn, _) => scanned.condemned = scanned.condemned.saturating_add(1),
+        (Decision::Condemn, _) => match sound {
+            Some(sound) => {
+                scanned.log_end = end;
+                scanned.partly = scanned.partly.saturating_add(1);
+                let (found, payload) = (Found::RecordWhole, Payload::Read(Box::new(sound)));
+                scanned.adopted.push(Met { found, payload, ..met });
+            }
+            None => scanned.condemned = scanned.condemned.saturating_add(1),
+        },
         // A payload that could not be verified above what had been flushed does not count.
         _ => {}
     }

@@ -1,14 +1,15 @@
 //! Running one scene under one schedule, named by a seed.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use shuttle::scheduler::{Scheduler, Task, TaskId};
 use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 
-use crate::scenes::Scene;
+use crate::scenes::{self, Scene};
 use crate::sim::{Rng, Seed};
+use crate::uses;
 use kvarts_contract::sync::{Race, plant};
 
 /// Decisions after which a schedule is taken to hang.
@@ -74,7 +75,7 @@ impl Scheduler for Dice {
         };
         let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         trace.decisions += 1;
-        DECISIONS.set(DECISIONS.get() + 1);
+        uses::note();
         trace.hasher.update(&(usize::from(next) as u64).to_le_bytes());
         Some(next)
     }
@@ -88,13 +89,6 @@ thread_local! {
     /// The first panic of the scene that runs on this thread: what follows while it unwinds says less.
     static FIRST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
     static EXPLORING: RefCell<bool> = const { RefCell::new(false) };
-    /// Decisions of the scenes of this thread: each lock, atomic and wait is one.
-    static DECISIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-/// How often the scenes of this thread, on all of their threads, have used what threads share.
-pub(crate) fn uses() -> u64 {
-    DECISIONS.get()
 }
 
 fn catch_quietly() {
@@ -143,6 +137,14 @@ pub fn run(scene: &Scene, seed: u64, race: Option<Race>) -> Result<Schedule, Fai
         Ok(()) => Ok(schedule),
         Err(what) => Err(Failure { what, after: schedule }),
     }
+}
+
+/// How often a read of this many blocks of one record uses what threads share: each lock, each atomic and each wait, of its
+/// caller and of the executors.
+pub fn uses_of_read(blocks: u64) -> u64 {
+    let scene = scenes::read_of(blocks);
+    run(&scene, 1, None).expect("it holds");
+    scenes::counted()
 }
 
 fn caught(what: impl FnOnce()) -> Result<(), String> {

@@ -64,7 +64,8 @@ mod sim;
 mod explore;
 mod scenes;
 pub mod sync;
+mod uses;
 
-pub use explore::{Failure, Schedule, run};
-pub use scenes::{Scene, all, shared_bytes, uses_of_read};
+pub use explore::{Failure, Schedule, run, uses_of_read};
+pub use scenes::{Scene, all, shared_bytes};
 pub use sync::Race;

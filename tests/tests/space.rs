@@ -724,7 +724,7 @@ fn delete_and_put(desk: &Desk<'_>, gone: u64, new: u64) -> Result<(), String> {
 fn crowd(seed: u64, shards: u32, rules: &[Rule]) -> Result<(), String> {
     let wide = |budget_bytes| Options { shards_per_directory: shards, ..options(budget_bytes) };
     let world = SimWorld::new(seed, &WorldConfig::default());
-    rules.iter().for_each(|rule| world.disk().inject(rule.clone()));
+    rules.iter().for_each(|rule| world.disk().inject(*rule));
     let segments = u64::from(shards) * 4;
     let stage = SimStage::open(&world, &wide(segments * SEGMENT)).map_err(|error| error.to_string())?;
     let (other, one) = (Desk::new(&stage, "other"), Desk::new(&stage, "one"));
@@ -761,7 +761,7 @@ fn crowd(seed: u64, shards: u32, rules: &[Rule]) -> Result<(), String> {
     // After a start with less.
     let media = stage.close().map_err(|error| error.to_string())?;
     let world = SimWorld::with_media(seed, &WorldConfig::default(), media);
-    rules.iter().for_each(|rule| world.disk().inject(rule.clone()));
+    rules.iter().for_each(|rule| world.disk().inject(*rule));
     let budget = segments * SEGMENT / 2;
     let stage = SimStage::open(&world, &wide(budget)).map_err(|error| error.to_string())?;
     let (other, one) = (Desk::new(&stage, "other"), Desk::new(&stage, "one"));
@@ -783,7 +783,7 @@ fn no_shard_is_refused_room_while_anything_in_the_store_may_go() {
     // The fifth and the eighth found what was wrong.
     for seed in 5..5 + 4 * seeds(1, 4) {
         for shards in [2, 8] {
-            for rules in [&[][..], &[no_holes.clone()][..]] {
+            for rules in [&[][..], &[no_holes][..]] {
                 let holes = if rules.is_empty() { "with holes" } else { "without holes" };
                 crowd(seed, shards, rules)
                     .unwrap_or_else(|why| panic!("seed {seed}, {shards} shards, {holes}: {why}"));

@@ -514,7 +514,7 @@ impl Facts {
             Outcome::Walked { scanned, .. } => {
                 let newer = ["newer-record", "unknown-extension"];
                 let passed_over = newer.iter().any(|label| report.findings.times(label) > 0);
-                let whole = scanned.condemned == 0 && !passed_over;
+                let whole = scanned.condemned == 0 && scanned.partly == 0 && !passed_over;
                 facts.role = if whole { Role::Tail } else { Role::Fixed };
                 facts.generation = scanned.generation;
                 facts.last_sequence = facts.last_sequence.max(scanned.last_sequence);

@@ -173,9 +173,13 @@ impl Case<'_> {
     /// that they were evicted. The bytes are wrong, and every read of them would be a miss. One that shares every page with
     /// sound blocks stays: a miss costs less than they would.
     fn damaged_blocks(&self, report: &SegmentReport, log: &mut Vec<Action>) {
-        let Outcome::Sealed { good, .. } = &report.outcome else { return };
+        let records: &[Met] = match &report.outcome {
+            Outcome::Sealed { good, .. } => good,
+            Outcome::Walked { scanned, .. } => &scanned.adopted,
+            _ => return,
+        };
         let path = self.path();
-        for met in good {
+        for met in records {
             let Payload::Read(verified) = &met.payload else { continue };
             let damaged = verified.damaged_blocks();
             if damaged == 0 || kvarts_layout::planted!("repair-keeps-damaged") {

@@ -12,12 +12,12 @@ use shuttle::thread;
 
 use super::Scene;
 use crate::engine::{EvictionPolicy, Limits, Options, Store};
-use crate::explore::uses;
 use crate::fixture::{self, PAGES, Style, all_heads};
 use crate::io::{Completion, Io, IoFacts, Op, Token, Unpark};
 use crate::rt::local::LocalExecutor;
 use crate::rt::{Body, Join, Launcher};
 use crate::sim::{DiskConfig, Seed, SimClock, SimDisk, SimIo};
+use crate::uses;
 use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, DeleteRequest, Durability, KvStore, LeaseTerms, Order, Parent, Presence,
     PutRequest, ReadEvent, ReadRequest, Target, Verify,
@@ -289,12 +289,14 @@ thread_local! {
     static COUNTED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
 }
 
-/// How often a read of this many blocks of one record uses what threads share: each lock, each atomic and each wait, of its
-/// caller and of the executors.
-pub fn uses_of_read(blocks: u64) -> u64 {
+/// A read of this many blocks of one record, which is counted.
+pub(crate) fn read_of(blocks: u64) -> Scene {
     COUNTED.set((blocks, 0));
-    let scene = Scene { name: "a read that is counted", play: counted_read, finds: &[], cost: 0 };
-    crate::run(&scene, 1, None).expect("it holds");
+    Scene { name: "a read that is counted", play: counted_read, finds: &[], cost: 0 }
+}
+
+/// How often it has used what threads share.
+pub(crate) fn counted() -> u64 {
     COUNTED.get().1
 }
 
@@ -303,9 +305,9 @@ fn counted_read() {
         let (blocks, _) = COUNTED.get();
         let keys = fixture::keys(3, 0..blocks);
         assert!(place.put(&keys).iter().all(|outcome| *outcome == BlockOutcome::Stored));
-        let before = uses();
+        let before = uses::so_far();
         assert_eq!(u64::from(place.read(&keys)), blocks);
-        COUNTED.set((blocks, uses() - before));
+        COUNTED.set((blocks, uses::so_far() - before));
     });
 }
 

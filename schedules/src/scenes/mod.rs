@@ -5,7 +5,8 @@ mod engine;
 mod messages;
 mod streams;
 
-pub use engine::{shared_bytes, uses_of_read};
+pub use engine::shared_bytes;
+pub(crate) use engine::{counted, read_of};
 
 use kvarts_contract::sync::Race;
 

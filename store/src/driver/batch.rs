@@ -9,7 +9,8 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use super::Shared;
-use super::operations::{OVERDUE, Request, Work};
+use super::devices::OVERDUE;
+use super::operations::{Request, Work};
 use crate::io::slots::Key;
 use crate::task::LocalTask;
 use kvarts_contract::buffers::buf::SharedBuf;

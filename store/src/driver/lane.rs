@@ -8,10 +8,10 @@
 use std::time::Duration;
 
 use super::schedule::Schedule;
-use super::{DriveLoad, Limits, URGENT, UrgentReads};
+use super::{Devices, DriveLoad, Limits, URGENT};
 use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::class::Class;
-use kvarts_contract::clock::Nanos;
+use kvarts_contract::clock::{Clock, Nanos};
 
 /// What transfers may have at the device that are less urgent than some reads.
 #[derive(Clone, Copy, Debug)]
@@ -56,13 +56,17 @@ pub(super) struct Lane {
     remembered: [Remembered; URGENT.len()],
     /// When it was last looked for what is at the device for too long.
     looked: Nanos,
+    /// Operations that the device has, and whether it has answered, or been given the first, since others were told of it.
+    pub(super) at_work: usize,
+    pub(super) has_answered: bool,
+    pub(super) has_begun: bool,
 }
 
 /// How often that is looked for, at most.
 const LOOK: Duration = Duration::from_secs(1);
 
 impl Lane {
-    pub(super) fn new(number: usize, urgent_reads: &UrgentReads) -> Self {
+    pub(super) fn new(number: usize, devices: &Devices) -> Self {
         Self {
             schedule: Schedule::new(),
             slots: 0,
@@ -70,8 +74,12 @@ impl Lane {
             in_flight: 0,
             stuck: 0,
             stuck_in_flight: 0,
-            remembered: URGENT.map(|class| Remembered { count: urgent_reads.count(number, class), bytes: 0 }),
+            remembered: URGENT
+                .map(|class| Remembered { count: devices.urgent_reads(number, class), bytes: 0 }),
             looked: Nanos(0),
+            at_work: 0,
+            has_answered: false,
+            has_begun: false,
         }
     }
 
@@ -86,6 +94,14 @@ impl Lane {
         }
     }
 
+    /// Tells the other executors whether the device answers, if there is news.
+    pub(super) fn tell(&mut self, number: usize, devices: &Devices, clock: &dyn Clock) {
+        if self.has_answered || self.has_begun {
+            devices.note_answers(number, clock.now(), (self.has_answered, self.at_work > 0));
+            (self.has_answered, self.has_begun) = (false, false);
+        }
+    }
+
     /// Bytes that less urgent transfers may ask for in one submission beside urgent reads; `piece` is what they ask for otherwise.
     fn small_piece(limits: &Limits, piece: u64) -> u64 {
         let page = PAGE as u64;
@@ -93,10 +109,10 @@ impl Lane {
     }
 
     /// Remembers the urgent reads that came since it last looked, of classes behind which something waits.
-    pub(super) fn look_at_urgent(&mut self, number: usize, urgent_reads: &UrgentReads, limits: &Limits) {
+    pub(super) fn look_at_urgent(&mut self, number: usize, devices: &Devices, limits: &Limits) {
         for (urgent, remembered) in URGENT.into_iter().zip(&mut self.remembered) {
             if self.schedule.has_behind(urgent) {
-                let count = urgent_reads.count(number, urgent);
+                let count = devices.urgent_reads(number, urgent);
                 if count != remembered.count {
                     *remembered = Remembered { count, bytes: limits.urgent_remembered };
                 }

@@ -53,7 +53,7 @@ fn two() -> (Bench, FileId, FileId) {
         max_stuck_bytes: 2 * PAGES,
         ..Limits::default()
     };
-    let bench = Bench::beside(limits, UrgentReads::of(2, 1));
+    let bench = Bench::beside(limits, Devices::of(2, 1));
     let (sound, hung) = (bench.open(0, FileId(10)), bench.open(1, FileId(11)));
     (bench, sound, hung)
 }
@@ -232,4 +232,32 @@ fn an_urgent_read_of_one_device_makes_no_put_of_another_wait() {
     assert_eq!(bench.poll(&mut put), Poll::Ready(Ok(())));
     assert_eq!(bench.poll(&mut read), Poll::Ready(Ok(())));
     bench.assert_idle(&[&buf]);
+}
+
+/// Each executor has a device of its own, as in a store with a drive for each.
+#[test]
+fn a_machine_that_stands_still_is_no_fault_of_a_device_and_a_device_beside_one_that_answers_is_silent() {
+    let devices = Devices::of(2, 2);
+    let limits = Limits::default();
+    let (one, other) =
+        (Bench::beside(limits, devices.clone()), Bench::beside(limits, devices.of_executor(1)));
+    let turn_to = |seconds: u64| {
+        let hands = [&one, &other].map(|bench| Arc::clone(&bench.world.hands));
+        hands.iter().for_each(|hands| hands.0.store(seconds * 1_000_000_000, Ordering::Relaxed));
+    };
+    turn_to(1);
+    let (hung, sound) = (one.open(0, FileId(10)), other.open(1, FileId(11)));
+    let buf = memory(1);
+    let mut stuck = one.driver.read(Class::Foreground, hung, 0, buf.clone());
+    let mut read = other.driver.read(Class::Foreground, sound, 0, buf.clone());
+    assert!(one.poll(&mut stuck).is_pending() && other.poll(&mut read).is_pending());
+    turn_to(13);
+    assert!(!one.driver.is_silent_alone(DirId(0)), "neither has answered");
+    other.end_on(sound, PAGE as i32);
+    assert_eq!(other.poll(&mut read), Poll::Ready(Ok(())));
+    assert!(one.driver.is_silent_alone(DirId(0)), "the other one has");
+    assert!(!other.driver.is_silent_alone(DirId(1)));
+    one.end_on(hung, PAGE as i32);
+    assert_eq!(one.poll(&mut stuck), Poll::Ready(Ok(())));
+    assert!(!one.driver.is_silent_alone(DirId(0)));
 }

@@ -13,6 +13,7 @@
 //! [`Driver::on_completions`], not holding on to the `Io` while it does.
 
 mod batch;
+mod devices;
 mod lane;
 mod operations;
 mod schedule;
@@ -23,19 +24,19 @@ use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 pub use self::batch::{ExtentDone, ReadBatch};
-use self::operations::{Core, OVERDUE, Outcome, Request, Work};
+pub use self::devices::Devices;
+use self::devices::OVERDUE;
+use self::operations::{Core, Outcome, Request, Work};
 use crate::io::slots::Key;
 use crate::io::{Completion, Computation, DirEntry, DiskSpace, Io, KeptFile, MetaOp, OpenMode, Reply};
 use crate::task::{LocalTask, Runtime};
 use kvarts_contract::buffers::buf::{Buf, BufMut, SharedBuf};
 use kvarts_contract::io_error::{DirId, FileId, Name};
 use kvarts_contract::io_error::{IoError, IoErrorKind};
-use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 use kvarts_contract::ticket::ticket;
 use kvarts_contract::{class::Class, clock::Nanos};
 
@@ -141,59 +142,6 @@ impl DriveLoad {
     }
 }
 
-/// How many urgent reads of each class there were at each device, on all executors that have it: what one has at the device is in
-/// front of the others' urgent reads, too.
-///
-/// Each executor counts its own and no other writes there: to count is not to share a cache line. It looks at the others' counts
-/// only where something less urgent waits.
-#[derive(Clone, Debug)]
-pub struct UrgentReads {
-    /// Of each device, of each class, of each executor.
-    counts: Arc<[Count]>,
-    devices: usize,
-    executors: usize,
-    /// Who counts.
-    own: usize,
-}
-
-/// Apart from others' in memory.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Count(AtomicU64);
-
-impl UrgentReads {
-    /// Of this number of devices and of executors; the first executor's.
-    pub fn of(devices: usize, executors: usize) -> Self {
-        let (devices, executors) = (devices.max(1), executors.max(1));
-        let counts = (0..devices * URGENT.len() * executors).map(|_| Count::default()).collect();
-        Self { counts, devices, executors, own: 0 }
-    }
-
-    /// Another executor's.
-    pub fn of_executor(&self, own: usize) -> Self {
-        Self { own: own % self.executors, ..self.clone() }
-    }
-
-    /// The counts of all executors.
-    fn counts_of(&self, lane: usize, class: Class) -> &[Count] {
-        let first = (lane % self.devices * URGENT.len() + class as usize) * self.executors;
-        self.counts.get(first..first + self.executors).unwrap_or_default()
-    }
-
-    fn note(&self, lane: usize, class: Class) {
-        if URGENT.contains(&class)
-            && let Some(Count(count)) = self.counts_of(lane, class).get(self.own)
-        {
-            count.store(count.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-        }
-    }
-
-    fn count(&self, lane: usize, class: Class) -> u64 {
-        let all = self.counts_of(lane, class).iter();
-        all.fold(0, |sum, Count(count)| sum.wrapping_add(count.load(Ordering::Relaxed)))
-    }
-}
-
 struct Shared {
     core: RefCell<Core>,
     rt: Rc<dyn Runtime>,
@@ -245,17 +193,12 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// A driver over an executor's `Io`, which nothing else may submit to.
     pub fn new(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits) -> Self {
-        Self::beside(rt, io, limits, UrgentReads::of(1, 1))
+        Self::beside(rt, io, limits, Devices::of(1, 1))
     }
 
     /// The same, of an executor beside others.
-    pub fn beside(
-        rt: Rc<dyn Runtime>,
-        io: Rc<RefCell<dyn Io>>,
-        limits: Limits,
-        urgent_reads: UrgentReads,
-    ) -> Self {
-        let shared = Shared { core: RefCell::new(Core::new(limits, urgent_reads)), rt, io };
+    pub fn beside(rt: Rc<dyn Runtime>, io: Rc<RefCell<dyn Io>>, limits: Limits, devices: Devices) -> Self {
+        let shared = Shared { core: RefCell::new(Core::new(limits, devices)), rt, io };
         Self { shared: Rc::new(shared), completions: Rc::default() }
     }
 

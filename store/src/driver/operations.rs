@@ -18,8 +18,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
 use std::time::Duration;
 
+use super::devices::OVERDUE;
 use super::lane::Lane;
-use super::{DriveLoad, Limits, Metrics, UrgentReads};
+use super::{Devices, DriveLoad, Limits, Metrics};
 use crate::io::describe;
 use crate::io::ring::{MOVED_MAX, RANGES_MAX};
 use crate::io::slots::{Key, Slots};
@@ -43,8 +44,6 @@ const INDEX_BITS: u32 = 24;
 const TAG_MASK: u64 = (1 << (64 - INDEX_BITS)) - 1;
 /// Slots at most, of all lanes and whatever the limits say: an index must fit its bits.
 pub(super) const OPS_MAX: usize = 1 << 20;
-/// What has been at a device for this long is stuck, also where it has no deadline.
-pub(super) const OVERDUE: Duration = Duration::from_secs(10);
 /// The same of what is not a transfer: some file systems take their time for a large file.
 const OVERDUE_META: Duration = Duration::from_secs(30);
 /// The error of a transfer that a lane refuses: the device is busy with what it never answered.
@@ -210,18 +209,18 @@ pub(super) struct Core {
     pub(super) to_wake: Vec<Waker>,
     next_tag: u64,
     metrics: Metrics,
-    urgent_reads: UrgentReads,
+    devices: Devices,
 }
 
 impl Core {
-    pub(super) fn new(limits: Limits, urgent_reads: UrgentReads) -> Self {
+    pub(super) fn new(limits: Limits, devices: Devices) -> Self {
         let room = limits.max_bytes_in_flight.saturating_sub(limits.foreground_reserve);
         let piece = room.min(u64::from(MOVED_MAX)).max(PAGE as u64);
         Self {
             limits,
             piece: piece - piece % PAGE as u64,
             slots: Slots::new(),
-            lanes: vec![Lane::new(0, &urgent_reads)],
+            lanes: vec![Lane::new(0, &devices)],
             files: BTreeMap::new(),
             unsent: VecDeque::new(),
             batches: Slots::new(),
@@ -231,7 +230,7 @@ impl Core {
             to_wake: Vec::new(),
             next_tag: 1,
             metrics: Metrics::default(),
-            urgent_reads,
+            devices,
         }
     }
 
@@ -277,7 +276,7 @@ impl Core {
             Subject::Name(name) => usize::from(name.dir.0),
         };
         while self.lanes.len() <= number {
-            self.lanes.push(Lane::new(self.lanes.len(), &self.urgent_reads));
+            self.lanes.push(Lane::new(self.lanes.len(), &self.devices));
         }
         number
     }
@@ -308,7 +307,7 @@ impl Core {
         let key = self.slots.insert(slot);
         self.lanes[lane].slots += 1;
         if kind == OpKind::Read {
-            self.urgent_reads.note(lane, class);
+            self.devices.note_read(lane, class);
         }
         // Flushes and the like move no bytes of ours, and an acknowledgement waits for them: they do not queue.
         if kind.is_transfer() {
@@ -340,6 +339,7 @@ impl Core {
         }
         for number in 0..self.lanes.len() {
             self.dispatch_lane(io, clock, number);
+            self.lanes[number].tell(number, &self.devices, clock);
         }
     }
 
@@ -348,7 +348,7 @@ impl Core {
             return;
         }
         let now = clock.now();
-        self.lanes[number].look_at_urgent(number, &self.urgent_reads, &self.limits);
+        self.lanes[number].look_at_urgent(number, &self.devices, &self.limits);
         loop {
             let lane = &mut self.lanes[number];
             let beside = lane.beside_urgent(&self.limits, self.piece);
@@ -373,18 +373,10 @@ impl Core {
         }
     }
 
-    /// Whether the device of a lane has not answered something for [`OVERDUE`], and those of all others answer: a machine that stands
-    /// still is no fault of one of them.
+    /// Whether the device of a lane has not answered something for [`OVERDUE`], and of the others one does, or they have nothing to
+    /// answer: a machine that stands still is no fault of one of them.
     pub(super) fn is_silent_alone(&self, lane: usize, now: Nanos) -> bool {
-        let mut silent = false;
-        for (_, slot) in self.slots.iter().filter(|(_, slot)| slot.state == State::InFlight) {
-            match slot.lane == lane {
-                true => silent |= slot.is_overdue(now),
-                false if now.since(slot.sent) >= OVERDUE / 2 => return false,
-                false => {}
-            }
-        }
-        silent
+        self.is_silent(lane, now) && !self.devices.none_answers_beside(lane, now)
     }
 
     /// What each device has.
@@ -460,6 +452,9 @@ impl Core {
         let token = Token((slot.tag << INDEX_BITS) | u64::from(index));
         self.metrics.submitted += 1;
         self.metrics.in_flight_ops += 1;
+        let lane = &mut self.lanes[slot.lane];
+        lane.has_begun |= lane.at_work == 0;
+        lane.at_work += 1;
         io.submit(token, op);
     }
 
@@ -473,6 +468,9 @@ impl Core {
         };
         let index = index as u32;
         self.metrics.in_flight_ops -= 1;
+        let lane = &mut self.lanes[slot.lane];
+        lane.at_work -= 1;
+        lane.has_answered = true;
         let step = slot.judge(completion.result);
         let dropped = matches!(slot.owner, Owner::Dropped { .. });
         match step {

@@ -154,16 +154,16 @@ struct Bench {
 
 impl Bench {
     fn new(limits: Limits) -> Self {
-        Self::beside(limits, UrgentReads::of(1, 1))
+        Self::beside(limits, Devices::of(1, 1))
     }
 
-    fn beside(limits: Limits, urgent_reads: UrgentReads) -> Self {
+    fn beside(limits: Limits, devices: Devices) -> Self {
         let hands = Arc::new(Hands::default());
         let clock = Arc::clone(&hands) as Arc<dyn Clock>;
         let world = Rc::new(World { clock, hands, entropy: Arc::new(Zeros), timers: Cell::new(0) });
         let disk = Rc::new(RefCell::new(Script::default()));
         let io = Rc::clone(&disk) as Rc<RefCell<dyn Io>>;
-        let driver = Driver::beside(Rc::clone(&world) as Rc<dyn Runtime>, io, limits, urgent_reads);
+        let driver = Driver::beside(Rc::clone(&world) as Rc<dyn Runtime>, io, limits, devices);
         Self { driver, disk, world, woken: Arc::default() }
     }
 

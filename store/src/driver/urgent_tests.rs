@@ -112,9 +112,9 @@ fn a_small_read_goes_past_all_that_wait_and_never_waits_for_room_that_others_hav
 
 #[test]
 fn small_reads_on_one_executor_are_remembered_on_another() {
-    let urgent_reads = UrgentReads::of(1, 2);
-    let here = Bench::beside(limits(), urgent_reads.clone());
-    let there = Bench::beside(limits(), urgent_reads.of_executor(1));
+    let devices = Devices::of(1, 2);
+    let here = Bench::beside(limits(), devices.clone());
+    let there = Bench::beside(limits(), devices.of_executor(1));
     let (page, large) = (memory(1), memory(32));
     let read = small(&here, &page);
     let reads: Vec<_> = (0..16).map(|_| there.read(0, &large)).collect();

@@ -71,7 +71,7 @@ impl Index {
         let partitions = (0..self.partitions.len()).map(|_| Vec::with_capacity(each)).collect();
         let gathering = self.gatherings.fetch_add(1, Ordering::Relaxed) as usize;
         // Far from where those before it begin.
-        let first = gathering.wrapping_mul(self.partitions.len() * 5 / 8 | 1) % self.partitions.len();
+        let first = gathering.wrapping_mul((self.partitions.len() * 5 / 8) | 1) % self.partitions.len();
         Gathering { bits: self.bits, partitions, first, runs: Vec::new(), len: 0 }
     }
 

@@ -1,4 +1,7 @@
-//! A drive that hangs beside one that is sound, on one executor: what it costs is its own blocks.
+//! A drive that hangs beside one that is sound, on one executor: what it costs is its own blocks. And one of two or twelve that is
+//! sick in other ways, while blocks are put, segments filled, checkpoints written, while it is looked at, and at a start.
+
+mod sick;
 
 use std::time::Duration;
 
@@ -106,6 +109,7 @@ fn hung(seed: Seed) -> Result<(), String> {
 
 fn one(seed: Seed, states: &States) -> Result<(), String> {
     hung(seed)?;
+    sick::play(seed)?;
     let mut digest = Mixer::new(0);
     digest.word(seed.0);
     states.reach(digest.value());

@@ -49,18 +49,28 @@ impl Holed {
     }
 }
 
-/// What the checker calls live.
-fn live(disks: &[MemoryDisk]) -> Result<BTreeSet<(u64, [u8; 32])>, String> {
+/// Segments that list something, by shard and number: what is damaged in one that is free is no problem.
+fn in_use(disks: &[MemoryDisk]) -> Result<BTreeSet<String>, String> {
+    let path = |run: &Run| format!("shard-{:04}/segment-{:08}", run.shard, run.segment);
+    Ok(read(disks)?.iter().map(path).collect())
+}
+
+/// What the checker reads.
+fn read(disks: &[MemoryDisk]) -> Result<Vec<Run>, String> {
     let disks: Vec<Arc<dyn Disk>> = disks.iter().map(|disk| Arc::new(disk.clone()) as _).collect();
     let store = survey(&disks, &mut Findings::default()).map_err(|why| why.to_string())?;
     let options = CheckOptions { threads: 1, ..CheckOptions::default() };
     let store = store.ok_or("there is no store")?;
-    let found = contents::read(&store, &options, 0, &Tally::default(), Findings::default());
+    Ok(contents::read(&store, &options, 0, &Tally::default(), Findings::default()).runs)
+}
+
+/// What the checker calls live.
+fn live(disks: &[MemoryDisk]) -> Result<BTreeSet<(u64, [u8; 32])>, String> {
     let of = |run: &Run| {
         let named = run.blocks.blocks.iter().zip(&run.fates).filter(|(_, fate)| **fate == Fate::Live);
         named.map(|(name, _)| (run.blocks.coordinate, name.key)).collect::<Vec<_>>()
     };
-    Ok(found.runs.iter().flat_map(of).collect())
+    Ok(read(disks)?.iter().flat_map(of).collect())
 }
 
 /// The store answers as before, and says that so much is damaged.
@@ -83,7 +93,8 @@ fn same(store: &Prepared, disks: &[MemoryDisk], before: &Answers, damaged: u64) 
 /// An end is damaged, and of some evictions a page is left.
 fn remains(seed: Seed, store: &Prepared) -> Result<(), String> {
     let (disks, mut rng) = (store.fork(), seed.child("remains").rng());
-    let all = holed(store);
+    let (mut all, in_use) = (holed(store), in_use(&disks)?);
+    all.retain(|segment| in_use.contains(&segment.path));
     for segment in &all {
         for (at, len) in segment.holes(&store.disks) {
             if len >= 3 * PAGE as u64 && rng.coin() {

@@ -242,6 +242,16 @@ pub const BUGS: &[Bug] = &[
     )
     .at(10),
     bug("beginnings-go-first", "R32", "room for the end of a chain is made of its beginning").at(15),
+    bug(
+        "start-waits-for-a-drive",
+        "R43",
+        "a start waits for a drive that hangs after its superblock was read",
+    ),
+    bug(
+        "silent-part-ends-the-read",
+        "R43",
+        "a read ends without its other blocks where one drive does not answer",
+    ),
     bug("one-lane", "R43", "what one drive does not answer takes the room and the places of the others"),
     bug("behind-not-told", "R44", "a drive that comes back is not told what was deleted meanwhile"),
     bug(

@@ -18,7 +18,7 @@ use kvarts_contract::{
     buffers::{Region, SharedBuf, region},
     io_error::{DirId, FileId},
 };
-use kvarts_store::io::{Completion, Io, IoFacts, MetaOp, Op, OpenMode, Reply, Token, Unpark};
+use kvarts_store::io::{Completion, Computation, Io, IoFacts, MetaOp, Op, OpenMode, Reply, Token, Unpark};
 
 use super::clock::SimClock;
 use super::crash::CrashState;
@@ -130,6 +130,8 @@ struct Machine {
     stuck: Vec<Pending>,
     submitted: u64,
     completed: u64,
+    /// What is to be computed once nothing of this is locked: it is the engine's own code.
+    computed: Vec<Computation>,
 }
 
 /// A disk, and the kernel in front of it. Clones are the same disk.
@@ -169,6 +171,7 @@ impl SimDisk {
             stuck: Vec::new(),
             submitted: 0,
             completed: 0,
+            computed: Vec::new(),
         })))
     }
 
@@ -240,7 +243,12 @@ impl SimDisk {
 
     /// Completes one operation whose time has come; says whether there was one.
     pub fn complete_one(&self) -> bool {
-        self.lock().complete_one()
+        let (completed, computed) = {
+            let mut machine = self.lock();
+            (machine.complete_one(), std::mem::take(&mut machine.computed))
+        };
+        computed.iter().for_each(Computation::run);
+        completed
     }
 
     /// The disk's content as programs see it now, volatile changes included.
@@ -442,6 +450,24 @@ fn named(name: &kvarts_contract::io_error::Name) -> (Result<Option<OpenFile>, i3
 }
 
 impl Machine {
+    /// Lets time pass until there is something to reap for this way to the disk, or it is woken, or this time is over.
+    fn park(&mut self, id: usize, timeout: Option<Duration>) {
+        let end = timeout.map(|timeout| self.clock.now().plus(timeout));
+        loop {
+            let io = &mut self.ios[id];
+            if std::mem::take(&mut io.unparked) || !io.ready.is_empty() || self.complete_one() {
+                return;
+            }
+            let next = self.under_way.first_key_value().map(|((due, _), _)| *due);
+            match (next, end) {
+                (Some(next), None) => self.clock.advance_to(next),
+                (Some(next), Some(end)) if next <= end => self.clock.advance_to(next),
+                (_, Some(end)) => return self.clock.advance_to(end),
+                (None, None) => panic!("asleep for ever: no operation is under way and no timer is set"),
+            }
+        }
+    }
+
     /// What is under way, in the order in which it was submitted.
     fn in_order(&self) -> Vec<&Pending> {
         let mut all: Vec<_> = self.under_way.values().chain(&self.stuck).collect();
@@ -662,7 +688,7 @@ impl Machine {
             }
             (MetaOp::List { name }, _) => self.media.list(name.dir, &name.path).map(Reply::Listing).map(Some),
             (MetaOp::Compute { work, .. }, _) => {
-                work.run();
+                self.computed.push(work.clone());
                 Ok(None)
             }
             (MetaOp::Space { dir }, _) => {
@@ -739,21 +765,12 @@ impl Io for SimIo {
 
     /// Lets time pass until there is something to reap: for an executor that is alone with its disk.
     fn park(&mut self, timeout: Option<Duration>) {
-        let mut machine = self.disk.lock();
-        let end = timeout.map(|timeout| machine.clock.now().plus(timeout));
-        loop {
-            let io = &mut machine.ios[self.id];
-            if std::mem::take(&mut io.unparked) || !io.ready.is_empty() || machine.complete_one() {
-                return;
-            }
-            let next = machine.under_way.first_key_value().map(|((due, _), _)| *due);
-            match (next, end) {
-                (Some(next), None) => machine.clock.advance_to(next),
-                (Some(next), Some(end)) if next <= end => machine.clock.advance_to(next),
-                (_, Some(end)) => return machine.clock.advance_to(end),
-                (None, None) => panic!("asleep for ever: no operation is under way and no timer is set"),
-            }
-        }
+        let computed = {
+            let mut machine = self.disk.lock();
+            machine.park(self.id, timeout);
+            std::mem::take(&mut machine.computed)
+        };
+        computed.iter().for_each(Computation::run);
     }
 
     fn unparker(&self) -> Arc<dyn Unpark> {

@@ -15,7 +15,7 @@ use super::memory_audit::{self, Table};
 use super::produced::{self, ProducedPage};
 use super::router::{Message, Router};
 use super::{descent, expiry, leaving, snapshot};
-use crate::driver::{Driver, Metrics, UrgentReads};
+use crate::driver::{Devices, Driver, Metrics};
 use crate::engine::compact::chains::{self, Shards};
 use crate::engine::compact::{self, Pace};
 use crate::engine::read::job::ReadPart;
@@ -37,7 +37,7 @@ use crate::engine::write::put::{self, PutPart};
 use crate::io::IoFacts;
 use crate::rt::mailbox::Mailbox;
 use crate::rt::{Body, ExecutorContext, LocalTask, Runtime};
-use kvarts_contract::error::{Error, Reason};
+use kvarts_contract::error::{DirectoryCause, Error, Reason};
 use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{
     buffers::{Arena, Region},
@@ -68,16 +68,11 @@ struct Executor {
 }
 
 /// The first task of an executor: serves its mailbox until it is told to stop.
-pub(crate) fn body(
-    mailbox: Mailbox<Message>,
-    limits: Limits,
-    directories: u16,
-    urgent_reads: UrgentReads,
-) -> Body {
+pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, directories: u16, devices: Devices) -> Body {
     Box::new(move |context: ExecutorContext| {
         Box::pin(async move {
             let (rt, io) = (Rc::clone(&context.rt), Rc::clone(&context.io));
-            let driver = Rc::new(Driver::beside(rt, io, limits.io, urgent_reads));
+            let driver = Rc::new(Driver::beside(rt, io, limits.io, devices));
             let pump = Rc::clone(&driver);
             context.rt.set_reaper(Box::new(move || pump.pump()));
             mailbox.attach(Arc::clone(&context.unparker));
@@ -268,7 +263,12 @@ impl Executor {
             let begun = compact::thin::in_background;
             let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
             if !adopted.volume.is_out() {
-                match recover::recover_told(&adopted.log, told, &mut batch).await {
+                let recovering = pin!(recover::recover_told(&adopted.log, told, &mut batch));
+                // A device that hangs now costs its own blocks, and not the start.
+                let silent = pin!(adopted.volume.silence_alone());
+                let silent = (!kvarts_layout::planted!("start-waits-for-a-drive")).then_some(silent);
+                let recovered = with_deadline(recovering, silent).await;
+                match recovered.unwrap_or(Err(Reason::Directory(DirectoryCause::Silent(dir.0)))) {
                     Ok(report) => reports.push(report),
                     // It may have been lost as it was told what was deleted.
                     Err(why)

@@ -24,7 +24,7 @@ use super::limits::Limits;
 use super::lookup;
 use super::presence;
 use super::router::{Message, Router};
-use crate::driver::{DriveLoad, Metrics, UrgentReads};
+use crate::driver::{Devices, DriveLoad, Metrics};
 use crate::engine::compact::{CompactOptions, CompactReport};
 use crate::engine::recover::RecoveryReport;
 use crate::engine::shared::directories::Directories;
@@ -173,11 +173,10 @@ impl Store {
         check(options)?;
         let mut senders = Vec::new();
         let mut threads = Vec::new();
-        let urgent_reads = UrgentReads::of(usize::from(options.directories), options.executors);
+        let devices = Devices::of(usize::from(options.directories), options.executors);
         for index in 0..options.executors {
             let (sender, inbox) = mailbox(options.limits.mailbox_messages);
-            let body =
-                executor::body(inbox, options.limits, options.directories, urgent_reads.of_executor(index));
+            let body = executor::body(inbox, options.limits, options.directories, devices.of_executor(index));
             threads.push(launcher.launch(index, body).map_err(|why| Error(Reason::Config(why)))?);
             senders.push(sender);
         }

@@ -46,6 +46,8 @@ use kvarts_contract::buffers::SharedBuf;
 use kvarts_contract::error::{Reason, broken_invariant};
 use submit::{ExtentName, Named};
 
+/// A device of which nothing is waited for any more.
+const SILENT: Reason = Reason::Busy("a disk has not answered for 10 s");
 /// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.
 const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
 
@@ -221,7 +223,7 @@ pub(crate) async fn run(
     }
     let mut run = PartRead::new(&volume, &job, own);
     let lead = async {
-        let ending = run.all(window).await;
+        let ending = run.run_to_end(window).await;
         // At once: who follows must not wait for what this read follows itself.
         for (flight, reads, generation) in led {
             reads.flights.end(&flight, generation);
@@ -235,7 +237,7 @@ pub(crate) async fn run(
     if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {
         let mut run = PartRead::new(&volume, &job, records);
         run.agenda = Some(agenda);
-        run.all(window).await;
+        run.run_to_end(window).await;
         run.end();
     }
     drop(holds);
@@ -400,7 +402,37 @@ impl<'a> PartRead<'a> {
         }
     }
 
-    /// Submits and takes in until every slice is done, the caller is gone or the deadline has passed.
+    /// Submits and takes in until every slice is done, the caller is gone or the deadline has passed. A device that does not answer
+    /// costs the blocks of this part: of what other parts have, layers are announced all the same.
+    async fn run_to_end(&mut self, window: u64) -> Ending {
+        let ending = self.all(window).await;
+        let is_silent =
+            ending == Ending::Stopped && self.job.request.deadline.is_none() && !self.job.is_cancelled();
+        if is_silent && !kvarts_layout::planted!("silent-part-ends-the-read") {
+            self.give_up();
+        }
+        ending
+    }
+
+    /// Ends the usefulness of all blocks of the part, and all slices that have not ended.
+    fn give_up(&mut self) {
+        for record in &mut self.records {
+            record.header = HeaderState::Bad;
+            if let Some(wanted) = self.job.wanted.get(record.index as usize) {
+                self.job.fail_run(wanted.run.clone(), &SILENT);
+            }
+        }
+        self.queue.clear();
+        for slice in std::mem::take(&mut self.slices).into_iter().flatten() {
+            self.job.slice_done(slice.step);
+        }
+        while let Some((step, _)) = self.next_slice() {
+            self.job.slice_done(step);
+            self.advance();
+        }
+    }
+
+    /// Submits and takes in until every slice is done, the caller is gone, or what is waited for does not come in time.
     async fn all(&mut self, window: u64) -> Ending {
         loop {
             if self.job.is_cancelled() {

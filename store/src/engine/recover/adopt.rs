@@ -91,6 +91,12 @@ impl Batch {
         self.counts.entry(shard).or_default()
     }
 
+    fn flush_if_full(&mut self, shared: &Shared) -> Result<(), Reason> {
+        let most = shared.batches.recovered_blocks.max(1);
+        let is_full = self.found.as_ref().is_some_and(|found| found.len() >= most);
+        if is_full { self.flush(shared) } else { Ok(()) }
+    }
+
     /// Puts what was found into the index. What is there already is newer, or another shard's.
     pub(super) fn flush(&mut self, shared: &Shared) -> Result<(), Reason> {
         let index = &shared.index;
@@ -345,9 +351,7 @@ impl Recovery<'_> {
         }
         drop(dead);
         self.batch.count(self.volume.shard).blocks += pushed;
-        let most = self.volume.shared.batches.recovered_blocks.max(1);
-        let is_full = self.batch.found.as_ref().is_some_and(|found| found.len() >= most);
-        if is_full { self.batch.flush(&self.volume.shared) } else { Ok(()) }
+        self.batch.flush_if_full(&self.volume.shared)
     }
 
     fn class(

@@ -66,7 +66,7 @@ impl Space {
                 // Others may take what was given back.
                 Ok(Made::Room | Made::Nothing) => round += 1,
                 Err(Reason::NoSpace(_)) if self.room_of_others().await => {}
-                // What others gave back meanwhile is room, too, whoever they gave it back for.
+                // What others gave back meanwhile is room, too, for whichever shard it was meant.
                 Err(Reason::NoSpace(_)) if self.volume.shared.shortage() == 0 && again > 0 => again -= 1,
                 Err(Reason::NoSpace(_)) => return Err(bound),
                 Err(reason) => return Err(reason),

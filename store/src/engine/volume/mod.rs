@@ -124,6 +124,16 @@ impl Volume {
         }
     }
 
+    /// Completes when its device has not answered something for ten seconds, and others do.
+    pub(crate) async fn silence_alone(&self) {
+        loop {
+            self.driver.silence(self.dir).await;
+            if self.driver.is_silent_alone(self.dir) {
+                return;
+            }
+        }
+    }
+
     /// Completes when its device has not answered something for ten seconds. If it is the only one that does not, the directory is lost.
     pub(crate) async fn silence(&self) {
         self.driver.silence(self.dir).await;

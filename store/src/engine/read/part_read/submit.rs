@@ -102,7 +102,7 @@ impl PartRead<'_> {
 
     /// The next slice of this part: its step, and the index of its record. In layer order each step has a slice of
     /// every record, in block order each record has steps of its own.
-    fn next_slice(&mut self) -> Option<(u32, usize)> {
+    pub(super) fn next_slice(&mut self) -> Option<(u32, usize)> {
         if let Some(agenda) = &self.agenda {
             self.next = *agenda.front()?;
             return Some(self.next);
@@ -120,7 +120,7 @@ impl PartRead<'_> {
         (self.next.0 < self.job.plan.steps()).then_some(self.next)
     }
 
-    fn advance(&mut self) {
+    pub(super) fn advance(&mut self) {
         if let Some(agenda) = &mut self.agenda {
             agenda.pop_front();
             return;
@@ -228,8 +228,15 @@ impl PartRead<'_> {
                 BufMut::zeroed(bytes).ok()
             }
             None => {
-                let deadline = self.job.request.deadline.map(|at| self.volume.driver.sleep_until(at));
-                let taken = with_deadline(pin!(self.volume.arena.take(bytes)), deadline).await;
+                let (volume, deadline) = (&self.volume, self.job.request.deadline);
+                // What holds it may be with a device that hangs.
+                let late = pin!(async {
+                    match deadline {
+                        Some(at) => volume.driver.sleep_until(at).await,
+                        None => volume.driver.silence(volume.dir).await,
+                    }
+                });
+                let taken = with_deadline(pin!(volume.arena.take(bytes)), Some(late)).await;
                 self.is_late = taken.is_none();
                 taken.flatten()
             }
