@@ -195,11 +195,14 @@ fn cluster(name: &str, ground: &Path, moto: &s3::Server, more: &str) -> Vec<Serv
     let members = "epoch = 1\n".to_owned() + &(1..).zip(&ids).map(member).collect::<String>();
     let file = ground.join("members.toml");
     std::fs::write(&file, members).unwrap();
+    let secret = ground.join("secret");
+    std::fs::write(&secret, [7; 32]).unwrap();
     let tier = "bucket = 's3://blocks/tier'\nrefresh = 1\nmemory = '128 MiB'\nspill = 'off'\n";
     let file = configuration(&format!(
         // What is read here is to come from the others, however often.
-        "[cluster]\nmembers = '{}'\nhot_reads = 0\n{more}[cold]\n{tier}",
-        file.display()
+        "[cluster]\nmembers = '{}'\nsecret = '{}'\nhot_reads = 0\n{more}[cold]\n{tier}",
+        file.display(),
+        secret.display()
     ));
     for node in &mut nodes {
         std::fs::write(node.path("kvarts.toml"), &file).unwrap();

@@ -61,7 +61,11 @@ impl Cluster {
         std::fs::create_dir_all(scratch.path()).unwrap();
         let path = scratch.path().join("members.toml");
         std::fs::write(&path, members).unwrap();
-        let file = format!("[cluster]\nmembers = '{}'\n{of_cluster}{file}", path.display());
+        // Where clients need tokens nodes need a secret.
+        let secret = scratch.path().join("secret");
+        std::fs::write(&secret, [7; 32]).unwrap();
+        let (path, secret) = (path.display(), secret.display());
+        let file = format!("[cluster]\nmembers = '{path}'\nsecret = '{secret}'\n{of_cluster}{file}");
         nodes.iter_mut().for_each(|node| node.restart_with(&file));
         let cluster = Self { nodes, _scratch: scratch };
         cluster.until_reachable(token);

@@ -190,3 +190,35 @@ fn members_on_other_hosts_without_certificates_and_without_a_secret_are_refused(
     assert!(told.contains("cluster.certificate") && told.contains("cluster.secret"), "{told}");
     ground.nodes.clear();
 }
+
+/// A secret that everybody knows would let any program of the host read what its tenants have, token or not.
+#[test]
+fn nodes_of_one_host_without_a_secret_are_refused_where_clients_need_tokens_or_others_can_connect() {
+    let mut ground = Ground::new("tls-open", 1, 2);
+    let id = ground.id(0);
+    let node = format!("epoch = 1\n[[node]]\nid = \"{id}\"\naddress = \"127.0.0.1:7400\"\n");
+    ground.write("members.toml", &node);
+    ground.nodes[0].stop();
+    let members = ground.file(0, None);
+    let hash = kvarts_server::state::auth::TokenHash::of("a");
+    let tokens =
+        format!("[[tenants]]\nname = 'a'\n[[tokens]]\ntenant = 'a'\nrights = ['read']\nhash = '{hash}'\n");
+    for (more, why) in
+        [(tokens.as_str(), "clients need tokens"), ("listen = '0.0.0.0:0'\n", "members on other hosts")]
+    {
+        let settings = Settings {
+            directories: Some(ground.nodes[0].scratch.path().display().to_string()),
+            budget: Some("48 MiB".to_owned()),
+            grpc: Some("127.0.0.1:0".to_owned()),
+            metrics: Some("none".to_owned()),
+            ..Settings::default()
+        };
+        let file = format!("{members}{more}");
+        let config =
+            Config::resolve(Some((std::path::Path::new("test.toml"), file.as_str())), |_| None, &settings)
+                .unwrap();
+        let told = ground.nodes[0].runtime.block_on(Daemon::start(&config)).unwrap_err();
+        assert!(told.contains(why) && told.contains("cluster.secret"), "{told}");
+    }
+    ground.nodes.clear();
+}

@@ -277,9 +277,11 @@ impl World {
         let list: String = nodes.iter().zip(&addresses).map(member).collect();
         let path = members.below("members.toml");
         std::fs::write(&path, format!("epoch = 1\n{list}")).unwrap();
-        let (path, folder) = (path.display(), bucket.path().display());
+        let secret = members.below("secret");
+        std::fs::write(&secret, [7; 32]).unwrap();
+        let (path, secret, folder) = (path.display(), secret.display(), bucket.path().display());
         let base = format!(
-            "[cluster]\nmembers = '{path}'\n[cold]\nbucket = 'file://{folder}'\nuses = 0\nage = 0\nrefresh = {refresh}\n\
+            "[cluster]\nmembers = '{path}'\nsecret = '{secret}'\n[cold]\nbucket = 'file://{folder}'\nuses = 0\nage = 0\nrefresh = {refresh}\n\
              memory = '128 MiB'\n"
         );
         let tenant = |name| Tenant {

@@ -3,6 +3,8 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use crate::served;
 use crate::served::ClientStage;
@@ -85,4 +87,26 @@ fn a_server_that_drains_says_so() {
     stage.served.daemon().state().start_drain();
     let (status, why) = health(&stage.served);
     assert_eq!((status, why.as_str()), (503, "the server is about to stop\n"));
+}
+
+/// Connections that say nothing, more than there are places for them: each that comes takes the place of the one that is silent longest.
+#[test]
+fn silent_connections_keep_nobody_from_the_status_and_from_the_local_socket() {
+    const SILENT: usize = 150;
+    /// Less than a silent client is waited for.
+    const SOON: Duration = Duration::from_secs(3);
+    let served = served::Served::start("silent", "");
+    let metrics = served.daemon().metrics().unwrap();
+    let mut silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(metrics).unwrap()).collect();
+    silent[0].set_read_timeout(Some(SOON)).unwrap();
+    assert_eq!(silent[0].read(&mut [0]).unwrap(), 0, "the first has lost its place to a later one");
+    assert_eq!(health(&served), (200, "ok\n".to_owned()));
+    assert!(served.metrics().contains("kvarts_executors_silent 0\n"));
+    drop(silent);
+    let socket = served.daemon().socket().unwrap().to_owned();
+    let mut silent: Vec<UnixStream> =
+        (0..2 * SILENT).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    silent[0].set_read_timeout(Some(SOON)).unwrap();
+    assert_eq!(silent[0].read(&mut [0]).unwrap(), 0, "the first has lost its place to a later one");
+    assert!(served.local(None).models().unwrap().models.is_empty());
 }

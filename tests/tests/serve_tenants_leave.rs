@@ -246,7 +246,9 @@ fn a_reload_that_is_refused_changes_nothing_and_an_older_epoch_is_told() {
         std::fs::write(&path, format!("epoch = {epoch}\n{node}")).unwrap();
     };
     let file = |names: &[&str], more: &str| {
-        let cluster = format!("[cluster]\nmembers = '{}'\n", path.display());
+        let secret = path.with_file_name("secret");
+        std::fs::write(&secret, [7; 32]).unwrap();
+        let cluster = format!("[cluster]\nmembers = '{}'\nsecret = '{}'\n", path.display(), secret.display());
         cluster + &tenants_with(names, more)
     };
     members(5, &id.to_string());

@@ -4,6 +4,7 @@
 //! how long they took is a histogram without tenants. Blocks are counted by tenant and model (`usage.rs`). The engine's own
 //! counters are read when metrics are asked for (`metrics/text.rs`).
 
+pub(crate) mod executors;
 pub(crate) mod histogram;
 pub mod history;
 pub(crate) mod usage;
@@ -44,7 +45,7 @@ pub struct Ended {
     pub bytes_out: u64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Calls {
     /// How they ended, by the name of the code.
     pub(crate) ended: BTreeMap<&'static str, u64>,
@@ -58,9 +59,11 @@ pub struct Metrics {
     pub(crate) counted: Mutex<Counted>,
     /// The last hour.
     pub history: history::History,
+    /// What executors said last.
+    pub(crate) executors: executors::Executors,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
     pub(crate) calls: BTreeMap<CallName, Calls>,
     pub(crate) tenants: Names,

@@ -20,7 +20,7 @@ pub(crate) const REST: &str = "other";
 pub(crate) const UNREGISTERED: &str = "unregistered";
 
 /// What became of the blocks that one tenant asked for of one model.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
     /// What lookups found: here, about to be, not here, and why not.
     pub(crate) lookups: Lookup,
@@ -83,7 +83,7 @@ impl Lookup {
 }
 
 /// Of all tenants.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Usages {
     tenants: BTreeMap<String, BTreeMap<String, Usage>>,
     /// Samples of the history until now: the time here.
@@ -143,7 +143,7 @@ fn place<'a, V: Default>(all: &'a mut BTreeMap<String, V>, name: &str, most: usi
 }
 
 /// Names that are told apart: the first ones, up to a limit, as long as they are not forgotten.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Names(BTreeSet<String>);
 
 impl Names {

@@ -15,6 +15,7 @@ use kvarts_store::engine::Store;
 use super::deletes_file::DeletesFile;
 use super::ports::Port;
 use crate::config::{ClusterConfig, EtcdFiles, MembersFrom, NodeTlsFiles};
+use crate::state::auth::Gate;
 
 /// The least that a secret has.
 const SECRET_BYTES_MIN: usize = 32;
@@ -155,7 +156,7 @@ async fn first(
 }
 
 /// Refuses files that no node can be started with, whatever its name: before there is a store that gives it one.
-pub(super) fn check(config: &ClusterConfig) -> Result<(), String> {
+pub(super) fn check(config: &ClusterConfig, gate: &Gate) -> Result<(), String> {
     if let Some(files) = &config.tls {
         Credentials::check(&read_pem(files)?).map_err(told_of)?;
     }
@@ -166,7 +167,7 @@ pub(super) fn check(config: &ClusterConfig) -> Result<(), String> {
             known(config, NodeId::default())?.0
         }
     };
-    secret(config, &all).map(drop)
+    secret(config, gate, &all).map(drop)
 }
 
 /// This node as the members and its certificate know it.
@@ -188,13 +189,13 @@ impl Named {
 
 /// Begins to serve the other nodes.
 pub(super) async fn start(
-    (config, port, has_tier): (&ClusterConfig, Option<Port>, bool),
+    (config, gate, port, has_tier): (&ClusterConfig, &Gate, Option<Port>, bool),
     Named { all, own, credentials }: Named,
     directory: &Path,
     store: &Store,
     notes: &mut Vec<String>,
 ) -> Result<Arc<ClusterNode>, String> {
-    let secret = secret(config, &all)?;
+    let secret = secret(config, gate, &all)?;
     if credentials.is_none() && !all.iter().all(is_local) {
         notes.push(
             "what nodes say to each other is not encrypted: set cluster.certificate, or use a network of your own"
@@ -315,16 +316,25 @@ fn not_taken(file: &Members, here: &Members) -> Option<String> {
     }
 }
 
-fn secret(config: &ClusterConfig, members: &[Member]) -> Result<Secret, String> {
+/// What nodes show each other. A program that has it reads the blocks of all tenants: all know it only where this server asks no client
+/// for a token and is reached from this host alone.
+fn secret(config: &ClusterConfig, gate: &Gate, members: &[Member]) -> Result<Secret, String> {
     let Some(path) = &config.secret else {
-        return match config.tls.is_some() || members.iter().all(is_local) {
-            // Certificates say who is a node. Programs that may connect to this host's own addresses are trusted, as with gRPC.
-            true => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
-            false => Err(
-                "cluster.certificate: members on other hosts need certificates, or at least cluster.secret: a file with \
-                 the same 32 random bytes on every node"
-                    .to_owned(),
-            ),
+        let listens_here = config.listen.is_none_or(|address| address.ip().is_loopback());
+        let why = match (gate.is_open(), listens_here && members.iter().all(is_local)) {
+            // Certificates say who is a node.
+            _ if config.tls.is_some() => None,
+            // Programs that may connect to this host's own addresses are trusted, as with gRPC.
+            (true, true) => None,
+            (_, false) => Some("members on other hosts need"),
+            (false, true) => Some("clients need tokens here, so nodes need"),
+        };
+        return match why {
+            None => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
+            Some(why) => Err(format!(
+                "cluster.certificate: {why} certificates, or at least cluster.secret: a file with the same 32 random bytes on every \
+                 node (head -c 32 /dev/urandom > FILE)"
+            )),
         };
     };
     let told = |what: &dyn std::fmt::Display| format!("cluster.secret: {}: {what}", path.display());

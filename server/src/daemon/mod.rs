@@ -87,7 +87,7 @@ impl Daemon {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile)?;
         let (ports, group) = places(config).await?;
-        config.cluster.as_ref().map_or(Ok(()), cluster::check)?;
+        config.cluster.as_ref().map_or(Ok(()), |cluster| cluster::check(cluster, &config.gate))?;
         // A store is opened without directories that are absent; none is made without their disks.
         let is_made = kvarts_store::home::segment_bytes(&config.directories).is_some();
         for directory in config.directories.iter().filter(|_| !is_made) {

@@ -106,8 +106,9 @@ async fn tiers(
     let first = config.directories.first().map(PathBuf::as_path).unwrap_or(Path::new("."));
     let has_tier = config.cold.is_some();
     let cluster = match config.cluster.as_ref().zip(named) {
-        Some((config, named)) => {
-            Some(cluster::start((config, port, has_tier), named, first, store, notes).await?)
+        Some((cluster, named)) => {
+            let of = (cluster, &config.gate, port, has_tier);
+            Some(cluster::start(of, named, first, store, notes).await?)
         }
         None => None,
     };

@@ -6,14 +6,13 @@ use std::time::Duration;
 
 use rustix::net::RecvFlags;
 use tokio::io::Interest;
-use tokio::net::unix::SocketAddr;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-use super::limits::{HELLO, MAGIC, SESSIONS_MAX, UNKNOWN_MAX};
+use super::limits::{HELLO, MAGIC, UNKNOWN_MAX};
 use super::threads::Threads;
-use crate::state::ServerState;
+use crate::state::{Guest, Lobby, ServerState};
 
 /// Connections that wait for gRPC to take them.
 const WAITING: usize = 16;
@@ -21,17 +20,15 @@ const WAITING: usize = 16;
 /// Takes connections until a drain is asked for, and works for those of the local path until they have ended; the others
 /// go to `grpc`. Dropping it ends all of its own.
 async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sender<io::Result<UnixStream>>) {
-    let room = Arc::new(Semaphore::new(SESSIONS_MAX));
-    let unknown = Arc::new(Semaphore::new(UNKNOWN_MAX));
+    let unknown = Lobby::new(UNKNOWN_MAX);
     let mut sessions = JoinSet::new();
     let threads = Arc::new(Threads::new(state.locals.threads));
     loop {
         tokio::select! {
-            // Those beyond wait in the kernel's queue, where they cost this process nothing.
-            (place, accepted) = next(&unknown, &listener) => match accepted {
+            accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
-                    let of = (Arc::clone(&room), Arc::clone(&threads));
-                    sessions.spawn(sort(Arc::clone(&state), (stream, place), grpc.clone(), of));
+                    let (guest, threads) = (unknown.enter(), Arc::clone(&threads));
+                    sessions.spawn(sort(Arc::clone(&state), (stream, guest), grpc.clone(), threads));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection of the local socket could not be taken");
@@ -55,37 +52,26 @@ pub(crate) fn split(
     (grpc, accept(state, listener, to))
 }
 
-/// The next connection, and its place among those that are not known.
-async fn next(
-    unknown: &Arc<Semaphore>,
-    listener: &UnixListener,
-) -> (Option<OwnedSemaphorePermit>, io::Result<(UnixStream, SocketAddr)>) {
-    // It is never closed.
-    let place = Arc::clone(unknown).acquire_owned().await.ok();
-    (place, listener.accept().await)
-}
-
+/// Sorts a connection by its first byte. Until it has said who it is it has a place among those that are not known, and loses it to
+/// the next where it is the one that has been silent longest.
 async fn sort(
     state: Arc<ServerState>,
-    (stream, place): (UnixStream, Option<OwnedSemaphorePermit>),
+    (stream, guest): (UnixStream, Guest),
     grpc: mpsc::Sender<io::Result<UnixStream>>,
-    (room, threads): (Arc<Semaphore>, Arc<Threads>),
+    threads: Arc<Threads>,
 ) {
     let first = tokio::select! {
-        first = tokio::time::timeout(HELLO, first_byte(&stream)) => first,
+        first = guest.unless_lost(tokio::time::timeout(HELLO, first_byte(&stream))) => first,
         () = state.drain_asked() => return,
     };
     match first {
-        Ok(Ok(Some(byte))) if Some(&byte) == MAGIC.first() => {
-            let Ok(_permit) = room.try_acquire_owned() else {
-                tracing::warn!(target: "audit", "a local session was refused: all places are taken");
-                return;
-            };
+        None => state.metrics.refused("connect", "connections"),
+        Some(Ok(Ok(Some(byte)))) if Some(&byte) == MAGIC.first() => {
             drop(grpc);
-            threads.serve(state, (stream, place)).await;
+            threads.serve(state, (stream, guest)).await;
         }
         // A server that ends takes no more connections.
-        Ok(Ok(Some(_))) => drop(grpc.send(Ok(stream)).await),
+        Some(Ok(Ok(Some(_)))) => drop(grpc.send(Ok(stream)).await),
         // A client that says nothing, or leaves at once, is owed nothing.
         _ => {}
     }

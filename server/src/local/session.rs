@@ -21,7 +21,6 @@ use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use prost::Message;
 use tokio::runtime::Handle;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
@@ -44,7 +43,7 @@ use crate::state::auth::Refusal;
 use crate::state::locals::named::{self, Named};
 use crate::state::locals::{ClientFacts, End, Entry, Peer};
 use crate::state::parts::Part;
-use crate::state::{Right, ServerState};
+use crate::state::{Guest, Right, ServerState};
 use kvarts_wire::busy;
 use kvarts_wire::codec::decode;
 use kvarts_wire::fault::{Fault, Outcome};
@@ -124,16 +123,12 @@ struct Session {
 
 /// Works for one connection until it ends. Puts are worked for `elsewhere`; `unknown` is its place until it has said who it
 /// is.
-pub(super) async fn run(
-    state: Arc<ServerState>,
-    (line, unknown): (Line, Option<OwnedSemaphorePermit>),
-    elsewhere: Handle,
-) {
+pub(super) async fn run(state: Arc<ServerState>, (line, unknown): (Line, Guest), elsewhere: Handle) {
     let peer = line.peer();
     let mut incoming = Incoming::new(&state.locals);
-    let hello = tokio::time::timeout(HELLO, hello(&line, &mut incoming)).await;
+    let hello = unknown.unless_lost(tokio::time::timeout(HELLO, hello(&line, &mut incoming))).await;
     let (id, hello) = match hello {
-        Ok(Ok(hello)) => hello,
+        Some(Ok(Ok(hello))) => hello,
         other => {
             tracing::debug!(?peer, ?other, "a local connection sent no hello");
             return;

@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Handle};
-use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use super::line::Line;
 use super::session;
-use crate::state::ServerState;
+use crate::state::{Guest, ServerState};
 
 /// One thread, until it is dropped.
 struct Worker {
@@ -69,11 +69,7 @@ impl Threads {
     }
 
     /// Works for one connection until it ends. Dropping the future ends it.
-    pub(super) async fn serve(
-        &self,
-        state: Arc<ServerState>,
-        (stream, unknown): (UnixStream, Option<OwnedSemaphorePermit>),
-    ) {
+    pub(super) async fn serve(&self, state: Arc<ServerState>, (stream, unknown): (UnixStream, Guest)) {
         let ready = self.handle().and_then(|handle| Ok((handle, stream.into_std()?)));
         let (handle, stream) = match ready {
             Ok(ready) => ready,

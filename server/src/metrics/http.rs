@@ -2,37 +2,46 @@
 //! tells sums, as the metrics do; what names keys of blocks (`/prefixes`, `/reads`) asks for a token that may administer, where
 //! the server has tokens.
 
+use std::io::ErrorKind::TimedOut;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 
 use super::answer::Answer;
 use super::{page, prefixes, segments, text};
-use crate::state::{Caller, Right, ServerState};
+use crate::state::{Caller, Lobby, Right, ServerState};
 use kvarts_layout::NamespaceId;
 
 /// The most bytes of a request that are read.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// How long a client may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Clients at a time.
-const CLIENTS_MAX: usize = 32;
+/// Clients at a time that have not asked yet, that are answered how the server is, and that are answered anything else.
+const SILENT_MAX: usize = 64;
+const HEALTH_MAX: usize = 64;
+const ANSWERED_MAX: usize = 32;
 
 /// Serves until the future is dropped.
 pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
-    let turns = Arc::new(Semaphore::new(CLIENTS_MAX));
+    let [silent, health, answered] = [SILENT_MAX, HEALTH_MAX, ANSWERED_MAX].map(Lobby::new);
     loop {
-        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return };
         match listener.accept().await {
-            Ok((stream, _)) => {
-                let state = Arc::clone(&state);
+            Ok((mut stream, _)) => {
+                let (state, guest) = (Arc::clone(&state), silent.enter());
+                let (health, answered) = (health.clone(), answered.clone());
+                let serve = async move {
+                    let request = guest.unless_lost(request(&mut stream)).await.ok_or(TimedOut)??;
+                    drop(guest);
+                    // How the server is can be asked whatever else is asked for.
+                    let place =
+                        if path_of(&request) == b"/health" { health.enter() } else { answered.enter() };
+                    place.unless_lost(answer(&mut stream, &request, &state)).await.ok_or(TimedOut)?
+                };
                 tokio::spawn(async move {
                     // A client that is slow or gone gets nothing, and that is not worth a line.
-                    let _ = tokio::time::timeout(TIMEOUT, answer(stream, &state)).await;
-                    drop(turn);
+                    let _: Result<std::io::Result<()>, _> = tokio::time::timeout(TIMEOUT, serve).await;
                 });
             }
             // Out of descriptors, for example: the next one may work.
@@ -41,30 +50,43 @@ pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
     }
 }
 
-async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<()> {
+/// The head of a request.
+async fn request(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let mut request = Vec::new();
     let mut piece = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
         let read = stream.read(&mut piece).await?;
         request.extend_from_slice(piece.get(..read).unwrap_or_default());
         if read == 0 || request.len() > REQUEST_BYTES_MAX {
-            return Ok(());
+            return Err(std::io::ErrorKind::InvalidData.into());
         }
     }
+    Ok(request)
+}
+
+/// The method and the target that a request names.
+fn line_of(request: &[u8]) -> (&[u8], &[u8]) {
     let line = request.split(|&byte| byte == b'\r').next().unwrap_or_default();
     let mut words = line.split(|&byte| byte == b' ');
-    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    (words.next().unwrap_or_default(), words.next().unwrap_or_default())
+}
+
+fn path_of(request: &[u8]) -> &[u8] {
+    line_of(request).1.split(|&byte| byte == b'?').next().unwrap_or_default()
+}
+
+async fn answer(stream: &mut TcpStream, request: &[u8], state: &ServerState) -> std::io::Result<()> {
+    let (method, path) = line_of(request);
     let has_body = match method {
         b"GET" => true,
         b"HEAD" => false,
         _ => {
             let only = Answer::plain("405 Method Not Allowed", "there are GET and HEAD\n".to_owned());
-            return only.with("allow: GET, HEAD\r\n").send(&mut stream, true).await;
+            return only.with("allow: GET, HEAD\r\n").send(stream, true).await;
         }
     };
-    let mut parts = path.splitn(2, |&byte| byte == b'?');
-    let (path, query) = (parts.next().unwrap_or_default(), parts.next());
-    let answer = match path {
+    let query = path.splitn(2, |&byte| byte == b'?').nth(1);
+    let answer = match path_of(request) {
         b"/metrics" => Answer {
             kind: "text/plain; version=0.0.4; charset=utf-8",
             ..Answer::plain("200 OK", text::render(state).await)
@@ -75,11 +97,11 @@ async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<(
         },
         b"/history" => Answer::json(&state.metrics.history.told()),
         b"/segments" => Answer::json(&segments::map(state.engine.segments(), state.engine.segment_bytes())),
-        b"/reads" => match caller(state, &request) {
+        b"/reads" => match caller(state, request) {
             Ok(caller) => Answer::json(&prefixes::reads(state, &caller)),
             Err(refusal) => refusal,
         },
-        b"/prefixes" => match caller(state, &request) {
+        b"/prefixes" => match caller(state, request) {
             Ok(caller) => match prefixes::told(state, &caller, namespace(query)).await {
                 Ok(told) => Answer::json(&told),
                 Err(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
@@ -93,7 +115,7 @@ async fn answer(mut stream: TcpStream, state: &ServerState) -> std::io::Result<(
             )
         }),
     };
-    answer.send(&mut stream, has_body).await
+    answer.send(stream, has_body).await
 }
 
 /// The namespace that a query names.

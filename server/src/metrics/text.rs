@@ -3,7 +3,6 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
@@ -60,23 +59,23 @@ fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64);
     ]
 }
 
-/// How long a scrape waits for the executors. What they do not say by then is left out: the rest is wanted all the more.
-const EXECUTORS_WITHIN: Duration = Duration::from_secs(3);
-
-/// What executors answer in time; nothing of ones that have died.
-async fn answered<T: Default, E>(asked: impl Future<Output = Result<T, E>>) -> T {
-    let answer = tokio::time::timeout(EXECUTORS_WITHIN, asked).await;
-    answer.ok().and_then(Result::ok).unwrap_or_default()
-}
-
 /// Everything that there is to tell of a server.
 pub(super) async fn render(state: &ServerState) -> String {
-    let (io, loads) = tokio::join!(answered(state.engine.io()), answered(state.engine.drives()));
+    let told = state.metrics.executors.ask(&state.engine).await;
     let mut out = String::with_capacity(16 << 10);
-    super::calls::calls(&mut out, &state.metrics.lock());
+    // Calls that end wait for the lock: what is told is copied under it, and put into words afterwards.
+    let counted = state.metrics.lock().clone();
+    super::calls::calls(&mut out, &counted);
     engine(&mut out, state);
-    queues(&mut out, &io);
-    drives(&mut out, &loads, &state.decided.directories);
+    one(
+        &mut out,
+        "kvarts_executors_silent",
+        "gauge",
+        "1 if an executor did not say in 200 ms what it has: figures of devices are then those of an earlier scrape.",
+        u64::from(told.is_old),
+    );
+    queues(&mut out, &told.io);
+    drives(&mut out, &told.drives, &state.decided.directories);
     scrub(&mut out, state);
     tenants(&mut out, state);
     memory(&mut out, state);

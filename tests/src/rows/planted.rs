@@ -136,7 +136,7 @@ pub const BUGS: &[Bug] = &[
         "R7",
         "the checker takes a segment that was used again for a free one where its new header was lost",
     )
-    .at(7355),
+    .at(328),
     bug(
         "key-not-compared",
         "R18",

@@ -92,6 +92,7 @@ impl ReadPart {
             if let Some(wanted) = self.job.wanted.get(index as usize) {
                 self.job.fail_run(wanted.run.clone(), reason);
             }
+            self.job.end_slices_of(index);
         }
         self.job.part_done();
     }
@@ -262,6 +263,11 @@ impl ReadJob {
         for ordinal in run {
             state.progress.fail(ordinal, reason.clone());
         }
+    }
+
+    /// Nothing is read of a run: what it has of each step is in, so that steps are announced for the blocks of others.
+    pub(crate) fn end_slices_of(&self, index: u32) {
+        self.plan.steps_of(index).for_each(|step| self.slice_done(step));
     }
 
     /// Takes a damaged block out of service, unless it has moved since it was looked up.

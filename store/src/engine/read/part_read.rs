@@ -322,18 +322,21 @@ async fn open_records(
         section.spend(1).await;
         let Some(reads) = of_shard(wanted.shard) else {
             job.fail_run(wanted.run.clone(), &Reason::Bug("a part for a shard of another executor"));
+            job.end_slices_of(index);
             continue;
         };
         let found = reads.volume.segments.borrow().get(&wanted.segment).map(Rc::clone);
         let Some(segment) = found else {
             // Evicted since, and the file with it.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
+            job.end_slices_of(index);
             continue;
         };
         holds.push(Hold::new(&segment));
         if !segment.has_written(wanted.offset) {
             // The segment is being rewritten: its content now proves nothing about its content before.
             wanted.run.clone().for_each(|ordinal| job.fail_as_gone(ordinal));
+            job.end_slices_of(index);
             continue;
         }
         let doubted = segment.is_holed() && fail_evicted(job, wanted);
