@@ -63,7 +63,7 @@ fn device_counts(queue: &kvarts_store::driver::Metrics) -> [(&'static str, u64);
 pub(super) async fn render(state: &ServerState) -> String {
     let told = state.metrics.executors.ask(&state.engine).await;
     let mut out = String::with_capacity(16 << 10);
-    // Calls that end wait for the lock: what is told is copied under it, and put into words afterwards.
+    // Calls that end wait for the lock: the counters are copied under it and formatted afterwards.
     let counted = state.metrics.lock().clone();
     super::calls::calls(&mut out, &counted);
     engine(&mut out, state);

@@ -234,10 +234,16 @@ pub(crate) async fn run(
     let follow = async { with_deadline(pin!(follow_all(&job, followed)), deadline).await.flatten() };
     let (stopped, missed) = both(lead, follow).await;
     run.end();
-    if let (Ending::Done, Some((records, agenda))) = (stopped, missed) {
+    if let Some((records, agenda)) = missed {
         let mut run = PartRead::new(&volume, &job, records);
         run.agenda = Some(agenda);
-        run.run_to_end(window).await;
+        match stopped {
+            Ending::Done => {
+                run.run_to_end(window).await;
+            }
+            // What was followed lies behind the same device.
+            Ending::Stopped => run.give_up_if_silent(),
+        }
         run.end();
     }
     drop(holds);
@@ -409,12 +415,18 @@ impl<'a> PartRead<'a> {
     /// costs the blocks of this part: of what other parts have, layers are announced all the same.
     async fn run_to_end(&mut self, window: u64) -> Ending {
         let ending = self.all(window).await;
-        let is_silent =
-            ending == Ending::Stopped && self.job.request.deadline.is_none() && !self.job.is_cancelled();
+        if ending == Ending::Stopped {
+            self.give_up_if_silent();
+        }
+        ending
+    }
+
+    /// Of a part that was stopped: gives up, if neither its caller nor a deadline stopped it but a device that does not answer.
+    fn give_up_if_silent(&mut self) {
+        let is_silent = self.job.request.deadline.is_none() && !self.job.is_cancelled();
         if is_silent && !kvarts_layout::planted!("silent-part-ends-the-read") {
             self.give_up();
         }
-        ending
     }
 
     /// Ends the usefulness of all blocks of the part, and all slices that have not ended.

@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
-use kvarts_contract::api::BlockOutcome;
+use kvarts_contract::api::{BlockOutcome, ReadEvent};
 use kvarts_contract::clock::Clock;
+use kvarts_contract::error::Reason;
 use kvarts_contract::io_error::DirId;
 use kvarts_store::engine::{Limits, Options};
 
@@ -45,8 +46,9 @@ impl Sickness {
 
 /// Simulated time that one request to a sound drive may take, beside any other.
 const AT_ONCE: Duration = Duration::from_secs(2);
-/// Simulated time after which nothing is waited for any more of a drive that does not answer, with that of looks for it.
-const GIVEN_UP: Duration = Duration::from_secs(20);
+/// Simulated time after which a read ends beside a drive that does not answer: 10 s for the read that it follows, 10 s for its own, and the
+/// intervals at which that is looked for.
+const GIVEN_UP: Duration = Duration::from_secs(40);
 /// Simulated time that a start may take.
 const START: Duration = Duration::from_secs(300);
 /// Blocks that are stored before it is.
@@ -157,15 +159,30 @@ impl Case {
             stage.advance(Duration::from_millis(self.rng.below(1500)));
         }
         self.within(world, GIVEN_UP, "a read over all drives", || {
-            let (_, end) = desk.read(&desk.read_request(pages(), &desk.keys(0..BEFORE)));
-            let is_sound =
-                |(block, _): &&(u32, _)| stored.get(*block as usize).is_some_and(|(_, sound)| *sound);
-            let lost = end.failures.iter().find(is_sound);
-            ensure(
-                lost.is_none(),
-                "a read over all drives loses a block of a sound one",
-                (self.sickness, &end),
-            )
+            // The second follows the first where they want the same, and leads elsewhere.
+            let reads = [BEFORE / 2, BEFORE].map(|most| desk.read_request(pages(), &desk.keys(0..most)));
+            let streams = reads.map(|read| stage.store().read(read));
+            for stream in streams {
+                let stream = stream.map_err(|error| error.to_string())?;
+                let mut end = None;
+                stage.wait(&mut || {
+                    while let Some(event) = stream.try_next() {
+                        if let ReadEvent::End(ended) = event {
+                            end = Some(ended);
+                        }
+                    }
+                    end.is_some()
+                });
+                let end = end.ok_or("a read without an end")?;
+                let is_sound =
+                    |(block, _): &&(u32, _)| stored.get(*block as usize).is_some_and(|(_, sound)| *sound);
+                let lost = end.failures.iter().find(is_sound);
+                let what = "a read over all drives loses a block of a sound one";
+                ensure(lost.is_none(), what, (self.sickness, &end))?;
+                let bug = end.failures.iter().find(|(_, why)| matches!(why, Reason::Bug(_)));
+                ensure(bug.is_none(), "a silent drive is called a defect", (self.sickness, &end))?;
+            }
+            Ok(())
         })?;
         drop(waiting);
         Ok(stored)
