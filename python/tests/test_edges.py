@@ -255,6 +255,8 @@ class World:
             file.write("epoch = 1\n")
             for node, address in zip(self.nodes, self.addresses):
                 file.write(f'[[node]]\nid = "{node.say("stat")["store"]}"\naddress = "{address}"\n')
+        with open(self.path("secret"), "wb") as file:
+            file.write(bytes([7]) * 32)
         self.write()
         for node in self.nodes:
             node.kill()
@@ -278,8 +280,8 @@ class World:
 
     def write(self):
         """The configuration of all nodes."""
-        lines = ["[cluster]", f"members = '{self.path('members.toml')}'", "[cold]", f"bucket = 'file://{self.path('bucket')}'"]
-        lines += ["uses = 0", "age = 0", "refresh = 1", "memory = '128 MiB'"]
+        lines = ["[cluster]", f"members = '{self.path('members.toml')}'", f"secret = '{self.path('secret')}'"]
+        lines += ["[cold]", f"bucket = 'file://{self.path('bucket')}'", "uses = 0", "age = 0", "refresh = 1", "memory = '128 MiB'"]
         tenants = [("operator", "operator", self.operator)]
         for tenant in self.tenants:
             if tenant.is_here:
