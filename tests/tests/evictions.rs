@@ -44,7 +44,7 @@ fn options(seed: Seed) -> Options {
         shards_per_directory: shards as u32,
         segment_bytes: SEGMENT,
         budget_bytes: (2 + 2 * shards) * SEGMENT,
-        eviction: EvictionPolicy::ALL[rng.index(3)],
+        eviction: EvictionPolicy::ALL[rng.index(2)],
         executors: 1 + rng.index(2),
         limits: Limits { arena_bytes: 2 << 20, ..Limits::default() },
         ..Options::default()

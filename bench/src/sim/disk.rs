@@ -31,7 +31,7 @@ pub(crate) struct StoreArgs {
     /// Blocks whose bytes are the budget of the store [default: a ninth of the trace's distinct blocks]
     #[arg(long, value_parser = clap::value_parser!(u64).range(32..=1 << 32))]
     capacity_blocks: Option<u64>,
-    /// What is evicted first: weighted, lru or s3-fifo
+    /// What is evicted first: weighted or lru
     #[arg(long, default_value = "weighted", value_parser = policy)]
     policy: EvictionPolicy,
     /// Whether puts name the block before them: known or unknown

@@ -95,7 +95,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         shards: set.shards.as_ref().map(|text| number("store.shards", text)).transpose()?,
         index: set.index.as_ref().map(|text| sized("limits.index", text)).transpose()?,
         policy: EvictionPolicy::named(&policy)
-            .ok_or_else(|| Complaint::new("store.policy", "weighted, lru or s3-fifo"))?,
+            .ok_or_else(|| Complaint::new("store.policy", "weighted or lru"))?,
         endurance: set.endurance.as_ref().map(|text| sized("store.endurance", text)).transpose()?,
         executors: number("store.executors", &executors)?,
         io: io.parse::<IoChoice>().map_err(|why| Complaint::new("store.io", &why.to_string()))?,

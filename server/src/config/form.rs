@@ -144,7 +144,7 @@ settings! {
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
     /// Shards of each directory, when the store is made; each is served by one executor
     shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "by the budget, 2 to 16";
-    /// What is evicted first when the budget is full: weighted, lru or s3-fifo
+    /// What is evicted first when the budget is full: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
     /// Bytes that may be written a day; beyond it, only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";

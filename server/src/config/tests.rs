@@ -136,13 +136,13 @@ fn tenants_and_tokens_belong_together() {
 #[test]
 fn the_eviction_policy_is_chosen_by_name() {
     assert_eq!(Config::standard().unwrap().policy, EvictionPolicy::Weighted);
-    let config = resolve("[store]\npolicy = 's3-fifo'\n", &[], Settings::default()).unwrap();
-    assert_eq!((config.policy, from(&config, "store.policy")), (EvictionPolicy::S3Fifo, "file"));
+    let config = resolve("[store]\npolicy = 'lru'\n", &[], Settings::default()).unwrap();
+    assert_eq!((config.policy, from(&config, "store.policy")), (EvictionPolicy::Lru, "file"));
     assert_eq!(config.endurance, None);
     let config = resolve("[store]\nendurance = '2 TiB'\n", &[], Settings::default()).unwrap();
     assert_eq!(config.endurance, Some(2 << 40));
     assert!(complaint("[store]\nendurance = 'much'\n").contains("store.endurance"));
-    assert!(complaint("[store]\npolicy = 'fifo'\n").contains("weighted, lru or s3-fifo"));
+    assert!(complaint("[store]\npolicy = 'fifo'\n").contains("weighted or lru"));
 }
 
 #[test]

@@ -108,7 +108,7 @@ pub struct Disk {
     /// To the first byte.
     #[serde(default)]
     pub latency_ms: f64,
-    /// What leaves first: `weighted`, `lru` or `s3-fifo`.
+    /// What leaves first: `weighted` or `lru`.
     #[serde(default)]
     pub policy: Policy,
     /// Whole writes a day that the drives are made for.
@@ -149,9 +149,6 @@ pub enum Policy {
     Weighted,
     /// See [`EvictionPolicy::Lru`].
     Lru,
-    /// See [`EvictionPolicy::S3Fifo`].
-    #[serde(rename = "s3-fifo")]
-    S3Fifo,
 }
 
 impl Policy {
@@ -160,7 +157,6 @@ impl Policy {
         match self {
             Self::Weighted => EvictionPolicy::Weighted,
             Self::Lru => EvictionPolicy::Lru,
-            Self::S3Fifo => EvictionPolicy::S3Fifo,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Tiers of a node: caches in memory, the disk with the engine's own policy, and ways with queues.
 
-use kvarts_store::engine::{Candidate, Chosen, EvictionPolicy, STEPS_PER_BUDGET};
+use kvarts_store::engine::{Candidate, EvictionPolicy, STEPS_PER_BUDGET};
 
 use crate::ids::IdMap;
 
@@ -214,15 +214,14 @@ impl Cache {
 struct Kept {
     step: u64,
     frequency: u8,
-    main: bool,
     tip: bool,
     passed: bool,
     /// Which of those that stand in a queue is the right one.
     stamp: u32,
 }
 
-/// Kinds of blocks that rank alike but for their age: frequency, main, tip, passed.
-const KINDS: usize = 32;
+/// Kinds of blocks that rank alike but for their age: frequency, tip, passed.
+const KINDS: usize = 16;
 
 /// The disk tier: which block leaves is the engine's policy's to say. Blocks of one kind stand in the order of their
 /// age, so the one that ranks highest is the oldest of some kind.
@@ -241,7 +240,7 @@ pub(super) struct Disk {
 
 impl Kept {
     fn kind(&self) -> usize {
-        let bits = [self.main, self.tip, self.passed];
+        let bits = [self.tip, self.passed];
         usize::from(self.frequency.min(3))
             | bits.iter().enumerate().map(|(at, bit)| usize::from(*bit) << (at + 2)).sum::<usize>()
     }
@@ -250,7 +249,6 @@ impl Kept {
         Candidate {
             age: u32::try_from(now - self.step).unwrap_or(u32::MAX),
             frequency: self.frequency,
-            main: self.main,
             tip: self.tip,
             passed: self.passed,
             cost,
@@ -294,14 +292,12 @@ impl Disk {
 
     /// These blocks were used.
     pub(super) fn used(&mut self, blocks: &[u64]) {
-        let (steps, renews) = (self.steps, self.policy.renews());
+        let steps = self.steps;
         for block in blocks {
             self.stand(*block, |kept| {
                 kept.frequency = (kept.frequency + 1).min(3);
                 kept.passed = false;
-                if renews {
-                    kept.step = steps;
-                }
+                kept.step = steps;
             });
         }
     }
@@ -326,7 +322,7 @@ impl Disk {
                 self.written_in_step = 0;
             }
             let (step, tip) = (self.steps, at + 1 == blocks.len());
-            let kept = Kept { step, frequency: 0, main: false, tip, passed: false, stamp: 0 };
+            let kept = Kept { step, frequency: 0, tip, passed: false, stamp: 0 };
             self.blocks.insert(*block, kept);
             self.stand(*block, |_| ());
         }
@@ -334,40 +330,25 @@ impl Disk {
     }
 
     fn evict(&mut self) -> Option<u64> {
-        // A block that is spared begins anew, so each round ends sooner or later.
-        for _ in 0..8 * self.blocks.len() + 8 {
-            let mut best: Option<(u32, usize, u64)> = None;
-            for kind in 0..KINDS {
-                while let Some((block, stamp)) = self.queues[kind].front().copied() {
-                    match self.blocks.get(&block).filter(|kept| kept.stamp == stamp) {
-                        Some(kept) => {
-                            let rank = self.policy.rank(&kept.candidate(self.steps, self.worth));
-                            if best.is_none_or(|(highest, ..)| rank > highest) {
-                                best = Some((rank, kind, block));
-                            }
-                            break;
+        let mut best: Option<(u32, usize, u64)> = None;
+        for kind in 0..KINDS {
+            while let Some((block, stamp)) = self.queues[kind].front().copied() {
+                match self.blocks.get(&block).filter(|kept| kept.stamp == stamp) {
+                    Some(kept) => {
+                        let rank = self.policy.rank(&kept.candidate(self.steps, self.worth));
+                        if best.is_none_or(|(highest, ..)| rank > highest) {
+                            best = Some((rank, kind, block));
                         }
-                        None => drop(self.queues[kind].pop_front()),
+                        break;
                     }
-                }
-            }
-            let (_, kind, block) = best?;
-            self.queues[kind].pop_front();
-            let candidate = self.blocks.get(&block)?.candidate(self.steps, self.worth);
-            match self.policy.choose(&candidate) {
-                Chosen::Goes => {
-                    self.blocks.remove(&block);
-                    return Some(block);
-                }
-                Chosen::Stays(frequency) => {
-                    let steps = self.steps;
-                    self.stand(block, |kept| {
-                        (kept.frequency, kept.main, kept.step) = (frequency, true, steps);
-                    });
+                    None => drop(self.queues[kind].pop_front()),
                 }
             }
         }
-        None
+        let (_, kind, block) = best?;
+        self.queues[kind].pop_front();
+        self.blocks.remove(&block);
+        Some(block)
     }
 }
 

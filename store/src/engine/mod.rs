@@ -33,6 +33,6 @@ pub use recover::{Problem, RecoveryReport};
 pub use shared::Counts;
 pub use shared::batches::Batches;
 pub use shared::health::Health;
-pub use shared::policy::{Candidate, Chosen, EvictionPolicy};
+pub use shared::policy::{Candidate, EvictionPolicy};
 pub use shared::recency::STEPS_PER_BUDGET;
 pub use tasks::steps::{Done, WorkDone};

@@ -87,9 +87,8 @@ pub enum Lookup {
 pub struct Heat {
     /// Uses since it was last cooled, up to 3.
     pub frequency: u8,
-    /// For policies that keep two queues: whether it has been let into the main one. For the others: whether it is known
-    /// that something hangs on it, or unknown that nothing does.
-    pub main: bool,
+    /// Whether it is known that something hangs on it, or unknown that nothing does.
+    pub continued: bool,
     /// The coarse time of its last use, modulo [`EPOCHS`]; the caller says what one step is.
     pub epoch: u16,
 }
@@ -282,16 +281,12 @@ impl Index {
 
     /// Notes a use of each block at the coarse time `epoch`. Absent ones are passed over.
     pub fn touch(&self, prints: &[BlockFingerprint], epoch: u16) {
-        self.touch_with(prints, Some(epoch), None);
+        self.touch_with(prints, epoch, None);
     }
 
-    /// The same; without an epoch only the frequency goes up. With a second, it is that of their records' last use.
-    pub fn touch_with(&self, prints: &[BlockFingerprint], epoch: Option<u16>, second: Option<u32>) {
-        let warmer = |heat: Heat| Heat {
-            frequency: heat.frequency.saturating_add(1),
-            epoch: epoch.unwrap_or(heat.epoch),
-            ..heat
-        };
+    /// The same; with a second, it is that of their records' last use.
+    pub fn touch_with(&self, prints: &[BlockFingerprint], epoch: u16, second: Option<u32>) {
+        let warmer = |heat: Heat| Heat { frequency: heat.frequency.saturating_add(1), epoch, ..heat };
         let mut records = vec![None; if second.is_some() { prints.len() } else { 0 }];
         for (partition, places) in Groups::of(prints, self.bits, |print| *print).iter() {
             let inner = read(&self.partitions[partition].0);
@@ -317,17 +312,10 @@ impl Index {
         }
     }
 
-    /// Gives a live block that is at `at` another heat; says whether it was there.
-    pub fn set_heat(&self, print: BlockFingerprint, at: Location, heat: Heat) -> bool {
-        let inner = read(self.partition(print));
-        let slot = inner.table.get(print).filter(|slot| slot.is(State::Live, at));
-        slot.map(|slot| slot.update_heat(|_| heat)).is_some()
-    }
-
     /// Notes of a block, if it is there, that others hang on it.
     pub fn note_continued(&self, print: BlockFingerprint) {
         if let Some(slot) = read(self.partition(print)).table.get(print) {
-            slot.update_heat(|heat| Heat { main: true, ..heat });
+            slot.update_heat(|heat| Heat { continued: true, ..heat });
         }
     }
 

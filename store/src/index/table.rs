@@ -38,12 +38,12 @@ pub(super) enum State {
     Quarantined,
 }
 
-/// How the 16 bits are used: `epoch 10 | main 1 | frequency 2 | leased 1 | state 2`. A vacant slot is all zero.
+/// How the 16 bits are used: `epoch 10 | continued 1 | frequency 2 | leased 1 | state 2`. A vacant slot is all zero.
 const STATE_MASK: u16 = 0b11;
 const LEASED: u16 = 0b100;
 const FREQUENCY_SHIFT: u32 = 3;
 const FREQUENCY_MAX: u16 = 3;
-const MAIN: u16 = 1 << 5;
+const CONTINUED: u16 = 1 << 5;
 const EPOCH_SHIFT: u32 = 6;
 const _: () = assert!(EPOCHS as u32 == 1 << (u16::BITS - EPOCH_SHIFT));
 
@@ -63,13 +63,13 @@ const fn state_bits(state: State) -> u16 {
 
 const fn heat_bits(heat: Heat) -> u16 {
     let frequency = if heat.frequency as u16 > FREQUENCY_MAX { FREQUENCY_MAX } else { heat.frequency as u16 };
-    frequency << FREQUENCY_SHIFT | if heat.main { MAIN } else { 0 } | heat.epoch << EPOCH_SHIFT
+    frequency << FREQUENCY_SHIFT | if heat.continued { CONTINUED } else { 0 } | heat.epoch << EPOCH_SHIFT
 }
 
 const fn heat_of(bits: u16) -> Heat {
     Heat {
         frequency: (bits >> FREQUENCY_SHIFT & FREQUENCY_MAX) as u8,
-        main: bits & MAIN != 0,
+        continued: bits & CONTINUED != 0,
         epoch: bits >> EPOCH_SHIFT,
     }
 }
@@ -427,13 +427,13 @@ pub(super) mod tests {
 
     #[test]
     fn heat_changes_leave_state_and_lease_hint_alone() {
-        let heat = Heat { frequency: 1, main: true, epoch: 1000 };
+        let heat = Heat { frequency: 1, continued: true, epoch: 1000 };
         for state in [State::Pending, State::Live, State::Quarantined] {
             let slot = Slot::new(BlockFingerprint::default(), state, location(3), heat);
             assert_eq!((slot.state(), slot.heat(), slot.leased()), (Some(state), heat, false));
             slot.hint_leased(true);
             slot.update_heat(|heat| Heat { frequency: heat.frequency + 9, epoch: EPOCHS - 1, ..heat });
-            assert_eq!(slot.heat(), Heat { frequency: 3, main: true, epoch: EPOCHS - 1 });
+            assert_eq!(slot.heat(), Heat { frequency: 3, continued: true, epoch: EPOCHS - 1 });
             assert_eq!((slot.state(), slot.leased()), (Some(state), true));
             slot.hint_leased(false);
             assert_eq!((slot.state(), slot.leased()), (Some(state), false));

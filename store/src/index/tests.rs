@@ -68,7 +68,7 @@ fn a_block_is_pending_from_reservation_to_commit_and_then_live_where_it_was_writ
     let located = index.locate(prints[3]).unwrap();
     assert_eq!(located.location, at(record, 3));
     assert_eq!(located.record, RecordInfo { live: 10, ..info(10) });
-    assert_eq!(located.heat, Heat { frequency: 0, main: false, epoch: 5 });
+    assert_eq!(located.heat, Heat { frequency: 0, continued: false, epoch: 5 });
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn a_record_that_is_unknown_is_refused_and_nothing_changes() {
 fn the_second_copy_that_recovery_finds_is_reported_and_the_caller_chooses() {
     let (index, old, prints) = with_blocks(3);
     let new = index.records().insert(info(2)).unwrap();
-    let heat = Heat { frequency: 2, main: false, epoch: 9 };
+    let heat = Heat { frequency: 2, continued: false, epoch: 9 };
     let found = [9, 1].map(|n| Recovered { print: print(&index, n), location: at(new, n as u16 % 2), heat });
     let mut conflicts = Vec::new();
     index.insert_live(&mut gathered(&index, &found), &mut conflicts).unwrap();

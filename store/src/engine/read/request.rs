@@ -115,10 +115,6 @@ fn class_of(class: Class, bytes: u64) -> Class {
 /// Counts a use of these blocks. Who only looks whether blocks are well does not use them.
 pub(crate) fn count_use(shared: &Shared, class: Class, prints: &[BlockFingerprint]) {
     if class != Class::Background {
-        shared.index.touch_with(
-            prints,
-            shared.policy().renews().then(|| shared.epoch()),
-            Some(shared.second()),
-        );
+        shared.index.touch_with(prints, shared.epoch(), Some(shared.second()));
     }
 }

@@ -47,7 +47,7 @@ use kvarts_contract::events::{EventLog, RING_BYTES};
 use kvarts_contract::sync::atomic::{AtomicU64, Ordering};
 use kvarts_contract::sync::{Mutex, OnceLock};
 use names::Names;
-use policy::{EvictionPolicy, Policy};
+use policy::EvictionPolicy;
 use quota_events::QuotaEvents;
 use recency::RecencyClock;
 use recently_gone::RecentlyGone;
@@ -352,21 +352,17 @@ impl Shared {
         self.ages.steps() as i64 - i64::from(self.age_of(second))
     }
 
-    /// How long a block has not been used, at least, whose record was used last in this second. Where a policy leaves the
-    /// time of the last use alone, a block that was used counts as used now.
+    /// How long a block has not been used, at least, whose record was used last in this second.
     pub(crate) fn unused(&self, heat: &Heat, second: u32) -> Duration {
-        if heat.frequency > 0 && !self.policy().renews() {
-            return Duration::ZERO;
-        }
         let now = self.clock.now();
         let record = self.wall_ms().saturating_sub(u64::from(second) * 1000 + 999);
         self.ages.since(heat.age(self.ages.epoch(now)), now).max(Duration::from_millis(record))
     }
 
     /// What chooses the blocks that go.
-    pub(crate) fn policy(&self) -> &'static dyn Policy {
+    pub(crate) fn policy(&self) -> EvictionPolicy {
         let chosen = EvictionPolicy::ALL.get(self.eviction.load(Ordering::Relaxed) as usize);
-        chosen.copied().unwrap_or_default().policy()
+        chosen.copied().unwrap_or_default()
     }
 
     /// Has blocks chosen by this policy from now on.

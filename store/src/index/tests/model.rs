@@ -263,7 +263,7 @@ impl World {
 
     fn recover(&mut self, keys: &[usize], epoch: u16) {
         let record = self.record();
-        let heat = Heat { frequency: (epoch % 4) as u8, epoch, main: epoch.is_multiple_of(3) };
+        let heat = Heat { frequency: (epoch % 4) as u8, epoch, continued: epoch.is_multiple_of(3) };
         let found: Vec<_> = (0..)
             .zip(keys)
             .map(|(block, key)| Recovered { print: self.prints[*key], location: at(record, block), heat })

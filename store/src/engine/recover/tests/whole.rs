@@ -230,7 +230,7 @@ fn recency_and_expiry_survive_by_the_checkpoint() {
         let age = |number| world.shared.index.get(print(number)).unwrap().heat.age(now);
         // Ten minutes since they were made.
         assert_eq!((age(0), age(1)), (9, 9));
-        world.shared.index.touch_with(&[print(1)], Some(now), Some(world.shared.second()));
+        world.shared.index.touch_with(&[print(1)], now, Some(world.shared.second()));
         let record = world.shared.index.locate(print(0)).unwrap().location.record;
         let later = world.shared.expiry_step(1_700_000_000_000 + 7_200_000);
         assert!(world.shared.index.records().set_expires(record, later));

@@ -104,13 +104,7 @@ impl Space {
         // Where what is unused is enough, nothing goes that is used.
         if had < shortage.clamp(1, wanted) {
             let policy = self.volume.shared.policy();
-            // A policy that gives blocks another round finds fewer than were asked for; each has few rounds.
-            for _ in 0..4 {
-                (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
-                if !victims.is_empty() {
-                    break;
-                }
-            }
+            (victims, footers) = choose::choose(self, policy, &|_| true, wanted - had).await;
         }
         dead.extend(victims.keys());
         let numbers = self.last_first(dead);

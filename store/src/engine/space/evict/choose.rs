@@ -29,12 +29,12 @@ use kvarts_layout::format::footer::{Content, Entry, Footer};
 use kvarts_layout::{BlockKey, Group, Layout};
 
 use super::coldest::{Footers, LOOKED_AT, OLDEST_PARTS, Sample, coldest, footers, is_punchable};
-use crate::engine::shared::policy::{Candidate, Chosen, Policy};
+use crate::engine::shared::policy::{Candidate, EvictionPolicy};
 use crate::engine::shared::record_class::RecordClass;
 use crate::engine::space::Space;
 use crate::engine::tasks::steps::Section;
 use crate::engine::volume::segment::Segment;
-use crate::index::{BlockFingerprint, Heat, Located, Location, RecordInfo};
+use crate::index::{BlockFingerprint, Located, Location, RecordInfo};
 
 /// Blocks that are listed for one choice beyond the first segment's, about.
 const BLOCKS_MAX: u64 = 64 << 10;
@@ -146,7 +146,7 @@ struct Seen {
 
 struct Choice<'a> {
     space: &'a Space,
-    policy: &'a dyn Policy,
+    policy: EvictionPolicy,
     of: &'a dyn Fn(&RecordClass) -> bool,
     wanted: u64,
     classes: BTreeMap<u32, Option<Facts>>,
@@ -170,10 +170,9 @@ struct Choice<'a> {
 }
 
 /// Blocks that together have about `wanted` bytes, those of the highest rank, and the footers that were read for it.
-/// A block that the policy spares starts over, and others are taken in its place.
 pub(crate) async fn choose(
     space: &Space,
-    policy: &dyn Policy,
+    policy: EvictionPolicy,
     of: &dyn Fn(&RecordClass) -> bool,
     wanted: u64,
 ) -> (Victims, Footers) {
@@ -439,8 +438,7 @@ impl Choice<'_> {
             one.known = Candidate {
                 age: crate::engine::shared::recency::RecencyClock::age(heat.age(epoch), record_age),
                 frequency: heat.frequency,
-                main: heat.main,
-                tip: !facts.whole && one.block + 1 == one.found.record.blocks.get() && !heat.main,
+                tip: !facts.whole && one.block + 1 == one.found.record.blocks.get() && !heat.continued,
                 passed: !facts.whole
                     && heat.frequency == 0
                     && first_used.is_some_and(|first| one.block > first),
@@ -493,19 +491,7 @@ impl Choice<'_> {
             }
         }
         let full = self.boundary();
-        let now = self.space.volume.shared.epoch();
-        let mut picked = Vec::with_capacity(self.picked.len());
-        for (order, block) in self.enough(section).await {
-            section.step(1).await;
-            match self.policy.choose(&block.known) {
-                Chosen::Goes => picked.push((order, block)),
-                Chosen::Stays(frequency) => {
-                    let heat = Heat { frequency, main: true, epoch: now };
-                    self.space.volume.shared.index.set_heat(block.print, block.at, heat);
-                    self.stays(block.of, order.block);
-                }
-            }
-        }
+        let mut picked = self.enough(section).await;
         let spared = self.spare_others(&picked, section).await;
         self.keep_needed(&mut picked, section).await;
         let mut victims = Victims::new();

@@ -104,7 +104,7 @@ fn what_was_evicted_stays_so_and_all_else_is_found_again() {
             for first in (0..before.len() as u64).step_by(10) {
                 let used: Vec<_> = (first..first + 3).map(|number| print(&world, number)).collect();
                 let later = (epoch + 40) % crate::index::EPOCHS;
-                world.shared.index.touch_with(&used, policy.policy().renews().then_some(later), None);
+                world.shared.index.touch_with(&used, later, None);
             }
             (0..40).for_each(|_| world.shared.ages.wrote(1 << 20, 256 << 20, world.shared.clock.now()));
             give_back(&world, 2 * SEGMENT_BYTES).await;
@@ -386,11 +386,7 @@ fn after_weeks_what_was_unused_for_longest_goes_first() {
                 clock.advance(4 * day);
                 let of = all.iter().filter(|(_, at)| *at == segment);
                 let prints: Vec<_> = of.map(|(number, _)| print(&world, *number)).collect();
-                world.shared.index.touch_with(
-                    &prints,
-                    Some(world.shared.epoch()),
-                    Some(world.shared.second()),
-                );
+                world.shared.index.touch_with(&prints, world.shared.epoch(), Some(world.shared.second()));
             }
             clock.advance(2 * day);
             match restart {
@@ -634,7 +630,7 @@ fn of_many_segments_the_coldest_goes_first_wherever_it_lies() {
         let all = segments_of(&world);
         let used = all.iter().filter(|(_, segment)| !warm.contains(segment));
         let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
-        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        world.shared.index.touch_with(&prints, world.shared.epoch(), Some(world.shared.second()));
         assert!(world.shard.space.say_free().await);
     });
     clock.advance(day);
@@ -670,7 +666,7 @@ fn segments_that_were_listed_and_found_young_are_not_listed_again() {
         let all = segments_of(&world);
         let used = all.iter().filter(|(_, segment)| *segment < 40);
         let prints: Vec<_> = used.map(|(number, _)| print(&world, *number)).collect();
-        world.shared.index.touch_with(&prints, Some(world.shared.epoch()), Some(world.shared.second()));
+        world.shared.index.touch_with(&prints, world.shared.epoch(), Some(world.shared.second()));
         let mut steps = Vec::new();
         for _ in 0..4 {
             let before = world.shared.work.evictions.done().steps;

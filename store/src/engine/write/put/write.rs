@@ -164,10 +164,6 @@ async fn append(
 /// on behind it, or if the put's parent is unknown: then no later put will note it.
 fn note_continued(job: &PutJob, run: &Range<u32>, prints: &[BlockFingerprint]) {
     let index = &job.shared.index;
-    if !job.shared.policy().renews() {
-        // The mark means something else to a policy with queues.
-        return;
-    }
     if let (Parent::Key(parent), 0) = (job.request.parent, run.start) {
         let class = &job.class;
         index.note_continued(index.key().of(class.namespace.local, &parent, class.group, class.coordinate));
