@@ -183,6 +183,9 @@ pub enum Reason {
     Quota = 32,
     /// The devices have been written as much as the endurance budget allows, and the block was not asked for before.
     NotAdmitted = 33,
+    /// The delete was not begun, as it could not be kept: of the store's directories too few are in use, or a prefix may go on in one that is
+    /// not.
+    NotDeleted = 34,
 }
 impl Reason {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -225,6 +228,7 @@ impl Reason {
             Self::EventGap => "REASON_EVENT_GAP",
             Self::Quota => "REASON_QUOTA",
             Self::NotAdmitted => "REASON_NOT_ADMITTED",
+            Self::NotDeleted => "REASON_NOT_DELETED",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -264,6 +268,7 @@ impl Reason {
             "REASON_EVENT_GAP" => Some(Self::EventGap),
             "REASON_QUOTA" => Some(Self::Quota),
             "REASON_NOT_ADMITTED" => Some(Self::NotAdmitted),
+            "REASON_NOT_DELETED" => Some(Self::NotDeleted),
             _ => None,
         }
     }

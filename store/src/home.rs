@@ -3,6 +3,7 @@
 //! This is the only place that decides between the ring and threads, glommio and plain threads; what it decided,
 //! and what an operator could do about it, stands in [`Home::notes`].
 
+mod answered;
 mod made;
 
 use std::cell::RefCell;
@@ -29,6 +30,7 @@ use kvarts_contract::blocking::block_on;
 use kvarts_contract::clock::{OsEntropy, SystemClock};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
+use answered::{Asking, WITHIN, answered};
 use made::{Before, LOCK};
 pub use made::{make, refuse_absent};
 
@@ -104,7 +106,7 @@ impl Home {
         let known = self.locks.iter().filter_map(|lock| {
             let facts = lock.file.metadata().ok()?;
             let (directory, device, inode) = (lock.before.directory.clone(), facts.dev(), facts.ino());
-            Some(Place { at: lock.at, directory, device, inode })
+            Some(Place { at: lock.at, directory, device, inode, asking: Asking::default() })
         });
         Places { store: self.store.clone(), known: known.collect() }
     }
@@ -285,17 +287,25 @@ struct Place {
     directory: PathBuf,
     device: u64,
     inode: u64,
+    asking: Asking,
+}
+
+impl Place {
+    /// Whether it was removed, renamed, or is another now. One on a drive that hangs is not known to be.
+    fn is_gone(&self) -> bool {
+        let (lock, here) = (self.directory.join(LOCK), (self.device, self.inode));
+        let is_gone = move || match lock.metadata() {
+            Ok(facts) => (facts.dev(), facts.ino()) != here,
+            // Others say nothing about where the directory is.
+            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+        };
+        self.asking.answered(WITHIN, is_gone) == Some(true)
+    }
 }
 
 /// Those of these that were removed, renamed, or are others now.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
 fn gone(known: &[Place]) -> impl Iterator<Item = &Place> {
-    let is_gone = |place: &&Place| match place.directory.join(LOCK).metadata() {
-        Ok(facts) => (facts.dev(), facts.ino()) != (place.device, place.inode),
-        // Others say nothing about where the directory is.
-        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-    };
-    known.iter().filter(is_gone)
+    known.iter().filter(|place| place.is_gone())
 }
 
 impl Places {
@@ -318,17 +328,19 @@ impl Drop for Lock {
 
 /// Takes the directories for this process. Gives those that cannot be taken, with why, where another one holds a store: that is opened
 /// without them. None is made beside a store: an empty one there is a disk that is not mounted.
-#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
 fn lock_all(directories: &[PathBuf], locks: &mut Vec<Lock>) -> Result<BTreeMap<u16, String>, Error> {
-    let is_store = |directory: &PathBuf| directory.join(kvarts_layout::format::names::SUPERBLOCK).exists();
-    let beside_store = directories.iter().any(is_store);
+    let found: Vec<Option<Found>> =
+        directories.iter().map(|directory| within_limit(directory, Found::look)).collect();
+    let beside_store = found.iter().flatten().any(|found| found.is_store);
     let mut absent = BTreeMap::new();
-    for (at, directory) in (0..).zip(directories) {
-        if beside_store && !directory.exists() {
+    for ((at, directory), found) in (0..).zip(directories).zip(found) {
+        if beside_store && found.as_ref().is_some_and(|found| !found.exists) {
             absent.insert(at, format!("{} does not exist: mount its disk", directory.display()));
             continue;
         }
-        match lock(directory) {
+        // One that has not answered is not waited for twice.
+        let taken = found.and_then(|_| within_limit(directory, lock));
+        match taken.unwrap_or_else(|| Err(silent(directory))) {
             Ok(mut taken) => {
                 taken.at = at;
                 locks.push(taken);
@@ -340,6 +352,30 @@ fn lock_all(directories: &[PathBuf], locks: &mut Vec<Lock>) -> Result<BTreeMap<u
         }
     }
     Ok(absent)
+}
+
+/// What is in the place of a directory.
+struct Found {
+    exists: bool,
+    is_store: bool,
+}
+
+impl Found {
+    fn look(directory: &Path) -> Self {
+        let is_store = directory.join(kvarts_layout::format::names::SUPERBLOCK).exists();
+        Self { exists: directory.exists(), is_store }
+    }
+}
+
+/// What a call on the file system of a directory gives, if it returns in time.
+fn within_limit<T: Send + 'static>(directory: &Path, call: fn(&Path) -> T) -> Option<T> {
+    let directory = directory.to_owned();
+    answered(WITHIN, move || call(&directory))
+}
+
+fn silent(directory: &Path) -> Error {
+    let what = format!("{} has not answered for {} s", directory.display(), WITHIN.as_secs());
+    Error(Reason::Directory(DirectoryCause::Unusable(what)))
 }
 
 /// Takes the directory for this process.
@@ -421,14 +457,16 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
 
 /// Bytes of a segment file of the store that one of these directories holds; none if none of them holds one that can be
 /// read, which is for opening to judge.
-#[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
 pub fn segment_bytes(directories: &[PathBuf]) -> Option<u64> {
-    directories.iter().find_map(|directory| {
-        let mut bytes = Vec::new();
-        let file = File::open(directory.join(kvarts_layout::format::names::SUPERBLOCK)).ok()?;
-        file.take(FILE_BYTES as u64).read_to_end(&mut bytes).ok()?;
-        Some(Superblock::decode_pair(&bytes, None).ok()?.superblock.segment_bytes)
-    })
+    directories.iter().find_map(|directory| within_limit(directory, segment_bytes_in)?)
+}
+
+#[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
+fn segment_bytes_in(directory: &Path) -> Option<u64> {
+    let mut bytes = Vec::new();
+    let file = File::open(directory.join(kvarts_layout::format::names::SUPERBLOCK)).ok()?;
+    file.take(FILE_BYTES as u64).read_to_end(&mut bytes).ok()?;
+    Some(Superblock::decode_pair(&bytes, None).ok()?.superblock.segment_bytes)
 }
 
 /// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.

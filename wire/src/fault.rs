@@ -4,7 +4,9 @@
 //! status. A reason that this file does not know travels as its kind and its text.
 
 use bytes::Bytes;
-use kvarts_contract::error::{Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause, SpaceCause};
+use kvarts_contract::error::{
+    DeleteCause, Error, IdentityCause, Kind, LatchCause, Reason, ShapeCause, SpaceCause,
+};
 use kvarts_layout::{BlockKey, NamespaceId};
 use prost::Message;
 use tonic::{Code, Status};
@@ -203,6 +205,7 @@ pub fn detail(reason: &Reason) -> proto::Error {
         }
         Reason::Media(cause) => of_text(&mut error, &cause.to_string(), R::Media),
         Reason::Latched(cause) => of_text(&mut error, &cause.to_string(), R::Latched),
+        Reason::NotDeleted(cause) => of_text(&mut error, &cause.to_string(), R::NotDeleted),
         Reason::Config(what) => of_text(&mut error, what, R::Config),
         Reason::Denied(what) => of_text(&mut error, what, R::Denied),
         Reason::Deleted => R::Deleted,
@@ -295,6 +298,7 @@ pub fn reason(error: &proto::Error) -> Reason {
         R::Header => Reason::Header { shard: 0, segment: error.segment, offset: error.offset, what: what() },
         R::Media | R::DamagedOnTheWay => Reason::remote(what()),
         R::Latched => Reason::Latched(LatchCause::Remote(what())),
+        R::NotDeleted => Reason::NotDeleted(DeleteCause::Remote(what())),
         R::Denied => Reason::Denied(what()),
         R::Deleted => Reason::Deleted,
         R::LeaseEnded => Reason::LeaseEnded,
@@ -406,6 +410,7 @@ mod tests {
             Reason::Header { shard: 0, segment: 1, offset: 4096, what: text() },
             Reason::remote(text()),
             Reason::Latched(LatchCause::Remote(text())),
+            Reason::NotDeleted(DeleteCause::Remote(text())),
             Reason::Config(text()),
             Reason::Denied(text()),
             Reason::Deleted,

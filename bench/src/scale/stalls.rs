@@ -208,6 +208,19 @@ impl<'a> Bench<'a> {
                 Ok(())
             },
         )?);
+        let used = self.store.stats().space.total.live;
+        gaps.push(self.beside(
+            "a quota that is lowered to fifteen sixteenths of what is there",
+            &targets,
+            || {
+                self.store.set_quota(self.ranks[0].namespace, Some(used / 16 * 15));
+                Ok(())
+            },
+        )?);
+        let begin = sessions + sessions.div_ceil(16);
+        gaps.push(self.beside("puts of one block each of a tenant that has all it may", &targets, || {
+            (begin..begin + sessions.div_ceil(8)).try_for_each(|session| self.put_turns(session..session + 1))
+        })?);
         progress("");
         Ok((gaps, with_ttl))
     }

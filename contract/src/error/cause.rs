@@ -214,15 +214,6 @@ pub enum LatchCause {
     Executor(usize),
     /// This directory of the store was removed, or another lies in its place: what is written reaches nothing that a restart finds.
     TakenAway(PathBuf),
-    /// A part of the store cannot be read, and what descends from a key may lie there.
-    NotAll,
-    /// No more than half of the store's directories are in use: a delete could come back with the others.
-    TooFew {
-        /// Directories in use.
-        in_use: u64,
-        /// Directories of the store.
-        all: u64,
-    },
     /// A server's words.
     Remote(String),
 }
@@ -241,6 +232,39 @@ impl fmt::Display for LatchCause {
                     directory.display()
                 )
             }
+            Self::Remote(cause) => f.write_str(cause),
+        }
+    }
+}
+
+impl StdError for LatchCause {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Self::Device(cause) => Some(&**cause),
+            Self::Executor(_) | Self::TakenAway(_) | Self::Remote(_) => None,
+        }
+    }
+}
+
+/// Why a delete cannot be acknowledged.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum DeleteCause {
+    /// A part of the store cannot be read, and what descends from a key may lie there.
+    NotAll,
+    /// No more than half of the store's directories are in use: a delete could come back with the others.
+    TooFew {
+        /// Directories in use.
+        in_use: u64,
+        /// Directories of the store.
+        all: u64,
+    },
+    /// A server's words.
+    Remote(String),
+}
+
+impl fmt::Display for DeleteCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
             Self::NotAll => f.write_str(
                 "a part of the store cannot be read, and what descends from the key may lie there: delete the keys or the \
                  namespace",
@@ -253,17 +277,6 @@ impl fmt::Display for LatchCause {
                 )
             }
             Self::Remote(cause) => f.write_str(cause),
-        }
-    }
-}
-
-impl StdError for LatchCause {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        match self {
-            Self::Device(cause) => Some(&**cause),
-            Self::Executor(_) | Self::TakenAway(_) | Self::NotAll | Self::TooFew { .. } | Self::Remote(_) => {
-                None
-            }
         }
     }
 }

@@ -10,7 +10,7 @@ use std::fmt;
 
 use kvarts_layout::{BlockKey, NamespaceId};
 
-pub use cause::{DirectoryCause, IdentityCause, LatchCause, MediaCause, ShapeCause, SpaceCause};
+pub use cause::{DeleteCause, DirectoryCause, IdentityCause, LatchCause, MediaCause, ShapeCause, SpaceCause};
 
 /// What the caller must do.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -132,6 +132,8 @@ pub enum Reason {
     Media(MediaCause),
     /// A fault latched the store: it is read-only.
     Latched(LatchCause),
+    /// The delete was not begun: it could not be kept.
+    NotDeleted(DeleteCause),
     /// The directory cannot be used as a store.
     Directory(DirectoryCause),
     /// Another process has the directory open.
@@ -187,7 +189,7 @@ impl Reason {
             | Self::Config(_) => Kind::Invalid,
             Self::DeadlineInPast | Self::DeadlinePassed => Kind::Deadline,
             Self::Digest { .. } | Self::Header { .. } => Kind::Corrupt,
-            Self::Latched(_) => Kind::ReadOnly,
+            Self::Latched(_) | Self::NotDeleted(_) => Kind::ReadOnly,
             Self::Bug(_) => Kind::Bug,
         }
     }
@@ -246,9 +248,7 @@ impl fmt::Display for Reason {
                 write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
             }
             Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
-            Self::Latched(what @ (LatchCause::NotAll | LatchCause::TooFew { .. })) => {
-                write!(f, "not deleted: {what}")
-            }
+            Self::NotDeleted(what) => write!(f, "not deleted: {what}"),
             Self::Latched(what) => {
                 write!(f, "read-only since a fault: {what}: once the cause is gone, resume or restart")
             }

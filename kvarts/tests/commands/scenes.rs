@@ -81,10 +81,10 @@ const SMALL: &str = "--budget 256M --segment 16M";
 const BLOCKS: &str = "kvarts identity --model llama-3.1-8b --revision demo --block-tokens 16 > ID.toml && seq 64 > TOKENS && head -c 8M /dev/urandom > BLOCKS";
 const PUT: &str = "kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS";
 /// A store with blocks, made by a server that has ended: it lies in ./kvarts-data.
-const STORED: &str = "kvarts serve --budget 256M --segment 16M > served 2> log & while ! grep -q serving served; do sleep 0.05; done; kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS && kvarts drain --yes && wait";
+const STORED: &str = "kvarts serve --budget 256M --segment 16M > served 2> log & while ! grep -qs serving served; do sleep 0.05; done; kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS && kvarts drain --yes && wait";
 
 /// A store in two directories, made by a server that has ended.
-const TWO_DISKS: &str = "kvarts serve --dir one,two --budget 256M --segment 16M --listen-grpc 127.0.0.1:0 --listen-metrics none --listen-socket two.sock > served 2> log & while ! grep -q serving served; do sleep 0.05; done; kvarts drain --yes --server two.sock && wait";
+const TWO_DISKS: &str = "kvarts serve --dir one,two --budget 256M --segment 16M --listen-grpc 127.0.0.1:0 --listen-metrics none --listen-socket two.sock > two.served 2> two.log & while ! grep -qs serving two.served; do sleep 0.05; done; kvarts drain --yes --server two.sock && wait";
 
 /// With every run of the tests.
 pub(super) const NOW: &[Scene] = &[

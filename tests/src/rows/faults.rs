@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use kvarts_contract::error::{LatchCause, Reason};
+use kvarts_contract::error::{DeleteCause, Reason};
 
 use super::pool::{States, until};
 use super::scene::{Ran, Stage, config, mix, options, run_work};
@@ -155,7 +155,7 @@ fn strike(tier: Tier, seed: Seed, plan: &Plan, states: &States) -> Result<(), St
             }
             // Of a prefix, where a segment could not be opened over and over.
             let latched = |one: &&Reason| {
-                matches!(one, Reason::Latched(_)) && **one != Reason::Latched(LatchCause::NotAll)
+                matches!(one, Reason::Latched(_) | Reason::NotDeleted(DeleteCause::TooFew { .. }))
             };
             if plan.passes
                 && let Some(reason) = ran.last.ledger.refusals.iter().find(latched)

@@ -460,7 +460,9 @@ impl Story {
         let may = in_use * 2 > usize::from(self.drives);
         match refused {
             Some(reason) if may => Err(format!("{in_use} of {} drives, and a delete: {reason}", self.drives)),
-            Some(Reason::Latched(_)) | None => ensure(refused.is_none() == may, "a delete with half", in_use),
+            Some(Reason::Latched(_) | Reason::NotDeleted(_)) | None => {
+                ensure(refused.is_none() == may, "a delete with half", in_use)
+            }
             // Until it is known what is out.
             Some(_) => Ok(()),
         }

@@ -16,7 +16,7 @@ use kvarts_layout::planted;
 use super::Shared;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::index::{BlockFingerprint, Lookup};
-use kvarts_contract::error::{DirectoryCause, LatchCause, Reason};
+use kvarts_contract::error::{DeleteCause, DirectoryCause, Reason};
 use kvarts_contract::io_error::DirId;
 use kvarts_contract::sync::atomic::{AtomicBool, Ordering};
 use kvarts_contract::sync::{Mutex, MutexGuard};
@@ -229,7 +229,7 @@ impl Shared {
             Deletes::Unsettled => Err(Reason::Busy("a directory of the store was just lost")),
             Deletes::Refused => {
                 let (in_use, all) = (self.directories.in_use() as u64, self.directories.count() as u64);
-                Err(Reason::Latched(LatchCause::TooFew { in_use, all }))
+                Err(Reason::NotDeleted(DeleteCause::TooFew { in_use, all }))
             }
         }
     }

@@ -36,7 +36,7 @@ use crate::index::{BlockFingerprint, Lookup, Ticket as Claim};
 use crate::rt::{LocalTask, Runtime};
 use kvarts_contract::api::{DeleteOutcome, DeleteReply, DeleteRequest, MAX_REQUEST_BLOCKS, Target};
 use kvarts_contract::blocking::block_on;
-use kvarts_contract::error::{Error, LatchCause, Reason};
+use kvarts_contract::error::{DeleteCause, Error, Reason};
 use kvarts_contract::events::Cause;
 use kvarts_contract::sync::atomic::Ordering;
 use kvarts_contract::sync::{Mutex, MutexGuard};
@@ -174,7 +174,7 @@ pub(crate) fn check(shared: &Shared, request: &DeleteRequest) -> Result<Arc<Name
     }
     shared.may_delete()?;
     if matches!(request.target, Target::Prefix(_)) && !shared.directories.is_whole() {
-        return Err(Reason::Latched(LatchCause::NotAll));
+        return Err(Reason::NotDeleted(DeleteCause::NotAll));
     }
     if request.deadline.is_some_and(|deadline| deadline <= shared.clock.now()) {
         return Err(Reason::DeadlineInPast);
