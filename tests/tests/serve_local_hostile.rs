@@ -4,6 +4,8 @@
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
 use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -112,6 +114,83 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
     }
     expect_served(&stage, 1);
     expect_nothing_left(&stage.served);
+}
+
+/// A socket that is closed with what its other end has not taken, and waits for that: as long as it is told to, whoever closes it last.
+/// Gives its other end, too.
+fn lingering() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut full, _) = listener.accept().unwrap();
+    full.set_nonblocking(true).unwrap();
+    while full.write(&[7; 1 << 16]).is_ok() {}
+    full.set_nonblocking(false).unwrap();
+    rustix::net::sockopt::set_socket_linger(&full, Some(Duration::from_secs(600))).unwrap();
+    (full.into(), other)
+}
+
+/// Closes them where nothing waits for it.
+fn let_go(files: Vec<OwnedFd>) {
+    std::thread::spawn(move || drop(files));
+}
+
+/// Threads of this process that close what a client sent.
+fn closing() -> usize {
+    let threads = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.trim() == "kvarts-closing").count()
+}
+
+/// Whether the kernel refuses descriptors for a socket that wants none, as Linux 6.16 does.
+fn refuses_descriptors(served: &Served) -> bool {
+    let raw = Raw::connect(served);
+    let (file, _) = rustix::pipe::pipe().unwrap();
+    raw.try_send_with(b"K", &[&file]).is_err()
+}
+
+#[test]
+fn a_descriptor_whose_close_waits_holds_up_no_other_session() {
+    let stage = stage("local-lingering");
+    let mut others = Vec::new();
+    let mut linger = || {
+        let (full, other) = lingering();
+        others.push(other);
+        full
+    };
+    // Of the server's threads each has several of everything.
+    for round in 0..6 {
+        if refuses_descriptors(&stage.served) {
+            // Whatever it may be: neither taken nor kept in the queue of a connection that is closed.
+            for what in [&MAGIC[..], b"no magic number", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
+                let (raw, full) = (Raw::connect(&stage.served), linger());
+                assert!(raw.try_send_with(what, &[&full]).is_err());
+                let_go(vec![full]);
+            }
+        }
+        // Shared, though it is no memory.
+        let (mut raw, full) = (Raw::open(&stage.served), linger());
+        let error = raw.share(proto::LocalMode::LocalAdopted, 4096, &full).unwrap_err();
+        assert!(error.message.contains("files in memory"), "{}", error.message);
+        let_go(vec![full]);
+        // More than are taken with one frame.
+        let (mut many, files) = (Raw::open(&stage.served), Vec::from_iter((0..12).map(|_| linger())));
+        many.try_send_with(b"x", &files.iter().collect::<Vec<_>>()).unwrap();
+        let_go(files);
+        // With a frame that has none, and in the queue of a connection that is cut off, if it is so quick.
+        let (mut odd, files) = (Raw::open(&stage.served), vec![linger(), linger()]);
+        odd.say_with(Kind::Unlock, 4, &proto::UnlockRequest { lease: 1 }, &files[0]);
+        let _ = odd.try_send_with(b"y", &[&files[1]]);
+        let_go(files);
+        while many.hear().is_some() {}
+        while odd.hear().is_some() {}
+        expect_served(&stage, round);
+    }
+    // Who lets go of one last waits for it: the server or this test.
+    assert!(closing() > 0, "nothing waits");
+    // Their other ends close: what waited has ended.
+    drop(others);
+    expect_nothing_left(&stage.served);
+    stage.served.until("all of them are closed", |_| closing() == 0);
 }
 
 #[test]

@@ -34,6 +34,10 @@ pub const OPEN_CALLS_MAX: usize = 4;
 /// Bytes that a connection may send before a call on it was let in: a handshake, and calls without a token for as long as
 /// it may be without one that needs a token.
 pub const STRANGERS_BYTES_MAX: usize = 256 << 10;
+/// The same of all of them together. Beyond it who sent more than [`STRANGERS_FEW_BYTES`] is cut off as soon as it sends more.
+pub const STRANGERS_SUM_BYTES: usize = 64 << 20;
+/// More than a handshake and a first call with a token take.
+pub const STRANGERS_FEW_BYTES: usize = 8 << 10;
 /// How long a connection is safe from making room for others while no call on it was let in.
 pub const STRANGERS_GRACE: Duration = Duration::from_secs(1);
 /// One of this many connections is for those that have shown no token yet: known ones come from among these.
@@ -131,8 +135,11 @@ pub const UPLOAD_CONNECTION_WINDOW_BYTES: u32 = 4 << 20;
 pub const MEMORY_PER_PUT: u64 = 4 << 20;
 /// Puts that wait for that. Their clients may have sent a window each.
 pub const PUTS_WAITING: usize = 256;
-/// The largest HTTP/2 frame that is taken.
+/// The largest HTTP/2 frame that a client takes.
 pub const HTTP_FRAME_BYTES: u32 = 1 << 20;
+/// The same of a server. A frame is put together in memory that is in no account, before anything is known of
+/// the call that it is for.
+pub const UPLOAD_FRAME_BYTES: u32 = 64 << 10;
 /// Bytes of headers of one request.
 pub const HEADER_BYTES_MAX: u32 = 16 << 10;
 /// A connection that answers no ping within this time is closed.

@@ -68,13 +68,19 @@ pub fn length_now(file: impl AsFd) -> Result<u64, &'static str> {
     bytes.ok_or("the file has no length")
 }
 
-/// The seals of a file in memory with pages of the usual size; other files are refused.
-fn seals(file: BorrowedFd<'_>) -> Result<SealFlags, &'static str> {
+/// Whether it is a file in memory with pages of the usual size. Only of such a file other calls are known to return soon; this one may not.
+pub fn is_in_memory(file: impl AsFd) -> Result<(), &'static str> {
     let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor is no file")?;
     // The type's width differs between architectures.
-    if kind.f_type as u64 & 0xffff_ffff != TMPFS_MAGIC {
-        return Err("only files in memory with pages of the usual size can be shared");
+    match kind.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC {
+        true => Ok(()),
+        false => Err("only files in memory with pages of the usual size can be shared"),
     }
+}
+
+/// The seals of a file in memory; other files are refused.
+fn seals(file: BorrowedFd<'_>) -> Result<SealFlags, &'static str> {
+    is_in_memory(file)?;
     rustix::fs::fcntl_get_seals(file).map_err(|_| "the file cannot be sealed")
 }
 

@@ -151,7 +151,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for FairConnection<S> {
         let heard = buffer.filled().len() - before;
         self.moved = self.moved.saturating_add(heard);
         self.heard = self.heard.saturating_add(heard);
-        if self.heard > limits::STRANGERS_BYTES_MAX && !self.handle.is_known() {
+        if heard > 0 && !self.handle.is_known() && !self.handle.hears(heard) {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         if polled.is_pending() && self.is_idle(context) {
@@ -434,6 +434,24 @@ mod tests {
             assert!(buffer.filled().len() <= STRANGERS_TURN_BYTES);
         }
         assert!(reads <= limits::STRANGERS_BYTES_MAX, "{reads}");
+    }
+
+    #[test]
+    fn strangers_send_so_much_together_and_who_sent_little_stays() {
+        let places = Arc::new(Places::new(1024, &[]));
+        let stranger = || ConnectionHandle::new(&places, None);
+        let most = limits::STRANGERS_BYTES_MAX;
+        let many: Vec<_> = (0..limits::STRANGERS_SUM_BYTES / most).map(|_| stranger()).collect();
+        assert!(many.iter().all(|one| one.hears(most)));
+        let new = stranger();
+        assert!(new.hears(limits::STRANGERS_FEW_BYTES), "a handshake and a first call");
+        assert!(!new.hears(1));
+        // Of one that has shown its token, and of one that has left, nothing counts.
+        let other = stranger();
+        let _call = many[0].begin(0, false).unwrap();
+        assert!(other.hears(limits::STRANGERS_FEW_BYTES + 1));
+        drop(many);
+        assert!(other.hears(most / 2));
     }
 
     fn come(places: &Arc<Places>, now: Instant, is_local: bool) -> Option<ConnectionHandle> {

@@ -204,7 +204,7 @@ pub fn transport() -> Server {
         .initial_stream_window_size(limits::UPLOAD_STREAM_WINDOW_BYTES)
         .initial_connection_window_size(limits::UPLOAD_CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(limits::STREAMS_PER_CONNECTION)
-        .max_frame_size(limits::HTTP_FRAME_BYTES)
+        .max_frame_size(limits::UPLOAD_FRAME_BYTES)
         .http2_max_header_list_size(limits::HEADER_BYTES_MAX)
         .http2_keepalive_interval(Some(limits::KEEPALIVE))
         .http2_keepalive_timeout(Some(limits::KEEPALIVE))

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use rustix::net::RecvFlags;
 use tokio::time::Instant;
 
+use super::foreign;
 use super::frame::{Head, NoFrame};
 use super::limits::{
     BODY_BYTES_MAX, HEAD_BYTES, HELLO_BYTES_MAX, RECEIVE_BYTES, RECEIVING_RATE, RECEIVING_STEP_BYTES, SLOW,
@@ -52,6 +53,8 @@ pub(super) struct Incoming {
     scratch: Box<[u8]>,
     /// Whose it is, and the longest body that is taken: a short one, until the hello.
     tenant: Option<u32>,
+    /// That of its session, which what closes its descriptors keeps.
+    place: Option<Arc<Part>>,
     large: Option<Large>,
     /// Since when a frame is incomplete. While it has nothing of what others wait for, its client stalls nothing.
     since: Option<Instant>,
@@ -82,14 +85,15 @@ impl Incoming {
     pub(super) fn new(locals: &Arc<Locals>) -> Self {
         let scratch = vec![0; RECEIVE_BYTES].into_boxed_slice();
         let (bytes, descriptors) = (Vec::new(), Vec::new());
-        let (tenant, large, since, waits) = (None, None, None, None);
+        let (tenant, place, large, since, waits) = (None, None, None, None, None);
         let (locals, files) = (Arc::clone(locals), None);
-        Self { locals, bytes, at: 0, descriptors, files, scratch, tenant, large, since, waits }
+        Self { locals, bytes, at: 0, descriptors, files, scratch, tenant, place, large, since, waits }
     }
 
-    /// The hello has come: from now on bodies may be long.
-    pub(super) fn belongs_to(&mut self, tenant: u32) {
+    /// The hello has come: from now on bodies may be long, and descriptors come.
+    pub(super) fn belongs_to(&mut self, tenant: u32, place: Arc<Part>) {
         self.tenant = Some(tenant);
+        self.place = Some(place);
     }
 
     /// When the rest of a frame comes too late, if one is under way: all of it after [`STALL`], and of a large one as much as
@@ -103,9 +107,11 @@ impl Incoming {
 
     /// Takes what there is.
     pub(super) fn receive(&mut self, line: &Line) -> Result<(), Ended> {
-        let Self { scratch, descriptors, bytes, .. } = self;
-        let got = line.try_receive(|stream| {
-            socket::receive(stream, scratch, descriptors, RecvFlags::empty()).map_err(io::Error::from)
+        let Self { scratch, descriptors, bytes, place, .. } = self;
+        let got = line.try_receive(|stream| match place {
+            Some(_) => Ok(socket::receive(stream, scratch, descriptors, RecvFlags::empty())?),
+            // The kernel drops what it is not asked for.
+            None => Ok(rustix::net::recv(stream, &mut **scratch, RecvFlags::empty())?.0),
         });
         match got {
             Ok(0) => Err(Ended::Left),
@@ -212,6 +218,15 @@ impl Incoming {
         self.bytes.drain(..self.at);
         self.at = 0;
         true
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        let left = std::mem::take(&mut self.descriptors);
+        if !left.is_empty() {
+            foreign::close(left, self.place.take());
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+use super::foreign;
 use super::limits::{HELLO, MAGIC, UNKNOWN_MAX};
 use super::threads::Threads;
 use crate::state::{Guest, Lobby, ServerState};
@@ -23,10 +24,16 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
     let unknown = Lobby::new(UNKNOWN_MAX);
     let mut sessions = JoinSet::new();
     let threads = Arc::new(Threads::new(state.locals.threads));
+    // Who has not said what it wants sends none.
+    if let Err(error) = foreign::allow(&listener, false) {
+        tracing::info!(%error, "this kernel takes descriptors from every client that connects (Linux 6.16 does not): let in only those who may hold up the local socket");
+    }
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
+                    // One that came before the listener said so.
+                    let _ = foreign::allow(&stream, false);
                     let (guest, threads) = (unknown.enter(), Arc::clone(&threads));
                     sessions.spawn(sort(Arc::clone(&state), (stream, guest), grpc.clone(), threads));
                 }

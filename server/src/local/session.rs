@@ -25,6 +25,7 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use tokio::time::Instant;
 use tonic::Code;
 
+use super::foreign;
 use super::frame::{Head, Kind, frame};
 use super::incoming::{Ended, Incoming, Next, broken};
 use super::limits::{HELLO, LEASES_MAX, MAGIC, MEMORIES_MAX, REQUESTS_MAX, STALL, VERSION};
@@ -118,7 +119,7 @@ struct Session {
     /// What it ever shared and what is still in use.
     named: Named,
     entry: Entry,
-    _place: Part,
+    place: Arc<Part>,
 }
 
 /// Works for one connection until it ends. Puts are worked for `elsewhere`; `unknown` is its place until it has said who it
@@ -147,9 +148,10 @@ pub(super) async fn run(state: Arc<ServerState>, (line, unknown): (Line, Guest),
                 client_verifies: true,
                 pools: true,
             };
+            incoming.belongs_to(session.tenant, Arc::clone(&session.place));
+            line.belongs_to(&session.place);
             outbox.push(frame(Kind::Welcome, id, &limits));
             outbox.sends_to(&line);
-            incoming.belongs_to(session.tenant);
             let Err(ended) = session.serve(&line, &mut incoming).await;
             // Before the connection is closed: that it is closed says that its memory is out of reach.
             session.close().await;
@@ -261,7 +263,7 @@ impl Session {
             doubts,
             named,
             entry,
-            _place: place,
+            place: Arc::new(place),
         })
     }
 
@@ -284,7 +286,10 @@ impl Session {
             let mut all = self.outbox.send(line)?;
             while all {
                 match incoming.next()? {
-                    Next::Frame(head, body) => self.take(head, body, incoming)?,
+                    Next::Frame(Head { kind: Kind::Share, id, .. }, body) => {
+                        self.take_share(id, body, incoming).await?;
+                    }
+                    Next::Frame(head, body) => self.take(head, body)?,
                     Next::More => break,
                     Next::Wait => {
                         waits = true;
@@ -378,17 +383,22 @@ impl Session {
         self.entry.change(|facts| facts.under_way = under_way);
     }
 
-    /// Takes one frame.
-    fn take(&mut self, head: Head, body: Bytes, incoming: &mut Incoming) -> Result<(), Ended> {
+    /// Takes a frame that a descriptor may have come with.
+    async fn take_share(&mut self, id: u64, body: Bytes, incoming: &mut Incoming) -> Result<(), Ended> {
+        let file = match incoming.take_descriptor() {
+            Some(file) => foreign::looked_at(file, Arc::clone(&self.place)).await?.map(Some),
+            None => Ok(None),
+        };
+        if let Err(fault) = file.and_then(|file| self.share(id, body, file)) {
+            self.failed(id, &fault);
+        }
+        Ok(())
+    }
+
+    /// Takes one other frame.
+    fn take(&mut self, head: Head, body: Bytes) -> Result<(), Ended> {
         let id = head.id;
         match head.kind {
-            Kind::Share => {
-                let file = incoming.take_descriptor();
-                if let Err(fault) = self.share(id, body, file) {
-                    self.failed(id, &fault);
-                }
-                return Ok(());
-            }
             Kind::Unshare => {
                 let answer = decode(body).map(|wire: proto::UnshareRequest| {
                     self.memories.remove(&wire.memory);
@@ -425,6 +435,7 @@ impl Session {
             }
             Kind::Match | Kind::Exists | Kind::Unlock | Kind::Renew => self.lookup(head.kind, id, body),
             Kind::Hello
+            | Kind::Share
             | Kind::Welcome
             | Kind::Done
             | Kind::Failed

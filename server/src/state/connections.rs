@@ -48,6 +48,8 @@ pub struct Places {
     next: AtomicU64,
     /// Calls that need no token, under way on all connections.
     calls: AtomicUsize,
+    /// Bytes that strangers have sent who are strangers still.
+    heard: AtomicUsize,
 }
 
 /// Connections of one tenant.
@@ -86,6 +88,8 @@ struct ConnectionState {
     reader: AtomicWaker,
     /// Calls under way that need no token.
     open_calls: AtomicUsize,
+    /// Bytes that it sent as a stranger.
+    heard: AtomicUsize,
     work: Mutex<Work>,
 }
 
@@ -198,6 +202,7 @@ impl Places {
             busy_tenants: AtomicUsize::new(0),
             next: AtomicU64::new(0),
             calls: AtomicUsize::new(0),
+            heard: AtomicUsize::new(0),
         }
     }
 
@@ -286,6 +291,7 @@ impl ConnectionHandle {
             is_cut: AtomicBool::new(false),
             reader: AtomicWaker::new(),
             open_calls: AtomicUsize::new(0),
+            heard: AtomicUsize::new(0),
             work: Mutex::new(Work { since: now, calls: 0, rested: now, answers: BTreeMap::new(), next: 0 }),
         });
         lock(connection.strangers()).insert((true, number), Arc::downgrade(&connection));
@@ -330,6 +336,7 @@ impl ConnectionHandle {
         let busy = Arc::clone(lock(&self.0.places.busy).entry(tenant).or_default());
         let _ = self.0.busy.set(busy);
         self.0.is_known.store(true, Ordering::Relaxed);
+        self.0.forget_heard();
         // Calls that wait for this lock are counted, and as one with this.
         self.0.is_busy(true);
         self.0.forget_stranger();
@@ -396,6 +403,17 @@ impl ConnectionHandle {
         self.0.reader.register(waker);
     }
 
+    /// It sent this many bytes more, as a stranger; says whether it may go on. Until what was sent makes a call it may all be kept in memory.
+    pub(crate) fn hears(&self, bytes: usize) -> bool {
+        let own = self.0.heard.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let all = self.0.places.heard.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        own <= if all > limits::STRANGERS_SUM_BYTES {
+            limits::STRANGERS_FEW_BYTES
+        } else {
+            limits::STRANGERS_BYTES_MAX
+        }
+    }
+
     /// When the connection is closed unless something happens; none while something is under way. `begun` tells whether its
     /// first bytes have come.
     pub(crate) fn until(&self, stall_timeout: &StallTimeout, begun: bool) -> Option<Instant> {
@@ -422,6 +440,11 @@ impl ConnectionHandle {
 }
 
 impl ConnectionState {
+    /// What it sent counts no longer among strangers' bytes.
+    fn forget_heard(&self) {
+        self.places.heard.fetch_sub(self.heard.swap(0, Ordering::Relaxed), Ordering::Relaxed);
+    }
+
     fn strangers(&self) -> &Mutex<Numbered> {
         if self.is_kept { &self.places.kept_strangers } else { &self.places.strangers }
     }
@@ -450,6 +473,7 @@ impl ConnectionState {
 impl Drop for ConnectionState {
     fn drop(&mut self) {
         self.forget_stranger();
+        self.forget_heard();
         if !*self.is_known.get_mut() {
             return;
         }

@@ -77,6 +77,15 @@ impl Raw {
         assert_eq!(sent, bytes.len());
     }
 
+    /// Sends descriptors along with some bytes.
+    pub(crate) fn try_send_with(&self, bytes: &[u8], files: &[&OwnedFd]) -> rustix::io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+        rustix::net::sendmsg(&self.stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+    }
+
     /// The next frame; none if the server has closed the connection.
     pub(crate) fn hear(&mut self) -> Option<(Head, Vec<u8>)> {
         loop {

@@ -12,16 +12,19 @@ use rustix::net::{
 
 use super::limits::{DESCRIPTORS_MAX, DESCRIPTORS_WAITING_MAX};
 
+/// Descriptors that the kernel takes along with one message, at most (`SCM_MAX_FD`).
+const KERNEL_MAX: usize = 253;
+
 /// Takes what there is into `bytes` and `descriptors`; 0 when the other end is gone. More descriptors than may wait, or
-/// than may come at once, are an error.
+/// than may come at once, are an error, and are among `descriptors` all the same: the caller closes them where it wants to.
 pub fn receive(
     socket: impl AsFd,
     bytes: &mut [u8],
     descriptors: &mut Vec<OwnedFd>,
     flags: RecvFlags,
 ) -> Result<usize, Errno> {
-    // Room for one more than may come, so that too many are noticed.
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX + 1))];
+    // Room for all that can come: the kernel closes here what does not fit, which may take long.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(KERNEL_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;

@@ -22,7 +22,7 @@ fn limits(mapped_max: u64, files_max: u64) -> LocalLimits {
 /// Of a client that has said who it is.
 fn known(locals: &Arc<Locals>) -> Incoming {
     let mut incoming = Incoming::new(locals);
-    incoming.belongs_to(1);
+    incoming.belongs_to(1, Arc::new(locals.sessions.part(1)));
     incoming
 }
 
@@ -190,7 +190,7 @@ fn slow_senders_of_one_tenant_leave_room_for_a_request_of_another() {
         })
         .collect();
     let mut other = Incoming::new(&locals);
-    other.belongs_to(2);
+    other.belongs_to(2, Arc::new(locals.sessions.part(2)));
     other.bytes.extend_from_slice(&head);
     for _ in 0..BODY_BYTES_MAX / (1 << 20) {
         assert!(matches!(other.next(), Ok(Next::More)));
