@@ -355,6 +355,24 @@ fn a_caller_that_breaks_the_protocol_is_cut_and_nothing_of_it_stays() {
 }
 
 #[test]
+fn callers_that_say_nothing_keep_no_peer_out_and_peers_have_a_number_of_places() {
+    let server = serve(Made::new(300), ServeLimits { connections: 1, ..ServeLimits::default() });
+    let most = serving::UNPROVEN_MAX as u64;
+    let silent: Vec<TcpStream> =
+        (0..4 * most).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
+    let peer = caller(&server);
+    wait_for("a peer", || server.counts().let_in == 1);
+    // A second one shows as well whose it is, and finds no place.
+    let one_more = caller(&server);
+    assert_eq!((&one_more.0).read(&mut [0; 1]).unwrap(), 0);
+    wait_for("the end of those that had to go", || server.counts().connections <= 1 + most);
+    assert_eq!(server.counts().let_in, 1);
+    drop(silent);
+    wait_for("the end of those that said nothing", || server.counts().connections == 1);
+    drop((peer, one_more));
+}
+
+#[test]
 fn words_of_another_connection_prove_nothing() {
     let made = Made::new(300);
     let server = serve(made, ServeLimits::default());

@@ -173,24 +173,24 @@ fn accept(serving: &Arc<Serving>, listener: &TcpListener) {
     }
 }
 
-/// Gives a connection a place and its thread; without a place it is closed.
+/// Gives a connection a place, and its thread.
 fn begin(serving: &Arc<Serving>, plain: Arc<dyn Wire>) {
     let Ok(wire) = serving.member.accept(plain) else {
         serving.counters.cut.fetch_add(1, Ordering::Relaxed);
         return;
     };
-    let place = {
+    let (place, lost) = {
         let mut registry = serving.lock();
-        if registry.stopping || registry.wires.len() >= serving.limits.connections {
+        if registry.stopping {
             serving.counters.cut.fetch_add(1, Ordering::Relaxed);
             wire.close();
             return;
         }
-        registry.next += 1;
-        let number = registry.next;
-        registry.wires.insert(number, Arc::clone(&wire));
-        Place { serving: Arc::clone(serving), wire, number }
+        let (number, lost) = registry.enter(&wire);
+        (Place { serving: Arc::clone(serving), wire, number }, lost)
     };
+    // Its thread ends by itself.
+    lost.into_iter().for_each(|wire| wire.close());
     let thread = serving.member.host.thread("kvarts-lane-in", Box::new(move || session::run(place)));
     if let Err(error) = thread {
         tracing::warn!(%error, "there is no thread for the connection of a peer");

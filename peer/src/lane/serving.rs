@@ -1,6 +1,6 @@
 //! What all connections of the side that serves share, and the place of each among them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -30,7 +30,7 @@ impl Served for Store {
 /// How much a node does for others.
 #[derive(Clone, Copy, Debug)]
 pub struct ServeLimits {
-    /// Connections at a time.
+    /// Connections of peers at a time. Beside them there are [`UNPROVEN_MAX`] that have not shown whose they are.
     pub connections: usize,
     /// Bytes of memory that pieces for all peers have together, from the disk until the connection has them.
     pub memory: usize,
@@ -56,12 +56,41 @@ pub(super) struct Counters {
     pub(super) doubts: AtomicU64,
 }
 
+/// Connections that have not shown whose they are: where there are as many, the next one takes the place of the oldest of them.
+pub(super) const UNPROVEN_MAX: usize = 64;
+
 /// The connections that there are.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     pub(super) wires: BTreeMap<u64, Arc<dyn Wire>>,
+    /// Those of them that have not shown whose they are, the oldest first.
+    unproven: BTreeSet<u64>,
     pub(super) next: u64,
     pub(super) stopping: bool,
+}
+
+impl Registry {
+    /// A place for one that has not shown whose it is, and the one that loses its place for that.
+    pub(super) fn enter(&mut self, wire: &Arc<dyn Wire>) -> (u64, Option<Arc<dyn Wire>>) {
+        let is_full = self.unproven.len() >= UNPROVEN_MAX;
+        let oldest = if is_full { self.unproven.pop_first() } else { None };
+        let lost = oldest.and_then(|number| self.wires.get(&number).map(Arc::clone));
+        self.next += 1;
+        self.wires.insert(self.next, Arc::clone(wire));
+        self.unproven.insert(self.next);
+        (self.next, lost)
+    }
+
+    /// It has shown whose it is; whether it has its place still, and there is one for it among this number of peers.
+    pub(super) fn prove(&mut self, number: u64, most: usize) -> bool {
+        let peers = self.wires.len() - self.unproven.len();
+        self.unproven.remove(&number) && peers < most
+    }
+
+    pub(super) fn leave(&mut self, number: u64) {
+        self.wires.remove(&number);
+        self.unproven.remove(&number);
+    }
 }
 
 /// What all connections share.
@@ -98,7 +127,7 @@ pub(super) struct Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.wire.close();
-        self.serving.lock().wires.remove(&self.number);
+        self.serving.lock().leave(self.number);
         self.serving.changed.ring();
     }
 }

@@ -44,6 +44,9 @@ pub(super) fn run(place: Place) {
     let Place { serving, wire, .. } = &place;
     let told = match serving.member.answer(&**wire) {
         Err(broken) => broken,
+        Ok(_) if !serving.lock().prove(place.number, serving.limits.connections) => {
+            Broken::Refused("as many peers are connected as may be")
+        }
         Ok(node) => {
             serving.counters.let_in.fetch_add(1, Ordering::Relaxed);
             tracing::debug!(%node, "a peer reads from here");
