@@ -4,6 +4,8 @@
 //! the directory, so that they are atomic among the processes that use it; the file system must keep `flock` (NFS does from
 //! version 4 on). Under the lock the object is opened and its bytes are compared: what a file system remembers of names and times may be
 //! seconds old on another machine, what it gives of a file that was opened afterwards may not.
+//!
+//! The directory itself is never made here: where it is absent there is no bucket, and perhaps a disk that is not mounted.
 
 use std::fs::{self, File};
 use std::hash::BuildHasher;
@@ -32,7 +34,7 @@ pub struct Directory {
     turns: Arc<Semaphore>,
 }
 
-fn fault(error: &io::Error) -> Fault {
+fn fault_of(error: &io::Error) -> Fault {
     match error.kind() {
         io::ErrorKind::NotFound => Fault::Missing,
         io::ErrorKind::PermissionDenied => Fault::Denied(error.to_string()),
@@ -119,7 +121,7 @@ fn new_file(folder: &Path) -> io::Result<(PathBuf, File)> {
 }
 
 impl Directory {
-    /// The bucket in this directory, which is made when the first object is put.
+    /// The bucket in this directory. It is made by who operates it: where it is absent every request finds no bucket.
     pub fn new(path: impl AsRef<Path>) -> Self {
         Self { path: Arc::new(path.as_ref().to_owned()), turns: Arc::new(Semaphore::new(AT_ONCE)) }
     }
@@ -150,16 +152,36 @@ impl Directory {
         }
     }
 
+    /// What an error means. What is missing where the directory is too is the bucket.
+    fn fault(&self, error: &io::Error) -> Fault {
+        match fault_of(error) {
+            Fault::Missing if !self.path.is_dir() => Fault::NoBucket,
+            fault => fault,
+        }
+    }
+
+    /// Makes the folders between the directory and an object, and never the directory.
+    fn make_folders(&self, folder: &Path) -> io::Result<()> {
+        let mut path = self.path.to_path_buf();
+        for part in folder.strip_prefix(&*self.path).unwrap_or(folder) {
+            path.push(part);
+            match fs::create_dir(&path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
+        }
+        Ok(())
+    }
+
     fn lock(&self) -> io::Result<File> {
-        fs::create_dir_all(&*self.path)?;
         let file = File::options().create(true).truncate(false).write(true).open(self.path.join(".lock"))?;
         file.lock()?;
         Ok(file)
     }
 
     /// Writes an object beside its place, flushed.
-    fn stage(folder: &Path, body: &[Bytes]) -> io::Result<PathBuf> {
-        fs::create_dir_all(folder)?;
+    fn stage(&self, folder: &Path, body: &[Bytes]) -> io::Result<PathBuf> {
+        self.make_folders(folder)?;
         let (partial, mut file) = new_file(folder)?;
         let written = body.iter().try_for_each(|piece| file.write_all(piece)).and_then(|()| file.sync_all());
         if written.is_err() {
@@ -171,7 +193,7 @@ impl Directory {
     fn write(&self, name: &str, body: &[Bytes], condition: &Condition) -> Result<Tag, Fault> {
         let path = self.path(name)?;
         let folder = path.parent().ok_or_else(|| Fault::Refused(name.to_owned()))?;
-        let partial = Self::stage(folder, body).map_err(|error| fault(&error))?;
+        let partial = self.stage(folder, body).map_err(|error| self.fault(&error))?;
         let place = || -> io::Result<bool> {
             // Held until the new object is in its place.
             let _lock = if *condition == Condition::Any { None } else { Some(self.lock()?) };
@@ -194,7 +216,7 @@ impl Directory {
             other => {
                 // If it is in its place already, nothing is here any more.
                 let _ = fs::remove_file(&partial);
-                Err(other.map_or_else(|error| fault(&error), |_| Fault::Changed))
+                Err(other.map_or_else(|error| self.fault(&error), |_| Fault::Changed))
             }
         }
     }
@@ -213,7 +235,7 @@ impl Directory {
             file.read_exact(&mut bytes)?;
             Ok(Ok(bytes.into()))
         };
-        read(self.path(name)?).map_err(|error| fault(&error))?
+        read(self.path(name)?).map_err(|error| self.fault(&error))?
     }
 
     fn list_below(&self, prefix: &str, found: &mut Vec<Listed>) -> io::Result<()> {
@@ -221,7 +243,7 @@ impl Directory {
         let mut folders = vec![(self.path.join(folder), folder.to_owned())];
         while let Some((path, folder)) = folders.pop() {
             let entries = match fs::read_dir(path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) if self.fault(&error) == Fault::Missing => continue,
                 entries => entries?,
             };
             for entry in entries {
@@ -249,7 +271,7 @@ impl Directory {
         let (mut folders, mut found) = (vec![self.path.to_path_buf()], 0);
         while let Some(folder) = folders.pop() {
             let entries = match fs::read_dir(folder) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) if self.fault(&error) == Fault::Missing => continue,
                 entries => entries?,
             };
             for entry in entries {
@@ -303,7 +325,7 @@ impl Bucket for Directory {
                 let known = file.metadata()?;
                 Ok(Facts { bytes: known.len(), tag: content(&file)?, modified_ms: modified_ms(&known) })
             };
-            look(own.path(&name)?).map_err(|error| fault(&error))
+            look(own.path(&name)?).map_err(|error| own.fault(&error))
         }))
     }
 
@@ -320,8 +342,8 @@ impl Bucket for Directory {
     fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
         let name = name.to_owned();
         Box::pin(self.blocking(move |own| match fs::remove_file(own.path(&name)?) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            done => done.map_err(|error| fault(&error)),
+            Err(error) if own.fault(&error) == Fault::Missing => Ok(()),
+            done => done.map_err(|error| own.fault(&error)),
         }))
     }
 
@@ -334,7 +356,7 @@ impl Bucket for Directory {
         let (prefix, after) = (prefix.to_owned(), after.map(str::to_owned));
         Box::pin(self.blocking(move |own| {
             let mut found = Vec::new();
-            own.list_below(&prefix, &mut found).map_err(|error| fault(&error))?;
+            own.list_below(&prefix, &mut found).map_err(|error| own.fault(&error))?;
             found.retain(|one| after.as_ref().is_none_or(|after| one.name > *after));
             found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
             found.truncate(most);
@@ -343,6 +365,8 @@ impl Bucket for Directory {
     }
 
     fn tidy<'a>(&'a self, before_ms: u64, dry_run: bool) -> BoxFuture<'a, Result<u64, Fault>> {
-        Box::pin(self.blocking(move |own| own.left_behind(before_ms, dry_run).map_err(|error| fault(&error))))
+        Box::pin(
+            self.blocking(move |own| own.left_behind(before_ms, dry_run).map_err(|error| own.fault(&error))),
+        )
     }
 }

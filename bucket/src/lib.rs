@@ -51,6 +51,18 @@ pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
     Err(BadAddress(format!("{address}: use s3://BUCKET/PREFIX or file:///DIRECTORY")))
 }
 
+/// What to say and do where the bucket at an address is not there.
+pub fn absent(address: &str) -> String {
+    match address.strip_prefix("file://") {
+        Some(path) => format!(
+            "{address}: there is no such directory: mount its disk if it is on one (`findmnt` shows what is mounted), else `mkdir -p {path}`"
+        ),
+        None => format!(
+            "{address}: there is no such bucket: look at its name, at AWS_REGION and AWS_ENDPOINT_URL, or make the bucket"
+        ),
+    }
+}
+
 #[cfg(feature = "s3")]
 fn open_s3(rest: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
     let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));

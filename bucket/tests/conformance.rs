@@ -22,6 +22,7 @@ impl Scratch {
     fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("kvarts-bucket-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use kvarts_bucket::directory::Directory;
-use kvarts_cold::{Bucket, Condition, Fault};
+use kvarts_cold::{Bucket, Condition, Fault, Places, Tag};
 use tokio::runtime::Runtime;
 
 struct Scratch(PathBuf);
@@ -87,7 +87,6 @@ fn files_of_writers_that_died_go_when_they_are_old() {
         (names(&deep), names(&scratch.0)),
         (vec![".partial-3".to_owned(), "pack".to_owned()], vec![".lock".to_owned(), "packs".to_owned()])
     );
-    assert_eq!(runtime.block_on(Directory::new(scratch.0.join("nothing")).tidy(since, false)), Ok(0));
 }
 
 #[test]
@@ -146,4 +145,33 @@ fn a_file_system_that_hangs_holds_so_many_threads_and_no_more() {
     let (bytes, _) = runtime.block_on(bucket.get("pack", 100)).unwrap();
     assert_eq!(&bytes[..], b"bytes");
     runtime.shutdown_background();
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_no_bucket_whatever_is_asked_and_is_not_made() {
+    let scratch = Scratch::new("absent");
+    let path = scratch.0.join("mount/bucket");
+    let bucket = Directory::new(&path);
+    let body = || vec![Bytes::from_static(b"one")];
+    runtime().block_on(async {
+        for condition in [Condition::Any, Condition::Absent, Condition::Is(Tag("1".to_owned()))] {
+            let put = bucket.put("manifests/one", body(), condition.clone()).await;
+            assert_eq!(put, Err(Fault::NoBucket), "{condition:?}");
+        }
+        assert_eq!(bucket.get("manifests/one", 10).await, Err(Fault::NoBucket));
+        assert_eq!(bucket.head("manifests/one").await, Err(Fault::NoBucket));
+        let (places, _) = Places::of_own(1).unwrap();
+        assert_eq!(bucket.get_range("manifests/one", 0..1, &places).await, Err(Fault::NoBucket));
+        assert_eq!(bucket.delete("manifests/one").await, Err(Fault::NoBucket));
+        assert_eq!(bucket.list("manifests", None, 10).await, Err(Fault::NoBucket));
+        assert_eq!(bucket.tidy(u64::MAX, false).await, Err(Fault::NoBucket));
+    });
+    assert_eq!(names(&scratch.0), Vec::<String>::new(), "nothing is made in the place of a mount");
+    // It comes back, and is a bucket without anything in it.
+    fs::create_dir_all(&path).unwrap();
+    runtime().block_on(async {
+        assert_eq!(bucket.get("manifests/one", 10).await, Err(Fault::Missing));
+        assert_eq!(bucket.list("manifests", None, 10).await, Ok(Vec::new()));
+        bucket.put("manifests/deep/one", body(), Condition::Absent).await.unwrap();
+    });
 }

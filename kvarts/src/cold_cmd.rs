@@ -95,6 +95,7 @@ fn ends_all(error: &ColdError) -> bool {
 
 /// A bucket, and what runs the requests to it.
 struct Bucket {
+    address: String,
     tier: Tier,
     runtime: Runtime,
 }
@@ -107,7 +108,8 @@ impl BucketArgs {
         // Waits of several programs that were refused at once are spread.
         let seed = now_ms() ^ (u64::from(std::process::id()) << 32);
         let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), seed);
-        Ok(Bucket { tier: Tier::new(access, TierOptions::default()), runtime })
+        let address = self.bucket.clone();
+        Ok(Bucket { address, tier: Tier::new(access, TierOptions::default()), runtime })
     }
 }
 
@@ -118,13 +120,21 @@ pub(crate) fn tried(address: &str) -> Result<(Conditions, bool), String> {
         Failure::User(why) => why,
         _ => "it cannot be opened".to_owned(),
     })?;
-    let tried = bucket.runtime.block_on(bucket.tier.conditions()).map_err(|error| error.to_string())?;
+    let tried = bucket.runtime.block_on(bucket.tier.conditions()).map_err(|error| bucket.told(&error))?;
     Ok((tried, bucket.tier.access().keeps_versions()))
 }
 
 impl Bucket {
     fn wait<T>(&self, asked: impl Future<Output = Result<T, ColdError>>) -> Result<T, Failure> {
-        self.runtime.block_on(asked).map_err(Failure::user)
+        self.runtime.block_on(asked).map_err(|error| Failure::User(self.told(&error)))
+    }
+
+    /// What went wrong, and what to do about it where that depends on the address.
+    fn told(&self, error: &ColdError) -> String {
+        match error {
+            ColdError::Bucket(_, Fault::NoBucket) => kvarts_bucket::absent(&self.address),
+            error => error.to_string(),
+        }
     }
 
     /// Does something for each of these namespaces. What is wrong with one of them does not keep the others from it. An error where nothing
@@ -139,12 +149,13 @@ impl Bucket {
             let Err(error) = one(*namespace) else { continue };
             let is_last = ends_all(&error);
             if is_last && done == 0 {
-                return Err(Failure::user(error));
+                return Err(Failure::User(self.told(&error)));
             }
             let left = namespaces.len() - done - 1;
+            let told = self.told(&error);
             let what = match (is_last, left) {
-                (false, _) | (true, 0) => error.to_string(),
-                (true, left) => format!("{error}; {left} more namespaces were left as they are"),
+                (false, _) | (true, 0) => told,
+                (true, left) => format!("{told}; {left} more namespaces were left as they are"),
             };
             troubles.push(Trouble { namespace: namespace.to_string(), what });
             if is_last {

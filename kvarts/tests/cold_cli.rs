@@ -17,6 +17,7 @@ struct Cold {
 
 impl Cold {
     fn in_directory(scratch: &Scratch) -> Self {
+        std::fs::create_dir_all(scratch.path("bucket")).unwrap();
         Self { url: format!("file://{}", scratch.path("bucket").display()), environment: Vec::new() }
     }
 
@@ -259,7 +260,10 @@ fn gc_says_what_it_would_do_and_deletes_nothing_before_its_grace() {
 #[test]
 fn a_store_in_use_is_pushed_by_its_server_and_its_files_are_read_only_where_that_is_asked_for() {
     let buckets = Scratch::new("cold-by-server-buckets");
-    let [own, other] = ["own", "other"].map(|name| format!("file://{}", buckets.path(name).display()));
+    let [own, other] = ["own", "other"].map(|name| {
+        std::fs::create_dir_all(buckets.path(name)).unwrap();
+        format!("file://{}", buckets.path(name).display())
+    });
     let server = Server::start(Scratch::new("cold-by-server"), &["--cold-bucket", &own]);
     server.store_pages();
     let json = |arguments: &[&str]| -> Value {
@@ -291,7 +295,7 @@ fn a_store_in_use_is_pushed_by_its_server_and_its_files_are_read_only_where_that
 #[test]
 fn what_was_deleted_while_a_store_was_away_is_not_pushed_out_of_its_files() {
     let scratch = Scratch::new("cold-deleted-away");
-    let bucket = format!("file://{}", scratch.path("bucket").display());
+    let bucket = Cold::in_directory(&scratch).url;
     let mut server = Server::start(Scratch::new("cold-away"), &[]);
     server.store_pages();
     assert_eq!(server.kvarts(&["drain", "--yes"]).0, 0);
@@ -305,6 +309,49 @@ fn what_was_deleted_while_a_store_was_away_is_not_pushed_out_of_its_files() {
     assert_eq!(code, 0, "{out}{error}");
     let pushed: Value = serde_json::from_str(&out).unwrap();
     assert_eq!((&pushed["blocks"], &pushed["deleted"]), (&0.into(), &10.into()), "{pushed}");
+}
+
+/// Every command over this bucket fails with exit code 2 and one line that names it, and `new` is not made.
+fn expect_no_bucket(cold: &Cold, scratch: &Scratch, does: &str) {
+    let (store, new) = (scratch.path("store").display().to_string(), scratch.path("new"));
+    let into = new.display().to_string();
+    for arguments in [
+        vec!["ls"],
+        vec!["stat", "--namespace", &"ab".repeat(32)],
+        vec!["fsck"],
+        vec!["gc"],
+        vec!["restore", "--all", "--into", &into, "--create", "--segment-mib", "1"],
+        vec!["push", &store, "--all"],
+    ] {
+        let (code, out, err) = cold.run(&arguments);
+        let says = err.contains(&cold.url) && err.contains(does) && err.lines().count() == 1;
+        assert!(code == 2 && out.is_empty() && says, "{arguments:?}: {code} {out}{err}");
+    }
+    assert!(!new.exists(), "a store was made of nothing");
+}
+
+#[test]
+fn a_bucket_that_is_not_there_is_an_error_of_every_command_and_is_not_made() {
+    let scratch = Scratch::new("cold-no-bucket");
+    filled(&scratch);
+    let url = format!("file://{}", scratch.path("typo").display());
+    expect_no_bucket(&Cold { url: url.clone(), environment: Vec::new() }, &scratch, "mkdir -p");
+    assert!(!scratch.path("typo").exists(), "a bucket was made in the place of a mount");
+    let server = Server::start(Scratch::new("cold-no-bucket-served"), &["--cold-bucket", &url]);
+    let log = server.log();
+    let warned =
+        log.lines().any(|line| line.contains(" WARN ") && line.contains(&url) && line.contains("mkdir -p"));
+    assert!(warned && !scratch.path("typo").exists(), "{log}");
+    // One that is there and empty is no error, and nothing to restore from.
+    let empty = Cold::in_directory(&scratch);
+    assert_eq!(empty.run(&["ls"]).0, 0);
+    let into = scratch.path("new").display().to_string();
+    let (code, _, err) = empty.run(&["restore", "--all", "--into", &into, "--create", "--segment-mib", "1"]);
+    assert!(code == 2 && err.contains("nothing was restored") && !scratch.path("new").exists(), "{err}");
+    let Some(server) = s3::Server::start() else { return };
+    let environment = server.environment();
+    let away = Cold { url: "s3://no-such-bucket/here".to_owned(), environment };
+    expect_no_bucket(&away, &scratch, "there is no such bucket");
 }
 
 #[test]

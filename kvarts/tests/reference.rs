@@ -130,6 +130,7 @@ fn the_same_of_nodes_buckets_and_measurements() {
     let mut server = server;
     assert!(server.ends().success());
     let scratch = Scratch::new("json-buckets");
+    std::fs::create_dir(scratch.0.join("bucket")).unwrap();
     let bucket = format!("file://{}", scratch.0.join("bucket").display());
     let json = |arguments: &[&str]| -> Value {
         let (code, out, error) = server.kvarts(&[arguments, &["--json"]].concat());

@@ -68,7 +68,15 @@ impl Report {
 pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let bucket = arguments.bucket.open()?;
     let (mut planned, mut wanted) = (0, Vec::new());
-    let unread = bucket.each(&bucket.namespaces(arguments.namespace)?, |namespace| {
+    let namespaces = bucket.namespaces(arguments.namespace)?;
+    if namespaces.is_empty() {
+        // No store is made for it either: an address that is wrong is not to look like a restore.
+        let address = &bucket.address;
+        return Err(Failure::User(format!(
+            "nothing is in {address}, so nothing was restored: is it the bucket that was meant?"
+        )));
+    }
+    let unread = bucket.each(&namespaces, |namespace| {
         let known = bucket.runtime.block_on(bucket.tier.read_manifest(namespace))?;
         planned += known.manifest.packs.values().map(|pack| pack.payload_bytes).sum::<u64>();
         wanted.push(namespace);

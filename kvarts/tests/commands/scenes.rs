@@ -210,6 +210,7 @@ const BUCKET: &[Step] = &[
         says: &["serving "],
     },
     lay(PUT),
+    step("mkdir -p /srv/kvarts-cold", &[]),
     step("kvarts cold push ./kvarts-data --live --all --bucket file:///srv/kvarts-cold", &["4 blocks"]),
     step("kvarts cold ls --bucket file:///srv/kvarts-cold", &["llama-3.1-8b"]),
     step(

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvarts_cold::Tier;
 use kvarts_cold::tier::Known;
+use kvarts_cold::{ColdError, Tier};
 use kvarts_layout::NamespaceId;
 use tokio::sync::Notify;
 
@@ -83,13 +83,14 @@ impl ColdTier {
     /// Reads manifests again when it is time.
     pub(super) async fn keep_manifests(self: Arc<Self>) {
         let refresh = self.config.refresh;
+        let mut is_reached = true;
         loop {
             let now = self.tier.access().time().now();
             self.flights.rest(now);
             for namespace in self.manifests.due(now, refresh) {
-                if self.tier.read_manifest(namespace).await.is_err() {
-                    add(&self.counts.manifest_failures, 1);
-                }
+                let read = self.tier.read_manifest(namespace).await;
+                add(&self.counts.manifest_failures, u64::from(read.is_err()));
+                self.tell_whether_reached(&mut is_reached, read.err().as_ref());
                 self.manifests.was_tried(namespace, self.tier.access().time().now());
             }
             self.telling.tell_owed((&self.tier, &self.counts)).await;
@@ -97,6 +98,22 @@ impl ColdTier {
                 () = self.manifests.wanted.notified() => {}
                 () = tokio::time::sleep((refresh / 4).min(KEPT_FOR)) => {}
             }
+        }
+    }
+
+    /// A line in the log when the bucket is reached no longer, and when it is again. What is wrong with one object says neither.
+    fn tell_whether_reached(&self, is_reached: &mut bool, failed: Option<&ColdError>) {
+        match failed {
+            Some(error @ (ColdError::Bucket(..) | ColdError::Paused)) if *is_reached => {
+                let why = self.told(error);
+                tracing::warn!(%why, "the bucket of the cold tier is not reached: what is there is not found");
+                *is_reached = false;
+            }
+            None if !*is_reached => {
+                tracing::info!(bucket = self.bucket(), "the bucket of the cold tier is reached again");
+                *is_reached = true;
+            }
+            _ => {}
         }
     }
 

@@ -33,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvarts_bucket::time::TokioTime;
-use kvarts_cold::{Access, Bucket, Conditions, Fault, Limits, Tier, TierOptions};
+use kvarts_cold::{Access, Bucket, ColdError, Conditions, Fault, Limits, Tier, TierOptions};
 use kvarts_peer::read::NodePaths;
 use kvarts_planner::plan::Link;
 use kvarts_store::engine::Store;
@@ -132,7 +132,9 @@ impl ColdTier {
         notes.push(match cold.probe().await {
             Ok(()) => cold.probe_conditions().await,
             Err(why) => {
-                format!("cold.bucket: {}: {why}; until that ends, what is there is not found", config.bucket)
+                let sentence = format!("cold.bucket: {why}; until that ends, what is there is not found");
+                tracing::warn!("{sentence}");
+                sentence
             }
         });
         if cold.tier.access().keeps_versions() {
@@ -196,9 +198,16 @@ impl ColdTier {
         let listed = self.tier.access().list("manifests", None, 1);
         match tokio::time::timeout(PROBE_TIMEOUT, listed).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(kvarts_cold::ColdError::Bucket(_, fault @ Fault::Missing))) => Err(fault.to_string()),
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(_) => Err("no answer".to_owned()),
+            Ok(Err(error)) => Err(self.told(&error)),
+            Err(_) => Err(format!("{}: no answer", self.config.bucket)),
+        }
+    }
+
+    /// What went wrong, with the bucket's address, for the log alone.
+    fn told(&self, error: &ColdError) -> String {
+        match error {
+            ColdError::Bucket(_, Fault::NoBucket) => kvarts_bucket::absent(&self.config.bucket),
+            error => format!("{}: {error}", self.config.bucket),
         }
     }
 
