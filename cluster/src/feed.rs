@@ -9,9 +9,12 @@
 //! walk through the store serves all holders that need a snapshot.
 //!
 //! A holder that takes its messages too slowly costs no memory: what does not fit is dropped, and its partitions get another
-//! snapshot.
+//! snapshot once it has taken something. For one that is not connected nothing waits, and no walk waits for one that takes nothing
+//! ([`Feed::fall_behind`]): both cost what they would have known, and no other holder anything.
 
 use std::collections::{BTreeSet, VecDeque};
+
+use kvarts_layout::planted;
 
 use crate::directory::Change;
 use crate::partition::{Partition, Tag};
@@ -51,6 +54,10 @@ struct Walk {
 /// What one holder is to be sent.
 #[derive(Debug, Default)]
 pub struct Feed {
+    /// There is a connection to the holder: without one nothing waits for it, and it takes part in no walk.
+    is_connected: bool,
+    /// It took too little: it takes part in no walk before it has taken something.
+    is_behind: bool,
     /// Partitions that the holder holds, as far as this node knows.
     partitions: BTreeSet<Partition>,
     /// Those of which it needs a snapshot that has not begun.
@@ -83,11 +90,26 @@ impl Feed {
         }
     }
 
-    /// Everything begins again: a connection was made, and what was sent before may be lost; or the node does not know what
-    /// happened to its own blocks.
+    /// A connection to the holder was made: everything begins again.
+    pub fn connect(&mut self) {
+        self.is_connected = true;
+        if !planted!("connected-without-snapshot") {
+            self.restart();
+        }
+    }
+
+    /// The connection is gone, and with it what was on its way.
+    pub fn disconnect(&mut self) {
+        self.is_connected = false;
+        if !planted!("connected-without-snapshot") {
+            self.restart();
+        }
+    }
+
+    /// Everything begins again: what was sent before may be lost, or the node does not know what happened to its own blocks.
     pub fn restart(&mut self) {
         self.stale.clone_from(&self.partitions);
-        self.is_outdated = false;
+        (self.is_outdated, self.is_behind) = (false, false);
         self.walk = None;
         self.waiting.clear();
     }
@@ -100,7 +122,13 @@ impl Feed {
 
     /// Whether it waits for a walk through the node's store.
     pub fn wants_walk(&self) -> bool {
-        self.walk.is_none() && (self.is_outdated || !self.stale.is_empty())
+        let may_walk = self.is_connected && !self.is_behind && self.walk.is_none();
+        may_walk && (self.is_outdated || !self.stale.is_empty())
+    }
+
+    /// Leaves the walk, for which there was no room here: its partitions begin again, when the holder has taken something.
+    pub fn fall_behind(&mut self) {
+        self.drop_waiting(None);
     }
 
     /// A walk begins: it serves what is stale now. A feed that takes part already begins again at the next one.
@@ -117,7 +145,7 @@ impl Feed {
 
     /// Whether it takes part in the walk.
     pub fn is_walking(&self) -> bool {
-        self.walk.as_ref().is_some_and(|walk| !walk.is_read)
+        self.is_connected && self.walk.as_ref().is_some_and(|walk| !walk.is_read)
     }
 
     /// Whether a page of `blocks` blocks fits.
@@ -147,7 +175,7 @@ impl Feed {
     pub fn note(&mut self, change: Change) {
         let partition = change.tag().partition();
         // Of one that waits for its snapshot nothing need be said before it.
-        if self.partitions.contains(&partition) && !self.stale.contains(&partition) {
+        if self.is_connected && self.partitions.contains(&partition) && !self.stale.contains(&partition) {
             self.push(Waiting::Change(change));
         }
     }
@@ -157,8 +185,13 @@ impl Feed {
             self.waiting.push_back(waiting);
             return;
         }
-        // What waits is dropped, and no half of it is worth more than the other: its partitions begin again.
-        let dropped = std::mem::take(&mut self.waiting).into_iter().chain([waiting]);
+        self.drop_waiting(Some(waiting));
+    }
+
+    /// What waits is dropped, and no half of it is worth more than the other: its partitions begin again.
+    fn drop_waiting(&mut self, more: Option<Waiting>) {
+        self.is_behind = true;
+        let dropped = std::mem::take(&mut self.waiting).into_iter().chain(more);
         let changed = dropped.filter_map(|waiting| match waiting {
             Waiting::Change(change) => Some(change.tag().partition()),
             Waiting::Begin | Waiting::End => None,
@@ -167,8 +200,9 @@ impl Feed {
         self.stale.extend(changed.chain(walked).filter(|partition| self.partitions.contains(partition)));
     }
 
-    /// The next message, if there is anything to say.
+    /// The next message, if there is anything to say: there is room on the way to the holder.
     pub fn take(&mut self) -> Option<Message> {
+        self.is_behind = false;
         let mut changes = Vec::new();
         while let Some(Waiting::Change(change)) = self.waiting.front() {
             if changes.len() == MESSAGE_MAX {

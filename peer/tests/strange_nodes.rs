@@ -544,3 +544,23 @@ async fn a_message_that_waits_for_its_holder_is_not_lost_when_the_holder_asks_fo
     let tags: BTreeSet<Tag> = keys[..put].iter().map(|key| tag(&a, key)).collect();
     until("everything that was put to be told", || tags.is_subset(&heard.lock().unwrap())).await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_heard_over_a_new_connection_is_not_heard_over_the_old_one() {
+    let a = Stage::new("two-feeds");
+    let (_nobody, stranger) = nowhere().await;
+    let (nodes, members) = nodes_beside(&[&a], stranger, |options| options).await;
+    let holders = Holders::of(&members);
+    let tags = (0..).map(|n| tag(&a, &key(n))).filter(|tag| holders.holder(tag.partition()) == Some(a.id()));
+    let [first, second] = tags.take(2).collect::<Vec<_>>().try_into().unwrap();
+    let (old, mut heard) = announces(&members, a.id(), &[first]).await;
+    until("what is said at first", || nodes[0].status().entries == 1).await;
+    let _new = announces(&members, a.id(), &[second]).await;
+    until("what is said over the new connection", || nodes[0].status().entries == 2).await;
+    // What was on its way over the old one comes late.
+    let gone = first.0.into_iter().chain([0]).collect::<Vec<u8>>();
+    drop(old.send(proto::FeedMessage { changes: gone.into(), ..proto::FeedMessage::default() }).await);
+    let ended = tokio::time::timeout(TIMEOUT, heard.message()).await.unwrap();
+    assert_eq!(ended.unwrap_err().code(), Code::Aborted);
+    assert_eq!(nodes[0].locate(&[first], TIMEOUT).await.copies, [[STRANGER]]);
+}

@@ -15,6 +15,12 @@ fn tag(n: u16) -> Tag {
     Tag(tag)
 }
 
+fn connected() -> Feed {
+    let mut feed = Feed::default();
+    feed.connect();
+    feed
+}
+
 fn id(n: usize) -> NodeId {
     kvarts_layout::StoreId([n as u8 + 1; 16])
 }
@@ -46,7 +52,7 @@ fn members(epoch: u64, present: [bool; NODES]) -> Members {
 
 impl Node {
     fn new(n: usize, members: &Members) -> Self {
-        let feeds = (0..NODES).map(|_| Feed::default()).collect();
+        let feeds = (0..NODES).map(|_| connected()).collect();
         let wires = (0..NODES).map(|_| VecDeque::new()).collect();
         let directory = Directory::new(id(n), members, 10_000);
         let (store, walk) = (BTreeSet::new(), None);
@@ -122,7 +128,8 @@ impl Node {
 fn cut(nodes: &mut [Node], a: usize, b: usize) {
     for (from, to) in [(a, b), (b, a)] {
         nodes[from].wires[to].clear();
-        nodes[from].feeds[to].restart();
+        nodes[from].feeds[to].disconnect();
+        nodes[from].feeds[to].connect();
     }
 }
 
@@ -217,7 +224,7 @@ proptest! {
 
 #[test]
 fn a_holder_that_takes_nothing_costs_bounded_memory_and_gets_another_snapshot() {
-    let mut feed = Feed::default();
+    let mut feed = connected();
     feed.hold(Partition::all().collect());
     let walk = |feed: &mut Feed, page: &[Tag]| {
         feed.begin_walk();
@@ -230,6 +237,9 @@ fn a_holder_that_takes_nothing_costs_bounded_memory_and_gets_another_snapshot() 
         feed.note(Change::Stored(tag((n % 1000) as u16)));
         assert!(feed.waiting() <= WAITING_MAX);
     }
+    // It has taken nothing: another walk for it would be in vain.
+    assert!(!feed.wants_walk());
+    while feed.take().is_some() {}
     assert!(feed.wants_walk());
     let messages = walk(&mut feed, &[tag(7)]);
     assert_eq!((feed.snapshots(), messages.len()), (2, 3));
@@ -240,7 +250,7 @@ fn a_holder_that_takes_nothing_costs_bounded_memory_and_gets_another_snapshot() 
 
 #[test]
 fn a_walk_that_began_before_a_feed_joined_does_not_end_its_snapshot() {
-    let mut feed = Feed::default();
+    let mut feed = connected();
     feed.hold([tag(1).partition()].into());
     feed.begin_walk();
     feed.page(&[tag(1)]);
@@ -252,7 +262,7 @@ fn a_walk_that_began_before_a_feed_joined_does_not_end_its_snapshot() {
 
 #[test]
 fn blocks_that_went_without_a_name_cost_one_snapshot_and_nothing_that_waits() {
-    let mut feed = Feed::default();
+    let mut feed = connected();
     feed.hold([tag(1).partition()].into());
     feed.begin_walk();
     feed.page(&[tag(1)]);
@@ -266,4 +276,20 @@ fn blocks_that_went_without_a_name_cost_one_snapshot_and_nothing_that_waits() {
     feed.end_walk();
     let second: Vec<Message> = std::iter::from_fn(|| feed.take()).collect();
     assert_eq!((first.len(), second.len(), feed.wants_walk()), (3, 2, false));
+}
+
+#[test]
+fn for_a_holder_that_is_away_nothing_waits_and_it_begins_again_when_it_comes() {
+    let mut feed = Feed::default();
+    feed.hold([tag(1).partition()].into());
+    feed.note(Change::Stored(tag(1)));
+    assert_eq!((feed.wants_walk(), feed.waiting()), (false, 0));
+    feed.connect();
+    feed.begin_walk();
+    feed.page(&[tag(1)]);
+    feed.disconnect();
+    feed.note(Change::Gone(tag(1)));
+    assert_eq!((feed.is_walking(), feed.wants_walk(), feed.waiting()), (false, false, 0));
+    feed.connect();
+    assert!(feed.wants_walk());
 }

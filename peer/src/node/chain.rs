@@ -8,7 +8,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::ownership::{Lease, Refused, Token};
 use kvarts_cluster::partition::Tag;
@@ -21,6 +22,8 @@ use super::{ClusterNode, wire};
 
 /// How often a holder has itself confirmed.
 const CONFIRM_EVERY: Duration = Duration::from_secs(1);
+/// How long a member may take to say which epoch it is of: less than a confirmation lasts.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(1);
 /// Between nodes a question about a chain takes at most this long.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -132,11 +135,11 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
         let members = node.members();
         let epoch = members.epoch();
         let links = node.links();
-        let same = join_all(links.iter().map(|link| async {
-            link.join(node.join_request(epoch)).await.is_ok_and(|reply| reply.epoch == epoch)
-        }));
-        let same = 1 + same.await.into_iter().filter(|same| *same).count();
-        if same * 2 > members.list().len() {
+        let same = links.iter().map(|link| async {
+            let reply = link.join(node.join_request(epoch), CONFIRM_TIMEOUT).await;
+            reply.is_ok_and(|reply| reply.epoch == epoch)
+        });
+        if is_majority(same.collect(), members.list().len()).await {
             // With the lock: chains of another epoch come after its members.
             let mut chains = node.chains();
             if node.members().epoch() == epoch {
@@ -147,9 +150,46 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
     }
 }
 
+/// Whether a majority of `members` members, one of which is this node, is of its epoch: known as soon as so many of the others have said
+/// so. No member that says nothing is waited for then.
+async fn is_majority(mut others: FuturesUnordered<impl Future<Output = bool>>, members: usize) -> bool {
+    let mut same = 1;
+    while same * 2 <= members {
+        match others.next().await {
+            Some(is_same) => same += usize::from(is_same),
+            None => return false,
+        }
+    }
+    true
+}
+
 /// Which lease an answer carries, for callers that go on with it.
 pub fn lease_of(reply: &proto::ChainReply) -> Option<(NodeId, Token)> {
     let lease = reply.lease.as_ref()?;
     let token = Token { epoch: lease.token_epoch, number: lease.token_number };
     wire::node(&lease.node).ok().map(|node| (node, token))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use futures_util::future::{BoxFuture, pending, ready};
+
+    fn known(others: &[Option<bool>]) -> Option<bool> {
+        let answer = |said: &Option<bool>| -> BoxFuture<'static, bool> {
+            said.map_or_else(|| pending().boxed(), |is_same| ready(is_same).boxed())
+        };
+        is_majority(others.iter().map(answer).collect(), others.len() + 1).now_or_never()
+    }
+
+    #[test]
+    fn a_majority_confirms_a_holder_while_a_member_that_is_stopped_says_nothing() {
+        assert_eq!(known(&[]), Some(true));
+        assert_eq!(known(&[None, Some(true)]), Some(true));
+        assert_eq!(known(&[None, Some(true), Some(false), Some(true)]), Some(true));
+        // Half of them is no majority.
+        assert_eq!(known(&[Some(false)]), Some(false));
+        assert_eq!(known(&[None, Some(true), Some(false)]), None);
+    }
 }

@@ -20,6 +20,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::link::{self, Link, State};
+use super::network::CONNECT_TIMEOUT;
 use super::{ClusterNode, wire};
 
 /// Events that are taken at a time.
@@ -29,6 +30,8 @@ const ON_THE_WAY: usize = 8;
 /// The pause after a connection that could not be made, and the longest one.
 const PAUSE: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// How long a walk waits for a holder that takes less than a page: longer than a busy machine is silent. The others wait as long.
+const BEHIND: Duration = Duration::from_millis(500);
 /// How long holders keep the hints of a namespace that went: all that go meanwhile cost one snapshot together.
 const OUTDATED: Duration = Duration::from_secs(5);
 
@@ -45,12 +48,17 @@ impl Feeder {
         self.feeds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// These nodes hold the directory, each its partitions.
-    pub(super) fn hold(&self, held: BTreeMap<NodeId, BTreeSet<Partition>>) {
+    /// These nodes hold the directory, each its partitions. This one, `me`, needs no connection.
+    pub(super) fn hold(&self, me: NodeId, held: BTreeMap<NodeId, BTreeSet<Partition>>) {
         let mut feeds = self.feeds();
         feeds.retain(|node, _| held.contains_key(node));
         for (node, partitions) in held {
-            feeds.entry(node).or_default().hold(partitions);
+            let is_first = !feeds.contains_key(&node);
+            let feed = feeds.entry(node).or_default();
+            feed.hold(partitions);
+            if is_first && node == me {
+                feed.connect();
+            }
         }
         drop(feeds);
         self.wanted.notify_one();
@@ -62,9 +70,15 @@ impl Feeder {
         self.wanted.notify_one();
     }
 
-    /// Begins again for one holder.
-    fn restart(&self, node: NodeId) {
-        self.with(node, Feed::restart);
+    /// A holder is connected: it is sent everything.
+    fn connect(&self, node: NodeId) {
+        self.with(node, Feed::connect);
+        self.wanted.notify_one();
+    }
+
+    /// A holder is not connected any more: no walk waits for it.
+    pub(super) fn disconnect(&self, node: NodeId) {
+        self.with(node, Feed::disconnect);
         self.wanted.notify_one();
     }
 
@@ -72,11 +86,13 @@ impl Feeder {
         self.feeds().get_mut(&node).map(change)
     }
 
-    /// The next message for a holder. There may be room for a page then.
+    /// The next message for a holder. There may be room for a page then, or another walk to begin.
     fn next(&self, node: NodeId) -> Option<Message> {
-        let message = self.with(node, Feed::take)??;
-        self.wanted.notify_one();
-        Some(message)
+        let (message, wants_walk) = self.with(node, |feed| (feed.take(), feed.wants_walk()))?;
+        if message.is_some() || wants_walk {
+            self.wanted.notify_one();
+        }
+        message
     }
 
     /// What waits for a holder, and snapshots that were begun.
@@ -127,6 +143,16 @@ impl Feeder {
         Some(walking().all(|feed| feed.has_room(PAGE_BLOCKS)))
     }
 
+    /// The walk has waited long enough: who has no room leaves it, unless it is for that one alone.
+    fn leave_behind(&self) {
+        let mut feeds = self.feeds();
+        let is_behind = |feed: &Feed| feed.is_walking() && !feed.has_room(PAGE_BLOCKS);
+        let others = feeds.values().any(|feed| feed.wants_walk() || (feed.is_walking() && !is_behind(feed)));
+        if others {
+            feeds.values_mut().filter(|feed| is_behind(feed)).for_each(Feed::fall_behind);
+        }
+    }
+
     fn page(&self, blocks: &[IndexKey]) {
         let tags: Vec<Tag> = blocks.iter().map(tag).collect();
         self.feeds().values_mut().for_each(|feed| feed.page(&tags));
@@ -142,29 +168,53 @@ pub(super) fn tag(block: &IndexKey) -> Tag {
     Tag::of(&block.namespace, block.group, block.coordinate, &block.key)
 }
 
-/// A walk through the store: the page that comes next.
-type Walk = Option<SnapshotCursor>;
+/// The page of a walk that comes next.
+type Next = Option<SnapshotCursor>;
+
+/// The walk through the store, if one is under way.
+#[derive(Default)]
+struct Walk {
+    next: Option<Next>,
+    /// Until when it waits for holders that have no room.
+    waits_until: Option<Nanos>,
+}
+
+impl Walk {
+    /// Whether a page is to be read now. Who lets a walk wait too long leaves it, unless it is for that holder alone.
+    fn goes_on(&mut self, feeder: &Feeder, now: Nanos) -> bool {
+        if self.waits_until.take_if(|until| *until <= now).is_some() {
+            feeder.leave_behind();
+        }
+        match self.next.as_ref().and_then(|_| feeder.has_room()) {
+            None => {
+                *self = Self::default();
+                feeder.begin_walk()
+            }
+            Some(true) => {
+                self.waits_until = None;
+                true
+            }
+            Some(false) => {
+                self.waits_until.get_or_insert_with(|| now.plus(BEHIND));
+                false
+            }
+        }
+    }
+}
 
 /// Reads the store for all holders, until it is closed.
 pub(super) async fn read_store(node: Arc<ClusterNode>) {
     let mut events = node.store.subscribe(None);
-    let mut walk: Option<Walk> = None;
-    let mut outdated: Option<Nanos> = None;
+    let (mut walk, mut outdated) = (Walk::default(), None::<Nanos>);
     loop {
-        let feeder = &node.feeder;
-        if outdated.is_some_and(|due| due <= node.footing.runner.now()) {
+        let (feeder, now) = (&node.feeder, node.footing.runner.now());
+        if outdated.is_some_and(|due| due <= now) {
             outdated = None;
             feeder.refresh_all();
         }
-        let may_walk = match &walk {
-            None => feeder.begin_walk(),
-            Some(_) => feeder.has_room().unwrap_or_else(|| {
-                walk = None;
-                false
-            }),
-        };
+        let may_walk = walk.goes_on(feeder, now);
         if may_walk {
-            walk = page(&node, walk.flatten()).await;
+            walk.next = page(&node, walk.next.flatten()).await;
         }
         let taken = match may_walk {
             true => events.try_next(EVENTS).map(Some),
@@ -172,7 +222,7 @@ pub(super) async fn read_store(node: Arc<ClusterNode>) {
                 biased;
                 taken = events.next(EVENTS) => taken.transpose(),
                 () = feeder.wanted.notified() => Ok(Some(Vec::new())),
-                () = until(&node, outdated) => Ok(Some(Vec::new())),
+                () = until(&node, outdated.into_iter().chain(walk.waits_until).min()) => Ok(Some(Vec::new())),
             },
         };
         match taken {
@@ -186,7 +236,7 @@ pub(super) async fn read_store(node: Arc<ClusterNode>) {
             Err(_gap) => {
                 events = node.store.subscribe(None);
                 feeder.restart_all();
-                walk = None;
+                walk = Walk::default();
             }
         }
         node.take_own();
@@ -202,7 +252,7 @@ async fn until(node: &ClusterNode, due: Option<Nanos>) {
 }
 
 /// Reads the next page for all who walk; gives where the walk goes on. A store that cannot be read is asked again.
-async fn page(node: &ClusterNode, cursor: Walk) -> Option<Walk> {
+async fn page(node: &ClusterNode, cursor: Next) -> Option<Next> {
     let feeder = &node.feeder;
     match node.store.snapshot(cursor).await {
         Ok(Ok(page)) => {
@@ -230,6 +280,7 @@ pub(super) async fn send(node: Arc<ClusterNode>, link: Arc<Link>) {
     while node.is_linked(&link) {
         if let Err(trouble) = connection(&node, &link, &mut pause).await {
             link.set_state(State { is_connected: false, trouble });
+            node.end_feed(&link);
         }
         node.sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
@@ -240,7 +291,7 @@ pub(super) async fn send(node: Arc<ClusterNode>, link: Arc<Link>) {
 async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Duration) -> Result<(), String> {
     let join = node.join_request(node.members().epoch());
     let said = |status: tonic::Status| link::told(&status);
-    let joined = link.join(join).await.map_err(said)?;
+    let joined = link.join(join, CONNECT_TIMEOUT * 2).await.map_err(said)?;
     if wire::node(&joined.node) != Ok(link.id()) {
         return Err(format!("the node at {} is another one", link.member.address));
     }
@@ -251,9 +302,7 @@ async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Durat
     }
     let (to, messages) = mpsc::channel(ON_THE_WAY);
     let mut asked = link.feed(ReceiverStream::new(messages)).await.map_err(said)?;
-    if !planted!("connected-without-snapshot") {
-        node.feeder.restart(link.id());
-    }
+    node.feeder.connect(link.id());
     link.set_state(State { is_connected: true, trouble: String::new() });
     *pause = PAUSE;
     loop {
@@ -306,5 +355,95 @@ fn take_asked(
         }
         Ok(None) => Err("the other node ended the connection".to_owned()),
         Err(status) => Err(link::told(&status)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, StoreId};
+
+    const ME: NodeId = StoreId([1; 16]);
+    const OTHER: NodeId = StoreId([2; 16]);
+    const THIRD: NodeId = StoreId([3; 16]);
+    /// More than may wait for one holder, for each of them.
+    const PAGES: u32 = 80;
+
+    fn blocks(page: u32) -> Vec<IndexKey> {
+        let block = |n: usize| {
+            let mut key = [0; 32];
+            key[..8].copy_from_slice(&(u64::from(page) << 32 | n as u64).to_le_bytes());
+            let (namespace, key) = (NamespaceId([7; 32]), BlockKey(key));
+            IndexKey { namespace, key, group: Group(0), coordinate: Coordinate::default() }
+        };
+        (0..PAGE_BLOCKS).map(block).collect()
+    }
+
+    fn three() -> Feeder {
+        let feeder = Feeder::default();
+        let part = |third: usize| Partition::all().filter(|it| it.number() % 3 == third).collect();
+        feeder.hold(ME, [(ME, part(0)), (OTHER, part(1)), (THIRD, part(2))].into());
+        feeder
+    }
+
+    /// Takes all that waits for a holder: how many blocks, and whether its snapshot has ended.
+    fn drain(feeder: &Feeder, node: NodeId) -> (usize, bool) {
+        std::iter::from_fn(|| feeder.next(node)).fold((0, false), |(blocks, ended), message| match message {
+            Message::Changes(changes) => (blocks + changes.len(), ended),
+            Message::Begin(_) => (blocks, ended),
+            Message::End(_) => (blocks, true),
+        })
+    }
+
+    /// Walks until these holders, which alone take what waits for them, have a whole snapshot. Gives how many blocks each was told, and
+    /// how long it took.
+    fn walk(feeder: &Feeder, reading: &[NodeId]) -> (Vec<usize>, Duration) {
+        let (mut walk, mut now, mut page) = (Walk::default(), Nanos::default(), 0);
+        let mut told = vec![(0, false); reading.len()];
+        for _ in 0..4 * PAGES {
+            if walk.goes_on(feeder, now) {
+                page = if walk.next.is_none() { 0 } else { page + 1 };
+                feeder.page(&blocks(page));
+                walk.next = Some(None);
+                if page + 1 == PAGES {
+                    feeder.end_walk();
+                    walk.next = None;
+                }
+            } else if let Some(until) = walk.waits_until {
+                now = now.max(until);
+            }
+            for ((blocks, ended), node) in told.iter_mut().zip(reading) {
+                let (more, over) = drain(feeder, *node);
+                (*blocks, *ended) = (*blocks + more, *ended || over);
+            }
+            if told.iter().all(|(_, ended)| *ended) {
+                break;
+            }
+        }
+        assert!(told.iter().all(|(_, ended)| *ended), "{told:?}");
+        (told.iter().map(|(blocks, _)| *blocks).collect(), now.since(Nanos::default()))
+    }
+
+    #[test]
+    fn a_member_that_never_came_costs_the_others_no_block_and_no_time() {
+        let feeder = three();
+        feeder.connect(OTHER);
+        let (told, took) = walk(&feeder, &[ME, OTHER]);
+        assert!(told.iter().all(|blocks| *blocks > 100_000), "{told:?}");
+        assert_eq!((took, feeder.counts(THIRD).0), (Duration::ZERO, 0));
+    }
+
+    #[test]
+    fn a_member_that_takes_nothing_costs_the_others_half_a_second_once_and_gets_its_snapshot_when_it_takes() {
+        let feeder = three();
+        [OTHER, THIRD].into_iter().for_each(|node| feeder.connect(node));
+        let (told, took) = walk(&feeder, &[ME, OTHER]);
+        assert!(told.iter().all(|blocks| *blocks > 100_000), "{told:?}");
+        assert_eq!(took, BEHIND);
+        // Another walk for it alone would be in vain.
+        assert!(!Walk::default().goes_on(&feeder, Nanos::default()));
+        assert_eq!(drain(&feeder, THIRD), (0, false));
+        let (told, took) = walk(&feeder, &[THIRD]);
+        assert!(told[0] > 100_000 && took.is_zero(), "{told:?} {took:?}");
     }
 }

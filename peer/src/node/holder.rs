@@ -180,7 +180,7 @@ impl Nodes for Holder {
         let (to, replies) = mpsc::channel(AGAIN_WAITING);
         let asking = Asking { to: to.clone(), cut: Arc::default() };
         let cut = Arc::clone(&asking.cut);
-        self.0.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
+        self.0.hear(from, asking);
         let (node, mut messages) = (Arc::clone(&self.0), request.into_inner());
         self.0.footing.runner.spawn(Box::pin(async move {
             let broken = tokio::select! {
@@ -188,7 +188,7 @@ impl Nodes for Holder {
                 () = node.stopped() => Some(Status::unavailable("this node stops")),
                 () = cut.notified() => Some(Status::aborted("everything is to be sent again")),
                 () = to.closed() => None,
-                broken = node.take_all(from, &mut messages) => broken,
+                broken = node.take_all((from, &to), &mut messages) => broken,
             };
             let mut asking = node.asking.lock().unwrap_or_else(PoisonError::into_inner);
             if asking.get(&from).is_some_and(|now| now.to.same_channel(&to)) {
@@ -245,12 +245,35 @@ impl Nodes for Holder {
 }
 
 impl ClusterNode {
-    /// Takes in what a node says of its blocks, until it says no more. Gives what is wrong with it.
-    async fn take_all(&self, from: NodeId, messages: &mut Streaming<proto::FeedMessage>) -> Option<Status> {
+    /// From now on a node is heard over this connection alone: what still comes over one before it is older.
+    fn hear(&self, from: NodeId, asking: Asking) {
+        // With the lock under which what it says is taken in.
+        let _directory = self.directory();
+        let old = self.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
+        if let Some(old) = old {
+            old.cut.notify_one();
+        }
+    }
+
+    /// Takes in what a node says of its blocks, until it says no more, or says it over another connection. Gives what is wrong with it.
+    async fn take_all(
+        &self,
+        (from, over): (NodeId, &mpsc::Sender<Result<proto::FeedReply, Status>>),
+        messages: &mut Streaming<proto::FeedMessage>,
+    ) -> Option<Status> {
         while let Ok(Some(message)) = messages.message().await {
-            match wire::feed_messages(&message) {
-                Ok(all) => all.iter().for_each(|message| self.take(from, message)),
+            let all = match wire::feed_messages(&message) {
+                Ok(all) => all,
                 Err(malformed) => return Some(malformed.into()),
+            };
+            for message in all {
+                let mut directory = self.directory();
+                let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+                if !asking.get(&from).is_some_and(|now| now.to.same_channel(over)) {
+                    return Some(Status::aborted("the node is heard over another connection"));
+                }
+                drop(asking);
+                self.take(&mut directory, from, &message);
             }
         }
         None

@@ -14,7 +14,7 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::{Request, Status};
 
 use super::Secret;
-use super::network::{CONNECT_TIMEOUT, Calls, Footing};
+use super::network::{Calls, Footing};
 use super::questions::Questions;
 use crate::read::{Runner, in_time};
 
@@ -98,9 +98,12 @@ impl Link {
         request
     }
 
-    pub(super) async fn join(&self, wire: proto::JoinRequest) -> Result<proto::JoinReply, Status> {
-        let mut client = self.client.clone();
-        Ok(self.in_time(CONNECT_TIMEOUT * 2, client.join(self.request(wire))).await?.into_inner())
+    pub(super) async fn join(
+        &self,
+        wire: proto::JoinRequest,
+        timeout: Duration,
+    ) -> Result<proto::JoinReply, Status> {
+        Ok(self.in_time(timeout, self.client.clone().join(self.request(wire))).await?.into_inner())
     }
 
     pub(super) async fn feed(

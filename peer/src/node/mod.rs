@@ -363,7 +363,10 @@ impl ClusterNode {
         *self.members.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(members);
         let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
         let gone = links.extract_if(.., |_, link| members.get(link.id()) != Some(&link.member));
-        gone.for_each(|(node, _)| self.close_lane(node));
+        gone.for_each(|(node, _)| {
+            self.close_lane(node);
+            self.feeder.disconnect(node);
+        });
         let secret = &self.options.secret;
         for member in members.list().iter().filter(|member| member.id != self.me) {
             if let std::collections::btree_map::Entry::Vacant(vacant) = links.entry(member.id) {
@@ -380,7 +383,7 @@ impl ClusterNode {
         }
         let holders = Holders::of(members);
         let held = members.list().iter().map(|member| (member.id, holders.held_by(member.id).collect()));
-        self.feeder.hold(held.collect());
+        self.feeder.hold(self.me, held.collect());
         self.ask_again(&lacks);
         Ok(())
     }
@@ -431,14 +434,21 @@ impl ClusterNode {
         self.links.read().unwrap_or_else(PoisonError::into_inner).get(&node).cloned()
     }
 
+    /// The connection over which a node was told of this one's blocks is gone: that of another link to it goes on.
+    fn end_feed(&self, link: &Link) {
+        let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
+        if links.get(&link.id()).is_some_and(|now| std::ptr::eq(&**now, link)) {
+            self.feeder.disconnect(link.id());
+        }
+    }
+
     /// Whether a link is still that to its node.
     fn is_linked(&self, link: &Link) -> bool {
         self.link(link.id()).is_some_and(|now| std::ptr::eq(&*now, link))
     }
 
     /// Takes in what another node, or this one, has said of its blocks.
-    fn take(&self, from: NodeId, message: &Message) {
-        let mut directory = self.directory();
+    fn take(&self, directory: &mut Directory, from: NodeId, message: &Message) {
         match message {
             Message::Begin(partitions) => {
                 partitions.iter().for_each(|partition| directory.begin_snapshot(from, *partition));
@@ -455,7 +465,9 @@ impl ClusterNode {
 
     /// Takes in what this node holds of its own blocks.
     fn take_own(&self) {
-        feeder::own_messages(&self.feeder, self.me).for_each(|message| self.take(self.me, &message));
+        feeder::own_messages(&self.feeder, self.me).for_each(|message| {
+            self.take(&mut self.directory(), self.me, &message);
+        });
     }
 
     /// Monotonic time, as state machines take it.
