@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::common::{self, GROUP, Stage, key, options, patient};
+use crate::common::{self, GROUP, Stage, key, options, patient, strangers};
 use crate::depth::depth;
 use crate::proxied::{Cut, Proxy, Way};
 use kvarts_cluster::members::{Member, Members, NodeId};
@@ -20,11 +20,7 @@ use kvarts_contract::error::Kind;
 use kvarts_layout::{BlockKey, Coordinate};
 use kvarts_peer::node::{ClusterNode, VERSION};
 use kvarts_wire::proto;
-use kvarts_wire::proto::nodes_client::NodesClient;
 use tokio::net::TcpListener;
-use tonic::Request;
-use tonic::metadata::MetadataValue;
-use tonic::transport::Channel;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Between places at which an answer is cut.
@@ -54,17 +50,9 @@ fn tag(stage: &Stage, key: &BlockKey) -> Tag {
 
 /// At which port a node serves bytes: asked as the node `from`.
 async fn lane_port(from: NodeId, to: &Member) -> u16 {
-    let secret = blake3::derive_key("kvarts cluster secret, version 1", b"a secret of tests");
-    let mut proof = blake3::Hasher::new_keyed(&secret);
-    proof.update(b"node to node").update(from.as_bytes()).update(to.id.as_bytes());
     let node = from.0.to_vec().into();
-    let mut request =
-        Request::new(proto::JoinRequest { version: VERSION, cluster: "test".to_owned(), node, epoch: 1 });
-    let header = |text: String| MetadataValue::try_from(text).unwrap();
-    request.metadata_mut().insert("kvarts-node", header(from.to_string()));
-    request.metadata_mut().insert("kvarts-proof", header(proof.finalize().to_hex().to_string()));
-    let channel = Channel::from_shared(format!("http://{}", to.address)).unwrap();
-    let mut client = NodesClient::new(channel.connect().await.unwrap());
+    let request = proto::JoinRequest { version: VERSION, cluster: "test".to_owned(), node, epoch: 1 };
+    let mut client = strangers::calls(from, strangers::SECRET, (to.address.clone(), to.id)).await.unwrap();
     client.join(request).await.unwrap().into_inner().lane_port.try_into().unwrap()
 }
 
@@ -356,8 +344,9 @@ impl FrameWire {
 
 /// Carries frames until one may not pass any more.
 fn carry(mut client: &TcpStream, mut server: &TcpStream, generation: u64, state: &Mutex<Frames>) {
-    let mut preface = [0; 24];
-    let mut good = client.read_exact(&mut preface).is_ok() && server.write_all(&preface).is_ok();
+    let (mut greeting, mut preface) = ([0; 88], [0; 24]);
+    let mut pass = |bytes: &mut [u8]| client.read_exact(bytes).is_ok() && server.write_all(bytes).is_ok();
+    let mut good = pass(&mut greeting) && pass(&mut preface);
     while good {
         let mut head = [0; 9];
         good = client.read_exact(&mut head).is_ok();

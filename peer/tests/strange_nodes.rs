@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::common::{self, GROUP, Stage, key, options};
+use crate::common::{self, GROUP, Stage, key, options, strangers};
 use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::partition::{Holders, Partition, Tag};
 use kvarts_contract::api::{Origins, Placed, ReadEnd, ReadRequest};
@@ -22,8 +22,7 @@ use proto::chain_request::Ask;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Pending;
-use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
-use tonic::metadata::MetadataValue;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Server};
 use tonic::{Code, Request, Response, Status, Streaming};
 
@@ -63,35 +62,20 @@ async fn nodes_beside(
     (stages.iter().zip(listeners).map(start).collect(), members)
 }
 
-/// What the stranger shows to a node: it knows the secret.
-fn shows<T>(message: T, to: NodeId) -> Request<T> {
-    let secret = blake3::derive_key("kvarts cluster secret, version 1", b"a secret of tests");
-    let mut proof = blake3::Hasher::new_keyed(&secret);
-    proof.update(b"node to node").update(STRANGER.as_bytes()).update(to.as_bytes());
-    let proof = proof.finalize().to_hex().to_string();
-    let mut request = Request::new(message);
-    let header = |text: String| MetadataValue::try_from(text).unwrap();
-    request.metadata_mut().insert("kvarts-node", header(STRANGER.to_string()));
-    request.metadata_mut().insert("kvarts-proof", header(proof));
-    request
-}
-
 async fn calls(members: &Members, to: NodeId) -> NodesClient<Channel> {
-    let address = &members.get(to).unwrap().address;
-    let channel = Channel::from_shared(format!("http://{address}")).unwrap();
-    NodesClient::new(channel.connect().await.unwrap())
+    let address = members.get(to).unwrap().address.clone();
+    strangers::calls(STRANGER, strangers::SECRET, (address, to)).await.unwrap()
 }
 
 /// One look-up, over a call of its own.
 async fn look_up(
     client: &mut NodesClient<Channel>,
-    to: NodeId,
     tags: bytes::Bytes,
 ) -> Result<proto::LocateReply, Status> {
     let asked = proto::LocateRequest { tags, ..proto::LocateRequest::default() };
     let (say, said) = mpsc::channel(1);
     say.send(asked).await.unwrap();
-    let mut answers = client.locate(shows(ReceiverStream::new(said), to)).await?.into_inner();
+    let mut answers = client.locate(ReceiverStream::new(said)).await?.into_inner();
     answers.message().await?.ok_or_else(|| Status::unavailable("no answer"))
 }
 
@@ -110,7 +94,7 @@ async fn announces(
 ) -> (mpsc::Sender<proto::FeedMessage>, Streaming<proto::FeedReply>) {
     let (say, said) = mpsc::channel(4);
     let mut client = calls(members, to).await;
-    let heard = client.feed(shows(ReceiverStream::new(said), to)).await.unwrap().into_inner();
+    let heard = client.feed(ReceiverStream::new(said)).await.unwrap().into_inner();
     for some in tags.chunks(1024) {
         let changes: Vec<u8> = some.iter().flat_map(|tag| tag.0.into_iter().chain([1])).collect();
         let message = proto::FeedMessage { changes: changes.into(), ..proto::FeedMessage::default() };
@@ -217,13 +201,13 @@ async fn a_stolen_a_forged_and_an_old_token_move_no_lease() {
     for ask in asks {
         // As another node it says nothing at all.
         let stolen = with(now.epoch, now.number, asking(owner.id(), ask));
-        let refused = stranger.chain(shows(stolen, holder.id())).await.unwrap_err();
+        let refused = stranger.chain(stolen).await.unwrap_err();
         assert_eq!(refused.code(), Code::PermissionDenied, "{ask:?}");
         for (epoch, number) in
             [(now.epoch, now.number), (old.epoch, old.number), (u64::MAX, u64::MAX), (now.epoch, u64::MAX)]
         {
             let own = with(epoch, number, asking(STRANGER, ask));
-            let reply = stranger.chain(shows(own, holder.id())).await.unwrap().into_inner();
+            let reply = stranger.chain(own).await.unwrap().into_inner();
             assert!(matches!(reply.what(), What::Owned | What::Stale), "{ask:?}: {reply:?}");
             assert_eq!(reply.replicas.len(), 0, "{ask:?}");
         }
@@ -256,7 +240,7 @@ async fn chains_that_a_member_claims_without_end_leave_room_for_those_of_others(
                 tag: chain.0.to_vec().into(),
                 ..proto::ChainRequest::default()
             };
-            let reply = client.chain(shows(asked, holder.id())).await.unwrap().into_inner();
+            let reply = client.chain(asked).await.unwrap().into_inner();
             full += u32::from(reply.what() == What::Full);
         }
     }
@@ -294,11 +278,10 @@ async fn calls_without_end_hold_up_nobody_else_and_leave_nothing() {
         let client = calls(&members, nodes[0].id()).await;
         for _ in 0..64 {
             let (mut client, tags, stopped) = (client.clone(), tags.clone(), stopped.clone());
-            let to = nodes[0].id();
             floods.push(tokio::spawn(async move {
                 let mut answered = 0;
                 while !*stopped.borrow() {
-                    answered += u32::from(look_up(&mut client, to, tags.clone()).await.is_ok());
+                    answered += u32::from(look_up(&mut client, tags.clone()).await.is_ok());
                 }
                 answered
             }));
@@ -324,9 +307,9 @@ async fn questions_that_are_none_end_their_call_and_no_other() {
     let to = nodes[0].id();
     let mut client = calls(&members, to).await;
     let (say, said) = mpsc::channel(4);
-    let mut good = client.locate(shows(ReceiverStream::new(said), to)).await.unwrap().into_inner();
+    let mut good = client.locate(ReceiverStream::new(said)).await.unwrap().into_inner();
     for wrong in [vec![1; 15], vec![1; 17], vec![1; (65_536 + 1) * 16]] {
-        let refused = look_up(&mut client, to, wrong.into()).await.unwrap_err();
+        let refused = look_up(&mut client, wrong.into()).await.unwrap_err();
         assert!(matches!(refused.code(), Code::InvalidArgument | Code::OutOfRange), "{refused}");
     }
     // Answers come in the order of questions, each with the number of its own.
@@ -349,7 +332,7 @@ async fn what_a_member_offers_is_bounded_and_of_a_model_that_was_shown() {
     let offer = |keys: Vec<u8>, namespace: Vec<u8>, chain: Vec<u8>| {
         let (namespace, keys, chain) = (namespace.into(), keys.into(), chain.into());
         let column = Some(kvarts_wire::convert::wire_column(GROUP, Coordinate::default()));
-        shows(proto::OfferRequest { namespace, column, keys, chain, ..Default::default() }, to)
+        proto::OfferRequest { namespace, column, keys, chain, ..Default::default() }
     };
     let namespace = a.namespace.as_bytes().to_vec();
     let keys: Vec<BlockKey> = (0..8).map(key).collect();
@@ -392,23 +375,46 @@ async fn who_is_no_member_is_refused_before_what_it_sends_is_taken() {
     let (_nobody, stranger) = nowhere().await;
     let (nodes, members) = nodes_beside(&[&a], stranger, |options| options).await;
     let to = nodes[0].id();
-    let mut client = calls(&members, to).await;
-    // A body that never comes.
+    let address = members.get(to).unwrap().address.clone();
+    // One that says nothing of itself, or not what a member knows, is not heard at all.
+    let silent = Channel::from_shared(format!("http://{address}")).unwrap().connect().await;
+    let heard = match silent {
+        Ok(channel) => NodesClient::new(channel).chain(proto::ChainRequest::default()).await.is_ok(),
+        Err(_) => false,
+    };
+    assert!(!heard);
+    let at = || (address.clone(), to);
+    assert!(strangers::calls(STRANGER, b"another secret", at()).await.is_err());
+    assert!(strangers::calls(STRANGER, strangers::SECRET, (address.clone(), STRANGER)).await.is_err());
+    // One that knows the secret and is no member: a body that never comes.
+    let other = StoreId(*b"was never member");
+    let mut client = strangers::calls(other, strangers::SECRET, at()).await.unwrap();
     let (_say, said) = mpsc::channel::<proto::FeedMessage>(1);
-    let refused = client.feed(Request::new(ReceiverStream::new(said))).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Unauthenticated);
-    // The proof for another node, and that of another secret.
-    for wrong in [shows(proto::ChainRequest::default(), STRANGER), {
-        let mut request = shows(proto::ChainRequest::default(), to);
-        request.metadata_mut().insert("kvarts-proof", MetadataValue::from_static("00"));
-        request
-    }] {
-        assert_eq!(client.chain(wrong).await.unwrap_err().code(), Code::Unauthenticated);
-    }
+    let refused = client.feed(ReceiverStream::new(said)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
     let (_say, said) = mpsc::channel::<proto::LocateRequest>(1);
-    let refused = client.locate(Request::new(ReceiverStream::new(said))).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Unauthenticated);
-    assert!(look_up(&mut client, to, bytes::Bytes::new()).await.is_ok());
+    let refused = client.locate(ReceiverStream::new(said)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied);
+    assert!(look_up(&mut calls(&members, to).await, bytes::Bytes::new()).await.is_ok());
+}
+
+#[tokio::test]
+async fn connections_that_show_nothing_keep_no_node_out() {
+    let a = Stage::new("crowd-a");
+    let (_nobody, stranger) = nowhere().await;
+    let (nodes, members) = nodes_beside(&[&a], stranger, |options| options).await;
+    let address = members.get(nodes[0].id()).unwrap().address.clone();
+    let mut crowd = Vec::new();
+    for _ in 0..300 {
+        crowd.push(tokio::net::TcpStream::connect(&address).await.unwrap());
+    }
+    assert!(look_up(&mut calls(&members, nodes[0].id()).await, bytes::Bytes::new()).await.is_ok());
+    // Those that came first have gone.
+    let mut first = crowd.swap_remove(0);
+    let (mut nonce, mut more) = ([0; 32], Vec::new());
+    tokio::io::AsyncReadExt::read_exact(&mut first, &mut nonce).await.unwrap();
+    let end = tokio::io::AsyncReadExt::read_to_end(&mut first, &mut more);
+    assert!(tokio::time::timeout(TIMEOUT, end).await.is_ok() && more.is_empty());
 }
 
 /// A holder of the directory that takes nothing until it is told to, and asks what it is told to ask.
@@ -477,7 +483,7 @@ async fn a_put_does_not_wait_for_a_holder_that_takes_questions_and_answers_none(
     let ((_take, takes), (_ask, asks)) = (watch::channel(true), mpsc::channel(4));
     let holder = Holder { takes, asks: Mutex::new(Some(asks)), heard: Arc::default() };
     let serving = Server::builder().add_service(NodesServer::new(holder));
-    tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+    tokio::spawn(serving.serve_with_incoming(strangers::called(STRANGER, listener)));
     let put = PutPolicy::Single(Duration::from_secs(60));
     let (nodes, _) = nodes_beside(&[&a], at, |options| NodeOptions { put, ..options }).await;
     let is_reached = || nodes[0].status().nodes.iter().all(|node| node.is_reachable);
@@ -506,7 +512,7 @@ async fn a_message_that_waits_for_its_holder_is_not_lost_when_the_holder_asks_fo
     // As little as possible is on its way.
     let server = Server::builder().initial_stream_window_size(1 << 10);
     let serving = { server }.add_service(NodesServer::new(holder));
-    tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+    tokio::spawn(serving.serve_with_incoming(strangers::called(STRANGER, listener)));
     let (nodes, members) = nodes_beside(&[&a], at, |options| options).await;
     let holders = Holders::of(&members);
     let held = |key: &BlockKey| holders.holder(tag(&a, key).partition()) == Some(STRANGER);

@@ -15,6 +15,7 @@ pub mod digest;
 pub mod etcd;
 pub mod fault;
 pub mod limits;
+pub mod lobby;
 pub mod local;
 pub mod plans;
 pub mod proto;

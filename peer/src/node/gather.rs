@@ -30,10 +30,6 @@ impl<S: AsyncWrite + Unpin> Gathered<S> {
         Self { stream, held: Vec::new(), written: 0, waited: false }
     }
 
-    pub(super) fn get_ref(&self) -> &S {
-        &self.stream
-    }
-
     /// Holds bytes if there is room.
     fn hold(&mut self, bytes: &[IoSlice<'_>]) -> Option<usize> {
         let len: usize = bytes.iter().map(|some| some.len()).sum();
@@ -178,11 +174,11 @@ mod tests {
         assert_eq!(write(&mut stream, b"message "), Poll::Ready(8));
         assert_eq!(write(&mut stream, b"end"), Poll::Ready(3));
         assert!(flush(&mut stream), "and only one");
-        assert_eq!(stream.get_ref().writes, [b"header message end".to_vec()]);
+        assert_eq!(stream.stream.writes, [b"header message end".to_vec()]);
         assert!(flush(&mut stream), "nothing is held");
         write(&mut stream, b"next").is_ready();
         assert!(!flush(&mut stream) && flush(&mut stream));
-        assert_eq!(stream.get_ref().writes.len(), 2);
+        assert_eq!(stream.stream.writes.len(), 2);
     }
 
     #[test]
@@ -190,8 +186,8 @@ mod tests {
         let mut stream = Gathered::new(Recorder::default());
         write(&mut stream, b"last words").is_ready();
         let ended = Pin::new(&mut stream).poll_shutdown(&mut Context::from_waker(Waker::noop()));
-        assert!(ended.is_ready() && stream.get_ref().is_shut);
-        assert_eq!(stream.get_ref().writes, [b"last words".to_vec()]);
+        assert!(ended.is_ready() && stream.stream.is_shut);
+        assert_eq!(stream.stream.writes, [b"last words".to_vec()]);
     }
 
     proptest! {
@@ -215,7 +211,7 @@ mod tests {
                 while flushes && !flush(&mut stream) {}
             }
             while !flush(&mut stream) {}
-            prop_assert_eq!(stream.get_ref().writes.concat(), said);
+            prop_assert_eq!(stream.stream.writes.concat(), said);
         }
     }
 }

@@ -20,8 +20,8 @@ use tonic::service::Interceptor;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::link::{NODE_HEADER, PROOF_HEADER};
 use super::locate::AT_ONCE;
+use super::network::{KEEP_ALIVE, KEEP_ALIVE_TIMEOUT};
 use super::stream::Shown;
 use super::wire::{self, CopyList};
 use super::{ClusterNode, MESSAGE_BYTES_MAX, VERSION, incoming};
@@ -53,9 +53,15 @@ pub(super) struct Asking {
 /// Serves other nodes until the task is ended.
 pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let (stopped, credentials) = (node.stopped(), node.options.credentials.clone());
-    let server = Server::builder().max_concurrent_streams(Some(CALLS_MAX)).tcp_nodelay(true);
+    // A node that vanished without a word leaves its place.
+    let server = Server::builder()
+        .max_concurrent_streams(Some(CALLS_MAX))
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
+        .tcp_nodelay(true);
+    let greeting = node.greeting();
     let server = { server }.add_service(service(node));
-    let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials);
+    let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials, greeting);
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
         tracing::error!(%error, "other nodes are served no more");
     }
@@ -91,26 +97,21 @@ fn service(node: Arc<ClusterNode>) -> InterceptedService<NodesServer<Holder>, Do
 }
 
 impl ClusterNode {
-    /// Answers a call of another node that came without a connection of the machine's network.
-    pub async fn answer(self: Arc<Self>, call: http::Request<Body>) -> http::Response<Body> {
+    /// Answers a call of the node `from` that came without a connection of the machine's network.
+    pub async fn answer(
+        self: Arc<Self>,
+        from: NodeId,
+        mut call: http::Request<Body>,
+    ) -> http::Response<Body> {
+        call.extensions_mut().insert(Shown(from));
         let Ok(answer) = service(self).call(call).await;
         answer.map(Body::new)
     }
 
-    /// The member that calls, if it shows that it is one.
+    /// The member that calls: a node that is none is known by the secret alone.
     fn caller(&self, request: &Request<()>) -> Result<NodeId, Status> {
-        let header = |name| request.metadata().get(name).and_then(|value| value.to_str().ok());
-        let from: Option<NodeId> = header(NODE_HEADER).and_then(|text| text.parse().ok());
-        let proven = from
-            .zip(header(PROOF_HEADER))
-            .filter(|(from, proof)| self.options.secret.proves(proof, *from, self.me));
-        let (from, _) = proven.ok_or_else(|| {
-            Status::unauthenticated("this is no node of the cluster: its secret is another one")
-        })?;
         let shown = request.extensions().get::<Shown>();
-        if self.options.credentials.is_some() && !shown.is_some_and(|shown| shown.names(from)) {
-            return Err(Status::permission_denied("its certificate names another node"));
-        }
+        let Shown(from) = *shown.ok_or_else(|| Status::unauthenticated("it has not shown who it is"))?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
             _ => Err(Status::permission_denied(format!("{from} is none of the other members"))),

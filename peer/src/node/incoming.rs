@@ -15,8 +15,10 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::Connected;
 
 use super::gather::Gathered;
+use super::greeting::Greeting;
 use super::stream::{self, Both, Shown};
 use crate::credentials::Credentials;
+use kvarts_wire::lobby::Lobby;
 
 /// The pause after a connection that could not be taken: one that lacks a descriptor is not asked for again and again.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -24,39 +26,56 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How long the other side may take to show who it is.
 const GREETING: Duration = Duration::from_secs(5);
 
-/// A connection, and its place among all.
+/// Connections whose other side has not shown who it is. Where there are as many, the oldest has to go.
+const UNPROVEN_MAX: usize = 256;
+
+/// A connection of a node, and its place among all.
 pub(super) struct Placed {
     stream: Gathered<Both>,
+    shown: Shown,
     _place: OwnedSemaphorePermit,
 }
 
-/// Connections as they come; when there are as many as there may be, the next is taken when one has ended. With credentials only
-/// those come that have shown a certificate of the authority, each greeted beside the others.
+/// Connections of nodes that have shown who they are, as they come, each greeted beside the others; where there are as many as there may
+/// be, the next is refused.
 pub(super) fn limited(
     listener: TcpListener,
     most: usize,
     credentials: Option<Arc<Credentials>>,
+    greeting: Greeting,
 ) -> impl Stream<Item = io::Result<Placed>> {
     let places = Arc::new(Semaphore::new(most));
     let (to, come) = mpsc::channel(1);
     let accepting = async move {
-        while let Ok(place) = Arc::clone(&places).acquire_owned().await {
-            let stream = loop {
-                match listener.accept().await {
-                    Ok((stream, _)) => break stream,
-                    Err(_) => tokio::time::sleep(PAUSE).await,
+        let unproven = Lobby::new(UNPROVEN_MAX);
+        loop {
+            let (stream, from) = match listener.accept().await {
+                Ok(accepted) => accepted,
+                Err(_) => {
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
                 }
             };
-            let (to, credentials) = (to.clone(), credentials.clone());
+            let guest = unproven.enter();
+            let (to, credentials, greeting) = (to.clone(), credentials.clone(), greeting.clone());
+            let places = Arc::clone(&places);
             tokio::spawn(async move {
-                match tokio::time::timeout(GREETING, stream::accept(stream, credentials.as_deref())).await {
-                    // Where the channel is closed, the server has ended.
-                    Ok(Ok(stream)) => {
+                let shows = stream::accept(stream, (credentials.as_deref(), &greeting));
+                let shown = guest.unless_lost(tokio::time::timeout(GREETING, shows)).await;
+                drop(guest);
+                let refuse = |reason: &dyn std::fmt::Display| {
+                    tracing::warn!(%from, %reason, "a connection of a node was refused");
+                };
+                match (shown, places.try_acquire_owned()) {
+                    (Some(Ok(Ok((stream, shown)))), Ok(place)) => {
                         let stream = Gathered::new(stream);
-                        drop(to.send(Ok(Placed { stream, _place: place })).await);
+                        // Where the channel is closed, the server has ended.
+                        drop(to.send(Ok(Placed { stream, shown, _place: place })).await);
                     }
-                    Ok(Err(error)) => tracing::warn!(reason = %error, "a connection of a node was refused"),
-                    Err(_) => tracing::warn!("a connection was refused that did not show who it is in time"),
+                    (Some(Ok(Err(error))), _) => refuse(&error),
+                    (Some(Ok(Ok(_))), Err(_)) => refuse(&"there are as many as may be"),
+                    (Some(Err(_)), _) => refuse(&"it did not show who it is in time"),
+                    (None, _) => refuse(&"many connect that do not show who they are"),
                 }
             });
         }
@@ -76,7 +95,7 @@ impl Connected for Placed {
     type ConnectInfo = Shown;
 
     fn connect_info(&self) -> Shown {
-        self.stream.get_ref().shown()
+        self.shown
     }
 }
 

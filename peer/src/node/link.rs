@@ -10,10 +10,8 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::nodes_client::NodesClient;
 use tokio::sync::{Notify, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::metadata::{Ascii, MetadataValue};
 use tonic::{Request, Status};
 
-use super::Secret;
 use super::network::{Calls, Footing};
 use super::questions::Questions;
 use crate::read::{Runner, in_time};
@@ -21,18 +19,12 @@ use crate::read::{Runner, in_time};
 /// Look-ups that wait to be sent.
 const WAITING: usize = 32;
 
-/// The header that names the node that calls.
-pub(super) const NODE_HEADER: &str = "kvarts-node";
-/// The header that shows that it knows the cluster's secret.
-pub(super) const PROOF_HEADER: &str = "kvarts-proof";
-
 /// One other node, as this node sees it.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) member: Member,
     client: NodesClient<Calls>,
     runner: Arc<dyn Runner>,
-    headers: [MetadataValue<Ascii>; 2],
     questions: Arc<Questions>,
     /// Wakes the task that sends it this node's changes.
     pub(super) news: Notify,
@@ -54,22 +46,14 @@ pub(super) struct State {
 
 impl Link {
     /// Connects when it is first used.
-    pub(super) fn new(
-        me: NodeId,
-        member: Member,
-        secret: &Secret,
-        footing: &Footing,
-    ) -> Result<Arc<Self>, String> {
+    pub(super) fn new(member: Member, footing: &Footing) -> Result<Arc<Self>, String> {
         let client = NodesClient::new(footing.network.calls(&member)?);
         let client = client.max_decoding_message_size(super::MESSAGE_BYTES_MAX);
         let runner = Arc::clone(&footing.runner);
-        let header = |text: String| text.parse().map_err(|_| "a header that is none".to_owned());
-        let headers = [header(me.to_string())?, header(secret.proof(me, member.id))?];
         Ok(Arc::new(Self {
             member,
             client,
             runner,
-            headers,
             questions: Arc::default(),
             news: Notify::new(),
             told: tokio::sync::Mutex::default(),
@@ -90,27 +74,19 @@ impl Link {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
-    fn request<T>(&self, message: T) -> Request<T> {
-        let mut request = Request::new(message);
-        let [node, proof] = &self.headers;
-        request.metadata_mut().insert(NODE_HEADER, node.clone());
-        request.metadata_mut().insert(PROOF_HEADER, proof.clone());
-        request
-    }
-
     pub(super) async fn join(
         &self,
         wire: proto::JoinRequest,
         timeout: Duration,
     ) -> Result<proto::JoinReply, Status> {
-        Ok(self.in_time(timeout, self.client.clone().join(self.request(wire))).await?.into_inner())
+        Ok(self.in_time(timeout, self.client.clone().join(Request::new(wire))).await?.into_inner())
     }
 
     pub(super) async fn feed(
         &self,
         messages: impl tokio_stream::Stream<Item = proto::FeedMessage> + Send + 'static,
     ) -> Result<tonic::Streaming<proto::FeedReply>, Status> {
-        Ok(self.client.clone().feed(self.request(messages)).await?.into_inner())
+        Ok(self.client.clone().feed(Request::new(messages)).await?.into_inner())
     }
 
     pub(super) async fn locate(
@@ -126,7 +102,7 @@ impl Link {
     /// Begins the call over which look-ups go; it ends with its connection, or when no question can come any more.
     fn look_ups(&self) -> mpsc::Sender<proto::LocateRequest> {
         let (to, questions) = mpsc::channel(WAITING);
-        let (mut client, request) = (self.client.clone(), self.request(ReceiverStream::new(questions)));
+        let (mut client, request) = (self.client.clone(), Request::new(ReceiverStream::new(questions)));
         let (asked, of) = (Arc::downgrade(&self.questions), to.downgrade());
         self.runner.spawn(Box::pin(async move {
             if let Ok(reply) = client.locate(request).await {
@@ -148,7 +124,7 @@ impl Link {
         wire: proto::OfferRequest,
         timeout: Duration,
     ) -> Result<proto::OfferReply, Status> {
-        Ok(self.in_time(timeout, self.client.clone().offer(self.request(wire))).await?.into_inner())
+        Ok(self.in_time(timeout, self.client.clone().offer(Request::new(wire))).await?.into_inner())
     }
 
     pub(super) async fn chain(
@@ -156,7 +132,7 @@ impl Link {
         wire: proto::ChainRequest,
         timeout: Duration,
     ) -> Result<proto::ChainReply, Status> {
-        Ok(self.in_time(timeout, self.client.clone().chain(self.request(wire))).await?.into_inner())
+        Ok(self.in_time(timeout, self.client.clone().chain(Request::new(wire))).await?.into_inner())
     }
 
     pub(super) async fn deletes(
@@ -164,7 +140,7 @@ impl Link {
         wire: proto::DeletesRequest,
         timeout: Duration,
     ) -> Result<proto::DeletesReply, Status> {
-        Ok(self.in_time(timeout, self.client.clone().deletes(self.request(wire))).await?.into_inner())
+        Ok(self.in_time(timeout, self.client.clone().deletes(Request::new(wire))).await?.into_inner())
     }
 
     async fn in_time<T>(

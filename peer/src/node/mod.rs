@@ -8,6 +8,7 @@ mod deletes;
 mod feeder;
 mod following;
 mod gather;
+mod greeting;
 mod holder;
 mod incoming;
 mod link;
@@ -61,6 +62,7 @@ use crate::lane::{self, LaneServer, Machine, ServeLimits};
 use crate::read::{NodePaths, OnTokio, PIECE_BYTES_LEAST, Task, sleep};
 use deletes::Deletes;
 use feeder::Feeder;
+pub use greeting::Greeting;
 use holder::Asking;
 use link::Link;
 use network::OfTheMachine;
@@ -71,7 +73,7 @@ use reading::Lanes;
 use warm::Warm;
 
 /// The version of what nodes say to each other.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Bytes of one message between nodes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
 
@@ -88,23 +90,6 @@ impl Secret {
     /// The secret for other uses: nothing about this one can be found from it.
     pub fn for_use(&self, context: &str) -> [u8; 32] {
         blake3::Hasher::new_derive_key(context).update(&self.0).finalize().into()
-    }
-
-    /// Shows one node that another one knows the secret; of no use with a third.
-    fn proof(&self, from: NodeId, to: NodeId) -> String {
-        let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        hasher.update(b"node to node").update(from.as_bytes()).update(to.as_bytes());
-        hasher.finalize().to_hex().to_string()
-    }
-
-    /// Whether this is the proof, compared in constant time.
-    fn proves(&self, proof: &str, from: NodeId, to: NodeId) -> bool {
-        let (Ok(shown), Ok(right)) =
-            (blake3::Hash::from_hex(proof), blake3::Hash::from_hex(self.proof(from, to)))
-        else {
-            return false;
-        };
-        shown == right
     }
 }
 
@@ -182,17 +167,25 @@ pub struct ClusterNode {
 }
 
 impl ClusterNode {
+    /// What this node says on its connections.
+    fn greeting(&self) -> Greeting {
+        let (secret, entropy) = (self.options.secret.clone(), Arc::clone(&self.footing.entropy));
+        Greeting { secret, me: self.me, entropy }
+    }
+
     /// Begins to serve other nodes and to tell them what this one has. On a tokio runtime.
     pub fn start(store: Store, listener: TcpListener, options: NodeOptions) -> Result<Arc<Self>, String> {
         let told = |error: std::io::Error| format!("connections that carry bytes: {error}");
         let host = listener.local_addr().map_err(told)?.ip();
         let at = std::net::TcpListener::bind((host, 0)).map_err(told)?;
         let runner = OnTokio::new(Arc::clone(store.clock()), tokio::runtime::Handle::current());
+        let (secret, me) = (options.secret.clone(), store.stats().store);
+        let greeting = Greeting { secret, me, entropy: OsEntropy::new() };
         let footing = Footing {
             runner: Arc::new(runner),
             host: Arc::new(Machine),
             entropy: OsEntropy::new(),
-            network: Arc::new(OfTheMachine { credentials: options.credentials.clone() }),
+            network: Arc::new(OfTheMachine { credentials: options.credentials.clone(), greeting }),
             least_piece: PIECE_BYTES_LEAST,
         };
         let serving = |served: Store, member, limits| LaneServer::start(Arc::new(served), at, member, limits);
@@ -344,7 +337,7 @@ impl ClusterNode {
         }
         self.has_me(members)?;
         for member in members.list().iter().filter(|member| member.id != self.me) {
-            Link::new(self.me, member.clone(), &self.options.secret, &self.footing)?;
+            Link::new(member.clone(), &self.footing)?;
         }
         Ok(())
     }
@@ -367,10 +360,9 @@ impl ClusterNode {
             self.close_lane(node);
             self.feeder.disconnect(node);
         });
-        let secret = &self.options.secret;
         for member in members.list().iter().filter(|member| member.id != self.me) {
             if let std::collections::btree_map::Entry::Vacant(vacant) = links.entry(member.id) {
-                let link = Link::new(self.me, member.clone(), secret, &self.footing)?;
+                let link = Link::new(member.clone(), &self.footing)?;
                 vacant.insert(Arc::clone(&link));
                 self.spawn(feeder::send(Arc::clone(self), link));
             }

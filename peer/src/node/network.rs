@@ -14,6 +14,7 @@ use tonic::codegen::{BoxFuture, Service, StdError, http};
 use tonic::transport::{Channel, Endpoint};
 
 use super::gather::Gathered;
+use super::greeting::Greeting;
 use super::stream;
 use crate::credentials::Credentials;
 use crate::lane::Host;
@@ -22,8 +23,8 @@ use crate::read::Runner;
 /// How long a connection may take to be made.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a connection that nothing is said on is tried, and how long the answer may take.
-const KEEP_ALIVE: Duration = Duration::from_secs(5);
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(5);
+pub(super) const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What takes the calls to one other node.
 pub trait Called: Send + Sync {
@@ -97,6 +98,8 @@ pub struct Footing {
 pub(super) struct OfTheMachine {
     /// With a certificate of this node every call is encrypted.
     pub(super) credentials: Option<Arc<Credentials>>,
+    /// What is said first on each connection.
+    pub(super) greeting: Greeting,
 }
 
 impl Network for OfTheMachine {
@@ -108,11 +111,18 @@ impl Network for OfTheMachine {
             .http2_keep_alive_interval(KEEP_ALIVE)
             .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
             .keep_alive_while_idle(true);
-        let (address, peer, credentials) = (member.address.clone(), member.id, self.credentials.clone());
+        let (address, peer) = (member.address.clone(), member.id);
+        let (credentials, greeting) = (self.credentials.clone(), self.greeting.clone());
         let connector = tower::service_fn(move |_| {
-            let (address, credentials) = (address.clone(), credentials.clone());
+            let (address, credentials, greeting) = (address.clone(), credentials.clone(), greeting.clone());
             async move {
-                let stream = stream::connect(&address, peer, credentials.as_deref()).await?;
+                // A task of its own: the call that wanted the connection may be given up before the first words are said, and nothing would
+                // go on with them until the next one.
+                let connecting = tokio::spawn(async move {
+                    let connecting = stream::connect(&address, peer, (credentials.as_deref(), &greeting));
+                    tokio::time::timeout(CONNECT_TIMEOUT, connecting).await
+                });
+                let stream = connecting.await.map_err(std::io::Error::other)???;
                 Ok::<_, std::io::Error>(TokioIo::new(Gathered::new(stream)))
             }
         });

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use kvarts_cluster::members::NodeId;
@@ -11,6 +10,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::rustls::{CommonState, pki_types::CertificateDer};
 use tokio_rustls::{TlsAcceptor, TlsConnector, TlsStream};
 
+use super::greeting::Greeting;
 use crate::credentials::{self, Credentials, Purpose};
 
 /// A connection.
@@ -20,25 +20,18 @@ pub(super) enum Both {
     Secured(Box<TlsStream<TcpStream>>),
 }
 
-/// Who is at the other end of a connection, as far as a certificate shows it.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Shown(Option<Arc<CertificateDer<'static>>>);
-
-impl Shown {
-    /// Whether a certificate was shown that names this node.
-    pub(super) fn names(&self, node: NodeId) -> bool {
-        self.0.as_ref().is_some_and(|certificate| credentials::names(certificate, node))
-    }
-}
+/// Who is at the other end of a connection: it has shown that it knows the cluster's secret, and its certificate where there are any.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shown(pub(super) NodeId);
 
 /// What went wrong with TLS, in an operator's words before the library's.
 fn told(error: io::Error) -> io::Error {
     let tls = error.get_ref().and_then(|inner| inner.downcast_ref::<tokio_rustls::rustls::Error>());
     match tls {
         Some(tls) => io::Error::other(format!("{} ({tls})", credentials::told(tls))),
-        None if error.kind() == io::ErrorKind::UnexpectedEof => {
-            io::Error::other("it ends the connection: it does not speak TLS, or refuses this node")
-        }
+        None if error.kind() == io::ErrorKind::UnexpectedEof => io::Error::other(
+            "it ends the connection: it refuses this node, or one of both has no certificate",
+        ),
         None => error,
     }
 }
@@ -47,34 +40,52 @@ fn told(error: io::Error) -> io::Error {
 pub(super) async fn connect(
     address: &str,
     peer: NodeId,
-    credentials: Option<&Credentials>,
+    (credentials, greeting): (Option<&Credentials>, &Greeting),
 ) -> io::Result<Both> {
     let stream = TcpStream::connect(address).await?;
     // Without it messages wait for each other; a connection that cannot have it works all the same.
     let _ = stream.set_nodelay(true);
-    let Some(credentials) = credentials else { return Ok(Both::Plain(stream)) };
-    let name = credentials::server_name(peer).ok_or(io::ErrorKind::InvalidInput)?;
-    let connector = TlsConnector::from(credentials.client(Purpose::Calls));
-    let stream = connector.connect(name, stream).await.map_err(told)?;
-    Ok(Both::Secured(Box::new(stream.into())))
+    let mut stream = match credentials {
+        None => Both::Plain(stream),
+        Some(credentials) => {
+            let name = credentials::server_name(peer).ok_or(io::ErrorKind::InvalidInput)?;
+            let connector = TlsConnector::from(credentials.client(Purpose::Calls));
+            let stream = connector.connect(name, stream).await.map_err(told)?;
+            Both::Secured(Box::new(stream.into()))
+        }
+    };
+    greeting.call(&mut stream, peer).await.map_err(told)?;
+    Ok(stream)
 }
 
-/// Takes the connection of the caller at the other end of `stream`.
-pub(super) async fn accept(stream: TcpStream, credentials: Option<&Credentials>) -> io::Result<Both> {
+/// Takes the connection of the caller at the other end of `stream`, and says who that is.
+pub(super) async fn accept(
+    stream: TcpStream,
+    (credentials, greeting): (Option<&Credentials>, &Greeting),
+) -> io::Result<(Both, Shown)> {
     let _ = stream.set_nodelay(true);
-    let Some(credentials) = credentials else { return Ok(Both::Plain(stream)) };
-    let acceptor = TlsAcceptor::from(credentials.server(Purpose::Calls));
-    let stream = acceptor.accept(stream).await.map_err(told)?;
-    Ok(Both::Secured(Box::new(stream.into())))
+    let mut stream = match credentials {
+        None => Both::Plain(stream),
+        Some(credentials) => {
+            let acceptor = TlsAcceptor::from(credentials.server(Purpose::Calls));
+            Both::Secured(Box::new(acceptor.accept(stream).await.map_err(told)?.into()))
+        }
+    };
+    let certificate = stream.certificate();
+    let is_known = |from| match credentials {
+        None => true,
+        Some(_) => certificate.is_some_and(|certificate| credentials::names(&certificate, from)),
+    };
+    let from = greeting.answer(&mut stream, is_known).await.map_err(told)?;
+    Ok((stream, Shown(from)))
 }
 
 impl Both {
-    /// Who is at the other end.
-    pub(super) fn shown(&self) -> Shown {
-        let Self::Secured(stream) = self else { return Shown::default() };
+    /// The certificate that the other end has shown.
+    fn certificate(&self) -> Option<CertificateDer<'static>> {
+        let Self::Secured(stream) = self else { return None };
         let state: &CommonState = stream.get_ref().1;
-        let certificate = state.peer_certificates().and_then(|chain| chain.first());
-        Shown(certificate.map(|certificate| Arc::new(certificate.clone().into_owned())))
+        state.peer_certificates()?.first().map(|certificate| certificate.clone().into_owned())
     }
 }
 

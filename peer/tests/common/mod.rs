@@ -7,6 +7,7 @@
 )]
 
 pub mod certificates;
+pub mod strangers;
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -40,11 +40,12 @@ impl Called for Caller {
             let pass = |this| Arc::clone(&net).pass(this, way, connection);
             pass(way).await.map_err(|()| broken())?;
             let node = net.node(way.1).ok_or_else(|| Status::unavailable("no node answers there"))?;
+            let from = net.node(way.0).ok_or_else(broken)?.id();
             let (head, body) = request.into_parts();
             let what = head.uri.path().len() as u64;
             net.note("call", way, &[what]);
             let body = Body::new(Passing::new(&net, way, way, body));
-            let answer = node.answer(http::Request::from_parts(head, body)).await;
+            let answer = node.answer(from, http::Request::from_parts(head, body)).await;
             pass(back).await.map_err(|()| broken())?;
             net.note("answer", back, &[what]);
             let (head, body) = answer.into_parts();

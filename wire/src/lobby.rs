@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 
 /// Places for connections.
 #[derive(Clone, Debug)]
-pub(crate) struct Lobby(Arc<Places>);
+pub struct Lobby(Arc<Places>);
 
 #[derive(Debug)]
 struct Places {
@@ -25,7 +25,7 @@ struct Taken {
 
 /// A place, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Guest {
+pub struct Guest {
     lobby: Lobby,
     number: u64,
     lost: Arc<Notify>,
@@ -33,7 +33,7 @@ pub(crate) struct Guest {
 
 impl Lobby {
     /// This number of places, one at least.
-    pub(crate) fn new(most: usize) -> Self {
+    pub fn new(most: usize) -> Self {
         Self(Arc::new(Places { most: most.max(1), taken: Mutex::default() }))
     }
 
@@ -42,7 +42,7 @@ impl Lobby {
     }
 
     /// A place: one that is free, or that of whom has had one for longest.
-    pub(crate) fn enter(&self) -> Guest {
+    pub fn enter(&self) -> Guest {
         let lost = Arc::new(Notify::new());
         let mut taken = self.lock();
         if taken.guests.len() >= self.0.most
@@ -60,7 +60,7 @@ impl Lobby {
 
 impl Guest {
     /// What `work` gives, or nothing if another got the place before.
-    pub(crate) async fn unless_lost<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+    pub async fn unless_lost<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             done = work => Some(done),
             () = self.lost.notified() => None,
