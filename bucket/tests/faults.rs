@@ -274,7 +274,7 @@ fn a_listing_that_goes_wrong_or_is_old_takes_nothing_and_reports_no_damage() {
 fn a_bucket_that_is_not_there_is_not_an_empty_one() {
     let Some(server) = s3::Server::start() else { return };
     let gone: Arc<dyn Bucket> = Arc::new(bucket(server.port, "never-made", "tier"));
-    let limits = Limits { failures_before_pause: 8, ..limits() };
+    let limits = Limits { failures_before_pause: 8, silence_before_pause: Duration::ZERO, ..limits() };
     let tier = Tier::new(Access::new(gone, Arc::new(TokioTime::start()), limits, 1), TierOptions::default());
     runtime().block_on(async {
         let is_said =
@@ -284,7 +284,7 @@ fn a_bucket_that_is_not_there_is_not_an_empty_one() {
         is_said(push(&tier, 1).await.unwrap_err());
         is_said(withdraw(&tier, namespace_id("r1"), &[Deleted::Namespace]).await.unwrap_err());
         for _ in 0..8 {
-            let _ = tier.read_manifest(namespace_id("r1")).await.unwrap_err();
+            is_said(tier.read_manifest(namespace_id("r1")).await.unwrap_err());
         }
         assert!(tier.access().is_paused(), "it is asked again and again");
     });

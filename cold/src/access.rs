@@ -1,5 +1,6 @@
 //! Every request to the bucket goes through here: it is counted against the budgets of the day, repeated a few times where
-//! that can help, and not made at all for a while after an outage.
+//! that can help, and hardly made while the bucket answers nothing useful (`outage`). A bucket that asks for fewer requests is in no outage: half as
+//! many ranges are read at once (`turns`). Manifests are asked for and changed all the same, so that deletes go on.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,9 +12,11 @@ use futures_util::future::{Either, select};
 use crate::bucket::{Bucket, Condition, Facts, Listed, Tag};
 use crate::error::ColdError;
 use crate::fault::Fault;
-use crate::format::names::{INDEXES, PACKS};
+use crate::format::names::{INDEXES, MANIFESTS, PACKS};
+use crate::outage::{Bounds, Outage};
 use crate::places::Places;
 use crate::time::{BoxFuture, Time};
+use crate::turns::{Turn, Turns};
 
 const DAY_MS: u64 = 86_400_000;
 /// This part of each budget is not for blocks: when those have spent the rest, manifests can still be changed, so that deletes reach the
@@ -28,6 +31,8 @@ struct Takes {
     read: Option<u64>,
     /// It is about a pack or an index, so part of each budget is not for it.
     is_for_blocks: bool,
+    /// It has a turn of those that ranges have.
+    has_turn: bool,
 }
 
 /// How much may be asked of a bucket.
@@ -49,9 +54,14 @@ pub struct Limits {
     pub patience: Duration,
     /// The slowest rate that is put up with, in bytes a second.
     pub slowest_rate: u64,
-    /// After this number of failures in a row the bucket is left alone...
+    /// Ranges of packs that are read at once. More at once come later each: what is stored, and given to reads, while the rest is on its way
+    /// becomes less.
+    pub ranges_at_once: usize,
+    /// After this number of failures...
     pub failures_before_pause: u32,
-    /// ...for this long.
+    /// ...over this time without any useful answer the bucket is left alone.
+    pub silence_before_pause: Duration,
+    /// While it is, one request is let through at least this often.
     pub pause: Duration,
 }
 
@@ -66,7 +76,9 @@ impl Default for Limits {
             longest_wait: Duration::from_secs(10),
             patience: Duration::from_secs(10),
             slowest_rate: 1 << 20,
+            ranges_at_once: 16,
             failures_before_pause: 8,
+            silence_before_pause: Duration::from_secs(3),
             pause: Duration::from_secs(30),
         }
     }
@@ -94,8 +106,9 @@ struct State {
     day: u64,
     today: Spent,
     total: Spent,
-    failures_in_a_row: u32,
-    paused_until: Duration,
+    outage: Outage,
+    /// The bucket asked for no request for blocks before.
+    not_before: Duration,
     random: u64,
 }
 
@@ -105,6 +118,7 @@ pub struct Access {
     time: Arc<dyn Time>,
     limits: Limits,
     state: Mutex<State>,
+    turns: Turns,
 }
 
 impl Takes {
@@ -128,7 +142,23 @@ impl Access {
     /// A way to `bucket`. The seed spreads the waits of several nodes.
     pub fn new(bucket: Arc<dyn Bucket>, time: Arc<dyn Time>, limits: Limits, seed: u64) -> Self {
         let state = State { random: seed, ..State::default() };
-        Self { bucket, time, limits, state: Mutex::new(state) }
+        let turns = Turns::new(limits.ranges_at_once);
+        Self { bucket, time, limits, state: Mutex::new(state), turns }
+    }
+
+    /// A turn to read a range, until it is dropped.
+    pub(crate) async fn turn(&self) -> Turn<'_> {
+        self.turns.take().await
+    }
+
+    /// Ranges of packs that may be read at once now.
+    pub fn ranges_at_once(&self) -> usize {
+        self.turns.allowed()
+    }
+
+    fn bounds(&self) -> Bounds {
+        let Limits { failures_before_pause, silence_before_pause, pause, .. } = self.limits;
+        Bounds { failures: failures_before_pause, time: silence_before_pause, pause }
     }
 
     /// Its clocks.
@@ -170,7 +200,7 @@ impl Access {
 
     /// Whether the bucket is left alone now.
     pub fn is_paused(&self) -> bool {
-        self.time.now() < self.lock().paused_until
+        self.lock().outage.is_on()
     }
 
     /// Bytes of packs that may still be read today; none while the bucket is left alone or no request is left.
@@ -186,7 +216,7 @@ impl Access {
     fn take(&self, takes: Takes, is_retry: bool) -> Result<(), ColdError> {
         let (now, day) = (self.time.now(), self.time.wall_ms() / DAY_MS);
         let mut state = self.lock();
-        if now < state.paused_until {
+        if takes.is_for_blocks && !state.outage.lets_through(now, self.bounds()) {
             return Err(ColdError::Paused);
         }
         if state.day != day {
@@ -235,21 +265,41 @@ impl Access {
         may
     }
 
-    fn answered(&self, outcome: Option<&Fault>) {
+    /// Notes what came of a request that was made at `begun`.
+    fn answered(&self, outcome: Option<&Fault>, begun: Duration, takes: Takes) {
         let now = self.time.now();
         let mut state = self.lock();
-        match outcome {
-            Some(fault) if fault.is_passing() || matches!(fault, Fault::Denied(_) | Fault::NoBucket) => {
-                state.total.failures += 1;
-                state.today.failures += 1;
-                state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
-                if state.failures_in_a_row >= self.limits.failures_before_pause {
-                    state.paused_until = now.saturating_add(self.limits.pause);
-                    // One failure after the pause is enough for the next one.
-                    state.failures_in_a_row = self.limits.failures_before_pause.saturating_sub(1);
-                }
+        let is_failure =
+            |fault: &Fault| fault.is_passing() || matches!(fault, Fault::Denied(_) | Fault::NoBucket);
+        if !outcome.is_some_and(is_failure) {
+            state.outage.ends();
+            if takes.has_turn {
+                self.turns.grow();
             }
-            _ => state.failures_in_a_row = 0,
+            return;
+        }
+        state.total.failures += 1;
+        state.today.failures += 1;
+        let Some(Fault::Busy(asked)) = outcome else { return state.outage.failed(now, self.bounds()) };
+        let wait = asked.unwrap_or_default().min(self.limits.longest_wait);
+        state.not_before = state.not_before.max(now.saturating_add(wait));
+        // Requests that were made at once are one sign of trouble.
+        if self.turns.halve(begun, now) {
+            state.outage.failed(now, self.bounds());
+        }
+    }
+
+    fn is_time_to_look(&self) -> bool {
+        let now = self.time.now();
+        let mut state = self.lock();
+        state.outage.is_on() && state.outage.lets_through(now, self.bounds())
+    }
+
+    /// Whether a bucket that is left alone answers again, if it is time to look.
+    pub async fn look(&self) {
+        if self.is_time_to_look() {
+            // What came of it is noted.
+            let _ = self.list(MANIFESTS, None, 1).await;
         }
     }
 
@@ -284,22 +334,38 @@ impl Access {
         let patience = self.limits.patience.saturating_add(long);
         let mut attempt = 0;
         loop {
+            self.wait_as_asked(takes).await;
             self.take(takes, attempt > 0)?;
+            let begun = self.time.now();
             let outcome = match select(ask(), self.time.sleep(patience)).await {
                 Either::Left((outcome, _)) => outcome,
                 Either::Right(_) => Err(Fault::Unreachable("no answer in time".to_owned())),
             };
-            self.answered(outcome.as_ref().err());
+            self.answered(outcome.as_ref().err(), begun, takes);
             let fault = match outcome {
                 Ok(value) => return Ok(value),
                 Err(fault) => fault,
             };
             attempt += 1;
-            if !fault.is_passing() || attempt >= self.limits.attempts {
+            // While the bucket is left alone one attempt tells as much as several.
+            if !fault.is_passing() || attempt >= self.limits.attempts || self.is_paused() {
                 return Err(ColdError::Bucket(name.to_owned(), fault));
             }
             let asked = if let Fault::Busy(asked) = fault { asked } else { None };
-            self.time.sleep(self.wait(attempt - 1, asked)).await;
+            let wait = self.time.sleep(self.wait(attempt - 1, asked));
+            if takes.has_turn {
+                self.turns.step_aside(wait).await;
+            } else {
+                wait.await;
+            }
+        }
+    }
+
+    /// Waits as long as the bucket asked for no requests, with one for blocks.
+    async fn wait_as_asked(&self, takes: Takes) {
+        let left = self.lock().not_before.saturating_sub(self.time.now());
+        if takes.is_for_blocks && !left.is_zero() {
+            self.time.sleep(left).await;
         }
     }
 
@@ -319,7 +385,7 @@ impl Access {
         })
     }
 
-    /// As [`Bucket::get_range`].
+    /// As [`Bucket::get_range`], for who has a [turn](Self::turn).
     pub async fn get_range(&self, name: &str, range: Range<u64>, into: &Places) -> Result<(), ColdError> {
         let wanted = range.end.saturating_sub(range.start);
         let ask = || -> BoxFuture<'_, Result<(), Fault>> {
@@ -329,7 +395,7 @@ impl Access {
                 if came == wanted { Ok(()) } else { Err(Fault::Length) }
             })
         };
-        let takes = Takes { read: Some(wanted), ..Takes::about(name) };
+        let takes = Takes { read: Some(wanted), has_turn: true, ..Takes::about(name) };
         self.asked(name, takes, ask).await
     }
 

@@ -10,7 +10,8 @@
 //!
 //! Which file answers what:
 //! - [`mod@format`]: the bytes in a bucket, pure;
-//! - [`bucket`], [`time`]: the seams; [`places`]: memory that a range goes to; [`access`]: retries, budgets, the pause after an outage;
+//! - [`bucket`], [`time`]: the seams; [`places`]: memory that a range goes to; [`access`]: retries, budgets, with `outage`: when a bucket is
+//!   left alone, and `turns`: how many ranges are read at once;
 //! - [`tier`]: manifests and indexes in bounded memory, look-ups, changes by compare-and-set; [`mod@conditions`]: whether a bucket has that;
 //! - [`check`]: what is wrong in a bucket; [`collect`]: what is not to be kept;
 //! - [`withdraw`]: what was deleted goes out of the tier;
@@ -29,6 +30,7 @@ pub mod conditions;
 pub mod error;
 pub mod fault;
 pub mod format;
+mod outage;
 pub mod places;
 pub mod promote;
 pub mod push;
@@ -38,6 +40,7 @@ pub mod restore;
 pub mod testing;
 pub mod tier;
 pub mod time;
+mod turns;
 pub mod withdraw;
 
 pub use access::{Access, Limits, Spent};

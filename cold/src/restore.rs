@@ -336,7 +336,7 @@ async fn one(
     let before = |part: &Part| part.range.start.saturating_sub(range.start);
     let known = parts.iter().zip(&places).filter_map(|(part, place)| Some((before(part), place.clone()?)));
     let into = Places::new(range.end.saturating_sub(range.start), known.collect());
-    let turn = tier.turn().await;
+    let turn = tier.access().turn().await;
     let read = ranged(tier, &index, range, &into, options).await;
     drop((turn, into));
     let mut arrived = Vec::with_capacity(parts.len());

@@ -7,7 +7,6 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
-use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::access::Access;
 use crate::bucket::{Condition, Tag};
@@ -37,9 +36,6 @@ pub struct TierOptions {
     pub indexes_a_lookup: usize,
     /// How often a manifest is changed at most, while others change it too.
     pub swaps: u32,
-    /// Ranges of packs that are read at once, by all that restores together. More at once come later each: what is stored, and given to
-    /// reads, while the rest is on its way becomes less.
-    pub ranges_at_once: usize,
     /// Whether it is tried, before anything is written, that the bucket keeps conditions of puts. Without it that is taken for granted: for
     /// buckets of tests alone.
     pub tries_conditions: bool,
@@ -55,7 +51,6 @@ impl Default for TierOptions {
             index_memory: 64 << 20,
             indexes_a_lookup: 64,
             swaps: 32,
-            ranges_at_once: 16,
             tries_conditions: true,
         }
     }
@@ -197,8 +192,6 @@ pub struct Tier {
     access: Access,
     options: TierOptions,
     cache: Mutex<Cache>,
-    /// Whose range is read: who asked first.
-    turns: Semaphore,
 }
 
 /// A pack that failed so often is not asked again before the next start.
@@ -211,8 +204,7 @@ const STRUCK_MAX: usize = 4096;
 impl Tier {
     /// A tier over a bucket.
     pub fn new(access: Access, options: TierOptions) -> Self {
-        let turns = Semaphore::new(options.ranges_at_once.max(1));
-        Self { access, options, cache: Mutex::default(), turns }
+        Self { access, options, cache: Mutex::default() }
     }
 
     /// The way to its bucket.
@@ -258,12 +250,6 @@ impl Tier {
             None => self.read_manifest(namespace).await?,
         };
         Ok(known.manifest.point())
-    }
-
-    /// A turn to read a range, until it is dropped.
-    pub(crate) async fn turn(&self) -> Option<SemaphorePermit<'_>> {
-        // Never closed.
-        self.turns.acquire().await.ok()
     }
 
     /// Its options.

@@ -1,6 +1,7 @@
 //! The tier over a bucket in memory whose requests fail, in virtual time.
 
 mod budgets;
+mod busy;
 mod check;
 mod clocks;
 mod collect;

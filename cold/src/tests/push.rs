@@ -256,18 +256,34 @@ fn a_silent_bucket_is_given_up_in_bounded_time() {
     assert!(world.time.now() <= Duration::from_secs(60));
 }
 
+/// A name of a pack.
+const PACK: &str = "kvarts-cold-1/packs/one";
+
 #[test]
-fn after_an_outage_the_bucket_is_left_alone_for_a_while() {
-    let limits = Limits { failures_before_pause: 3, pause: Duration::from_secs(30), ..limits() };
-    let world = World::new().limited(limits);
-    world.faulty.all(Some(Kind::Outage));
-    assert_eq!(world.push(&[(1, 0, 3)]), Err(ColdError::Paused));
-    assert_eq!(world.faulty.asked_in_all(), 3);
-    assert_eq!(world.push(&[(1, 0, 3)]), Err(ColdError::Paused));
-    assert_eq!(world.faulty.asked_in_all(), 3);
-    world.faulty.all(None);
-    world.time.pass(Duration::from_secs(31));
+fn after_an_outage_the_bucket_is_left_alone_and_asked_now_and_then() {
+    let world = World::new().limited(Limits::default());
     world.push(&[(1, 0, 3)]).unwrap();
+    world.faulty.all(Some(Kind::Outage));
+    let access = world.tier.access();
+    let begun = world.time.now();
+    while !access.is_paused() {
+        assert!(world.time.run(access.get(PACK, 10)).is_err());
+    }
+    let after = world.time.now() - begun;
+    assert!((Duration::from_secs(3)..Duration::from_secs(5)).contains(&after), "{after:?}");
+    // Blocks are not asked for, but for a request now and then.
+    let asked = world.faulty.asked_in_all();
+    for _ in 0..600 {
+        let refused = world.time.run(access.get(PACK, 10)).unwrap_err();
+        assert!(matches!(refused, ColdError::Paused | ColdError::Bucket(_, Fault::Unreachable(_))));
+        world.time.pass(Duration::from_millis(100));
+    }
+    let probes = world.faulty.asked_in_all() - asked;
+    assert!((4..10).contains(&probes), "{probes}");
+    // The first useful answer ends it, whatever was asked for.
+    world.faulty.all(None);
+    world.push(&[(2, 0, 3)]).unwrap();
+    assert!(!access.is_paused());
 }
 
 #[test]

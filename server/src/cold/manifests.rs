@@ -87,6 +87,7 @@ impl ColdTier {
         loop {
             let now = self.tier.access().time().now();
             self.flights.rest(now);
+            self.tier.access().look().await;
             for namespace in self.manifests.due(now, refresh) {
                 let read = self.tier.read_manifest(namespace).await;
                 add(&self.counts.manifest_failures, u64::from(read.is_err()));

@@ -374,7 +374,7 @@ impl ColdTier {
         add(&self.counts.refused_blocks, refused);
         let at_once = usize::try_from(FLIGHT_BYTES / wish.block_bytes.max(1)).unwrap_or(1).clamp(1, 4096);
         let bytes = (own.len() as u64).saturating_mul(wish.block_bytes);
-        let ranges_at_once = self.tier.options().ranges_at_once.max(1);
+        let ranges_at_once = self.tier.access().limits().ranges_at_once.max(1);
         let options = FetchOptions::for_restore(bytes, ranges_at_once);
         // All ranges of a flight wait for their turns at once, or its blocks would become whole behind the first ranges of all others.
         let parallel = 2 * ranges_at_once;
