@@ -37,7 +37,7 @@ pub struct Directory {
 fn fault_of(error: &io::Error) -> Fault {
     match error.kind() {
         io::ErrorKind::NotFound => Fault::Missing,
-        io::ErrorKind::PermissionDenied => Fault::Denied(error.to_string()),
+        io::ErrorKind::PermissionDenied => Fault::Forbidden(error.to_string()),
         io::ErrorKind::UnexpectedEof => Fault::Length,
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Fault::Refused(error.to_string()),
         _ => Fault::Unreachable(error.to_string()),

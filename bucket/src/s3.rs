@@ -139,6 +139,7 @@ fn refused(refusal: &Refusal) -> Fault {
         (429 | 503, _) | (_, "SlowDown") => Fault::Busy(refusal.retry_after),
         // The server did not see the end of the request in time.
         (408, _) | (_, "RequestTimeout") => Fault::Unreachable(said),
+        (403, "AccessDenied") => Fault::Forbidden(said),
         (401 | 403, _) => Fault::Denied(said),
         // S3 says of a session that ran out that the request is a bad one.
         (

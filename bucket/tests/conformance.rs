@@ -317,13 +317,14 @@ async fn all_of(bucket: &S3Bucket) -> Vec<Fault> {
 
 #[test]
 fn an_error_is_its_code_and_nothing_else_that_the_server_says() {
-    let cases: [Case; 11] = [
+    let cases: [Case; 12] = [
         (error("400 Bad Request", "ExpiredToken"), |fault| matches!(fault, Fault::Denied(_))),
         (error("400 Bad Request", "InvalidToken"), |fault| matches!(fault, Fault::Denied(_))),
         (
             error("403 Forbidden", "SignatureDoesNotMatch"),
             |fault| matches!(fault, Fault::Denied(why) if why.contains("SignatureDoesNotMatch")),
         ),
+        (error("403 Forbidden", "AccessDenied"), |fault| matches!(fault, Fault::Forbidden(_))),
         (error("403 Forbidden", "RequestTimeTooSkewed"), |fault| matches!(fault, Fault::Denied(_))),
         (
             error("401 Unauthorized", "a word and <another>"),

@@ -20,6 +20,8 @@ pub enum Fault {
     Failed(String),
     /// The credentials are refused.
     Denied(String),
+    /// This object is refused to these credentials, and others may not be. S3 says it of a missing object, too, to who may not list.
+    Forbidden(String),
     /// The answer is not as long as it must be.
     Length,
     /// Refused for good.
@@ -45,6 +47,11 @@ impl fmt::Display for Fault {
                 write!(f, "the bucket's server failed; if it does so again, its own log says why: {why}")
             }
             Self::Denied(why) => write!(f, "the bucket refuses the credentials: {why}"),
+            Self::Forbidden(why) => write!(
+                f,
+                "the bucket refuses this object: {why}; the rights to get, put and delete objects and to list the bucket are needed \
+                 (without the last one a missing object is refused, too)"
+            ),
             Self::Length => f.write_str("the answer has the wrong length"),
             Self::Refused(why) => write!(f, "the bucket refuses: {why}"),
         }

@@ -276,6 +276,15 @@ fn a_namespace_whose_manifest_is_damaged_does_not_keep_others_from_being_copied(
 }
 
 #[test]
+fn an_object_that_is_forbidden_does_not_keep_other_namespaces_from_being_copied() {
+    let (world, _) = filled_with_others();
+    // Conditions are tried with the first two: the first manifest that is changed is of one of the two namespaces.
+    world.faulty.next(Op::Swap, &[None, None, Some(Kind::Forbidden)]);
+    assert!(swept(&world) > 0, "the namespace behind it");
+    assert!(world.count("let_go_blocks") > 0);
+}
+
+#[test]
 fn what_cannot_be_read_or_written_is_let_go_and_counted() {
     let all = swept(&filled(|_| {}, None));
     let world = filled(|config| config.written = 64 << 10, None);

@@ -66,6 +66,8 @@ pub enum Kind {
     Old,
     /// Credentials that ran out.
     Denied,
+    /// Credentials that may not have this object.
+    Forbidden,
 }
 
 /// When what goes wrong.
@@ -247,6 +249,7 @@ impl Faulty {
             Some(Kind::Outage) => Err(Fault::Unreachable("outage".to_owned())),
             Some(Kind::Busy(after)) => Err(Fault::Busy(after)),
             Some(Kind::Denied) => Err(Fault::Denied("expired".to_owned())),
+            Some(Kind::Forbidden) => Err(Fault::Forbidden("not for you".to_owned())),
             Some(Kind::Missing) if matches!(op, Op::Get | Op::Range | Op::Head) => Err(Fault::Missing),
             Some(Kind::Changed) if op == Op::Swap => Err(Fault::Changed),
             Some(Kind::Slow(long)) => {

@@ -61,3 +61,20 @@ fn deletes_reach_a_bucket_that_is_left_alone_and_their_answer_ends_that() {
     assert!(!world.tier.access().is_paused());
     assert_eq!(world.good(&world.other(), 1, 12), 7, "one pack of five went");
 }
+
+#[test]
+fn an_object_that_is_forbidden_is_an_answer_and_no_outage() {
+    let world = World::new().limited(Limits { silence_before_pause: Duration::ZERO, ..Limits::default() });
+    world.push(&[(1, 0, 12)]).unwrap();
+    world.faulty.all(Some(Kind::Forbidden));
+    for _ in 0..20 {
+        assert!(world.time.run(world.tier.read_manifest(samples::namespace_id("r1"))).is_err());
+    }
+    assert!(!world.tier.access().is_paused());
+    assert_eq!(world.tier.access().spent().retries, 0, "the same answer would come again");
+    world.faulty.all(Some(Kind::Denied));
+    for _ in 0..8 {
+        assert!(world.time.run(world.tier.read_manifest(samples::namespace_id("r1"))).is_err());
+    }
+    assert!(world.tier.access().is_paused(), "credentials that are refused are refused for everything");
+}

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvarts_cold::{ColdError, PushOptions, Pushed, Pusher};
+use kvarts_cold::{ColdError, Fault, PushOptions, Pushed, Pusher};
 use kvarts_contract::api::{Digests, Leaving, Order, Origins, Placed, ReadRequest, Verify};
 use kvarts_contract::buffers::BufMut;
 use kvarts_contract::class::Class;
@@ -326,7 +326,8 @@ struct Given {
 /// Whether this is wrong with one namespace alone.
 pub(super) fn is_of_one(error: &ColdError) -> bool {
     use ColdError::{Anew, Condemned, Contended, Full, Object, Waiting};
-    matches!(error, Full(_) | Waiting(_) | Object(..) | Contended(_) | Anew(_) | Condemned)
+    let is_forbidden = matches!(error, ColdError::Bucket(_, Fault::Forbidden(_)));
+    is_forbidden || matches!(error, Full(_) | Waiting(_) | Object(..) | Contended(_) | Anew(_) | Condemned)
 }
 
 /// A pack with blocks that were deleted meanwhile is dropped, and others are not.
