@@ -369,12 +369,17 @@ impl Access {
         }
     }
 
-    /// As [`Bucket::get`].
+    /// As [`Bucket::get`], of an object of which it is not known how long it is.
     pub async fn get(&self, name: &str, most: u64) -> Result<(Bytes, Tag), ColdError> {
-        let takes = Takes { read: Some(0), ..Takes::about(name) };
-        let (bytes, tag) = self.asked(name, takes, || self.bucket_get(name, most)).await?;
-        self.took(bytes.len() as u64);
-        Ok((bytes, tag))
+        self.get_known(name, 0, most).await
+    }
+
+    /// The same of one that has `bytes` bytes as far as is known: it has the time that those take, and they count if it does not come, too.
+    pub async fn get_known(&self, name: &str, bytes: u64, most: u64) -> Result<(Bytes, Tag), ColdError> {
+        let takes = Takes { read: Some(bytes.min(most)), ..Takes::about(name) };
+        let (came, tag) = self.asked(name, takes, || self.bucket_get(name, most)).await?;
+        self.took((came.len() as u64).saturating_sub(bytes));
+        Ok((came, tag))
     }
 
     fn bucket_get<'a>(&'a self, name: &str, most: u64) -> BoxFuture<'a, Result<(Bytes, Tag), Fault>> {

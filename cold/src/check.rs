@@ -282,7 +282,7 @@ async fn read_pack(
     pack: PackId,
     bytes: u64,
 ) -> Result<Option<Result<Bytes, FormatError>>, ColdError> {
-    let read = match tier.access().get(name, bytes).await {
+    let read = match tier.access().get_known(name, bytes, bytes).await {
         Ok((read, _)) => read,
         Err(ColdError::Bucket(_, Fault::Missing)) => return Ok(None),
         Err(error) => return Err(error),

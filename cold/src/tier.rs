@@ -393,7 +393,10 @@ impl Tier {
         pack: PackId,
     ) -> Result<Arc<PackIndex>, ColdError> {
         let name = names::index(namespace, pack);
-        let (bytes, _) = self.access.get(&name, INDEX_BYTES_MAX as u64).await?;
+        let known = self.remembered(namespace);
+        let entry = known.as_ref().and_then(|known| known.manifest.packs.get(&pack));
+        let long = entry.map_or(0, |entry| u64::from(entry.index_bytes));
+        let (bytes, _) = self.access.get_known(&name, long, INDEX_BYTES_MAX as u64).await?;
         let index = PackIndex::decode(&bytes).and_then(|index| {
             // The name covers the namespace too; this holds the folder to it.
             let is_it = index.id() == pack && index.namespace_id() == namespace;

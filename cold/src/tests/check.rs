@@ -1,13 +1,16 @@
 //! A check finds whatever is wrong in a bucket, repairs what can be repaired, and takes nothing that can still be read.
 
+use std::time::Duration;
+
 use kvarts_layout::NamespaceId;
 
 use super::fixture::*;
+use crate::access::Limits;
 use crate::check::{Checked, Finding, Level, check, namespaces};
 use crate::error::ColdError;
 use crate::format::names::{self, Named};
 use crate::format::{PackId, samples};
-use crate::testing::Kind;
+use crate::testing::{Kind, Op};
 
 fn pushed() -> World {
     let world = World::new();
@@ -189,4 +192,21 @@ fn a_namespace_is_found_by_anything_that_it_has() {
     let before = world.faulty.asked_in_all();
     assert_eq!(named(&world), [ours, last]);
     assert_eq!(world.faulty.asked_in_all() - before, 4, "manifests, packs twice, indexes");
+}
+
+#[test]
+fn a_long_pack_over_a_slow_link_has_the_time_that_its_bytes_take() {
+    let slowest_rate = 100;
+    let world = World::new().limited(Limits { slowest_rate, ..limits() });
+    world.push(&[(1, 0, 5)]).unwrap();
+    let pack = world.memory.names().into_iter().find(|name| name.contains("/packs/")).unwrap();
+    let bytes = world.memory.bytes(&pack).unwrap().len() as u64;
+    let takes = Duration::from_secs(bytes / slowest_rate);
+    assert!(takes > Limits::default().patience, "{takes:?}");
+    // Manifest, index and pack: the last one takes as long as the slowest rate says, all but a second.
+    world.faulty.next(Op::Get, &[None, None, Some(Kind::Late(takes - Duration::from_secs(1)))]);
+    let checked =
+        world.time.run(check(&world.tier, samples::namespace_id("r1"), Level::Full, false)).unwrap();
+    assert!(checked.is_clean() && checked.packs == 1, "{checked:?}");
+    assert_eq!(world.tier.access().spent().retries, 0);
 }
