@@ -5,15 +5,18 @@
 //! version 4 on). Under the lock the object is opened and its bytes are compared: what a file system remembers of names and times may be
 //! seconds old on another machine, what it gives of a file that was opened afterwards may not.
 //!
+//! Who holds the lock and hangs keeps conditional puts from all others, because it may still rename what it compared: they fail after a while,
+//! one thread of each process waits, and everything else goes on.
+//!
 //! The directory itself is never made here: where it is absent there is no bucket, and perhaps a disk that is not mounted.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::hash::BuildHasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use bytes::Bytes;
 use kvarts_cold::time::BoxFuture;
@@ -27,11 +30,19 @@ const DRAWS: u32 = 8;
 /// Threads that wait for the file system at once. One that hangs keeps these, and no other thread of the process.
 const AT_ONCE: usize = 32;
 
+/// How long a conditional put waits for the lock: it is held for a comparison and a rename.
+const LOCK_MOST: Duration = Duration::from_secs(5);
+/// How often it is tried, at first and at last.
+const LOCK_EVERY: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
 /// A bucket in a directory.
 #[derive(Clone, Debug)]
 pub struct Directory {
     path: Arc<PathBuf>,
     turns: Arc<Semaphore>,
+    /// Who waits for the lock, one at a time.
+    locks: Arc<Semaphore>,
+    lock_most: Duration,
 }
 
 fn fault_of(error: &io::Error) -> Fault {
@@ -123,7 +134,17 @@ fn new_file(folder: &Path) -> io::Result<(PathBuf, File)> {
 impl Directory {
     /// The bucket in this directory. It is made by who operates it: where it is absent every request finds no bucket.
     pub fn new(path: impl AsRef<Path>) -> Self {
-        Self { path: Arc::new(path.as_ref().to_owned()), turns: Arc::new(Semaphore::new(AT_ONCE)) }
+        Self {
+            path: Arc::new(path.as_ref().to_owned()),
+            turns: Arc::new(Semaphore::new(AT_ONCE)),
+            locks: Arc::new(Semaphore::new(1)),
+            lock_most: LOCK_MOST,
+        }
+    }
+
+    /// The same; a conditional put waits so long at most for the lock that other processes may hold.
+    pub fn waiting_for_lock(self, most: Duration) -> Self {
+        Self { lock_most: most, ..self }
     }
 
     /// Runs on a thread that may wait. The turn is given back when the work ends, and not when its caller gives up: work on a file system
@@ -174,9 +195,26 @@ impl Directory {
     }
 
     fn lock(&self) -> io::Result<File> {
-        let file = File::options().create(true).truncate(false).write(true).open(self.path.join(".lock"))?;
-        file.lock()?;
-        Ok(file)
+        let path = self.path.join(".lock");
+        let file = File::options().create(true).truncate(false).write(true).open(&path)?;
+        let (since, mut wait) = (Instant::now(), LOCK_EVERY.0);
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(file),
+                Err(TryLockError::Error(error)) => return Err(error),
+                Err(TryLockError::WouldBlock) if since.elapsed() >= self.lock_most => {
+                    let (path, seconds) = (path.display(), self.lock_most.as_secs_f64());
+                    let why = format!(
+                        "another process has held {path} for {seconds} s and may hang: `fuser -v {path}` names it on its machine"
+                    );
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+                }
+                Err(TryLockError::WouldBlock) => {
+                    std::thread::sleep(wait);
+                    wait = wait.saturating_mul(2).min(LOCK_EVERY.1);
+                }
+            }
+        }
     }
 
     /// Writes an object beside its place, flushed.
@@ -336,7 +374,18 @@ impl Bucket for Directory {
         condition: Condition,
     ) -> BoxFuture<'a, Result<Tag, Fault>> {
         let name = name.to_owned();
-        Box::pin(self.blocking(move |own| own.write(&name, &body, &condition)))
+        Box::pin(async move {
+            // Who waits for the lock keeps one thread, and no reads from theirs. It is held until the work ends.
+            let lock = match condition {
+                Condition::Any => None,
+                Condition::Absent | Condition::Is(_) => Some(Arc::clone(&self.locks).acquire_owned().await),
+            };
+            self.blocking(move |own| {
+                let _lock = lock;
+                own.write(&name, &body, &condition)
+            })
+            .await
+        })
     }
 
     fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {

@@ -183,3 +183,32 @@ fn a_directory_that_is_not_there_is_no_bucket_whatever_is_asked_and_is_not_made(
         bucket.put("manifests/deep/one", body(), Condition::Absent).await.unwrap();
     });
 }
+
+#[test]
+fn a_process_that_holds_the_lock_and_hangs_keeps_no_read_waiting_and_puts_for_a_bounded_time() {
+    let scratch = Scratch::new("held");
+    let bucket = Directory::new(&scratch.0).waiting_for_lock(Duration::from_millis(100));
+    let body = || vec![Bytes::from_static(b"one")];
+    let (held, runtime) = (File::create(scratch.0.join(".lock")).unwrap(), runtime());
+    held.lock().unwrap();
+    runtime.block_on(async {
+        bucket.put("packs/one", body(), Condition::Any).await.unwrap();
+        // More of them than there are threads for the file system.
+        let puts = (0..40).map(|number| {
+            let (bucket, name) = (bucket.clone(), format!("manifests/{number}"));
+            tokio::spawn(async move { bucket.put(&name, body(), Condition::Absent).await })
+        });
+        let puts: Vec<_> = puts.collect();
+        for _ in 0..100 {
+            assert_eq!(&bucket.get("packs/one", 10).await.unwrap().0[..], b"one");
+        }
+        assert!(!puts.last().unwrap().is_finished(), "they did not wait");
+        let mut puts = puts.into_iter();
+        let first = puts.next().unwrap().await.unwrap().unwrap_err();
+        assert!(matches!(&first, Fault::Unreachable(why) if why.contains("fuser")), "{first:?}");
+        // It goes on, or dies: so do they.
+        held.unlock().unwrap();
+        let last = puts.next_back().unwrap().await.unwrap();
+        assert!(last.is_ok(), "{last:?}");
+    });
+}
