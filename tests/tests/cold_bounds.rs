@@ -99,7 +99,11 @@ fn manifests_are_read_again_by_time_and_failures_are_counted() {
     world.faulty.all(Some(Kind::Outage));
     world.until("failures are counted", || world.count("manifest_failures") > 0);
     // After some more of them the bucket is left alone, and no look-up is told of it.
-    world.until("the bucket is left alone", || !world.cold.is_asked());
+    world.until("the bucket is left alone", || {
+        // A namespace that is not used is not asked for.
+        world.cold.touch(world.namespace);
+        !world.cold.is_asked()
+    });
     assert!(world.cold.counted().is_paused);
     world.faulty.plan(Plan::default());
 }
@@ -249,6 +253,23 @@ fn no_more_is_offered_than_comes_in_time_and_than_may_be_read_today() {
     assert_eq!(offered(&world, Duration::from_millis(100)), 0);
     let world = offering(5 * each);
     assert_eq!(offered(&world, PATIENCE), 4, "a manifest was read");
+}
+
+#[test]
+fn one_short_restore_does_not_end_what_is_offered_and_what_is_under_way_is_not_offered_twice() {
+    let mut setting = Setting { blocks: 24, ..Setting::default() };
+    setting.config.offer = Offer::SoonerThan(100_000_000);
+    let world = World::with("cold-bounds-short", setting);
+    world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
+    world.faulty.next(Op::Range, &[Some(Kind::Slow(Duration::from_millis(100))); 1]);
+    assert_eq!(world.read(&[0], Order::Blocks).0.len(), 1);
+    world.until("it was measured", || world.cold.takes(1).is_some());
+    assert!(offered(&world, PATIENCE) > 0, "a block that took 100 ms does not say what the way can do");
+    // What waits is in front of what is offered.
+    let before = offered(&world, PATIENCE);
+    world.gate.let_pass(Some(0));
+    let coming = world.runtime.block_on(world.bring(&world.keys[1..], Order::Blocks, |_| false));
+    assert!(coming.is_some() && offered(&world, PATIENCE) < before.max(1));
 }
 
 #[test]

@@ -12,6 +12,7 @@
 
 mod counts;
 mod delete;
+mod estimate;
 mod landed;
 mod manifests;
 mod offer;
@@ -28,7 +29,6 @@ mod telling;
 mod ways;
 mod wish;
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -47,6 +47,7 @@ pub use push::Copied;
 pub use spare::Coming;
 pub use wish::Wish;
 
+use estimate::Estimate;
 use manifests::Manifests;
 use path::BucketPath;
 use resting::Resting;
@@ -111,8 +112,8 @@ pub struct ColdTier {
     telling: Telling,
     resting: Resting,
     ways: Ways,
-    /// Bytes a second that restores brought lately; 0: none did.
-    rate: AtomicU64,
+    /// How fast the bucket is, by what restores brought.
+    estimate: Mutex<Estimate>,
     runtime: Handle,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -175,7 +176,7 @@ impl ColdTier {
             spilling: Spilling::default(),
             telling: Telling::default(),
             resting: Resting::default(),
-            rate: AtomicU64::new(0),
+            estimate: Mutex::default(),
             runtime: Handle::current(),
             tasks: Mutex::default(),
         });
@@ -253,16 +254,21 @@ impl ColdTier {
         !self.tier.access().is_paused()
     }
 
+    fn estimate(&self) -> MutexGuard<'_, Estimate> {
+        // Each change is one step.
+        self.estimate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Bytes a second that the restores of the last while brought, if there were any.
     fn brings(&self) -> Option<u64> {
-        Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
+        self.estimate().rate(self.tier.access().time().now())
     }
 
     /// How long a restore of this many bytes takes, by the restores of the last while.
     pub fn takes(&self, bytes: u64) -> Option<Duration> {
         let rate = self.brings()?;
-        let least = self.tier.first_byte_time().unwrap_or_default();
-        Some(Duration::from_secs_f64(bytes as f64 / rate as f64).max(least))
+        let latency = self.tier.first_byte_time().unwrap_or_default();
+        Some(latency.saturating_add(Duration::from_secs_f64(bytes as f64 / rate as f64)))
     }
 
     /// The way to the bucket, by the restores of the last while; before the first one, as over a network of 1 Gbit/s.
@@ -273,18 +279,6 @@ impl ColdTier {
             bytes_per_ms: self.brings().unwrap_or(UNMEASURED_RATE) as f64 / 1e3,
             outstanding_bytes: self.ways.outstanding(),
         }
-    }
-
-    /// Notes that a restore of this many bytes took this time.
-    fn took(&self, bytes: u64, time: Duration) {
-        if bytes == 0 || time.is_zero() {
-            return;
-        }
-        let now = bytes as f64 / time.as_secs_f64();
-        let before = self.rate.load(Ordering::Relaxed);
-        let rate = if before == 0 { now } else { before as f64 * 0.8 + now * 0.2 };
-        // Of two at once one is forgotten.
-        self.rate.store((rate as u64).max(1), Ordering::Relaxed);
     }
 
     /// Runs a task of a read that waits for it.

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use kvarts_contract::api::Presence;
 
-use super::ColdTier;
 use super::counts::add;
 use super::wish::Wish;
+use super::{ColdTier, UNMEASURED_RATE};
 
 /// The longest that bringing what is offered may take: half of the time that connectors give a look-up and the load after it, unless they
 /// are told otherwise.
@@ -29,25 +29,34 @@ pub enum Offer {
 }
 
 impl ColdTier {
-    /// How many bytes of such blocks can be offered to a look-up that has `left` to live.
+    /// How many bytes of such blocks can be offered to a look-up that has `left` to live: what comes in time behind all that is under way.
     fn offered_bytes(&self, block_bytes: u64, block_tokens: u32, left: Duration) -> u64 {
         let budget = self.tier.access().readable();
         if budget == 0 {
             return 0;
         }
+        let (now, latency) = (self.tier.access().time().now(), self.tier.first_byte_time());
+        let mut estimate = self.estimate();
         // As long as nothing was brought it is not known how long it takes, and never would be.
-        let Some(bytes_a_second) = self.brings() else { return budget };
+        let rate = estimate.rate(now).unwrap_or(UNMEASURED_RATE);
         let pays = match self.config.offer {
-            Offer::Never => false,
+            Offer::Never => return 0,
             Offer::InTime => true,
+            // A few short restores do not say what the way can do.
+            Offer::SoonerThan(_) if !estimate.is_sure(now) => true,
             Offer::SoonerThan(tokens) => {
                 let computed = u128::from(tokens) * u128::from(block_bytes);
-                u128::from(bytes_a_second) * u128::from(block_tokens.max(1)) > computed
+                u128::from(rate) * u128::from(block_tokens.max(1)) > computed
             }
         };
-        let seconds = left.min(OFFERED_MOST).as_secs_f64();
-        let in_time = (bytes_a_second as f64 * seconds) as u64;
-        if pays { budget.min(in_time) } else { 0 }
+        let seconds = left.min(OFFERED_MOST).saturating_sub(latency.unwrap_or_default()).as_secs_f64();
+        let in_time = ((rate as f64 * seconds) as u64).saturating_sub(self.flights.bytes());
+        let offered = if pays { budget.min(in_time) } else { 0 };
+        // Something has to come for it to be known that the bucket is faster by now.
+        if offered < block_bytes && self.flights.blocks() == 0 && estimate.tries(now) {
+            return budget.min(block_bytes);
+        }
+        offered
     }
 
     /// Whether look-ups without a plan are told of blocks that only the bucket has.

@@ -55,6 +55,8 @@ pub(super) struct Flight {
     /// What has come.
     pub(super) landed: Arc<Landed>,
     task: Option<AbortHandle>,
+    /// Bytes of its blocks.
+    bytes: u64,
 }
 
 /// What a flight brought that is over.
@@ -75,8 +77,8 @@ struct State {
     closed: BTreeMap<NamespaceId, u32>,
     /// Blocks that could not be brought, and until when they are not asked for.
     failed: BTreeMap<Name, Duration>,
-    /// Since when there are flights, and what they have brought.
-    busy: Option<(Duration, u64)>,
+    /// When flights have brought something last, or the first of them began, and whether anything has come since then.
+    busy: Option<(Duration, bool)>,
     /// What flights have brought that are over, as long as there is memory.
     kept: BTreeMap<u64, Kept>,
     /// By block.
@@ -185,6 +187,11 @@ impl Flights {
     /// Blocks under way.
     pub(super) fn blocks(&self) -> usize {
         self.state().under_way.len()
+    }
+
+    /// Bytes of the blocks of all flights, waiting ones included.
+    pub(super) fn bytes(&self) -> u64 {
+        self.state().flights.values().map(|flight| flight.bytes).sum()
     }
 
     /// Breaks off what is brought of a namespace, and lets nothing more of it begin. What a broken-off restore has put is
@@ -381,14 +388,15 @@ impl ColdTier {
         let options = FetchOptions { parallel, by_layers: wish.by_layers, ..options };
         let mut beginning = Vec::new();
         for keys in own.chunks(at_once) {
-            state.busy.get_or_insert((now, 0));
+            state.busy.get_or_insert((now, false));
             let id = state.next;
             state.next += 1;
             coming.extend(keys);
             let names: Vec<Name> = keys.iter().map(|key| wish.name(key)).collect();
             state.under_way.extend(names.iter().map(|name| (*name, id)));
             let ((news, over), landed) = (watch::channel(()), Arc::<Landed>::default());
-            state.flights.insert(id, Flight { over, landed: Arc::clone(&landed), task: None });
+            let bytes = wish.block_bytes.saturating_mul(keys.len() as u64);
+            state.flights.insert(id, Flight { over, landed: Arc::clone(&landed), task: None, bytes });
             let landing = Landing { cold: Arc::clone(self), id, names, news, landed, is_stored: false };
             let wanted = Wanted {
                 namespace: wish.namespace,
@@ -412,16 +420,15 @@ impl ColdTier {
         coming
     }
 
-    /// Notes that blocks of this many bytes were brought, for what restores take. Flights share the way to the bucket, so their rate is that
-    /// of all since there are any.
-    fn brought(&self, bytes: u64) {
+    /// Notes that bytes came, for what restores take. Flights share the way to the bucket, so they came in the time since any of them has
+    /// brought something.
+    fn came(&self, bytes: u64) {
         let now = self.tier.access().time().now();
         let mut state = self.flights.state();
-        let (since, all) = state.busy.get_or_insert((now, 0));
-        *all = all.saturating_add(bytes);
-        let (time, all) = (now.saturating_sub(*since), *all);
+        let (since, is_going) = state.busy.replace((now, true)).unwrap_or((now, false));
         drop(state);
-        self.took(all, time);
+        let latency = if is_going { None } else { self.tier.first_byte_time() };
+        self.estimate().came(bytes, now.saturating_sub(since), latency, now);
     }
 
     /// Brings some blocks.
@@ -435,12 +442,16 @@ impl ColdTier {
         add(&self.counts.restores, 1);
         let flown = async {
             let tell = |news: News<'_>| {
+                if let News::Came(arrived) = news
+                    && let Ok(memory) = &arrived.bytes
+                {
+                    self.came(memory.len() as u64);
+                }
                 landing.landed.take(&wanted.keys, news);
                 landing.news.send_replace(());
             };
             let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, &self.flights, tell);
             let restored = restored.await?;
-            self.brought(restored.stored.saturating_mul(block_bytes));
             if restored.refused > 0 {
                 // Reads may not have come to take it yet, and will not find it in the store.
                 tokio::time::sleep(HELD_FOR).await;
