@@ -9,7 +9,7 @@ const FIRST: Duration = Duration::from_secs(1);
 /// When a bucket is left alone.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Bounds {
-    /// After so many failures...
+    /// After this number of failures...
     pub(crate) failures: u32,
     /// ...over this time, without any useful answer in between.
     pub(crate) time: Duration,

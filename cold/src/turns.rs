@@ -71,7 +71,7 @@ impl Drop for Place<'_> {
 }
 
 impl Turns {
-    /// So many at once.
+    /// This number of them at once.
     pub(crate) fn new(most: usize) -> Self {
         let most = most.max(1) as f64;
         Self(Mutex::new(State {

@@ -218,10 +218,45 @@ fn no_more_blocks_are_under_way_than_may_wait() {
     let waiting = world.keys.chunks(40_000).map(|keys| {
         let coming = world.runtime.block_on(world.bring(keys, Order::Blocks, |_| false));
         assert!(coming.is_some());
-        world.cold.counted().under_way
+        (coming, world.cold.counted().under_way)
     });
-    assert_eq!(waiting.collect::<Vec<_>>(), [40_000, 65_536]);
+    let waiting: Vec<_> = waiting.collect();
+    assert_eq!([waiting[0].1, waiting[1].1], [40_000, 65_536]);
     assert_eq!(world.count("refused_blocks"), 70_000 - 65_536);
+}
+
+#[test]
+fn a_restore_whose_readers_have_left_before_its_turn_is_dropped_and_the_others_come() {
+    let mut setting = Setting { blocks: 12, ..Setting::default() };
+    // For one of three restores.
+    setting.config.memory = 4 * Model::new(setting.layer_bytes).shape.block_bytes();
+    let world = World::with("cold-bounds-left", setting);
+    world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
+    world.gate.let_pass(Some(0));
+    let bring = |keys: std::ops::Range<usize>| {
+        world.runtime.block_on(world.bring(&world.keys[keys], Order::Blocks, |_| false))
+    };
+    let under_way = || world.cold.counted().under_way;
+    let first = bring(0..4);
+    world.until("the first one has its turn", || world.gate.state.lock().unwrap().now > 0);
+    let (second, third) = (bring(4..8), bring(8..12));
+    assert!(first.is_some() && second.is_some() && third.is_some());
+    // Another read of the second one, so that it has a reader when the first of them leaves.
+    let again = bring(4..8);
+    drop(second);
+    assert_eq!((under_way(), world.count("abandoned_blocks")), (12, 0));
+    drop((again, third));
+    assert_eq!((under_way(), world.count("abandoned_blocks")), (4, 8));
+    // One whose turn has come goes on without readers: its bytes are on their way.
+    drop(first);
+    assert_eq!(under_way(), 4);
+    // What was dropped did not fail: who wants it has it.
+    let back = bring(8..12);
+    assert_eq!(under_way(), 8);
+    world.gate.let_pass(None);
+    let all = world.read(&(0..12).collect::<Vec<u64>>(), Order::Blocks);
+    assert_eq!(all.0.len(), 12);
+    drop(back);
 }
 
 /// Blocks that are offered to a look-up of all of them.

@@ -20,6 +20,7 @@ mod runner;
 mod scratch;
 mod tiles;
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -47,12 +48,19 @@ pub use tiles::MultiTiles;
 pub struct Copies {
     paths: Mutex<Vec<PathSet>>,
     last: OnceLock<Last>,
+    kept: OnceLock<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Copies {
     /// Of each block the paths that are said to lead to it.
     pub fn of(paths: Vec<PathSet>) -> Arc<Self> {
-        Arc::new(Self { paths: Mutex::new(paths), last: OnceLock::new() })
+        Arc::new(Self { paths: Mutex::new(paths), last: OnceLock::new(), kept: OnceLock::new() })
+    }
+
+    /// Keeps something for as long as the read lives: it goes when the read has ended, or was given up. The first that is set is kept.
+    pub fn keep(&self, what: Arc<dyn Any + Send + Sync>) {
+        // Of two the second one goes at once.
+        let _ = self.kept.set(what);
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<PathSet>> {

@@ -32,6 +32,8 @@ counts! {
     lost_blocks;
     /// Blocks that were not asked for because too much was under way. Misses.
     refused_blocks;
+    /// Blocks that were not asked for because the reads that wanted them had ended before their turn came.
+    abandoned_blocks;
     /// Restores that a read began.
     restores;
     /// Reads of which some blocks came from the bucket.

@@ -1,7 +1,7 @@
 //! The cold tier behind this server: what a bucket has of blocks that are not here, and blocks that go there before they are evicted.
 //!
 //! - A look-up asks memory alone: manifests of the namespaces in use are read by time (`manifests`).
-//! - A read of blocks that are not here, and are there, has them brought into the store (`restore`) and takes them as they come
+//! - A read of blocks that are not here, and are there, has them brought into the store (`restore`), each when its turn has come (`readers`), and takes them as they come
 //!   (`path`, `landed`): the bucket is one of its paths (`ways`). What cannot be brought is a miss, as without the tier.
 //! - Blocks near their eviction are copied into the bucket by a sweep beside everything else (`spill`). Eviction waits for nothing.
 //! - What is deleted is taken out of the tier before the delete is acknowledged (`delete`, `telling`): it does not come back.
@@ -18,6 +18,7 @@ mod manifests;
 mod offer;
 mod path;
 mod push;
+mod readers;
 mod resting;
 mod restore;
 #[cfg(test)]

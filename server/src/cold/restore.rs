@@ -18,12 +18,13 @@ use kvarts_cold::time::BoxFuture;
 use kvarts_contract::api::{Durability, ReadRequest};
 use kvarts_contract::buffers::{Arena, BufMut, Region, SharedBuf};
 use kvarts_layout::{BlockKey, NamespaceId};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::AbortHandle;
 
 use super::ColdTier;
 use super::counts::add;
 use super::landed::Landed;
+use super::readers::{Boarding, Flying, Reading};
 use super::spare::{Coming, Spare};
 use super::wish::{Name, Wish};
 
@@ -34,7 +35,7 @@ const BLOCK_MOST: u64 = 64 << 20;
 const FLIGHT_BYTES: u64 = 32 << 20;
 /// Blocks that may be under way, waiting ones included.
 const BLOCKS_MOST: usize = 1 << 16;
-/// How long a task may take.
+/// How long a task may take from its turn on, beside the time for its bytes.
 const FLIGHT_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long what came is held for the reads that wait for it if the store did not take it.
 const HELD_FOR: Duration = Duration::from_secs(1);
@@ -57,12 +58,17 @@ pub(super) struct Flight {
     task: Option<AbortHandle>,
     /// Bytes of its blocks.
     bytes: u64,
+    names: Arc<Vec<Name>>,
+    /// Reads that wait for it.
+    readers: u32,
+    /// Its turn has come.
+    has_begun: bool,
 }
 
 /// What a flight brought that is over.
 #[derive(Debug)]
 struct Kept {
-    names: Vec<Name>,
+    names: Arc<Vec<Name>>,
     landed: Arc<Landed>,
     since: Duration,
 }
@@ -97,12 +103,34 @@ impl State {
         gone.into_iter().for_each(|id| self.let_go_of(id));
     }
 
+    /// One more read waits for these flights.
+    fn is_read(&mut self, flights: &BTreeSet<u64>) {
+        for id in flights {
+            if let Some(flight) = self.flights.get_mut(id) {
+                flight.readers = flight.readers.saturating_add(1);
+            }
+        }
+    }
+
+    /// Takes a flight out of the books. A block of it may be on its way with another one by now.
+    fn forget(&mut self, id: u64, names: &[Name]) {
+        for name in names {
+            if self.under_way.get(name) == Some(&id) {
+                self.under_way.remove(name);
+            }
+        }
+        self.flights.remove(&id);
+        if self.flights.is_empty() {
+            self.busy = None;
+        }
+    }
+
     fn let_go_of(&mut self, id: u64) {
         let Some(kept) = self.kept.remove(&id) else { return };
-        for name in kept.names {
+        for name in kept.names.iter() {
             // A block may have been brought again since.
-            if self.kept_of.get(&name) == Some(&id) {
-                self.kept_of.remove(&name);
+            if self.kept_of.get(name) == Some(&id) {
+                self.kept_of.remove(name);
             }
         }
     }
@@ -118,6 +146,8 @@ pub(super) struct Flights {
     memory: Mutex<Option<Arena>>,
     /// There is something more that can be let go of.
     keeps: Notify,
+    /// Of each namespace one flight waits for memory at a time.
+    gates: Mutex<BTreeMap<NamespaceId, Arc<Semaphore>>>,
 }
 
 /// A namespace of which nothing is brought while this lives.
@@ -139,7 +169,13 @@ impl Drop for Closed<'_> {
 impl Flights {
     /// Flights that take this memory together.
     pub(super) fn new(memory: u64) -> Self {
-        Self { state: Mutex::default(), most: memory, memory: Mutex::default(), keeps: Notify::new() }
+        Self {
+            state: Mutex::default(),
+            most: memory,
+            memory: Mutex::default(),
+            keeps: Notify::new(),
+            gates: Mutex::default(),
+        }
     }
 
     /// The memory of all flights.
@@ -161,7 +197,29 @@ impl Flights {
         if state.flights.is_empty() && state.kept.is_empty() {
             // A flight that begins now makes its own.
             self.memory.lock().unwrap_or_else(PoisonError::into_inner).take();
+            self.gates().clear();
         }
+    }
+
+    fn gates(&self) -> MutexGuard<'_, BTreeMap<NamespaceId, Arc<Semaphore>>> {
+        self.gates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A reader of a flight has left. If it was the last one and the turn of the flight has not come the flight is dropped: gives how many
+    /// blocks it was to bring.
+    pub(super) fn left(&self, id: u64) -> u64 {
+        let mut state = self.state();
+        let Some(flight) = state.flights.get_mut(&id) else { return 0 };
+        flight.readers = flight.readers.saturating_sub(1);
+        if flight.readers > 0 || flight.has_begun {
+            return 0;
+        }
+        let (task, names) = (flight.task.clone(), Arc::clone(&flight.names));
+        state.forget(id, &names);
+        // A task that ends takes the lock.
+        drop(state);
+        task.iter().for_each(AbortHandle::abort);
+        names.len() as u64
     }
 
     /// Lets go of what the oldest flight brought that is over, if there is any.
@@ -233,7 +291,7 @@ async fn end_all(flights: Vec<Flight>) {
 struct Landing {
     cold: Arc<ColdTier>,
     id: u64,
-    names: Vec<Name>,
+    names: Arc<Vec<Name>>,
     news: watch::Sender<()>,
     landed: Arc<Landed>,
     /// Whether what came was stored.
@@ -244,19 +302,26 @@ impl Drop for Landing {
     fn drop(&mut self) {
         let since = self.cold.tier.access().time().now();
         let mut state = self.cold.flights.state();
-        for name in &self.names {
-            state.under_way.remove(name);
-        }
-        state.flights.remove(&self.id);
-        if state.flights.is_empty() {
-            state.busy = None;
-        }
+        state.forget(self.id, &self.names);
         if self.is_stored {
-            let (names, landed) = (std::mem::take(&mut self.names), Arc::clone(&self.landed));
+            let (names, landed) = (Arc::clone(&self.names), Arc::clone(&self.landed));
             state.keep(self.id, Kept { names, landed, since });
             drop(state);
             self.cold.flights.keeps.notify_waiters();
         }
+    }
+}
+
+impl Flying for Flights {
+    fn gate(&self, namespace: NamespaceId) -> Arc<Semaphore> {
+        Arc::clone(self.gates().entry(namespace).or_insert_with(|| Arc::new(Semaphore::new(1))))
+    }
+
+    fn begins(&self, id: u64) -> bool {
+        let mut state = self.state();
+        let Some(flight) = state.flights.get_mut(&id) else { return false };
+        flight.has_begun = true;
+        true
     }
 }
 
@@ -333,12 +398,12 @@ impl ColdTier {
         let others = keys.iter().zip(others).filter(|(_, is_there)| *is_there);
         let others: BTreeSet<BlockKey> = others.map(|(key, _)| *key).collect();
         missing.retain(|(key, _)| !others.contains(key));
-        let coming = self.take_off(&wish, &missing);
+        let (coming, reading) = self.take_off(&wish, &missing);
         let comes = !coming.is_empty();
         add(&self.counts.waited_reads, u64::from(comes));
         let spare = Spare::of(self, &wish, |key| others.contains(key), comes);
         let blocks = wish.keys.iter().map(|key| coming.contains(key)).collect();
-        (comes || spare.is_some()).then_some(Coming { blocks, spare })
+        (comes || spare.is_some()).then_some(Coming { blocks, spare, reading: Some(Arc::new(reading)) })
     }
 
     /// What brings a block of a request now.
@@ -355,23 +420,37 @@ impl ColdTier {
         self.flights.kept(&(namespace, group.0, coordinate.to_u64(), *key))
     }
 
-    /// Has what is not on its way begin; gives the blocks that are. What a put brings here is on its way only if that is a restore's
-    /// put.
+    /// How this number of blocks is fetched.
+    fn fetching(&self, wish: &Wish<'_>, blocks: usize) -> FetchOptions {
+        let bytes = (blocks as u64).saturating_mul(wish.block_bytes);
+        let ranges_at_once = self.tier.access().limits().ranges_at_once.max(1);
+        let options = FetchOptions::for_restore(bytes, ranges_at_once);
+        // All ranges of a flight wait for their turns at once, or its blocks would become whole behind the first ranges of all others.
+        let parallel = 2 * ranges_at_once;
+        FetchOptions { parallel, by_layers: wish.by_layers, ..options }
+    }
+
+    /// Has what is not on its way begin; gives the blocks that are, and makes the read one of the readers of what brings them. What a put
+    /// brings here is on its way only if that is a restore's put.
     pub(super) fn take_off(
         self: &Arc<Self>,
         wish: &Wish<'_>,
         keys: &[(BlockKey, bool)],
-    ) -> BTreeSet<BlockKey> {
+    ) -> (BTreeSet<BlockKey>, Reading) {
         let now = self.tier.access().time().now();
         let mut state = self.flights.state();
         if state.closed.contains_key(&wish.namespace) {
-            return BTreeSet::new();
+            return (BTreeSet::new(), Reading::of(self, BTreeSet::new()));
         }
+        let mut read = BTreeSet::new();
         let (mut coming, mut own, mut refused) = (BTreeSet::new(), Vec::new(), 0);
         for (key, is_pending) in keys {
             let name = wish.name(key);
             match state.under_way.get(&name) {
-                Some(_) => drop(coming.insert(*key)),
+                Some(id) => {
+                    coming.insert(*key);
+                    read.insert(*id);
+                }
                 None if *is_pending => {}
                 None if state.failed.get(&name).is_some_and(|until| now < *until) => {}
                 None if state.under_way.len() + own.len() >= BLOCKS_MOST => refused += 1,
@@ -380,23 +459,29 @@ impl ColdTier {
         }
         add(&self.counts.refused_blocks, refused);
         let at_once = usize::try_from(FLIGHT_BYTES / wish.block_bytes.max(1)).unwrap_or(1).clamp(1, 4096);
-        let bytes = (own.len() as u64).saturating_mul(wish.block_bytes);
-        let ranges_at_once = self.tier.access().limits().ranges_at_once.max(1);
-        let options = FetchOptions::for_restore(bytes, ranges_at_once);
-        // All ranges of a flight wait for their turns at once, or its blocks would become whole behind the first ranges of all others.
-        let parallel = 2 * ranges_at_once;
-        let options = FetchOptions { parallel, by_layers: wish.by_layers, ..options };
+        let options = self.fetching(wish, own.len());
+        state.is_read(&read);
         let mut beginning = Vec::new();
         for keys in own.chunks(at_once) {
             state.busy.get_or_insert((now, false));
             let id = state.next;
             state.next += 1;
             coming.extend(keys);
-            let names: Vec<Name> = keys.iter().map(|key| wish.name(key)).collect();
+            read.insert(id);
+            let names: Arc<Vec<Name>> = Arc::new(keys.iter().map(|key| wish.name(key)).collect());
             state.under_way.extend(names.iter().map(|name| (*name, id)));
             let ((news, over), landed) = (watch::channel(()), Arc::<Landed>::default());
             let bytes = wish.block_bytes.saturating_mul(keys.len() as u64);
-            state.flights.insert(id, Flight { over, landed: Arc::clone(&landed), task: None, bytes });
+            let flight = Flight {
+                over,
+                landed: Arc::clone(&landed),
+                task: None,
+                bytes,
+                names: Arc::clone(&names),
+                readers: 1,
+                has_begun: false,
+            };
+            state.flights.insert(id, flight);
             let landing = Landing { cold: Arc::clone(self), id, names, news, landed, is_stored: false };
             let wanted = Wanted {
                 namespace: wish.namespace,
@@ -409,6 +494,7 @@ impl ColdTier {
         }
         // A runtime that ends drops a task at once, and its landing takes the lock.
         drop(state);
+        let reading = Reading::of(self, read);
         for (wanted, landing) in beginning {
             let id = landing.id;
             let task =
@@ -417,7 +503,7 @@ impl ColdTier {
                 flight.task = Some(task.abort_handle());
             }
         }
-        coming
+        (coming, reading)
     }
 
     /// Notes that bytes came, for what restores take. Flights share the way to the bucket, so they came in the time since any of them has
@@ -440,6 +526,15 @@ impl ColdTier {
         mut landing: Landing,
     ) {
         add(&self.counts.restores, 1);
+        let (id, namespace) = (landing.id, wanted.namespace);
+        let memory = Boarding { flights: &self.flights, id, namespace, begun: Notify::new() };
+        let bytes = block_bytes.saturating_mul(wanted.keys.len() as u64);
+        let long = Duration::from_secs(bytes / self.tier.access().limits().slowest_rate.max(1));
+        let too_late = async {
+            // Until its turn its readers decide whether it waits.
+            memory.begun.notified().await;
+            tokio::time::sleep(FLIGHT_TIMEOUT.saturating_add(long)).await;
+        };
         let flown = async {
             let tell = |news: News<'_>| {
                 if let News::Came(arrived) = news
@@ -450,7 +545,7 @@ impl ColdTier {
                 landing.landed.take(&wanted.keys, news);
                 landing.news.send_replace(());
             };
-            let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, &self.flights, tell);
+            let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, &memory, tell);
             let restored = restored.await?;
             if restored.refused > 0 {
                 // Reads may not have come to take it yet, and will not find it in the store.
@@ -458,13 +553,13 @@ impl ColdTier {
             }
             Ok::<_, ColdError>(restored)
         };
-        let restored = match tokio::time::timeout(FLIGHT_TIMEOUT, flown).await {
-            Ok(Ok(restored)) => restored,
-            Ok(Err(error)) => {
+        let restored = tokio::select! {
+            biased;
+            flown = flown => flown.unwrap_or_else(|error| {
                 tracing::debug!(%error, "blocks were not brought from the cold tier");
                 Restored::default()
-            }
-            Err(_) => Restored::default(),
+            }),
+            () = too_late => Restored::default(),
         };
         add(&self.counts.restored_blocks, restored.stored);
         add(&self.counts.restored_bytes, restored.stored.saturating_mul(block_bytes));
@@ -501,10 +596,47 @@ mod tests {
     }
 
     fn keep(flights: &Flights, id: u64, blocks: &[u8], since: u64) {
-        let names = blocks.iter().map(|block| name(*block)).collect();
+        let names = Arc::new(blocks.iter().map(|block| name(*block)).collect());
         let kept = Kept { names, landed: Arc::default(), since: Duration::from_secs(since) };
         flights.state().keep(id, kept);
         flights.keeps.notify_waiters();
+    }
+
+    #[test]
+    fn restores_of_a_namespace_that_wants_much_are_not_in_front_of_all_others() {
+        let flights = Flights::new(8 << 20);
+        let all = flights.take(8 * MIB);
+        let mut context = Context::from_waker(Waker::noop());
+        let Poll::Ready(all) = std::pin::pin!(all).as_mut().poll(&mut context) else { panic!("no memory") };
+        let boarding = |id: u64, namespace: u8| {
+            let (_, over) = watch::channel(());
+            let (landed, names, namespace) = (Arc::default(), Arc::default(), NamespaceId([namespace; 32]));
+            let (task, bytes, readers, has_begun) = (None, 0, 1, false);
+            let flight = Flight { over, landed, task, bytes, names, readers, has_begun };
+            flights.state().flights.insert(id, flight);
+            Boarding { flights: &flights, id, namespace, begun: Notify::new() }
+        };
+        // Three of one namespace, then one of another.
+        let turns = [boarding(0, 1), boarding(1, 1), boarding(2, 1), boarding(3, 2)];
+        let mut waiting: Vec<_> = turns.iter().map(|turn| (turn.id, turn.take(8 * MIB))).collect();
+        let mut order = Vec::new();
+        let mut step = |waiting: &mut Vec<(u64, BoxFuture<'_, Option<SharedBuf>>)>| {
+            waiting.retain_mut(|(id, take)| match take.as_mut().poll(&mut context) {
+                Poll::Ready(taken) => {
+                    // It has had its turn, and its memory is free for the next one.
+                    order.push((*id, taken.is_some()));
+                    false
+                }
+                Poll::Pending => true,
+            });
+        };
+        step(&mut waiting);
+        drop(all);
+        // The last reader of the last one has left: no turn is its own.
+        assert_eq!(flights.left(2), 0);
+        assert!(!flights.begins(2));
+        (0..8).for_each(|_| step(&mut waiting));
+        assert_eq!(order, [(0, true), (3, true), (1, true), (2, false)]);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvarts_cluster::paths::PathId;
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
@@ -14,6 +14,7 @@ use kvarts_peer::read::LastResort;
 
 use super::ColdTier;
 use super::counts::add;
+use super::readers::Reading;
 use super::wish::Wish;
 
 /// What a read takes of the bucket.
@@ -22,6 +23,8 @@ pub struct Coming {
     /// Of its first blocks whether they come from there; of the others none does.
     pub(super) blocks: Vec<bool>,
     pub(super) spare: Option<Arc<Spare>>,
+    /// It is a reader of what brings them, while it lives.
+    pub(super) reading: Option<Arc<Reading>>,
 }
 
 /// Blocks of a read that other nodes are said to have, and that the bucket seems to have.
@@ -36,6 +39,8 @@ pub(super) struct Spare {
     keys: BTreeMap<u32, BlockKey>,
     /// Whether the read is counted among those of which some blocks came from the bucket.
     is_counted: AtomicBool,
+    /// The read is a reader of what brings them, from when it asked.
+    readings: Mutex<Vec<Reading>>,
 }
 
 impl Spare {
@@ -59,6 +64,7 @@ impl Spare {
             by_layers: wish.by_layers,
             keys,
             is_counted: AtomicBool::new(is_counted),
+            readings: Mutex::default(),
         }))
     }
 }
@@ -77,7 +83,8 @@ impl LastResort for Spare {
             (self.of, self.block_bytes, self.by_layers);
         let wish = Wish { namespace, group, coordinate, keys: &keys, block_bytes, by_layers };
         let missing = wish.missing(&cold.store);
-        let coming = cold.take_off(&wish, &missing);
+        let (coming, reading) = cold.take_off(&wish, &missing);
+        self.readings.lock().unwrap_or_else(PoisonError::into_inner).push(reading);
         add(&cold.counts.not_from_nodes_blocks, coming.len() as u64);
         if !coming.is_empty() && !self.is_counted.swap(true, Ordering::Relaxed) {
             add(&cold.counts.waited_reads, 1);

@@ -62,6 +62,7 @@ impl Ways {
             copies.also(block, bucket);
         }
         coming.spare.iter().for_each(|spare| copies.at_last(Arc::clone(spare) as _));
+        coming.reading.iter().for_each(|reading| copies.keep(Arc::clone(reading) as _));
         copies
     }
 }
