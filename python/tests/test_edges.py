@@ -280,6 +280,7 @@ class World:
 
     def write(self):
         """The configuration of all nodes."""
+        os.makedirs(self.path("bucket"), exist_ok=True)
         lines = ["[cluster]", f"members = '{self.path('members.toml')}'", f"secret = '{self.path('secret')}'"]
         lines += ["[cold]", f"bucket = 'file://{self.path('bucket')}'", "uses = 0", "age = 0", "refresh = 1", "memory = '128 MiB'"]
         tenants = [("operator", "operator", self.operator)]
@@ -290,7 +291,6 @@ class World:
         for name, salt, (_, hash) in tenants:
             lines += ["[[tenants]]", f"name = '{name}'", f"salt = '{salt}'", "[[tokens]]", f"tenant = '{name}'"]
             lines += [f"hash = '{hash}'", "rights = ['read', 'write', 'pin', 'delete', 'admin']"]
-        os.makedirs(self.path("bucket"), exist_ok=True)
         with open(self.config, "w") as file:
             file.write("\n".join(lines) + "\n")
 
