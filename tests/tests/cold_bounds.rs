@@ -293,7 +293,7 @@ fn no_more_is_offered_than_comes_in_time_and_than_may_be_read_today() {
 #[test]
 fn one_short_restore_does_not_end_what_is_offered_and_what_is_under_way_is_not_offered_twice() {
     let mut setting = Setting { blocks: 24, ..Setting::default() };
-    setting.config.offer = Offer::SoonerThan(100_000_000);
+    setting.config.offer = Offer::SoonerThan(50_000);
     let world = World::with("cold-bounds-short", setting);
     world.until("the manifest is known", || world.cold.known(world.namespace).is_some());
     world.faulty.next(Op::Range, &[Some(Kind::Slow(Duration::from_millis(100))); 1]);

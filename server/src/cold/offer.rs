@@ -16,6 +16,9 @@ use super::{ColdTier, UNMEASURED_RATE};
 /// are told otherwise.
 pub const OFFERED_MOST: Duration = Duration::from_secs(1);
 
+/// What a way to a bucket is taken to be able to bring at best as long as too little came to say: 100 Gbit/s.
+const FASTEST: u64 = 12_500_000_000;
+
 /// What look-ups without a plan are told of blocks that only the bucket has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Offer {
@@ -38,15 +41,16 @@ impl ColdTier {
         let (now, latency) = (self.tier.access().time().now(), self.tier.first_byte_time());
         let mut estimate = self.estimate();
         // As long as nothing was brought it is not known how long it takes, and never would be.
-        let rate = estimate.rate(now).unwrap_or(UNMEASURED_RATE);
+        let measured = estimate.rate(now);
+        let rate = measured.unwrap_or(UNMEASURED_RATE);
         let pays = match self.config.offer {
             Offer::Never => return 0,
             Offer::InTime => true,
-            // A few short restores do not say what the way can do.
-            Offer::SoonerThan(_) if !estimate.is_sure(now) => true,
             Offer::SoonerThan(tokens) => {
                 let computed = u128::from(tokens) * u128::from(block_bytes);
-                u128::from(rate) * u128::from(block_tokens.max(1)) > computed
+                // A few short restores do not say what the way can do.
+                let at_best = if estimate.is_sure(now) { rate } else { rate.max(FASTEST) };
+                measured.is_none() || u128::from(at_best) * u128::from(block_tokens.max(1)) > computed
             }
         };
         let seconds = left.min(OFFERED_MOST).saturating_sub(latency.unwrap_or_default()).as_secs_f64();
