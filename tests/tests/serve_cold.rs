@@ -31,6 +31,8 @@ const RUN: u64 = 8;
 const RUNS: u64 = 96;
 
 fn configured(bucket: &Scratch, more: &str) -> String {
+    // No server makes it.
+    std::fs::create_dir_all(bucket.path()).unwrap();
     format!(
         "[cold]\nbucket = 'file://{}'\nuses = 0\nage = 0\nrefresh = 1\nmemory = '128 MiB'\n{more}",
         bucket.path().display()

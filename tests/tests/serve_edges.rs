@@ -279,6 +279,7 @@ impl World {
         std::fs::write(&path, format!("epoch = 1\n{list}")).unwrap();
         let secret = members.below("secret");
         std::fs::write(&secret, [7; 32]).unwrap();
+        std::fs::create_dir_all(bucket.path()).unwrap();
         let (path, secret, folder) = (path.display(), secret.display(), bucket.path().display());
         let base = format!(
             "[cluster]\nmembers = '{path}'\nsecret = '{secret}'\n[cold]\nbucket = 'file://{folder}'\nuses = 0\nage = 0\nrefresh = {refresh}\n\
