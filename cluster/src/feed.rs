@@ -188,6 +188,11 @@ impl Feed {
         self.drop_waiting(Some(waiting));
     }
 
+    /// Whether the holder has to take something before it takes part in a walk.
+    pub fn is_behind(&self) -> bool {
+        self.is_behind
+    }
+
     /// What waits is dropped, and no half of it is worth more than the other: its partitions begin again.
     fn drop_waiting(&mut self, more: Option<Waiting>) {
         self.is_behind = true;

@@ -88,8 +88,11 @@ impl Feeder {
 
     /// The next message for a holder. There may be room for a page then, or another walk to begin.
     fn next(&self, node: NodeId) -> Option<Message> {
-        let (message, wants_walk) = self.with(node, |feed| (feed.take(), feed.wants_walk()))?;
-        if message.is_some() || wants_walk {
+        let (message, was_behind) = self.with(node, |feed| {
+            let was_behind = feed.is_behind();
+            (feed.take(), was_behind)
+        })?;
+        if message.is_some() || was_behind {
             self.wanted.notify_one();
         }
         message

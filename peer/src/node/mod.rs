@@ -354,6 +354,10 @@ impl ClusterNode {
     fn take_members(self: &Arc<Self>, members: &Arc<Members>) -> Result<(), String> {
         let lacks = self.directory().change_members(members);
         *self.members.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(members);
+        // Before anything connects to them.
+        let holders = Holders::of(members);
+        let held = members.list().iter().map(|member| (member.id, holders.held_by(member.id).collect()));
+        self.feeder.hold(self.me, held.collect());
         let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
         let gone = links.extract_if(.., |_, link| members.get(link.id()) != Some(&link.member));
         gone.for_each(|(node, _)| {
@@ -373,9 +377,6 @@ impl ClusterNode {
             // Partitions may have come from another holder.
             *self.chains() = ownership(&self.store, &self.options, members);
         }
-        let holders = Holders::of(members);
-        let held = members.list().iter().map(|member| (member.id, holders.held_by(member.id).collect()));
-        self.feeder.hold(self.me, held.collect());
         self.ask_again(&lacks);
         Ok(())
     }
