@@ -38,6 +38,8 @@ struct Path {
     counted: Duration,
     /// Since when nothing has arrived of what was asked for, whether that is still wanted or not.
     silent_since: Option<Duration>,
+    /// Something was given up that did not come, and nothing has come since.
+    is_given_up: bool,
     strikes: u32,
     left_alone_until: Duration,
     /// Reads that use it now.
@@ -116,8 +118,25 @@ impl Paths {
 
     /// Whether it was asked for something long ago and has brought nothing since.
     pub fn is_stalled(&self, path: PathId, now: Duration) -> bool {
+        self.silent_for(path, now) >= STALLED
+    }
+
+    /// How long nothing has come of what it was asked for first since it brought something.
+    pub fn silent_for(&self, path: PathId, now: Duration) -> Duration {
         let silent_since = self.get(path).and_then(|path| path.silent_since);
-        silent_since.is_some_and(|since| now.saturating_sub(since) >= STALLED)
+        silent_since.map_or(Duration::ZERO, |since| now.saturating_sub(since))
+    }
+
+    /// What it was asked for did not come, and is not waited for any more.
+    pub fn give_up(&mut self, path: PathId) {
+        if let Some(path) = self.of(path) {
+            path.is_given_up = true;
+        }
+    }
+
+    /// Whether something was given up there, and nothing has come since.
+    pub fn is_given_up(&self, path: PathId) -> bool {
+        self.get(path).is_some_and(|path| path.is_given_up)
     }
 
     /// Failures in a row so far.
@@ -176,6 +195,7 @@ impl Paths {
             path.outstanding = path.outstanding.saturating_sub(bytes);
             path.arrived += bytes as f64;
             path.silent_since = None;
+            path.is_given_up = false;
             path.strikes = 0;
         }
     }

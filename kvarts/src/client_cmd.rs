@@ -190,21 +190,29 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     }
     let pending =
         if found.pending > 0 { format!(", {} more under way", found.pending) } else { String::new() };
-    let (blocks, asked) = (longest.blocks, subject.keys.len());
+    let (here, asked) = (longest.blocks, subject.keys.len());
+    let together = beyond::together(in_cluster.as_ref(), longest);
+    let elsewhere = together.blocks - here;
+    let parts =
+        if elsewhere > 0 { format!(": {here} here, {elsewhere} with other nodes") } else { String::new() };
     writeln!(
         out,
-        "{blocks} of {asked} blocks ({} tokens) can be restored{pending}",
-        grouped(longest.tokens)
+        "{} of {asked} blocks ({} tokens) can be restored{parts}{pending}",
+        together.blocks,
+        grouped(together.tokens)
     )?;
-    if longest.recompute_tokens > 0 {
-        writeln!(out, "  {} tokens of it have to be run again", grouped(longest.recompute_tokens))?;
-    }
-    missing::show(&found.missing, out)?;
-    if let Some(meant) = meant() {
-        writeln!(out, "  {meant}")?;
+    if together.recompute_tokens > 0 {
+        writeln!(out, "  {} tokens of it have to be run again", grouped(together.recompute_tokens))?;
     }
     if let Some(cluster) = &in_cluster {
-        beyond::show_cluster(cluster, blocks, out)?;
+        beyond::show_cluster(cluster, out)?;
+    }
+    // What other nodes have is not missing.
+    if elsewhere == 0 {
+        missing::show(&found.missing, out)?;
+    }
+    if let Some(meant) = meant().filter(|_| elsewhere == 0) {
+        writeln!(out, "  {meant}")?;
     }
     if let Some(cold) = &in_cold {
         beyond::show_cold(cold, out)?;

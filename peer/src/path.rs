@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvarts_contract::api::{Origins, ReadRequest, ReadStream};
+use kvarts_contract::clock::Nanos;
 use kvarts_contract::error::Reason;
 use kvarts_store::engine::Store;
 
@@ -24,6 +25,11 @@ pub trait Path: Send + Sync {
     /// [`KvStore::read`](kvarts_contract::api::KvStore::read) says. A stream that is dropped cancels the piece, but its memory may
     /// be written to until the last clone of the request's places is gone.
     fn read(&self, piece: Piece) -> Result<ReadStream, Reason>;
+
+    /// Since when it leads nowhere, if it does not now: what only it leads to fails at once when that has lasted.
+    fn away_since(&self) -> Option<Nanos> {
+        None
+    }
 }
 
 impl Path for Store {

@@ -22,17 +22,23 @@ fn tags(stage: &Stage, keys: &[BlockKey]) -> Vec<Tag> {
 async fn until_located(node: &ClusterNode, stage: &Stage, keys: &[BlockKey], wanted: &[NodeId]) {
     let mut wanted = wanted.to_vec();
     wanted.sort_unstable();
-    let mut last = Vec::new();
+    let mut last = kvarts_peer::node::Located::default();
     for _ in 0..600 {
         let mut located = node.locate(&tags(stage, keys), TIMEOUT).await;
         located.copies.iter_mut().for_each(|nodes| nodes.sort_unstable());
         if located.unasked.is_empty() && located.copies.iter().all(|nodes| *nodes == wanted) {
             return;
         }
-        last = located.copies;
+        last = located;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    panic!("{wanted:?} are wanted, the last answer was {last:?}");
+    let troubles: Vec<_> = node
+        .status()
+        .nodes
+        .into_iter()
+        .map(|node| (node.member.id, node.is_reachable, node.trouble))
+        .collect();
+    panic!("{wanted:?} are wanted, the last answer was {last:?}; {troubles:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -417,4 +423,46 @@ async fn a_node_without_a_certificate_for_itself_is_told_nothing_and_not_believe
         let located = nodes[0].locate(&tags(&b, &keys), TIMEOUT).await;
         assert!(located.copies.iter().all(Vec::is_empty), "{case}: nothing that it says is taken");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn blocks_of_a_node_that_is_gone_are_not_counted_and_a_read_of_them_fails_at_once() {
+    use kvarts_contract::api::{Origins, Placed, ReadRequest};
+    use kvarts_contract::buffers::BufMut;
+    use kvarts_peer::node::{Column, Together};
+    let [a, b] = ["gone-a", "gone-b"].map(Stage::new);
+    let nodes = start(&[&a, &b]).await;
+    let (identity, geometry) = common::model();
+    nodes.iter().for_each(|node| node.know(&identity, &geometry, a.namespace));
+    let keys: Vec<BlockKey> = (0..64).map(key).collect();
+    b.put(&keys);
+    let until = async |what: &str, is_so: &dyn Fn(&Together) -> bool| {
+        for _ in 0..600 {
+            let column = Column {
+                namespace: a.namespace,
+                group: GROUP,
+                coordinate: Coordinate::default(),
+                keys: &keys,
+            };
+            let found = nodes[0].presence(column, TIMEOUT).await;
+            if is_so(&found) {
+                return found;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("{what}");
+    };
+    let found = until("all blocks can be read", &|found| found.blocks.iter().all(|there| *there)).await;
+    assert_eq!((found.with, found.unreadable), ([(b.id(), 64)].into(), [].into()));
+    nodes[1].stop();
+    let found = until("none is counted", &|found| !found.blocks.contains(&true)).await;
+    assert!(found.with.is_empty() && found.unreadable.keys().eq([&b.id()]), "{found:?}");
+    let memory = BufMut::zeroed(a.shape.block_bytes() as usize * keys.len()).unwrap().share();
+    let into = Placed::blocks(&a.shape, memory, 64).unwrap();
+    let request = ReadRequest::new(a.namespace, GROUP, Coordinate::default(), keys.clone(), into);
+    let began = std::time::Instant::now();
+    let stream = nodes[0].read(request, &a.shape, &Origins::any(64)).unwrap();
+    let end = std::future::poll_fn(|context| stream.poll_end(context)).await.unwrap();
+    // Its part of the directory is away as well, and how long nodes are asked is set to a minute here: they are not asked.
+    assert!(end.usable_blocks == 0 && began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
 }

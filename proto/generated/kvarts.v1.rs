@@ -456,6 +456,9 @@ pub struct ListModelsReply {
     /// Whether there is a cold tier, which may have blocks of models that stand in no list.
     #[prost(bool, tag = "4")]
     pub cold: bool,
+    /// Whether the server belongs to a cluster, whose other nodes may.
+    #[prost(bool, tag = "5")]
+    pub clustered: bool,
 }
 /// Nested message and enum types in `ListModelsReply`.
 pub mod list_models_reply {
@@ -2015,14 +2018,38 @@ pub mod match_reply {
     }
     #[derive(Clone, PartialEq, ::prost::Message)]
     pub struct InCluster {
-        /// As above, of blocks that this node has or other nodes are said to have: a read on this node brings both.
+        /// As above, of blocks that this node has or other nodes are said to have from which they can be read now: a read on this node
+        /// brings both.
         #[prost(message, optional, tag = "1")]
         pub longest: ::core::option::Option<super::Boundary>,
         #[prost(message, optional, tag = "2")]
         pub cheapest: ::core::option::Option<super::Boundary>,
-        /// Of how many blocks the directory could not be asked in time.
+        /// Of how many blocks it is not known whether other nodes have them: the directory did not answer in time, or is not whole yet.
         #[prost(uint32, tag = "3")]
         pub unasked: u32,
+        /// Other nodes that are said to have some of the blocks that are not here.
+        #[prost(message, repeated, tag = "4")]
+        pub holders: ::prost::alloc::vec::Vec<in_cluster::Holder>,
+    }
+    /// Nested message and enum types in `InCluster`.
+    pub mod in_cluster {
+        #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+        pub struct Holder {
+            /// Which node: 16 bytes, and its address.
+            #[prost(bytes = "bytes", tag = "1")]
+            pub node: ::prost::bytes::Bytes,
+            #[prost(string, tag = "2")]
+            pub address: ::prost::alloc::string::String,
+            /// Blocks that are not here and can be read from it now.
+            #[prost(uint32, tag = "3")]
+            pub blocks: u32,
+            /// Blocks that it is said to have and that cannot be read from any node now.
+            #[prost(uint32, tag = "4")]
+            pub unreadable: u32,
+            /// Why they cannot be read from it.
+            #[prost(string, tag = "5")]
+            pub trouble: ::prost::alloc::string::String,
+        }
     }
     #[derive(Clone, PartialEq, ::prost::Message)]
     pub struct InCold {

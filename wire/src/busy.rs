@@ -20,8 +20,13 @@ pub const CONNECTIONS: &str = "the tenant has as many connections as it may, and
 /// A connection has one of the places that are kept.
 pub const KEPT_CONNECTIONS: &str = "all places for connections are taken; what is left is for administrators";
 
+/// Only another node of the cluster has a block, and there is no connection to it.
+pub const PEER_AWAY: &str = "the node of the cluster that has it cannot be reached";
+/// Only another node of the cluster has a block, and nothing of it came.
+pub const PEER_SILENT: &str = "the node of the cluster that has it does not send it";
+
 /// Those that a client knows.
-const KNOWN: [&str; 8] = [
+const KNOWN: [&str; 10] = [
     MODELS_IN_USE,
     MODELS_REMEMBERED,
     LEASES,
@@ -30,6 +35,8 @@ const KNOWN: [&str; 8] = [
     HELD_BY_ALL,
     CONNECTIONS,
     KEPT_CONNECTIONS,
+    PEER_AWAY,
+    PEER_SILENT,
 ];
 
 /// What a server said, if it is known.

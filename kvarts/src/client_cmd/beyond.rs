@@ -2,11 +2,18 @@
 
 use std::io::Write;
 
+use kvarts_client::Client;
+use kvarts_contract::api::MatchRequest;
+use kvarts_layout::prefix::Boundary;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
-use kvarts_wire::proto;
+use kvarts_wire::proto::match_reply::in_cluster::Holder;
 use kvarts_wire::proto::match_reply::{InCluster, InCold};
+use kvarts_wire::{convert, proto};
 use serde_json::{Value, json};
+
+use super::cluster::id;
+use super::subject::Subject;
 
 fn boundary(one: &Option<proto::Boundary>) -> Option<Value> {
     one.as_ref().map(
@@ -14,23 +21,67 @@ fn boundary(one: &Option<proto::Boundary>) -> Option<Value> {
     )
 }
 
+/// A node as a person knows it: by its address, or by its id where it has none.
+fn name(holder: &Holder) -> String {
+    match holder.address.is_empty() {
+        false => holder.address.clone(),
+        true => id(&holder.node),
+    }
+}
+
 /// The cluster as a part of a report.
 pub(super) fn cluster_report(cluster: &InCluster) -> Value {
+    let holder = |holder: &Holder| {
+        json!({
+            "node": id(&holder.node), "address": holder.address, "blocks": holder.blocks,
+            "unreadable": holder.unreadable, "trouble": holder.trouble,
+        })
+    };
     json!({
         "longest": boundary(&cluster.longest), "cheapest": boundary(&cluster.cheapest), "unasked": cluster.unasked,
+        "holders": cluster.holders.iter().map(holder).collect::<Vec<_>>(),
     })
 }
 
-/// The cluster as a line, if other nodes have more than the `own` blocks, or may have.
-pub(super) fn show_cluster(cluster: &InCluster, own: u32, out: &mut dyn Write) -> Result<(), Failure> {
-    let longest = cluster.longest.clone().unwrap_or_default();
-    if longest.blocks > own {
-        let (blocks, tokens) = (grouped(u64::from(longest.blocks)), grouped(longest.tokens));
-        writeln!(out, "  {blocks} of them ({tokens} tokens) with other nodes of the cluster")?;
+/// How many blocks a prefix has together with other nodes, of which `own` are here.
+pub(super) fn together(cluster: Option<&InCluster>, own: &Boundary) -> Boundary {
+    let longest = cluster.and_then(|cluster| cluster.longest.clone());
+    let longest = longest.map(|one| convert::boundary(Some(one)));
+    longest.filter(|longest| longest.blocks > own.blocks).unwrap_or_else(|| own.clone())
+}
+
+/// What the cluster says of a subject's blocks, if the server belongs to one.
+pub(super) fn of_cluster(client: &Client, subject: &Subject) -> Option<InCluster> {
+    // A match counts as one: without a cluster there is none.
+    client.models().ok().filter(|models| models.clustered)?;
+    let request = MatchRequest {
+        namespace: subject.namespace,
+        keys: &subject.keys,
+        requirements: &subject.requirements,
+        recompute_tokens_max: u64::MAX,
+        lease: None,
+        plan: None,
+    };
+    // Nothing else may fail because of it.
+    client.match_beyond(&request).ok()?.in_cluster
+}
+
+/// Where the blocks are that are not here, and why those that are somewhere cannot be read: a line for each node.
+pub(super) fn show_cluster(cluster: &InCluster, out: &mut dyn Write) -> Result<(), Failure> {
+    let count = |blocks: u32| grouped(u64::from(blocks));
+    for holder in cluster.holders.iter().filter(|holder| holder.blocks > 0) {
+        writeln!(out, "  {} with {}", count(holder.blocks), name(holder))?;
+    }
+    for holder in cluster.holders.iter().filter(|holder| holder.unreadable > 0) {
+        let Holder { unreadable, trouble, .. } = holder;
+        writeln!(out, "  {} with {}, and cannot be read: {trouble}", count(*unreadable), name(holder))?;
     }
     if cluster.unasked > 0 {
-        let unasked = grouped(u64::from(cluster.unasked));
-        writeln!(out, "  of {unasked} blocks the cluster's directory did not answer in time")?;
+        writeln!(
+            out,
+            "  of {} blocks it is not known whether other nodes have them",
+            count(cluster.unasked)
+        )?;
     }
     Ok(())
 }
@@ -63,27 +114,45 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_nodes_are_told_where_they_have_more_or_may_have() {
+    fn where_blocks_are_and_why_they_cannot_be_read_is_told_of_each_node() {
         let boundary =
             |blocks| proto::Boundary { blocks, tokens: u64::from(blocks) * 16, ..proto::Boundary::default() };
-        let cluster = |blocks, unasked| InCluster {
+        let holder = |blocks, unreadable, trouble: &str| Holder {
+            node: vec![0xab; 16].into(),
+            address: if blocks > 0 { "n1:7400".to_owned() } else { String::new() },
+            blocks,
+            unreadable,
+            trouble: trouble.to_owned(),
+        };
+        let cluster = |blocks, unasked, holders| InCluster {
             longest: Some(boundary(blocks)),
             cheapest: Some(boundary(blocks)),
             unasked,
+            holders,
         };
-        let shown = |cluster: &InCluster, own| {
+        let shown = |cluster: &InCluster| {
             let mut out = Vec::new();
-            show_cluster(cluster, own, &mut out).unwrap();
+            show_cluster(cluster, &mut out).unwrap();
             String::from_utf8(out).unwrap()
         };
-        assert_eq!(shown(&cluster(12, 0), 4), "  12 of them (192 tokens) with other nodes of the cluster\n");
-        assert_eq!(shown(&cluster(4, 0), 4), "");
+        let one = cluster(12, 0, vec![holder(8, 0, ""), holder(0, 2, "connection refused")]);
+        let nameless = "ab".repeat(16);
         assert_eq!(
-            shown(&cluster(4, 3), 4),
-            "  of 3 blocks the cluster's directory did not answer in time\n"
+            shown(&one),
+            format!("  8 with n1:7400\n  2 with {nameless}, and cannot be read: connection refused\n")
         );
-        let report = cluster_report(&cluster(12, 3));
+        assert_eq!(
+            shown(&cluster(4, 3, vec![])),
+            "  of 3 blocks it is not known whether other nodes have them\n"
+        );
+        let own = Boundary { blocks: 4, ..Boundary::default() };
+        assert_eq!(together(Some(&one), &own).blocks, 12);
+        assert_eq!(
+            (together(Some(&cluster(3, 0, vec![])), &own).blocks, together(None, &own).blocks),
+            (4, 4)
+        );
+        let report = cluster_report(&cluster(12, 3, vec![holder(8, 1, "")]));
         assert_eq!((&report["longest"]["blocks"], &report["cheapest"]["tokens"]), (&json!(12), &json!(192)));
-        assert_eq!(report["unasked"], 3);
+        assert_eq!((&report["unasked"], &report["holders"][0]["blocks"]), (&json!(3), &json!(8)));
     }
 }

@@ -45,7 +45,8 @@ pub(crate) fn cluster(arguments: &ClusterArgs, out: &mut dyn Write) -> Result<()
     }
 }
 
-fn id(node: &[u8]) -> String {
+/// A node's id in words.
+pub(super) fn id(node: &[u8]) -> String {
     node.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde_json::json;
 
+use super::beyond;
 use super::missing;
 use super::strangers;
 use super::subject::Subject;
@@ -102,6 +103,7 @@ pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failur
         why = strangers::meant(&client, &subject.identity).or(why);
     }
     let absent = missing::of(&client, &subject, subject.keys.get(usable..).unwrap_or_default());
+    let elsewhere = if usable < all { beyond::of_cluster(&client, &subject) } else { None };
     let report = json!({
         "namespace": subject.namespace.to_string(), "blocks": all, "usable_blocks": usable,
         "bytes": usable * each, "why": why, "missing": missing::report(&absent), "path": client.path().name(),
@@ -112,7 +114,11 @@ pub(crate) fn get(arguments: &GetArgs, out: &mut dyn Write) -> Result<(), Failur
     } else {
         let because = why.map(|why| format!(": {why}")).unwrap_or_default();
         writeln!(said, "{usable} of {all} blocks, {}{because}", bytes((usable * each) as u64))?;
-        missing::show(&absent, said)?;
+        // What this node says of blocks that others have would contradict them.
+        match elsewhere.filter(|cluster| !cluster.holders.is_empty()) {
+            Some(cluster) => beyond::show_cluster(&cluster, said)?,
+            None => missing::show(&absent, said)?,
+        }
     }
     if usable == all { Ok(()) } else { Err(Failure::Problems) }
 }

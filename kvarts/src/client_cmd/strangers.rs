@@ -30,8 +30,9 @@ fn listed(reply: &proto::ListModelsReply) -> Vec<Listed> {
 pub(super) fn standing(client: &Client, identity: &Identity) -> Result<Standing, Failure> {
     let reply = client.models().map_err(Failure::user)?;
     let known = listed(&reply);
-    // What a bucket has is told by a match alone.
-    if !reply.of_store || reply.cold || known.iter().any(|(one, _)| identity.differences(one).is_empty()) {
+    // What a bucket and other nodes of a cluster have is told by a match alone.
+    let elsewhere = reply.cold || reply.clustered;
+    if !reply.of_store || elsewhere || known.iter().any(|(one, _)| identity.differences(one).is_empty()) {
         return Ok(Standing::Known);
     }
     // One that was not listed for want of room may be it.

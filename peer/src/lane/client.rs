@@ -14,7 +14,7 @@ use kvarts_contract::error::Reason;
 use kvarts_contract::{class::Class, clock::Nanos};
 use kvarts_layout::plan::Order;
 use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, StoreId};
-use kvarts_wire::{convert, proto};
+use kvarts_wire::{busy, convert, proto};
 
 use super::asked::wire_origins;
 use super::bell::Bell;
@@ -22,14 +22,14 @@ use super::delivery::chunk_count;
 use super::frame::{Kind, frame};
 use super::hello::Member;
 use super::limits::{
-    CHUNKS_MAX, IDENTITY_BYTES_MAX, KEYS_MAX, NAMESPACES_MAX, OUTBOX_BYTES_MAX, PIECE_BYTES_MAX, PIECES_MAX,
-    TIMEOUT_MAX, UNDER_WAY_BYTES,
+    CHUNKS_MAX, CONNECT, IDENTITY_BYTES_MAX, KEYS_MAX, NAMESPACES_MAX, OUTBOX_BYTES_MAX, PIECE_BYTES_MAX,
+    PIECES_MAX, TIMEOUT_MAX, UNDER_WAY_BYTES,
 };
 use super::wire::{Wire, moved};
 use crate::path::{Path, Piece};
 
 /// Why nothing can be asked of a peer now.
-pub(super) const AWAY: Reason = Reason::Busy("the peer is away");
+pub(super) const AWAY: Reason = Reason::Busy(busy::PEER_AWAY);
 
 /// What was asked and came so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -120,6 +120,8 @@ struct Outbox {
 #[derive(Default)]
 pub(super) struct State {
     wire: Option<Arc<dyn Wire>>,
+    /// Since when there is no connection.
+    away_since: Nanos,
     outbox: Outbox,
     known: BTreeMap<NamespaceId, Known>,
     /// Namespaces that this connection has opened: each has a number of its own.
@@ -139,6 +141,11 @@ pub(super) struct State {
 }
 
 impl State {
+    /// Before the first connection, which may take as long as one may take to be made: the peer said a moment ago that it is there.
+    pub(super) fn away(now: Nanos) -> Self {
+        Self { away_since: now.plus(CONNECT), ..Self::default() }
+    }
+
     /// Sends what there is room for. An error is noticed by the thread as well, which receives.
     fn flush(&mut self) {
         let Some(wire) = &self.wire else { return };
@@ -200,8 +207,8 @@ impl State {
     }
 
     /// The connection has ended; what was under way.
-    pub(super) fn detach(&mut self) -> BTreeMap<u64, Open> {
-        (self.wire, self.outbox) = (None, Outbox::default());
+    pub(super) fn detach(&mut self, now: Nanos) -> BTreeMap<u64, Open> {
+        (self.wire, self.outbox, self.away_since) = (None, Outbox::default(), now);
         (self.waiting, self.under_way) = (VecDeque::new(), 0);
         std::mem::take(&mut self.open)
     }
@@ -428,6 +435,11 @@ impl Path for LaneClient {
             shared.bell.ring();
         }
         Ok(stream)
+    }
+
+    fn away_since(&self) -> Option<Nanos> {
+        let state = self.0.lock();
+        state.wire.is_none().then_some(state.away_since)
     }
 }
 

@@ -15,7 +15,7 @@ use kvarts_wire::convert;
 use super::arrival::{Arrival, Doubted, end_early};
 use super::asked::wire_origins;
 use super::bell::Bell;
-use super::client::{AWAY, Counters, LaneClient, Open, Shared, wire_read};
+use super::client::{AWAY, Counters, LaneClient, Open, Shared, State, wire_read};
 use super::frame::{Head, Incoming, Kind, bare, frame, message};
 use super::hello::Member;
 use super::limits::{AGAIN, ANSWER_BYTES_MAX, CONNECT, SILENCE, STALL};
@@ -48,7 +48,8 @@ impl LaneClient {
     /// A way to the node `peer`, which answers at `address`. The connection is made by a thread of its own, again and again; until
     /// there is one, reads are refused at once.
     pub fn connect(address: SocketAddr, peer: StoreId, member: Member) -> std::io::Result<Arc<Self>> {
-        let (bell, counters, state) = (Bell::new()?, Counters::default(), Mutex::default());
+        let state = Mutex::new(State::away(member.clock.now()));
+        let (bell, counters) = (Bell::new()?, Counters::default());
         let shared = Arc::new(Shared { address, peer, member, bell, counters, state });
         let (courier, host) = (Courier::new(Arc::clone(&shared)), Arc::clone(&shared.member.host));
         // No thread waits for its end.
@@ -120,7 +121,7 @@ impl Courier {
             }
         };
         link.wire.close();
-        let open = self.shared.lock().detach();
+        let open = self.shared.lock().detach(self.now());
         let arriving = link.arrival.and_then(|arrival| arrival.wanted);
         for wanted in arriving.into_iter().chain(open.into_values().filter_map(|open| open.wanted)) {
             let reason = (!wanted.sink.is_cancelled()).then_some(&AWAY);

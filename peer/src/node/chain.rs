@@ -23,7 +23,7 @@ use super::{ClusterNode, wire};
 /// How often a holder has itself confirmed.
 const CONFIRM_EVERY: Duration = Duration::from_secs(1);
 /// How long a member may take to say which epoch it is of: less than a confirmation lasts.
-const CONFIRM_TIMEOUT: Duration = Duration::from_secs(1);
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(2);
 /// Between nodes a question about a chain takes at most this long.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(2);
 

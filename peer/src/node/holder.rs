@@ -42,6 +42,9 @@ const TIDY_EVERY: Duration = Duration::from_secs(1);
 /// that are open and wait for a turn, the bytes that came fill the window of the connection, and those whose turn it is never end.
 const CALLS_MAX: u32 = 32;
 
+/// How often refused callers are told of in the log.
+const QUIET: Duration = Duration::from_secs(10);
+
 /// How to ask a node whose changes this one takes for some again.
 #[derive(Clone, Debug)]
 pub(super) struct Asking {
@@ -85,7 +88,7 @@ struct Door(Arc<ClusterNode>);
 
 impl Interceptor for Door {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        let caller = self.0.caller(&request)?;
+        let caller = self.0.caller(&request).inspect_err(|refused| self.0.tell_refused(refused))?;
         request.extensions_mut().insert(Caller(caller));
         Ok(request)
     }
@@ -106,6 +109,16 @@ impl ClusterNode {
         call.extensions_mut().insert(Shown(from));
         let Ok(answer) = service(self).call(call).await;
         answer.map(Body::new)
+    }
+
+    /// A call was refused: an operator hears of it, though not of each.
+    fn tell_refused(&self, refused: &Status) {
+        let now = self.footing.runner.now();
+        let mut quiet_until = self.quiet_until.lock().unwrap_or_else(PoisonError::into_inner);
+        if *quiet_until <= now {
+            *quiet_until = now.plus(QUIET);
+            tracing::warn!(reason = refused.message(), "a node was refused that calls this one");
+        }
     }
 
     /// The member that calls: a node that is none is known by the secret alone.

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::server::Connected;
@@ -22,6 +23,9 @@ use kvarts_wire::lobby::Lobby;
 
 /// The pause after a connection that could not be taken: one that lacks a descriptor is not asked for again and again.
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// How long further refusals are not told of.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// How long the other side may take to show who it is.
 const GREETING: Duration = Duration::from_secs(5);
@@ -48,6 +52,7 @@ pub(super) fn limited(
     let (to, come) = mpsc::channel(1);
     let accepting = async move {
         let unproven = Lobby::new(UNPROVEN_MAX);
+        let quiet_until = Arc::new(Mutex::new(Instant::now()));
         loop {
             let (stream, from) = match listener.accept().await {
                 Ok(accepted) => accepted,
@@ -58,13 +63,18 @@ pub(super) fn limited(
             };
             let guest = unproven.enter();
             let (to, credentials, greeting) = (to.clone(), credentials.clone(), greeting.clone());
-            let places = Arc::clone(&places);
+            let (places, quiet_until) = (Arc::clone(&places), Arc::clone(&quiet_until));
             tokio::spawn(async move {
                 let shows = stream::accept(stream, (credentials.as_deref(), &greeting));
                 let shown = guest.unless_lost(tokio::time::timeout(GREETING, shows)).await;
                 drop(guest);
                 let refuse = |reason: &dyn std::fmt::Display| {
-                    tracing::warn!(%from, %reason, "a connection of a node was refused");
+                    let now = Instant::now();
+                    let mut until = quiet_until.lock().unwrap_or_else(PoisonError::into_inner);
+                    if *until <= now {
+                        *until = now + QUIET;
+                        tracing::warn!(%from, %reason, "a connection of a node was refused");
+                    }
                 };
                 match (shown, places.try_acquire_owned()) {
                     (Some(Ok(Ok((stream, shown)))), Ok(place)) => {

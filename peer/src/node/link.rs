@@ -30,6 +30,8 @@ pub(super) struct Link {
     pub(super) news: Notify,
     /// How far it has said that it has what was deleted; nothing before it has. Held by who tells it.
     pub(super) told: tokio::sync::Mutex<Option<Known>>,
+    /// It did not say in time that it has what was deleted, and has not since: no delete waits for it.
+    pub(super) is_late: AtomicBool,
     /// A task tells it what it lacks.
     pub(super) tells_later: AtomicBool,
     state: Mutex<State>,
@@ -57,6 +59,7 @@ impl Link {
             questions: Arc::default(),
             news: Notify::new(),
             told: tokio::sync::Mutex::default(),
+            is_late: AtomicBool::new(false),
             tells_later: AtomicBool::new(false),
             state: Mutex::default(),
         }))
@@ -71,7 +74,21 @@ impl Link {
     }
 
     pub(super) fn set_state(&self, state: State) {
-        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+        let old =
+            std::mem::replace(&mut *self.state.lock().unwrap_or_else(PoisonError::into_inner), state.clone());
+        let Member { id: node, address, .. } = &self.member;
+        match (old.is_connected, state.is_connected) {
+            (false, true) if !old.trouble.is_empty() => {
+                tracing::warn!(%node, %address, "a node of the cluster is reached again");
+            }
+            (true, false) => {
+                tracing::warn!(%node, %address, reason = %state.trouble, "a node of the cluster is lost");
+            }
+            (false, false) if old.trouble != state.trouble => {
+                tracing::warn!(%node, %address, reason = %state.trouble, "a node of the cluster cannot be reached");
+            }
+            _ => {}
+        }
     }
 
     pub(super) async fn join(

@@ -1,5 +1,6 @@
 //! Who has blocks: asked of the nodes that hold their partitions, all at once.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use futures_util::future::join_all;
@@ -63,6 +64,19 @@ pub(super) struct Asked {
 /// What one holder knows of blocks: their copies, and who owns the chains that begin with them.
 type Known = (Vec<Vec<NodeId>>, Vec<(usize, NodeId)>);
 
+/// What this node and others have together of some blocks, and can be read here now.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Together {
+    /// Of each block whether it can be read.
+    pub blocks: Vec<bool>,
+    /// Of how many there is a node that holds their part of the directory and did not say.
+    pub unasked: u32,
+    /// How many blocks that are not here each node has.
+    pub with: BTreeMap<NodeId, u32>,
+    /// How many of those that cannot be read each node is said to have to which there is no way now.
+    pub unreadable: BTreeMap<NodeId, u32>,
+}
+
 /// What is known of some blocks' copies.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Located {
@@ -118,25 +132,38 @@ impl ClusterNode {
         all
     }
 
-    /// Of each block whether this node has it, or another one is said to; and of how many others that could not be asked. No
-    /// node is asked about blocks that are here.
-    pub async fn presence(&self, column: Column<'_>, timeout: Duration) -> (Vec<bool>, u32) {
-        let mut there = self.own_blocks(&column);
+    /// Which of these blocks a read that begins now can have, of this node or of others. No node is asked about blocks that are here.
+    pub async fn presence(&self, column: Column<'_>, timeout: Duration) -> Together {
+        let blocks = self.own_blocks(&column);
         let missing = |(_, (here, _)): &(usize, (&bool, &BlockKey))| !**here;
-        let missing = there.iter().zip(column.keys).enumerate().filter(missing);
+        let missing = blocks.iter().zip(column.keys).enumerate().filter(missing);
         let (places, tags): (Vec<usize>, Vec<Tag>) =
             missing.map(|(place, (_, key))| (place, column.tag(key))).unzip();
+        let mut together = Together { blocks, ..Together::default() };
         if tags.is_empty() {
-            return (there, 0);
+            return together;
         }
         let located = self.locate(&tags, timeout).await;
+        together.unasked = located.unasked.len() as u32;
+        let lanes = self.lanes();
+        let mut known: BTreeMap<NodeId, bool> = BTreeMap::new();
         for (place, nodes) in places.into_iter().zip(&located.copies) {
-            if let Some(there) = there.get_mut(place) {
-                // What others were not told of yet may be deleted.
-                *there = nodes.iter().any(|node| !self.deletes.lacks_of(node, &column.namespace));
+            let mut can_read = |node: &NodeId| {
+                *known.entry(*node).or_insert_with(|| self.can_read(&lanes, node, &column.namespace))
+            };
+            let is_there = nodes.iter().any(&mut can_read);
+            for node in nodes.iter().filter(|node| **node != self.me) {
+                match (is_there, can_read(node)) {
+                    (true, true) => *together.with.entry(*node).or_default() += 1,
+                    (false, _) => *together.unreadable.entry(*node).or_default() += 1,
+                    (true, false) => {}
+                }
+            }
+            if let Some(there) = together.blocks.get_mut(place) {
+                *there = is_there;
             }
         }
-        (there, located.unasked.len() as u32)
+        together
     }
 
     /// Which of these blocks can be read here, from memory alone.

@@ -37,7 +37,7 @@ use kvarts_cluster::members::{Members, NodeId};
 use kvarts_cluster::ownership::Ownership;
 use kvarts_cluster::partition::Holders;
 use kvarts_contract::buffers::Region;
-use kvarts_contract::clock::OsEntropy;
+use kvarts_contract::clock::{Nanos, OsEntropy};
 use kvarts_layout::planted;
 use kvarts_store::engine::Store;
 use kvarts_wire::proto;
@@ -48,7 +48,7 @@ pub use chain::lease_of;
 pub use deletes::{
     Away, Beside, Deleted, FILE_BYTES_MAX, Guarded, InMemory, Kept, Shortened, Underway, Written,
 };
-pub use locate::{Column, Located, Patience};
+pub use locate::{Column, Located, Patience, Together};
 pub use network::{Called, Calls, Footing, Network};
 pub use offering::{OFFER_EVERY, OfferCounts};
 pub use placing::{Fate, Placing, PutCounts, PutPolicy};
@@ -146,6 +146,8 @@ pub struct ClusterNode {
     /// How to ask nodes whose changes this one takes to send some again.
     asking: Mutex<BTreeMap<NodeId, Asking>>,
     refused: std::sync::atomic::AtomicU64,
+    /// Until when no refused caller is told of in the log.
+    quiet_until: Mutex<Nanos>,
     /// Turns of calls that copy blocks here.
     copying: Semaphore,
     warm: Option<Warm>,
@@ -250,6 +252,7 @@ impl ClusterNode {
             links: RwLock::default(),
             asking: Mutex::default(),
             refused: std::sync::atomic::AtomicU64::new(0),
+            quiet_until: Mutex::default(),
             trouble: Mutex::default(),
             stopping: watch::Sender::new(false),
         });

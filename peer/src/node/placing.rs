@@ -137,7 +137,7 @@ impl ClusterNode {
         chain = chain.or_else(|| self.owned.chain_of_first(parent.iter()));
         let is_reached = |node: &NodeId| {
             let is_there = self.link(*node).is_some_and(|link| link.state().is_connected)
-                && !self.deletes.lacks_of(node, &column.namespace);
+                && self.can_read(&self.lanes(), node, &column.namespace);
             is_there || planted!("held-by-the-gone") && *node != self.me
         };
         let mut placing = Placing { fates: vec![Fate::Stored; tags.len()], ..Placing::default() };

@@ -16,7 +16,8 @@ use kvarts_layout::{BlockShape, Geometry, Identity, NamespaceId};
 use super::locate::Asked;
 use super::{ClusterNode, Column};
 use crate::lane::LaneClient;
-use crate::read::{Copies, MultiRead, MultiTiles, NodePaths, OWN, begin};
+use crate::path::Path;
+use crate::read::{BUSY_FOR, Copies, MultiRead, MultiTiles, NodePaths, OWN, begin};
 
 /// From this size on a read takes what other nodes have besides what is here.
 const SHARED_BYTES: u64 = 16 << 20;
@@ -148,6 +149,17 @@ impl ClusterNode {
         if let Some(lane) = lanes.by_node.remove(&node) {
             self.paths.remove(lane.path);
         }
+    }
+
+    /// Whether a read that begins now can have blocks of a model from a node that is said to have them: there is a way to it, which
+    /// leads there or has for as short a time not as a read waits, its blocks may be asked for, and it has been told of all deletes.
+    pub(super) fn can_read(&self, lanes: &Lanes, node: &NodeId, namespace: &NamespaceId) -> bool {
+        let now = self.footing.runner.now();
+        let leads_there =
+            |lane: &Lane| lane.client.away_since().is_none_or(|since| now.since(since) < BUSY_FOR);
+        lanes.by_node.get(node).is_some_and(leads_there)
+            && lanes.knows(*namespace)
+            && !self.deletes.lacks_of(node, namespace)
     }
 
     /// The paths of this node's reads.

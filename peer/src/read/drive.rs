@@ -35,7 +35,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(2);
 /// A path of this read.
 pub(super) struct Member {
     pub(super) number: PathId,
-    path: Arc<dyn Path>,
+    pub(super) path: Arc<dyn Path>,
     /// How often in a row it had no room, since when, and until when it is not asked again for that.
     pub(super) busy: u32,
     pub(super) busy_since: Option<Nanos>,
@@ -264,6 +264,7 @@ impl Reading {
                 }
             }
             self.look_for_late(now);
+            self.look_for_silent(now);
             self.settle_lost();
             let asked = !self.has_ended && !self.is_late(now) && self.deal(now);
             if !heard && !asked {
@@ -416,7 +417,7 @@ impl Reading {
 
     /// Hands a request to its path.
     fn begin(&mut self, request: Request, tile: &Tile, scratch: Option<Placed>, path: &dyn Path) {
-        let number = self.next_ask;
+        let (number, at) = (self.next_ask, self.runner.now());
         self.next_ask += 1;
         let bell = Arc::clone(&self.bell);
         let keeper = Keeper { bell: Arc::clone(&bell), number, _sink: Arc::clone(&self.sink) };
@@ -444,7 +445,8 @@ impl Reading {
             digests,
             blocks: Vec::new(),
             is_released: false,
-            at: self.runner.now(),
+            at,
+            patience: self.patience(request, at),
         };
         self.asks.insert(number, ask);
     }

@@ -18,7 +18,7 @@ use super::nodes::{Ended, Request, failure};
 use super::request::{self, Ask, State};
 
 /// How long a path may have no room, or no connection, before what only it leads to has failed.
-const BUSY_FOR: Duration = Duration::from_secs(1);
+pub(crate) const BUSY_FOR: Duration = Duration::from_secs(1);
 /// How long it is not asked after the first time; twice as long after each further one, and at most so long.
 const BUSY_PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(64));
 /// What is said of a path that ended a piece without a word.
@@ -125,10 +125,11 @@ impl Reading {
         }
     }
 
-    /// Whether a path is asked again after a pause for what it did not bring now.
+    /// Whether a path is asked again after a pause for what it did not bring now. One that was away long before this read is not.
     fn pauses(&mut self, path: PathId, now: Nanos) -> bool {
         let Some(member) = self.members.iter_mut().find(|member| member.number == path) else { return false };
         let since = *member.busy_since.get_or_insert(now);
+        let since = member.path.away_since().map_or(since, |away| away.min(since));
         if now.since(since) >= BUSY_FOR {
             return false;
         }
@@ -143,7 +144,7 @@ impl Reading {
 
     /// A block is not to be had by a path. The own disks' reason counts where they had it, and else the
     /// last of those who had it.
-    fn is_not_there(&mut self, block: u32, path: PathId, reason: &Reason) {
+    pub(super) fn is_not_there(&mut self, block: u32, path: PathId, reason: &Reason) {
         self.what.copies.without(self.what.first.saturating_add(block), path);
         if !matches!(reason, Reason::NotHere(_)) {
             let broken = self.lost.broken.entry(block).or_default();
@@ -288,7 +289,7 @@ impl Reading {
     }
 
     /// Blocks are not where a path leads: pieces that have some of them are not asked for there.
-    fn pass_by(&mut self, path: PathId, blocks: std::ops::Range<u32>) {
+    pub(super) fn pass_by(&mut self, path: PathId, blocks: std::ops::Range<u32>) {
         let order = self.progress.order();
         let mut met: Vec<usize> = Vec::new();
         let starts: Vec<u32> = match order {

@@ -36,6 +36,7 @@ use kvarts_layout::BlockShape;
 use last::Last;
 
 pub(crate) use cut::PIECE_BYTES_LEAST;
+pub(crate) use failing::BUSY_FOR;
 pub use last::LastResort;
 pub use nodes::{Brought, FAILURES, NodePaths, OWN, PathStatus};
 pub use runner::{OnTokio, Runner, Task};

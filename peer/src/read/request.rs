@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Duration;
 
 use kvarts_cluster::paths::PathId;
 use kvarts_contract::api::{Digests, Order, Placed, ReadEnd, ReadSink, ReadStream};
@@ -15,6 +16,7 @@ use kvarts_layout::BlockShape;
 use kvarts_layout::plan::Tile;
 
 use super::bell::{Bell, News};
+use super::nodes::Request;
 use super::scratch::Grant;
 
 /// What has become of a request.
@@ -48,12 +50,24 @@ pub(super) struct Ask {
     pub(super) is_released: bool,
     /// When it was made.
     pub(super) at: Nanos,
+    /// How long nothing may come of it.
+    pub(super) patience: Duration,
 }
 
 impl Ask {
     /// Whether the dealer counts it as asked for.
     pub(super) fn is_counted(&self) -> bool {
         matches!(self.state, State::Running(_) | State::Failed(_))
+    }
+
+    /// Whether the path works on it.
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.state, State::Running(_))
+    }
+
+    /// What was asked of its path.
+    pub(super) fn request(&self) -> Request {
+        Request { piece: self.piece, path: self.path, bytes: self.bytes }
     }
 
     /// Whether the path can write to the places of the piece.

@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kvarts_cluster::members::NodeId;
 use kvarts_contract::api::{Beyond, BeyondColumn, MatchRequest};
 use kvarts_layout::{Coordinate, Group};
-use kvarts_peer::node::{ClusterNode, Column};
+use kvarts_peer::node::{ClusterNode, Column, Together as Found};
 use kvarts_planner::plan::{Link, Source};
 use kvarts_wire::proto;
 use tokio::time::Instant;
@@ -25,8 +26,23 @@ const UNMEASURED: Link = Link { latency_ms: 1.0, bytes_per_ms: 1.25e6, outstandi
 #[derive(Debug, Default)]
 pub(crate) struct Together {
     pub(crate) columns: BTreeMap<(Group, Coordinate), Vec<bool>>,
-    /// Nodes that did not say.
+    /// Blocks of which it is not known whether other nodes have them.
     pub(crate) unasked: u32,
+    /// Of other nodes, blocks that are not here: those that can be read from them now, and those that can be read nowhere.
+    pub(crate) with: BTreeMap<NodeId, (u32, u32)>,
+}
+
+impl Together {
+    fn add(&mut self, column: (Group, Coordinate), found: Found) {
+        self.columns.insert(column, found.blocks);
+        self.unasked += found.unasked;
+        for (node, blocks) in found.with {
+            self.with.entry(node).or_default().0 += blocks;
+        }
+        for (node, blocks) in found.unreadable {
+            self.with.entry(node).or_default().1 += blocks;
+        }
+    }
 }
 
 /// Asks other nodes for the blocks of a match.
@@ -47,9 +63,7 @@ pub(crate) async fn together(
             let group = requirement.group;
             let column = Column { namespace, group, coordinate, keys: &keys };
             let left = call.deadline.saturating_duration_since(Instant::now());
-            let (there, unasked) = node.presence(column, LOOKUP_TIMEOUT.min(left)).await;
-            together.columns.insert((group, coordinate), there);
-            together.unasked += unasked;
+            together.add((group, coordinate), node.presence(column, LOOKUP_TIMEOUT.min(left)).await);
         }
     }
     Ok(together)

@@ -10,6 +10,7 @@ use kvarts_contract::error::Reason;
 use kvarts_layout::BlockKey;
 use kvarts_peer::node::{ClusterNode, Column, NodeStatus};
 use kvarts_wire::proto;
+use kvarts_wire::proto::match_reply::{InCluster, in_cluster};
 use tokio::time::Instant;
 
 use super::beyond::{self, Together};
@@ -72,18 +73,18 @@ pub(crate) async fn lookup(call: Arc<Call>, wire: proto::LookupRequest) -> Outco
 }
 
 /// What the nodes of the cluster have of a prompt together, beside what this one has; they are asked unless they were before.
-pub(crate) async fn in_cluster(
+pub(crate) async fn of_cluster(
     call: &Call,
     wire: &proto::MatchRequest,
     own: &proto::MatchReply,
     together: Option<&Together>,
-) -> Outcome<Option<proto::match_reply::InCluster>> {
+) -> Outcome<Option<InCluster>> {
     let Some(node) = &call.state.decided.cluster else { return Ok(None) };
     let keys = convert::keys(&wire.keys)?;
     if own.longest.as_ref().is_some_and(|longest| longest.blocks as usize == keys.len()) {
         // Everything is here: no other node is asked.
         let (longest, cheapest) = (own.longest.clone(), own.cheapest.clone());
-        return Ok(Some(proto::match_reply::InCluster { longest, cheapest, unasked: 0 }));
+        return Ok(Some(InCluster { longest, cheapest, unasked: 0, holders: Vec::new() }));
     }
     let asked = match together {
         Some(_) => None,
@@ -96,11 +97,38 @@ pub(crate) async fn in_cluster(
     };
     let most = wire.recompute_tokens_max.unwrap_or(u64::MAX);
     let usable = requirements.usable_prefix(keys.len() as u32, most, present);
-    Ok(Some(proto::match_reply::InCluster {
+    Ok(Some(InCluster {
         longest: Some(convert::wire_boundary(&usable.longest)),
         cheapest: Some(convert::wire_boundary(&usable.cheapest)),
         unasked: together.unasked,
+        holders: holders(node, together),
     }))
+}
+
+/// The other nodes that are said to have some of these blocks, and why what cannot be read from them cannot.
+fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
+    if together.with.is_empty() {
+        return Vec::new();
+    }
+    let status = node.status();
+    let holder = |(id, (blocks, unreadable)): (&NodeId, &(u32, u32))| {
+        let known = status.nodes.iter().find(|known| known.member.id == *id);
+        let trouble = match known {
+            _ if *unreadable == 0 => String::new(),
+            Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
+            Some(known) if known.path.is_none() => "there is no way to its blocks".to_owned(),
+            Some(_) => "its blocks cannot be read now".to_owned(),
+            None => "it is no member any more".to_owned(),
+        };
+        in_cluster::Holder {
+            node: id.0.to_vec().into(),
+            address: known.map(|known| known.member.address.clone()).unwrap_or_default(),
+            blocks: *blocks,
+            unreadable: *unreadable,
+            trouble,
+        }
+    };
+    together.with.iter().map(holder).collect()
 }
 
 /// Counts blocks that are absent here as here if another node is said to have them, unless a lease is asked for.
@@ -121,7 +149,7 @@ pub(crate) async fn also_elsewhere(
     let missing: Vec<BlockKey> = missing.map(|(key, _)| *key).collect();
     let column = Column { namespace, group, coordinate, keys: &missing };
     let left = call.deadline.saturating_duration_since(Instant::now());
-    let (there, _) = node.presence(column, LOOKUP_TIMEOUT.min(left)).await;
+    let there = node.presence(column, LOOKUP_TIMEOUT.min(left)).await.blocks;
     let absent = found.presence.iter_mut().filter(|one| **one == absent);
     absent.zip(there).filter(|(_, there)| *there).for_each(|(one, _)| *one = here);
     Ok(found)

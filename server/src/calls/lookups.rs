@@ -23,7 +23,7 @@ pub(crate) async fn matched(call: Arc<Call>, wire: proto::MatchRequest) -> Outco
     let look = move |call: &Call| store::match_prefix(call, wire, known.as_deref());
     let mut found = heavily(Arc::clone(&call), entries, look).await?;
     if let Some(asked) = asked {
-        found.in_cluster = directory::in_cluster(&call, &asked, &found, together.as_deref()).await?;
+        found.in_cluster = directory::of_cluster(&call, &asked, &found, together.as_deref()).await?;
     }
     Ok(found)
 }

@@ -184,7 +184,8 @@ fn stored(call: &Call) -> proto::ListModelsReply {
         registered_here(call).map(|model| (model.namespace, model.last_used())).collect();
     let more = in_store.len() == limits::MODELS_MAX;
     let cold = call.state.decided.cold.is_some();
-    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more, cold };
+    let clustered = call.state.decided.cluster.is_some();
+    let mut reply = proto::ListModelsReply { models: Vec::new(), of_store: true, more, cold, clustered };
     let mut room = limits::MODELS_BYTES_MAX;
     for one in in_store {
         let last_used = registered.get(&one.namespace).copied();

@@ -83,7 +83,7 @@ impl ServerState {
             Some(node) => {
                 let Wish { namespace, group, coordinate, .. } = wish;
                 let column = Column { namespace, group, coordinate, keys };
-                node.presence(column, LOCATE_TIMEOUT).await.0
+                node.presence(column, LOCATE_TIMEOUT).await.blocks
             }
             None => Vec::new(),
         };

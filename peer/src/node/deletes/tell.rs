@@ -29,11 +29,15 @@ impl ClusterNode {
     /// by then is told later.
     pub(super) async fn tell_each(self: &Arc<Self>, links: &[Arc<Link>], timeout: Duration) {
         let runner = &*self.footing.runner;
-        join_all(links.iter().filter(|link| link.state().is_connected).map(|link| async move {
+        let is_there = |link: &&Arc<Link>| link.state().is_connected && !link.is_late.load(Ordering::SeqCst);
+        join_all(links.iter().filter(is_there).map(|link| async move {
             match in_time(runner, timeout, self.tell(link)).await {
                 Some(Ok(())) => {}
                 Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "it was not told of a delete"),
-                None => tracing::debug!(node = %link.id(), "it was not told of a delete in time"),
+                None => {
+                    link.is_late.store(true, Ordering::SeqCst);
+                    tracing::warn!(node = %link.id(), "it was not told of a delete in time: it is told later");
+                }
             }
         }))
         .await;
@@ -96,6 +100,12 @@ impl ClusterNode {
 
     /// Tells a node all that it lacks; of one that was not spoken with yet it is asked first how far it has come, and what this one lacks.
     async fn tell(self: &Arc<Self>, link: &Arc<Link>) -> Result<(), String> {
+        self.tell_all_of(link).await?;
+        link.is_late.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
+    async fn tell_all_of(self: &Arc<Self>, link: &Arc<Link>) -> Result<(), String> {
         let mut told = link.told.lock().await;
         loop {
             let asks = told.is_none();

@@ -293,6 +293,43 @@ fn a_connection_that_is_made_again_is_waited_for_and_one_that_is_not_costs_a_bou
 }
 
 #[test]
+fn a_peer_that_was_away_before_a_read_began_costs_it_its_blocks_and_no_time() {
+    for order in ORDERS {
+        let away = Script { away: Some((ms(0), ms(60_000))), ..steady(300.0) };
+        let stage = stage(order, [steady(300.0), away]);
+        stage.pass(ms(1500));
+        let began = stage.world.time();
+        let went = stage.run((0..16).map(|block| set(if block < 8 { 1 } else { 2 })).collect());
+        assert_eq!(went.end.usable_blocks, 8, "{went:?}");
+        assert!(went.took.saturating_sub(began) < ms(200), "{went:?}");
+        let said = |reason: &Reason| *reason == Reason::Busy("the peer is away");
+        assert!(went.end.failures.iter().all(|(_, reason)| said(reason)), "{went:?}");
+    }
+}
+
+#[test]
+fn a_peer_that_takes_everything_and_sends_no_piece_costs_its_blocks_and_a_bounded_time() {
+    let hangs = || at_speed(|now| if now < ms(10) { 300.0 } else { 0.0 });
+    for order in ORDERS {
+        let alone = stage(order, [steady(300.0), hangs()]);
+        let said = || (0..16).map(|block| set(if block < 8 { 1 } else { 2 })).collect::<Vec<_>>();
+        let went = alone.run(said());
+        assert!(went.end.usable_blocks >= 8 && !is_whole(&went), "{went:?}");
+        assert!(went.took < ms(2600), "{order:?} {:?}", went.took);
+        let is_told = |(_, reason): &(u32, Reason)| *reason == Reason::Busy(kvarts_wire::busy::PEER_SILENT);
+        assert!(went.end.failures.iter().any(is_told), "{went:?}");
+        // Of one that has brought nothing since then less is expected.
+        let began = alone.world.time();
+        let went = alone.run(said());
+        assert!(went.end.usable_blocks == 8 && went.took.saturating_sub(began) < ms(900), "{went:?}");
+        // What another one has as well comes from there.
+        let other = stage(order, [steady(300.0), hangs(), steady(300.0)]);
+        let went = other.run((0..16).map(|block| set(if block < 8 { 1 } else { 6 })).collect());
+        assert!(is_whole(&went) && went.took < ms(600), "{order:?} {went:?}");
+    }
+}
+
+#[test]
 fn the_own_disks_reason_is_told_where_they_had_a_block_and_else_the_last_one() {
     let damaged = |block: u32| Script { fault: Box::new(move |_| Fault::Damage(block)), ..steady(300.0) };
     let none = || Script { has: Box::new(|_| None), ..steady(300.0) };

@@ -404,6 +404,11 @@ impl Path for Fake {
         work.jobs.push(Job { request, origins, first, sink: Some(sink), fault, left });
         Ok(stream)
     }
+
+    fn away_since(&self) -> Option<Nanos> {
+        let (from, to) = self.work.lock().unwrap().script.away?;
+        (from..to).contains(&self.world.time()).then(|| Nanos::default().plus(from))
+    }
 }
 
 /// Which blocks of which layers, and where.
