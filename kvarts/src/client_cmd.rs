@@ -28,8 +28,8 @@ use std::time::Duration;
 
 use clap::Args;
 use kvarts_contract::api::{
-    DeleteOutcome, DeleteRequest, KvStore, MatchRequest, Missing, Order, Placed, ReadEnd, ReadRequest,
-    Target, Verify,
+    DeleteOutcome, DeleteRequest, KvStore, MatchReply, MatchRequest, Missing, Order, Placed, ReadEnd,
+    ReadRequest, Target, Verify,
 };
 use kvarts_contract::blocking::block_on;
 use kvarts_contract::buffers::SharedBuf;
@@ -45,6 +45,7 @@ use kvarts_client::{Beyond, Client, Via};
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
 use kvarts_wire::proto;
+use kvarts_wire::proto::match_reply::InCluster;
 pub(crate) use pins::{PinArgs, pin};
 pub(crate) use put::{PutArgs, put};
 pub(crate) use stat::{AdminArgs, resume, stat};
@@ -188,10 +189,31 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         }
         return print(out, &report);
     }
+    show_found(&found, in_cluster.as_ref(), (subject.keys.len(), meant()), out)?;
+    if let Some(cold) = &in_cold {
+        beyond::show_cold(cold, out)?;
+    }
+    match &found.plan {
+        Some(planned) => planned::show(planned, out),
+        None if times.is_some() => {
+            Err(Failure::user("the server makes no plans: it is older than this program"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// How much of a prefix of `asked` blocks can be restored, from where, and why the rest cannot. `meant`: which other identity probably was.
+fn show_found(
+    found: &MatchReply,
+    cluster: Option<&InCluster>,
+    (asked, meant): (usize, Option<String>),
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    let longest = &found.usable.longest;
     let pending =
         if found.pending > 0 { format!(", {} more under way", found.pending) } else { String::new() };
-    let (here, asked) = (longest.blocks, subject.keys.len());
-    let together = beyond::together(in_cluster.as_ref(), longest);
+    let here = longest.blocks;
+    let together = beyond::together(cluster, longest);
     let elsewhere = together.blocks - here;
     let parts =
         if elsewhere > 0 { format!(": {here} here, {elsewhere} with other nodes") } else { String::new() };
@@ -204,26 +226,17 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     if together.recompute_tokens > 0 {
         writeln!(out, "  {} tokens of it have to be run again", grouped(together.recompute_tokens))?;
     }
-    if let Some(cluster) = &in_cluster {
+    if let Some(cluster) = cluster {
         beyond::show_cluster(cluster, out)?;
     }
     // What other nodes have is not missing.
     if elsewhere == 0 {
         missing::show(&found.missing, out)?;
     }
-    if let Some(meant) = meant().filter(|_| elsewhere == 0) {
+    if let Some(meant) = meant.filter(|_| elsewhere == 0) {
         writeln!(out, "  {meant}")?;
     }
-    if let Some(cold) = &in_cold {
-        beyond::show_cold(cold, out)?;
-    }
-    match &found.plan {
-        Some(planned) => planned::show(planned, out),
-        None if times.is_some() => {
-            Err(Failure::user("the server makes no plans: it is older than this program"))
-        }
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 /// Asks for a prefix of an identity that nothing is stored of: the server then counts the miss, and registers nothing.

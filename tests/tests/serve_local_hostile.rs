@@ -116,7 +116,7 @@ fn descriptors_that_nobody_asked_for_or_cannot_be_shared_are_refused() {
     expect_nothing_left(&stage.served);
 }
 
-/// A socket that is closed with what its other end has not taken, and waits for that: as long as it is told to, whoever closes it last.
+/// A socket that is closed with what its other end has not taken, and waits for that: as long as it is told to. The last one to close it waits.
 /// Gives its other end, too.
 fn lingering() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

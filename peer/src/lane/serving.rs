@@ -65,6 +65,8 @@ pub(super) struct Registry {
     pub(super) wires: BTreeMap<u64, Arc<dyn Wire>>,
     /// Those of them that have not shown whose they are, the oldest first.
     unproven: BTreeSet<u64>,
+    /// Those that have. One that had to go is neither, until its thread has ended.
+    peers: BTreeSet<u64>,
     pub(super) next: u64,
     pub(super) stopping: bool,
 }
@@ -83,13 +85,17 @@ impl Registry {
 
     /// It has shown whose it is; whether it has its place still, and there is one for it among this number of peers.
     pub(super) fn prove(&mut self, number: u64, most: usize) -> bool {
-        let peers = self.wires.len() - self.unproven.len();
-        self.unproven.remove(&number) && peers < most
+        let has_place = self.unproven.remove(&number) && self.peers.len() < most;
+        if has_place {
+            self.peers.insert(number);
+        }
+        has_place
     }
 
     pub(super) fn leave(&mut self, number: u64) {
         self.wires.remove(&number);
         self.unproven.remove(&number);
+        self.peers.remove(&number);
     }
 }
 

@@ -150,7 +150,7 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
     }
 }
 
-/// Whether a majority of `members` members, one of which is this node, is of its epoch: known as soon as so many of the others have said
+/// Whether a majority of `members` members, one of which is this node, is of its epoch: known as soon as enough of the others have said
 /// so. No member that says nothing is waited for then.
 async fn is_majority(mut others: FuturesUnordered<impl Future<Output = bool>>, members: usize) -> bool {
     let mut same = 1;

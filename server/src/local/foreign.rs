@@ -11,7 +11,6 @@ use std::time::Duration;
 use kvarts_contract::buffers::shared;
 use tokio::sync::oneshot;
 
-use super::incoming::{Ended, broken};
 use crate::state::parts::Part;
 use kvarts_wire::fault::{Fault, Outcome};
 
@@ -52,7 +51,7 @@ pub(super) fn close(what: impl Send + 'static, place: Option<Arc<Part>>) {
 }
 
 /// The descriptor, if it is one of a file in memory. One that does not answer is its session's end.
-pub(super) async fn looked_at(file: OwnedFd, place: Arc<Part>) -> Result<Outcome<OwnedFd>, Ended> {
+pub(super) async fn looked_at(file: OwnedFd, place: Arc<Part>) -> Result<Outcome<OwnedFd>, &'static str> {
     let (tell, told) = oneshot::channel();
     let looking = move || {
         let looked = shared::is_in_memory(&file);
@@ -69,9 +68,9 @@ pub(super) async fn looked_at(file: OwnedFd, place: Arc<Part>) -> Result<Outcome
     std::thread::Builder::new()
         .name("kvarts-closing".to_owned())
         .spawn(looking)
-        .map_err(|_| broken("the server has no thread left to look at a descriptor"))?;
+        .map_err(|_| "the server has no thread left to look at a descriptor")?;
     match tokio::time::timeout(LOOK, told).await {
         Ok(Ok(looked)) => Ok(looked),
-        _ => Err(broken("a descriptor whose file does not answer")),
+        _ => Err("a descriptor whose file does not answer"),
     }
 }

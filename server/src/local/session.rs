@@ -386,7 +386,7 @@ impl Session {
     /// Takes a frame that a descriptor may have come with.
     async fn take_share(&mut self, id: u64, body: Bytes, incoming: &mut Incoming) -> Result<(), Ended> {
         let file = match incoming.take_descriptor() {
-            Some(file) => foreign::looked_at(file, Arc::clone(&self.place)).await?.map(Some),
+            Some(file) => foreign::looked_at(file, Arc::clone(&self.place)).await.map_err(broken)?.map(Some),
             None => Ok(None),
         };
         if let Err(fault) = file.and_then(|file| self.share(id, body, file)) {
