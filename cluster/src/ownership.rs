@@ -218,13 +218,29 @@ impl Ownership {
         Ok(lease)
     }
 
-    /// Ends a lease early. What is known of the chain stays.
+    /// Ends a lease early. What is known of the chain stays. A holder that is new notes it of a lease that it does not know yet: a renewal
+    /// of it may come later that was asked for before.
     pub fn release(&mut self, chain: &Tag, node: NodeId, token: Token, now: Duration) -> Result<(), Refused> {
         self.may_answer(now)?;
-        let known = self.chains.get_mut(chain).filter(|known| {
-            known.lease.owner == node && known.lease.token == token && now < known.lease.until
-        });
-        known.map(|known| known.lease.until = now).ok_or(Refused::Stale)
+        let may_be_unknown = now < self.quiet_until && token.epoch < self.epoch;
+        if let Some(known) = self.chains.get_mut(chain) {
+            let is_it = known.lease.owner == node && known.lease.token == token && now < known.lease.until;
+            if is_it || (may_be_unknown && known.lease.token < token) {
+                known.lease = Lease { owner: node, token, until: now };
+                return Ok(());
+            }
+            return Err(Refused::Stale);
+        }
+        if !may_be_unknown {
+            return Err(Refused::Stale);
+        }
+        if self.is_full(node, now) {
+            return Err(Refused::Full);
+        }
+        let lease = Lease { owner: node, token, until: now };
+        let ended = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        self.chains.insert(*chain, ended);
+        Ok(())
     }
 
     /// Whether a token is that of the valid lease: what another node asks before it does as an owner says.

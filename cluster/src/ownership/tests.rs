@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 const CHAIN: Tag = Tag([5; 16]);
+const OTHER: Tag = Tag([9; 16]);
 const HOLD: Duration = Duration::from_secs(10);
 
 fn node(n: u8) -> NodeId {
@@ -72,6 +73,20 @@ fn a_holder_that_another_may_have_taken_over_from_says_of_no_chain_who_owns_it()
     assert!(matches!(new.look(&CHAIN, at(7)), Err(Refused::New(_))));
     assert_eq!(old.look(&CHAIN, at(7)), Err(Refused::Unconfirmed));
     assert_eq!(old.release(&CHAIN, node(1), lease.token, at(7)), Err(Refused::Unconfirmed));
+}
+
+#[test]
+fn a_lease_that_was_given_up_at_a_new_holder_is_not_renewed_there_by_what_comes_late() {
+    let lease = first().claim(CHAIN, node(1), LEASE_MAX, at(0)).unwrap();
+    let mut new = Ownership::take_over(2, false, 100, at(1));
+    new.confirm(at(2));
+    let now = new.silent_until;
+    new.confirm(now);
+    new.release(&CHAIN, node(1), lease.token, now).unwrap();
+    assert_eq!(new.renew(CHAIN, node(1), lease.token, HOLD, now), Err(Refused::Stale));
+    assert_eq!(new.owner(&CHAIN, now), None);
+    // Of a chain of which nothing was said it does not know.
+    assert!(new.renew(OTHER, node(1), lease.token, HOLD, now).is_ok());
 }
 
 #[test]
