@@ -18,6 +18,8 @@ use serde::Deserialize;
 
 /// Members that a cluster may have.
 pub const MEMBERS_MAX: usize = 1024;
+/// The greatest number of an epoch.
+pub const EPOCH_MAX: u64 = u32::MAX as u64;
 /// The longest file of members that is read.
 pub const FILE_BYTES_MAX: usize = 1 << 20;
 
@@ -56,6 +58,8 @@ pub enum MembersError {
     },
     /// There are none, or too many.
     Count(usize),
+    /// The number of the epoch is too great: tokens of leases begin with it.
+    Epoch(u64),
     /// Two nodes have this name or address.
     Twice(String),
 }
@@ -66,6 +70,9 @@ impl fmt::Display for MembersError {
             Self::Syntax(what) => write!(f, "{what}"),
             Self::Field { node, what } => write!(f, "node {node}: {what}"),
             Self::Count(count) => write!(f, "{count} nodes: a cluster has 1 to {MEMBERS_MAX}"),
+            Self::Epoch(epoch) => {
+                write!(f, "epoch {epoch}: at most {EPOCH_MAX}; count the changes of the members")
+            }
             Self::Twice(what) => write!(f, "two nodes have {what}"),
         }
     }
@@ -93,6 +100,9 @@ struct File {
 impl Members {
     /// The members of an epoch.
     pub fn new(epoch: u64, mut list: Vec<Member>) -> Result<Self, MembersError> {
+        if epoch > EPOCH_MAX {
+            return Err(MembersError::Epoch(epoch));
+        }
         if list.is_empty() || list.len() > MEMBERS_MAX {
             return Err(MembersError::Count(list.len()));
         }
@@ -157,12 +167,26 @@ impl Members {
     }
 }
 
+/// Whether nodes can be called there: a name or an address of IPv4, or one of IPv6 in brackets, and a port.
+fn is_address(address: &str) -> bool {
+    let Some((host, port)) = address.rsplit_once(':') else { return false };
+    let is_host = match host.strip_prefix('[').and_then(|host| host.strip_suffix(']')) {
+        Some(host) => host.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => {
+            let may_be = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+            !host.is_empty() && host.chars().all(may_be)
+        }
+    };
+    is_host && port.parse::<u16>().is_ok_and(|port| port > 0)
+}
+
 fn member(wire: FileNode) -> Result<Member, String> {
     let FileNode { id, address, zone } = wire;
     let id = id.parse().map_err(|error| format!("id: {error}"))?;
-    let port = address.rsplit_once(':').filter(|(host, _)| !host.is_empty());
-    if port.and_then(|(_, port)| port.parse::<u16>().ok()).is_none_or(|port| port == 0) {
-        return Err(format!("address {address:?}: write a host and a port, as in \"10.0.0.1:7400\""));
+    if !is_address(&address) {
+        return Err(format!(
+            "address {address:?}: write a host and a port, as in \"10.0.0.1:7400\" or \"[2001:db8::1]:7400\""
+        ));
     }
     Ok(Member { id, address, zone })
 }
@@ -196,11 +220,25 @@ mod tests {
         assert!(error("epoch = 1\nnodes = 3\n").contains("line 2"), "{}", error("epoch = 1\nnodes = 3\n"));
         assert_eq!(error("epoch = 1\n"), "0 nodes: a cluster has 1 to 1024");
         assert_eq!(error(&file(&[(A, "a:1"), ("12", "b:1")])), "node 2: id: expected 32 hexadecimal digits");
-        for address in ["", "host", "host:", ":1", "host:0", "host:70000"] {
+        for address in [
+            "",
+            "host",
+            "host:",
+            ":1",
+            "host:0",
+            "host:70000",
+            "2001:db8::2:7400",
+            "a host:1",
+            "[::1:1",
+            "a/b:1",
+        ] {
             assert!(error(&file(&[(A, address)])).starts_with("node 1: address"), "{address}");
         }
         assert_eq!(error(&file(&[(A, "a:1"), (A, "b:1")])), format!("two nodes have the id {A}"));
         assert_eq!(error(&file(&[(A, "a:1"), (B, "a:1")])), "two nodes have the address a:1");
+        let late = file(&[(A, "a:1")]).replace("epoch = 3", "epoch = 202611261200");
+        assert!(error(&late).starts_with("epoch 202611261200: at most 4294967295"), "{}", error(&late));
+        assert!(Members::parse(&file(&[(A, "[2001:db8::2]:7400")])).is_ok());
         assert!(error(&" ".repeat(FILE_BYTES_MAX + 1)).contains("longer"));
     }
 }

@@ -466,3 +466,50 @@ async fn blocks_of_a_node_that_is_gone_are_not_counted_and_a_read_of_them_fails_
     // Its part of the directory is away as well, and how long nodes are asked is set to a minute here: they are not asked.
     assert!(end.usable_blocks == 0 && began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_change_of_the_members_that_cannot_be_made_changes_nothing_and_can_be_made_right() {
+    use kvarts_cluster::members::{Member, Members};
+    let [a, b] = ["swap-a", "swap-b"].map(Stage::new);
+    let nodes = start(&[&a, &b]).await;
+    let before = nodes[0].members();
+    let with = |address: &str| {
+        let id = kvarts_layout::StoreId([0; 16]);
+        let more = Member { id, address: address.to_owned(), zone: String::new() };
+        Members::new(2, before.list().iter().cloned().chain([more]).collect()).unwrap()
+    };
+    assert!(nodes[0].change_members(with("no address:at all")).is_err());
+    let status = nodes[0].status();
+    assert_eq!((status.epoch, status.nodes.len()), (1, 2), "nothing has changed");
+    // The same epoch, put right.
+    nodes[0].change_members(with("127.0.0.1:9")).unwrap();
+    let status = nodes[0].status();
+    assert_eq!((status.epoch, status.nodes.len()), (2, 3));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_that_is_no_member_any_more_is_not_served_over_the_connections_that_it_has() {
+    use kvarts_cluster::members::Members;
+    let [a, b] = ["out-a", "out-b"].map(Stage::new);
+    let nodes = start(&[&a, &b]).await;
+    let (identity, geometry) = common::model();
+    nodes.iter().for_each(|node| node.know(&identity, &geometry, a.namespace));
+    let keys: Vec<BlockKey> = (0..16).map(key).collect();
+    a.put(&keys);
+    until_located(&nodes[1], &a, &keys, &[a.id()]).await;
+    while read(&nodes[1], &a, &keys).await.usable_blocks != 16 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let alone = nodes[0].members().list().iter().filter(|member| member.id == a.id()).cloned().collect();
+    nodes[0].change_members(Members::new(2, alone).unwrap()).unwrap();
+    // What it was given before is given no more, whatever it still knows.
+    for _ in 0..600 {
+        if nodes[0].status().served.connections == 0 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let served = nodes[0].status().served.pieces;
+    assert_eq!(read(&nodes[1], &a, &keys).await.usable_blocks, 0);
+    assert_eq!(nodes[0].status().served.pieces, served);
+}

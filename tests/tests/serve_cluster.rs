@@ -187,6 +187,12 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
     let times = Times::new(samples.to_vec(), None).unwrap();
     let prompt_tokens = 13 * u64::from(BLOCK_TOKENS);
     let block_bytes = fixture::shape(group, coordinate).block_bytes();
+    // What is known of counts as soon as its node can be read.
+    let (start, among) = (Instant::now(), asked.client_as(false, true));
+    while among.match_prefix(&matching).unwrap().usable.longest.blocks < 12 {
+        assert!(start.elapsed() < Duration::from_secs(30), "the other nodes are not read");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     for is_local in [false, true] {
         let [alone, among] = [false, true].map(|of_cluster| asked.client_as(is_local, of_cluster));
         assert_eq!(look(&alone, desk, &keys, None), own, "local: {is_local}");

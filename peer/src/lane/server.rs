@@ -1,10 +1,12 @@
 //! The side that serves: it takes connections, and has two threads for each.
 
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use kvarts_contract::buffers::{Arena, Region};
+use kvarts_layout::StoreId;
 
 use super::bell::Bell;
 use super::hello::Member;
@@ -100,6 +102,11 @@ impl LaneServer {
     /// From now on at most `bytes_per_second` are served.
     pub fn limit(&self, bytes_per_second: Option<u64>) {
         self.serving.rate.set(bytes_per_second);
+    }
+
+    /// From now on these nodes are served and no others: connections of others are cut.
+    pub fn serve_only(&self, members: BTreeSet<StoreId>) {
+        self.serving.serve_only(members);
     }
 
     /// What was served so far.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvarts_contract::buffers::Arena;
 use kvarts_contract::error::Reason;
-use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockShape, Coordinate, Group, NamespaceId, StoreId};
 use kvarts_store::engine::Store;
 
 use super::bell::Bell;
@@ -65,8 +65,10 @@ pub(super) struct Registry {
     pub(super) wires: BTreeMap<u64, Arc<dyn Wire>>,
     /// Those of them that have not shown whose they are, the oldest first.
     unproven: BTreeSet<u64>,
-    /// Those that have. One that had to go is neither, until its thread has ended.
-    peers: BTreeSet<u64>,
+    /// Whose those are that have. One that had to go is among neither, until its thread has ended.
+    nodes: BTreeMap<u64, StoreId>,
+    /// Who is served; all who know the secret where none are named.
+    members: Option<BTreeSet<StoreId>>,
     pub(super) next: u64,
     pub(super) stopping: bool,
 }
@@ -83,19 +85,23 @@ impl Registry {
         (self.next, lost)
     }
 
-    /// It has shown whose it is; whether it has its place still, and there is one for it among this number of peers.
-    pub(super) fn prove(&mut self, number: u64, most: usize) -> bool {
-        let has_place = self.unproven.remove(&number) && self.peers.len() < most;
-        if has_place {
-            self.peers.insert(number);
+    /// It has shown that it is this node's. Says why it is not served, if it is not: it may have had to go, too.
+    fn admit(&mut self, number: u64, node: StoreId, most: usize) -> Result<(), &'static str> {
+        let has_place = self.unproven.remove(&number);
+        if self.members.as_ref().is_some_and(|members| !members.contains(&node)) {
+            return Err("it is no member of the cluster");
         }
-        has_place
+        if !has_place || self.nodes.len() >= most {
+            return Err("as many peers are connected as may be");
+        }
+        self.nodes.insert(number, node);
+        Ok(())
     }
 
     pub(super) fn leave(&mut self, number: u64) {
         self.wires.remove(&number);
         self.unproven.remove(&number);
-        self.peers.remove(&number);
+        self.nodes.remove(&number);
     }
 }
 
@@ -120,6 +126,19 @@ impl Serving {
 
     pub(super) fn is_stopping(&self) -> bool {
         self.lock().stopping
+    }
+
+    /// From now on no others are served.
+    pub(super) fn serve_only(&self, members: BTreeSet<StoreId>) {
+        let mut registry = self.lock();
+        let gone = registry.nodes.iter().filter(|(_, node)| !members.contains(*node));
+        gone.filter_map(|(number, _)| registry.wires.get(number)).for_each(|wire| wire.close());
+        registry.members = Some(members);
+    }
+
+    /// A connection is that of this node. Says why it is not served, if it is not.
+    pub(super) fn admit(&self, number: u64, node: StoreId) -> Result<(), &'static str> {
+        self.lock().admit(number, node, self.limits.connections)
     }
 }
 

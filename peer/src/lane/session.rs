@@ -44,14 +44,14 @@ pub(super) fn run(place: Place) {
     let Place { serving, wire, .. } = &place;
     let told = match serving.member.answer(&**wire) {
         Err(broken) => broken,
-        Ok(_) if !serving.lock().prove(place.number, serving.limits.connections) => {
-            Broken::Refused("as many peers are connected as may be")
-        }
-        Ok(node) => {
-            serving.counters.let_in.fetch_add(1, Ordering::Relaxed);
-            tracing::debug!(%node, "a peer reads from here");
-            serve(&place)
-        }
+        Ok(node) => match serving.admit(place.number, node) {
+            Err(why) => Broken::Refused(why),
+            Ok(()) => {
+                serving.counters.let_in.fetch_add(1, Ordering::Relaxed);
+                tracing::debug!(%node, "a peer reads from here");
+                serve(&place)
+            }
+        },
     };
     if told != Broken::Gone && !serving.is_stopping() {
         serving.counters.cut.fetch_add(1, Ordering::Relaxed);

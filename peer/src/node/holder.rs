@@ -53,6 +53,12 @@ pub(super) struct Asking {
     cut: Arc<Notify>,
 }
 
+impl Asking {
+    pub(super) fn cut(&self) {
+        self.cut.notify_one();
+    }
+}
+
 /// Serves other nodes until the task is ended.
 pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let (stopped, credentials) = (node.stopped(), node.options.credentials.clone());
@@ -221,10 +227,15 @@ impl Nodes for Holder {
         &self,
         request: Request<Streaming<proto::LocateRequest>>,
     ) -> Result<Response<Self::LocateStream>, Status> {
+        let from = caller(&request)?;
         let (node, stopped) = (Arc::clone(&self.0), self.0.stopped());
         let answers = request.into_inner().then(move |asked| {
             let node = Arc::clone(&node);
-            async move { node.known(&asked?).await }
+            async move {
+                // It may have left since the call began.
+                node.members().get(from).ok_or_else(|| Status::permission_denied("no member any more"))?;
+                node.known(&asked?).await
+            }
         });
         Ok(Response::new(Box::pin(answers.take_until(stopped))))
     }
@@ -265,7 +276,7 @@ impl ClusterNode {
         let _directory = self.directory();
         let old = self.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
         if let Some(old) = old {
-            old.cut.notify_one();
+            old.cut();
         }
     }
 

@@ -30,10 +30,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use kvarts_cluster::directory::Directory;
+use kvarts_cluster::directory::{Directory, Lacks};
 use kvarts_cluster::feed::Message;
 use kvarts_cluster::hot::Rule;
-use kvarts_cluster::members::{Members, NodeId};
+use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::ownership::Ownership;
 use kvarts_cluster::partition::Holders;
 use kvarts_contract::buffers::Region;
@@ -139,6 +139,8 @@ pub struct ClusterNode {
     me: NodeId,
     options: NodeOptions,
     members: RwLock<Arc<Members>>,
+    /// Held by who changes them.
+    changing: Mutex<()>,
     directory: Mutex<Directory>,
     chains: Mutex<Ownership>,
     feeder: Feeder,
@@ -245,6 +247,7 @@ impl ClusterNode {
             store,
             me,
             members: RwLock::new(Arc::new(members.clone())),
+            changing: Mutex::default(),
             options,
             directory,
             chains,
@@ -354,9 +357,11 @@ impl ClusterNode {
         }
     }
 
+    /// Takes members over, or changes nothing: what can fail comes first.
     fn take_members(self: &Arc<Self>, members: &Arc<Members>) -> Result<(), String> {
-        let lacks = self.directory().change_members(members);
-        *self.members.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(members);
+        let _one_at_a_time = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = self.new_links(members)?;
+        let lacks = self.swap(members);
         // Before anything connects to them.
         let holders = Holders::of(members);
         let held = members.list().iter().map(|member| (member.id, holders.held_by(member.id).collect()));
@@ -367,21 +372,55 @@ impl ClusterNode {
             self.close_lane(node);
             self.feeder.disconnect(node);
         });
-        for member in members.list().iter().filter(|member| member.id != self.me) {
-            if let std::collections::btree_map::Entry::Vacant(vacant) = links.entry(member.id) {
-                let link = Link::new(member.clone(), &self.footing)?;
-                vacant.insert(Arc::clone(&link));
-                self.spawn(feeder::send(Arc::clone(self), link));
-            }
+        for link in new {
+            links.insert(link.id(), Arc::clone(&link));
+            self.spawn(feeder::send(Arc::clone(self), link));
         }
         drop(links);
+        self.serve_members(members);
         self.deletes.keep(|node| members.get(*node).is_some());
-        if self.members().epoch() != self.options.members.epoch() {
-            // Partitions may have come from another holder.
-            *self.chains() = ownership(&self.store, &self.options, members);
-        }
         self.ask_again(&lacks);
         Ok(())
+    }
+
+    /// Links to members to which there are none.
+    fn new_links(&self, members: &Members) -> Result<Vec<Arc<Link>>, String> {
+        let is_new = |member: &&Member| {
+            let known = self.link(member.id);
+            member.id != self.me && known.is_none_or(|link| link.member != **member)
+        };
+        let others = members.list().iter().filter(is_new);
+        others.map(|member| Link::new(member.clone(), &self.footing)).collect()
+    }
+
+    /// The directory, the members and the chains that this node decides change in one step: nothing is decided by an owner's lease of one epoch
+    /// for a partition that is held in another.
+    fn swap(&self, members: &Arc<Members>) -> Lacks {
+        let mut chains = self.chains();
+        let mut directory = self.directory();
+        let lacks = directory.change_members(members);
+        if members.epoch() != self.options.members.epoch() {
+            // Partitions may have come from another holder.
+            *chains = ownership(&self.store, &self.options, members);
+        }
+        *self.members.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(members);
+        lacks
+    }
+
+    /// Who is no member any more is not served: its connections are cut, and what it says of its blocks is not heard.
+    fn serve_members(&self, members: &Members) {
+        let server = self.lane_server.lock().unwrap_or_else(PoisonError::into_inner);
+        let others = members.list().iter().map(|member| member.id).filter(|id| *id != self.me);
+        server.iter().for_each(|server| server.serve_only(others.clone().collect()));
+        drop(server);
+        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        asking.retain(|node, asking| {
+            let stays = members.get(*node).is_some();
+            if !stays {
+                asking.cut();
+            }
+            stays
+        });
     }
 
     /// Runs a task until it ends or the node stops.
