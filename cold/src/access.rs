@@ -390,7 +390,7 @@ impl Access {
         })
     }
 
-    /// As [`Bucket::get_range`], for who has a [turn](Self::turn).
+    /// As [`Bucket::get_range`], for a caller that has a turn.
     pub async fn get_range(&self, name: &str, range: Range<u64>, into: &Places) -> Result<(), ColdError> {
         let wanted = range.end.saturating_sub(range.start);
         let ask = || -> BoxFuture<'_, Result<(), Fault>> {

@@ -30,7 +30,7 @@ impl Served for Store {
 /// How much a node does for others.
 #[derive(Clone, Copy, Debug)]
 pub struct ServeLimits {
-    /// Connections of peers at a time. Beside them there are [`UNPROVEN_MAX`] that have not shown whose they are.
+    /// Connections of peers at a time. Beside them there are 64 that have not shown whose they are.
     pub connections: usize,
     /// Bytes of memory that pieces for all peers have together, from the disk until the connection has them.
     pub memory: usize,
