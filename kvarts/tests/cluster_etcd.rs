@@ -110,7 +110,7 @@ impl Node {
         let id = self.child.as_ref().unwrap().id();
         let state = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
         let is_over = state.rsplit(')').next().is_none_or(|rest| rest.trim_start().starts_with('Z'));
-        if is_over || !matches!(error.0, Reason::Busy(_)) {
+        if is_over || !matches!(error.0, Reason::Busy(_) | Reason::DeadlinePassed) {
             let said = std::fs::read_to_string(self.log()).unwrap_or_default();
             panic!("node {}: {error}; it said: {said}", self.number);
         }

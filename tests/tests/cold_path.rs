@@ -272,8 +272,9 @@ fn what_is_deleted_while_it_is_on_its_way_ends_a_read_and_stays_away() {
 fn a_read_that_is_left_or_late_leaves_the_restore_to_others() {
     let world = World::new("cold-path-left", 512 << 10, 6);
     world.gate.let_pass(Some(0));
-    drop(world.begin(&world.keys, Order::Layers));
+    let left = world.begin(&world.keys, Order::Layers);
     let (stream, _memory) = world.begin(&world.keys, Order::Blocks);
+    drop(left);
     world.gate.let_pass(None);
     assert_eq!(stream.wait_end().unwrap().usable_blocks, 6);
     world.until("all blocks are stored", || world.here() == 6);

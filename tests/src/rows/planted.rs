@@ -332,9 +332,9 @@ pub const BUGS: &[Bug] = &[
         "R33",
         "blocks are read from a node that has not heard what was deleted",
     )
-    .at(65),
+    .at(129),
     bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
-        .at(144),
+        .at(143),
     bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of").at(11),
     bug("shorter-times-stay", "R33", "what another node was asked to end sooner ends when it would have")
         .at(1),
