@@ -359,7 +359,7 @@ pub const BUGS: &[Bug] = &[
     )
     .at(106),
     bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(3),
-    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing").at(144),
+    bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing").at(865),
 ];
 
 /// Bugs at the end of the list that the merge tier does without.
