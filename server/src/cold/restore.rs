@@ -564,6 +564,11 @@ impl ColdTier {
         add(&self.counts.restored_blocks, restored.stored);
         add(&self.counts.restored_bytes, restored.stored.saturating_mul(block_bytes));
         add(&self.counts.over_read_bytes, restored.fetched.over_read_bytes);
+        // One that was dropped before its turn may get this far until it is broken off, and says nothing of its blocks: a read that came
+        // since then has them brought by another one.
+        if !self.flights.state().flights.contains_key(&id) {
+            return;
+        }
         let Wanted { namespace, group, coordinate, ref keys, .. } = wanted;
         let wish = Wish { namespace, group, coordinate, keys, block_bytes, by_layers: options.by_layers };
         let lost = wish.absent(&self.store);
