@@ -6,18 +6,20 @@
 //!
 //! An entry takes 20 bytes, in lists in the order of tags that have an eighth more room than they need at most.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+mod shelf;
+mod wholeness;
 
 use kvarts_layout::planted;
+use shelf::{Entry, Found, Shelf};
+use wholeness::Lacking;
 
 use crate::members::{Members, NodeId};
 use crate::partition::{Holders, PARTITIONS, Partition, Tag};
 
 /// Nodes of which one block may be known at once: more are of no use to a reader.
 pub const HOLDERS_MAX: usize = 16;
-
-/// Entries of a chunk: it is split when it has as many.
-const CHUNK_MAX: usize = 512;
 
 /// Something that happened to a block on a node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,104 +35,6 @@ impl Change {
     pub fn tag(&self) -> Tag {
         let (Self::Stored(tag) | Self::Gone(tag)) = self;
         *tag
-    }
-}
-
-/// A copy, as it is kept.
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    tag: Tag,
-    node: u16,
-    /// The snapshot of its node that named it last, or that was the last when an event did.
-    snapshot: u16,
-}
-
-/// Where a block's copies are on a shelf.
-#[derive(Clone, Debug)]
-struct Found {
-    chunk: usize,
-    places: std::ops::Range<usize>,
-}
-
-/// One partition: chunks in the order of tags, so that an insertion moves the entries of one chunk and not of all. The copies of
-/// a block are in one chunk.
-#[derive(Clone, Debug, Default)]
-struct Shelf {
-    chunks: Vec<Vec<Entry>>,
-    /// The departures that were applied to it.
-    swept: u64,
-}
-
-impl Shelf {
-    /// The places of a block's copies, or where they would be.
-    fn find(&self, tag: &Tag) -> Found {
-        let ends_before = |chunk: &Vec<Entry>| chunk.last().is_none_or(|last| last.tag < *tag);
-        let chunk = self.chunks.partition_point(ends_before).min(self.chunks.len().saturating_sub(1));
-        let entries = self.chunks.get(chunk).map(Vec::as_slice).unwrap_or_default();
-        let from = entries.partition_point(|entry| entry.tag < *tag);
-        let copies = entries.iter().skip(from).take_while(|entry| entry.tag == *tag).count();
-        Found { chunk, places: from..from + copies }
-    }
-
-    fn copies(&self, found: &Found) -> &[Entry] {
-        self.chunks.get(found.chunk).and_then(|chunk| chunk.get(found.places.clone())).unwrap_or_default()
-    }
-
-    fn entry(&mut self, chunk: usize, at: usize) -> Option<&mut Entry> {
-        self.chunks.get_mut(chunk)?.get_mut(at)
-    }
-
-    /// Behind the copies that were found.
-    fn insert(&mut self, found: &Found, entry: Entry) {
-        if self.chunks.is_empty() {
-            self.chunks.push(Vec::new());
-        }
-        let Some(chunk) = self.chunks.get_mut(found.chunk) else { return };
-        if chunk.len() == chunk.capacity() {
-            chunk.reserve_exact(chunk.len() / 8 + 4);
-        }
-        chunk.insert(found.places.end, entry);
-        if chunk.len() < CHUNK_MAX {
-            return;
-        }
-        // Between two blocks: the copies of one stay together.
-        let middle = chunk.get(chunk.len() / 2).map(|entry| entry.tag);
-        let at = chunk.partition_point(|entry| Some(entry.tag) < middle);
-        let second = chunk.split_off(at);
-        chunk.shrink_to_fit();
-        self.chunks.insert(found.chunk + 1, second);
-    }
-
-    fn remove(&mut self, chunk: usize, at: usize) {
-        if let Some(entries) = self.chunks.get_mut(chunk) {
-            entries.remove(at);
-            if entries.is_empty() {
-                self.chunks.remove(chunk);
-            }
-        }
-    }
-
-    /// Keeps some entries; the others are told by their nodes.
-    fn retain(&mut self, keep: impl Fn(&Entry) -> bool, mut gone: impl FnMut(u16)) {
-        for chunk in &mut self.chunks {
-            chunk.retain(|entry| {
-                let stays = keep(entry);
-                if !stays {
-                    gone(entry.node);
-                }
-                stays
-            });
-        }
-        self.chunks.retain(|chunk| !chunk.is_empty());
-    }
-
-    fn len(&self) -> u64 {
-        self.chunks.iter().map(|chunk| chunk.len() as u64).sum()
-    }
-
-    fn bytes(&self) -> usize {
-        let room: usize = self.chunks.iter().map(Vec::capacity).sum();
-        room * size_of::<Entry>() + self.chunks.capacity() * size_of::<Vec<Entry>>()
     }
 }
 
@@ -169,6 +73,8 @@ pub struct Applied {
     pub taken: u64,
     /// Blocks that there was no room for.
     pub refused: u64,
+    /// Copies that were dropped for others, which are newer: nothing had asked for them lately.
+    pub dropped: u64,
     /// Changes of partitions that this node does not hold.
     pub elsewhere: u64,
 }
@@ -193,6 +99,7 @@ pub struct Directory {
     numbers: BTreeMap<NodeId, u16>,
     /// The snapshot of each node and partition that is under way or was the last.
     snapshots: BTreeMap<(u16, Partition), u16>,
+    lacking: Lacking,
     /// Departures so far, and after how many of them each number of a departed node left.
     departures: u64,
     departed: BTreeMap<u16, u64>,
@@ -228,8 +135,17 @@ impl Room {
     }
 
     fn has(&self, node: u16) -> bool {
-        let entries = self.by_node.get(usize::from(node)).copied().unwrap_or(0);
-        self.entries < self.most && (entries < self.own || self.beyond < self.beyond_most)
+        self.entries < self.most && (self.of(node) < self.own || self.beyond < self.beyond_most)
+    }
+
+    /// Whether a copy of this node may make room for one of another node, or of its own: it is not of what the node has for itself, and the
+    /// other one has no more. So a node that announces without end drops its own.
+    fn may_drop(&self, node: u16, room_for: u16) -> bool {
+        self.of(node) > self.own && self.of(node) >= self.of(room_for)
+    }
+
+    fn of(&self, node: u16) -> u64 {
+        self.by_node.get(usize::from(node)).copied().unwrap_or(0)
     }
 
     fn add(&mut self, node: u16) {
@@ -263,6 +179,7 @@ impl Directory {
             nodes: Vec::new(),
             numbers: BTreeMap::new(),
             snapshots: BTreeMap::new(),
+            lacking: Lacking::default(),
             departures: 0,
             departed: BTreeMap::new(),
             room: Room::new(entries_max),
@@ -299,13 +216,18 @@ impl Directory {
         }
         room.share(members.list().len());
         self.snapshots.retain(|(_, partition), _| holders.holder(*partition) == Some(me));
+        self.lacking.keep_partitions(|partition| holders.holder(partition) == Some(me));
         let mut partitions = Vec::new();
         for partition in self.holders.held_by(me) {
             if let Some(place @ None) = self.shelves.0.get_mut(partition.number()) {
-                *place = Some(Shelf { chunks: Vec::new(), swept: self.departures });
+                *place = Some(Shelf::empty(self.departures));
                 partitions.push(partition);
             }
         }
+        for partition in &partitions {
+            self.numbers.values().for_each(|number| self.lacking.await_snapshot(*number, *partition));
+        }
+        joined.iter().for_each(|node| self.await_all(*node));
         Lacks { partitions, members: joined }
     }
 
@@ -326,6 +248,7 @@ impl Directory {
         self.departures += 1;
         self.departed.insert(number, self.departures);
         self.snapshots.retain(|(of, _), _| *of != number);
+        self.lacking.forget(number);
         if self.departed.len() >= crate::members::MEMBERS_MAX {
             let all: Vec<Partition> = self.shelves.held().collect();
             all.into_iter().for_each(|partition| self.sweep(partition));
@@ -385,22 +308,34 @@ impl Directory {
                 applied.elsewhere += 1;
                 continue;
             };
-            let found = shelf.find(tag);
+            let mut found = shelf.find(tag);
             let copies = shelf.copies(&found);
             let at =
                 copies.iter().position(|entry| entry.node == number).map(|place| found.places.start + place);
             match (change, at) {
                 (Change::Stored(_), Some(at)) => {
                     if let Some(entry) = shelf.entry(found.chunk, at) {
-                        entry.snapshot = snapshot;
+                        entry.name(snapshot);
                     }
                 }
-                (Change::Stored(_), None) if copies.len() >= HOLDERS_MAX || !self.room.has(number) => {
+                (Change::Stored(_), None) if copies.len() >= HOLDERS_MAX => {
                     applied.refused += 1;
                     continue;
                 }
                 (Change::Stored(_), None) => {
-                    shelf.insert(&found, Entry { tag: *tag, node: number, snapshot });
+                    if !self.room.has(number) {
+                        let room = &self.room;
+                        let Some(of) = shelf.drop_beside(&found, |node| room.may_drop(node, number)) else {
+                            self.lacking.leave_out(number, partition);
+                            applied.refused += 1;
+                            continue;
+                        };
+                        self.room.remove(of);
+                        self.lacking.leave_out(of, partition);
+                        applied.dropped += 1;
+                        found = shelf.find(tag);
+                    }
+                    shelf.insert(&found, Entry::new(*tag, number, snapshot));
                     self.room.add(number);
                 }
                 (Change::Gone(_), Some(at)) => {
@@ -419,6 +354,7 @@ impl Directory {
         if let (Some(&number), true) = (self.numbers.get(&node), self.shelves.get(partition).is_some()) {
             let snapshot = self.snapshots.entry((number, partition)).or_default();
             *snapshot = snapshot.wrapping_add(1);
+            self.lacking.await_snapshot(number, partition);
         }
     }
 
@@ -429,17 +365,50 @@ impl Directory {
         if let Some(shelf) = self.shelves.get_mut(partition) {
             let room = &mut self.room;
             let stays = |entry: &Entry| {
-                entry.node != number || entry.snapshot == snapshot || planted!("snapshot-keeps-the-gone")
+                entry.node != number || entry.is_of(snapshot) || planted!("snapshot-keeps-the-gone")
             };
             shelf.retain(stays, |node| room.remove(node));
         }
+        self.lacking.end_snapshot(number, partition);
+    }
+
+    /// What a node has is not heard any more: until it has sent everything again, copies of it may be missing.
+    pub fn await_all(&mut self, node: NodeId) {
+        let Some(&number) = self.numbers.get(&node) else { return };
+        let lacking = &mut self.lacking;
+        self.shelves.held().for_each(|partition| lacking.await_snapshot(number, partition));
+    }
+
+    /// The nodes of which copies may be missing in a partition: their snapshot has not ended, or there was no room.
+    pub fn lacking(&self, partition: Partition) -> impl Iterator<Item = NodeId> + '_ {
+        self.lacking.of(partition).filter_map(|number| self.nodes.get(usize::from(number)).copied().flatten())
+    }
+
+    /// The partitions in which copies may be missing.
+    pub fn partial(&self) -> BTreeSet<Partition> {
+        self.lacking.partitions()
     }
 
     /// The nodes that are known to have a block. An empty answer does not say that no node has it: entries are hints.
     pub fn copies(&self, tag: &Tag) -> impl Iterator<Item = NodeId> + '_ {
-        let shelf = self.shelves.get(tag.partition()).filter(|shelf| !shelf.chunks.is_empty());
-        let entries = shelf.map(|shelf| shelf.copies(&shelf.find(tag))).unwrap_or_default();
-        let swept = shelf.map_or(0, |shelf| shelf.swept);
+        let shelf = self.shelves.get(tag.partition()).filter(|shelf| !shelf.is_empty());
+        self.nodes_of(shelf.map(|shelf| (shelf, shelf.find(tag))))
+    }
+
+    /// The same, for a reader: copies that are asked for stay longer than others where room is short.
+    pub fn asked(&mut self, tag: &Tag) -> impl Iterator<Item = NodeId> + '_ {
+        let shelf = self.shelves.get_mut(tag.partition()).filter(|shelf| !shelf.is_empty());
+        let found = shelf.map(|shelf| {
+            let found = shelf.find(tag);
+            shelf.note_asked(&found);
+            found
+        });
+        self.nodes_of(self.shelves.get(tag.partition()).zip(found))
+    }
+
+    fn nodes_of<'a>(&'a self, found: Option<(&'a Shelf, Found)>) -> impl Iterator<Item = NodeId> + 'a {
+        let swept = found.as_ref().map_or(0, |(shelf, _)| shelf.swept);
+        let entries = found.map(|(shelf, found)| shelf.copies(&found)).unwrap_or_default();
         entries.iter().filter_map(move |entry| {
             let is_gone = self.departed.get(&entry.node).is_some_and(|at| *at > swept);
             self.nodes

@@ -146,6 +146,13 @@ impl Members {
         text
     }
 
+    /// What tells these members from others of the same epoch: their names, by which they hold the directory. Where one is reached may
+    /// differ from node to node.
+    pub fn digest(&self) -> [u8; 32] {
+        let ids: Vec<u8> = self.list.iter().flat_map(|member| member.id.0).collect();
+        blake3::derive_key("kvarts cluster members, version 1", &ids)
+    }
+
     /// The number of the epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch

@@ -127,6 +127,21 @@ impl View {
         if may { self.of(members.epoch(), list) } else { None }
     }
 
+    /// A node that left and that still says which epoch it is of: `me` is to forget it, being the first of the members that are there and of the
+    /// members as they are written. What a node says that comes back is written anew.
+    pub fn to_forget(&self, me: NodeId, known: Option<&Members>) -> Option<NodeId> {
+        let members = self.members.as_ref().filter(|members| known == Some(*members))?;
+        let first = members.list().iter().find(|member| self.registered.contains_key(&member.id))?;
+        if first.id != me {
+            return None;
+        }
+        // The greatest epoch that is said stays among the members': by it a service that lost what was written is seen through.
+        let has_left = |(node, of): &(&NodeId, &u64)| {
+            **of <= members.epoch() && members.get(**node).is_none() && !self.registered.contains_key(node)
+        };
+        self.taken.iter().find(has_left).map(|(node, _)| *node)
+    }
+
     fn of(&self, before: u64, list: Vec<Member>) -> Option<Members> {
         Members::new(before.checked_add(1)?, list).ok()
     }
@@ -223,13 +238,20 @@ mod tests {
             due.is_some()
         }
 
+        fn forget(&mut self, n: u8) -> bool {
+            let left = self.view.to_forget(id(n), self.of.get(&id(n)));
+            left.iter().for_each(|node| self.write(&taken_key(*node), None));
+            left.is_some()
+        }
+
         /// Everybody who is registered goes on until nothing is due.
         fn settle(&mut self) -> Vec<NodeId> {
             for _ in 0..100 {
                 let there: Vec<u8> = self.view.registered.keys().map(|node| node.0[0]).collect();
                 there.iter().for_each(|n| self.take(*n));
                 let proposed = there.iter().filter(|n| self.propose(**n)).count();
-                if proposed == 0 {
+                let forgotten = there.iter().filter(|n| self.forget(**n)).count();
+                if proposed + forgotten == 0 {
                     break;
                 }
             }
@@ -254,6 +276,22 @@ mod tests {
         service.write(&node_key(id(2)), Some(&registration(&moved)));
         service.settle();
         assert_eq!(service.view.members().and_then(|all| all.get(id(2)).cloned()), Some(moved));
+    }
+
+    #[test]
+    fn of_nodes_that_left_nothing_is_kept() {
+        let mut service = Service::default();
+        (1..4).for_each(|n| service.register(n));
+        service.settle();
+        // Disks are replaced, and with each the node's name.
+        for n in 4..100 {
+            service.expire(n - 1);
+            service.register(n);
+            service.settle();
+            assert!(service.view.members().unwrap().get(id(n)).is_some());
+        }
+        let kept: Vec<NodeId> = service.view.taken.keys().copied().collect();
+        assert_eq!(kept, [id(1), id(2), id(99)]);
     }
 
     #[test]

@@ -51,7 +51,8 @@ fn tag(stage: &Stage, key: &BlockKey) -> Tag {
 /// At which port a node serves bytes: asked as the node `from`.
 async fn lane_port(from: NodeId, to: &Member) -> u16 {
     let node = from.0.to_vec().into();
-    let request = proto::JoinRequest { version: VERSION, cluster: "test".to_owned(), node, epoch: 1 };
+    let cluster = "test".to_owned();
+    let request = proto::JoinRequest { version: VERSION, cluster, node, ..proto::JoinRequest::default() };
     let mut client = strangers::calls(from, strangers::SECRET, (to.address.clone(), to.id)).await.unwrap();
     client.join(request).await.unwrap().into_inner().lane_port.try_into().unwrap()
 }

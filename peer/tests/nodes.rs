@@ -143,6 +143,41 @@ async fn a_node_of_another_cluster_or_with_another_secret_is_told_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nodes_with_other_lists_of_one_epoch_say_so_and_tell_each_other_nothing() {
+    let [a, b] = ["lists-a", "lists-b"].map(Stage::new);
+    let stages = [&a, &b];
+    let mut listeners = Vec::new();
+    for _ in stages {
+        listeners.push(tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap());
+    }
+    let members = common::members(1, &stages, &listeners);
+    let mut list = members.list().to_vec();
+    list.push(kvarts_cluster::members::Member { id: kvarts_layout::StoreId([9; 16]), ..list[0].clone() });
+    list[2].address = "127.0.0.1:9".to_owned();
+    let others = kvarts_cluster::members::Members::new(1, list).unwrap();
+    let mut nodes = Vec::new();
+    for ((stage, listener), members) in stages.iter().zip(listeners).zip([&members, &others]) {
+        nodes.push(ClusterNode::start(stage.store().clone(), listener, common::options(members)).unwrap());
+    }
+    a.put(&(0..50).map(key).collect::<Vec<_>>());
+    for node in &nodes {
+        let trouble = loop {
+            let status = node.status();
+            let named = |other: &kvarts_peer::node::NodeStatus| {
+                stages.iter().any(|stage| stage.id() == other.member.id)
+            };
+            let other = status.nodes.into_iter().find(|other| !other.is_me && named(other)).unwrap();
+            if !other.trouble.is_empty() {
+                break other.trouble;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        };
+        assert!(trouble.contains("members of epoch 1"), "{trouble}");
+    }
+    assert!(nodes[1].status().entries == 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_holder_that_does_not_answer_costs_its_time_and_its_hints_alone() {
     let [a, b] = ["silent-a", "silent-b"].map(Stage::new);
     // The other member takes connections and never says a word.

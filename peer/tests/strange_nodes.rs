@@ -147,7 +147,7 @@ async fn a_member_that_claims_to_have_everything_costs_no_block_that_another_has
     for node in &nodes {
         feeds.push(announces(&members, node.id(), &claimed).await);
     }
-    let is_full = |node: &Arc<ClusterNode>| node.status().refused > 0;
+    let is_full = |node: &Arc<ClusterNode>| node.status().left_out > 0;
     until("the directories to have enough of it", || nodes.iter().all(is_full)).await;
     c.put(&keys);
     until_read(&nodes[0], &c, &keys).await;

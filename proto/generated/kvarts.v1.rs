@@ -5767,6 +5767,9 @@ pub struct JoinRequest {
     pub node: ::prost::bytes::Bytes,
     #[prost(uint64, tag = "4")]
     pub epoch: u64,
+    /// 32 bytes: the digest of the members of that epoch. Lists that differ in one epoch do not make one cluster.
+    #[prost(bytes = "bytes", tag = "5")]
+    pub members: ::prost::bytes::Bytes,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct JoinReply {
@@ -5825,6 +5828,12 @@ pub struct LocateReply {
     /// owner in `nodes`, two bytes, both little-endian.
     #[prost(bytes = "bytes", tag = "4")]
     pub owners: ::prost::bytes::Bytes,
+    /// The places of names without a copy of which there may be one all the same, four bytes each, little-endian; and the nodes that may
+    /// have some of them, 16 bytes each: not everything that they have has come, or there was no room for it.
+    #[prost(bytes = "bytes", tag = "5")]
+    pub unknown: ::prost::bytes::Bytes,
+    #[prost(bytes = "bytes", tag = "6")]
+    pub unknown_with: ::prost::bytes::Bytes,
 }
 /// A node has blocks that the other one may want: the last copy of what is about to be evicted, or what was put of a chain that the
 /// other one owns. It reads them from there if it takes them.

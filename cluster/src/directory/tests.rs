@@ -64,21 +64,30 @@ fn a_node_that_announces_without_end_takes_no_other_node_s_room() {
         let changes: Vec<Change> = (from..from + 20_000).map(|n| Change::Stored(tag(n))).collect();
         directory.apply(node(n), &changes)
     };
-    let greedy = stored(0, 2, &mut directory);
-    assert_eq!((greedy.taken, directory.len_of(node(2))), (400, 400), "half of the room, and its own part");
-    assert_eq!(stored(50_000, 3, &mut directory).taken, 100, "what is its own");
-    assert_eq!(stored(100_000, 1, &mut directory).taken, 100);
+    let known = |directory: &Directory| [1, 2, 3].map(|n| directory.len_of(node(n)));
+    stored(0, 2, &mut directory);
+    assert_eq!(known(&directory), [0, 400, 0], "half of the room, and its own part");
+    for (from, n) in [(50_000, 3), (100_000, 1), (150_000, 2), (200_000, 1)] {
+        stored(from, n, &mut directory);
+        let known = known(&directory);
+        assert!(known.iter().skip(usize::from(n == 3)).all(|of| *of >= 100), "what is its own: {known:?}");
+    }
+    assert_eq!(directory.len(), 600);
     // What goes makes room again, for the one that it was of and for others.
-    let gone: Vec<Change> = (0..20_000).map(|n| Change::Gone(tag(n))).collect();
+    let gone: Vec<Change> = (0..170_000).map(|n| Change::Gone(tag(n))).collect();
     directory.apply(node(2), &gone);
-    assert_eq!((directory.len(), stored(200_000, 3, &mut directory).taken), (200, 300));
+    stored(300_000, 3, &mut directory);
+    let [one, two, three] = known(&directory);
+    assert_eq!((two, one + three), (0, 500));
+    assert!(one >= 100);
     // With one member less each has more for itself.
     directory.change_members(&members(2, &[1, 2]));
     for partition in crate::partition::Partition::all() {
         directory.tidy(partition);
     }
-    assert_eq!(directory.len(), 100);
-    assert_eq!(stored(0, 2, &mut directory).taken, 450);
+    assert_eq!(directory.len(), one);
+    stored(0, 2, &mut directory);
+    assert_eq!(directory.len(), 450 + one.min(150));
 }
 
 #[test]
@@ -110,37 +119,17 @@ fn held_by(n: u8) -> usize {
 }
 
 #[test]
-fn an_entry_takes_at_most_48_bytes_and_what_does_not_fit_is_refused() {
+fn an_entry_takes_at_most_48_bytes_and_what_does_not_fit_is_left_out() {
     const MANY: u32 = 200_000;
     let mut directory = Directory::new(node(1), &members(1, &[1, 2]), u64::from(MANY));
     let changes: Vec<Change> = (0..2 * MANY + 10_000).map(|n| Change::Stored(tag(n))).collect();
     let applied = directory.apply(node(2), &changes);
     // Half of the room, and half of the rest.
     let room = u64::from(MANY) / 4 * 3;
-    assert_eq!((applied.taken, directory.len()), (room, room));
+    assert_eq!((applied.taken - applied.dropped, directory.len()), (room, room));
     assert_eq!(applied.taken + applied.refused + applied.elsewhere, changes.len() as u64);
     let each = directory.bytes() as f64 / room as f64;
     assert!(each <= 48.0, "{each} bytes");
-}
-
-#[test]
-fn an_entry_takes_as_little_and_an_insertion_moves_as_few_however_many_there_are() {
-    let mut shelf = Shelf::default();
-    for n in 0..100_000u32 {
-        let tag = Tag(u128::from(n.reverse_bits()).to_be_bytes());
-        // As many copies of a block as there may be, now and then.
-        for node in 0..if n % 100 == 0 { HOLDERS_MAX as u16 } else { 1 } {
-            let found = shelf.find(&tag);
-            shelf.insert(&found, Entry { tag, node, snapshot: 0 });
-        }
-    }
-    let longest = shelf.chunks.iter().map(Vec::len).max().unwrap();
-    assert!(longest < CHUNK_MAX, "{longest}");
-    assert!(shelf.bytes() as f64 / shelf.len() as f64 <= 48.0);
-    let tags: Vec<Tag> = shelf.chunks.iter().flatten().map(|entry| entry.tag).collect();
-    assert!(tags.is_sorted());
-    let together = shelf.chunks.windows(2).all(|pair| pair[0].last().unwrap().tag < pair[1][0].tag);
-    assert!(together, "the copies of a block are in two chunks");
 }
 
 #[test]
@@ -198,4 +187,70 @@ proptest! {
             prop_assert_eq!(told, expected);
         }
     }
+}
+
+#[test]
+fn a_directory_says_where_it_lacks_copies_until_each_node_has_sent_everything() {
+    let mut directory = Directory::new(node(1), &members(1, &[1, 2, 3]), 100);
+    let held: Vec<Partition> = directory.held().collect();
+    let partial = |directory: &Directory, of: &[u8]| -> BTreeSet<Partition> {
+        let of: Vec<NodeId> = of.iter().map(|n| node(*n)).collect();
+        let lacks = |partition: &Partition| directory.lacking(*partition).any(|one| of.contains(&one));
+        directory.held().filter(lacks).collect()
+    };
+    let lacking = |directory: &Directory, of: &[u8]| partial(directory, of).len();
+    assert_eq!(lacking(&directory, &[1, 2, 3]), held.len(), "nothing has been sent");
+    for n in [1, 2] {
+        held.iter().for_each(|partition| directory.begin_snapshot(node(n), *partition));
+        assert_eq!(lacking(&directory, &[n]), held.len(), "node {n}'s is under way");
+        held.iter().skip(1).for_each(|partition| directory.end_snapshot(node(n), *partition));
+        assert_eq!(partial(&directory, &[n]), BTreeSet::from([held[0]]));
+        directory.end_snapshot(node(n), held[0]);
+    }
+    assert_eq!((lacking(&directory, &[1, 2]), lacking(&directory, &[1, 2, 3])), (0, held.len()));
+    // It sends again, as after a connection that broke.
+    directory.await_all(node(2));
+    assert_eq!((lacking(&directory, &[1]), lacking(&directory, &[2])), (0, held.len()));
+    // Of one that left nothing is missing; of a new one everything is, and so of all in what is held from now on.
+    directory.change_members(&members(2, &[1, 4]));
+    let now: BTreeSet<Partition> = directory.held().collect();
+    assert_eq!((lacking(&directory, &[2, 3]), lacking(&directory, &[4])), (0, now.len()));
+    let gained = |partition: &&Partition| !held.contains(*partition);
+    let gained: BTreeSet<Partition> = now.iter().filter(gained).copied().collect();
+    assert_eq!(partial(&directory, &[1]), gained);
+}
+
+#[test]
+fn a_full_directory_drops_what_nothing_asks_for_and_says_where_copies_are_missing() {
+    const ROOM: u32 = 40_000;
+    let mut directory = Directory::new(node(1), &members(1, &[1]), u64::from(ROOM));
+    let all: Vec<Partition> = directory.held().collect();
+    all.iter().for_each(|partition| directory.begin_snapshot(node(1), *partition));
+    all.iter().for_each(|partition| directory.end_snapshot(node(1), *partition));
+    let known = |directory: &mut Directory, of: std::ops::Range<u32>, asked: std::ops::Range<u32>| {
+        let mut applied = Applied::default();
+        for n in of {
+            if n % 1_000 == 0 {
+                asked.clone().for_each(|hot| drop(directory.asked(&tag(hot))));
+            }
+            let one = directory.apply(node(1), &[Change::Stored(tag(n))]);
+            applied.dropped += one.dropped;
+            applied.refused += one.refused;
+        }
+        applied
+    };
+    assert_eq!(known(&mut directory, 0..ROOM, 0..0), Applied::default());
+    assert!(directory.partial().is_empty());
+    let applied = known(&mut directory, ROOM..2 * ROOM, 0..2_000);
+    assert_eq!(directory.len(), u64::from(ROOM));
+    let count = |directory: &Directory, of: std::ops::Range<u32>| {
+        of.filter(|n| directory.copies(&tag(*n)).next().is_some()).count()
+    };
+    let hot = count(&directory, 0..2_000);
+    let (cold, new) = (count(&directory, 2_000..ROOM), count(&directory, ROOM..2 * ROOM));
+    assert!(hot >= 1_900, "{hot} of 2,000 that are asked for are known");
+    assert!(new > cold, "{new} new ones are known, {cold} old ones; {applied:?}");
+    assert!(applied.refused * 20 <= u64::from(ROOM), "{applied:?}");
+    assert_eq!(u64::from(2 * ROOM) - directory.len(), applied.dropped + applied.refused);
+    assert!(directory.partial().len() > PARTITIONS / 2);
 }

@@ -12,8 +12,8 @@ use kvarts_wire::etcd::request_op::Request as Op;
 use kvarts_wire::etcd::watch_client::WatchClient;
 use kvarts_wire::etcd::watch_request::RequestUnion;
 use kvarts_wire::etcd::{
-    AuthenticateRequest, Compare, KeyValue, LeaseGrantRequest, LeaseKeepAliveRequest, PutRequest,
-    RangeRequest, RequestOp, TxnRequest, WatchCreateRequest, WatchRequest, WatchResponse,
+    AuthenticateRequest, Compare, DeleteRangeRequest, KeyValue, LeaseGrantRequest, LeaseKeepAliveRequest,
+    PutRequest, RangeRequest, RequestOp, TxnRequest, WatchCreateRequest, WatchRequest, WatchResponse,
 };
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -168,14 +168,22 @@ impl Etcd {
 
     /// Writes a key that was written last at this revision, or never for 0. Gives the new revision, or nothing if it was otherwise.
     pub(super) async fn swap(&self, key: &str, value: &str, revision: i64) -> Result<Option<i64>, String> {
-        let compare = Compare {
-            result: CompareResult::Equal.into(),
-            target: CompareTarget::Mod.into(),
-            key: key.to_owned().into(),
-            target_union: Some(TargetUnion::ModRevision(revision)),
-        };
-        let success = RequestOp { request: Some(Op::RequestPut(put(key, value, 0))) };
-        let asked = TxnRequest { compare: vec![compare], success: vec![success], failure: Vec::new() };
+        let written = [(key, revision)].map(last_written);
+        self.change(&written, Op::RequestPut(put(key, value, 0))).await
+    }
+
+    /// Removes a key if others were written last at these revisions, or are not there for 0. Says whether they were.
+    pub(super) async fn remove(&self, key: &str, others: [(&str, i64); 2]) -> Result<bool, String> {
+        let remove = DeleteRangeRequest { key: key.to_owned().into(), range_end: Bytes::new() };
+        self.change(&others.map(last_written), Op::RequestDeleteRange(remove))
+            .await
+            .map(|done| done.is_some())
+    }
+
+    /// Makes a change where all of this holds. Gives the new revision, or nothing if it did not.
+    async fn change(&self, hold: &[Compare], change: Op) -> Result<Option<i64>, String> {
+        let success = vec![RequestOp { request: Some(change) }];
+        let asked = TxnRequest { compare: hold.to_vec(), success, failure: Vec::new() };
         let done = answered(KvClient::new(self.channel.clone()).txn(self.request(asked))).await?;
         Ok(done.succeeded.then(|| done.header.unwrap_or_default().revision))
     }
@@ -195,6 +203,16 @@ impl Etcd {
         request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
         let messages = answered(WatchClient::new(self.channel.clone()).watch(request)).await?;
         Ok(Changes { messages, _asks: asks })
+    }
+}
+
+/// A key was written last at this revision, or is not there for 0.
+fn last_written((key, revision): (&str, i64)) -> Compare {
+    Compare {
+        result: CompareResult::Equal.into(),
+        target: CompareTarget::Mod.into(),
+        key: key.to_owned().into(),
+        target_union: Some(TargetUnion::ModRevision(revision)),
     }
 }
 

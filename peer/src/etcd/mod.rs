@@ -141,6 +141,15 @@ impl Shared {
         {
             view.set(MEMBERS_KEY, Some(next.to_text().as_bytes()), revision);
         }
+        while let Some(left) = view.to_forget(me, known.as_ref()) {
+            let (own, members) = (self.key(&node_key(left)), self.key(MEMBERS_KEY));
+            let unchanged = [(members.as_str(), view.revision()), (own.as_str(), 0)];
+            // Of one that registers itself again meanwhile it stays, and the changes come.
+            if !etcd.remove(&self.key(&taken_key(left)), unchanged).await? {
+                break;
+            }
+            view.set(&taken_key(left), None, 0);
+        }
         self.see(view);
         Ok(())
     }

@@ -136,7 +136,7 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
         let epoch = members.epoch();
         let links = node.links();
         let same = links.iter().map(|link| async {
-            let reply = link.join(node.join_request(epoch), CONFIRM_TIMEOUT).await;
+            let reply = link.join(node.join_request(&members), CONFIRM_TIMEOUT).await;
             reply.is_ok_and(|reply| reply.epoch == epoch)
         });
         if is_majority(same.collect(), members.list().len()).await {

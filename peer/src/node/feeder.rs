@@ -292,7 +292,7 @@ pub(super) async fn send(node: Arc<ClusterNode>, link: Arc<Link>) {
 
 /// One connection, until it breaks. Says why it did.
 async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Duration) -> Result<(), String> {
-    let join = node.join_request(node.members().epoch());
+    let join = node.join_request(&node.members());
     let said = |status: tonic::Status| link::told(&status);
     let joined = link.join(join, CONNECT_TIMEOUT * 2).await.map_err(said)?;
     if wire::node(&joined.node) != Ok(link.id()) {

@@ -42,7 +42,7 @@ const TIDY_EVERY: Duration = Duration::from_secs(1);
 /// that are open and wait for a turn, the bytes that came fill the window of the connection, and those whose turn it is never end.
 const CALLS_MAX: u32 = 32;
 
-/// How often refused callers are told of in the log.
+/// The pause between two lines of the log about callers that were refused.
 const QUIET: Duration = Duration::from_secs(10);
 
 /// How to ask a node whose changes this one takes for some again.
@@ -119,10 +119,7 @@ impl ClusterNode {
 
     /// A call was refused: an operator hears of it, though not of each.
     fn tell_refused(&self, refused: &Status) {
-        let now = self.footing.runner.now();
-        let mut quiet_until = self.quiet_until.lock().unwrap_or_else(PoisonError::into_inner);
-        if *quiet_until <= now {
-            *quiet_until = now.plus(QUIET);
+        if self.refusals.may(self.footing.runner.now(), QUIET) {
             tracing::warn!(reason = refused.message(), "a node was refused that calls this one");
         }
     }
@@ -187,7 +184,13 @@ impl Nodes for Holder {
             return Err(Status::failed_precondition(format!("this is a node of the cluster {own:?}")));
         }
         let lane_port = u32::from(node.lane_port);
-        let epoch = node.members().epoch();
+        let members = node.members();
+        let epoch = members.epoch();
+        if asked.epoch == epoch && asked.members != members.digest().as_slice() {
+            return Err(Status::failed_precondition(format!(
+                "this node knows other members of epoch {epoch}: give every node the same list"
+            )));
+        }
         let me = node.me.0.to_vec().into();
         Ok(Response::new(proto::JoinReply { version: VERSION, node: me, epoch, lane_port }))
     }
@@ -210,11 +213,7 @@ impl Nodes for Holder {
                 () = to.closed() => None,
                 broken = node.take_all((from, &to), &mut messages) => broken,
             };
-            let mut asking = node.asking.lock().unwrap_or_else(PoisonError::into_inner);
-            if asking.get(&from).is_some_and(|now| now.to.same_channel(&to)) {
-                asking.remove(&from);
-            }
-            drop(asking);
+            node.hear_no_more(from, &to);
             if let Some(status) = broken {
                 // A connection that is gone needs no reason.
                 let _ = to.try_send(Err(status));
@@ -273,10 +272,21 @@ impl ClusterNode {
     /// From now on a node is heard over this connection alone: what still comes over one before it is older.
     fn hear(&self, from: NodeId, asking: Asking) {
         // With the lock under which what it says is taken in.
-        let _directory = self.directory();
+        let mut directory = self.directory();
+        directory.await_all(from);
         let old = self.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
         if let Some(old) = old {
             old.cut();
+        }
+    }
+
+    /// The connection over which a node was heard is gone.
+    fn hear_no_more(&self, from: NodeId, over: &mpsc::Sender<Result<proto::FeedReply, Status>>) {
+        let mut directory = self.directory();
+        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        if asking.get(&from).is_some_and(|now| now.to.same_channel(over)) {
+            asking.remove(&from);
+            directory.await_all(from);
         }
     }
 
@@ -309,14 +319,15 @@ impl ClusterNode {
     async fn known(&self, asked: &proto::LocateRequest) -> Result<proto::LocateReply, Status> {
         let tags = wire::tag_slice(&asked.tags)?;
         let (mut list, mut owners) = (CopyList::with_room(tags.len()), Vec::new());
+        let (mut unknown, mut unknown_with) = (Vec::<u8>::new(), BTreeSet::new());
         for (turn, some) in tags.chunks(AT_ONCE).enumerate() {
             if turn > 0 {
                 tokio::task::yield_now().await;
             }
-            {
-                let directory = self.directory();
-                some.iter().for_each(|tag| list.push(directory.copies(&Tag(*tag))));
-            }
+            let of_these = self.look_up(some.iter().map(|tag| Tag(*tag)), |copies| list.push(copies));
+            unknown_with.extend(of_these.with);
+            unknown
+                .extend(of_these.places.iter().flat_map(|at| ((turn * AT_ONCE + at) as u32).to_le_bytes()));
             if asked.owners {
                 let some = some.iter().map(|tag| Tag(*tag));
                 for (at, owner) in self.owners(some) {
@@ -328,6 +339,8 @@ impl ClusterNode {
         }
         let (nodes, copies) = list.into_parts();
         let nodes = nodes.iter().flat_map(|node| node.0).collect();
-        Ok(proto::LocateReply { nodes, copies, number: asked.number, owners: owners.into() })
+        let unknown_with = unknown_with.iter().flat_map(|node: &NodeId| node.0).collect();
+        let (number, owners, unknown) = (asked.number, owners.into(), unknown.into());
+        Ok(proto::LocateReply { nodes, copies, number, owners, unknown, unknown_with })
     }
 }

@@ -73,6 +73,12 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// It was tried and cannot be reached.
+    pub(super) fn is_away(&self) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        !state.is_connected && !state.trouble.is_empty()
+    }
+
     pub(super) fn set_state(&self, state: State) {
         let old =
             std::mem::replace(&mut *self.state.lock().unwrap_or_else(PoisonError::into_inner), state.clone());

@@ -1,13 +1,13 @@
 //! Who has blocks: asked of the nodes that hold their partitions, all at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use kvarts_cluster::members::NodeId;
 use kvarts_cluster::partition::Tag;
 use kvarts_contract::api::{ContainsRequest, KvStore, Presence};
-use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, planted};
 use kvarts_wire::proto;
 
 use super::{ClusterNode, wire};
@@ -61,15 +61,37 @@ pub(super) struct Asked {
     pub(super) owners: Vec<(usize, NodeId)>,
 }
 
-/// What one holder knows of blocks: their copies, and who owns the chains that begin with them.
-type Known = (Vec<Vec<NodeId>>, Vec<(usize, NodeId)>);
+/// Blocks of which a holder knows no copy, though there may be some.
+#[derive(Debug, Default)]
+pub(super) struct Unknown {
+    pub(super) places: Vec<usize>,
+    /// The nodes that may have some of them: the holder has not been sent everything that they have, or had no room for it.
+    pub(super) with: BTreeSet<NodeId>,
+}
+
+impl Unknown {
+    /// The same of blocks that come behind `first` others.
+    fn extend(&mut self, first: usize, other: Self) {
+        self.places.extend(other.places.into_iter().map(|at| first + at));
+        self.with.extend(other.with);
+    }
+}
+
+/// What one holder knows of blocks.
+#[derive(Debug, Default)]
+struct Known {
+    copies: Vec<Vec<NodeId>>,
+    unknown: Unknown,
+    /// Who owns the chains that begin with some of them.
+    owners: Vec<(usize, NodeId)>,
+}
 
 /// What this node and others have together of some blocks, and can be read here now.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Together {
     /// Of each block whether it can be read.
     pub blocks: Vec<bool>,
-    /// Of how many there is a node that holds their part of the directory and did not say.
+    /// How many may be with nodes that are not known: who holds their part of the directory did not answer, or is not whole.
     pub unasked: u32,
     /// How many blocks that are not here each node has.
     pub with: BTreeMap<NodeId, u32>,
@@ -82,7 +104,8 @@ pub struct Together {
 pub struct Located {
     /// For each block the nodes that are said to have it.
     pub copies: Vec<Vec<NodeId>>,
-    /// The places of blocks whose holder did not answer in time: their copies are unknown.
+    /// The places of blocks whose copies are unknown: their holder did not answer in time, or knows of none and has not been told of
+    /// everything.
     pub unasked: Vec<usize>,
 }
 
@@ -117,11 +140,14 @@ impl ClusterNode {
         let located = Located { copies: vec![Vec::new(); tags.len()], unasked: Vec::new() };
         let mut all = Asked { located, ..Asked::default() };
         for (holder, places, known) in join_all(asked).await {
-            let Some((copies, owners)) = known else {
+            let Some(Known { copies, unknown, owners }) = known else {
                 all.located.unasked.extend(&places);
                 all.silent.push((holder, places));
                 continue;
             };
+            if self.may_be_with(&unknown.with) && !planted!("holder-taken-for-whole") {
+                all.located.unasked.extend(unknown.places.iter().filter_map(|at| places.get(*at)));
+            }
             all.owners.extend(owners.iter().filter_map(|(at, owner)| Some((*places.get(*at)?, *owner))));
             for (place, nodes) in places.into_iter().zip(copies) {
                 if let Some(of) = all.located.copies.get_mut(place) {
@@ -178,15 +204,48 @@ impl ClusterNode {
 
     /// What this node's own part of the directory knows of the blocks at these places.
     fn known_here(&self, tags: &[Tag], places: &[usize], owners: bool) -> Known {
-        let some = || places.iter().filter_map(|place| tags.get(*place));
-        let mut copies = Vec::with_capacity(places.len());
-        for places in places.chunks(AT_ONCE) {
-            let directory = self.directory();
-            let some = places.iter().filter_map(|place| tags.get(*place));
-            copies.extend(some.map(|tag| directory.copies(tag).collect::<Vec<_>>()));
+        let tag = |place: &usize| tags.get(*place).copied();
+        let mut known = Known { copies: Vec::with_capacity(places.len()), ..Known::default() };
+        for (turn, places) in places.chunks(AT_ONCE).enumerate() {
+            let unknown =
+                self.look_up(places.iter().filter_map(tag), |copies| known.copies.push(copies.collect()));
+            known.unknown.extend(turn * AT_ONCE, unknown);
         }
-        let owners = if owners { self.owners(some().copied()) } else { Vec::new() };
-        (copies, owners)
+        if owners {
+            known.owners = self.owners(places.iter().filter_map(tag));
+        }
+        known
+    }
+
+    /// Looks blocks up in this node's own part of the directory; `found` has the copies of each.
+    pub(super) fn look_up(
+        &self,
+        tags: impl Iterator<Item = Tag>,
+        mut found: impl FnMut(&mut dyn Iterator<Item = NodeId>),
+    ) -> Unknown {
+        let (mut unknown, mut looked_at) = (Unknown::default(), BTreeSet::new());
+        let mut directory = self.directory();
+        for (place, tag) in tags.enumerate() {
+            let mut copies = directory.asked(&tag).peekable();
+            let is_found = copies.peek().is_some();
+            found(&mut copies);
+            drop(copies);
+            let partition = tag.partition();
+            if is_found || directory.lacking(partition).next().is_none() {
+                continue;
+            }
+            unknown.places.push(place);
+            if looked_at.insert(partition) {
+                unknown.with.extend(directory.lacking(partition));
+            }
+        }
+        unknown
+    }
+
+    /// Whether a block of which nothing is known may be read here all the same: one of these nodes, which may have it, is not away.
+    fn may_be_with(&self, nodes: &BTreeSet<NodeId>) -> bool {
+        let mut others = nodes.iter().filter(|node| **node != self.me);
+        others.any(|node| self.link(*node).is_some_and(|link| !link.is_away()))
     }
 
     /// What another holder says of the blocks at these places.
@@ -199,16 +258,20 @@ impl ClusterNode {
         timeout: Duration,
     ) -> Option<Known> {
         let link = self.link(holder).filter(|link| link.state().is_connected)?;
-        let (mut copies, mut owned) = (Vec::with_capacity(places.len()), Vec::new());
+        let mut known = Known { copies: Vec::with_capacity(places.len()), ..Known::default() };
         for (turn, some) in places.chunks(wire::TAGS_MAX).enumerate() {
             let asked = proto::LocateRequest { tags: wire::tag_bytes(tags, some), number: 0, owners };
             let reply = link.locate(asked, timeout).await.ok()?;
             let nodes: Vec<NodeId> =
                 reply.nodes.as_chunks::<16>().0.iter().map(|id| kvarts_layout::StoreId(*id)).collect();
-            copies.extend(wire::copies(&reply.copies, &nodes, some.len()).ok()?);
-            let of_these = wire::owners(&reply.owners, &nodes, some.len()).ok()?;
-            owned.extend(of_these.into_iter().map(|(at, owner)| (turn * wire::TAGS_MAX + at, owner)));
+            let first = turn * wire::TAGS_MAX;
+            known.copies.extend(wire::copies(&reply.copies, &nodes, some.len()).ok()?);
+            let with = reply.unknown_with.as_chunks::<16>().0.iter().map(|id| kvarts_layout::StoreId(*id));
+            let places = wire::places(&reply.unknown, some.len()).ok()?;
+            known.unknown.extend(first, Unknown { places, with: with.collect() });
+            let owners = wire::owners(&reply.owners, &nodes, some.len()).ok()?;
+            known.owners.extend(owners.into_iter().map(|(at, owner)| (first + at, owner)));
         }
-        Some((copies, owned))
+        Some(known)
     }
 }

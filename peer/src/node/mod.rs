@@ -20,6 +20,7 @@ mod placing;
 mod questions;
 mod reading;
 mod replicate;
+mod seldom;
 mod status;
 mod stream;
 mod warm;
@@ -27,6 +28,7 @@ mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -37,7 +39,7 @@ use kvarts_cluster::members::{Member, Members, NodeId};
 use kvarts_cluster::ownership::Ownership;
 use kvarts_cluster::partition::Holders;
 use kvarts_contract::buffers::Region;
-use kvarts_contract::clock::{Nanos, OsEntropy};
+use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::planted;
 use kvarts_store::engine::Store;
 use kvarts_wire::proto;
@@ -70,12 +72,15 @@ use offering::Offers;
 use owned::Owned;
 use placing::Puts;
 use reading::Lanes;
+use seldom::Seldom;
 use warm::Warm;
 
 /// The version of what nodes say to each other.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of one message between nodes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// The pause between two lines of the log about a directory that is full.
+const FULL_SAID_EVERY: Duration = Duration::from_secs(60);
 
 /// What all nodes of a cluster know and other programs do not.
 #[derive(Clone)]
@@ -147,9 +152,11 @@ pub struct ClusterNode {
     links: RwLock<BTreeMap<NodeId, Arc<Link>>>,
     /// How to ask nodes whose changes this one takes to send some again.
     asking: Mutex<BTreeMap<NodeId, Asking>>,
-    refused: std::sync::atomic::AtomicU64,
-    /// Until when no refused caller is told of in the log.
-    quiet_until: Mutex<Nanos>,
+    /// Copies that the directory has no room for, and who says so.
+    left_out: AtomicU64,
+    full: Seldom,
+    /// Who says that a caller was refused.
+    refusals: Seldom,
     /// Turns of calls that copy blocks here.
     copying: Semaphore,
     warm: Option<Warm>,
@@ -254,8 +261,9 @@ impl ClusterNode {
             feeder: Feeder::default(),
             links: RwLock::default(),
             asking: Mutex::default(),
-            refused: std::sync::atomic::AtomicU64::new(0),
-            quiet_until: Mutex::default(),
+            left_out: AtomicU64::new(0),
+            full: Seldom::default(),
+            refusals: Seldom::default(),
             trouble: Mutex::default(),
             stopping: watch::Sender::new(false),
         });
@@ -456,9 +464,10 @@ impl ClusterNode {
         self.chains.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn join_request(&self, epoch: u64) -> proto::JoinRequest {
+    fn join_request(&self, members: &Members) -> proto::JoinRequest {
         let (cluster, node) = (self.options.cluster.clone(), self.me.0.to_vec().into());
-        proto::JoinRequest { version: VERSION, cluster, node, epoch }
+        let (epoch, members) = (members.epoch(), members.digest().to_vec().into());
+        proto::JoinRequest { version: VERSION, cluster, node, epoch, members }
     }
 
     fn links(&self) -> Vec<Arc<Link>> {
@@ -490,11 +499,24 @@ impl ClusterNode {
             }
             Message::Changes(changes) => {
                 let applied = directory.apply(from, changes);
-                self.refused.fetch_add(applied.refused, std::sync::atomic::Ordering::Relaxed);
+                self.note_left_out(applied.refused + applied.dropped);
             }
             Message::End(partitions) => {
                 partitions.iter().for_each(|partition| directory.end_snapshot(from, *partition));
             }
+        }
+    }
+
+    /// Copies were left out of the directory, or dropped from it, for want of room: an operator hears of it, though not of each.
+    fn note_left_out(&self, copies: u64) {
+        let before = self.left_out.fetch_add(copies, Ordering::Relaxed);
+        if copies > 0 && self.full.may(self.footing.runner.now(), FULL_SAID_EVERY) {
+            let (left_out, room) = (before + copies, self.options.entries_max);
+            tracing::warn!(
+                left_out,
+                room,
+                "this node's part of the directory is full: blocks are not found that are there; raise cluster.entries on all nodes"
+            );
         }
     }
 

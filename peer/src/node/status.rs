@@ -43,8 +43,10 @@ pub struct Status {
     pub entries: u64,
     /// Bytes of memory.
     pub entry_bytes: u64,
-    /// Copies that there was no room for.
-    pub refused: u64,
+    /// Copies that were left out or dropped for want of room.
+    pub left_out: u64,
+    /// Partitions in which copies may be missing.
+    pub partial: u64,
     /// Chains whose owner this node decides.
     pub chains: u64,
     /// Chains that this node owns.
@@ -105,14 +107,16 @@ impl ClusterNode {
         let nodes = members.list().iter().map(node).collect();
         let directory = self.directory();
         let (entries, entry_bytes) = (directory.len(), directory.bytes());
-        let refused = self.refused.load(Ordering::Relaxed);
+        let partial = directory.partial().len() as u64;
+        let left_out = self.left_out.load(Ordering::Relaxed);
         let (epoch, is_registered) = (members.epoch(), self.lane_registered.get().copied());
         Status {
             epoch,
             nodes,
             entries,
             entry_bytes,
-            refused,
+            left_out,
+            partial,
             chains,
             owned,
             hot: self.hot_counts(),

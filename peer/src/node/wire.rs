@@ -65,6 +65,17 @@ pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<
     all.iter().map(one).collect()
 }
 
+/// Places of some of `names` names.
+pub(super) fn places(list: &[u8], names: usize) -> Result<Vec<usize>, Malformed> {
+    const WRONG: Malformed = Malformed("a list of places that is none");
+    let (all, []) = list.as_chunks::<4>() else { return Err(WRONG) };
+    if all.len() > names {
+        return Err(WRONG);
+    }
+    let place = |bytes: &[u8; 4]| Some(u32::from_le_bytes(*bytes) as usize).filter(|place| *place < names);
+    all.iter().map(|bytes| place(bytes).ok_or(WRONG)).collect()
+}
+
 fn partitions(bytes: &[u8]) -> Result<BTreeSet<Partition>, Malformed> {
     let (all, []) = bytes.as_chunks::<2>() else { return Err(Malformed("partitions: two bytes each")) };
     if all.len() > PARTITIONS {

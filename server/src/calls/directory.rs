@@ -213,7 +213,7 @@ pub(crate) fn status(call: &Call) -> Outcome<proto::ClusterStatusReply> {
         nodes: status.nodes.iter().map(one).collect(),
         entries: status.entries,
         entry_bytes: status.entry_bytes,
-        refused_entries: status.refused,
+        refused_entries: status.left_out,
         chains: status.chains,
         served_bytes: status.served.bytes,
         served_pieces: status.served.pieces,

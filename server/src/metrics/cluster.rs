@@ -37,7 +37,8 @@ pub(super) fn nothing() -> Status {
         nodes: Vec::new(),
         entries: 0,
         entry_bytes: 0,
-        refused: 0,
+        left_out: 0,
+        partial: 0,
         chains: 0,
         owned: 0,
         hot: HotCounts::default(),
@@ -70,8 +71,10 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
     let help = "Memory of this node's part of the directory.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
-    let help = "Copies that there was no room for in this node's part of the directory.";
-    one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.refused);
+    let help = "Copies that were left out of this node's part of the directory, or dropped from it, for want of room.";
+    one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
+    let help = "Parts, of 4,096, of the directory on this node in which copies may be missing: a node has not sent all that it has, or there was no room.";
+    one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
     let help = "Chains whose owner this node decides.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
     let help = "Chains that this node owns: its copies of their blocks are evicted last.";
@@ -225,7 +228,8 @@ mod tests {
             ],
             entries: 31,
             entry_bytes: 32,
-            refused: 33,
+            left_out: 33,
+            partial: 34,
             chains: 34,
             owned: 36,
             hot: HotCounts { counted: 37, now: 38, copied: 39, failed: 40 },
@@ -252,6 +256,7 @@ mod tests {
             "kvarts_cluster_nodes{state=\"away\"} 1",
             "kvarts_cluster_directory_entries 31",
             "kvarts_cluster_directory_refused_total 33",
+            "kvarts_cluster_directory_partial 34",
             "kvarts_cluster_feed_waiting{node=\"02020202020202020202020202020202\"} 7",
             "kvarts_cluster_chains_owned 36",
             "kvarts_cluster_hot_counted 37",

@@ -20,7 +20,7 @@ use kvarts_contract::clock::Clock;
 use kvarts_contract::error::Kind;
 use kvarts_fsck::check::Level;
 use kvarts_layout::{BlockKey, BlockShape, NamespaceId};
-use kvarts_peer::node::{Away, Column, lease_of};
+use kvarts_peer::node::{Away, Column, NodeStatus, lease_of};
 use kvarts_peer::read::Runner;
 use kvarts_store::engine::{Limits, Options};
 use kvarts_wire::proto;
@@ -490,8 +490,8 @@ impl Scene {
         self.keys.iter().map(move |key| Tag::of(&self.namespace, group, coordinate, key))
     }
 
-    /// What a node is told of where blocks are.
-    fn told_at(&mut self, place: usize) -> Result<Vec<Vec<usize>>, String> {
+    /// What a node is told of where blocks are, and of which ones it is told that they may be anywhere.
+    fn told_at(&mut self, place: usize) -> Result<(Vec<Vec<usize>>, BTreeSet<usize>), String> {
         let Some(node) = self.town.node(place).cloned() else {
             return Err(format!("node {place} does not run"));
         };
@@ -504,7 +504,49 @@ impl Scene {
         let mut copies: Vec<Vec<usize>> =
             located.copies.into_iter().map(|nodes| nodes.into_iter().map(place_of).collect()).collect();
         copies.iter_mut().for_each(|places| places.sort_unstable());
-        Ok(copies)
+        Ok((copies, located.unasked.into_iter().collect()))
+    }
+
+    /// The nodes that a node reaches, or has not tried to.
+    fn within_reach(&self, place: usize) -> BTreeSet<usize> {
+        let status = self.town.node(place).map(|node| node.status().nodes).unwrap_or_default();
+        let near = |node: &&NodeStatus| !node.is_me && node.trouble.is_empty();
+        let ids: BTreeSet<NodeId> = status.iter().filter(near).map(|node| node.member.id).collect();
+        (0..self.count()).filter(|at| ids.contains(&self.town.seats[*at].id)).collect()
+    }
+
+    /// A node starts again, or all do. From then on no node is told that a block is nowhere which a node has that it reaches.
+    fn start_again(&mut self) -> Result<(), String> {
+        let all: Vec<usize> = self.inside.iter().copied().collect();
+        let again = match self.rng.coin() {
+            true => vec![all[self.rng.index(all.len())]],
+            false => all.clone(),
+        };
+        for place in &again {
+            self.town.stop(*place)?;
+        }
+        for place in &again {
+            self.restart(*place)?;
+        }
+        for _ in 0..16 {
+            let place = all[self.rng.index(all.len())];
+            self.hides_nothing(place)?;
+            let pause = 1 << self.rng.below(15);
+            self.town.pass(Duration::from_micros(pause))?;
+        }
+        Ok(())
+    }
+
+    fn hides_nothing(&mut self, place: usize) -> Result<(), String> {
+        let near = self.within_reach(place);
+        let (told, unknown) = self.told_at(place)?;
+        let (near, truth) = (&near & &self.within_reach(place), self.truth());
+        for (block, told) in told.iter().enumerate().filter(|(block, _)| !unknown.contains(block)) {
+            if let Some(at) = truth[block].iter().find(|at| told.is_empty() && near.contains(at)) {
+                return Err(format!("node {place} is told that block {block} is nowhere, and {at} has it"));
+            }
+        }
+        Ok(())
     }
 
     /// Every node knows what every other one has, within a bound.
@@ -513,7 +555,7 @@ impl Scene {
         loop {
             let (truth, mut last) = (self.truth(), None);
             for place in self.inside.clone() {
-                let told = self.told_at(place)?;
+                let (told, _) = self.told_at(place)?;
                 if told != truth {
                     let differs =
                         told.iter().zip(&truth).position(|(told, truth)| told != truth).unwrap_or(0);
@@ -636,6 +678,10 @@ impl Scene {
         self.converge()?;
         self.read_everything()?;
         self.look()?;
+        if self.rng.below(3) == 0 {
+            self.start_again()?;
+            self.converge()?;
+        }
         self.bounds()
     }
 

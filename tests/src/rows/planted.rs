@@ -287,6 +287,12 @@ pub const BUGS: &[Bug] = &[
     bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
     bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was").at(5),
+    bug(
+        "holder-taken-for-whole",
+        "R33",
+        "a block is said to be nowhere by a holder that has not been sent everything",
+    )
+    .at(1),
     bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(3),
     bug("departed-still-listed", "R33", "a node that left is still said to have blocks").at(9),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),

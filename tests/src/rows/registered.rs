@@ -90,9 +90,13 @@ impl Service {
         }
     }
 
+    /// When a key was written; 0 if it is not there.
+    fn revision_of(&self, key: &str) -> i64 {
+        self.keys.get(key).map_or(0, |value| value.revision)
+    }
+
     fn swap(&mut self, now: u64, value: &[u8], expected: i64) -> Option<i64> {
-        let revision = self.keys.get(MEMBERS_KEY).map_or(0, |value| value.revision);
-        (revision == expected).then(|| {
+        (self.revision_of(MEMBERS_KEY) == expected).then(|| {
             self.write(now, MEMBERS_KEY, Some((value, None)));
             self.revision
         })
@@ -251,6 +255,14 @@ impl Scene {
                 of.view.set(MEMBERS_KEY, Some(text.as_bytes()), revision);
                 written = Some(next);
             }
+        }
+        while let Some(left) = of.view.to_forget(me.id, known.as_ref()) {
+            let members_are_known = self.service.revision_of(MEMBERS_KEY) == of.view.revision();
+            if !members_are_known || self.service.revision_of(&node_key(left)) != 0 {
+                break;
+            }
+            self.service.write(now, &taken_key(left), None);
+            of.view.set(&taken_key(left), None, 0);
         }
         if let Some(new) = of.view.to_take(me.id, given.as_ref().map(Members::epoch)) {
             *given = Some(new.clone());
@@ -425,8 +437,21 @@ impl Scene {
         // One that is gone is no member before long, and is one again when it is back.
         self.kill(at);
         self.converge()?;
+        self.forgets(at)?;
         self.nodes[at].runs = true;
         self.converge()
+    }
+
+    /// What the service keeps of a node that left goes before long.
+    fn forgets(&mut self, at: usize) -> Result<(), String> {
+        let (begun, kept) = (self.now, taken_key(self.nodes[at].me.id));
+        while self.service.keys.contains_key(&kept) {
+            if self.now > begun + CONVERGES {
+                return self.wrong(format!("{kept} is kept of a node that left"));
+            }
+            self.tick()?;
+        }
+        Ok(())
     }
 
     /// All that the service knew is gone: the same members stand there again, in a later epoch.
