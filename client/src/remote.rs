@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -133,7 +134,7 @@ impl Remote {
         let endpoint = endpoint(options)?;
         if let (Some(path), true) = (options.endpoint.strip_prefix("unix:"), options.token.is_some()) {
             let path = path.strip_prefix("//").unwrap_or(path);
-            let known = std::os::unix::net::UnixStream::connect(path);
+            let known = super::peer::connect(Path::new(path), options.call_timeout);
             let known = known.and_then(|socket| super::peer::check(socket, options.server_uid));
             known.map_err(|error| away::of_io(path, &error))?;
         }

@@ -14,12 +14,10 @@ pub(super) fn late(deadline: Option<Nanos>) -> Option<Nanos> {
     Some(deadline?.plus(GRACE))
 }
 
-/// Ends when the server should have answered, and does not; never where there is no deadline.
+/// Ends when the server should have answered, and does not.
 pub(super) async fn passed(clock: &dyn Clock, deadline: Option<Nanos>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep(deadline.since(clock.now()).min(LONGEST) + GRACE).await,
-        None => std::future::pending().await,
-    }
+    let left = deadline.map_or(LONGEST, |deadline| deadline.since(clock.now()).min(LONGEST));
+    tokio::time::sleep(left + GRACE).await;
 }
 
 /// Ends soon after it is not wanted any more.

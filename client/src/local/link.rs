@@ -314,7 +314,7 @@ impl Link {
         let fault = |error: io::Error| Reason::Config(format!("{}: {error}", whom.socket.display()));
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake = Arc::new(eventfd(0, flags).map_err(|error| fault(error.into()))?);
-        // Reads and puts take as long as they take; their deadlines are the server's to keep.
+        // Each request has a deadline of its own, which `look_for_late` sees to.
         inbox.wait_until(Arc::clone(&wake));
         let shared = Arc::new_cyclic(|me| Shared {
             stream,

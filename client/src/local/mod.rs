@@ -16,6 +16,9 @@ mod outbox;
 mod reading;
 mod wire;
 
+#[cfg(test)]
+mod standstill_tests;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
@@ -314,6 +317,11 @@ impl Inner {
         stream.brought_by(link.bring()).wait_end().map(drop).map_err(|_| wire::GONE)
     }
 
+    /// By when a request is to be answered: over this path as over gRPC none waits for ever for a server that stands still.
+    fn by(&self, deadline: Option<Nanos>) -> Option<Nanos> {
+        deadline.or_else(|| Some(self.remote.clock.now().plus(self.whom.call_timeout)))
+    }
+
     /// How long is left; 0 for as long as the server allows.
     fn timeout_us(&self, deadline: Option<Nanos>) -> u64 {
         let left = deadline.map(|deadline| deadline.since(self.remote.clock.now()));
@@ -364,8 +372,7 @@ impl Owner for Inner {
         let Some(me) = self.me.upgrade() else { return };
         let key = |block: &u32| request.keys.get(*block as usize).copied();
         let keys: Vec<_> = blocks.iter().filter_map(key).collect();
-        let deadline = Some(me.remote.clock.now().plus(me.whom.call_timeout));
-        let again = ReadRequest { keys: Vec::new(), order: Order::Blocks, deadline, ..request };
+        let again = ReadRequest { keys: Vec::new(), order: Order::Blocks, deadline: me.by(None), ..request };
         let look = move || {
             let looked = keys.iter().try_for_each(|key| me.look_again(*key, &again, &shape));
             if let Err(why) = looked {
@@ -477,6 +484,7 @@ impl KvStore for LocalPath {
     }
 
     fn put(&self, request: PutRequest) -> Ticket<Result<PutReply, Error>> {
+        let request = PutRequest { deadline: self.inner.by(request.deadline), ..request };
         let (reply, answer) = ticket();
         match upload::check(&self.inner.remote, &request) {
             // Digests take time, and so may a connection: not the caller's.
@@ -503,7 +511,7 @@ impl KvStore for LocalPath {
         request: &ContainsRequest<'_>,
         deadline: Option<Nanos>,
     ) -> Ticket<Result<ContainsReply, Error>> {
-        let (reply, answer) = ticket();
+        let ((reply, answer), deadline) = (ticket(), self.inner.by(deadline));
         let message = messages::asking_without_keys(request, self.inner.remote.of_cluster);
         match self.inner.ready() {
             Some(link) => {
@@ -556,6 +564,7 @@ impl KvStore for LocalPath {
     }
 
     fn read(&self, request: ReadRequest) -> Result<ReadStream, Error> {
+        let request = ReadRequest { deadline: self.inner.by(request.deadline), ..request };
         let shape = download::check(&self.inner.remote, &request)?;
         let (sink, stream) = read_channel();
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);

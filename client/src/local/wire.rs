@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
-use crate::away;
+use crate::{away, peer};
 use kvarts_wire::fault;
 use kvarts_wire::local::frame::{Head, Kind, frame};
 use kvarts_wire::local::limits::{HEAD_BYTES, MAGIC, RECEIVE_BYTES, VERSION};
@@ -173,11 +173,10 @@ pub(super) fn connect(whom: &Whom, session: &[u8]) -> Result<Line, Reason> {
     let path = &whom.socket;
     let fault = |error: io::Error| away::of_io(path.display(), &error);
     let other = || Reason::Config(format!("{}: no server that has a local path", path.display()));
-    let stream = UnixStream::connect(path).map_err(fault)?;
+    let stream = peer::connect(path, whom.call_timeout).map_err(fault)?;
     if whom.token.is_some() {
-        super::super::peer::check(&stream, whom.server_uid).map_err(fault)?;
+        peer::check(&stream, whom.server_uid).map_err(fault)?;
     }
-    stream.set_write_timeout(Some(whom.call_timeout)).map_err(fault)?;
     // As much of it as the kernel allows: without it a thread sends the rest of a large question.
     let _ = set_socket_send_buffer_size(&stream, SEND_BYTES);
     let token = whom.token.clone().unwrap_or_default();
