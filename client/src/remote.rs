@@ -138,8 +138,14 @@ impl Remote {
             let known = known.and_then(|socket| super::peer::check(socket, options.server_uid));
             known.map_err(|error| away::of_io(path, &error))?;
         }
-        let channel = block_on(runtime.spawn(async move { endpoint.connect().await }));
-        let channel = channel.map_err(config)?.map_err(|error| {
+        // The endpoint's own timeout is for the first of it: one that takes the connection may say nothing to certificates.
+        let within = options.call_timeout.min(LONGEST);
+        let connecting = async move { tokio::time::timeout(within, endpoint.connect()).await };
+        // ends: `within`, the task's own
+        let channel = block_on(runtime.spawn(connecting)).map_err(config)?;
+        let late =
+            |_| Reason::Away(format!("{}: no connection in {} s", options.endpoint, within.as_secs_f64()));
+        let channel = channel.map_err(late)?.map_err(|error| {
             tracing::debug!(?error, "connecting failed");
             away::of_transport(&options.endpoint, &error)
         })?;
@@ -392,4 +398,22 @@ pub fn endpoint(options: &ConnectOptions) -> Result<Endpoint, Error> {
         endpoint = endpoint.tls_config(tls).map_err(|error| config(deepest(&error)))?;
     }
     Ok(endpoint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_takes_the_connection_and_shows_no_certificate_costs_the_timeout_and_is_named() {
+        // The kernel takes connections for it.
+        let still = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = still.local_addr().unwrap();
+        let options = ConnectOptions {
+            call_timeout: Duration::from_millis(50),
+            ..ConnectOptions::to(format!("https://{address}"))
+        };
+        let told = Remote::connect(&options).unwrap_err().to_string();
+        assert!(told.contains(&format!("https://{address}: no connection in 0.05 s")), "{told}");
+    }
 }
