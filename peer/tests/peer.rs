@@ -9,4 +9,5 @@ mod depth;
 mod nodes;
 #[path = "../../tests/tests/proxied/mod.rs"]
 mod proxied;
+mod slow_list;
 mod strange_nodes;

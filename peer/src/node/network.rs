@@ -63,6 +63,7 @@ impl Service<http::Request<Body>> for Calls {
         match self {
             Self::Channel(channel) => {
                 let answer = channel.call(request);
+                // ends: the time of the call that asks (`in_time`); a stream's connection by `KEEP_ALIVE`
                 Box::pin(async move { answer.await.map_err(Into::into) })
             }
             Self::Given(called) => called.call(request),
@@ -122,6 +123,7 @@ impl Network for OfTheMachine {
                     let connecting = stream::connect(&address, peer, (credentials.as_deref(), &greeting));
                     tokio::time::timeout(CONNECT_TIMEOUT, connecting).await
                 });
+                // ends: `CONNECT_TIMEOUT`, inside the task
                 let stream = connecting.await.map_err(std::io::Error::other)???;
                 Ok::<_, std::io::Error>(TokioIo::new(Gathered::new(stream)))
             }
@@ -135,7 +137,11 @@ impl Network for OfTheMachine {
             let (host, _) = address.rsplit_once(':').unwrap_or_default();
             let host = host.trim_start_matches('[').trim_end_matches(']');
             let told = |error: &dyn fmt::Display| format!("{host}: {error}");
-            let mut found = tokio::net::lookup_host((host, port)).await.map_err(|error| told(&error))?;
+            // A resolver may take longer than any connection.
+            let found = tokio::time::timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host, port))).await;
+            let seconds = CONNECT_TIMEOUT.as_secs();
+            let late = |_| told(&format_args!("its address was not found within {seconds} s"));
+            let mut found = found.map_err(late)?.map_err(|error| told(&error))?;
             found.next().ok_or_else(|| told(&"no address"))
         })
     }

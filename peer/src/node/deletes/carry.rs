@@ -64,6 +64,7 @@ impl ClusterNode {
     pub(super) async fn begin_here(&self, entry: &Arc<Entry>) {
         lock(&self.deletes.recent).begin(Arc::clone(entry));
         self.store.produce_after(entry.below_ms);
+        // ends: copies that are being stored end with the store's transfers (`OVERDUE`)
         drop(self.deletes.storing.write().await);
     }
 
@@ -92,12 +93,14 @@ impl ClusterNode {
         }
         let closing = |_| Error(Reason::Busy("the store is closing"));
         let (namespace, deadline) = (request.namespace, request.deadline);
+        // ends: the request's deadline, and the store's transfers (`OVERDUE`)
         let mut reply = self.store.delete(request).await.map_err(closing)??;
         for entry in entries {
             if let What::Prefix(keys) = &entry.what {
                 // Copies of them that do not say what they stand behind.
                 let target = Target::Keys { column: None, keys: keys.clone() };
                 let request = DeleteRequest { namespace, target, deadline };
+                // ends: the request's deadline, and the store's transfers (`OVERDUE`)
                 let of_copies = self.store.delete(request).await.map_err(closing)??;
                 if let Some(refused) = of_copies.outcomes.iter().find_map(refusal) {
                     return Err(Error(refused));
@@ -144,6 +147,7 @@ impl ClusterNode {
         }
         tokio::select! {
             biased;
+            // ends: the tier is set once the server is ready, or the node stops: the next arm
             beside = self.deletes.beside.wait() => Ok(Some(beside.carrying(entry).await)),
             () = self.stopped() => Err(Error(Reason::Busy("this node stops"))),
         }
@@ -165,6 +169,7 @@ impl ClusterNode {
     ) -> Result<(), Error> {
         for left in (0..TRIES).rev() {
             let request = DeleteRequest { namespace, target: target.clone(), deadline: None };
+            // ends: the store's transfers are given up after `OVERDUE`
             let refused = match self.store.delete(request).await {
                 Err(_) => Error(Reason::Busy("the store is closing")),
                 Ok(Err(error)) => error,
@@ -292,6 +297,7 @@ impl ClusterNode {
             for shard in 0..self.store.shards() {
                 let mut next = Some(0);
                 while let Some(from) = next {
+                    // ends: an executor answers from memory, or the store is closed
                     let page = self.store.produced(shard, namespace, from).await;
                     let page = page.map_err(|_| Error(Reason::Busy("the store is closing")))??;
                     for one in page.blocks {

@@ -9,6 +9,7 @@
 
 mod carry;
 mod kept;
+mod noting;
 mod tell;
 mod wire;
 
@@ -29,6 +30,7 @@ use super::ClusterNode;
 use super::link::Link;
 pub use carry::{Beside, Guarded, Underway};
 pub use kept::{FILE_BYTES_MAX, InMemory, Kept, Written};
+use noting::Keeper;
 
 /// How long a delete waits for other nodes at most: one that has not said by then that it has it is named as away.
 const TELL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -83,14 +85,6 @@ impl Default for Tally {
     }
 }
 
-/// The file, and what is behind it.
-#[derive(Debug)]
-struct Keeper {
-    kept: Arc<dyn Kept>,
-    /// What the file has is not known: it is written anew.
-    is_doubtful: bool,
-}
-
 /// What was deleted, as far as this node knows.
 #[derive(Debug)]
 pub(super) struct Deletes {
@@ -102,7 +96,7 @@ pub(super) struct Deletes {
     storing: RwLock<()>,
     /// Entries of other nodes are taken in one after the other.
     taking: tokio::sync::Mutex<()>,
-    keeper: tokio::sync::Mutex<Keeper>,
+    keeper: Arc<tokio::sync::Mutex<Keeper>>,
     tallies: Mutex<BTreeMap<Name, Tally>>,
     /// The tier behind the disks, where there is one.
     beside: SetOnce<Arc<dyn Beside>>,
@@ -137,7 +131,7 @@ impl Deletes {
             recent: Mutex::default(),
             storing: RwLock::default(),
             taking: tokio::sync::Mutex::default(),
-            keeper: tokio::sync::Mutex::new(keeper),
+            keeper: Arc::new(tokio::sync::Mutex::new(keeper)),
             tallies: Mutex::default(),
             beside: SetOnce::new(),
         };
@@ -175,6 +169,7 @@ impl Deletes {
 
     /// Copies are stored now that began after `since` deletes: no delete goes on before this is dropped.
     pub(super) async fn storing(&self) -> RwLockReadGuard<'_, ()> {
+        // ends: a delete has this lock only to wait for those before it
         self.storing.read().await
     }
 
@@ -200,42 +195,6 @@ impl Deletes {
             }
         }
     }
-
-    /// Writes an entry down; when this returns it is durable, and counts.
-    async fn note(
-        &self,
-        name: impl FnOnce(&Log) -> Name,
-        entry: &Arc<Entry>,
-        lacking: &[NodeId],
-    ) -> Result<Name, String> {
-        let mut keeper = self.keeper.lock().await;
-        let name = name(&lock(&self.log));
-        let mut image = keeper.is_doubtful.then(|| kept::image(&lock(&self.log)));
-        let frame = kept::frame(&name, entry);
-        let kept = Arc::clone(&keeper.kept);
-        // Until it is done: this may be left in the middle.
-        keeper.is_doubtful = true;
-        let written = match &mut image {
-            Some(image) => {
-                image.extend(frame);
-                kept.replace(std::mem::take(image)).await
-            }
-            None => kept.append(frame).await,
-        };
-        written.map_err(|error| format!("the list of deletes cannot be written: {error}"))?;
-        keeper.is_doubtful = false;
-        let is_shorter = self.with_log(|log| {
-            log.add(name, Arc::clone(entry), lacking.iter().copied());
-            log.shorten()
-        });
-        if is_shorter {
-            keeper.is_doubtful = true;
-            let image = kept::image(&lock(&self.log));
-            // If it fails, the next entry is written with all others again.
-            keeper.is_doubtful = kept.replace(image).await.is_err();
-        }
-        Ok(name)
-    }
 }
 
 fn failed(why: String) -> Error {
@@ -254,6 +213,7 @@ impl ClusterNode {
     /// not, what was begun is done.
     pub async fn delete(self: &Arc<Self>, request: DeleteRequest) -> Result<Deleted, Error> {
         let node = Arc::clone(self);
+        // ends: the store's transfers (`OVERDUE`), the list (`NOTED_WITHIN`), other nodes (`TELL_TIMEOUT`)
         self.to_the_end(async move { node.delete_everywhere(request).await }).await
     }
 
@@ -308,8 +268,10 @@ impl ClusterNode {
         let (tell, told) = oneshot::channel();
         self.spawn(async move {
             // Who asked may be gone.
+            // ends: what it was given: each wait in it has its own end; or the node stops
             let _ = tell.send(what.await);
         });
+        // ends: the task above, which drops the sender, also when the node stops
         told.await.unwrap_or(Err(Error(Reason::Busy("this node stops"))))
     }
 
@@ -320,27 +282,23 @@ impl ClusterNode {
     }
 
     /// Numbers an entry of this node and writes it down.
-    async fn note_own(&self, entry: &Arc<Entry>, others: &[NodeId]) -> Result<Name, Error> {
+    async fn note_own(self: &Arc<Self>, entry: &Arc<Entry>, others: &[NodeId]) -> Result<Name, Error> {
         let me = self.me;
         // Numbers of one start are all above those of the starts before it, whatever was lost of the list.
         let first = self.options.start.wrapping_shl(32) | 1;
         let mut numbered = None;
-        let noted = self.deletes.note(
-            |log| {
-                let name = (me, log.next(&me).max(first));
-                // Before any other node can have been told.
-                lock(&self.deletes.tallies).insert(name, Tally::default());
-                *numbered.insert(name)
-            },
-            entry,
-            others,
-        );
-        let noted = noted.await;
-        if let (Err(_), Some(name)) = (&noted, numbered) {
-            lock(&self.deletes.tallies).remove(&name);
+        let number = |log: &Log| {
+            let name = (me, log.next(&me).max(first));
+            // Before any other node can have been told.
+            lock(&self.deletes.tallies).insert(name, Tally::default());
+            *numbered.insert(name)
+        };
+        let noted = self.note(number, entry, others).await;
+        if noted.is_err() {
+            numbered.and_then(|name| lock(&self.deletes.tallies).remove(&name));
+            self.note_in_store(entry);
         }
-        self.note_in_store(entry);
-        noted.map_err(failed)
+        noted
     }
 
     /// From here on nothing of it is read from a node that may have it still; what was read until then is not believed any more.

@@ -94,6 +94,7 @@ impl ClusterNode {
         if kvarts_layout::planted!("deletes-not-told-again") {
             return Ok(());
         }
+        // ends: its holder tells messages of `MESSAGE_TIMEOUT` each
         *link.told.lock().await = None;
         self.tell(link).await
     }
@@ -106,6 +107,7 @@ impl ClusterNode {
     }
 
     async fn tell_all_of(self: &Arc<Self>, link: &Arc<Link>) -> Result<(), String> {
+        // ends: its holder tells messages of `MESSAGE_TIMEOUT` each
         let mut told = link.told.lock().await;
         loop {
             let asks = told.is_none();
@@ -210,6 +212,7 @@ impl ClusterNode {
             });
             Ok((taken, done, known))
         });
+        // ends: the task of `to_the_end`; who told this has given up after `MESSAGE_TIMEOUT`
         let (taken, done, known) = told.await.map_err(|error| Status::unavailable(error.to_string()))?;
         let log = lock(&self.deletes.log);
         if let Err(why) = taken
@@ -237,7 +240,12 @@ impl ClusterNode {
         entries: Vec<Numbered>,
         done: &mut Vec<(Name, Done)>,
     ) -> Result<(), String> {
-        let _turn = self.deletes.taking.lock().await;
+        let (runner, taking) = (&*self.footing.runner, self.deletes.taking.lock());
+        // Who told this has given up by then: it tells it again.
+        let _turn = in_time(runner, MESSAGE_TIMEOUT, taking).await.ok_or_else(|| {
+            let seconds = MESSAGE_TIMEOUT.as_secs();
+            format!("what other nodes told before has been under way for {seconds} s: a disk of this node is slow, or hangs")
+        })?;
         let links = self.links();
         let lacking: Vec<NodeId> = links.iter().map(|link| link.id()).filter(|id| *id != from).collect();
         for Numbered { name, after, entry } in entries {
@@ -249,8 +257,7 @@ impl ClusterNode {
             let came = self.carry_out(&entry).await.map_err(|error| error.to_string())?;
             // Who numbered it has it.
             let lacking: Vec<NodeId> = lacking.iter().copied().filter(|id| *id != name.0).collect();
-            self.deletes.note(|_| name, &entry, &lacking).await?;
-            self.note_in_store(&entry);
+            self.note(|_| name, &entry, &lacking).await.map_err(|error| error.to_string())?;
             done.push((name, came));
         }
         links
