@@ -7,6 +7,7 @@
     reason = "the daemon stands outside the simulation: sockets and key files"
 )]
 
+mod closing;
 mod cluster;
 mod deletes_file;
 mod devices;
@@ -97,6 +98,7 @@ impl Daemon {
         let mut notes = vec![files.to_string()];
         let options = home_options(config, &mut notes)?;
         let begun = std::time::Instant::now();
+        // ends: a directory has 30 s, and transfers `OVERDUE`: it is opened without those that hang
         let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
         let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let opened = Opened::of(home.store(), begun.elapsed());
@@ -106,6 +108,7 @@ impl Daemon {
             Ok(named) => named,
             Err(why) => {
                 // The line tells the name that this store has: one that is made anew has another.
+                // ends: the store's `stop_timeout`
                 let _ = tokio::task::spawn_blocking(move || home.close()).await;
                 return Err(why);
             }
@@ -114,6 +117,7 @@ impl Daemon {
             Ok(ready) => ready,
             Err(why) => {
                 let beside = [cluster::STARTS_FILE, deletes_file::FILE];
+                // ends: the store's `stop_timeout`
                 let _ = tokio::task::spawn_blocking(move || home.take_back(&beside)).await;
                 return Err(why);
             }
@@ -174,6 +178,7 @@ impl Daemon {
         let members = cluster.map(|(renewed, node)| renewed.take(node)).transpose()?;
         let (state, gate) = (Arc::clone(&self.state), config.gate.clone());
         // A tenant that is gone may have held many blocks.
+        // ends: it goes through what tenants have in memory
         let changed = tokio::task::spawn_blocking(move || state.change_gate(&gate)).await;
         let changed = changed.map_err(|error| error.to_string())??;
         for tenant in &changed.new {
@@ -181,6 +186,7 @@ impl Daemon {
         }
         if let Some((renew, tls)) = self.renew.as_ref().zip(tls) {
             // Its receiver is gone where nothing is served any more.
+            // ends: the receiver takes it at once, or has ended
             let _ = renew.send(tls).await;
         }
         let mut notes = changed.notes;
@@ -235,6 +241,7 @@ impl Daemon {
             // Connections without a call close at once.
             let _ = tokio::time::timeout(Duration::from_secs(2), ended(&mut serving)).await;
         });
+        // ends: `DRAIN_TIMEOUT`, of which it is made
         if ended.await.is_err() {
             tracing::warn!(calls = state.calls(), "calls did not end in time and are broken off");
         }
@@ -251,9 +258,9 @@ impl Daemon {
         if let Some(bound) = socket {
             bound.remove();
         }
+        let directories = state.decided.directories.clone();
         drop(state);
-        let closed = tokio::task::spawn_blocking(move || home.close()).await;
-        closed.map_err(|error| error.to_string())?.map_err(|error| error.to_string())
+        closing::closed(move || home.close(), &directories, closing::WITHIN).await
     }
 
     /// Returns when a client asked for a drain, or serving ended by itself; with why, if it failed.
@@ -262,6 +269,7 @@ impl Daemon {
         if !self.over {
             tokio::select! {
                 () = self.state.drain_asked() => return Ok(()),
+                // ends: a drain in the arm before it, or a signal, which drops this
                 served = &mut self.serving => {
                     self.over = true;
                     self.fault = match served {
@@ -331,6 +339,7 @@ fn serve_metrics(listener: TcpListener, state: &Arc<ServerState>) -> Vec<JoinHan
 /// may have seen serving end before stopping does.
 async fn ended<T>(task: &mut JoinHandle<T>) {
     if !task.is_finished() {
+        // ends: two seconds, by its only caller
         let _ = task.await;
     }
 }
