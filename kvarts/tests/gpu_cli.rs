@@ -65,7 +65,7 @@ fn a_server_says_at_its_start_and_in_its_metrics_how_files_reach_devices_and_why
     let place = line.split_whitespace().find_map(|word| word.strip_prefix("metrics=")).map(str::to_owned);
     let metrics = place.map(|place| {
         let mut stream = TcpStream::connect(place).unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
         text

@@ -144,7 +144,7 @@ impl Server {
 
     fn metrics(&self) -> BTreeMap<String, u64> {
         let mut stream = TcpStream::connect(&self.metrics).unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
         let value = |line: &str| {

@@ -89,6 +89,26 @@ fn a_server_that_drains_says_so() {
     assert_eq!((status, why.as_str()), (503, "the server is about to stop\n"));
 }
 
+/// A page in a browser of this host can give 127.0.0.1 a name of its own (DNS rebinding).
+#[test]
+fn a_page_of_another_name_reads_health_and_nothing_else() {
+    let served = served::Served::start("rebound", "");
+    let asked = |path: &str, host: &str| {
+        let mut stream = TcpStream::connect(served.daemon().metrics().unwrap()).unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text.split(' ').nth(1).unwrap().parse::<u16>().unwrap()
+    };
+    for path in ["/", "/metrics", "/history", "/prefixes", "/reads", "/segments"] {
+        assert_eq!(asked(path, "rebound.example:7441"), 421, "{path}");
+        for own in ["127.0.0.1:7441", "localhost"] {
+            assert_eq!(asked(path, own), 200, "{path} as {own}");
+        }
+    }
+    assert_eq!(asked("/health", "rebound.example:7441"), 200);
+}
+
 /// Connections that say nothing, more than there are places for them: each that comes takes the place of the one that is silent longest.
 #[test]
 fn silent_connections_keep_nobody_from_the_status_and_from_the_local_socket() {

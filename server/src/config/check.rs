@@ -105,6 +105,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         socket: (socket != "none").then(|| PathBuf::from(&socket)),
         socket_group: set.socket_group.clone(),
         metrics: address("listen.metrics", &metrics)?,
+        open_metrics: set.open_metrics.is_some(),
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
         cache: sized("limits.cache", &cache)?.min(sized("limits.memory", &memory)?),
@@ -117,11 +118,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         cufile: cufile.parse::<Wish>().map_err(|why| Complaint::new("device.cufile", &why))?,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
         scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),
-        log_format: match format.as_str() {
-            "text" => LogFormat::Text,
-            "json" => LogFormat::Json,
-            _ => return Err(Complaint::new("log.format", "text or json")),
-        },
+        log_format: log_format(&format)?,
         log_level: levels(decided.or("log.level", set.log_level.as_ref(), "info"))?,
         directories,
         origins: decided.0,
@@ -130,6 +127,14 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     network(&config, set.open_network.as_deref())?;
     metrics_network(&config, set.open_metrics.as_deref())?;
     Ok(config)
+}
+
+fn log_format(name: &str) -> Result<LogFormat, Complaint> {
+    match name {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err(Complaint::new("log.format", "text or json")),
+    }
 }
 
 fn directories(set: &Settings, decided: &mut Decided) -> Vec<PathBuf> {

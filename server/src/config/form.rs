@@ -166,7 +166,7 @@ settings! {
     metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics", "ADDRESS|none", "127.0.0.1:7441";
     /// Required to listen to a network without TLS and tokens: the words "anyone may read and write"
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
-    /// Required to show metrics to a network: the words "anyone may read metrics"
+    /// Required to show metrics to a network, or by other names than localhost: the words "anyone may read metrics"
     open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";

@@ -161,6 +161,8 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// Where metrics are served; none: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// Whether they are shown by whatever name is asked, as words said; else a listener of this host is asked by its address.
+    pub open_metrics: bool,
     /// For the network.
     pub tls: Option<TlsFiles>,
     /// Memory that requests share.

@@ -138,7 +138,8 @@ impl Daemon {
         let renew = tls.is_some().then_some(renew);
         let listeners = Listeners { tcp, unix, tls, renewed: Some(renewed) };
         let serving = tokio::spawn(grpc::serve(Arc::clone(&state), listeners));
-        let metrics_tasks = metrics_listener.map_or(Vec::new(), |listener| serve_metrics(listener, &state));
+        let metrics_tasks = metrics_listener
+            .map_or(Vec::new(), |listener| serve_metrics(listener, config.open_metrics, &state));
         let scrub_task = start_scrub(config, &state);
         Ok(Self {
             places_task: tokio::spawn(places::keep(home.places())),
@@ -328,9 +329,9 @@ fn start_scrub(config: &Config, state: &Arc<ServerState>) -> Option<JoinHandle<(
 }
 
 /// Tells what the server does at the metrics address, and remembers it for the status page.
-fn serve_metrics(listener: TcpListener, state: &Arc<ServerState>) -> Vec<JoinHandle<()>> {
+fn serve_metrics(listener: TcpListener, is_open: bool, state: &Arc<ServerState>) -> Vec<JoinHandle<()>> {
     vec![
-        tokio::spawn(metrics::http::serve(listener, Arc::clone(state))),
+        tokio::spawn(metrics::http::serve(listener, is_open, Arc::clone(state))),
         tokio::spawn(metrics::history::keep(Arc::clone(state))),
     ]
 }

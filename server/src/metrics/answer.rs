@@ -34,10 +34,13 @@ impl Answer {
             "HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\ncache-control: no-store\r\n\
              x-content-type-options: nosniff\r\nconnection: close\r\n{more}\r\n"
         );
+        // ends: `TIMEOUT` of the connection, in `serve`
         stream.write_all(head.as_bytes()).await?;
         if has_body {
+            // ends: `TIMEOUT` of the connection, in `serve`
             stream.write_all(body.as_bytes()).await?;
         }
+        // ends: `TIMEOUT` of the connection, in `serve`
         stream.shutdown().await
     }
 }

@@ -10,7 +10,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 
 use super::answer::Answer;
-use super::{page, prefixes, segments, text};
+use super::{host, page, prefixes, segments, text};
 use crate::state::{Caller, Lobby, Right, ServerState};
 use kvarts_layout::NamespaceId;
 
@@ -23,10 +23,12 @@ const SILENT_MAX: usize = 64;
 const HEALTH_MAX: usize = 64;
 const ANSWERED_MAX: usize = 32;
 
-/// Serves until the future is dropped.
-pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
+/// Serves until the future is dropped. A listener that only this host reaches is asked by this host's names, if it is not open.
+pub async fn serve(listener: TcpListener, is_open: bool, state: Arc<ServerState>) {
+    let is_own = !is_open && listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let [silent, health, answered] = [SILENT_MAX, HEALTH_MAX, ANSWERED_MAX].map(Lobby::new);
     loop {
+        // ends: the task is aborted at a stop
         match listener.accept().await {
             Ok((mut stream, _)) => {
                 let (state, guest) = (Arc::clone(&state), silent.enter());
@@ -37,7 +39,7 @@ pub async fn serve(listener: TcpListener, state: Arc<ServerState>) {
                     // How the server is can be asked whatever else is asked for.
                     let place =
                         if path_of(&request) == b"/health" { health.enter() } else { answered.enter() };
-                    place.unless_lost(answer(&mut stream, &request, &state)).await.ok_or(TimedOut)?
+                    place.unless_lost(answer(&mut stream, &request, is_own, &state)).await.ok_or(TimedOut)?
                 };
                 tokio::spawn(async move {
                     // A client that is slow or gone gets nothing, and that is not worth a line.
@@ -55,6 +57,7 @@ async fn request(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
     let mut request = Vec::new();
     let mut piece = [0; 1024];
     while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        // ends: `TIMEOUT` of the connection, in `serve`
         let read = stream.read(&mut piece).await?;
         request.extend_from_slice(piece.get(..read).unwrap_or_default());
         if read == 0 || request.len() > REQUEST_BYTES_MAX {
@@ -75,16 +78,29 @@ fn path_of(request: &[u8]) -> &[u8] {
     line_of(request).1.split(|&byte| byte == b'?').next().unwrap_or_default()
 }
 
-async fn answer(stream: &mut TcpStream, request: &[u8], state: &ServerState) -> std::io::Result<()> {
+async fn answer(
+    stream: &mut TcpStream,
+    request: &[u8],
+    is_own: bool,
+    state: &ServerState,
+) -> std::io::Result<()> {
     let (method, path) = line_of(request);
     let has_body = match method {
         b"GET" => true,
         b"HEAD" => false,
         _ => {
             let only = Answer::plain("405 Method Not Allowed", "there are GET and HEAD\n".to_owned());
+            // ends: `TIMEOUT` of the connection, in `serve`
             return only.with("allow: GET, HEAD\r\n").send(stream, true).await;
         }
     };
+    // How the server is may be known to any page.
+    if is_own && path_of(request) != b"/health" && !host::is_own(header(request, "host")) {
+        let why =
+            "this host is asked by its address or as localhost; for other names set listen.open_metrics\n";
+        // ends: `TIMEOUT` of the connection, in `serve`
+        return Answer::plain("421 Misdirected Request", why.to_owned()).send(stream, has_body).await;
+    }
     let query = path.splitn(2, |&byte| byte == b'?').nth(1);
     let answer = match path_of(request) {
         b"/metrics" => Answer {
@@ -115,6 +131,7 @@ async fn answer(stream: &mut TcpStream, request: &[u8], state: &ServerState) -> 
             )
         }),
     };
+    // ends: `TIMEOUT` of the connection, in `serve`
     answer.send(stream, has_body).await
 }
 

@@ -5,6 +5,7 @@ mod calls;
 mod cluster;
 mod cold;
 pub mod history;
+mod host;
 pub mod http;
 mod lines;
 mod page;

@@ -159,7 +159,7 @@ impl Served {
     pub(crate) fn metrics(&self) -> String {
         use std::io::{Read, Write};
         let mut stream = std::net::TcpStream::connect(self.daemon().metrics().unwrap()).unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
