@@ -118,6 +118,7 @@ impl CredentialProvider for KeysFile {
             return Ok(known);
         }
         let (file, profile) = (self.file.clone(), self.profile.clone());
+        // ends: the time of the request that wants the keys (`patience`)
         let read = tokio::task::spawn_blocking(move || keys(&file, &profile)).await;
         // A file that is being replaced may be gone, or half of it: what was known is used until it is whole again.
         let Ok(Ok(read)) = read else { return Ok(known) };

@@ -153,6 +153,7 @@ impl Directory {
         &self,
         work: impl FnOnce(&Self) -> Result<T, Fault> + Send + 'static,
     ) -> Result<T, Fault> {
+        // ends: the time of the request that wants the turn (`patience`)
         let turn = Arc::clone(&self.turns).acquire_owned().await;
         let turn = turn.map_err(|error| Fault::Unreachable(error.to_string()))?;
         let own = self.clone();
@@ -161,6 +162,7 @@ impl Directory {
             drop(turn);
             done
         });
+        // ends: the time of its request (`patience`); the thread and its turn, when the file system answers
         done.await.unwrap_or_else(|error| Err(Fault::Unreachable(error.to_string())))
     }
 
@@ -378,6 +380,7 @@ impl Bucket for Directory {
             // Who waits for the lock keeps one thread, and no reads from theirs. It is held until the work ends.
             let lock = match condition {
                 Condition::Any => None,
+                // ends: the time of the request that wants the lock (`patience`)
                 Condition::Absent | Condition::Is(_) => Some(Arc::clone(&self.locks).acquire_owned().await),
             };
             self.blocking(move |own| {

@@ -74,6 +74,7 @@ impl Refusal {
         let (status, mut body, mut read) = (answer.status(), answer.into_body(), Vec::new());
         while read.len() < REFUSAL_BYTES {
             // A body that breaks off is as good as none.
+            // ends: the time of its request (`patience`)
             let frame = poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
             let Some(Ok(frame)) = frame else { break };
             let Some(piece) = frame.data_ref() else { continue };
@@ -166,6 +167,7 @@ struct Hyper {
 #[async_trait]
 impl HttpService for Hyper {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        // ends: the time of the request (`patience`), with which this is dropped
         let answer = self.client.request(request).await.map_err(|error| {
             let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Request };
             HttpError::new(kind, error)
@@ -231,12 +233,14 @@ impl Service<Uri> for Dial {
     fn call(&mut self, uri: Uri) -> Self::Future {
         let (connecting, tls) = (self.tcp.call(uri.clone()), self.tls.clone());
         Box::pin(async move {
+            // ends: the time of the request that wants the connection (`patience`)
             let plain = connecting.await.map_err(io::Error::other)?;
             if uri.scheme_str() != Some("https") {
                 return Ok(Line::Plain(plain));
             }
             let host = uri.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
             let name = ServerName::try_from(host).map_err(io::Error::other)?;
+            // ends: the time of the request that wants the connection (`patience`)
             let secured = tls.connect(name, plain.into_inner()).await?;
             Ok(Line::Tls(Box::new(TokioIo::new(secured))))
         })

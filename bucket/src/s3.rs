@@ -88,6 +88,7 @@ impl S3Bucket {
         most: u64,
     ) -> Result<(impl Stream<Item = Result<Bytes, Fault>> + Send + Unpin, u64, Tag), Fault> {
         let options = GetOptions { range: range.map(GetRange::Bounded), ..GetOptions::default() };
+        // ends: the time of the request (`patience`)
         let found = self.store.get_opts(&self.path(name), options).await.map_err(|error| fault(&error))?;
         let length = found.range.end.saturating_sub(found.range.start);
         if length > most {
@@ -161,6 +162,7 @@ impl Bucket for S3Bucket {
             let (mut pieces, length, tag) = self.read(name, None, most).await?;
             // A buffer that grows would be copied again and again, and be up to twice as long.
             let mut bytes = Vec::with_capacity(usize::try_from(length).unwrap_or(0));
+            // ends: the time of the request, by its length (`patience`)
             while let Some(piece) = pieces.try_next().await? {
                 bytes.extend_from_slice(&piece);
             }
@@ -178,6 +180,7 @@ impl Bucket for S3Bucket {
         Box::pin(async move {
             let (mut pieces, ..) = self.read(name, Some(range), most).await?;
             let mut came = 0;
+            // ends: the time of the request, by its length (`patience`)
             while let Some(piece) = pieces.try_next().await? {
                 into.take(came, &piece)?;
                 came += piece.len() as u64;
@@ -188,6 +191,7 @@ impl Bucket for S3Bucket {
 
     fn head<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<Facts, Fault>> {
         Box::pin(async move {
+            // ends: the time of the request (`patience`)
             let meta = self.store.head(&self.path(name)).await.map_err(|error| fault(&error))?;
             Ok(Facts { bytes: meta.size, tag: tag(&meta), modified_ms: modified_ms(&meta) })
         })
@@ -206,6 +210,7 @@ impl Bucket for S3Bucket {
                 Condition::Is(tag) => PutMode::Update(UpdateVersion { e_tag: Some(tag.0), version: None }),
             };
             let options = PutOptions { mode, ..PutOptions::default() };
+            // ends: the time of the request, by its length (`patience`)
             let put = self.store.put_opts(&self.path(name), PutPayload::from_iter(body), options).await;
             let put = put.map_err(|error| fault(&error))?;
             self.saw_version(put.version.as_deref());
@@ -215,6 +220,7 @@ impl Bucket for S3Bucket {
 
     fn delete<'a>(&'a self, name: &'a str) -> BoxFuture<'a, Result<(), Fault>> {
         Box::pin(async move {
+            // ends: the time of the request (`patience`)
             match self.store.delete(&self.path(name)).await.map_err(|error| fault(&error)) {
                 Ok(()) | Err(Fault::Missing) => Ok(()),
                 Err(fault) => Err(fault),
@@ -236,6 +242,7 @@ impl Bucket for S3Bucket {
                 None => self.store.list(Some(&folder)),
             };
             let found: Vec<ObjectMeta> =
+                // ends: the time of the request (`patience`)
                 listed.take(most).try_collect().await.map_err(|error| fault(&error))?;
             let mut found: Vec<Listed> = found
                 .iter()

@@ -18,8 +18,10 @@ const CHECK: PathAndQuery = PathAndQuery::from_static("/grpc.health.v1.Health/Ch
 pub(super) async fn anything(channel: Channel, time: Duration) -> Result<(), Reason> {
     let asked = async move {
         let mut service = tonic::client::Grpc::new(channel);
+        // ends: `time`, around all of it
         service.ready().await.map_err(|error| Status::unknown(error.to_string()))?;
         // Neither message has a field that is needed here.
+        // ends: `time`, around all of it
         service.unary(Request::new(()), CHECK, ProstCodec::<(), ()>::default()).await
     };
     match tokio::time::timeout(time, asked).await {

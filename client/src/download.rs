@@ -67,7 +67,9 @@ async fn begin(
 ) -> Result<Streaming<proto::ReadReply>, Status> {
     let call = remote.request(asked.clone(), request.deadline);
     let reply = match request.order {
+        // ends: the time in the call's head, which the transport keeps until the answer begins
         Order::Blocks => remote.reads().get(call).await,
+        // ends: the time in the call's head, which the transport keeps until the answer begins
         Order::Layers => remote.reads().get_layers(call).await,
     };
     Ok(reply?.into_inner())

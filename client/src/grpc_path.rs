@@ -88,6 +88,7 @@ pub(super) fn delete_everywhere(
             let own = Arc::clone(remote);
             remote.spawn(async move {
                 // A caller that is gone needs no answer.
+                // ends: each of its calls has a time (`in_time`)
                 let _ = reply.send(delete(&own, &request, of_all).await.map_err(Error));
             });
         }
@@ -127,6 +128,7 @@ async fn look_up(
     let call = || async {
         let ask = || {
             let (mut store, message) = (remote.store(), remote.request(message.clone(), deadline));
+            // ends: what is left of the deadline (`in_time`), around all attempts
             async move { store.exists(message).await }
         };
         in_time(remote.left(deadline), while_lost(AGAIN.map(|_| ask()))).await

@@ -285,6 +285,7 @@ impl Client {
     /// Reads into memory and waits for the end.
     pub async fn get_into(&self, request: ReadRequest) -> Result<ReadEnd, Error> {
         let stream = self.read(request)?;
+        // ends: the read's deadline or the client's `call_timeout`; the path ends it
         let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
         ended.map_err(|_| Error(Reason::Busy("the connection broke off")))
     }
@@ -312,6 +313,7 @@ impl Client {
             };
             let reply = self.remote.ask_again(|| {
                 let (mut store, request) = (self.remote.store(), self.remote.request(wire.clone(), None));
+                // ends: the client's `call_timeout`, by `ask`
                 async move { store.pin(request).await }
             })?;
             let hold = (reply.hold_ms > 0).then(|| Duration::from_millis(reply.hold_ms));
@@ -336,6 +338,7 @@ impl Client {
     pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::WatchRequest { after });
+        // ends: the connection, of which a server that is silent loses its own (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.watch(request).await })
     }
 
@@ -364,6 +367,7 @@ impl Client {
     pub fn scrub(&self) -> Result<proto::ScrubReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::ScrubRequest {});
+        // ends: the server's work; or the connection, once the server is silent (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.scrub(request).await })
     }
 
@@ -372,6 +376,7 @@ impl Client {
         let mut admin = self.remote.admin();
         let namespace = namespace.map(|id| id.0.to_vec().into()).unwrap_or_default();
         let request = self.remote.endless(proto::ColdPushRequest { namespace });
+        // ends: the server's work; or the connection, once the server is silent (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.cold_push(request).await })
     }
 
@@ -379,6 +384,7 @@ impl Client {
     pub fn compact(&self) -> Result<proto::CompactReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(proto::CompactRequest {});
+        // ends: the server's work; or the connection, once the server is silent (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.compact(request).await })
     }
 
@@ -410,6 +416,7 @@ impl Client {
     pub fn purge_tenant(&self, wire: proto::PurgeTenantRequest) -> Result<proto::PurgeTenantReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.endless(wire);
+        // ends: the server's work; or the connection, once the server is silent (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.purge_tenant(request).await })
     }
 

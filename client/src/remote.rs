@@ -93,6 +93,7 @@ pub(super) async fn while_lost<T>(
     let mut answer = Err(Status::unknown("no call was made"));
     for (pause, call) in AGAIN.into_iter().zip(calls) {
         tokio::time::sleep(pause).await;
+        // ends: the time that its caller has for all attempts (`in_time`)
         answer = call.await;
         let is_lost = |status: &Status| {
             matches!(status.code(), Code::Unknown | Code::Cancelled | Code::ResourceExhausted)
@@ -151,6 +152,7 @@ impl Remote {
         })?;
         if let Some(time) = options.first_answer {
             let asked = runtime.spawn(answers::anything(channel.clone(), time));
+            // ends: `first_answer`, of which the task is made
             block_on(asked).map_err(config)??;
         }
         let token = options.token.as_ref().map(|token| format!("Bearer {token}").parse());
@@ -217,6 +219,7 @@ impl Remote {
     /// Runs something that waits, on a thread for that.
     pub(super) fn spawn_waiting(&self, work: impl FnOnce() + Send + 'static) {
         if let Some(runtime) = &self.runtime {
+            // ends: its work connects, which has `call_timeout`
             runtime.spawn_blocking(work);
         }
     }
@@ -236,6 +239,7 @@ impl Remote {
     ) -> Result<T, Error> {
         let handle: &Handle =
             self.runtime.as_ref().map(Runtime::handle).ok_or(Reason::Busy("the connection is closed"))?;
+        // ends: `call_timeout` in `ask`; without it the connection, once the server is silent (`KEEPALIVE`)
         let answer = block_on(handle.spawn(work)).map_err(|_| Reason::Busy("the connection is closed"))?;
         answer.map(Response::into_inner).map_err(|status| Error(fault::reason_of(&status)))
     }

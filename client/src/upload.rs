@@ -129,6 +129,7 @@ async fn messages_of(
         let crc32 = digest.put(&part);
         proto::PutRequest { part: Some(part), crc32 }
     };
+    // ends: the call, after the put's time, drops the receiver
     if to.send(message(Part::Header(header(request)))).await.is_err() {
         return;
     }
@@ -147,6 +148,7 @@ async fn messages_of(
                 chunk.copy_out(at, frame.bytes.get_mut(before..).unwrap_or_default());
                 at += some;
                 if frame.bytes.len() == limits::FRAME_BYTES
+                    // ends: the call, after the put's time, drops the receiver
                     && (reply.is_cancelled() || to.send(message(frame.take())).await.is_err())
                 {
                     return;
@@ -156,6 +158,7 @@ async fn messages_of(
     }
     if !frame.bytes.is_empty() {
         // A call that has ended has said why.
+        // ends: the call, after the put's time, drops the receiver
         let _ = to.send(message(frame.take())).await;
     }
 }

@@ -356,6 +356,7 @@ impl Access {
             if takes.has_turn {
                 self.turns.step_aside(wait).await;
             } else {
+                // ends: `longest_wait`, of which the sleep is made
                 wait.await;
             }
         }

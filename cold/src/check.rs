@@ -299,6 +299,7 @@ async fn forget(tier: &Tier, namespace: NamespaceId, gone: &[PackId]) -> Result<
         manifest.packs.retain(|pack, _| !gone.contains(pack));
         Ok((manifest.packs.len() < before).then_some(()))
     });
+    // ends: attempts that are counted, each with the time of its requests (`patience`)
     changed.await.map(|_| true)
 }
 
@@ -311,5 +312,6 @@ async fn condemn(tier: &Tier, namespace: NamespaceId, packs: &[PackId]) -> Resul
         manifest.condemned.extend(here.iter().map(|pack| (*pack, now_ms)));
         Ok((!here.is_empty()).then_some(()))
     });
+    // ends: attempts that are counted, each with the time of its requests (`patience`)
     changed.await.map(|_| true)
 }

@@ -146,6 +146,7 @@ pub async fn restore_and_tell(
                 Poll::Ready(Some(put)) => Poll::Ready(Some(Next::Put(put))),
                 _ => arriving.as_mut().poll_next(context).map(|parts| Some(Next::Parts(parts?))),
             });
+            // ends: a range has the time of its request (`patience`), a put ends with the store's transfers (`OVERDUE`)
             match next.await {
                 Some(Next::Put(put)) => restored.count(put),
                 Some(Next::Parts(parts)) => {
@@ -163,6 +164,7 @@ pub async fn restore_and_tell(
         }
         putting.flush(&mut restored);
     }
+    // ends: the store's transfers are given up after `OVERDUE`
     while let Some(put) = putting.puts.next().await {
         restored.count(put);
     }
@@ -316,6 +318,7 @@ impl Whole {
 /// Lets other tasks of the thread have their turn.
 async fn give_way() {
     let mut has_given = false;
+    // ends: its second poll: it wakes itself
     poll_fn(|context| {
         if std::mem::replace(&mut has_given, true) {
             return Poll::Ready(());
@@ -438,6 +441,7 @@ impl Putting<'_> {
                 // As old as it is: a delete that this node has not heard of yet may be of it.
                 let ticket = self.store.put_copies(request, created_ms);
                 self.puts.push(Box::pin(async move {
+                    // ends: the store's transfers are given up after `OVERDUE`
                     let outcome = match ticket.await {
                         Ok(outcome) => outcome.map_err(|error| format!("{error:?}")),
                         Err(_) => Err("the store stopped".to_owned()),

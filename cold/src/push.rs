@@ -327,6 +327,7 @@ impl<'a> Pusher<'a> {
 
     /// Brings what is left into the tier.
     pub async fn finish(mut self) -> Result<Pushed, ColdError> {
+        // ends: the time of each request (`patience`)
         self.flush().await?;
         Ok(self.pushed)
     }
@@ -447,6 +448,7 @@ impl<'a> Pusher<'a> {
             manifest.packs.insert(pack.id, pack.entry.clone());
             Ok(Some(()))
         });
+        // ends: attempts that are counted, each with the time of its requests (`patience`)
         match named.await {
             Ok(_) => Ok(doubtful),
             Err(error) => Err(deleted.map_or(Unnamed::Failed(error), Unnamed::Deleted)),

@@ -291,6 +291,7 @@ pub fn arriving<'a>(
         async move {
             if !is_first {
                 // Its sender lives here.
+                // ends: the first ranges are here, each in the time of its request (`patience`)
                 let _ = here.subscribe().wait_for(|is_here| *is_here).await;
             }
             let arrived = one(tier, fetch, places, options).await;
@@ -316,6 +317,7 @@ pub async fn fetch(
         BufMut::zeroed(bytes).ok()?.share().slice(0, bytes)
     };
     let mut arriving = std::pin::pin!(arriving(tier, fetches, options, place));
+    // ends: the time of each range's request (`patience`)
     while let Some(parts) = arriving.next().await {
         for arrived in parts {
             fetched.count(&arrived);
@@ -427,6 +429,7 @@ async fn ranged(
             continue;
         }
         let other = if access.may_hedge() { Places::of_own(into.bytes()).ok() } else { None };
+        // ends: the time of the request (`patience`)
         let Some((other, memory)) = other else { break first.await };
         let second = Box::pin(access.get_range(&name, range, &other));
         break match select(first, second).await {
@@ -437,7 +440,9 @@ async fn ranged(
                 into.take_all(&memory);
                 Ok(())
             }
+            // ends: the time of the request (`patience`)
             Either::Left((Err(_), second)) => second.await.map(|()| into.take_all(&memory)),
+            // ends: the time of the request (`patience`)
             Either::Right((Err(_), first)) => first.await,
         };
     };

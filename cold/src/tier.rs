@@ -540,6 +540,7 @@ impl Tier {
         let reads =
             ahead.into_iter().map(|pack| async move { (pack, self.index(namespace, pack).await.is_err()) });
         let read: Vec<(PackId, bool)> =
+            // ends: the time of each request (`patience`)
             futures_util::stream::iter(reads).buffer_unordered(INDEXES_AT_ONCE).collect().await;
         (count, read.into_iter().filter(|(_, failed)| *failed).map(|(pack, _)| pack).collect())
     }

@@ -98,6 +98,7 @@ impl Turns {
     /// A turn, when those who asked before have had theirs.
     pub(crate) async fn take(&self) -> Turn<'_> {
         let mut place = Place(self, None);
+        // ends: those before it have turns no longer than their requests' time (`patience`)
         std::future::poll_fn(|context| self.poll(&mut place, false, context)).await
     }
 
@@ -105,8 +106,10 @@ impl Turns {
     pub(crate) async fn step_aside(&self, wait: impl Future<Output = ()>) {
         let aside = Aside(self);
         self.changed(-1);
+        // ends: the caller's sleep: `longest_wait` at most
         wait.await;
         let mut place = Place(self, None);
+        // ends: those before it have turns no longer than their requests' time (`patience`)
         let turn = std::future::poll_fn(|context| self.poll(&mut place, true, context)).await;
         // Its own is back before the other one goes, so no one else is woken for it.
         drop(aside);

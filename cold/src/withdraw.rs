@@ -73,6 +73,7 @@ pub async fn withdraw_told(tier: &Tier, namespace: NamespaceId, told: &[Told]) -
             // An attempt of ours whose answer was lost has done it.
             Ok((gone > 0 || !is_noted).then_some(gone as u64))
         });
+        // ends: attempts that are counted, each with the time of its requests (`patience`)
         match changed.await {
             Err(ColdError::Contended(_)) => {}
             Ok(gone) => {
@@ -184,6 +185,7 @@ async fn look_at<T>(
         let index = tier.index(namespace, pack).await.ok();
         (pack, index.map(|index| look(&index)))
     });
+    // ends: the time of each request (`patience`)
     futures_util::stream::iter(looks).buffer_unordered(INDEXES_AT_ONCE).collect().await
 }
 

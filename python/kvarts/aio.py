@@ -29,12 +29,14 @@ class AsyncPages:
         id = submit(*args, **kwargs)
         waiting = self._waiting[id] = self._loop.create_future()
         try:
+            # ends: the batch has a timeout, after which it is answered
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             self._pages.cancel(id)
             # Its buffers belong to the batch until it is answered.
             while not waiting.done():
                 try:
+                    # ends: the batch was cancelled, and is answered once its memory is free
                     await asyncio.shield(waiting)
                 except asyncio.CancelledError:
                     pass
@@ -59,6 +61,7 @@ class AsyncPages:
         for waiting in self._waiting.values():
             waiting.cancel()
         self._waiting.clear()
+        # ends: `close` waits for batches, which have a timeout
         await self._loop.run_in_executor(None, self._pages.close)
 
     async def __aenter__(self):

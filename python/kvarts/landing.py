@@ -91,6 +91,7 @@ class Device:
         return self._before.cuda_stream
 
     def await_layer(self, landed, layer):
+        # ends: at once: the stream waits, not the thread
         landed.wait(layer, self.now())
 
     def behind(self):
@@ -119,13 +120,16 @@ class Processor:
     free = now
 
     def await_layer(self, landed, layer):
+        # ends: at once: the stream waits, not the thread
         landed.wait(layer, self._ours.handle)
+        # ends: the lander's thread lands the layer, or fails it after its timeout
         self._ours.synchronize()
 
     def behind(self):
         return self._side.handle
 
     def join(self):
+        # ends: copies in memory, by the emulated device's thread
         self._side.synchronize()
 
 

@@ -165,6 +165,7 @@ class Link:
                 is_watching = False
             if not is_watching:
                 self._watched = None
+        # ends: `stop` puts the last item; the thread is a daemon
         return self._work.get()
 
     def _run(self):

@@ -258,6 +258,7 @@ class Kvarts(HiCacheStorage):
                         ready.set()
 
                     self._link.do(opened, not_opened)
+                    # ends: the connection's timeout, which is its argument
                     ready.wait(self._timeout)
         return pool.pages is not None
 
@@ -337,6 +338,7 @@ class Kvarts(HiCacheStorage):
 
     def _answer(self, pool, staging, seconds):
         """The answer to the batch that has this memory, once it is there."""
+        # ends: `seconds`, what is left of the caller's time
         for done in pool.pages.wait(seconds):
             if done.id == staging.held_by:
                 staging.held_by = None

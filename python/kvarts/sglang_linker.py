@@ -184,6 +184,7 @@ class KvartsLinker(UnifiedCacheLinker):
         staging, before = found.stagings[-1], time.monotonic()
         if not staging.is_over and self._left > 0:
             # It is looked at some time later by another thread: it may be just about to end.
+            # ends: its argument: what this pass may still wait
             staging.over.wait(min(self._left, max(0.0, found.began + 1.1 * self._wait - before)) if found.renewal is None else self._left)
             now = time.monotonic()
             self._left -= now - before

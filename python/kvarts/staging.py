@@ -180,6 +180,7 @@ class Desk:
 
     def settle(self, timeout):
         """Waits until it is known whether there is a pool: for an engine that starts."""
+        # ends: `timeout`, the caller's
         self._settled.wait(timeout)
 
     def knock(self):
@@ -242,6 +243,7 @@ class Desk:
         # A pool keeps what is saved in it from when it knows of the deletes of these blocks: it asks for that when it first stages any.
         columns = [(pages, group.number, rank) for group in self.groups[:1] for rank in group.ranks[:1]]
         stage = pool.stage(columns, [_NONE], silence=self._timeout)
+        # ends: its argument, half of the timeout
         stage.wait(self._timeout / 2)
         stage.close()
         self._when_opened(pages, pool)
@@ -331,6 +333,7 @@ class Desk:
         if self._stagings:
             first = next((stage for stage, *_ in self._stagings[0].stages if not stage.is_over), None)
             if first is not None:
+                # ends: `_LOOK`, its argument
                 first.wait(_LOOK)
         for staging in list(self._stagings):
             try:

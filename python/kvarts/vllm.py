@@ -185,6 +185,7 @@ class KvartsTier(SecondaryTierManager):
         self._open()
         deadline = time.monotonic() + self._timeout
         while self._opening and time.monotonic() < deadline:
+            # ends: its argument; the loop, at the `deadline` above
             time.sleep(0.005)
 
     def _naming(self, config, identity):
@@ -311,6 +312,7 @@ class KvartsTier(SecondaryTierManager):
         """Takes the answers that are there; with `wait`, waits for them for `wait` seconds at most."""
         if self._pages is None:
             return
+        # ends: `wait`, the caller's seconds
         for done in self._pages.drain() if wait is None else self._pages.wait(wait):
             results, reasons = done.results, done.reasons
             for silence in self._silence.values():

@@ -108,6 +108,7 @@ class Mover:
             saving.finish()
         if self._savings:
             # Pages that leave may be another request's in the next step, from its very beginning.
+            # ends: on a GPU at once, as streams wait; on a processor after copies in memory
             self._dock.streams.join()
         self._going += self._landings + self._savings
         self._landings, self._savings, self._is_layered = [], [], False

@@ -260,6 +260,7 @@ impl Landed {
         let device = self.device.device();
         let stream = device.adopt_stream(stream).map_err(|error| of_device(&error)).or_raise(py)?;
         let landed = self.landed.get()?;
+        // ends: at once: the stream waits, not the thread
         py.detach(|| landed.wait(layer, &stream)).map_err(raised).or_raise(py)
     }
 
@@ -288,6 +289,7 @@ impl Saving {
             let saving =
                 saving.as_mut().ok_or_else(|| LandError::Request("the save has ended".to_owned()))?;
             let left = saving.layer(layer, &stream)?;
+            // ends: at once: the stream waits, not the thread
             Ok::<_, LandError>(device.wait(&stream, &left)?)
         });
         left.map_err(raised).or_raise(py)
@@ -320,6 +322,7 @@ fn ended(py: Python<'_>, done: &Done, timeout: f64) -> PyResult<bool> {
     let mut left = waiting::duration(py, "timeout", timeout)?;
     loop {
         let some = left.min(LOOK);
+        // ends: `LOOK`, and the caller's time
         match py.detach(|| done.wait(some)) {
             Some(Ok(())) => return Ok(true),
             Some(Err(error)) => return Err(of_device(&error)).or_raise(py),

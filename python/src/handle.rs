@@ -210,6 +210,7 @@ pub(crate) fn wait(py: Python<'_>, batches: &Batches, seconds: Option<Duration>)
                 }
             }
             // Interrupted by a signal: that is looked at right below.
+            // ends: `pause`, and the caller's time
             poll(&mut readable, Some(&pause)).unwrap_or(0)
         });
         if rung == 0 {

@@ -196,6 +196,7 @@ impl Stage {
         let mut left = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
         loop {
             let some = left.map_or(LOOK, |left| left.min(LOOK));
+            // ends: `LOOK`, and the caller's time or a signal; a stage ends by itself once the store is silent
             let progress = py.detach(|| stage.wait(some));
             if progress.is_over || left.is_some_and(|left| left <= some) {
                 return Ok(progress.staged);

@@ -151,6 +151,7 @@ impl Layers {
     fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         let reading = self.reading.get()?;
         let Some(stream) = reading.stream() else { return Ok(true) };
+        // ends: `timeout`, the caller's
         let came = reading.wait(py, &stream, timeout);
         *lock(&reading.stream) = Some(stream);
         came

@@ -113,6 +113,7 @@ impl Source {
     async fn next(&mut self) -> Result<Option<Event>, Reason> {
         match self {
             Self::Server(stream) => {
+                // ends: the caller's time or a signal, by `run_until`; or the connection, once the server is silent
                 let event = stream.message().await.map_err(|status| fault::reason_of(&status))?;
                 event.as_ref().map(of_wire).transpose()
             }

@@ -6,3 +6,4 @@ mod pages;
 mod rooms;
 mod scripts;
 mod tidy;
+mod waits;

@@ -150,6 +150,7 @@ async fn copy_all(
                 break;
             }
         }
+        // ends: the read's deadline, by `passed` beside it, or its reader leaves
         while let Some(arrived) = read.next().await? {
             let event = match arrived {
                 Arrived::Bytes(bytes) => {
@@ -275,6 +276,7 @@ async fn take(
 ) -> Result<(), Reason> {
     while under_way.len() > left {
         let Some((blocks, answer)) = under_way.pop_front() else { return Ok(()) };
+        // ends: the put's deadline, by `passed` beside it, or its caller leaves
         match answer.await.unwrap_or(Err(Error(super::wire::GONE))) {
             Ok(reply) => outcomes.extend(reply.outcomes),
             // What an earlier piece stored is stored: the answer is given block by block.

@@ -71,8 +71,10 @@ impl Inner {
             return Ok(link);
         }
         let mut soon = self.soon(windows);
+        // ends: the thread that connects tells or is gone; the deadline beside it
         let made = async move { soon.wait_for(Option::is_some).await.ok().and_then(|made| made.clone()) };
         tokio::select! {
+            // ends: the deadline in the next arm
             made = made => made.unwrap_or(Err(wire::GONE)),
             () = passed(&*self.remote.clock, deadline) => Err(Reason::DeadlinePassed),
         }

@@ -120,6 +120,7 @@ impl Outbox {
             if !done? {
                 state.waiting.push_front(rest);
                 drop(state);
+                // ends: `LOOK`, and then the session after `call_timeout` in which nothing was taken
                 match poll(&mut [PollFd::new(stream, PollFlags::OUT)], Some(&LOOK)) {
                     Ok(0) => stood_still += Duration::from_secs(1),
                     Ok(_) | Err(Errno::INTR) => {}

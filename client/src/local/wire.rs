@@ -96,6 +96,7 @@ impl Inbox {
             let mut wanted: Vec<PollFd<'_>> = wake.into_iter().collect();
             let wakes = wanted.len();
             wanted.push(PollFd::new(stream, PollFlags::IN));
+            // ends: `call_timeout`, or `wake` where requests have deadlines of their own
             match poll(&mut wanted, self.call_timeout.as_ref()) {
                 Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
                 Ok(_) if wanted.iter().take(wakes).any(|wake| !wake.revents().is_empty()) => {
@@ -161,6 +162,7 @@ pub(super) fn wait_closed(stream: &UnixStream) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => {
                 // A wait that was cut short is begun again.
+                // ends: the server closes it, or its process ends: until then disks may write to the memory
                 let _ = poll(&mut [PollFd::new(stream, PollFlags::IN)], None);
             }
             Err(_) => return,

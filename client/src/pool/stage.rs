@@ -181,6 +181,7 @@ impl Stage {
                 return progress;
             }
             let left = give_up.min(self.silent_at()).since(now);
+            // ends: `most`, or sooner when the store has been silent
             self.pool.news.wait(count, left.max(Duration::from_millis(1)));
         }
     }

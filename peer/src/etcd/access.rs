@@ -84,8 +84,10 @@ pub(super) async fn connect(name: &str, tls: Arc<ClientConfig>) -> io::Result<To
     let (host, _) = name.rsplit_once(':').ok_or(io::ErrorKind::InvalidInput)?;
     let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
     let host = ServerName::try_from(host).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // ends: `TIMEOUT` of the endpoint, around all of connecting
     let stream = TcpStream::connect(name).await?;
     let _ = stream.set_nodelay(true);
+    // ends: `TIMEOUT` of the endpoint, around all of connecting
     Ok(TokioIo::new(TlsConnector::from(tls).connect(host, stream).await?))
 }
 

@@ -91,6 +91,7 @@ impl Etcd {
             let endpoint = Endpoint::from_shared(format!("http://{name}"));
             let endpoint = endpoint.map_err(|error| format!("{name}: {error}"))?.connect_timeout(TIMEOUT);
             let connected = match access.tls() {
+                // ends: `TIMEOUT` of the endpoint; there is no TLS here
                 None => endpoint.connect().await,
                 Some(tls) => {
                     let of = name.clone();
@@ -219,6 +220,7 @@ fn last_written((key, revision): (&str, i64)) -> Compare {
 impl Changes {
     /// The next changes: for each key its value, or nothing if it is gone, and the revision.
     pub(super) async fn next(&mut self) -> Result<Vec<(KeyValue, bool)>, String> {
+        // ends: the renewal of the lease beside it fails, once etcd is silent
         let message = self.messages.message().await.map_err(|status| status.message().to_owned())?;
         let message = message.ok_or("it ended the call")?;
         if message.canceled {

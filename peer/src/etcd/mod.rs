@@ -202,6 +202,7 @@ async fn session(shared: &Shared, lease: &mut i64, at: &mut usize) -> Result<(),
                     return Err("the registration of this node has run out".to_owned());
                 }
             }
+            // ends: `renew` in the arm before it, or the sender goes with the node
             changed = taken.changed() => changed.map_err(|_| "this node stops")?,
             changed = changes.next() => {
                 for (pair, is_there) in changed? {

@@ -19,6 +19,7 @@ impl Host for Machine {
     fn thread(&self, name: &'static str, body: Box<dyn FnOnce() + Send>) -> io::Result<Join> {
         let thread = Builder::new().name(name.to_owned()).spawn(body)?;
         // A panic in it was reported.
+        // ends: the thread, which its owner has told to stop and woken
         Ok(Box::new(move || drop(thread.join())))
     }
 
@@ -39,8 +40,11 @@ pub(super) fn sleep(bell: Option<&Bell>, wire: Option<(&dyn Wire, Ready)>, timeo
     let bell = bell.map(|bell| PollFd::new(&bell.event, PollFlags::IN));
     // An error is a signal: the caller looks and comes back.
     let _ = match (bell, wire) {
+        // ends: the bell, which its owner rings to stop; the wire closes; or the time
         (Some(bell), Some(wire)) => poll(&mut [bell, wire], timeout.as_ref()),
+        // ends: the bell, which its owner rings to stop; the wire closes; or the time
         (Some(one), None) | (None, Some(one)) => poll(&mut [one], timeout.as_ref()),
+        // ends: the time, which a thread without bell and wire has
         (None, None) => poll(&mut [], timeout.as_ref()),
     };
 }

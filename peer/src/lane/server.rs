@@ -166,6 +166,7 @@ impl std::fmt::Debug for LaneServer {
 /// Takes connections until it is time to stop.
 fn accept(serving: &Arc<Serving>, listener: &TcpListener) {
     while !serving.is_stopping() {
+        // ends: `end` closes the listener
         match listener.accept() {
             Ok((stream, _)) => begin(serving, Arc::new(Plain::new(stream))),
             Err(error) if serving.is_stopping() => tracing::debug!(%error, "no more connections of peers"),

@@ -155,6 +155,7 @@ pub(super) async fn confirm(node: Arc<ClusterNode>) {
 async fn is_majority(mut others: FuturesUnordered<impl Future<Output = bool>>, members: usize) -> bool {
     let mut same = 1;
     while same * 2 <= members {
+        // ends: the calls to the others have a time each
         match others.next().await {
             Some(is_same) => same += usize::from(is_same),
             None => return false,

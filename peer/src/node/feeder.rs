@@ -224,6 +224,7 @@ pub(super) async fn read_store(node: Arc<ClusterNode>) {
             false => tokio::select! {
                 biased;
                 taken = events.next(EVENTS) => taken.transpose(),
+                // ends: events in the arm before it, the next arm's time, or the node stops
                 () = feeder.wanted.notified() => Ok(Some(Vec::new())),
                 () = until(&node, outdated.into_iter().chain(walk.waits_until).min()) => Ok(Some(Vec::new())),
             },
@@ -250,6 +251,7 @@ pub(super) async fn read_store(node: Arc<ClusterNode>) {
 async fn until(node: &ClusterNode, due: Option<Nanos>) {
     match due {
         Some(due) => node.footing.runner.sleep_until(due).await,
+        // ends: the other arms of its only `select!`, or the node stops
         None => std::future::pending().await,
     }
 }
@@ -257,6 +259,7 @@ async fn until(node: &ClusterNode, due: Option<Nanos>) {
 /// Reads the next page for all who walk; gives where the walk goes on. A store that cannot be read is asked again.
 async fn page(node: &ClusterNode, cursor: Next) -> Option<Next> {
     let feeder = &node.feeder;
+    // ends: an executor answers from memory, or the store is closed
     match node.store.snapshot(cursor).await {
         Ok(Ok(page)) => {
             feeder.page(&page.blocks);
@@ -316,6 +319,7 @@ async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Durat
                 take_asked(node, link, asked)?;
                 continue;
             }
+            // ends: the connection, which keep-alive ends (`KEEP_ALIVE`); its end is the arm before it
             room = to.reserve() => room.map_err(|_| "the connection broke".to_owned())?,
         };
         if !node.is_linked(link) {
@@ -339,6 +343,7 @@ async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Durat
         }
         tokio::select! {
             biased;
+            // ends: the connection, which keep-alive ends (`KEEP_ALIVE`); its end is the next arm
             () = link.news.notified() => {}
             asked = asked.message() => take_asked(node, link, asked)?,
         }

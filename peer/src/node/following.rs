@@ -20,6 +20,7 @@ pub(super) async fn follow(node: Arc<ClusterNode>, registered: Registered) {
             registered.took((*node.members()).clone());
         }
         tokio::select! {
+            // ends: `PAUSE` in the next arm
             changed = members.changed() => if changed.is_err() { return },
             () = tokio::time::sleep(PAUSE) => {}
         }

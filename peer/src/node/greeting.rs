@@ -62,8 +62,16 @@ fn refused(what: &str) -> io::Error {
 
 async fn hear<const BYTES: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; BYTES]> {
     let mut bytes = [0; BYTES];
+    // ends: of the caller `CONNECT_TIMEOUT`, of the called `GREETING`, around all that is said
     stream.read_exact(&mut bytes).await?;
     Ok(bytes)
+}
+
+async fn say(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> io::Result<()> {
+    // ends: of the caller `CONNECT_TIMEOUT`, of the called `GREETING`, around all that is said
+    stream.write_all(bytes).await?;
+    // ends: of the caller `CONNECT_TIMEOUT`, of the called `GREETING`, around all that is said
+    stream.flush().await
 }
 
 impl Greeting {
@@ -83,8 +91,7 @@ impl Greeting {
         let words = Words { from: self.me, to: peer, called, caller };
         let proof = words.proof(&self.secret, Side::Caller);
         let said = [&MAGIC[..], self.me.as_bytes(), &caller, proof.as_bytes()].concat();
-        stream.write_all(&said).await?;
-        stream.flush().await?;
+        say(stream, &said).await?;
         match hear::<1>(stream).await? {
             [LET_IN] => {}
             [OTHER_SECRET] => return Err(refused("it refuses this node: its cluster secret is another one")),
@@ -106,8 +113,7 @@ impl Greeting {
         is_known: impl FnOnce(NodeId) -> bool,
     ) -> io::Result<NodeId> {
         let called = self.nonce();
-        stream.write_all(&called).await?;
-        stream.flush().await?;
+        say(stream, &called).await?;
         let said = hear::<CALL>(stream).await?;
         let parts = said.split_first_chunk().and_then(|(magic, rest)| {
             let (from, rest) = rest.split_first_chunk()?;
@@ -120,18 +126,15 @@ impl Greeting {
         let words = Words { from: StoreId(*from), to: self.me, called, caller: *caller };
         if blake3::Hash::from_bytes(proof) != words.proof(&self.secret, Side::Caller) {
             // Also one that calls another node.
-            stream.write_all(&[OTHER_SECRET]).await?;
-            stream.flush().await?;
+            say(stream, &[OTHER_SECRET]).await?;
             return Err(refused("it knows another cluster secret, or calls another node"));
         }
         if !is_known(words.from) {
-            stream.write_all(&[OTHER_CERTIFICATE]).await?;
-            stream.flush().await?;
+            say(stream, &[OTHER_CERTIFICATE]).await?;
             return Err(refused("its certificate names another node"));
         }
         let proof = words.proof(&self.secret, Side::Called);
-        stream.write_all(&[&[LET_IN][..], proof.as_bytes()].concat()).await?;
-        stream.flush().await?;
+        say(stream, &[&[LET_IN][..], proof.as_bytes()].concat()).await?;
         Ok(words.from)
     }
 }

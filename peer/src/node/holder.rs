@@ -71,6 +71,7 @@ pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let greeting = node.greeting();
     let server = { server }.add_service(service(node));
     let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials, greeting);
+    // ends: the node stops (`stopped`)
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
         tracing::error!(%error, "other nodes are served no more");
     }
@@ -209,7 +210,9 @@ impl Nodes for Holder {
             let broken = tokio::select! {
                 biased;
                 () = node.stopped() => Some(Status::unavailable("this node stops")),
+                // ends: the node stops, or the other one's connection ends: the other arms
                 () = cut.notified() => Some(Status::aborted("everything is to be sent again")),
+                // ends: the other node's connection, which keep-alive ends (`KEEP_ALIVE_TIMEOUT`)
                 () = to.closed() => None,
                 broken = node.take_all((from, &to), &mut messages) => broken,
             };
@@ -296,6 +299,7 @@ impl ClusterNode {
         (from, over): (NodeId, &mpsc::Sender<Result<proto::FeedReply, Status>>),
         messages: &mut Streaming<proto::FeedMessage>,
     ) -> Option<Status> {
+        // ends: the other node's connection, which keep-alive ends (`KEEP_ALIVE_TIMEOUT`)
         while let Ok(Some(message)) = messages.message().await {
             let all = match wire::feed_messages(&message) {
                 Ok(all) => all,

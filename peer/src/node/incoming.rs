@@ -54,6 +54,7 @@ pub(super) fn limited(
         let unproven = Lobby::new(UNPROVEN_MAX);
         let quiet_until = Arc::new(Mutex::new(Instant::now()));
         loop {
+            // ends: the server drops the stream, and this task with it
             let (stream, from) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(_) => {
@@ -80,6 +81,7 @@ pub(super) fn limited(
                     (Some(Ok(Ok((stream, shown)))), Ok(place)) => {
                         let stream = Gathered::new(stream);
                         // Where the channel is closed, the server has ended.
+                        // ends: the server takes it, or has ended and drops the receiver
                         drop(to.send(Ok(Placed { stream, shown, _place: place })).await);
                     }
                     (Some(Ok(Err(error))), _) => refuse(&error),
@@ -95,6 +97,7 @@ pub(super) fn limited(
     // When the server drops this stream, accepting ends, and with it the listener.
     let come =
         futures_util::stream::unfold((ReceiverStream::new(come), tasks), |(mut come, tasks)| async move {
+            // ends: the server, which drops it when the node stops
             let one = come.next().await?;
             Some((one, (come, tasks)))
         });

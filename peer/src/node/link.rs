@@ -109,6 +109,7 @@ impl Link {
         &self,
         messages: impl tokio_stream::Stream<Item = proto::FeedMessage> + Send + 'static,
     ) -> Result<tonic::Streaming<proto::FeedReply>, Status> {
+        // ends: the connection, which keep-alive ends (`KEEP_ALIVE`)
         Ok(self.client.clone().feed(Request::new(messages)).await?.into_inner())
     }
 
@@ -128,8 +129,10 @@ impl Link {
         let (mut client, request) = (self.client.clone(), Request::new(ReceiverStream::new(questions)));
         let (asked, of) = (Arc::downgrade(&self.questions), to.downgrade());
         self.runner.spawn(Box::pin(async move {
+            // ends: the connection, which keep-alive ends (`KEEP_ALIVE`), or no question can come any more
             if let Ok(reply) = client.locate(request).await {
                 let mut answers = reply.into_inner();
+                // ends: the connection, which keep-alive ends (`KEEP_ALIVE`), or no question can come any more
                 while let Ok(Some(answer)) = answers.message().await {
                     let Some(asked) = asked.upgrade() else { return };
                     asked.answer(answer);

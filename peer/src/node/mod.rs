@@ -437,7 +437,9 @@ impl ClusterNode {
         self.footing.runner.spawn(Box::pin(async move {
             tokio::select! {
                 biased;
+                // ends: the node stops, or the task is done: the next arm
                 () = stopped => {}
+                // ends: the node stops: the arm before it
                 () = task => {}
             }
         }));
@@ -452,6 +454,7 @@ impl ClusterNode {
         let mut stopping = self.stopping.subscribe();
         async move {
             // The sender lives as long as the node: either end means the same.
+            // ends: `stop`, or the node is dropped with the sender
             let _ = stopping.wait_for(|stopping| *stopping).await;
         }
     }
@@ -535,6 +538,7 @@ impl ClusterNode {
 
 /// Registers the memory for what others read with the store: its reads cost less then.
 async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
+    // ends: an executor answers from memory, or the store is closed
     let registered = node.store.register_memory(&memory).await;
     if let Err(why) = &registered {
         tracing::info!(%why, "the memory for reads of other nodes is used unregistered");

@@ -179,6 +179,7 @@ pub(super) fn begin(node: &Arc<ClusterNode>, queues: Queues) {
 }
 
 async fn forward(node: Arc<ClusterNode>, mut to_owners: mpsc::Receiver<ToOwner>) {
+    // ends: the node stops, which ends the task
     while let Some(ToOwner { owner, chain, blocks: (name, keys), held }) = to_owners.recv().await {
         if !planted!("owner-not-offered") {
             let now = node.footing.runner.now();
@@ -193,6 +194,7 @@ async fn forward(node: Arc<ClusterNode>, mut to_owners: mpsc::Receiver<ToOwner>)
 /// Reads what others have offered.
 async fn take(node: Arc<ClusterNode>, mut offered: mpsc::Receiver<Offered>) {
     while let Some(Offered { blocks: ((namespace, group, coordinate), all), chain, put }) =
+        // ends: the node stops, which ends the task
         offered.recv().await
     {
         let mut keys = all.clone();
@@ -271,6 +273,7 @@ impl ClusterNode {
         let mut columns: BTreeMap<ColumnName, Vec<BlockKey>> = BTreeMap::new();
         for shard in 0..self.store.shards() {
             // A shard that cannot say is asked again the next time.
+            // ends: an executor answers from memory, or the store is closed
             let Ok(Ok(leaving)) = self.store.leaving(shard, USES).await else { continue };
             // What has a time to live is a copy, or goes anyhow.
             for one in leaving.into_iter().filter(|one| one.expires_ms == 0) {

@@ -62,9 +62,11 @@ impl Questions {
             state.waiting.insert(number, answer);
             (Waiting { of: self, number }, to)
         };
+        // ends: the time of the look-up (`locate`), or the call ends with its connection
         to.send(LocateRequest { number: waiting.number, ..asked }).await.ok()?;
         // Otherwise it would look as if there could be more questions, for as long as this one waits.
         drop(to);
+        // ends: the time of the look-up (`locate`), or the call ends with its connection
         told.await.ok()
     }
 

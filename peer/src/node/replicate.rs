@@ -88,6 +88,7 @@ impl ClusterNode {
         shape: &BlockShape,
         terms: Terms,
     ) -> Result<Replicated, Error> {
+        // ends: copies before it end: their reads by `read`, their puts with the store's transfers (`OVERDUE`)
         let _turn = self.copying.acquire().await.map_err(|_| Reason::Busy("this node stops"))?;
         let own = self.own_blocks(&column);
         let missing = own.iter().zip(column.keys).filter(|(here, _)| !**here);
@@ -122,6 +123,7 @@ impl ClusterNode {
             ..ReadRequest::new(namespace, group, coordinate, keys.to_vec(), into.clone())
         };
         let stream = self.read(request, shape, &origins)?;
+        // ends: other nodes that are silent are given up by the read itself (`GIVEN_UP`)
         let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
         let end = end.map_err(|_| Reason::Busy("this node stops"))?;
         let failed = |block: u32| end.failures.iter().any(|(at, _)| *at == block);
@@ -176,6 +178,7 @@ impl ClusterNode {
         }
         let mut stored = 0;
         for put in puts {
+            // ends: the store's transfers are given up after `OVERDUE`
             let reply = put.await.map_err(|_| Reason::Busy("this node stops"))??;
             let outcomes = reply.outcomes.iter();
             stored += outcomes.filter(|outcome| **outcome == BlockOutcome::Stored).count() as u32;

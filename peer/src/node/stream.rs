@@ -42,6 +42,7 @@ pub(super) async fn connect(
     peer: NodeId,
     (credentials, greeting): (Option<&Credentials>, &Greeting),
 ) -> io::Result<Both> {
+    // ends: `CONNECT_TIMEOUT` around it
     let stream = TcpStream::connect(address).await?;
     // Without it messages wait for each other; a connection that cannot have it works all the same.
     let _ = stream.set_nodelay(true);
@@ -50,6 +51,7 @@ pub(super) async fn connect(
         Some(credentials) => {
             let name = credentials::server_name(peer).ok_or(io::ErrorKind::InvalidInput)?;
             let connector = TlsConnector::from(credentials.client(Purpose::Calls));
+            // ends: `CONNECT_TIMEOUT` around it
             let stream = connector.connect(name, stream).await.map_err(told)?;
             Both::Secured(Box::new(stream.into()))
         }

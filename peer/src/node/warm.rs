@@ -100,6 +100,7 @@ impl ClusterNode {
 
 /// Copies what is hot, for as long as the node runs.
 pub(super) async fn copy(node: Arc<ClusterNode>, mut blocks: mpsc::Receiver<HotBlocks>) {
+    // ends: the node stops, which ends the task
     while let Some((name, keys)) = blocks.recv().await {
         let Some(warm) = &node.warm else { return };
         let (namespace, group, coordinate) = name;

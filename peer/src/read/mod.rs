@@ -149,6 +149,7 @@ pub fn read(read: MultiRead, nodes: &Arc<NodePaths>, runner: &Arc<dyn Runner>) -
 /// As [`read`], of what was checked, for a stream that was given out before it was known where the blocks are.
 pub(crate) fn begin(read: MultiRead, nodes: &Arc<NodePaths>, runner: &Arc<dyn Runner>, sink: ReadSink) {
     let mut reading = drive::Reading::new(read, Arc::clone(nodes), Arc::clone(runner), sink);
+    // ends: the read's deadline, its reader leaves, or each path has given up
     runner.spawn(Box::pin(std::future::poll_fn(move |context| reading.poll(context))));
 }
 

@@ -82,6 +82,7 @@ pub(crate) async fn heavily<A: Answer>(
         let answer = work(&call)?;
         Outcome::Ok(Told(call, Some(answer)))
     });
+    // ends: the call's deadline; the work goes through `entries` entries in memory
     let mut told = done.await.map_err(|_| Fault::busy("the server is about to stop"))??;
     told.1.take().ok_or_else(|| Reason::Bug("an answer was taken twice").into())
 }

@@ -398,6 +398,7 @@ pub(super) async fn deleted(
             (reply, away)
         }
         None => {
+            // ends: the call's deadline, which the request has, too
             let answer = call.state.store().delete(request).await;
             (answer.map_err(|_| Fault::busy("the store is closing"))??, Vec::new())
         }

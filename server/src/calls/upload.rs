@@ -252,6 +252,7 @@ impl Pieces {
     pub(crate) async fn take_until(&mut self, left: usize) -> Outcome<()> {
         while self.tickets.len() > left {
             let Some((blocks, ticket)) = self.tickets.pop_front() else { return Ok(()) };
+            // ends: the call's deadline, around all of the put
             match ticket.await {
                 Ok(Ok(reply)) => self.outcomes.extend(reply.outcomes),
                 // What an earlier piece stored is stored: the answer is given block by block.

@@ -96,6 +96,7 @@ impl ColdTier {
             }
             self.telling.tell_owed((&self.tier, &self.counts)).await;
             tokio::select! {
+                // ends: the next arm, which looks again after `refresh`
                 () = self.manifests.wanted.notified() => {}
                 () = tokio::time::sleep((refresh / 4).min(KEPT_FOR)) => {}
             }
@@ -146,6 +147,7 @@ impl ColdTier {
                     return;
                 }
                 tried.as_mut().await;
+                // ends: `most`, around all of it
                 tried.set(self.manifests.tried.notified());
                 tried.as_mut().enable();
             }

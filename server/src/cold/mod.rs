@@ -246,6 +246,7 @@ impl ColdTier {
         self.flights.abort_all().await;
         for task in tasks {
             // It was told to end, and has no answer.
+            // ends: it was aborted above, and waits for nothing that an abort does not end
             let _ = task.await;
         }
     }

@@ -59,6 +59,7 @@ impl ColdTier {
         let deadline = request.deadline;
         tokio::select! {
             biased;
+            // ends: the piece is given, or its reader leaves: one of the two arms
             () = cancelled => {
                 if deadline.is_some_and(|deadline| deadline <= self.store.clock().now()) {
                     add(&self.counts.late_pieces, 1);
@@ -114,6 +115,7 @@ impl ColdTier {
                 Look::InStore => return Where::Store,
                 Look::Lost => return Where::Lost,
                 // Its sender is gone when the flight is over: then there is no flight of it, or another one.
+                // ends: the flight drops its sender, by `FLIGHT_TIMEOUT`; or the reader leaves
                 Look::Coming => drop(over.changed().await),
             }
         }
@@ -194,6 +196,7 @@ impl ColdTier {
             Ok(stream) => stream,
             Err(error) => return all(&error.0),
         };
+        // ends: the read's deadline; or its reader leaves, which drops this
         let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
         let Ok(end) = end else { return all(&Reason::Passing("the store stopped".to_owned())) };
         if let Some((from, to)) = digests.as_ref().zip(request.into.digests()) {

@@ -115,6 +115,7 @@ impl ColdTier {
     ) -> Result<Batch, ColdError> {
         let (mut found, mut bytes): (BTreeMap<NamespaceId, Vec<Leaving>>, u64) = (BTreeMap::new(), 0);
         loop {
+            // ends: an executor answers from memory, or the store is closed
             let held = self.store.held(shard, from).await;
             let held = held.map_err(|_| ColdError::Store("it is closing".to_owned()))?;
             let SegmentBlocks { runs, next } = held.map_err(|error| ColdError::Store(error.to_string()))?;

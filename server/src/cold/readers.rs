@@ -59,6 +59,7 @@ impl Memory for Boarding<'_> {
         Box::pin(async move {
             let gate: Arc<Semaphore> = self.flights.gate(self.namespace);
             // Never closed. Who has passed it waits for memory with one of each other namespace.
+            // ends: its flight: readers that leave before its turn drop it
             let passed = gate.acquire().await.ok()?;
             let memory = self.flights.take(bytes).await?;
             drop(passed);

@@ -283,6 +283,7 @@ async fn end_all(flights: Vec<Flight>) {
     }
     for mut flight in flights {
         // Its sender is gone when it is over.
+        // ends: the task was aborted above, and drops the sender
         while flight.over.changed().await.is_ok() {}
     }
 }
@@ -335,6 +336,7 @@ impl Memory for Flights {
                 // Before the look, so that nothing in between is missed.
                 keeps.as_mut().enable();
                 let fits = std::future::poll_fn(|context| Poll::Ready(taken.as_mut().poll(context)));
+                // ends: its first poll: it asks once
                 if let Poll::Ready(taken) = fits.await {
                     return taken.map(BufMut::share);
                 }
@@ -342,7 +344,9 @@ impl Memory for Flights {
                     continue;
                 }
                 tokio::select! {
+                    // ends: its flight: readers that leave before its turn drop it
                     taken = &mut taken => return taken.map(BufMut::share),
+                    // ends: its flight: readers that leave before its turn drop it
                     () = keeps => {}
                 }
             }
@@ -532,6 +536,7 @@ impl ColdTier {
         let long = Duration::from_secs(bytes / self.tier.access().limits().slowest_rate.max(1));
         let too_late = async {
             // Until its turn its readers decide whether it waits.
+            // ends: its flight: readers that leave before its turn drop it
             memory.begun.notified().await;
             tokio::time::sleep(FLIGHT_TIMEOUT.saturating_add(long)).await;
         };
@@ -546,6 +551,7 @@ impl ColdTier {
                 landing.news.send_replace(());
             };
             let restored = restore_and_tell(&self.tier, &self.store, &wanted, &options, &memory, tell);
+            // ends: `too_late` beside it
             let restored = restored.await?;
             if restored.refused > 0 {
                 // Reads may not have come to take it yet, and will not find it in the store.
@@ -555,10 +561,12 @@ impl ColdTier {
         };
         let restored = tokio::select! {
             biased;
+            // ends: `too_late` in another arm
             flown = flown => flown.unwrap_or_else(|error| {
                 tracing::debug!(%error, "blocks were not brought from the cold tier");
                 Restored::default()
             }),
+            // ends: `FLIGHT_TIMEOUT` from its turn on; before that, readers that leave
             () = too_late => Restored::default(),
         };
         add(&self.counts.restored_blocks, restored.stored);

@@ -169,6 +169,7 @@ impl ColdTier {
                 break;
             }
         }
+        // ends: the time of each request (`patience`)
         unless_deleted(pusher.flush().await)
     }
 
@@ -178,6 +179,7 @@ impl ColdTier {
         let mut all: BTreeMap<NamespaceId, Option<(Of, u64, Parts)>> = BTreeMap::new();
         for shard in 0..self.store.shards() {
             // A shard that cannot say is asked again by the next sweep.
+            // ends: an executor answers from memory, or the store is closed
             let Ok(Ok(leaving)) = self.store.leaving(shard, self.config.uses).await else { continue };
             for one in leaving {
                 let known = all
@@ -251,7 +253,7 @@ impl ColdTier {
                 ..ReadRequest::new(one.namespace, one.group, one.coordinate, one.keys.clone(), into.clone())
             };
             let Ok(stream) = self.store.read_part(request, &origins, 0) else { return Vec::new() };
-            let end = std::future::poll_fn(|context| stream.poll_end(context)).await;
+            let end = std::future::poll_fn(|context| stream.poll_end(context)).await; // ends: `READ_TIMEOUT`, by the request
             let Ok(end) = end else { return Vec::new() };
             if end.held_bytes > 0 {
                 // A device may still write there.

@@ -142,6 +142,7 @@ impl Spilling {
 
     /// A sweep begins, before it looks at the store.
     pub(super) async fn begin(&self) -> Sweep<'_> {
+        // ends: the sweep before it: reads of `READ_TIMEOUT`, requests of their time (`patience`)
         let turn = self.turn.lock().await;
         let mut state = self.state();
         let deletes: Vec<(NamespaceId, Gone)> = state.deletes.values().cloned().collect();

@@ -84,6 +84,7 @@ impl Telling {
             let (answer, told) = oneshot::channel();
             let waiting = Waiting { told: what.clone(), answer };
             self.waiting().entry(namespace).or_default().push(waiting);
+            // ends: its holder's requests have a time each (`patience`)
             let _turn = turn.lock().await;
             let all = self.waiting().remove(&namespace).unwrap_or_default();
             if !all.is_empty() {
@@ -97,6 +98,7 @@ impl Telling {
                 }
             }
             // Told here, or by the one that had the turn before; if that was given up half-way it has to be told again.
+            // ends: told above, or its sender was dropped by who had the turn before
             if let Ok(outcome) = told.await {
                 return outcome;
             }

@@ -25,6 +25,7 @@ impl DeletesFile {
 /// Does it where it may wait for the disk.
 fn written(what: impl FnOnce() -> io::Result<()> + Send + 'static) -> Written<'static> {
     let task = tokio::task::spawn_blocking(what);
+    // ends: the disk; who waits for the list is told after `NOTED_WITHIN`
     Box::pin(async move { task.await.unwrap_or_else(|error| Err(io::Error::other(error))) })
 }
 

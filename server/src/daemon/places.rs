@@ -17,6 +17,7 @@ pub(super) async fn keep(places: Places) {
         let here = places.clone();
         // A file system that hangs holds up one thread, and no look follows.
         let looked =
+            // ends: the file system answers, or the task is aborted at a stop: one thread waits, once
             tokio::task::spawn_blocking(move || here.look().map(|path| path.display().to_string())).await;
         let gone = looked.ok().flatten();
         if let Some(directory) = gone.as_ref().filter(|_| !was_gone) {

@@ -85,6 +85,7 @@ async fn memory(config: &Config, store: &Store, notes: &mut Vec<String>) -> Resu
     let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache)
         .map_err(|error| format!("limits.memory: {} cannot be had: {error}", human::bytes(config.memory)))?;
     for region in memory.regions() {
+        // ends: an executor answers from memory, or the store is closed
         if let Err(why) = store.register_memory(region).await {
             notes.push(format!("memory of requests is used unregistered, at some cost: {why}"));
             break;

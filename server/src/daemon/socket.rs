@@ -71,6 +71,7 @@ fn number(known: &str, name: &str) -> Option<u32> {
 
 /// Refuses a path at which another server answers.
 pub(super) async fn refuse_taken(path: &Path) -> Result<(), String> {
+    // ends: at once: the socket does not block, and a full queue is an error
     if path.symlink_metadata().is_ok() && UnixStream::connect(path).await.is_ok() {
         return Err(format!(
             "listen.socket: {}: another server answers there: stop it, or name another path with --listen-socket",

@@ -206,6 +206,7 @@ pub(super) async fn set_budget(
         (0, part @ 1..=100) => {
             let directories = call.state.decided.directories.clone();
             // Looks at every file of the store.
+            // ends: the call's deadline; the thread, when the disks answer
             let budget = tokio::task::spawn_blocking(move || sizes::budget(&directories, Some(part))).await;
             let budget = budget.map_err(|_| Fault::busy("the server is closing"))?;
             budget.map_err(|why| Reason::Config(format!("store.budget: {why}")))?

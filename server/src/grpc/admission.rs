@@ -152,6 +152,7 @@ where
         request.extensions_mut().insert(Arc::clone(&call));
         let answer = self.inner.call(request);
         Box::pin(async move {
+            // ends: the call's deadline, by `answer`; of a read its own
             let answer = in_words(&call, answer.await?);
             // Reads follow their answers themselves, piece by piece.
             Ok(if is_followed { answer.map(|body| Answer::of(call, body)) } else { answer })
@@ -181,6 +182,7 @@ where
         let place = place.flatten();
         let answer = self.inner.call(request.map(|body| Body::new(Arriving::new(body, None))));
         Box::pin(async move {
+            // ends: health and reflection answer from memory; the request has `OPEN_CALL_SILENCE`
             let answer = answer.await?;
             Ok(answer.map(|body| Body::new(Counted { body, _place: place })))
         })

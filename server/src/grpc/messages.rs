@@ -75,6 +75,7 @@ impl Messages {
     /// Takes what came; false at the end.
     async fn more(&mut self) -> Outcome<bool> {
         let body = &mut self.body;
+        // ends: of requests the body's own time (`Arriving`), of puts `message_within` and `PIECE_TIMEOUT`
         let frame = std::future::poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await;
         let Some(frame) = frame else { return Ok(false) };
         let frame = frame.map_err(|status| Fault::broken(&status))?;

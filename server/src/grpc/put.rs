@@ -66,6 +66,7 @@ impl Incoming {
         if let Some(length) = self.begun().await?.filter(|length| *length > limits::SMALL_REQUEST_BYTES) {
             call.keep_large(length).await?;
         }
+        // ends: `STALL`, by its `message`; and the put's deadline
         match self.message().await? {
             Some(proto::put_request::Part::Header(header)) => Ok(header),
             Some(_) => Err(Fault::malformed("a put begins with a header")),
@@ -81,6 +82,7 @@ impl Incoming {
         if self.begun().await?.is_some_and(|length| length > most) {
             return Err(too_long());
         }
+        // ends: `STALL`, by its `message`; and the put's deadline
         let data = match self.message().await? {
             Some(proto::put_request::Part::Data(data)) => data,
             Some(_) => return Err(Fault::malformed("a second header in one put")),
@@ -118,6 +120,7 @@ impl Incoming {
 
     /// Nothing may follow.
     async fn end(&mut self) -> Outcome<()> {
+        // ends: `STALL`, by its `message`; and the put's deadline
         if !self.rest.is_empty() || self.message().await?.is_some() {
             return Err(Fault::malformed(format!("more bytes than the {} of the header's blocks", self.at)));
         }

@@ -200,6 +200,7 @@ impl Sending {
                     break;
                 }
             }
+            // ends: the read's deadline; one that is gone has dropped its receiver
             while let Some(arrived) = read.next().await? {
                 match arrived {
                     Arrived::Bytes(bytes) => self.bytes(&bytes).await?,
@@ -318,6 +319,7 @@ impl Sending {
         let wait = tokio::select! {
             wait = tokio::time::timeout_at(until, take) => wait,
             // Who is gone waits for nothing.
+            // ends: the time in the arm before it (`until`)
             () = self.to.closed() => return Err(Stop::Gone),
         };
         match wait {
@@ -395,6 +397,7 @@ impl Sending {
         let outgoing = frame.take(&mut self.digest());
         paid.moved(bytes);
         self.call.bytes_out.fetch_add(bytes, Ordering::Relaxed);
+        // ends: `stall_timeout`, by `send`
         self.send(outgoing).await
     }
 
@@ -405,6 +408,7 @@ impl Sending {
     /// Sends a message that is no data.
     async fn say(&self, part: Part) -> Result<(), Stop> {
         let crc32 = self.digest().read(&part);
+        // ends: `stall_timeout`, by `send`
         self.send(self.guard.follow(frame::message(part, crc32))).await
     }
 
@@ -438,6 +442,7 @@ impl Sending {
             return;
         }
         // A client that is gone needs no status.
+        // ends: `stall_timeout`, by `send`
         let _ = self.send(Outgoing::End(ended)).await;
     }
 }

@@ -91,6 +91,7 @@ pub async fn serve(state: Arc<ServerState>, listeners: Listeners) -> Result<(), 
         let (incoming, local) = local::split(Arc::clone(&state), listener);
         let incoming = placed(Arc::clone(&state), ReceiverStream::new(incoming), true);
         let server = router(&state, transport(), health.clone());
+        // ends: a drain, and then `DRAIN_TIMEOUT`, after which it is aborted
         let serving = server.serve_with_incoming_shutdown(incoming, state.drain_asked());
         let (served, ()) = tokio::join!(serving, local);
         served
@@ -118,23 +119,28 @@ async fn serve_tcp(
         let over = async move {
             tokio::select! {
                 () = draining.drain_asked() => {}
+                // ends: its sender is dropped for another identity; or a drain, the arm before it
                 _ = gone => {}
             }
         };
         let incoming = placed(Arc::clone(state), incoming_tcp(Arc::clone(&listener)), false);
         let server = router(state, tls.take().map_or_else(transport, |tls| tls.0), health.clone());
+        // ends: a drain or another identity (`over`); at a stop it is aborted after `DRAIN_TIMEOUT`
         let mut serving = Box::pin(server.serve_with_incoming_shutdown(incoming, over));
         let another = async {
             match &mut renewed {
+                // ends: serving ends, in the arm beside it
                 Some(renewed) => renewed.recv().await,
                 None => None,
             }
         };
         tokio::select! {
+            // ends: a drain ends serving; another identity is the other arm
             served = &mut serving => {
                 served?;
                 break;
             }
+            // ends: serving ends, in the arm before it
             Some(another) = another => {
                 tls = Some(another);
                 drop(go);
@@ -142,6 +148,7 @@ async fn serve_tcp(
             }
         }
     }
+    // ends: connections end with their calls; at a stop this is aborted after `DRAIN_TIMEOUT`
     while leaving.join_next().await.is_some() {}
     Ok(())
 }
@@ -150,6 +157,7 @@ async fn serve_tcp(
 /// measured beside.
 pub fn incoming_tcp(listener: Arc<TcpListener>) -> impl Stream<Item = std::io::Result<TcpStream>> {
     let accepted = futures_util::stream::unfold(listener, |listener| async {
+        // ends: a drain, with which the stream is dropped
         let accepted = listener.accept().await;
         Some((accepted.map(|(stream, _)| stream), listener))
     });

@@ -262,6 +262,7 @@ async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Resp
 /// The one message of a request's body. When it must have come is up to the body.
 pub async fn one_message(body: Body) -> Outcome<Bytes> {
     let mut messages = Messages::new(body);
+    // ends: the body's own time (`Arriving`)
     let message = messages.message().await?;
     let message = message.ok_or_else(|| Fault::malformed("the request ended before it was whole"))?;
     match messages.begun().await? {

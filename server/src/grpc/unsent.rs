@@ -93,6 +93,7 @@ impl Unsent {
         self.slot.give_up();
         if !self.is_gone(timeout).await {
             cut();
+            // ends: the connection was cut, and drops what it had
             let _ = self.gone.recv().await;
         }
     }

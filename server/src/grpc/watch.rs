@@ -35,6 +35,7 @@ pub(super) fn watch(
         let _place = place;
         let stalled = tokio::select! {
             stalled = follow(&call, from, &to) => stalled,
+            // ends: a drain, the token or the deadline: the arms below
             () = to.closed() => false,
             () = call.state.drain_asked() => false,
             () = call.state.gate.taken_away(&call.caller, Right::Read, &**call.state.clock()) => false,
@@ -47,6 +48,7 @@ pub(super) fn watch(
             if let Some(connection) = &call.connection {
                 connection.cut();
             }
+            // ends: the connection was cut, and drops the receiver
             to.closed().await;
         }
     });

@@ -79,6 +79,7 @@ impl Line {
 
     /// Returns when something may have arrived.
     pub(super) async fn readable(&self) -> io::Result<()> {
+        // ends: the session: `HELLO`, `STALL`, a drain, or its end closes the socket
         self.watched.readable().await.map(drop)
     }
 
@@ -89,6 +90,7 @@ impl Line {
 
     /// Returns when there may be room in the socket.
     pub(super) async fn writable(&self) -> io::Result<()> {
+        // ends: the session: `STALL` without anything taken ends it
         watch(self.watched.get_ref().try_clone()?, Interest::WRITABLE)?.writable().await.map(drop)
     }
 }

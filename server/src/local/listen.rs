@@ -30,6 +30,7 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
     }
     loop {
         tokio::select! {
+            // ends: a drain, in another arm
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => {
                     // One that came before the listener said so.
@@ -42,11 +43,13 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             },
+            // ends: a drain, in another arm
             Some(_) = sessions.join_next() => {}
             () = state.drain_asked() => break,
         }
     }
     drop((listener, grpc));
+    // ends: sessions end at a drain; at a stop this is aborted after `DRAIN_TIMEOUT`
     while sessions.join_next().await.is_some() {}
 }
 
@@ -78,6 +81,7 @@ async fn sort(
             threads.serve(state, (stream, guest)).await;
         }
         // A server that ends takes no more connections.
+        // ends: the server of gRPC takes it, or has ended and drops the receiver
         Some(Ok(Ok(Some(_)))) => drop(grpc.send(Ok(stream)).await),
         // A client that says nothing, or leaves at once, is owed nothing.
         _ => {}
@@ -87,6 +91,7 @@ async fn sort(
 /// The first byte that will be read; none if the other end is gone.
 async fn first_byte(stream: &UnixStream) -> io::Result<Option<u8>> {
     loop {
+        // ends: `HELLO`, around it
         stream.readable().await?;
         let mut byte = [0];
         let looked = stream.try_io(Interest::READABLE, || {

@@ -121,6 +121,7 @@ impl Outbox {
                     return;
                 }
             }
+            // ends: the client takes something, or the session closes it after `STALL`
             changed.await;
         }
     }

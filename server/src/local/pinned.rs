@@ -74,6 +74,7 @@ async fn keep(
     working: oneshot::Sender<()>,
     mut released: oneshot::Receiver<()>,
 ) {
+    // ends: those before it prepare memory; a session waits `TIMEOUT` for its own
     let turn = locals.turn.lock().await;
     let is_over = |released: &mut oneshot::Receiver<()>| {
         matches!(released.try_recv(), Err(oneshot::error::TryRecvError::Closed))
@@ -82,15 +83,18 @@ async fn keep(
         return;
     }
     let prepared = Arc::clone(region);
+    // ends: the kernel has made the pages; the session waits `TIMEOUT`
     let there = tokio::task::spawn_blocking(move || prepare(&prepared, file)).await.unwrap_or_default();
     if !there || is_over(&mut released) {
         return;
     }
+    // ends: an executor answers from memory, or the store is closed
     if let Err(why) = store.register_memory(region).await {
         tracing::debug!(why, "the memory of a session is not registered");
     }
     drop((working, turn));
     // Also where one ring of several refused it.
+    // ends: the session gives the memory back, or ends
     let _ = released.await;
     for _ in 0..TRIES {
         if store.unregister_memory(region) {

@@ -234,6 +234,7 @@ impl Reading {
     /// Announces until the end. Dropping this cancels the read.
     pub(super) async fn run(self) {
         let end = loop {
+            // ends: the read's deadline, which the store keeps; or the session ends
             let (mut next, mut announced) = (Some(self.stream.next().await), Announced::default());
             let end = loop {
                 let Some(event) = next else { break None };
@@ -307,6 +308,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
         let Ok(request) = asked.request.tile(&tile, into) else { continue };
         let request = ReadRequest { order: Order::Blocks, class: Class::Background, ..request };
         if let Ok(stream) = call.state.store().read(request) {
+            // ends: the call's deadline, which the request has
             let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
             // Which block it is is not written down; and a client may make any number of them.
             if call.state.audit.may_tell() {

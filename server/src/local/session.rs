@@ -192,6 +192,7 @@ async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hell
                 Next::More | Next::Wait => {}
             }
         }
+        // ends: `HELLO`, around all of it
         line.readable().await?;
         incoming.receive(line)?;
     }
@@ -312,23 +313,29 @@ impl Session {
             let late = [untaken.map(|since| since + STALL), incoming.late()].into_iter().flatten().min();
             let stalled = tokio::time::sleep_until(late.unwrap_or_else(Instant::now));
             tokio::select! {
+                // ends: the client, its end, a drain, or `STALL` where it owes something
                 ready = line.readable(), if all && !waits => {
                     ready?;
                     incoming.receive(line)?;
                 }
+                // ends: `STALL`, the last arm
                 ready = line.writable(), if !all => ready?,
+                // ends: the client, its end, a drain, or `STALL` where it owes something
                 () = self.outbox.ready.notified() => {}
                 Some(ended) = self.reads.next() => self.ended(ended.ok()),
+                // ends: the puts' deadlines
                 Some(ended) = self.puts.join_next() => self.put_ended(ended),
                 Some(looked) = self.look_ups.next() => {
                     self.looked(looked);
                     self.count();
                 }
+                // ends: the client's end; with calls under way, their deadlines
                 () = &mut drained, if !draining => {
                     draining = true;
                     self.shorts.wait_for_all();
                 }
                 () = tokio::time::sleep(ASK_AGAIN), if waits => {}
+                // ends: it is `STALL` itself
                 () = stalled, if late.is_some() => return Err(broken("the client stalls")),
             }
         }
@@ -590,6 +597,7 @@ impl Session {
         match ready {
             None => outbox.push_with(answer, file),
             Some(ready) => drop(self.elsewhere.spawn(async move {
+                // ends: `TIMEOUT`, by its `wait`
                 ready.wait().await;
                 outbox.push_with(answer, file);
             })),
@@ -701,6 +709,7 @@ impl Session {
         }
         // Elsewhere: it may be gigabytes, and there are others on this thread.
         let cut = self.elsewhere.spawn_blocking(move || named::cut_off(&left));
+        // ends: the kernel has taken the pages away
         if cut.await.unwrap_or(false) {
             return;
         }

@@ -29,6 +29,7 @@ impl Worker {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel();
+        // ends: the owner is dropped, and with it the sender
         let work = move || drop(runtime.block_on(stopped));
         std::thread::Builder::new().name("kvarts-session".to_owned()).spawn(work)?;
         Ok(Self { handle, _stop: stop })
@@ -86,6 +87,7 @@ impl Threads {
             }
         });
         let _ends = Ends(session.abort_handle());
+        // ends: the session, whose own waits end; dropping this aborts it
         if let Err(error) = session.await
             && error.is_panic()
         {

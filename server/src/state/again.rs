@@ -113,6 +113,7 @@ async fn end_of(said: Option<ReadEvent>, stream: &ReadStream, sink: &ReadSink) -
             true => Poll::Ready(None),
             false => stream.poll_next(context).map(Some),
         });
+        // ends: the device gives the memory back; or the reader leaves (`left`)
         (event.await == Some(ReadEvent::Released)).then_some(ReadEnd { held_bytes: 0, ..end })
     };
     match said {
@@ -123,6 +124,7 @@ async fn end_of(said: Option<ReadEvent>, stream: &ReadStream, sink: &ReadSink) -
                 true => Poll::Ready(None),
                 false => stream.poll_end(context).map(Result::ok),
             });
+            // ends: the read's deadline; or the reader leaves (`left`)
             end.await
         }
     }

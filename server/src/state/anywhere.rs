@@ -82,6 +82,7 @@ async fn forward(inner: &ReadStream, sink: &ReadSink) {
             }
             inner.poll_next(context).map(Some)
         });
+        // ends: the read's deadline; or the reader leaves (`poll_cancelled`)
         let Some(event) = event.await else { return };
         let is_last = match &event {
             ReadEvent::End(end) => end.held_bytes == 0,

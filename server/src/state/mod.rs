@@ -355,6 +355,7 @@ impl ServerState {
         // Made before the look, so that an asking in between is heard.
         let asked = self.drain.notified();
         if !self.draining.load(Ordering::SeqCst) {
+            // ends: a drain; each caller waits beside work of its own
             asked.await;
         }
     }
@@ -366,6 +367,7 @@ impl ServerState {
             if self.calls.load(Ordering::SeqCst) == 0 {
                 return;
             }
+            // ends: `DRAIN_TIMEOUT`, by its only caller
             ended.await;
         }
     }

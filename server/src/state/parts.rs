@@ -106,6 +106,7 @@ impl Parts {
         let (granted, mut part) = oneshot::channel();
         // Dropped before the receiver is.
         let _place = self.wait(tenant, Waiting { amount, granted })?;
+        // ends: its callers wait for `WAIT`; and those that have parts have deadlines
         (&mut part).await.ok()
     }
 

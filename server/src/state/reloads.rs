@@ -36,7 +36,9 @@ impl Reloads {
             return None;
         }
         let (reply, answer) = oneshot::channel();
+        // ends: the call's deadline, by `answer`
         self.to.send(reply).await.ok()?;
+        // ends: the call's deadline, by `answer`
         answer.await.ok()
     }
 }

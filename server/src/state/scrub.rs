@@ -102,6 +102,7 @@ impl Scrub {
             Run { store, pace: pace.map(Bandwidth::new), memory: None, report: ScrubReport::default() };
         let mut cursor = None;
         loop {
+            // ends: an executor answers from memory, or the store is closed
             let page = store.snapshot(cursor).await.map_err(|_| Reason::Busy("the store is closing"))?;
             let page = page.map_err(|error| error.0)?;
             for blocks in page.blocks.chunk_by(|a, b| column(a) == column(b)) {
@@ -202,6 +203,7 @@ impl Run<'_> {
             Ok(stream) => stream,
             Err(error) => return Ok(all_failed(error.0)),
         };
+        // ends: `TIMEOUT`, the deadline of the read
         let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
         let end = ended.map_err(|_| Reason::Busy("the store is closing"))?;
         if end.held_bytes > 0 {
