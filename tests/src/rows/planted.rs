@@ -363,7 +363,7 @@ pub const BUGS: &[Bug] = &[
         "R33",
         "a piece that is asked for twice is read twice into the same places",
     )
-    .at(106),
+    .at(210),
     bug("read-past-its-deadline", "R33", "a read over several paths goes on past its deadline").at(3),
     bug("message-lost-to-a-question", "R33", "a holder's question makes a message to it go missing").at(865),
 ];
