@@ -114,7 +114,10 @@ pub(super) async fn in_time<T>(
     call: impl Future<Output = Result<T, Status>>,
 ) -> Result<T, Status> {
     let left = left.min(LONGEST).saturating_add(GRACE);
-    let late = |_| Err(Status::deadline_exceeded("the answer did not come in time"));
+    let late = |_| {
+        let seconds = left.as_secs_f64();
+        Err(Status::deadline_exceeded(format!("the server has not answered within {seconds:.1} s")))
+    };
     tokio::time::timeout(left, call).await.unwrap_or_else(late)
 }
 

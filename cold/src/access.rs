@@ -339,7 +339,10 @@ impl Access {
             let begun = self.time.now();
             let outcome = match select(ask(), self.time.sleep(patience)).await {
                 Either::Left((outcome, _)) => outcome,
-                Either::Right(_) => Err(Fault::Unreachable("no answer in time".to_owned())),
+                Either::Right(_) => {
+                    let seconds = patience.as_secs_f64();
+                    Err(Fault::Unreachable(format!("the bucket has not answered within {seconds:.1} s")))
+                }
             };
             self.answered(outcome.as_ref().err(), begun, takes);
             let fault = match outcome {

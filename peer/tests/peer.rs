@@ -9,5 +9,6 @@ mod depth;
 mod nodes;
 #[path = "../../tests/tests/proxied/mod.rs"]
 mod proxied;
-mod slow_list;
+
+mod silence;
 mod strange_nodes;

@@ -252,7 +252,9 @@ fn a_busy_bucket_is_asked_again_when_it_says_and_not_for_ever() {
 fn a_silent_bucket_is_given_up_in_bounded_time() {
     let world = World::new();
     world.faulty.all(Some(Kind::Silent));
-    assert!(matches!(world.push(&[(1, 0, 3)]), Err(ColdError::Bucket(_, Fault::Unreachable(_)))));
+    let silent = world.push(&[(1, 0, 3)]).unwrap_err();
+    assert!(matches!(silent, ColdError::Bucket(_, Fault::Unreachable(_))));
+    assert!(silent.to_string().contains("the bucket has not answered within "), "{silent}");
     assert!(world.time.now() <= Duration::from_secs(60));
 }
 

@@ -174,7 +174,12 @@ impl Link {
         timeout: Duration,
         answer: impl Future<Output = Result<T, Status>>,
     ) -> Result<T, Status> {
-        let late = || Status::deadline_exceeded("the other node did not answer in time");
+        let late = || {
+            let (Member { id, address, .. }, seconds) = (&self.member, timeout.as_secs_f64());
+            Status::deadline_exceeded(format!(
+                "node {id} at {address} has not answered within {seconds:.1} s"
+            ))
+        };
         in_time(&*self.runner, timeout, answer).await.unwrap_or_else(|| Err(late()))
     }
 }

@@ -131,7 +131,7 @@ impl Deleting<'_> {
                 return;
             }
             Ok(Err(error)) => told_of(&error),
-            Err(_) => "the bucket did not answer in time".to_owned(),
+            Err(_) => format!("the bucket has not answered within {:.1} s", left.as_secs_f64()),
         };
         add(&cold.counts.delete_failures, 1);
         self.failed = Some(format!("the cold tier may still have it: {why}"));

@@ -342,7 +342,7 @@ impl ClusterNode {
         let away = links.iter().filter(lacks).map(|link| {
             let state = link.state();
             let trouble = match state.is_connected {
-                true => "it has not answered in time".to_owned(),
+                true => format!("it has not answered within {:.1} s", TELL_TIMEOUT.min(left).as_secs_f64()),
                 false if state.trouble.is_empty() => "it is not connected".to_owned(),
                 false => state.trouble,
             };
