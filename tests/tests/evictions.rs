@@ -7,17 +7,19 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, ContainsRequest, DeleteRequest, LeaseTerms, MatchRequest, PlanTerms, Presence, Target,
+    BlockOutcome, ContainsRequest, DeleteRequest, Durability, LeaseTerms, MatchRequest, Parent, PlanTerms,
+    Presence, PutRequest, Target,
 };
 use kvarts_fsck::check::Level;
-use kvarts_layout::Requirements;
 use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_layout::spec::{RoleClass, shipped};
+use kvarts_layout::{BlockKey, BlockShape, Coordinate, Group, Identity, NamespaceId, Requirements};
 use kvarts_planner::cost::{Sample, Times};
 use kvarts_store::engine::{EvictionPolicy, Limits, Options, Store};
 use kvarts_tests::campaign::{Driven, Judge, Ledger, defects, observe, reopen, verify, work};
 use kvarts_tests::conformance::{Desk, pages};
 use kvarts_tests::depth::{depth, seeds};
-use kvarts_tests::fixture::BLOCK_TOKENS;
+use kvarts_tests::fixture::{self, BLOCK_TOKENS, Style};
 use kvarts_tests::sim::{
     Crash, CrashState, Effect, Media, OpKind, Rule, Seed, SimWorld, When, Which, WorldConfig,
 };
@@ -359,6 +361,94 @@ fn blocks_that_take_longer_to_compute_stay_longer_once_their_engine_has_said_so(
     assert!(one.abs_diff(other) <= one.min(other) / 8, "{one} and {other}");
     assert!(4 * slow > 5 * fast && slow > one, "{slow} and {fast} in place of {one} and {other}");
     assert!(4 * slower > 5 * faster && slower > other, "{faster} and {slower} in place of {one} and {other}");
+}
+
+/// Two shipped models with equal traffic, of which no engine ever asks for a plan. A token of qwen3-next has a third of the bytes
+/// that one of deepseek-v3 has, and is computed thirteen times as fast.
+#[test]
+fn without_a_plan_a_full_store_keeps_of_two_models_the_one_that_takes_longer_to_compute_for_its_bytes() {
+    let left = |models: [&str; 2]| {
+        let world = SimWorld::new(4480, &WorldConfig::default());
+        let (eviction, segment_bytes, budget_bytes) = (EvictionPolicy::Weighted, 1 << 20, 24 << 20);
+        let options = Options { eviction, segment_bytes, budget_bytes, ..roomy(Seed(4480)) };
+        let stage = SimStage::open(&world, &options).unwrap();
+        let all = ["deepseek-v3", "qwen3-next-80b"].into_iter().zip(models);
+        let all: Vec<Model> = all.map(|(spec, called)| Model::new(&stage, spec, called)).collect();
+        for n in 0..120 {
+            all.iter().for_each(|model| model.put(&stage, n));
+            stage.advance(Duration::from_secs(2));
+        }
+        all.iter().map(|model| model.bytes_left(&stage, 120)).collect::<Vec<u64>>()
+    };
+    let (known, unknown) = (left(["DeepSeek-V3", "Qwen3-Next-80B-A3B-Instruct"]), left(["ours", "theirs"]));
+    // Their specs are known, whatever they are called.
+    for kept in [known, unknown] {
+        assert!(4 * kept[0] > 5 * kept[1], "{kept:?}");
+    }
+}
+
+/// The stream of a shipped model, in blocks of one token.
+struct Model {
+    namespace: NamespaceId,
+    group: Group,
+    coordinate: Coordinate,
+    shape: BlockShape,
+    /// Blocks of about 280 KB.
+    at_once: u64,
+}
+
+impl Model {
+    fn new(stage: &SimStage, spec: &str, called: &str) -> Self {
+        let spec = shipped::load(spec).unwrap();
+        let identity = Identity {
+            model: called.to_owned(),
+            block_tokens: 1,
+            spec_fingerprint: spec.fingerprint(),
+            ..fixture::identity("1")
+        };
+        let namespace = stage.store().register(&identity, spec.geometry()).unwrap();
+        let group =
+            spec.geometry().groups().iter().find(|group| group.class == RoleClass::Stream).unwrap().group;
+        let coordinate = spec.geometry().coordinate(group, 1, 0).unwrap();
+        let shape = spec.geometry().shape(group, coordinate, 1).unwrap();
+        let at_once = 281_088 / shape.block_bytes();
+        Self { namespace, group, coordinate, shape, at_once }
+    }
+
+    fn keys(&self, n: u64) -> Vec<BlockKey> {
+        fixture::keys(self.at_once, n * self.at_once..(n + 1) * self.at_once)
+    }
+
+    /// The `n`th of its prompts.
+    fn put(&self, stage: &SimStage, n: u64) {
+        let keys = self.keys(n);
+        let request = PutRequest {
+            namespace: self.namespace,
+            group: self.group,
+            coordinate: self.coordinate,
+            parent: Parent::Root,
+            first_block: Some(0),
+            from: fixture::place(&self.shape, keys.len() as u32, Style::Blocks, 0).unwrap(),
+            keys,
+            layout: None,
+            durability: Durability::Durable,
+            expires_after: None,
+            origins: None,
+            deadline: None,
+        };
+        let reply = ask(stage, stage.store().put(request)).unwrap();
+        assert!(reply.outcomes.iter().all(|one| *one == BlockOutcome::Stored), "{n}");
+    }
+
+    fn bytes_left(&self, stage: &SimStage, prompts: u64) -> u64 {
+        let of = |n| {
+            let (group, coordinate, keys) = (self.group, self.coordinate, &self.keys(n));
+            let request = ContainsRequest { namespace: self.namespace, group, coordinate, keys, lease: None };
+            let found = stage.store().contains(&request).unwrap().presence;
+            found.iter().filter(|one| **one == Presence::Here).count() as u64
+        };
+        (0..prompts).map(of).sum::<u64>() * self.shape.block_bytes()
+    }
 }
 
 /// Asks for a plan with an engine that computes 1,000 tokens in `ms`.

@@ -9,6 +9,7 @@
 //! [`Times`] is whichever of them is the best for what is known of an engine.
 
 mod devices;
+mod known;
 mod roofline;
 mod samples;
 #[cfg(test)]
@@ -20,6 +21,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use devices::{Compute, DEVICES, Device, MODELS, Sparse, device, model};
+pub use known::shipped_like;
 pub use roofline::{Roofline, Scaled, Step};
 pub use samples::{Interpolated, SampleError};
 pub use times::Times;

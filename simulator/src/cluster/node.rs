@@ -77,7 +77,8 @@ pub(super) struct Node {
 impl Node {
     pub(super) fn new(role: Role, cluster: &Cluster, facts: &Facts) -> Self {
         let token_ns = kvarts_planner::keep::token_ns(&facts.times);
-        let worth = kvarts_planner::keep::worth(facts.block_bytes, cluster.block_tokens, token_ns);
+        let worth =
+            kvarts_planner::keep::worth(facts.block_bytes / u64::from(cluster.block_tokens.max(1)), token_ns);
         let blocks = |gb: f64| (gb * 1e9 / facts.block_bytes.max(1) as f64) as u64;
         let line = |way: Option<(f64, f64)>| {
             let (gb_per_s, latency_ms) = way.unwrap_or((1e-6, 0.0));

@@ -43,7 +43,10 @@ pub(crate) struct Namespace {
     pub(crate) salt: TenantSalt,
     /// The shapes of its blocks by group and coordinate: they go with it.
     shapes: Mutex<BTreeMap<(u32, u64), Arc<BlockShape>>>,
-    /// How long its engine computes a token, in nanoseconds; 0: not known. It is told with each plan that is asked for.
+    /// Bytes that are kept of a token.
+    token_bytes: u64,
+    /// How long its engine computes a token, in nanoseconds; 0: not known. It is told with each plan that is asked for; until then
+    /// it is what a model that is known by its name or spec usually takes.
     token_ns: AtomicU64,
     /// Whether anything on disk may be of it: a put began, or recovery found it there.
     used: AtomicBool,
@@ -62,6 +65,7 @@ impl Namespace {
             spec: Arc::clone(&self.spec),
             salt: self.salt.clone(),
             shapes: Mutex::default(),
+            token_bytes: self.token_bytes,
             token_ns: AtomicU64::new(self.token_ns.load(Ordering::Relaxed)),
             // The delete is on disk.
             used: AtomicBool::new(true),
@@ -92,10 +96,10 @@ impl Namespace {
         self.token_ns.store(token_ns, Ordering::Relaxed);
     }
 
-    /// What each byte of its blocks of this size is worth.
-    pub(crate) fn worth(&self, block_bytes: u64) -> i8 {
+    /// What each byte of its blocks is worth: those of all groups and coordinates are, together, what a prefix takes.
+    pub(crate) fn worth(&self) -> i8 {
         let token_ns = Some(self.token_ns.load(Ordering::Relaxed)).filter(|token_ns| *token_ns > 0);
-        keep::worth(block_bytes, self.block_tokens, token_ns)
+        keep::worth(self.token_bytes, token_ns)
     }
 
     /// The shape of a block of this group at this coordinate, or why the model has none.
@@ -195,6 +199,8 @@ impl Tables {
         }
         let block_tokens = identity.block_tokens;
         spec.geometry.check_block_tokens(block_tokens)?;
+        let token_bytes = keep::token_bytes(&spec.geometry, block_tokens);
+        let token_ns = keep::usual_token_ns(&identity.model, spec.id).unwrap_or(0);
         let (canonical, salt, shapes) = (canonical.to_vec(), identity.tenant_salt, Mutex::default());
         let namespace = Arc::new(Namespace {
             id,
@@ -204,7 +210,8 @@ impl Tables {
             spec,
             salt,
             shapes,
-            token_ns: AtomicU64::new(0),
+            token_bytes,
+            token_ns: AtomicU64::new(token_ns),
             used: AtomicBool::new(false),
             deletes: AtomicU64::new(0),
         });

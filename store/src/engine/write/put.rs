@@ -235,7 +235,7 @@ impl PutJob {
         let mut reserved: Vec<bool> = reservations.iter().map(is_reserved).collect();
         let wanted = self.prints.iter().zip(&reserved).filter(|(_, reserved)| **reserved);
         let now = self.shared.clock.now();
-        let worth = self.class.namespace.worth(self.class.shape.block_bytes());
+        let worth = self.class.namespace.worth();
         let admitted = self.shared.admission.admit(wanted.map(|(print, _)| *print), worth, now);
         let places = (0u32..).zip(&mut reserved).filter(|(_, reserved)| **reserved);
         for (place, reserved) in places.skip(admitted) {

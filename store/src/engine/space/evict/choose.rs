@@ -62,11 +62,10 @@ struct Facts {
 
 impl Facts {
     fn of(class: &RecordClass) -> Self {
-        let bytes = class.layout_of(1).map_or(0, |layout| layout.content_bytes());
         Self {
             whole: class.encoding != ENCODING_RAW || class.layout == Layout::LayerBlock,
             boundary: class.is_boundary(),
-            cost: class.namespace.worth(bytes),
+            cost: class.namespace.worth(),
         }
     }
 }
