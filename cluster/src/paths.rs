@@ -23,6 +23,10 @@ const UNKNOWN_RATE: f64 = 1e9;
 /// After what time without an arrival a path stalls that was asked for something.
 const STALLED: Duration = Duration::from_millis(100);
 
+/// After what time without a question the rate of a path is not known any more. While one says that nothing pays, nothing is asked
+/// of the path, and so nothing would tell that it has become fast.
+const FORGOTTEN: Duration = Duration::from_secs(600);
+
 /// The number of a path among those of a node.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PathId(pub u16);
@@ -64,8 +68,9 @@ impl Path {
     }
 
     fn rate(&self, now: Duration) -> Option<f64> {
+        let is_forgotten = self.outstanding == 0 && now.saturating_sub(self.counted) >= FORGOTTEN;
         let (arrived, busy) = self.at(now);
-        (arrived > 0.0 && busy > 0.0).then(|| arrived / busy)
+        (!is_forgotten && arrived > 0.0 && busy > 0.0).then(|| arrived / busy)
     }
 }
 
@@ -250,6 +255,21 @@ mod tests {
         assert!((240.0..270.0).contains(&busy), "{busy}");
         let idle = paths.rate(ONE, at(60_000)).unwrap() / MIB as f64;
         assert!((idle - busy).abs() < 1.0, "{idle} after a minute without requests, {busy} before");
+    }
+
+    #[test]
+    fn a_rate_at_which_nothing_pays_is_not_known_any_more_when_nothing_was_asked_for_ten_minutes() {
+        let mut paths = Paths::new(1);
+        paths.asked(ONE, MIB, at(0));
+        paths.arrived(ONE, MIB, at(5_000));
+        assert!(paths.rate(ONE, at(5_000)).is_some());
+        // A caller that asks each minute and reads nothing.
+        let known =
+            (0..24 * 60).filter(|minute| paths.rate(ONE, at(5_000 + minute * 60_000)).is_some()).count();
+        assert_eq!(known, 10);
+        // While something is outstanding the path itself tells.
+        paths.asked(ONE, MIB, at(10_000_000));
+        assert!(paths.rate(ONE, at(10_000_001)).is_some());
     }
 
     #[test]

@@ -3,11 +3,14 @@
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, DeleteRequest, Durability, Order, Parent, PutRequest, ReadEvent, ReadRequest, ReadStream,
-    Target, Verify,
+    BlockOutcome, DeleteRequest, Durability, MatchRequest, Order, Parent, PlanTerms, PutRequest, ReadEvent,
+    ReadRequest, ReadStream, Target, Verify,
 };
 use kvarts_contract::error::Reason;
 use kvarts_contract::{class::Class, clock::Nanos};
+use kvarts_layout::Requirements;
+use kvarts_layout::prefix::{Absence, Need, Requirement};
+use kvarts_planner::cost::{Sample, Times};
 use kvarts_store::engine::Options;
 use kvarts_tests::campaign::{Driven, drive, reopen};
 use kvarts_tests::conformance::{Desk, pages};
@@ -104,7 +107,47 @@ fn what_reads_ask_of_the_disks_is_outstanding_until_they_end_however_they_end() 
     let behind = ReadRequest { class: Class::Background, into: place(), ..read };
     let stream = stage.store().read(behind).unwrap();
     while !matches!(end_of(&stage, &stream), ReadEvent::End(_)) {}
-    assert_eq!(stage.engine().disk_link(), link);
+    assert_eq!(stage.engine().disk_link().measured, link.measured);
+}
+
+/// Without probes and without a clock the line would be the same for ever: nothing is loaded, so nothing is measured.
+#[test]
+fn a_bad_patch_of_the_disks_does_not_keep_those_away_who_follow_plans() {
+    let (world, stage, read) = stuck();
+    world.disk().heal();
+    let slow = Effect::Delay(Duration::from_millis(4));
+    world.disk().inject(Rule::new(Which::Kind(OpKind::Read), When::From(1), slow));
+    for _ in 0..4 {
+        let into = fixture::place(&fixture::shape(pages().0, pages().1), 3, Style::Blocks, 0).unwrap();
+        let stream = stage.store().read(ReadRequest { into, ..read.clone() }).unwrap();
+        while !matches!(end_of(&stage, &stream), ReadEvent::End(_)) {}
+    }
+    world.disk().heal();
+    // 10 us for each token: what a drive brings in a quarter of a millisecond is computed in half of one.
+    let sample = |(cached, new)| Sample { cached, new, ms: new as f64 / 100.0 };
+    let times = Times::new([(0, 10), (0, 1000), (1000, 10)].map(sample).to_vec(), None).unwrap();
+    let (group, coordinate) = pages();
+    let (need, absence) = (Need::All, Absence::Required);
+    let needs = vec![Requirement { group, coordinates: vec![coordinate], need, absence }];
+    let requirements = Requirements::new(fixture::BLOCK_TOKENS, needs).unwrap();
+    let loads = || {
+        let plan = PlanTerms { prompt_tokens: 100, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+        let request = MatchRequest {
+            namespace: read.namespace,
+            keys: &read.keys,
+            requirements: &requirements,
+            recompute_tokens_max: u64::MAX,
+            lease: None,
+            plan: Some(plan),
+        };
+        !stage.store().match_prefix(&request).unwrap().plan.unwrap().plan.loads_nothing()
+    };
+    // A floor of loads goes through, always the same ones.
+    let asked: Vec<usize> = (1..=64).filter(|_| loads()).collect();
+    assert_eq!(asked, [16, 32, 48, 64]);
+    // After a while without loads the disk is taken for a drive again.
+    stage.advance(Duration::from_secs(20 * 60));
+    assert!((0..20).all(|_| loads()));
 }
 
 #[test]

@@ -52,6 +52,9 @@ pub struct PlanTerms<'a> {
 pub struct Beyond {
     /// The ways: of [`Source::Peer`] and [`Source::Cold`].
     pub ways: Vec<(Source, Link)>,
+    /// The same ways as they are taken to be before anything came over them: of plans that load nothing because of what was
+    /// measured, a few are made with these.
+    pub assumed: Vec<(Source, Link)>,
     /// Of each column the blocks of the asked keys.
     pub columns: BTreeMap<(Group, Coordinate), BeyondColumn>,
 }

@@ -101,6 +101,11 @@ impl Plan {
         self.actions.iter().filter(|action| here(action.does)).map(|action| action.bytes).sum()
     }
 
+    /// Whether it loads nothing, from wherever.
+    pub fn loads_nothing(&self) -> bool {
+        !self.actions.iter().any(|action| matches!(action.does, Does::Load(_)))
+    }
+
     /// The sources that it uses.
     pub fn sources(&self) -> Sources {
         let used = Source::ALL.into_iter().filter(|source| self.bytes_from(*source) > 0);

@@ -7,6 +7,9 @@
 //! Loads are kept in classes by size, and in each class later loads count for more. So a large number of small loads does
 //! not make it forget what a large load took. A class that had no load for a long time counts for less than the others.
 //! Before the first load, and for sizes about which the measured loads say nothing, it assumes a drive.
+//!
+//! What was measured ages by the clock of the caller that asks, and after some minutes without a load it is the assumed drive again. A rate
+//! that says that nothing pays keeps anything from being loaded, and so from being measured: it must not be said for ever.
 
 use super::Link;
 
@@ -90,6 +93,7 @@ struct Class {
 #[derive(Clone, PartialEq, Debug)]
 pub struct MeasuredLink {
     classes: [Class; CLASSES],
+    /// When the last one ended.
     last_ms: f64,
     loads: u64,
 }
@@ -122,14 +126,15 @@ impl MeasuredLink {
         self.loads
     }
 
-    /// The way, with nothing outstanding.
-    pub fn link(&self) -> Link {
+    /// The way as it is taken to be at this time, with nothing outstanding.
+    pub fn link(&self, now_ms: f64) -> Link {
+        let now_ms = self.last_ms.max(now_ms);
         let mut all = Sums::default();
         for bytes in ASSUMED_BYTES {
             all.add(ASSUMED, bytes, DRIVE.latency_ms + bytes / DRIVE.bytes_per_ms);
         }
         for class in self.classes.iter().filter(|class| class.loads > 0.0) {
-            let age = (self.last_ms - class.last_ms) / HALF_MS;
+            let age = (now_ms - class.last_ms) / HALF_MS;
             all.plus(&class.sums.scaled((-age).exp2()));
         }
         let (latency_ms, slope) = all.line();
@@ -149,12 +154,12 @@ mod tests {
     #[test]
     fn a_way_is_a_drive_until_it_was_measured_and_then_what_was_measured() {
         let mut way = MeasuredLink::default();
-        near(way.link(), DRIVE.latency_ms, DRIVE.bytes_per_ms);
+        near(way.link(0.0), DRIVE.latency_ms, DRIVE.bytes_per_ms);
         for n in 0..40u64 {
             let bytes = 1 << (12 + n % 18);
             way.add(bytes, 0.5 + bytes as f64 / 7e6, n as f64);
         }
-        near(way.link(), 0.5, 7e6);
+        near(way.link(39.0), 0.5, 7e6);
         assert_eq!(way.loads(), 40);
         // Nothing that is no load.
         way.add(0, 1.0, 50.0);
@@ -176,12 +181,33 @@ mod tests {
         for n in 0..10_000 {
             load(&mut way, 4096, 10e6, 100.0 + f64::from(n));
         }
-        near(way.link(), 0.2, 10e6);
+        near(way.link(10_100.0), 0.2, 10e6);
         // A drive that is a fifth as fast from now on.
         for n in 0..200 {
             load(&mut way, 64 << 20, 2e6, 20_000.0 + f64::from(n));
         }
-        near(way.link(), 0.2, 2e6);
+        near(way.link(20_200.0), 0.2, 2e6);
+    }
+
+    #[test]
+    fn a_bad_patch_is_forgotten_by_the_clock_when_nothing_is_loaded_because_of_it() {
+        let mut way = MeasuredLink::default();
+        // 50 ms a MiB: a compaction, or a drive that collects its garbage.
+        for n in 0..32 {
+            way.add(64 << 20, 64.0 * 50.0, f64::from(n) * 3_200.0);
+        }
+        let end = 31.0 * 3_200.0;
+        let slow = (1 << 20) as f64 / 50.0;
+        assert!(way.link(end).bytes_per_ms < 2.0 * slow, "{:?}", way.link(end));
+        // A caller that follows plans loads nothing, and asks each minute for a day.
+        let asked: Vec<f64> =
+            (0..24 * 60).map(|n| way.link(end + f64::from(n) * 60e3).bytes_per_ms).collect();
+        assert!(asked.windows(2).all(|pair| pair[1] >= pair[0] * 0.999), "{asked:?}");
+        let back = asked.iter().position(|rate| *rate > 0.9 * DRIVE.bytes_per_ms).unwrap();
+        assert!((2..=30).contains(&back), "after {back} minutes");
+        near(way.link(end + 86_400e3), DRIVE.latency_ms, DRIVE.bytes_per_ms);
+        // A clock that is behind the last load says what that load said.
+        assert_eq!(way.link(0.0), way.link(end));
     }
 
     #[test]
@@ -189,13 +215,13 @@ mod tests {
         for bytes in [1u64, 4096, 1 << 30, u64::MAX] {
             let mut way = MeasuredLink::default();
             (0..100).for_each(|n| way.add(bytes, 3.0, f64::from(n)));
-            let link = way.link();
+            let link = way.link(100.0);
             assert!(link.is_sound(), "{bytes}: {link:?}");
             let said = link.wait_ms() + bytes as f64 / link.bytes_per_ms;
             assert!(bytes == u64::MAX || (said / 3.0 - 1.0).abs() < 0.05, "{bytes}: {said} for {link:?}");
         }
         let mut way = MeasuredLink::default();
         (0..64).for_each(|n| way.add(1 << (n % 30), 2.0, f64::from(n as u32)));
-        assert!(way.link().is_sound(), "{:?}", way.link());
+        assert!(way.link(64.0).is_sound(), "{:?}", way.link(64.0));
     }
 }

@@ -37,6 +37,13 @@ pub enum Reason {
     },
 }
 
+impl Reason {
+    /// Whether more is there, and the ways to it are too slow to bring it.
+    pub fn is_too_slow(&self) -> bool {
+        matches!(self, Self::Shorter { .. } | Self::Slower { .. })
+    }
+}
+
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -77,7 +77,9 @@ pub(crate) fn of_plan(
 ) -> Option<Beyond> {
     let mut beyond = Beyond::default();
     if let (Some(node), Some(together)) = (&call.state.decided.cluster, together) {
-        beyond.ways.push((Source::Peer, to_others(node)));
+        let way = to_others(node);
+        beyond.assumed.push((Source::Peer, Link { outstanding_bytes: way.outstanding_bytes, ..UNMEASURED }));
+        beyond.ways.push((Source::Peer, way));
         for (column, there) in &together.columns {
             beyond.columns.insert(*column, BeyondColumn { peers: there.clone(), cold: Vec::new() });
         }
@@ -90,6 +92,7 @@ pub(crate) fn of_plan(
                 beyond.columns.entry((requirement.group, coordinate)).or_default().cold = may_have.clone();
             }
         }
+        beyond.assumed.push((Source::Cold, cold.assumed_link()));
         beyond.ways.push((Source::Cold, cold.link()));
     }
     (!beyond.ways.is_empty()).then_some(beyond)

@@ -275,10 +275,18 @@ impl ColdTier {
 
     /// The way to the bucket, by the restores of the last while; before the first one, as over a network of 1 Gbit/s.
     pub fn link(&self) -> Link {
-        let latency = self.tier.first_byte_time().unwrap_or(FIRST_BYTE);
+        let assumed = self.assumed_link();
+        let latency_ms =
+            self.tier.first_byte_time().map_or(assumed.latency_ms, |time| time.as_secs_f64() * 1e3);
+        let bytes_per_ms = self.brings().map_or(assumed.bytes_per_ms, |rate| rate as f64 / 1e3);
+        Link { latency_ms, bytes_per_ms, ..assumed }
+    }
+
+    /// The same as it is taken to be before the first restore.
+    pub fn assumed_link(&self) -> Link {
         Link {
-            latency_ms: latency.as_secs_f64() * 1e3,
-            bytes_per_ms: self.brings().unwrap_or(UNMEASURED_RATE) as f64 / 1e3,
+            latency_ms: FIRST_BYTE.as_secs_f64() * 1e3,
+            bytes_per_ms: UNMEASURED_RATE as f64 / 1e3,
             outstanding_bytes: self.ways.outstanding(),
         }
     }

@@ -15,7 +15,7 @@ pub(super) fn plan(
     here: impl Fn(u32, Group, Coordinate) -> bool,
     shape: impl Fn(Group, Coordinate) -> Result<Vec<LayerShape>, Reason>,
 ) -> Result<Planned, Reason> {
-    let link = MeasuredLink::default().link();
+    let link = MeasuredLink::default().link(0.0);
     let dram = terms.dram.unwrap_or((0, Link::gb_per_s(1.0, 0.0)));
     let links = Links::NONE.with(Source::Disk, link).with(Source::Dram, dram.1);
     let mut owned = Vec::new();

@@ -2,13 +2,13 @@
 
 use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_planner::cost::Prefill;
-use kvarts_planner::plan::{Links, MAX_RUNS, Part, Question, Run, Source, Sources};
+use kvarts_planner::plan::{Link, Links, MAX_RUNS, Part, Question, Run, Source, Sources};
 
 use super::column::Column;
 use crate::engine::shared::Shared;
 use crate::engine::shared::names::Namespace;
 use crate::index::Lookup;
-use kvarts_contract::api::{MatchRequest, PlanTerms, Planned};
+use kvarts_contract::api::{Beyond, MatchRequest, PlanTerms, Planned};
 use kvarts_contract::error::Reason;
 
 /// Bytes by layer of what one requirement asks of a block, and where its blocks are.
@@ -22,13 +22,8 @@ pub(super) fn plan(
     columns: &[Column],
 ) -> Result<Planned, Reason> {
     namespace.note_times(terms.times);
-    let disk = shared.disk_path.now();
-    let mut links = Links::NONE.with(Source::Disk, disk.link);
-    if let Some((_, link)) = terms.dram {
-        links = links.with(Source::Dram, link);
-    }
-    let ways = terms.beyond.map_or(&[][..], |beyond| &beyond.ways);
-    links = ways.iter().fold(links, |links, (source, link)| links.with(*source, *link));
+    let disk = shared.disk_path.at(shared.clock.now());
+    let links = ways(disk.link, terms, |beyond| &beyond.ways);
     let (mut owned, mut rest) = (Vec::<Owned>::new(), columns);
     for requirement in request.requirements.groups() {
         // Columns are in the order of the requirements.
@@ -49,8 +44,20 @@ pub(super) fn plan(
         .collect();
     let (block_tokens, prompt_tokens) = (request.requirements.block_tokens(), terms.prompt_tokens);
     let question = Question { block_tokens, prompt_tokens, parts: &parts, links: &links };
-    let plan = question.plan(terms.times)?;
+    let mut plan = question.plan(terms.times)?;
+    if plan.reason.is_too_slow() && plan.loads_nothing() && shared.disk_path.probes() {
+        let links = ways(shared.disk_path.assumed(), terms, |beyond| &beyond.assumed);
+        plan = Question { links: &links, ..question }.plan(terms.times)?;
+    }
     Ok(Planned { plan, disk, times: terms.times.told() })
+}
+
+/// The ways to bytes: these of the caller, the disks, and what is beyond them.
+fn ways(disk: Link, terms: &PlanTerms<'_>, of: impl Fn(&Beyond) -> &[(Source, Link)]) -> Links {
+    let own = Links::NONE.with(Source::Disk, disk);
+    let own = terms.dram.map_or(own, |(_, link)| own.with(Source::Dram, link));
+    let beyond = terms.beyond.map_or(&[][..], of);
+    beyond.iter().fold(own, |links, (source, link)| links.with(*source, *link))
 }
 
 /// Bytes of a block by layer, of all coordinates together: each of them is loaded.

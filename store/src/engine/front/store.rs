@@ -318,7 +318,7 @@ impl Store {
 
     /// The way to the disks, as reads find it now.
     pub fn disk_link(&self) -> DiskLink {
-        self.0.shared.disk_path.now()
+        self.0.shared.disk_path.at(self.0.shared.clock.now())
     }
 
     /// Bytes of a segment file.

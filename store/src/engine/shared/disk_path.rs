@@ -14,21 +14,43 @@ use kvarts_contract::sync::Mutex;
 use kvarts_contract::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvarts_contract::{class::Class, clock::Nanos};
 
+/// Of this number of plans that load nothing because of what was measured, one is made as if nothing had been: what it loads is
+/// measured.
+const PROBED_EVERY: u64 = 16;
+
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct DiskPath {
+    /// Plans that loaded nothing because the ways were too slow.
+    declined: AtomicU64,
     outstanding: AtomicU64,
     /// Held for a few sums, never across a wait.
     measured: Mutex<MeasuredLink>,
 }
 
 impl DiskPath {
-    /// The way as it is now.
-    pub(crate) fn now(&self) -> DiskLink {
+    /// The way as it is at this time.
+    pub(crate) fn at(&self, now: Nanos) -> DiskLink {
         let outstanding_bytes = self.outstanding.load(Ordering::Relaxed);
         let measured = self.measured.lock().unwrap_or_else(PoisonError::into_inner);
-        DiskLink { link: Link { outstanding_bytes, ..measured.link() }, measured: measured.loads() }
+        DiskLink { link: Link { outstanding_bytes, ..measured.link(ms(now.0)) }, measured: measured.loads() }
     }
+
+    /// The way as it is taken to be before anything was measured.
+    pub(crate) fn assumed(&self) -> Link {
+        let outstanding_bytes = self.outstanding.load(Ordering::Relaxed);
+        Link { outstanding_bytes, ..MeasuredLink::default().link(0.0) }
+    }
+
+    /// Whether a plan that loads nothing, because the ways are too slow, is to be made as if nothing were known of them: one in
+    /// [`PROBED_EVERY`] is, whichever caller's it is.
+    pub(crate) fn probes(&self) -> bool {
+        self.declined.fetch_add(1, Ordering::Relaxed) % PROBED_EVERY == PROBED_EVERY - 1
+    }
+}
+
+fn ms(nanos: u64) -> f64 {
+    nanos as f64 / 1e6
 }
 
 /// One read that is under way. What it was asked for is outstanding until it is delivered or the read is dropped.
@@ -76,7 +98,6 @@ impl Underway {
         self.give_back();
         if whole && self.counts.load(Ordering::Relaxed) {
             let (path, now) = (&self.shared.disk_path, self.shared.clock.now());
-            let ms = |nanos: u64| nanos as f64 / 1e6;
             let took = ms(now.0.saturating_sub(self.begun.0));
             let mut measured = path.measured.lock().unwrap_or_else(PoisonError::into_inner);
             measured.add(self.before, took, ms(now.0));
