@@ -78,7 +78,7 @@ pub(super) fn run(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Fail
         .ok_or_else(|| Failure::user("the planner's model and device are gone"))?;
     let found = |keys: &[BlockKey], is_planned: bool| {
         let prompt_tokens = keys.len() as u64 * u64::from(subject.block_tokens) + 1;
-        let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+        let terms = PlanTerms::new(prompt_tokens, &times);
         let request = MatchRequest {
             namespace: subject.namespace,
             keys,

@@ -10,7 +10,7 @@ use kvarts_layout::spec::{ModelSpec, shipped};
 use kvarts_planner::cost::{
     self, Compute, Device, Interpolated, MAX_SAMPLES, Prefill, Roofline, Sample, Scaled, Told,
 };
-use kvarts_planner::plan::{Link, Links, Part, Plan, Question, Run, Source, Sources};
+use kvarts_planner::plan::{Link, Links, Overlap, Part, Plan, Question, Run, Source, Sources};
 use kvarts_planner::route;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -94,6 +94,9 @@ struct RestoreArgs {
     /// What writers keep of windows and states: full, zero, or tokens from one to the next
     #[arg(long, default_value = "full", value_parser = windows)]
     windows: Windows,
+    /// What the engine computes while blocks are loaded: layers (each when it is there), or none (nothing before all is)
+    #[arg(long, default_value = "layers", value_parser = overlap)]
+    overlap: Overlap,
     /// Measured prefills, as for `calibrate`
     #[arg(long, value_name = "FILE")]
     samples: Option<PathBuf>,
@@ -113,6 +116,15 @@ fn windows(text: &str) -> Result<Windows, String> {
             Ok(tokens) => Ok(Windows(WindowPolicy::Periodic { tokens })),
             Err(_) => Err("write full, zero, or a number of tokens".to_owned()),
         },
+    }
+}
+
+/// What an engine computes while blocks are loaded, as it is written.
+pub(crate) fn overlap(text: &str) -> Result<Overlap, String> {
+    match text {
+        "layers" => Ok(Overlap::Layers),
+        "none" => Ok(Overlap::None),
+        _ => Err("write layers or none".to_owned()),
     }
 }
 
@@ -332,7 +344,13 @@ fn restore(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> 
     let links = Links::NONE
         .with(Source::Dram, Link::gb_per_s(arguments.dram, 0.02))
         .with(Source::Disk, Link { outstanding_bytes, ..Link::gb_per_s(arguments.disk, 0.1) });
-    let question = Question { block_tokens, prompt_tokens: arguments.tokens, parts: &parts, links: &links };
+    let question = Question {
+        block_tokens,
+        prompt_tokens: arguments.tokens,
+        parts: &parts,
+        links: &links,
+        overlap: arguments.overlap,
+    };
     let plan = question.plan(prefill).map_err(Failure::user)?;
     if arguments.json {
         let plan = json!({ "plan": plan, "prefill": prefill.told() });
@@ -439,6 +457,7 @@ mod tests {
                 dram: 50.0,
                 queue_mb: 0,
                 windows: Windows(WindowPolicy::Full),
+                overlap: Overlap::Layers,
                 samples: None,
                 json: false,
             };

@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvarts_layout::Group;
 use kvarts_layout::prefix::{Absence, Need};
 use kvarts_planner::cost::{Interpolated, Prefill, Roofline, Sample, device, model};
-use kvarts_planner::plan::{Link, Links, Part, Question, Run, Source, Sources};
+use kvarts_planner::plan::{Link, Links, Overlap, Part, Question, Run, Source, Sources};
 
 const ROUNDS: u32 = 200;
 const PLANS: u32 = 20;
@@ -48,7 +48,13 @@ fn main() {
                     .with(Source::Dram, Link::gb_per_s(50.0, 0.02))
                     .with(Source::Disk, Link::gb_per_s(rate, 0.2));
                 let prompt_tokens = u64::from(blocks) * 256 + 300;
-                let question = Question { block_tokens: 256, prompt_tokens, parts: &parts, links: &links };
+                let question = Question {
+                    block_tokens: 256,
+                    prompt_tokens,
+                    parts: &parts,
+                    links: &links,
+                    overlap: Overlap::Layers,
+                };
                 let (mut least, mut looked) = (f64::INFINITY, 0);
                 for _ in 0..ROUNDS {
                     let begin = Instant::now();

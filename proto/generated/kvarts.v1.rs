@@ -941,6 +941,9 @@ pub struct PlanRequest {
     pub dram_blocks: u32,
     #[prost(message, optional, tag = "5")]
     pub dram: ::core::option::Option<Link>,
+    /// What the caller's engine computes of the prompt meanwhile.
+    #[prost(enumeration = "Overlap", tag = "6")]
+    pub overlap: i32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Plan {
@@ -1410,6 +1413,35 @@ pub mod route_reply {
                 "COLD_RESUME" => Some(Self::ColdResume),
                 _ => None,
             }
+        }
+    }
+}
+/// What an engine computes of a request while its blocks are being loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Overlap {
+    /// Each layer as soon as it is loaded.
+    Layers = 0,
+    /// Nothing, until everything is loaded: engines that load by whole blocks are of this kind.
+    None = 1,
+}
+impl Overlap {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Layers => "OVERLAP_LAYERS",
+            Self::None => "OVERLAP_NONE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "OVERLAP_LAYERS" => Some(Self::Layers),
+            "OVERLAP_NONE" => Some(Self::None),
+            _ => None,
         }
     }
 }

@@ -550,13 +550,15 @@ class Pages:
         times: Times | None = None,
         prompt_tokens: int | None = None,
         hbm_blocks: int = 0,
+        overlap: Literal["layers", "none"] = "layers",
     ) -> Match:
         """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
         required part of every group and rank is here. With `hold`, the blocks that it needs are not evicted for `hold` seconds.
 
         With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
         has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
-        device memory already."""
+        device memory already. `overlap`: what the engine computes of the prompt meanwhile; `layers`: each layer when it is loaded,
+        `none`: nothing before everything is, as engines do that load whole blocks."""
 
     def layers(
         self,

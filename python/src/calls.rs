@@ -11,6 +11,8 @@ use crate::error::OrRaise;
 use crate::guarded::Guarded;
 use crate::handle::Handle;
 use crate::missing::Missing;
+use kvarts_planner::plan::Overlap;
+
 use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
 
@@ -29,6 +31,7 @@ pub(crate) struct PlanOf<'py> {
     pub(crate) times: Option<Bound<'py, Times>>,
     pub(crate) prompt_tokens: Option<u64>,
     pub(crate) hbm_blocks: u32,
+    pub(crate) overlap: Overlap,
 }
 
 #[pymethods]
@@ -111,14 +114,10 @@ pub(crate) fn find(
     let requirements = &handle.cut.requirements;
     let whole = keys.len() as u64 * u64::from(requirements.block_tokens());
     let (prompt_tokens, hbm_blocks) = (plan.prompt_tokens.unwrap_or(whole + 1), plan.hbm_blocks);
+    let overlap = plan.overlap;
     let times = plan.times.map(|times| Arc::clone(&times.get().0));
-    let plan = times.as_deref().map(|times| PlanTerms {
-        prompt_tokens,
-        times,
-        hbm_blocks,
-        dram: None,
-        beyond: None,
-    });
+    let terms = |times| PlanTerms { hbm_blocks, overlap, ..PlanTerms::new(prompt_tokens, times) };
+    let plan = times.as_deref().map(terms);
     let found = py.detach(|| {
         handle.core.store.match_prefix(&MatchRequest {
             namespace: handle.namespace,

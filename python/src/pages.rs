@@ -18,7 +18,7 @@ use crate::handle::{self, Handle};
 use crate::left;
 use crate::missing::{self, Missing};
 use crate::places::{self, Laid};
-use crate::planning::Times;
+use crate::planning::{self, Times};
 use crate::reading::{self, ByLayers, Layers};
 use crate::{keys, waiting};
 
@@ -330,7 +330,8 @@ impl Pages {
         self.call(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
     }
 
-    #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0))]
+    #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0, overlap="layers"))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn r#match(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -338,8 +339,10 @@ impl Pages {
         times: Option<Bound<'_, Times>>,
         prompt_tokens: Option<u64>,
         hbm_blocks: u32,
+        overlap: &str,
     ) -> PyResult<Match> {
-        let plan = calls::PlanOf { times, prompt_tokens, hbm_blocks };
+        let overlap = planning::overlap(keys.py(), overlap)?;
+        let plan = calls::PlanOf { times, prompt_tokens, hbm_blocks, overlap };
         calls::find(self.handle(keys.py())?, keys, hold, plan)
     }
 

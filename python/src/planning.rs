@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvarts_contract::api::Planned;
 use kvarts_planner::cost::{self, Prefill, Roofline, Sample};
-use kvarts_planner::plan::{Does, Source};
+use kvarts_planner::plan::{Does, Overlap, Source};
 use pyo3::prelude::*;
 
 use crate::error::invalid;
@@ -47,6 +47,15 @@ impl Times {
 
     fn __repr__(&self) -> String {
         format!("<kvarts.Times {}>", self.0.told())
+    }
+}
+
+/// What an engine computes while blocks are loaded, as it is written.
+pub(crate) fn overlap(py: Python<'_>, text: &str) -> PyResult<Overlap> {
+    match text {
+        "layers" => Ok(Overlap::Layers),
+        "none" => Ok(Overlap::None),
+        _ => Err(invalid(py, "overlap", "\"layers\" or \"none\"")),
     }
 }
 

@@ -131,7 +131,7 @@ fn a_bad_patch_of_the_disks_does_not_keep_those_away_who_follow_plans() {
     let needs = vec![Requirement { group, coordinates: vec![coordinate], need, absence }];
     let requirements = Requirements::new(fixture::BLOCK_TOKENS, needs).unwrap();
     let loads = || {
-        let plan = PlanTerms { prompt_tokens: 100, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+        let plan = PlanTerms::new(100, &times);
         let request = MatchRequest {
             namespace: read.namespace,
             keys: &read.keys,

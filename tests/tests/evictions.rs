@@ -463,7 +463,7 @@ fn tell_times(desk: &Desk<'_>, ms: f64) {
         requirements: &Requirements::new(BLOCK_TOKENS, needs).unwrap(),
         recompute_tokens_max: u64::MAX,
         lease: None,
-        plan: Some(PlanTerms { prompt_tokens: 100, times: &times, hbm_blocks: 0, dram: None, beyond: None }),
+        plan: Some(PlanTerms::new(100, &times)),
     };
     assert!(desk.stage.store().match_prefix(&request).unwrap().plan.is_some());
 }

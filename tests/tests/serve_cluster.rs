@@ -209,7 +209,7 @@ fn a_look_up_finds_what_other_nodes_have_if_the_client_wants_that_and_holds_noth
         assert_eq!((found.own.usable.longest.blocks, together.unasked), (0, 0), "local: {is_local}");
         assert_eq!(together.longest.unwrap().blocks, 12, "local: {is_local}");
         // A plan knows where each of them is: here, or with another node.
-        let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+        let terms = PlanTerms::new(prompt_tokens, &times);
         let planning = MatchRequest { plan: Some(terms), ..matching.clone() };
         let plan = |client: &Client| client.match_prefix(&planning).unwrap().plan.unwrap().plan;
         assert_eq!(plan(&alone).boundary_blocks, 0, "local: {is_local}");

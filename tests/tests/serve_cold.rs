@@ -135,7 +135,7 @@ fn what_one_node_spills_another_reads_over_grpc_and_over_the_local_path() {
     // A plan counts what the bucket would bring, at what the way there is taken for.
     let times = two_seconds_a_token();
     let prompt_tokens = RUN * u64::from(BLOCK_TOKENS) + 1;
-    let terms = PlanTerms { prompt_tokens, times: &times, hbm_blocks: 0, dram: None, beyond: None };
+    let terms = PlanTerms::new(prompt_tokens, &times);
     for client in [&second.client, &second.served.local(None)] {
         let request = MatchRequest { plan: Some(terms), ..request.clone() };
         let plan = client.match_prefix(&request).unwrap().plan.unwrap().plan;

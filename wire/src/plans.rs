@@ -4,7 +4,7 @@ use kvarts_contract::api::{Beyond, DiskLink, PlanTerms, Planned};
 use kvarts_contract::error::Reason;
 use kvarts_layout::Group;
 use kvarts_planner::cost::{Compute, Device, Kind, Roofline, Sample, Sparse, Times, Told};
-use kvarts_planner::plan::{Action, Does, Link, Plan, Reason as Why, Source};
+use kvarts_planner::plan::{Action, Does, Link, Overlap, Plan, Reason as Why, Source};
 use kvarts_planner::route::{self, Candidate, Class, NodeView, Route, Weights};
 
 use super::fault::{Fault, Outcome};
@@ -51,6 +51,7 @@ same_fields! {
     network_queue_ms
 }
 same_fields!(wire_weights, weights, Weights, proto::route_request::Weights, lambda_ms_per_gb, mu);
+same_names!(wire_overlap, overlap_of, Overlap, proto::Overlap, Layers, None);
 same_names!(wire_kind, kind, Kind, proto::times_told::Kind, Interpolated, Roofline, ScaledRoofline);
 same_names! {
     wire_class, class, Class, proto::route_reply::Class, NewLongPrefix, SmallTurn, LongToolOutput, Continuation,
@@ -123,9 +124,21 @@ pub fn wire_times(times: &Times) -> proto::PrefillTimes {
 }
 
 /// What a plan follows from; the times of the message were made before.
-pub fn terms<'a>(wire: &proto::PlanRequest, times: &'a Times, beyond: Option<&'a Beyond>) -> PlanTerms<'a> {
+pub fn terms<'a>(
+    wire: &'a proto::PlanRequest,
+    times: &'a Times,
+    beyond: Option<&'a Beyond>,
+) -> Outcome<PlanTerms<'a>> {
     let dram = wire.dram.as_ref().map(|way| (wire.dram_blocks, link(way)));
-    PlanTerms { prompt_tokens: wire.prompt_tokens, times, hbm_blocks: wire.hbm_blocks, dram, beyond }
+    let overlap = proto::Overlap::try_from(wire.overlap)
+        .map_err(|_| Fault::malformed(format!("overlap: {} is none that this server knows", wire.overlap)))?;
+    Ok(PlanTerms {
+        hbm_blocks: wire.hbm_blocks,
+        dram,
+        beyond,
+        overlap: overlap_of(overlap),
+        ..PlanTerms::new(wire.prompt_tokens, times)
+    })
 }
 
 /// The same on the wire.
@@ -136,6 +149,7 @@ pub fn wire_terms(terms: &PlanTerms<'_>) -> proto::PlanRequest {
         hbm_blocks: terms.hbm_blocks,
         dram_blocks: terms.dram.map_or(0, |(blocks, _)| blocks),
         dram: terms.dram.map(|(_, link)| wire_link(&link)),
+        overlap: wire_overlap(terms.overlap).into(),
     }
 }
 
@@ -391,6 +405,23 @@ mod tests {
         assert!(refused(Some(&wire)).starts_with("times.roofline: "));
         assert!(refused(None).starts_with("times: "));
         assert_eq!(refused(Some(&proto::PrefillTimes::default())), "times: there are no samples");
+    }
+
+    #[test]
+    fn what_a_plan_follows_from_comes_as_it_was_sent_and_of_older_clients_as_it_always_was() {
+        let engine = Times::new(vec![Sample { cached: 0, new: 64, ms: 1.0 }], None).unwrap();
+        for overlap in [Overlap::Layers, Overlap::None] {
+            let sent = PlanTerms { hbm_blocks: 3, overlap, ..PlanTerms::new(70, &engine) };
+            let wire = wire_terms(&sent);
+            let got = terms(&wire, &engine, None).unwrap();
+            assert_eq!((got.prompt_tokens, got.hbm_blocks, got.overlap), (70, 3, overlap));
+        }
+        // One that knows of no overlap says nothing of it.
+        let older = proto::PlanRequest { prompt_tokens: 70, ..proto::PlanRequest::default() };
+        assert_eq!(terms(&older, &engine, None).unwrap().overlap, Overlap::Layers);
+        let newer = proto::PlanRequest { overlap: 9, ..older };
+        let refused = terms(&newer, &engine, None).unwrap_err().detail.message;
+        assert_eq!(refused, "overlap: 9 is none that this server knows");
     }
 
     #[test]

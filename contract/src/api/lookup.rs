@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId, Requirements, UsablePrefix};
 use kvarts_planner::cost::{Times, Told};
-use kvarts_planner::plan::{Link, Plan, Source};
+use kvarts_planner::plan::{Link, Overlap, Plan, Source};
 
 /// The most entries of one match: keys times the coordinates of all required groups, each of which is looked up.
 pub const MAX_MATCH_ENTRIES: usize = 1 << 20;
@@ -45,6 +45,15 @@ pub struct PlanTerms<'a> {
     pub dram: Option<(u32, Link)>,
     /// What reads bring from beyond the store's disks, if there is anything.
     pub beyond: Option<&'a Beyond>,
+    /// What the caller's engine computes of the prompt while the rest of it is being loaded.
+    pub overlap: Overlap,
+}
+
+impl<'a> PlanTerms<'a> {
+    /// Of a caller that has nothing of the prompt, whose engine computes each layer when it is loaded.
+    pub fn new(prompt_tokens: u64, times: &'a Times) -> Self {
+        Self { prompt_tokens, times, hbm_blocks: 0, dram: None, beyond: None, overlap: Overlap::Layers }
+    }
 }
 
 /// Blocks that reads bring from other nodes and from a bucket, and the ways there.

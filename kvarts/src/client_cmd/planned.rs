@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use kvarts_contract::api::{PlanTerms, Planned};
 use kvarts_planner::cost::{Roofline, Times};
+use kvarts_planner::plan::Overlap;
 use kvarts_terminal::Failure;
 use serde_json::{Value, json};
 
@@ -30,6 +31,9 @@ pub(super) struct PlanArgs {
     /// For --plan: leading blocks that are in device memory already
     #[arg(long, default_value_t = 0, requires = "plan")]
     hbm_blocks: u32,
+    /// For --plan: what the engine computes while blocks are loaded: layers (each when it is there), or none (nothing before all is)
+    #[arg(long, default_value = "layers", value_parser = plan_cmd::overlap, requires = "plan")]
+    overlap: Overlap,
 }
 
 impl PlanArgs {
@@ -58,7 +62,8 @@ impl PlanArgs {
     /// What the plan follows from. The prompt goes on behind its last block.
     pub(super) fn terms<'a>(&self, subject: &Subject, times: &'a Times) -> PlanTerms<'a> {
         let blocks = subject.keys.len() as u64 * u64::from(subject.requirements.block_tokens());
-        PlanTerms { prompt_tokens: blocks + 1, times, hbm_blocks: self.hbm_blocks, dram: None, beyond: None }
+        let (hbm_blocks, overlap) = (self.hbm_blocks, self.overlap);
+        PlanTerms { hbm_blocks, overlap, ..PlanTerms::new(blocks + 1, times) }
     }
 }
 

@@ -3,7 +3,9 @@
 //!
 //! **The pipeline.** Each way to bytes ([`Source`]) delivers what is asked of it in the order of the layers, and
 //! all ways work at once. Layer `i` is computed when it has been loaded and layer `i - 1` is computed. So a load
-//! costs nothing where computing takes longer, and what it costs beyond is a wait.
+//! costs nothing where computing takes longer, and what it costs beyond is a wait. An engine that computes nothing of
+//! a request before all of it is loaded says so ([`Overlap::None`]): then the whole load is a wait. All layers are taken to be
+//! computed in equal times: what a spec knows of a layer is its bytes, not its operations.
 //!
 //! **What may be chosen.** A boundary; for each run of blocks of a part one of the sources that have it; for parts
 //! that are good for one boundary (windows, states, tails) whether they are loaded or rebuilt by running their
@@ -244,6 +246,20 @@ pub struct Part<'a> {
     pub runs: &'a [Run],
 }
 
+/// What an engine computes of a request while its blocks are being loaded.
+///
+/// Engines that load by whole blocks are [`None`](Self::None): what is computed behind a boundary looks at every block before it, in
+/// its first layer already. That they compute for others meanwhile brings this request's first token no sooner.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Overlap {
+    /// Each layer is computed as soon as it is loaded, and so are those before.
+    #[default]
+    Layers,
+    /// Nothing, until everything is loaded.
+    None,
+}
+
 /// What a plan is asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Question<'a> {
@@ -255,6 +271,8 @@ pub struct Question<'a> {
     pub parts: &'a [Part<'a>],
     /// The ways to bytes, as they are now.
     pub links: &'a Links,
+    /// What is computed while others of its bytes are loaded.
+    pub overlap: Overlap,
 }
 
 /// Why a question cannot be answered.

@@ -4,8 +4,10 @@
 //! The last layer is computed at the latest of: any layer's arrival, and the computing of it and of all behind it. Where
 //! neighbouring layers have equal bytes that sum rises or falls evenly from one to the next, so only the first and the
 //! last of them can be the latest ([`Knot`]). Most models have few such stretches, however many layers.
+//!
+//! Without overlap all layers are as the first one: what is computed begins when the last byte of any way is there.
 
-use super::{Link, Links, Part, Source};
+use super::{Link, Links, Overlap, Part, Source};
 
 /// Sources that take time.
 pub(super) const WAYS: [Source; 4] = [Source::Dram, Source::Disk, Source::Peer, Source::Cold];
@@ -27,13 +29,15 @@ struct Knot {
 pub(super) struct Pipeline {
     layers: usize,
     parts: usize,
+    overlap: Overlap,
     knots: Vec<Knot>,
     sums: Vec<f64>,
 }
 
 impl Pipeline {
-    pub(super) fn new(parts: &[Part<'_>], layers: usize) -> Self {
-        let mut pipeline = Self { layers, parts: parts.len(), knots: Vec::new(), sums: Vec::new() };
+    pub(super) fn new(parts: &[Part<'_>], layers: usize, overlap: Overlap) -> Self {
+        let (count, knots, sums) = (parts.len(), Vec::new(), Vec::new());
+        let mut pipeline = Self { layers, parts: count, overlap, knots, sums };
         let mut upto = vec![0.0; parts.len()];
         let bytes = |part: &Part<'_>, layer: usize| part.layer_bytes.get(layer).copied();
         let equal = |one: usize, other: Option<usize>| {
@@ -61,6 +65,10 @@ impl Pipeline {
     /// When the last layer is computed.
     pub(super) fn time(&self, loads: &[Loads], links: &Links, compute: f64) -> f64 {
         let share = compute / self.layers as f64;
+        let behind = |knot: &Knot| match self.overlap {
+            Overlap::Layers => share * knot.left,
+            Overlap::None => compute,
+        };
         let mut last = compute;
         for source in WAYS {
             let Some(link) = links.get(source) else { continue };
@@ -71,7 +79,7 @@ impl Pipeline {
             for knot in &self.knots {
                 let bytes = self.bytes(knot, loads, source);
                 if bytes > 0.0 {
-                    last = last.max(wait + bytes / link.bytes_per_ms + share * knot.left);
+                    last = last.max(wait + bytes / link.bytes_per_ms + behind(knot));
                 }
             }
         }
@@ -98,8 +106,7 @@ impl Pipeline {
             .filter_map(|source| Some((source, links.get(source).filter(|_| uses(loads, source))?)))
             .collect();
         let mut bytes = [0u64; WAYS.len()];
-        let (mut now, mut first, mut stall, mut last) = (0.0f64, 0.0, 0.0, 0.0f64);
-        for layer in 0..self.layers {
+        let ready = (0..self.layers).map(|layer| {
             let mut ready = 0.0f64;
             for ((source, link), bytes) in used.iter().zip(&mut bytes) {
                 *bytes = bytes.saturating_add(layer_bytes(parts, loads, *source, layer));
@@ -107,6 +114,15 @@ impl Pipeline {
                     ready = ready.max(link.wait_ms() + *bytes as f64 / link.bytes_per_ms);
                 }
             }
+            ready
+        });
+        let ready: Vec<f64> = ready.collect();
+        let transfer = ready.iter().fold(0.0, |last: f64, one| last.max(*one));
+        if self.overlap == Overlap::None {
+            return (transfer, 0.0, transfer);
+        }
+        let (mut now, mut first, mut stall) = (0.0f64, 0.0, 0.0);
+        for (layer, ready) in ready.into_iter().enumerate() {
             let wait = (ready - now).max(0.0);
             if layer == 0 {
                 first = wait
@@ -114,9 +130,8 @@ impl Pipeline {
                 stall += wait
             }
             now += wait + compute / self.layers as f64;
-            last = last.max(ready);
         }
-        (first, stall, last)
+        (first, stall, transfer)
     }
 }
 

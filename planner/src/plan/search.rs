@@ -141,7 +141,7 @@ impl<'a> Search<'a> {
         let mut search = Self {
             question,
             prefill,
-            pipeline: Pipeline::new(question.parts, question.layers()),
+            pipeline: Pipeline::new(question.parts, question.layers(), question.overlap),
             reached: question.links.reached(),
             loads: vec![Default::default(); question.parts.len()],
             base: Vec::new(),

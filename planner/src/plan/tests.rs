@@ -31,7 +31,9 @@ fn stream<'a>(layer_bytes: &'a [u64], runs: &'a [Run]) -> Part<'a> {
 }
 
 fn ask(parts: &[Part<'_>], links: &Links, prompt_tokens: u64, prefill: &dyn Prefill) -> Plan {
-    Question { block_tokens: 16, prompt_tokens, parts, links }.plan(prefill).unwrap()
+    Question { block_tokens: 16, prompt_tokens, parts, links, overlap: Overlap::Layers }
+        .plan(prefill)
+        .unwrap()
 }
 
 #[test]
@@ -64,6 +66,34 @@ fn a_load_that_would_be_slower_than_recomputing_is_said_to_be_so() {
         plan.reason.to_string(),
         "a load is slower than recomputing: 450.0 ms to the first token with 160 tokens restored, 16.1 ms with none"
     );
+}
+
+/// The guide's first example: 70B on four H100, 12 GB/s, 28,672 of 32,768 tokens stored.
+#[test]
+fn an_engine_that_blocks_until_all_is_loaded_gets_the_best_plan_of_such_an_engine() {
+    let roofline = Roofline::new(model("llama-3.1-70b").unwrap(), device("h100").unwrap(), 4);
+    let (bytes, runs) = ([4096 * 256; 80], [run(0, 112, &[Source::Disk])]);
+    let of = |overlap, rate| {
+        let links = Links::NONE.with(Source::Disk, Link::gb_per_s(rate, 0.1));
+        let parts = [stream(&bytes, &runs)];
+        let question =
+            Question { block_tokens: 256, prompt_tokens: 32_768, parts: &parts, links: &links, overlap };
+        question.plan(&roofline).unwrap()
+    };
+    // Layers hide the end of what is stored behind computing it; where nothing is hidden all of it is loaded.
+    let (layers, blocking) = (of(Overlap::Layers, 12.0), of(Overlap::None, 12.0));
+    assert_eq!((layers.boundary_tokens, blocking.boundary_tokens), (26_368, 28_672));
+    // What the plan of the one costs the other.
+    let load = |plan: &Plan| 0.1 + plan.bytes_from(Source::Disk) as f64 / 12e6;
+    let wrong = load(&layers) + layers.compute_ms;
+    assert!(wrong - blocking.ttft_ms > 100.0, "{wrong} and {}", blocking.ttft_ms);
+    assert!((blocking.load_ms - blocking.transfer_ms).abs() < 1e-9 && blocking.stall_ms == 0.0);
+    assert!((blocking.ttft_ms - load(&blocking) - blocking.compute_ms).abs() < 1e-6, "{blocking:?}");
+    // On a drive below break-even a part is free under computing, and worse than nothing where computing waits for it.
+    let (layers, blocking) = (of(Overlap::Layers, 2.0), of(Overlap::None, 2.0));
+    assert!(layers.boundary_tokens > 4096 && layers.benefit_ms > 0.0, "{layers:?}");
+    assert_eq!((blocking.boundary_tokens, blocking.benefit_ms), (0, 0.0));
+    assert!(matches!(blocking.reason, Reason::Slower { .. }), "{}", blocking.reason);
 }
 
 #[test]
@@ -143,7 +173,9 @@ fn questions_without_sense_are_refused() {
         Links::NONE.with(Source::Disk, Link { latency_ms: 0.0, bytes_per_ms: 0.0, outstanding_bytes: 0 });
     let (bytes, overlap) = ([1], [run(0, 4, &[Source::Disk]), run(3, 5, &[Source::Disk])]);
     let refused = |block_tokens, prompt_tokens, parts: &[Part<'_>], links: &Links| {
-        Question { block_tokens, prompt_tokens, parts, links }.plan(&Formula(0.0, 1.0, 0.0)).unwrap_err()
+        Question { block_tokens, prompt_tokens, parts, links, overlap: Overlap::Layers }
+            .plan(&Formula(0.0, 1.0, 0.0))
+            .unwrap_err()
     };
     let none = Links::NONE;
     assert_eq!(refused(0, 1, &[], &none), PlanError::BlockTokens);
@@ -158,7 +190,8 @@ fn questions_without_sense_are_refused() {
         refused(1, 9, &[], &links).to_string(),
         "the way to disk needs a latency of at least 0 and a rate above 0"
     );
-    let question = Question { block_tokens: 1, prompt_tokens: 3, parts: &[], links: &none };
+    let question =
+        Question { block_tokens: 1, prompt_tokens: 3, parts: &[], links: &none, overlap: Overlap::Layers };
     assert_eq!(question.plan(&Formula(f64::NAN, 0.0, 0.0)), Err(PlanError::Prefill));
 }
 
@@ -170,8 +203,13 @@ fn the_work_of_a_plan_grows_with_the_number_of_halvings_and_not_with_the_blocks(
         let runs = [run(0, blocks, &[Source::Disk])];
         let links = Links::NONE.with(Source::Disk, Link::gb_per_s(rate, 0.1));
         let prompt_tokens = u64::from(blocks) * 256 + 100;
-        let question =
-            Question { block_tokens: 256, prompt_tokens, parts: &[stream(&bytes, &runs)], links: &links };
+        let question = Question {
+            block_tokens: 256,
+            prompt_tokens,
+            parts: &[stream(&bytes, &runs)],
+            links: &links,
+            overlap: Overlap::Layers,
+        };
         question.plan(&roofline).unwrap().looked_at
     };
     for rate in [0.5, 2.0, 4.0, 8.0, 50.0] {
@@ -233,6 +271,7 @@ struct Case {
     links: Links,
     prompt_tokens: u64,
     prefill: Formula,
+    overlap: Overlap,
 }
 
 const BLOCK: u32 = 4;
@@ -262,15 +301,16 @@ fn cases() -> impl Strategy<Value = Case> {
         [link.clone(), link.clone(), link.clone(), link],
         1u64..34,
         (0.0f64..3.0, 0.01f64..2.0, 0.0f64..0.1),
+        prop_oneof![Just(Overlap::Layers), Just(Overlap::None)],
     )
-        .prop_map(|(parts, raw, prompt_tokens, (a, b, c))| {
+        .prop_map(|(parts, raw, prompt_tokens, (a, b, c), overlap)| {
             let mut links = Links::NONE;
             for (source, link) in Source::ALL.into_iter().skip(1).zip(raw) {
                 if let Some((latency_ms, bytes_per_ms, outstanding_bytes)) = link {
                     links = links.with(source, Link { latency_ms, bytes_per_ms, outstanding_bytes });
                 }
             }
-            Case { parts, links, prompt_tokens, prefill: Formula(a, b, c) }
+            Case { parts, links, prompt_tokens, prefill: Formula(a, b, c), overlap }
         })
 }
 
@@ -315,9 +355,11 @@ impl Everything<'_> {
         let compute = self.case.prefill.prefill_ms(cached, self.case.prompt_tokens - cached);
         let mut now = 0.0f64;
         for layer in 0..3 {
+            // What blocks has its first layer computed when the last one is there.
+            let needed = if self.case.overlap == Overlap::None { 2 } else { layer };
             for source in Source::ALL {
                 let Some(link) = self.case.links.get(source) else { continue };
-                let upto: f64 = self.bytes[source as usize][..=layer].iter().sum();
+                let upto: f64 = self.bytes[source as usize][..=needed].iter().sum();
                 if upto > 0.0 {
                     now =
                         now.max(link.latency_ms + (link.outstanding_bytes as f64 + upto) / link.bytes_per_ms);
@@ -389,7 +431,7 @@ proptest! {
         let parts: Vec<Part<'_>> = case.parts.iter().enumerate().map(|(n, (need, absence, bytes, runs))| Part {
             group: Group(n as u32), need: *need, absence: *absence, layer_bytes: bytes, runs,
         }).collect();
-        let question = Question { block_tokens: BLOCK, prompt_tokens: case.prompt_tokens, parts: &parts, links: &case.links };
+        let question = Question { block_tokens: BLOCK, prompt_tokens: case.prompt_tokens, parts: &parts, links: &case.links, overlap: case.overlap };
         let plan = question.plan(&case.prefill).unwrap();
         let blocks = ((case.prompt_tokens - 1) / u64::from(BLOCK)) as u32;
         let least = (0..=blocks).map(|boundary| Everything::least(&case, boundary)).fold(f64::INFINITY, f64::min);
@@ -420,7 +462,7 @@ proptest! {
         let parts: Vec<Part<'_>> = case.parts.iter().enumerate().map(|(n, (need, absence, bytes, runs))| Part {
             group: Group(n as u32), need: *need, absence: *absence, layer_bytes: bytes, runs,
         }).collect();
-        let question = Question { block_tokens: BLOCK, prompt_tokens: case.prompt_tokens, parts: &parts, links: &links };
+        let question = Question { block_tokens: BLOCK, prompt_tokens: case.prompt_tokens, parts: &parts, links: &links, overlap: case.overlap };
         let plan = question.plan(&Formula(0.0, 1.0, 0.0)).unwrap();
         let groups = parts.iter().map(|part| Requirement {
             group: part.group, coordinates: vec![Coordinate::Replicated], need: part.need, absence: part.absence,

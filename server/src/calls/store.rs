@@ -112,7 +112,7 @@ pub(crate) fn match_prefix(
     };
     let beyond = wire.plan.as_ref().and_then(|_| beyond::of_plan(call, &request, together));
     let plan = wire.plan.as_ref().zip(times.as_deref());
-    let plan = plan.map(|(plan, times)| plans::terms(plan, times, beyond.as_ref()));
+    let plan = plan.map(|(plan, times)| plans::terms(plan, times, beyond.as_ref())).transpose()?;
     let request = MatchRequest { plan, ..request };
     if let Some(node) = &call.state.decided.cluster {
         for group in requirements.groups() {

@@ -300,8 +300,14 @@ impl<'a, W: Work> Simulation<'a, W> {
         let (need, absence) = (Need::All, Absence::Required);
         let parts = [Part { group: Group(0), need, absence, layer_bytes: &self.layer_bytes, runs: &runs }];
         let block_tokens = self.cluster.block_tokens;
-        let question =
-            Question { block_tokens, prompt_tokens: arrival.input_tokens, parts: &parts, links: &links };
+        let overlap = self.cluster.engine.prefetch.overlap();
+        let question = Question {
+            block_tokens,
+            prompt_tokens: arrival.input_tokens,
+            parts: &parts,
+            links: &links,
+            overlap,
+        };
         let plan = question.plan(&self.facts.times).ok()?;
         Some(Found { plan, runs, peers, ready_at })
     }

@@ -4,6 +4,7 @@ use std::fmt;
 
 use kvarts_layout::spec::shipped;
 use kvarts_planner::cost::{self, Compute, Device, Roofline};
+use kvarts_planner::plan::Overlap;
 use kvarts_store::engine::EvictionPolicy;
 use serde::{Deserialize, Serialize};
 
@@ -205,6 +206,14 @@ pub enum Prefetch {
 }
 
 impl Prefetch {
+    /// What an engine that begins so computes of a request while its state is loaded.
+    pub(super) fn overlap(self) -> Overlap {
+        match self {
+            Self::Overlap | Self::Layerwise => Overlap::Layers,
+            Self::WaitComplete | Self::BestEffort | Self::Timeout | Self::Blocking => Overlap::None,
+        }
+    }
+
     /// As it is written.
     pub fn name(self) -> &'static str {
         match self {

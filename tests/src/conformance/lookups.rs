@@ -104,8 +104,8 @@ fn planned(desk: &Desk<'_>) {
     desk.read(&desk.read_request(heads, &keys[..6]));
     let prompt_tokens = 8 * u64::from(fixture::BLOCK_TOKENS) + 1;
     let ask = |tflops, hbm_blocks, prompt_tokens, requirements: &Requirements| {
-        let plan =
-            Some(PlanTerms { prompt_tokens, times: &engine(tflops), hbm_blocks, dram: None, beyond: None });
+        let times = engine(tflops);
+        let plan = Some(PlanTerms { hbm_blocks, ..PlanTerms::new(prompt_tokens, &times) });
         let (namespace, keys, recompute_tokens_max) = (desk.namespace, &keys[..], UNLIMITED);
         let request = MatchRequest { namespace, keys, requirements, recompute_tokens_max, lease: None, plan };
         let found = desk.stage.store().match_prefix(&request)?;

@@ -51,7 +51,8 @@ pub(super) fn plan(
         })
         .collect();
     let (block_tokens, prompt_tokens) = (request.requirements.block_tokens(), terms.prompt_tokens);
-    let question = Question { block_tokens, prompt_tokens, parts: &parts, links: &links };
+    let question =
+        Question { block_tokens, prompt_tokens, parts: &parts, links: &links, overlap: terms.overlap };
     let plan = question.plan(terms.times)?;
     Ok(Planned { plan, disk: DiskLink { link, measured: 0 }, times: terms.times.told() })
 }

@@ -43,7 +43,8 @@ pub(super) fn plan(
         })
         .collect();
     let (block_tokens, prompt_tokens) = (request.requirements.block_tokens(), terms.prompt_tokens);
-    let question = Question { block_tokens, prompt_tokens, parts: &parts, links: &links };
+    let question =
+        Question { block_tokens, prompt_tokens, parts: &parts, links: &links, overlap: terms.overlap };
     let mut plan = question.plan(terms.times)?;
     if plan.reason.is_too_slow() && plan.loads_nothing() && shared.disk_path.probes() {
         let links = ways(shared.disk_path.assumed(), terms, |beyond| &beyond.assumed);
