@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
-use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{BlockShape, Coordinate, Group, Identity, NamespaceId, Requirements};
 
@@ -59,7 +58,7 @@ impl ModelBlocks {
         let group = only.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Reason::from)?;
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Reason::from)?;
-        let requirements = spec.requirements(block_tokens, WindowPolicy::Zero, 1);
+        let requirements = spec.stored_requirements(block_tokens, 1);
         let requirements = requirements
             .map_err(|_| Reason::Shape(ShapeCause::Rule("blocks of this size cannot be matched")))?;
         let arrangement = Arrangement::new(engine, "canonical", "1");

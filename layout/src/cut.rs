@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::identity::{Arrangement, IdentityError, Quantisation};
-use crate::prefix::{Absence, Need, Requirement, Requirements, WindowPolicy};
+use crate::prefix::{Absence, Need, Requirement, Requirements};
 use crate::spec::{Kind, ModelSpec, PartGeometry, Role, shipped};
 use crate::{BlockShape, Coordinate, Geometry, Group, Identity};
 
@@ -227,7 +227,7 @@ fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requ
             wrong_at("spec", format!("no shipped model of that name, and no text of a spec: {error}"))
         })?,
     };
-    let requirements = spec.requirements(block_tokens, WindowPolicy::Zero, ranks);
+    let requirements = spec.stored_requirements(block_tokens, ranks);
     let requirements = requirements.map_err(|error| wrong_at("block_tokens", error))?;
     Ok((spec.geometry().clone(), requirements))
 }

@@ -9,7 +9,7 @@ use kvarts_contract::api::KvStore;
 use kvarts_contract::error::Reason;
 use kvarts_layout::identity::IdentityForm;
 use kvarts_layout::key::text_keys;
-use kvarts_layout::prefix::{Absence, Need, Requirement, WindowPolicy};
+use kvarts_layout::prefix::{Absence, Need, Requirement};
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, ModelSpec, NamespaceId, Requirements,
@@ -256,7 +256,7 @@ fn requirements(
     ranks: u16,
 ) -> Result<Requirements, Failure> {
     if let Some(spec) = spec {
-        return spec.requirements(block_tokens, WindowPolicy::Full, ranks).map_err(Failure::user);
+        return spec.stored_requirements(block_tokens, ranks).map_err(Failure::user);
     }
     let group = |group: &kvarts_layout::spec::GroupGeometry| -> Result<Requirement, Failure> {
         let coordinates = geometry.coordinates(group.group, ranks).map_err(Failure::user)?;
@@ -341,6 +341,8 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
+    use kvarts_layout::cut::{Cut, Wanted};
+
     use super::*;
 
     #[test]
@@ -350,6 +352,35 @@ mod tests {
         assert_eq!(endpoint("node-7:7440"), "http://node-7:7440");
         assert_eq!(endpoint("https://node-7:7440"), "https://node-7:7440");
         assert_eq!(endpoint("unix:x"), "unix:x");
+    }
+
+    /// What Python asks of the same namespace: a client's blocks are cut by these words.
+    #[test]
+    fn of_windows_and_states_the_program_asks_what_python_asks() {
+        for name in ["gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b", "deepseek-v4-flash", "llama-3.1-8b"] {
+            let spec = model_cmd::find(std::path::Path::new(name)).unwrap();
+            let wanted = Wanted {
+                model: "m".to_owned(),
+                revision: "1".to_owned(),
+                dtype: "bf16".to_owned(),
+                engine: "e".to_owned(),
+                layout: "l".to_owned(),
+                layout_version: "1".to_owned(),
+                block_tokens: 256,
+                tokenizer: "none".to_owned(),
+                adapter: "none".to_owned(),
+                quantisation: "none".to_owned(),
+                scales: "none".to_owned(),
+                rope: "none".to_owned(),
+                window: "none".to_owned(),
+                extras: std::collections::BTreeMap::new(),
+                tp_size: 1,
+                tp_rank: 0,
+                windows: std::collections::BTreeMap::new(),
+            };
+            let python = Cut::new(None, Some(name), wanted).unwrap().requirements;
+            assert_eq!(requirements(Some(&spec), spec.geometry(), 256, 1).unwrap(), python, "{name}");
+        }
     }
 
     #[test]

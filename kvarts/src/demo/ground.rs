@@ -11,7 +11,6 @@ use kvarts_contract::api::{KvStore, Placed};
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
-use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::shipped;
 use kvarts_layout::{
     BlockKey, BlockShape, Coordinate, Geometry, Group, Identity, KeyChain, NamespaceId, Requirements,
@@ -63,7 +62,7 @@ impl Ground {
         let group = only.group;
         let coordinate = geometry.coordinate(group, 1, 0).map_err(Failure::user)?;
         let shape = geometry.shape(group, coordinate, BLOCK_TOKENS).map_err(Failure::user)?;
-        let requirements = spec.requirements(BLOCK_TOKENS, WindowPolicy::Full, 1).map_err(Failure::user)?;
+        let requirements = spec.stored_requirements(BLOCK_TOKENS, 1).map_err(Failure::user)?;
         let prompt: Vec<u32> = (0..tokens).collect();
         let keys = text_keys(&prompt, BLOCK_TOKENS);
         let below = below.map_or_else(std::env::temp_dir, Path::to_owned);

@@ -10,6 +10,9 @@
 //! | window | anything less | the block that ends there | the whole window ([`shape`](super::Geometry::shape)) |
 //! | state | any | the block that ends there | the whole state ([`shape`](super::Geometry::shape)) |
 //!
+//! Blocks of a store are cut by `shape` alone, whatever their writer keeps: what is asked of a store is
+//! [`ModelSpec::stored_requirements`]. Windows with their own tokens alone are for planning what could be kept.
+//!
 //! Its absence costs what the worst of its parts costs, parts that store nothing at this block size left out:
 //! a tail that is empty at every boundary of such blocks is never missed.
 
@@ -40,6 +43,13 @@ impl fmt::Display for RequireError {
 impl std::error::Error for RequireError {}
 
 impl ModelSpec {
+    /// What every one of `ranks` tensor-parallel ranks together requires of a boundary of blocks that are stored: of windows and
+    /// states the one block that ends there has all. Which boundaries have one is the writer's policy, and is seen in the store.
+    pub fn stored_requirements(&self, block_tokens: u32, ranks: u16) -> Result<Requirements, RequireError> {
+        // What a block holds and which blocks are needed is the same of every policy but the one that keeps windows as streams.
+        self.requirements(block_tokens, WindowPolicy::Zero, ranks)
+    }
+
     /// What every one of `ranks` tensor-parallel ranks together requires of a boundary, where blocks have
     /// `block_tokens` tokens and the writer keeps windows and states by `policy`. Answers are exact for that
     /// policy only: what a block of a window group holds depends on it (see the module's table).
@@ -294,6 +304,23 @@ mod tests {
         assert_eq!(groups(128), [STREAMS]);
         assert_eq!(groups(256), [STREAMS]);
         assert_eq!(groups(64), [STREAMS, STATES]);
+    }
+
+    #[test]
+    fn of_a_stored_window_the_block_that_ends_at_a_boundary_is_all_that_is_needed() {
+        // Windows of 1,024 tokens in blocks of 256: a block has a whole one, not the quarter that its own tokens are.
+        let spec = shipped::load("gemma-3-27b").unwrap();
+        let requirements = spec.stored_requirements(256, 1).unwrap();
+        let windows = requirements.groups().iter().find(|one| one.group == WINDOWS).unwrap();
+        assert_eq!(windows.need, Need::At);
+        let coordinate = spec.geometry().coordinate(WINDOWS, 1, 0).unwrap();
+        let bytes = |shape: crate::BlockShape| shape.block_bytes();
+        let whole = bytes(spec.geometry().shape(WINDOWS, coordinate, 256).unwrap());
+        let own = bytes(spec.geometry().window_stream_shape(WINDOWS, coordinate, 256).unwrap());
+        assert_eq!(whole, 4 * own);
+        let mut there: Vec<(Group, u32)> = (0..8).map(|block| (STREAMS, block)).collect();
+        there.push((WINDOWS, 7));
+        assert_eq!(longest(&requirements, 8, 0, &there), (8, 0));
     }
 
     #[test]
