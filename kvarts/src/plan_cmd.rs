@@ -376,6 +376,7 @@ pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), 
         ("compute: all that is computed", plan.compute_ms),
         ("to the first token", plan.ttft_ms),
         ("with nothing restored", plan.from_nothing_ms),
+        ("with what the device has", plan.held_ms),
         ("benefit", plan.benefit_ms),
     ] {
         times.row([name.to_owned(), format!("{ms:.1}")]);

@@ -944,6 +944,9 @@ pub struct PlanRequest {
     /// What the caller's engine computes of the prompt meanwhile.
     #[prost(enumeration = "Overlap", tag = "6")]
     pub overlap: i32,
+    /// Boundaries, in blocks, at which the caller has the windows and states of all other groups in device memory. At most 1024.
+    #[prost(uint32, repeated, tag = "7")]
+    pub hbm_boundaries: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Plan {
@@ -988,6 +991,9 @@ pub struct Plan {
     /// How many times were counted to find it.
     #[prost(uint64, tag = "16")]
     pub looked_at: u64,
+    /// To the first token with what is in device memory alone: the benefit is what the plan is sooner than this.
+    #[prost(double, optional, tag = "17")]
+    pub held_ms: ::core::option::Option<f64>,
 }
 /// Nested message and enum types in `Plan`.
 pub mod plan {

@@ -550,6 +550,7 @@ class Pages:
         times: Times | None = None,
         prompt_tokens: int | None = None,
         hbm_blocks: int = 0,
+        hbm_boundaries: Sequence[int] = ...,
         overlap: Literal["layers", "none"] = "layers",
     ) -> Match:
         """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
@@ -557,7 +558,7 @@ class Pages:
 
         With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
         has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
-        device memory already. `overlap`: what the engine computes of the prompt meanwhile; `layers`: each layer when it is loaded,
+        device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks. `overlap`: what the engine computes of the prompt meanwhile; `layers`: each layer when it is loaded,
         `none`: nothing before everything is, as engines do that load whole blocks."""
 
     def layers(
@@ -688,7 +689,13 @@ class Plan:
         """To the first token with nothing restored."""
 
     @property
-    def benefit_ms(self) -> float: ...
+    def held_ms(self) -> float:
+        """To the first token with what is in device memory alone."""
+
+    @property
+    def benefit_ms(self) -> float:
+        """What `first_token_ms` is sooner than `held_ms`."""
+
     @property
     def reason(self) -> str: ...
     @property

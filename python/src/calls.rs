@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use kvarts_contract::api::{self, ContainsRequest, LeaseId, LeaseTerms, MatchRequest, PlanTerms, Presence};
 use kvarts_contract::error::Reason;
+use kvarts_planner::plan::Overlap;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
 use crate::guarded::Guarded;
 use crate::handle::Handle;
 use crate::missing::Missing;
-use kvarts_planner::plan::Overlap;
-
 use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
 
@@ -31,6 +30,7 @@ pub(crate) struct PlanOf<'py> {
     pub(crate) times: Option<Bound<'py, Times>>,
     pub(crate) prompt_tokens: Option<u64>,
     pub(crate) hbm_blocks: u32,
+    pub(crate) hbm_boundaries: Vec<u32>,
     pub(crate) overlap: Overlap,
 }
 
@@ -114,9 +114,10 @@ pub(crate) fn find(
     let requirements = &handle.cut.requirements;
     let whole = keys.len() as u64 * u64::from(requirements.block_tokens());
     let (prompt_tokens, hbm_blocks) = (plan.prompt_tokens.unwrap_or(whole + 1), plan.hbm_blocks);
-    let overlap = plan.overlap;
+    let (overlap, hbm_boundaries) = (plan.overlap, &plan.hbm_boundaries[..]);
     let times = plan.times.map(|times| Arc::clone(&times.get().0));
-    let terms = |times| PlanTerms { hbm_blocks, overlap, ..PlanTerms::new(prompt_tokens, times) };
+    let terms =
+        |times| PlanTerms { hbm_blocks, hbm_boundaries, overlap, ..PlanTerms::new(prompt_tokens, times) };
     let plan = times.as_deref().map(terms);
     let found = py.detach(|| {
         handle.core.store.match_prefix(&MatchRequest {

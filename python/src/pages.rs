@@ -330,7 +330,7 @@ impl Pages {
         self.call(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
     }
 
-    #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0, overlap="layers"))]
+    #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0, hbm_boundaries=Vec::new(), overlap="layers"))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn r#match(
         &self,
@@ -339,10 +339,11 @@ impl Pages {
         times: Option<Bound<'_, Times>>,
         prompt_tokens: Option<u64>,
         hbm_blocks: u32,
+        hbm_boundaries: Vec<u32>,
         overlap: &str,
     ) -> PyResult<Match> {
         let overlap = planning::overlap(keys.py(), overlap)?;
-        let plan = calls::PlanOf { times, prompt_tokens, hbm_blocks, overlap };
+        let plan = calls::PlanOf { times, prompt_tokens, hbm_blocks, hbm_boundaries, overlap };
         calls::find(self.handle(keys.py())?, keys, hold, plan)
     }
 

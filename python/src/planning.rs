@@ -111,6 +111,11 @@ impl Plan {
     }
 
     #[getter]
+    fn held_ms(&self) -> f64 {
+        self.0.plan.held_ms
+    }
+
+    #[getter]
     fn benefit_ms(&self) -> f64 {
         self.0.plan.benefit_ms
     }

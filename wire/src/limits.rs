@@ -54,6 +54,8 @@ pub const HEAVY_AT_ONCE: u64 = 1;
 pub const HEAVY_WAITING: usize = 1024;
 /// The most measured prefills of one request: a table is made from them.
 pub const PLAN_SAMPLES_MAX: usize = 256;
+/// The most boundaries at which a caller may say that it has windows and states.
+pub const HELD_BOUNDARIES_MAX: usize = 1024;
 /// Tables of prefill times that a server remembers.
 pub const TIMES_KEPT: usize = 64;
 /// Watchers of events that one tenant may have: each looks at the events of all tenants.

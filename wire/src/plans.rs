@@ -8,7 +8,7 @@ use kvarts_planner::plan::{Action, Does, Link, Overlap, Plan, Reason as Why, Sou
 use kvarts_planner::route::{self, Candidate, Class, NodeView, Route, Weights};
 
 use super::fault::{Fault, Outcome};
-use super::limits::PLAN_SAMPLES_MAX;
+use super::limits::{HELD_BOUNDARIES_MAX, PLAN_SAMPLES_MAX};
 use crate::proto;
 
 /// What an answer of a server says that is none of the contract's.
@@ -130,10 +130,15 @@ pub fn terms<'a>(
     beyond: Option<&'a Beyond>,
 ) -> Outcome<PlanTerms<'a>> {
     let dram = wire.dram.as_ref().map(|way| (wire.dram_blocks, link(way)));
+    if wire.hbm_boundaries.len() > HELD_BOUNDARIES_MAX {
+        let count = wire.hbm_boundaries.len();
+        return Err(Fault::malformed(format!("hbm_boundaries: {count}, at most {HELD_BOUNDARIES_MAX}")));
+    }
     let overlap = proto::Overlap::try_from(wire.overlap)
         .map_err(|_| Fault::malformed(format!("overlap: {} is none that this server knows", wire.overlap)))?;
     Ok(PlanTerms {
         hbm_blocks: wire.hbm_blocks,
+        hbm_boundaries: &wire.hbm_boundaries,
         dram,
         beyond,
         overlap: overlap_of(overlap),
@@ -150,6 +155,7 @@ pub fn wire_terms(terms: &PlanTerms<'_>) -> proto::PlanRequest {
         dram_blocks: terms.dram.map_or(0, |(blocks, _)| blocks),
         dram: terms.dram.map(|(_, link)| wire_link(&link)),
         overlap: wire_overlap(terms.overlap).into(),
+        hbm_boundaries: terms.hbm_boundaries.to_vec(),
     }
 }
 
@@ -275,6 +281,7 @@ fn wire_plan(plan: &Plan) -> proto::Plan {
         transfer_ms: plan.transfer_ms,
         ttft_ms: plan.ttft_ms,
         from_nothing_ms: plan.from_nothing_ms,
+        held_ms: Some(plan.held_ms),
         benefit_ms: plan.benefit_ms,
         reason: Some(wire_reason(&plan.reason)),
         exact: plan.exact,
@@ -296,6 +303,8 @@ fn plan_of(wire: &proto::Plan) -> Result<Plan, Reason> {
         transfer_ms: wire.transfer_ms,
         ttft_ms: wire.ttft_ms,
         from_nothing_ms: wire.from_nothing_ms,
+        // A server that says nothing of it counted nothing in device memory as the caller's.
+        held_ms: wire.held_ms.unwrap_or(wire.from_nothing_ms),
         benefit_ms: wire.benefit_ms,
         reason: reason(wire.reason.as_ref().ok_or(NO_PLAN)?),
         exact: wire.exact,
@@ -411,17 +420,21 @@ mod tests {
     fn what_a_plan_follows_from_comes_as_it_was_sent_and_of_older_clients_as_it_always_was() {
         let engine = Times::new(vec![Sample { cached: 0, new: 64, ms: 1.0 }], None).unwrap();
         for overlap in [Overlap::Layers, Overlap::None] {
-            let sent = PlanTerms { hbm_blocks: 3, overlap, ..PlanTerms::new(70, &engine) };
+            let sent =
+                PlanTerms { hbm_blocks: 3, hbm_boundaries: &[3, 9], overlap, ..PlanTerms::new(70, &engine) };
             let wire = wire_terms(&sent);
             let got = terms(&wire, &engine, None).unwrap();
             assert_eq!((got.prompt_tokens, got.hbm_blocks, got.overlap), (70, 3, overlap));
+            assert_eq!(got.hbm_boundaries, [3, 9]);
         }
         // One that knows of no overlap says nothing of it.
         let older = proto::PlanRequest { prompt_tokens: 70, ..proto::PlanRequest::default() };
         assert_eq!(terms(&older, &engine, None).unwrap().overlap, Overlap::Layers);
-        let newer = proto::PlanRequest { overlap: 9, ..older };
-        let refused = terms(&newer, &engine, None).unwrap_err().detail.message;
-        assert_eq!(refused, "overlap: 9 is none that this server knows");
+        let refused = |wire| terms(&wire, &engine, None).unwrap_err().detail.message;
+        let newer = proto::PlanRequest { overlap: 9, ..older.clone() };
+        assert_eq!(refused(newer), "overlap: 9 is none that this server knows");
+        let many = proto::PlanRequest { hbm_boundaries: vec![1; 1025], ..older };
+        assert_eq!(refused(many), "hbm_boundaries: 1025, at most 1024");
     }
 
     #[test]
@@ -453,6 +466,7 @@ mod tests {
                 transfer_ms: 9.0,
                 ttft_ms: 10.0,
                 from_nothing_ms: 11.0,
+                held_ms: 10.5,
                 benefit_ms: 12.0,
                 reason,
                 exact: true,

@@ -41,6 +41,8 @@ pub struct PlanTerms<'a> {
     pub times: &'a Times,
     /// Leading blocks that the caller has in device memory: of streams, which every later block needs.
     pub hbm_blocks: u32,
+    /// Boundaries, in blocks, at which the caller has the windows and states of all other groups in device memory.
+    pub hbm_boundaries: &'a [u32],
     /// Leading blocks that the caller has in its host's memory, and the way from there.
     pub dram: Option<(u32, Link)>,
     /// What reads bring from beyond the store's disks, if there is anything.
@@ -52,7 +54,15 @@ pub struct PlanTerms<'a> {
 impl<'a> PlanTerms<'a> {
     /// Of a caller that has nothing of the prompt, whose engine computes each layer when it is loaded.
     pub fn new(prompt_tokens: u64, times: &'a Times) -> Self {
-        Self { prompt_tokens, times, hbm_blocks: 0, dram: None, beyond: None, overlap: Overlap::Layers }
+        Self {
+            prompt_tokens,
+            times,
+            hbm_blocks: 0,
+            hbm_boundaries: &[],
+            dram: None,
+            beyond: None,
+            overlap: Overlap::Layers,
+        }
     }
 }
 

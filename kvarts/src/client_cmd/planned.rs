@@ -31,6 +31,9 @@ pub(super) struct PlanArgs {
     /// For --plan: leading blocks that are in device memory already
     #[arg(long, default_value_t = 0, requires = "plan")]
     hbm_blocks: u32,
+    /// For --plan: boundaries, in blocks, at which windows and states are in device memory already
+    #[arg(long, value_delimiter = ',', value_name = "BLOCKS", requires = "plan")]
+    hbm_boundaries: Vec<u32>,
     /// For --plan: what the engine computes while blocks are loaded: layers (each when it is there), or none (nothing before all is)
     #[arg(long, default_value = "layers", value_parser = plan_cmd::overlap, requires = "plan")]
     overlap: Overlap,
@@ -60,10 +63,15 @@ impl PlanArgs {
     }
 
     /// What the plan follows from. The prompt goes on behind its last block.
-    pub(super) fn terms<'a>(&self, subject: &Subject, times: &'a Times) -> PlanTerms<'a> {
+    pub(super) fn terms<'a>(&'a self, subject: &Subject, times: &'a Times) -> PlanTerms<'a> {
         let blocks = subject.keys.len() as u64 * u64::from(subject.requirements.block_tokens());
         let (hbm_blocks, overlap) = (self.hbm_blocks, self.overlap);
-        PlanTerms { hbm_blocks, overlap, ..PlanTerms::new(blocks + 1, times) }
+        PlanTerms {
+            hbm_blocks,
+            hbm_boundaries: &self.hbm_boundaries,
+            overlap,
+            ..PlanTerms::new(blocks + 1, times)
+        }
     }
 }
 

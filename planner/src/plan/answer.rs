@@ -80,7 +80,9 @@ pub struct Plan {
     pub ttft_ms: f64,
     /// To the first token with nothing restored.
     pub from_nothing_ms: f64,
-    /// What is gained: `from_nothing_ms` less `ttft_ms`. Never below zero.
+    /// To the first token with what is in device memory alone: `from_nothing_ms` where nothing is.
+    pub held_ms: f64,
+    /// What is gained: `held_ms` less `ttft_ms`. Never below zero.
     pub benefit_ms: f64,
     /// Why it is this boundary.
     pub reason: Reason,
@@ -91,6 +93,12 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// It gains what it is sooner than this.
+    pub(super) fn is_against(&mut self, held_ms: f64) {
+        self.held_ms = held_ms;
+        self.benefit_ms = (held_ms - self.ttft_ms).max(0.0);
+    }
+
     /// Bytes that are loaded from a source, or used there if it is device memory.
     pub fn bytes_from(&self, source: Source) -> u64 {
         let here = |does: Does| match does {

@@ -15,9 +15,10 @@
 //! [`kvarts_layout::prefix`], where a replay from a complete boundary is the same as going on from that boundary.
 //!
 //! **What it answers.** With `C(c)` the time of a prefill of which `c` tokens are there already:
-//! `benefit = C_prefill - C_load - C_recompute - C_stall`, where `C_prefill` is what the boundary spares, `C(0) - C(b)`,
+//! `benefit = C_prefill - C_load - C_recompute - C_stall`, where `C_prefill` is what the boundary spares, `H - C(b)`,
 //! `C_load` the wait for the first layer, `C_stall` the waits for the others, and `C_recompute` the time of tokens
-//! that are run again. It is `C(0)` less the time to the first token.
+//! that are run again. `H` is the least time to the first token with what is in device memory alone, which is `C(0)` where nothing
+//! is there: what the caller has already is no gain. It is `H` less the time to the first token.
 //!
 //! The answer is the least there is ([`Plan::exact`]), unless there is more to try than the search may take steps: then it
 //! is the best that was found by then.
@@ -321,7 +322,12 @@ impl Question<'_> {
     /// The plan that brings the first token soonest; of equal ones that with the longest boundary.
     pub fn plan(&self, prefill: &dyn Prefill) -> Result<Plan, PlanError> {
         self.check()?;
-        search::Search::new(self, prefill)?.run()
+        let mut plan = search::Search::new(self, prefill)?.run()?;
+        let held = Question { links: &Links::NONE, ..*self };
+        if held.parts.iter().all(search::may_begin_in_device_memory) {
+            plan.is_against(search::Search::new(&held, prefill)?.run()?.ttft_ms);
+        }
+        Ok(plan)
     }
 
     /// Layers of the model: none where no part is asked for.

@@ -127,6 +127,13 @@ fn stated(absence: Absence) -> Option<u64> {
     }
 }
 
+/// Whether anything can be gone on from with what is in device memory alone, as far as this part is concerned: of most prompts it is
+/// seen here that nothing can.
+pub(super) fn may_begin_in_device_memory(part: &Part<'_>) -> bool {
+    let is_optional = part.need != Need::All || stated(part.absence).is_some();
+    is_optional || part.runs.first().is_some_and(|run| run.from == 0 && run.sources.has(Source::Hbm))
+}
+
 /// The runs in which a boundary part's blocks lie.
 fn clipped<'a>(parts: &'a [Part<'_>], one: &Boundary) -> impl Iterator<Item = Run> + 'a {
     let (from, to) = (one.from, one.to);
@@ -582,6 +589,7 @@ impl<'a> Search<'a> {
             transfer_ms,
             ttft_ms,
             from_nothing_ms,
+            held_ms: from_nothing_ms,
             benefit_ms: (from_nothing_ms - ttft_ms).max(0.0),
             reason,
             exact: self.exact,

@@ -147,6 +147,34 @@ fn a_window_is_loaded_or_replayed_whichever_is_sooner_and_a_draft_is_left_out() 
     assert_eq!(slow, [(0, Does::Load(Source::Dram)), (2, Does::LeaveOut), (1, Does::Recompute)]);
 }
 
+/// vLLM holds a hybrid prefix of 100 blocks with its state at block 100; the disk has its streams alone.
+#[test]
+fn what_is_in_device_memory_is_used_with_its_state_and_is_no_gain() {
+    let (hbm, disk) = ([Source::Hbm], [Source::Disk]);
+    let (streams, held) = ([run(0, 100, &hbm), run(100, 120, &disk)], [run(99, 100, &hbm)]);
+    let links = Links::NONE.with(Source::Disk, Link::gb_per_s(10.0, 0.1));
+    let state = |runs| Part {
+        group: Group(1),
+        need: Need::At,
+        absence: Absence::Recompute { tokens: 7808 },
+        layer_bytes: &[1000; 2],
+        runs,
+    };
+    let of =
+        |runs| ask(&[stream(&[10; 2], &streams), state(runs)], &links, 16 * 125, &Formula(0.0, 1.0, 0.0));
+    let plan = of(&held);
+    assert_eq!((plan.boundary_blocks, plan.recompute_tokens), (100, 0), "{plan:?}");
+    assert!((plan.held_ms - 25.0 * 16.0).abs() < 1e-9 && plan.from_nothing_ms > 1999.0);
+    assert_eq!(plan.benefit_ms, 0.0, "the disk has nothing of use: {plan:?}");
+    // Without the state nothing can be gone on from.
+    assert_eq!(of(&[]).held_ms, 2000.0);
+    // A state of the disk's further on is a gain over what is held, not over nothing.
+    let both = [run(99, 100, &hbm), run(119, 120, &disk)];
+    let plan = of(&both);
+    assert_eq!(plan.boundary_blocks, 120);
+    assert!((plan.benefit_ms - (400.0 - plan.ttft_ms)).abs() < 1e-9, "{plan:?}");
+}
+
 #[test]
 fn what_is_missing_is_named() {
     let links = Links::NONE.with(Source::Disk, Link::gb_per_s(10.0, 0.0));
@@ -439,7 +467,11 @@ proptest! {
         prop_assert!(plan.exact);
         // What it says adds up.
         let from_nothing = case.prefill.prefill_ms(0, case.prompt_tokens);
-        let spared = from_nothing - case.prefill.prefill_ms(plan.boundary_tokens, plan.new_tokens);
+        prop_assert!((plan.from_nothing_ms - from_nothing).abs() < 1e-6);
+        let none = Case { links: Links::NONE, ..case.clone() };
+        let held = (0..=blocks).map(|boundary| Everything::least(&none, boundary)).fold(f64::INFINITY, f64::min);
+        prop_assert!((plan.held_ms - held).abs() < 1e-6 * held.max(1.0), "{plan:?}: {held}");
+        let spared = held - case.prefill.prefill_ms(plan.boundary_tokens, plan.new_tokens);
         let benefit = spared - plan.load_ms - plan.recompute_ms - plan.stall_ms;
         prop_assert!((plan.benefit_ms - benefit).abs() < 1e-6, "{plan:?}: {benefit}");
         prop_assert!(plan.benefit_ms >= 0.0 && plan.transfer_ms <= plan.ttft_ms + 1e-9);

@@ -178,7 +178,7 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks as reads find it; assumed before any read.",
+            "Rate of the disks as reads of the last minutes find it; assumed where there were none.",
             disk.link.bytes_per_ms * 1e3,
         ),
         ("latency_seconds", "What reads wait besides for their bytes.", disk.link.latency_ms / 1e3),

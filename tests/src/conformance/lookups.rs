@@ -128,6 +128,20 @@ fn planned(desk: &Desk<'_>) {
     // What the caller has is used where it is.
     let held = ask(1e18, 3, prompt_tokens, &pages_only()).unwrap();
     assert_eq!((held.boundary_blocks, held.bytes_from(Source::Disk)), (3, 0), "{held:?}");
+    // With its windows and states: of a boundary further on than what is here, at once.
+    let engine = engine(1.0);
+    let terms = PlanTerms { hbm_blocks: 5, hbm_boundaries: &[5], ..PlanTerms::new(prompt_tokens, &engine) };
+    let request = MatchRequest {
+        namespace: desk.namespace,
+        keys: &keys,
+        requirements: &needs(),
+        recompute_tokens_max: UNLIMITED,
+        lease: None,
+        plan: Some(terms),
+    };
+    let held = desk.stage.store().match_prefix(&request).unwrap().plan.expect("it was asked for").plan;
+    assert_eq!((held.boundary_blocks, held.recompute_tokens, held.bytes_from(Source::Disk)), (5, 0, 0));
+    assert!(held.held_ms < held.from_nothing_ms && held.benefit_ms == 0.0, "{held:?}");
     let refused = ask(1.0, 0, 0, &needs()).unwrap_err();
     assert_eq!(refused.kind(), Kind::Invalid, "{refused}");
 }

@@ -30,8 +30,14 @@ pub(super) fn plan(
         for block in 0..request.keys.len() as u32 {
             let there = one.coordinates.iter().all(|coordinate| here(block, one.group, *coordinate));
             let stream = one.need == Need::All;
+            let needed = match one.need {
+                Need::Last { tokens } => tokens.div_ceil(request.requirements.block_tokens()),
+                Need::All | Need::At => 1,
+            };
+            let held = |end: &u32| block < *end && end - block <= needed;
             let places = [
                 (Source::Hbm, stream && block < terms.hbm_blocks),
+                (Source::Hbm, !stream && terms.hbm_boundaries.iter().any(held)),
                 (Source::Dram, stream && block < dram.0),
                 (Source::Disk, there),
             ];

@@ -29,7 +29,7 @@ pub(super) fn plan(
         // Columns are in the order of the requirements.
         let (of_group, others) = rest.split_at_checked(requirement.coordinates.len()).unwrap_or((rest, &[]));
         rest = others;
-        let runs = runs(requirement, of_group, terms, request.keys.len() as u32)?;
+        let runs = runs(requirement, of_group, terms, request)?;
         owned.push((layer_bytes(namespace, of_group)?, runs));
     }
     let parts: Vec<Part<'_>> = request
@@ -88,23 +88,53 @@ fn read_from(column: &Column, terms: &PlanTerms<'_>, block: usize) -> Option<Sou
     }
 }
 
+/// Blocks of a group that a caller has in device memory.
+enum Held {
+    /// Those before this one.
+    Before(u32),
+    /// This number of them before each of these boundaries, which are in order.
+    At(Vec<u32>, u32),
+}
+
+impl Held {
+    /// Of streams the leading ones; of windows and states those that are needed at the boundaries at which it has them.
+    fn of(requirement: &Requirement, terms: &PlanTerms<'_>, block_tokens: u32) -> Self {
+        let blocks = match requirement.need {
+            Need::All => return Self::Before(terms.hbm_blocks),
+            Need::Last { tokens } => tokens.div_ceil(block_tokens.max(1)),
+            Need::At => 1,
+        };
+        let mut boundaries = terms.hbm_boundaries.to_vec();
+        boundaries.sort_unstable();
+        Self::At(boundaries, blocks)
+    }
+
+    fn has(&self, block: u32) -> bool {
+        match self {
+            Self::Before(end) => block < *end,
+            Self::At(boundaries, blocks) => {
+                let next = boundaries.get(boundaries.partition_point(|boundary| *boundary <= block));
+                next.is_some_and(|boundary| boundary - block <= *blocks)
+            }
+        }
+    }
+}
+
 /// Where the blocks of a group are: those that the caller has, and those that a read brings at all coordinates, by the
 /// farthest of their places. Behind the first gap of a stream without which nothing can be done, nothing is of use.
 fn runs(
     requirement: &Requirement,
     columns: &[Column],
     terms: &PlanTerms<'_>,
-    blocks: u32,
+    request: &MatchRequest<'_>,
 ) -> Result<Vec<Run>, Reason> {
     let mut runs: Vec<Run> = Vec::new();
     let is_stream = requirement.need == Need::All;
-    let (hbm, dram) = match is_stream {
-        true => (terms.hbm_blocks, terms.dram.map_or(0, |(blocks, _)| blocks)),
-        false => (0, 0),
-    };
-    for block in 0..blocks {
+    let dram = if is_stream { terms.dram.map_or(0, |(blocks, _)| blocks) } else { 0 };
+    let hbm = Held::of(requirement, terms, request.requirements.block_tokens());
+    for block in 0..request.keys.len() as u32 {
         let mut sources = Sources::NONE;
-        for (source, is_there) in [(Source::Hbm, block < hbm), (Source::Dram, block < dram)] {
+        for (source, is_there) in [(Source::Hbm, hbm.has(block)), (Source::Dram, block < dram)] {
             sources = if is_there { sources.and(source) } else { sources };
         }
         let farthest = columns.iter().map(|column| read_from(column, terms, block as usize));
