@@ -235,6 +235,33 @@ fn a_request_that_fits_nowhere_is_refused_and_counted() {
     assert_eq!((counted.refused, counted.requests), (1, 1));
 }
 
+/// They were taken for one dense stream: deepseek-v4-pro with 1.35 MiB a block instead of 8 MiB, each boundary a hit for nothing.
+#[test]
+fn a_model_with_windows_states_or_tails_is_refused_and_it_is_said_why_and_which_are_taken() {
+    let told = |model: &str| {
+        let file = FILE.replace("llama-3.1-8b", model);
+        let file = file.replace("devices = 1", "devices = 1024");
+        Cluster::parse(&file).map(drop).map_err(|error| error.to_string())
+    };
+    let mut taken = Vec::new();
+    for name in kvarts_layout::spec::shipped::names() {
+        let spec = kvarts_layout::spec::shipped::load(name).unwrap();
+        let keeps = spec.geometry().boundary_bytes(512).unwrap();
+        match told(name) {
+            Ok(()) => taken.push(name),
+            Err(why) if keeps > 0 => {
+                let begins =
+                    format!("model: {name} keeps windows, states or tails, {keeps} bytes at each boundary");
+                assert!(why.starts_with(&begins) && why.contains("it takes models"), "{why}");
+            }
+            Err(why) => panic!("{name}: {why}"),
+        }
+        assert_eq!(taken.last() == Some(&name), keeps == 0, "{name}");
+    }
+    let all = told("deepseek-v4-pro").unwrap_err();
+    assert!(taken.len() == 11 && taken.iter().all(|name| all.contains(name)), "{taken:?}: {all}");
+}
+
 #[test]
 fn what_is_no_cluster_is_told_with_its_place() {
     let told = |from: &str, to: &str| {

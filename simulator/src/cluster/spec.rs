@@ -539,6 +539,9 @@ impl Cluster {
             .map_err(|error| SpecError(format!("block_tokens: {error}")))?;
         let prefix = geometry.bytes_for_tokens(u64::from(self.block_tokens), self.block_tokens);
         let prefix = prefix.map_err(|error| SpecError(format!("block_tokens: {error}")))?;
+        if prefix.boundary_bytes > 0 {
+            return Err(self.hybrid(prefix.stream_bytes, prefix.boundary_bytes));
+        }
         let block_bytes = prefix.stream_bytes;
         let times = Roofline::new(compute, device, self.nodes.devices);
         let layers = u32::try_from(geometry.layers().len()).unwrap_or(u32::MAX);
@@ -550,6 +553,24 @@ impl Cluster {
             )));
         }
         Ok(Facts { block_bytes, layers, times: EngineTimes::Sheet(times) })
+    }
+
+    /// A run has blocks that every later one needs, and no others. Of a model with windows, states or tails each boundary would be a hit
+    /// for nothing, and memory and disks would hold a part of what they hold.
+    fn hybrid(&self, streams: u64, boundary: u64) -> SpecError {
+        let has_streams_alone = |name: &&str| {
+            let bytes = shipped::load(name)
+                .and_then(|spec| spec.geometry().boundary_bytes(spec.default_block_tokens()).ok());
+            bytes == Some(0)
+        };
+        let taken: Vec<&str> = shipped::names().filter(has_streams_alone).collect();
+        SpecError(format!(
+            "model: {} keeps windows, states or tails, {boundary} bytes at each boundary beside {streams} bytes of a block, which a \
+             cluster's run does not have yet; it takes models whose blocks are all that they keep: {}. `kvarts plan restore` plans \
+             boundaries of this model",
+            self.model,
+            taken.join(", ")
+        ))
     }
 
     fn measured_facts(measured: Measured) -> Result<Facts, SpecError> {
