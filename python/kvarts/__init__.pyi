@@ -558,8 +558,9 @@ class Pages:
 
         With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
         has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
-        device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks. `overlap`: what the engine computes of the prompt meanwhile; `layers`: each layer when it is loaded,
-        `none`: nothing before everything is, as engines do that load whole blocks."""
+        device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks. `overlap`: what the engine
+        computes of the prompt meanwhile; `layers`: each layer when it is loaded, `none`: nothing before everything is, as engines
+        do that load whole blocks."""
 
     def layers(
         self,

@@ -30,6 +30,7 @@ from .sglang_identity import expect_namespaces, names_of
 from .sglang_offloads import Offloads
 from .sglang_pools import Pools
 from .staging import Desk
+from .steps import Steps
 
 #: Bytes of a pool where none are named.
 _POOL_BYTES = 4 << 30
@@ -110,7 +111,7 @@ class LayerCounter:
 class KvartsLinker(UnifiedCacheLinker):
     """`linker_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory, of each process; `wait`: seconds that
     a look-up may take; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
-    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner; `loads`, `stores`: whether it does; `revision`, where the
+    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner, and `plans`: whether then what takes longer to load than to compute is left; `loads`, `stores`: whether it does; `revision`, where the
     model's path does not say it, and `draft`, that of a draft model; `identity`: whatever else decides bytes."""
 
     def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
@@ -119,7 +120,8 @@ class KvartsLinker(UnifiedCacheLinker):
         self.forward_stream = forward_stream
         self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))
         self.pool_bytes, self.durable = int(extra.get("pool_bytes", _POOL_BYTES)), bool(extra.get("durable", False))
-        self.times = None if extra.get("times") is None else kvarts.Times(**extra["times"])
+        # SGLang does not tell a linker of its steps.
+        self.steps, self.plans = Steps(extra.get("times")), bool(extra.get("plans", True))
         self._wait = float(extra.get("wait", 0.5))
         self._loads, self._stores = bool(extra.get("loads", True)), bool(extra.get("stores", True))
         self._pools = Pools(params, components, *_place_of(params), extra)

@@ -151,13 +151,14 @@ class Saving(NamedTuple):
 
 class Desk:
     """A pool with its stages, drafts and puts. `link`: of what is connected; `naming`: how `Client.pages` calls the blocks; `groups`: what a
-    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, and `times` of the engine for the planner, or `None`; `opened(pages, pool)`:
-    is called in the link's thread before the pool is there for others."""
+    prefix needs; `settings`: `pool_bytes`, `timeout`, `durable`, `steps` of the engine for the planner (`kvarts.steps`), and `plans`: whether
+    what does not pay is left out; `opened(pages, pool)`: is called in the link's thread before the pool is there for others."""
 
     def __init__(self, link, naming, groups, block_tokens, settings, opened=lambda pages, pool: None):
         self.groups = groups
         self._naming, self._block_tokens, self._link = naming, block_tokens, link
-        self._timeout, self._durable, self._times = settings.timeout, settings.durable, settings.times
+        self._timeout, self._durable = settings.timeout, settings.durable
+        self._steps, self._plans, self._told = settings.steps, settings.plans, None
         self._pool_bytes, self._when_opened = settings.pool_bytes, opened
         self._pool = self._pages = None
         #: The pool's name, for the workers, once there is one.
@@ -288,31 +289,68 @@ class Desk:
         staging.stored = blocks = match.blocks
         if staging.spare and blocks > staging.first:
             blocks = self._pages.match(staging.keys[: blocks - staging.spare]).blocks if blocks > staging.spare else 0
-        if self._times is not None and blocks > staging.first:
-            blocks = self._paying(staging, blocks)
+        times = self._steps.times
+        # The store takes its blocks to be worth what the engine takes to compute them, also where nothing is left out.
+        if times is not None and blocks > staging.first and (self._plans or times is not self._told):
+            blocks = self._paying(staging, blocks, times)
         self._begin(staging, blocks)
 
-    def _paying(self, staging, blocks):
+    def _paying(self, staging, blocks, times):
+        # A request is let in when all of it is in the pool: nothing of it is computed before.
+        first = staging.first
         found = self._pages.match(
-            staging.keys[:blocks], times=self._times, prompt_tokens=staging.prompt_tokens, hbm_blocks=staging.first
+            staging.keys[:blocks],
+            times=times,
+            prompt_tokens=staging.prompt_tokens,
+            hbm_blocks=first,
+            hbm_boundaries=[first] if first else [],
+            overlap="none",
         )
+        self._told = times
         # What only other nodes have has no plan.
-        if found.plan is None or found.blocks < blocks:
+        if not self._plans or found.plan is None or found.blocks < blocks:
             return blocks
-        until = time.monotonic() + found.plan.recompute_all_ms / 1000
+        pays = max(found.plan.blocks, staging.first)
+        # A plan knows of the disks, not of the pool: what lies there need not be loaded.
+        if pays < blocks and (here := self._in_pool(staging, blocks)) > pays:
+            return here
+        until = time.monotonic() + found.plan.held_ms / 1000
         staging.until = until if staging.until is None else min(until, staging.until)
-        return max(found.plan.blocks, staging.first)
+        return pays
+
+    def _in_pool(self, staging, blocks):
+        """How many leading blocks are in the pool, of those that a prefix of this length needs."""
+        before = self._pool.counts["hits"]
+        stages = self._stages_of(staging, blocks)
+        found = self._pool.counts["hits"] - before
+        for stage, *_ in stages:
+            stage.close()
+        needed = sum((blocks - begin) * len(columns) for _, begin, columns in stages)
+        if any(group.window is not None for group in self.groups):
+            # A prefix that ends earlier needs other windows.
+            return blocks if found == needed else 0
+        return staging.first + found * (blocks - staging.first) // needed
 
     def _begin(self, staging, blocks):
         """Stages what a prefix of so many blocks needs."""
         if blocks <= staging.first or not staging.is_wanted:
             self._close(staging)
             return self._end(staging)
-        ranges = {}
+        before, staging.stages = staging.stages, []
+        self._stages_of(staging, blocks, staging.stages)
+        for stage, *_ in before:
+            stage.close()
+        staging.wanted = blocks
+        if staging not in self._stagings:
+            self._stagings.append(staging)
+        self._link.watch(self._look)
+
+    def _stages_of(self, staging, blocks, stages=None):
+        """Stages of what a prefix of this number of blocks needs; they are added to `stages` one by one, so that none is lost when one fails."""
+        ranges, stages = {}, [] if stages is None else stages
         for group in self.groups:
             begin = max(staging.first, group.first_of(blocks, self._block_tokens))
             ranges.setdefault(begin, []).extend((group.number, rank) for rank in group.ranks)
-        before, staging.stages = staging.stages, []
         for begin, columns in ranges.items():
             stage = self._pool.stage(
                 [(self._pages, *column) for column in columns],
@@ -320,13 +358,8 @@ class Desk:
                 first_block=begin,
                 silence=allowed(self._timeout, 0),
             )
-            staging.stages.append((stage, begin, columns))
-        for stage, *_ in before:
-            stage.close()
-        staging.wanted = blocks
-        if staging not in self._stagings:
-            self._stagings.append(staging)
-        self._link.watch(self._look)
+            stages.append((stage, begin, columns))
+        return stages
 
     def _look(self):
         """Waits a little for what arrives; whether there is anything to look for."""

@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvarts
 
 from .link import Link, token_of
+from .steps import Steps
 from .vllm_pages import Plan
 from .vllm_scheduler import Finder
 from .vllm_stats import PromMetrics, Stats
@@ -39,7 +40,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
     """`kv_connector_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory that scheduler and workers
     share; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
     acknowledged after a flush; `windows`: what is kept of sliding windows (`full`, `turn`, `none`, `auto`, or a
-    number of tokens from one place to the next); `times`: what `kvarts.Times` takes, for the planner; `revision` where the model's name does
+    number of tokens from one place to the next); `times`: what `kvarts.Times` takes, for the planner, beside what the engine's own steps
+    tell; `plans`: whether of what is stored that is left which takes longer to load than to compute; `revision` where the model's name does
     not say it; `identity` for whatever else decides bytes. A request's `kv_transfer_params` may have `max_load_tokens` and
     `max_offload_tokens`."""
 
@@ -89,6 +91,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         return self._side.step(scheduler_output)
 
     def update_connector_output(self, connector_output):
+        self._side.ran()
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if told is not None:
             self._side.learn(told)
@@ -168,8 +171,7 @@ class Settings:
         self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))
         self.pool_bytes = int(extra.get("pool_bytes", _POOL_BYTES))
         self.durable = bool(extra.get("durable", False))
-        times = extra.get("times")
-        self.times = None if times is None else kvarts.Times(**times)
+        self.steps, self.plans = Steps(extra.get("times")), bool(extra.get("plans", True))
 
     def link(self):
         # Over no other path: a pool is shared memory, and what has gone another way once, while a server came up, has none for good.

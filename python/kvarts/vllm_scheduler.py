@@ -73,6 +73,7 @@ class Finder:
         self._waiting = set()  # requests that are let in when their loads have landed
         self._landing = {}  # number -> [Staging, by how many workers it has landed]
         self._known = {}  # request -> _Known
+        self._computing = {}  # request, by its name: those that were let in
         self._saves = {}  # number -> _Save
         self._putting, self._answers = 0, deque()  # of threads that put
         self._numbers = 0
@@ -143,6 +144,7 @@ class Finder:
     def allocated(self, request, blocks, external):
         """A request is let in with so many tokens of what was staged for it."""
         name, size = request.request_id, self.plan.block_tokens
+        self._computing[name] = request
         if name in self._waiting and not external:
             # What was promised to it has landed. All else of it is known.
             self._waiting.remove(name)
@@ -199,6 +201,7 @@ class Finder:
 
     def step(self, output):
         step, self._loads = Step(loads=self._loads), []
+        self._measure(output.num_scheduled_tokens, bool(step.loads))
         if self._desk is None:
             return step
         self._desk.open()
@@ -219,6 +222,16 @@ class Finder:
                 step.over.add(name)
                 del self._known[name]
         return step
+
+    def _measure(self, counts, loads):
+        """How long prompts take is told by the steps that compute them."""
+        computed = {name: request.num_computed_tokens for name in counts if (request := self._computing.get(name)) is not None}
+        left = lambda name: self._computing[name].num_prompt_tokens - computed[name] if name in computed else 0  # noqa: E731
+        self.settings.steps.begin(counts, computed.get, left, loads)
+
+    def ran(self):
+        """The oldest step whose end was not told has run."""
+        self.settings.steps.end()
 
     def _save_all(self, step, output):
         room = max(1, _STEP_BYTES // self.plan.bytes_of_block)
@@ -385,6 +398,8 @@ class Finder:
         """Whether its places are to be kept until the workers have taken what is in them."""
         name = request.request_id
         self._nothing(name)
+        self._computing.pop(name, None)
+        self.settings.steps.forget(name)
         if name in self._waiting:
             # vLLM keeps its places until the load has landed, by itself. Nothing of it was computed.
             self._waiting.remove(name)

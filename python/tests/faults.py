@@ -629,7 +629,7 @@ class Scheduler:
         state = MambaSpec(block_size=TOKENS, shapes=((WIDTH,),), dtypes=(torch.uint8,))
         specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=WINDOW) if self.state is None else state]
         transfer = dict(is_kv_consumer=True, is_kv_producer=True)
-        transfer["kv_connector_extra_config"] = {"revision": "1", "timeout": 2.0, "pool_bytes": POOL, "windows": self.windows}
+        transfer["kv_connector_extra_config"] = {"revision": "1", "timeout": 2.0, "pool_bytes": POOL, "windows": self.windows, "plans": False}
         model = dict(model="test/model", revision=None, dtype="bfloat16", quantization=None, hf_overrides={})
         return space(
             kv_transfer_config=space(**transfer),

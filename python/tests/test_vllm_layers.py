@@ -31,6 +31,8 @@ BY_LAYER = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=SimpleNamesp
 
 def configuration(server, names=(NAMES,), heads=HEADS, width=WIDTH, tp=1, pp=1, rank=0, kinds=(FullAttentionSpec,), block=TOKENS, mode="align", speculative=False, **changes):
     extra = {"server": server.socket, "revision": "1", "timeout": SOON, "pause": 0.1, "pool_bytes": 32 << 20}
+    # The engine of these tests computes in no time.
+    extra["plans"] = False
     extra.update(changes.pop("extra", {}))
     parts = {
         "kv_transfer_config": dict(kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True),
@@ -690,9 +692,39 @@ class Layers(unittest.TestCase):
         # An engine that computes a million tokens a second, and one that takes a second for each.
         fast = {"times": {"samples": [(0, 1000, 0.001), (0, 100_000, 0.1), (100_000, 1000, 0.001)]}}
         slow = {"times": {"samples": [(0, 10, 10_000.0), (0, 1000, 1_000_000.0), (1000, 10, 10_000.0)]}}
+        fast["plans"] = slow["plans"] = True
         self.engine(extra=slow).stored(Request("a", 4))
         self.assertEqual(self.engine(extra=fast).ready().find(Request("b", 4)), 0)
         self.assertEqual(self.engine(extra=slow).ready().find(Request("b", 4)), 4)
+        # An operator may want it all the same.
+        self.assertEqual(self.engine(extra={**fast, "plans": False}).ready().find(Request("b", 4)), 4)
+
+    def test_how_long_prompts_take_is_measured_and_what_does_not_pay_is_not_promised(self):
+        self.engine().stored(Request("a", 4))
+        for milliseconds, found in ((0.00001, 0), (1000.0, 4)):  # of each token
+            engine = self.engine(extra={"plans": True}).ready()
+            steps = engine.scheduler._side.settings.steps
+            for n in range(16):
+                self.assertIsNone(steps.times)
+                request = Request(f"p{n}", 17 if n % 2 else 4, seed=100 + n + int(milliseconds))
+                self.assertEqual(engine.admit(request), 0)
+                steps._ended, clock = 0.0, iter((1e3, 1e3 + milliseconds * request.num_tokens / 1e3))
+                with mock.patch("kvarts.steps.time", SimpleNamespace(monotonic=lambda clock=clock: next(clock))):
+                    engine.step(request)
+                engine.next = 1  # the places of the one before
+                engine.scheduler.request_finished_all_groups(request, engine.held[request.request_id])
+            self.assertAlmostEqual(steps.times.prefill_ms(0, 4 * TOKENS + 1) / milliseconds, 4 * TOKENS + 1, delta=1)
+            self.assertEqual(engine.find(Request("b", 4)), found)
+
+    def test_what_lies_in_the_pool_is_promised_however_slow_the_disk_is_said_to_be(self):
+        fast = {"plans": True, "times": {"samples": [(0, 1000, 0.001), (0, 100_000, 0.1), (100_000, 1000, 0.001)]}}
+        engine, request = self.engine(extra=fast), Request("a", 4)
+        engine.stored(request)
+        found = Request("b", 4)
+        self.assertEqual(engine.find(found), 4)
+        engine.scheduler.request_finished_all_groups(found, ())
+        engine.scheduler.reset_cache()
+        self.assertEqual(engine.find(Request("d", 4)), 0)
 
     def test_what_it_cannot_do_is_refused_by_name(self):
         refused = [

@@ -343,7 +343,7 @@ class Stage:
 
     def layers(self):
         """The layerwise connector, with its pool and the disk behind it."""
-        connector = {"class": "KvartsLayers", "module": "kvarts.vllm_layers", "pool_bytes": self.settings["pool_bytes"]}
+        connector = {"class": "KvartsLayers", "module": "kvarts.vllm_layers", "pool_bytes": self.settings["pool_bytes"], "plans": False}
         self.kvarts("layers", self.settings["disk"] + "-layers", self.settings["disk_budget"], connector, near="disk")
         for length in self.lengths:
             self.times("layers disk", length, lambda: self.engine.forget(True), "disk")

@@ -70,7 +70,7 @@ if of.get("disk"):
         "kv_connector": "KvartsLayers",
         "kv_connector_module_path": "kvarts.vllm_layers",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"server": socket, "timeout": 60, "pool_bytes": 64 << 20},
+        "kv_connector_extra_config": {"server": socket, "timeout": 60, "pool_bytes": 64 << 20, "plans": False},
     }
 engine = LLM(
     model=model,

@@ -36,7 +36,7 @@ LIKELY = 5
 connector = {}
 if settings.get("connector"):
     transfer = dict(kv_connector="KvartsLayers", kv_connector_module_path="kvarts.vllm_layers", kv_role="kv_both")
-    connector["kv_transfer_config"] = {**transfer, "kv_connector_extra_config": settings["connector"]}
+    connector["kv_transfer_config"] = {**transfer, "kv_connector_extra_config": {"plans": False, **settings["connector"]}}
 engine = LLMEngine.from_engine_args(
     EngineArgs(
         model=settings["model"],

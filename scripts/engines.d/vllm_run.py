@@ -43,6 +43,8 @@ if settings.get("connector"):
         transfer["kv_connector_module_path"] = "kvarts.vllm"
     elif name == "KvartsLayers":
         given.setdefault("pool_bytes", 64 << 20)
+        # A tiny model computes sooner than a disk reads.
+        given.setdefault("plans", False)
         transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
     else:
         without_dict()
