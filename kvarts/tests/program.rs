@@ -50,3 +50,4 @@ mod scratch;
 mod serve_process;
 mod served;
 mod sim_cli;
+mod trouble;
