@@ -30,7 +30,7 @@ fn listed(reply: &proto::ListModelsReply) -> Vec<Listed> {
 pub(super) fn standing(client: &Client, identity: &Identity) -> Result<Standing, Failure> {
     let reply = client.models().map_err(Failure::user)?;
     let known = listed(&reply);
-    // What a bucket and other nodes of a cluster have is told by a match alone.
+    // Only a match says what a bucket and other nodes of a cluster have.
     let elsewhere = reply.cold || reply.clustered;
     if !reply.of_store || elsewhere || known.iter().any(|(one, _)| identity.differences(one).is_empty()) {
         return Ok(Standing::Known);

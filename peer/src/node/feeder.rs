@@ -403,8 +403,8 @@ mod tests {
         })
     }
 
-    /// Walks until these holders, which alone take what waits for them, have a whole snapshot. Gives how many blocks each was told, and
-    /// how long it took.
+    /// Walks the store until each of these holders has its whole snapshot; the other holders take nothing from their queues. Gives how many blocks
+    /// each was sent, and how long the walk took.
     fn walk(feeder: &Feeder, reading: &[NodeId]) -> (Vec<usize>, Duration) {
         let (mut walk, mut now, mut page) = (Walk::default(), Nanos::default(), 0);
         let mut told = vec![(0, false); reading.len()];

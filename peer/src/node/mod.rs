@@ -481,7 +481,7 @@ impl ClusterNode {
         self.links.read().unwrap_or_else(PoisonError::into_inner).get(&node).cloned()
     }
 
-    /// The connection over which a node was told of this one's blocks is gone: that of another link to it goes on.
+    /// The connection of this link is gone, over which its node was sent this node's blocks. If the node has a newer link, the feed is that one's.
     fn end_feed(&self, link: &Link) {
         let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
         if links.get(&link.id()).is_some_and(|now| std::ptr::eq(&**now, link)) {

@@ -36,7 +36,7 @@ impl ClusterNode {
                 Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "it was not told of a delete"),
                 None => {
                     link.is_late.store(true, Ordering::SeqCst);
-                    tracing::warn!(node = %link.id(), "it was not told of a delete in time: it is told later");
+                    tracing::warn!(node = %link.id(), "a node did not confirm a delete in time: it is sent again");
                 }
             }
         }))
