@@ -487,6 +487,13 @@ impl Client {
         Ok(plans::route(&reply))
     }
 
+    /// The same, in the words of the contract: of the nodes' stores the server fills in what it knows and the request does not give.
+    pub fn route_filled(&self, request: proto::RouteRequest) -> Result<proto::RouteReply, Error> {
+        let mut server = self.remote.plans();
+        let request = self.remote.request(request, None);
+        self.remote.ask(async move { server.route(request).await })
+    }
+
     /// The models of the caller's tenant that were registered since the server started, or that it has blocks of.
     pub fn models(&self) -> Result<proto::ListModelsReply, Error> {
         let mut models = self.remote.models();

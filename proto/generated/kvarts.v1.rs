@@ -19,6 +19,33 @@ pub struct Column {
     #[prost(message, optional, tag = "2")]
     pub coordinate: ::core::option::Option<Coordinate>,
 }
+/// What a prefix needs of a group.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Requirement {
+    #[prost(uint32, tag = "1")]
+    pub group: u32,
+    #[prost(message, repeated, tag = "2")]
+    pub coordinates: ::prost::alloc::vec::Vec<Coordinate>,
+    /// What it costs that the need is not met, in tokens to run again. Not given: the boundary cannot be used.
+    #[prost(uint64, optional, tag = "5")]
+    pub recompute_tokens: ::core::option::Option<u64>,
+    /// Which blocks a boundary needs. Not given: every block before it.
+    #[prost(oneof = "requirement::Need", tags = "3, 4")]
+    pub need: ::core::option::Option<requirement::Need>,
+}
+/// Nested message and enum types in `Requirement`.
+pub mod requirement {
+    /// Which blocks a boundary needs. Not given: every block before it.
+    #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Oneof)]
+    pub enum Need {
+        /// Those of the last so many tokens.
+        #[prost(uint32, tag = "3")]
+        LastTokens(u32),
+        /// The state valid at exactly this boundary.
+        #[prost(bool, tag = "4")]
+        AtBoundary(bool),
+    }
+}
 /// The bytes of one block of a column: layers in execution order, and in each its chunks (one for each part, K and V
 /// for example) in order. A block's canonical form is these chunks one after the other, without padding.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1234,6 +1261,8 @@ pub struct RouteRequest {
     /// Leading tokens that other sessions go on from as well: they do not leave the owner.
     #[prost(uint64, tag = "11")]
     pub shared_tokens: u64,
+    #[prost(message, optional, tag = "12")]
+    pub prompt: ::core::option::Option<route_request::Prompt>,
 }
 /// Nested message and enum types in `RouteRequest`.
 pub mod route_request {
@@ -1245,7 +1274,7 @@ pub mod route_request {
         #[prost(uint64, tag = "2")]
         pub tokens: u64,
     }
-    #[derive(Clone, Copy, PartialEq, ::prost::Message)]
+    #[derive(Clone, PartialEq, ::prost::Message)]
     pub struct Node {
         #[prost(uint32, tag = "1")]
         pub node: u32,
@@ -1257,25 +1286,29 @@ pub mod route_request {
         pub queue_ms: f64,
         #[prost(uint64, tag = "4")]
         pub decoding: u64,
-        /// Leading tokens of the prompt in its memory, and in its memory or on its disks.
+        /// Leading tokens of the prompt in its memory, and in its memory or on its disks. What is not given of this field and the next four
+        /// the server fills in for a node with `store`, as far as it can; else it is 0.
         #[prost(uint64, tag = "5")]
         pub memory_tokens: u64,
-        #[prost(uint64, tag = "6")]
-        pub disk_tokens: u64,
-        #[prost(double, tag = "7")]
-        pub disk_bytes_per_ms: f64,
-        #[prost(double, tag = "8")]
-        pub disk_queue_ms: f64,
+        #[prost(uint64, optional, tag = "6")]
+        pub disk_tokens: ::core::option::Option<u64>,
+        #[prost(double, optional, tag = "7")]
+        pub disk_bytes_per_ms: ::core::option::Option<f64>,
+        #[prost(double, optional, tag = "8")]
+        pub disk_queue_ms: ::core::option::Option<f64>,
         /// 0: no network.
-        #[prost(double, tag = "9")]
-        pub network_bytes_per_ms: f64,
-        #[prost(double, tag = "10")]
-        pub network_queue_ms: f64,
+        #[prost(double, optional, tag = "9")]
+        pub network_bytes_per_ms: ::core::option::Option<f64>,
+        #[prost(double, optional, tag = "10")]
+        pub network_queue_ms: ::core::option::Option<f64>,
         /// Of the tokens in its memory those in device memory, and what its host's memory brings a device; 0: all are in device memory.
         #[prost(uint64, tag = "11")]
         pub device_tokens: u64,
         #[prost(double, tag = "12")]
         pub memory_bytes_per_ms: f64,
+        /// 16 bytes: the store of the Kvarts server that stands beside it, as members of a cluster are named.
+        #[prost(bytes = "bytes", tag = "13")]
+        pub store: ::prost::bytes::Bytes,
     }
     #[derive(Clone, Copy, PartialEq, ::prost::Message)]
     pub struct Weights {
@@ -1286,6 +1319,19 @@ pub mod route_request {
         #[prost(double, tag = "2")]
         pub mu: f64,
     }
+    /// The blocks of the prompt: given, the server says which node has how much of it.
+    #[derive(Clone, PartialEq, ::prost::Message)]
+    pub struct Prompt {
+        /// The model. If `token_bytes` or `layers` is 0, it is the model's.
+        #[prost(bytes = "bytes", tag = "1")]
+        pub namespace: ::prost::bytes::Bytes,
+        /// 32 bytes each, one after the other, in the order of the prompt.
+        #[prost(bytes = "bytes", tag = "2")]
+        pub keys: ::prost::bytes::Bytes,
+        /// Not given: all blocks of group 0, whole.
+        #[prost(message, repeated, tag = "3")]
+        pub requirements: ::prost::alloc::vec::Vec<super::Requirement>,
+    }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RouteReply {
@@ -1294,6 +1340,8 @@ pub struct RouteReply {
     /// The least cost first: that is what to do.
     #[prost(message, repeated, tag = "2")]
     pub candidates: ::prost::alloc::vec::Vec<route_reply::Candidate>,
+    #[prost(message, optional, tag = "3")]
+    pub filled: ::core::option::Option<route_reply::Filled>,
 }
 /// Nested message and enum types in `RouteReply`.
 pub mod route_reply {
@@ -1371,6 +1419,50 @@ pub mod route_reply {
                     _ => None,
                 }
             }
+        }
+    }
+    /// What the server filled in, and what it does not know.
+    #[derive(Clone, PartialEq, ::prost::Message)]
+    pub struct Filled {
+        /// 16 bytes: the store of the server that answers.
+        #[prost(bytes = "bytes", tag = "1")]
+        pub here: ::prost::bytes::Bytes,
+        /// Of the nodes with `store`, in the order of the request.
+        #[prost(message, repeated, tag = "2")]
+        pub nodes: ::prost::alloc::vec::Vec<filled::Node>,
+        /// Who was counted as the owner where the request names none: the node that owns a chain of the prompt or, if there is none among
+        /// the nodes, the one with the most of it.
+        #[prost(message, optional, tag = "3")]
+        pub owner: ::core::option::Option<super::route_request::Owner>,
+        #[prost(bool, tag = "4")]
+        pub owner_has_lease: bool,
+        /// 16 bytes: the store that owns a chain of the prompt, whether it is one of the nodes or not.
+        #[prost(bytes = "bytes", tag = "5")]
+        pub leased_by: ::prost::bytes::Bytes,
+        /// Leading blocks that the bucket behind the server seems to have, which costs do not count. Not given: there is none, or it is not known.
+        #[prost(uint32, optional, tag = "6")]
+        pub bucket_blocks: ::core::option::Option<u32>,
+        /// Blocks of which the nodes that hold their part of the directory did not answer in time, or do not know everything.
+        #[prost(uint32, tag = "7")]
+        pub unasked: u32,
+    }
+    /// Nested message and enum types in `Filled`.
+    pub mod filled {
+        #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+        pub struct Node {
+            #[prost(uint32, tag = "1")]
+            pub node: u32,
+            /// Leading blocks of the prompt that its store is said to have. Not given: nothing is known of it.
+            #[prost(uint32, optional, tag = "2")]
+            pub blocks: ::core::option::Option<u32>,
+            /// Its disks, or the way to it, were not measured: a drive, and a network of 10 Gbit/s, are assumed.
+            #[prost(bool, tag = "3")]
+            pub disk_is_assumed: bool,
+            #[prost(bool, tag = "4")]
+            pub network_is_assumed: bool,
+            /// Why something is not known.
+            #[prost(string, tag = "5")]
+            pub trouble: ::prost::alloc::string::String,
         }
     }
     #[derive(
@@ -1569,7 +1661,7 @@ pub mod plans_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Says where a request should go. The same question has the same answer, unless `this_node` is given.
+        /// Says where a request should go. The same question has the same answer, unless `this_node`, `prompt` or the `store` of a node is given.
         /// Needs the right to read.
         pub async fn route(
             &mut self,
@@ -1604,7 +1696,7 @@ pub mod plans_server {
     /// Generated trait containing gRPC methods that should be implemented for use with PlansServer.
     #[async_trait]
     pub trait Plans: std::marker::Send + std::marker::Sync + 'static {
-        /// Says where a request should go. The same question has the same answer, unless `this_node` is given.
+        /// Says where a request should go. The same question has the same answer, unless `this_node`, `prompt` or the `store` of a node is given.
         /// Needs the right to read.
         async fn route(
             &self,
@@ -1911,32 +2003,6 @@ pub struct PutReply {
     /// Of all messages of the put and of this one: types.proto. Not on the local path.
     #[prost(fixed32, tag = "2")]
     pub crc32: u32,
-}
-#[derive(Clone, PartialEq, ::prost::Message)]
-pub struct Requirement {
-    #[prost(uint32, tag = "1")]
-    pub group: u32,
-    #[prost(message, repeated, tag = "2")]
-    pub coordinates: ::prost::alloc::vec::Vec<Coordinate>,
-    /// What it costs that the need is not met, in tokens to run again. Not given: the boundary cannot be used.
-    #[prost(uint64, optional, tag = "5")]
-    pub recompute_tokens: ::core::option::Option<u64>,
-    /// Which blocks a boundary needs. Not given: every block before it.
-    #[prost(oneof = "requirement::Need", tags = "3, 4")]
-    pub need: ::core::option::Option<requirement::Need>,
-}
-/// Nested message and enum types in `Requirement`.
-pub mod requirement {
-    /// Which blocks a boundary needs. Not given: every block before it.
-    #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Oneof)]
-    pub enum Need {
-        /// Those of the last so many tokens.
-        #[prost(uint32, tag = "3")]
-        LastTokens(u32),
-        /// The state valid at exactly this boundary.
-        #[prost(bool, tag = "4")]
-        AtBoundary(bool),
-    }
 }
 /// Keys times the coordinates of all requirements are at most 1,048,576.
 #[derive(Clone, PartialEq, ::prost::Message)]

@@ -23,6 +23,7 @@ use kvarts_tests::stage::Scratch;
 use kvarts_wire::{convert, proto};
 use proto::chain_reply::What;
 use proto::chain_request::Ask;
+use proto::route_reply::candidate::Action;
 
 /// Clusters of this process so far.
 static CLUSTERS: AtomicU8 = AtomicU8::new(0);
@@ -492,4 +493,109 @@ fn a_node_of_three_conforms() {
         count += 1;
     }
     assert_eq!(count, all().len() - NOT_AMONG_NODES.len());
+}
+
+/// A question for a route of these blocks to engines beside two nodes, the first of which is busy for as long as is said.
+fn routing(cluster: &Cluster, desk: &Desk<'_>, keys: &[BlockKey], busy_ms: f64) -> proto::RouteRequest {
+    let (group, coordinate) = COLUMN();
+    let need =
+        Requirement { group, coordinates: vec![coordinate], need: Need::All, absence: Absence::Required };
+    let requirements = Requirements::new(BLOCK_TOKENS, vec![need]).unwrap();
+    let node = |at: usize| proto::route_request::Node {
+        node: at as u32 + 1,
+        decodes: true,
+        queue_ms: if at == 0 { busy_ms } else { 0.0 },
+        store: cluster.nodes[at].daemon().state().engine.stats().store.0.to_vec().into(),
+        ..proto::route_request::Node::default()
+    };
+    // Two seconds for a token: everything is sooner loaded.
+    let samples = [1, 1000].map(|new| Sample { cached: 0, new, ms: new as f64 * 2e3 });
+    proto::RouteRequest {
+        prompt_tokens: keys.len() as u64 * u64::from(BLOCK_TOKENS) + 1,
+        times: Some(kvarts_wire::plans::wire_times(&Times::new(samples.to_vec(), None).unwrap())),
+        nodes: vec![node(0), node(1)],
+        explain: true,
+        prompt: Some(proto::route_request::Prompt {
+            namespace: desk.namespace.as_bytes().to_vec().into(),
+            keys: convert::key_bytes(keys),
+            requirements: convert::wire_requirements(&requirements),
+        }),
+        ..proto::RouteRequest::default()
+    }
+}
+
+#[test]
+fn a_route_knows_which_node_has_how_much_of_a_prompt_and_says_what_it_does_not_know() {
+    let cluster = Cluster::start("cluster-route", 2);
+    let stages: Vec<Beside> = (0..2).map(|n| Beside(cluster.client(n))).collect();
+    let desks: Vec<Desk<'_>> = stages.iter().map(|stage| Desk::new(stage, "route")).collect();
+    let keys = desks[0].keys(0..8);
+    desks[0].store(COLUMN(), &keys[..6], 1, Layout::LayerBlock);
+    desks[1].store(COLUMN(), &keys[..2], 1, Layout::LayerBlock);
+    (0..2).for_each(|n| until_known(&stages[n].0, &desks[n], &keys[..2], 2));
+    (0..2).for_each(|n| until_known(&stages[n].0, &desks[n], &keys[2..6], 1));
+    let block_tokens = u64::from(BLOCK_TOKENS);
+    for asked in 0..2 {
+        let route = |request| cluster.client(asked).route_filled(request).unwrap();
+        let found = route(routing(&cluster, &desks[0], &keys, 0.0));
+        let filled = found.filled.unwrap();
+        let blocks: Vec<_> = filled.nodes.iter().map(|node| node.blocks).collect();
+        assert_eq!((blocks, filled.unasked), (vec![Some(6), Some(2)], 0), "asked {asked}");
+        assert_eq!(filled.here[..], cluster.nodes[asked].daemon().state().engine.stats().store.0);
+        let owner = filled.owner.unwrap();
+        assert_eq!((owner.node, owner.tokens, filled.owner_has_lease), (1, 6 * block_tokens, false));
+        // Nothing was read yet, and the disks of another node are never known.
+        assert!(filled.nodes[1 - asked].disk_is_assumed && filled.nodes[0].network_is_assumed);
+        assert_eq!(filled.bucket_blocks, None);
+        let best = &found.candidates[0];
+        assert_eq!((best.node, best.cached_tokens), (1, 6 * block_tokens), "asked {asked}: {best:?}");
+        // One that is busy for longer than its blocks spare is passed over; the other one fetches them.
+        let found = route(routing(&cluster, &desks[0], &keys, 1e6));
+        assert_eq!((found.candidates[0].node, found.candidates[0].cached_tokens), (2, 6 * block_tokens));
+        // What the caller says wins.
+        let mut told = routing(&cluster, &desks[0], &keys, 0.0);
+        told.nodes[0].disk_tokens = Some(0);
+        told.nodes[1].disk_tokens = Some(8 * block_tokens);
+        let found = route(told);
+        let owner = found.filled.unwrap().owner.unwrap();
+        assert_eq!((owner.node, owner.tokens), (2, 8 * block_tokens));
+        let from_disk = |one: &&proto::route_reply::Candidate| one.action() == Action::FromDisk;
+        let from_disk: Vec<_> = found.candidates.iter().filter(from_disk).map(|one| one.node).collect();
+        assert_eq!((from_disk, found.candidates[0].cached_tokens), (vec![2], 8 * block_tokens));
+        // A store that is no member's has nothing that is known, and a model that is not the caller's is refused.
+        let mut stranger = routing(&cluster, &desks[0], &keys, 0.0);
+        stranger.nodes[0].store = vec![9; 16].into();
+        let filled = route(stranger).filled.unwrap();
+        assert_eq!((filled.nodes[0].blocks, filled.nodes[1].blocks), (None, Some(2)));
+        assert_eq!(filled.nodes[0].trouble, "it is no member of a cluster of this server's");
+        let mut unknown = routing(&cluster, &desks[0], &keys, 0.0);
+        unknown.prompt.as_mut().unwrap().namespace = vec![9; 32].into();
+        assert!(cluster.client(asked).route_filled(unknown).is_err());
+    }
+    owner_by_lease(&cluster, &desks, &keys);
+}
+
+/// The node with the lease of a chain is its owner, also where another node has more of it.
+fn owner_by_lease(cluster: &Cluster, desks: &[Desk<'_>], keys: &[BlockKey]) {
+    let request = desks[0].read_request(COLUMN(), keys);
+    let claim = proto::ChainRequest {
+        namespace: request.namespace.as_bytes().to_vec().into(),
+        column: Some(convert::wire_column(request.group, request.coordinate)),
+        key: convert::key_bytes(&keys[..1]),
+        ask: Some(Ask::ClaimMs(60_000)),
+        ..proto::ChainRequest::default()
+    };
+    let start = Instant::now();
+    while cluster.client(1).chain(claim.clone()).unwrap().what() != What::Granted {
+        assert!(start.elapsed() < Duration::from_secs(100), "no node owns the chain");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let found = cluster.client(0).route_filled(routing(cluster, &desks[0], keys, 0.0)).unwrap();
+    let filled = found.filled.unwrap();
+    let owner = filled.owner.unwrap();
+    assert_eq!((owner.node, owner.tokens), (2, 2 * u64::from(BLOCK_TOKENS)));
+    assert!(
+        filled.owner_has_lease
+            && filled.leased_by[..] == routing(cluster, &desks[0], keys, 0.0).nodes[1].store[..]
+    );
 }

@@ -45,11 +45,6 @@ macro_rules! same_names {
 same_fields!(wire_sample, sample, Sample, proto::prefill_times::Sample, cached, new, ms);
 same_fields!(wire_sparse, sparse, Sparse, proto::prefill_times::Sparse, tokens, flops, index_bytes);
 same_fields!(wire_link, link, Link, proto::Link, latency_ms, bytes_per_ms, outstanding_bytes);
-same_fields! {
-    wire_node, node, NodeView, proto::route_request::Node, node, decodes, queue_ms, decoding, memory_tokens,
-    device_tokens, memory_bytes_per_ms, disk_tokens, disk_bytes_per_ms, disk_queue_ms, network_bytes_per_ms,
-    network_queue_ms
-}
 same_fields!(wire_weights, weights, Weights, proto::route_request::Weights, lambda_ms_per_gb, mu);
 same_names!(wire_overlap, overlap_of, Overlap, proto::Overlap, Layers, None);
 same_names!(wire_kind, kind, Kind, proto::times_told::Kind, Interpolated, Roofline, ScaledRoofline);
@@ -312,6 +307,42 @@ fn plan_of(wire: &proto::Plan) -> Result<Plan, Reason> {
     })
 }
 
+/// All of a node is given: nothing is left to the server.
+fn wire_node(of: &NodeView) -> proto::route_request::Node {
+    proto::route_request::Node {
+        node: of.node,
+        decodes: of.decodes,
+        queue_ms: of.queue_ms,
+        decoding: of.decoding,
+        memory_tokens: of.memory_tokens,
+        device_tokens: of.device_tokens,
+        memory_bytes_per_ms: of.memory_bytes_per_ms,
+        disk_tokens: Some(of.disk_tokens),
+        disk_bytes_per_ms: Some(of.disk_bytes_per_ms),
+        disk_queue_ms: Some(of.disk_queue_ms),
+        network_bytes_per_ms: Some(of.network_bytes_per_ms),
+        network_queue_ms: Some(of.network_queue_ms),
+        store: bytes::Bytes::new(),
+    }
+}
+
+fn node(wire: &proto::route_request::Node) -> NodeView {
+    NodeView {
+        node: wire.node,
+        decodes: wire.decodes,
+        queue_ms: wire.queue_ms,
+        decoding: wire.decoding,
+        memory_tokens: wire.memory_tokens,
+        device_tokens: wire.device_tokens,
+        memory_bytes_per_ms: wire.memory_bytes_per_ms,
+        disk_tokens: wire.disk_tokens(),
+        disk_bytes_per_ms: wire.disk_bytes_per_ms(),
+        disk_queue_ms: wire.disk_queue_ms(),
+        network_bytes_per_ms: wire.network_bytes_per_ms(),
+        network_queue_ms: wire.network_queue_ms(),
+    }
+}
+
 /// The nodes of a route.
 pub fn nodes(wire: &[proto::route_request::Node]) -> Vec<NodeView> {
     wire.iter().map(node).collect()
@@ -351,6 +382,7 @@ pub fn wire_question(
         weights: Some(wire_weights(&question.weights)),
         this_node,
         explain: true,
+        prompt: None,
     }
 }
 
@@ -371,6 +403,7 @@ pub fn wire_route(route: &Route, most: usize) -> proto::RouteReply {
     proto::RouteReply {
         class: wire_class(route.class).into(),
         candidates: route.candidates.iter().take(most).map(candidate).collect(),
+        filled: None,
     }
 }
 

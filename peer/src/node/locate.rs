@@ -124,6 +124,16 @@ impl ClusterNode {
         self.ask_holders(tags, false, timeout).await.located
     }
 
+    /// The same; and the places of blocks with which a chain begins that is owned now, with the owners.
+    pub async fn locate_with_owners(
+        &self,
+        tags: &[Tag],
+        timeout: Duration,
+    ) -> (Located, Vec<(usize, NodeId)>) {
+        let Asked { located, owners, .. } = self.ask_holders(tags, true, timeout).await;
+        (located, owners)
+    }
+
     /// The same; and which holders did not answer in time, and, if `owners` are wanted, who owns the chains that begin with these blocks.
     pub(super) async fn ask_holders(&self, tags: &[Tag], owners: bool, timeout: Duration) -> Asked {
         let mut by_holder = self.directory().by_holder(tags);

@@ -20,7 +20,7 @@ use super::fault::Outcome;
 /// How long other nodes may take to say who has blocks.
 const LOOKUP_TIMEOUT: Duration = Duration::from_millis(50);
 /// What a way to another node is taken for before anything came over it: a network of 10 Gbit/s, and a read of a disk.
-const UNMEASURED: Link = Link { latency_ms: 1.0, bytes_per_ms: 1.25e6, outstanding_bytes: 0 };
+pub(super) const UNMEASURED: Link = Link { latency_ms: 1.0, bytes_per_ms: 1.25e6, outstanding_bytes: 0 };
 
 /// Which blocks of a prompt this node and others have together.
 #[derive(Debug, Default)]

@@ -17,6 +17,7 @@ pub(crate) mod heavy;
 pub(crate) mod lookups;
 pub(crate) mod methods;
 pub(crate) mod purge;
+pub(crate) mod route;
 pub(crate) mod store;
 pub(crate) mod upload;
 

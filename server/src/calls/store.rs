@@ -145,7 +145,7 @@ pub(crate) fn match_prefix(
     })
 }
 
-/// Says where a request should go.
+/// Says where a request should go, by nodes that are filled in.
 pub(crate) fn route(call: &Call, wire: &proto::RouteRequest) -> Outcome<proto::RouteReply> {
     let times = call.state.times.of(wire.times.as_ref())?;
     let mut nodes = plans::nodes(&wire.nodes);

@@ -24,7 +24,7 @@ use super::{admin, limits, models, read, watch};
 use crate::calls::call::Call;
 use crate::calls::download::Download;
 use crate::calls::heavy::{self, heavily};
-use crate::calls::{directory, lookups, purge, store};
+use crate::calls::{directory, lookups, purge, route, store};
 use kvarts_wire::proto;
 use kvarts_wire::proto::{
     admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
@@ -147,10 +147,7 @@ impl Directory for Services {
 #[tonic::async_trait]
 impl Plans for Services {
     async fn route(&self, request: Request<proto::RouteRequest>) -> Answer<proto::RouteReply> {
-        answer(request, |call, wire| {
-            heavily(call, heavy::of_route(&wire), move |call| store::route(call, &wire))
-        })
-        .await
+        answer(request, route::route).await
     }
 }
 
