@@ -211,6 +211,36 @@ class Client:
     def stats(self) -> dict[str, Any]:
         """What the store is and has done."""
 
+    def models(self) -> list[dict[str, Any]]:
+        """The models of the caller's tenant that were registered since the server started, or that it has blocks of: `namespace`, `model`,
+        `revision`, `dtype`, `engine`, `layout`, `block_tokens`, `layers`, `registered`, `last_used_ms`. Of a server only."""
+
+    def route(
+        self,
+        nodes: Sequence[dict[str, Any]],
+        *,
+        times: Times,
+        prompt_tokens: int,
+        namespace: bytes | None = None,
+        keys: Sequence[Key] | None = None,
+        owner: tuple[int, int] | None = None,
+        shared_tokens: int = 0,
+        forked: bool = False,
+        token_bytes: float = 0.0,
+        layers: int = 0,
+    ) -> dict[str, Any]:
+        """Where a request should go. Of a server only.
+
+        Each of `nodes` says what its caller knows: `node` (its number), `store` (16 bytes: the store of the server beside it, which that
+        server says as `here`), `decodes`, `queue_ms`, `decoding`, `memory_tokens`, `device_tokens`, `memory_bytes_per_ms`; and where
+        it knows better, `disk_tokens`, `disk_bytes_per_ms`, `disk_queue_ms`, `network_bytes_per_ms`, `network_queue_ms`: what is given
+        stands, the rest the server fills in for nodes with a `store`. `namespace` and `keys` name the blocks of the prompt (of group
+        0, whole); without them the server knows of no blocks. `owner`: a node's number and the leading tokens that it has.
+
+        The answer: `class`; `candidates`, the least `cost_ms` first, each with `node`, `action`, `cached_tokens` and the terms of its
+        cost; `nodes`, of each with a `store` its leading `blocks` (`None`: not known), what was assumed and the `trouble`; `here`, `owner`,
+        `owner_has_lease`, `leased_by`, `bucket_blocks` (`None`: not known), `unasked` (blocks that the directory was not asked for in time)."""
+
     def close(self, timeout: float | None = None) -> None:
         """Closes all handles (see `Pages.close`) and ends the connection or the store."""
 

@@ -20,7 +20,9 @@ use crate::handle::{Core, Handle, HandleOptions};
 use crate::left;
 use crate::memory::{Adopted, Memory};
 use crate::pages::Pages;
+use crate::planning::Times;
 use crate::pool::{self, Pool};
+use crate::routing;
 use crate::waiting;
 use crate::watching::{self, Events};
 
@@ -281,6 +283,46 @@ impl Client {
             found.set_item("counts", counts)?;
         }
         Ok(found)
+    }
+
+    fn models<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        routing::models(py, core)
+    }
+
+    #[pyo3(signature = (
+        nodes, *, times, prompt_tokens, namespace=None, keys=None, owner=None, shared_tokens=0, forked=false,
+        token_bytes=0.0, layers=0,
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    fn route<'py>(
+        &self,
+        py: Python<'py>,
+        nodes: Vec<Bound<'py, PyDict>>,
+        times: &Times,
+        prompt_tokens: u64,
+        namespace: Option<Vec<u8>>,
+        keys: Option<Bound<'py, PyAny>>,
+        owner: Option<(u32, u64)>,
+        shared_tokens: u64,
+        forked: bool,
+        token_bytes: f64,
+        layers: u32,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let core = self.core.get()?;
+        core.alive(py)?;
+        let asked = routing::Asked {
+            prompt_tokens,
+            namespace,
+            keys,
+            owner,
+            shared_tokens,
+            forked,
+            token_bytes,
+            layers,
+        };
+        routing::route(py, core, &nodes, times, asked)
     }
 
     #[pyo3(signature = (*, after=None))]

@@ -31,6 +31,7 @@ mod planning;
 mod pool;
 mod reading;
 mod registry;
+mod routing;
 mod waiting;
 mod watching;
 mod windows;
