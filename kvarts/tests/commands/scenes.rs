@@ -412,6 +412,12 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
             "scripts/sim-record calibrate calibrate-kvarts {none,memory,kvarts}{,-clock} --repeats 13",
         ],
     ),
+    (
+        "engines on other machines; `scripts/wheel check` runs the proxy before doubles of engines and real servers",
+        &[
+            "python -m kvarts.route --listen 0.0.0.0:8080 --engine http://10.0.0.1:8000,server=10.0.0.1:7440 --engine http://10.0.0.2:8000,server=10.0.0.2:7440",
+        ],
+    ),
     ("an installed service", &["systemctl restart kvarts"]),
     (
         "an etcd on other machines; the tests of `kvarts/tests/cluster_etcd.rs` register programs with one of their own",

@@ -1,0 +1,262 @@
+"""HTTP/1.1 as the proxy `python -m kvarts.route` needs it: one request a connection, a head and a body within limits, and engines' answers passed on.
+
+What a client sends is bounded before it is kept, and every wait has a limit. Bodies of answers are not looked into: what comes from an engine goes
+to the client as it comes, framing included.
+"""
+
+import asyncio
+import json
+import ssl
+import urllib.parse
+
+#: The longest head of a request or an answer, and the most lines that it may have.
+HEAD_MAX = 64 << 10
+LINES_MAX = 128
+#: Seconds that a client may take for its head, for its body, and to take what is sent to it.
+HEAD_TIMEOUT, BODY_TIMEOUT, CLIENT_STALL = 15.0, 60.0, 60.0
+#: Seconds for a connection to an engine.
+CONNECT_TIMEOUT = 5.0
+_PIECE = 64 << 10
+#: Of one connection alone: they are not passed on.
+_OWN = frozenset(
+    ["connection", "keep-alive", "proxy-connection", "proxy-authenticate", "te", "trailer", "upgrade", "host", "content-length", "expect"]
+)
+_REASONS = {
+    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout", 411: "Length Required",
+    413: "Content Too Large", 431: "Request Header Fields Too Large", 502: "Bad Gateway", 503: "Service Unavailable",
+}
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status, text, kind="invalid_request_error"):
+        super().__init__(text)
+        self.status, self.text, self.kind = status, text, kind
+
+
+class Lost(Exception):
+    """An engine that did not answer."""
+
+
+class Gone(Exception):
+    """The client is not there any more, or takes nothing."""
+
+
+async def within(seconds, work):
+    # ends: the work is cancelled after `seconds`
+    return await asyncio.wait_for(work, seconds)
+
+
+class Head:
+    """The first line and the fields of a request or an answer."""
+
+    def __init__(self, data):
+        lines = data.decode("latin-1").split("\r\n")
+        self.first, self.fields = lines[0].split(" ", 2), []
+        if len(lines) > LINES_MAX:
+            raise Refused(431, f"more than {LINES_MAX} header fields")
+        for line in lines[1:]:
+            if not line:
+                continue
+            name, colon, value = line.partition(":")
+            if not colon or not name or name != name.strip() or "\n" in line or "\r" in line or "\0" in line:
+                raise Refused(400, "a header field that is none")
+            self.fields.append((name, value.strip()))
+
+    def get(self, name):
+        """The one value of a field."""
+        found = {value for known, value in self.fields if known.lower() == name}
+        if len(found) > 1:
+            raise Refused(400, f"{name} is said twice")
+        return found.pop() if found else None
+
+    def passed_on(self):
+        return [(name, value) for name, value in self.fields if name.lower() not in _OWN]
+
+
+class Request:
+    def __init__(self, method, path, head, body=b""):
+        self.method, self.path, self.head, self.body = method, path, head, body
+
+
+class Room:
+    """Memory for the bodies of all requests together."""
+
+    def __init__(self, most):
+        self.left = most
+
+    def take(self, nbytes):
+        if nbytes > self.left:
+            raise Refused(503, "other requests have the memory for bodies", "overloaded_error")
+        self.left -= nbytes
+
+    def give_back(self, nbytes):
+        self.left += nbytes
+
+
+def length_of(request, body_max):
+    """Of the request's body; 0 for none."""
+    head = request.head
+    if head.get("transfer-encoding") is not None:
+        raise Refused(411, "bodies need a Content-Length")
+    length = head.get("content-length")
+    if length is None:
+        if request.method == "POST":
+            raise Refused(411, "bodies need a Content-Length")
+        return 0
+    if not (length.isascii() and length.isdigit()) or len(length) > 18:
+        raise Refused(400, "Content-Length is no number")
+    if int(length) > body_max:
+        raise Refused(413, f"the body is longer than {body_max} bytes")
+    return int(length)
+
+
+async def read_head(reader):
+    """The request of a connection; `None` if the client said nothing."""
+    try:
+        data = await within(HEAD_TIMEOUT, reader.readuntil(b"\r\n\r\n"))
+    except asyncio.IncompleteReadError as error:
+        if not error.partial:
+            return None
+        raise Refused(400, "the request ends within its head") from None
+    except asyncio.LimitOverrunError:
+        raise Refused(431, f"the head is longer than {HEAD_MAX} bytes") from None
+    except asyncio.TimeoutError:
+        raise Refused(408, "the head did not come in time") from None
+    head = Head(data)
+    if len(head.first) != 3 or not head.first[2].startswith("HTTP/1.") or not head.first[1].startswith("/"):
+        raise Refused(400, "no request of HTTP/1")
+    return Request(head.first[0], head.first[1].partition("?")[0], head)
+
+
+async def read_body(request, length, reader, writer):
+    if (request.head.get("expect") or "").lower() == "100-continue":
+        await send(writer, b"HTTP/1.1 100 Continue\r\n\r\n")
+    try:
+        request.body = await within(BODY_TIMEOUT, reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        raise Refused(400, "the body is shorter than its Content-Length") from None
+    except asyncio.TimeoutError:
+        raise Refused(408, "the body did not come in time") from None
+
+
+async def until_gone(reader):
+    """Until the client's side of the connection ends: what else it says is left out."""
+    while await reader.read(_PIECE):
+        pass
+
+
+async def send(writer, data):
+    """To the client."""
+    try:
+        writer.write(data)
+        await within(CLIENT_STALL, writer.drain())
+    except (OSError, asyncio.TimeoutError) as error:
+        raise Gone(str(error)) from None
+
+
+def answer(status, told):
+    """An answer of the proxy's own."""
+    body = json.dumps(told).encode()
+    head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Error')}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return (head + "Connection: close\r\n\r\n").encode() + body
+
+
+def refusal(error):
+    """In the shape of OpenAI's errors."""
+    return answer(error.status, {"error": {"message": error.text, "type": error.kind, "param": None, "code": error.status}})
+
+
+def parsed(body):
+    """The object that a body is."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}"[:200]) from None
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no JSON object")
+    return found
+
+
+class Answered:
+    """What an engine has begun to answer."""
+
+    def __init__(self, reader, writer, head):
+        self.reader, self.writer, self.head = reader, writer, head
+        try:
+            self.status, self.length = int(head.first[1]), head.get("content-length")
+        except (IndexError, ValueError):
+            raise Lost("no answer of HTTP/1") from None
+
+    def begin(self):
+        """The head, as the client gets it."""
+        fields = [*self.head.passed_on(), ("Connection", "close")]
+        if self.length is not None:
+            fields.append(("Content-Length", self.length))
+        return (" ".join(self.head.first) + "\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields) + "\r\n").encode("latin-1")
+
+    async def pieces(self, stall):
+        """The body as it comes, its framing included; raises `Lost` where it breaks off."""
+        while True:
+            try:
+                piece = await within(stall, self.reader.read(_PIECE))
+            except (OSError, asyncio.TimeoutError) as error:
+                raise Lost(f"the answer broke off: {error or 'nothing came'}") from None
+            if not piece:
+                return
+            yield piece
+
+    async def whole(self, most, stall):
+        """The body of a short answer, without framing."""
+        data = b""
+        async for piece in self.pieces(stall):
+            data += piece
+            if len(data) > most:
+                raise Lost(f"the answer is longer than {most} bytes")
+        if self.length is not None and str(len(data)) != self.length:
+            raise Lost("the answer broke off")
+        return _unframed(data) if "chunked" in (self.head.get("transfer-encoding") or "").lower() else data
+
+    def close(self):
+        self.writer.close()
+
+
+def _unframed(data):
+    found = b""
+    while True:
+        size, line, data = data.partition(b"\r\n")
+        try:
+            size = int(size.split(b";")[0], 16)
+        except ValueError:
+            raise Lost("the answer's framing is none") from None
+        if not line or len(data) < size:
+            raise Lost("the answer broke off")
+        if size == 0:
+            return found
+        found, data = found + data[:size], data[size + 2 :]
+
+
+async def ask(url, method, path, fields, body, timeout):
+    """Sends a request to an engine and waits for the head of its answer; raises `Lost`."""
+    place = urllib.parse.urlsplit(url)
+    secure = ssl.create_default_context() if place.scheme == "https" else None
+    port = place.port or (443 if secure else 80)
+    try:
+        connecting = asyncio.open_connection(place.hostname, port, ssl=secure, limit=HEAD_MAX)
+        reader, writer = await within(CONNECT_TIMEOUT, connecting)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise Lost(f"no connection: {error or 'not in time'}") from None
+    try:
+        lines = [f"{method} {place.path.rstrip('/')}{path} HTTP/1.1", f"Host: {place.netloc}", "Connection: close"]
+        lines += [f"Content-Length: {len(body)}"] if body or method == "POST" else []
+        lines += [f"{name}: {value}" for name, value in fields]
+        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body)
+        await within(timeout, writer.drain())
+        return Answered(reader, writer, Head(await within(timeout, reader.readuntil(b"\r\n\r\n"))))
+    except (OSError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError, Refused) as error:
+        writer.close()
+        raise Lost(f"no answer: {error or 'not in time'}") from None
+    except BaseException:
+        writer.close()
+        raise
