@@ -225,9 +225,9 @@ impl Directory {
             }
         }
         for partition in &partitions {
-            self.numbers.values().for_each(|number| self.lacking.await_snapshot(*number, *partition));
+            self.numbers.values().for_each(|number| self.lacking.expect_snapshot(*number, *partition));
         }
-        joined.iter().for_each(|node| self.await_all(*node));
+        joined.iter().for_each(|node| self.expect_all(*node));
         Lacks { partitions, members: joined }
     }
 
@@ -354,7 +354,7 @@ impl Directory {
         if let (Some(&number), true) = (self.numbers.get(&node), self.shelves.get(partition).is_some()) {
             let snapshot = self.snapshots.entry((number, partition)).or_default();
             *snapshot = snapshot.wrapping_add(1);
-            self.lacking.await_snapshot(number, partition);
+            self.lacking.expect_snapshot(number, partition);
         }
     }
 
@@ -373,10 +373,10 @@ impl Directory {
     }
 
     /// What a node has is not heard any more: until it has sent everything again, copies of it may be missing.
-    pub fn await_all(&mut self, node: NodeId) {
+    pub fn expect_all(&mut self, node: NodeId) {
         let Some(&number) = self.numbers.get(&node) else { return };
         let lacking = &mut self.lacking;
-        self.shelves.held().for_each(|partition| lacking.await_snapshot(number, partition));
+        self.shelves.held().for_each(|partition| lacking.expect_snapshot(number, partition));
     }
 
     /// The nodes of which copies may be missing in a partition: their snapshot has not ended, or there was no room.

@@ -212,7 +212,7 @@ impl Silent {
         let ports = [node.place("grpc"), node.place("metrics"), peers];
         let tcp = (0..count * 4 / 5).map(|at| TcpStream::connect(ports[at % 3]).unwrap());
         let tcp: Vec<TcpStream> = tcp.collect();
-        // A full queue of a socket says so at once: then there is nobody to hold up.
+        // A full queue of a socket says so at once: then nothing is held up.
         let local = (0..count / 5).filter_map(|_| UnixStream::connect(node.socket()).ok());
         let local: Vec<UnixStream> = local.collect();
         (tcp.len() + local.len(), Self { _tcp: tcp, _local: local })

@@ -209,7 +209,7 @@ fn a_directory_says_where_it_lacks_copies_until_each_node_has_sent_everything() 
     }
     assert_eq!((lacking(&directory, &[1, 2]), lacking(&directory, &[1, 2, 3])), (0, held.len()));
     // It sends again, as after a connection that broke.
-    directory.await_all(node(2));
+    directory.expect_all(node(2));
     assert_eq!((lacking(&directory, &[1]), lacking(&directory, &[2])), (0, held.len()));
     // Of one that left nothing is missing; of a new one everything is, and so of all in what is held from now on.
     directory.change_members(&members(2, &[1, 4]));

@@ -19,7 +19,7 @@ pub(super) struct Lacking(BTreeMap<(Partition, u16), Why>);
 
 impl Lacking {
     /// Everything of this node and partition is on its way, or is to be asked for.
-    pub(super) fn await_snapshot(&mut self, node: u16, partition: Partition) {
+    pub(super) fn expect_snapshot(&mut self, node: u16, partition: Partition) {
         self.0.insert((partition, node), Why::Awaited);
     }
 

@@ -276,7 +276,7 @@ impl ClusterNode {
     fn hear(&self, from: NodeId, asking: Asking) {
         // With the lock under which what it says is taken in.
         let mut directory = self.directory();
-        directory.await_all(from);
+        directory.expect_all(from);
         let old = self.asking.lock().unwrap_or_else(PoisonError::into_inner).insert(from, asking);
         if let Some(old) = old {
             old.cut();
@@ -289,7 +289,7 @@ impl ClusterNode {
         let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
         if asking.get(&from).is_some_and(|now| now.to.same_channel(over)) {
             asking.remove(&from);
-            directory.await_all(from);
+            directory.expect_all(from);
         }
     }
 

@@ -152,9 +152,7 @@ pub struct ClusterNode {
     links: RwLock<BTreeMap<NodeId, Arc<Link>>>,
     /// How to ask nodes whose changes this one takes to send some again.
     asking: Mutex<BTreeMap<NodeId, Asking>>,
-    /// Copies that the directory has no room for, and who says so.
-    left_out: AtomicU64,
-    full: Seldom,
+    left_out: LeftOut,
     /// Who says that a caller was refused.
     refusals: Seldom,
     /// Turns of calls that copy blocks here.
@@ -261,8 +259,7 @@ impl ClusterNode {
             feeder: Feeder::default(),
             links: RwLock::default(),
             asking: Mutex::default(),
-            left_out: AtomicU64::new(0),
-            full: Seldom::default(),
+            left_out: LeftOut::default(),
             refusals: Seldom::default(),
             trouble: Mutex::default(),
             stopping: watch::Sender::new(false),
@@ -512,8 +509,8 @@ impl ClusterNode {
 
     /// Copies were left out of the directory, or dropped from it, for want of room: an operator hears of it, though not of each.
     fn note_left_out(&self, copies: u64) {
-        let before = self.left_out.fetch_add(copies, Ordering::Relaxed);
-        if copies > 0 && self.full.may(self.footing.runner.now(), FULL_SAID_EVERY) {
+        let before = self.left_out.copies.fetch_add(copies, Ordering::Relaxed);
+        if copies > 0 && self.left_out.said.may(self.footing.runner.now(), FULL_SAID_EVERY) {
             let (left_out, room) = (before + copies, self.options.entries_max);
             tracing::warn!(
                 left_out,
@@ -534,6 +531,14 @@ impl ClusterNode {
     fn now(&self) -> Duration {
         Duration::from_nanos(self.store.clock().now().0)
     }
+}
+
+/// Copies that the directory has no room for.
+#[derive(Debug, Default)]
+struct LeftOut {
+    copies: AtomicU64,
+    /// When the log last said so.
+    said: Seldom,
 }
 
 /// Registers the memory for what others read with the store: its reads cost less then.

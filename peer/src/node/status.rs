@@ -108,7 +108,7 @@ impl ClusterNode {
         let directory = self.directory();
         let (entries, entry_bytes) = (directory.len(), directory.bytes());
         let partial = directory.partial().len() as u64;
-        let left_out = self.left_out.load(Ordering::Relaxed);
+        let left_out = self.left_out.copies.load(Ordering::Relaxed);
         let (epoch, is_registered) = (members.epoch(), self.lane_registered.get().copied());
         Status {
             epoch,

@@ -198,8 +198,7 @@ mod tests {
         }
     }
 
-    #[test]
-    fn everything_that_a_node_knows_of_its_cluster_is_told() {
+    fn path(number: u16, name: &str) -> PathStatus {
         let brought = Brought {
             pieces: 11,
             bytes: 12,
@@ -209,7 +208,7 @@ mod tests {
             twice: 16,
             failures: [21, 22, 23, 24, 25],
         };
-        let path = |number: u16, name: &str| PathStatus {
+        PathStatus {
             number: PathId(number),
             name: name.into(),
             rate: Some(1e6),
@@ -218,7 +217,11 @@ mod tests {
             is_left_alone: number == 1,
             reads: 3,
             brought,
-        };
+        }
+    }
+
+    #[test]
+    fn everything_that_a_node_knows_of_its_cluster_is_told() {
         let status = Status {
             epoch: 9,
             nodes: vec![
