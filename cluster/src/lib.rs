@@ -7,6 +7,7 @@
 //! - [`directory`]: who has which block: hints that events feed, and that are rebuilt when they are lost;
 //! - [`feed`]: what a node sends to those who hold the directory;
 //! - [`ownership`]: who owns a chain of blocks, under leases with fencing tokens;
+//! - [`sessions`]: who goes on from which blocks, and for how long they are held for it;
 //! - [`hot`]: what is read so often that a copy is worth its bytes;
 //! - [`paths`]: how fast each way to the bytes is, and how much waits there;
 //! - [`dealer`]: which path reads which piece of one read.
@@ -28,3 +29,4 @@ pub mod ownership;
 pub mod partition;
 pub mod paths;
 pub mod registry;
+pub mod sessions;
