@@ -7,7 +7,8 @@
 //! - [`cost`]: how long prefill and decode take: from samples, from a device's data sheet, or from both;
 //! - [`keep`]: what a stored byte is worth;
 //! - [`plan`]: for one request, what is loaded from where, what is computed again, and what that gains;
-//! - [`route`]: on which node, with which action, a request costs least.
+//! - [`route`]: on which node, with which action, a request costs least;
+//! - [`tails`]: what a session keeps of windows and states.
 //!
 //! Times are `f64` milliseconds, sizes `u64` bytes.
 #![forbid(unsafe_code)]
@@ -20,3 +21,4 @@ pub mod cost;
 pub mod keep;
 pub mod plan;
 pub mod route;
+pub mod tails;
