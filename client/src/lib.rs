@@ -22,6 +22,7 @@ mod messages;
 mod peer;
 pub mod pool;
 mod remote;
+pub mod session;
 mod timeouts;
 mod upload;
 

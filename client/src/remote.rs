@@ -29,6 +29,7 @@ use proto::directory_client::DirectoryClient;
 use proto::models_client::ModelsClient;
 use proto::plans_client::PlansClient;
 use proto::reads_client::ReadsClient;
+use proto::sessions_client::SessionsClient;
 use proto::store_client::StoreClient;
 
 /// How long after a call whose connection was lost it is made again; a connection that is over is known to be soon.
@@ -180,6 +181,10 @@ impl Remote {
 
     pub(super) fn plans(&self) -> PlansClient<Channel> {
         PlansClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
+    }
+
+    pub(super) fn sessions(&self) -> SessionsClient<Channel> {
+        SessionsClient::new(self.channel.clone()).max_decoding_message_size(limits::MESSAGE_BYTES_MAX)
     }
 
     pub(super) fn admin(&self) -> AdminClient<Channel> {

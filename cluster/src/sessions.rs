@@ -160,7 +160,7 @@ impl Shared {
         self.of.values().sum()
     }
 
-    /// Whether a tenant, one of `tenants`, may have so much more: of its own part, or of what is set aside for none.
+    /// Whether a tenant, one of `tenants`, may have that much more: of its own part, or of what is set aside for none.
     fn has_room(&self, tenant: u32, more: usize, tenants: usize) -> bool {
         let each = self.most / 2 / tenants.max(1);
         let beyond = |count: usize| count.saturating_sub(each);
@@ -224,7 +224,7 @@ impl Sessions {
         self.tenants = tenants.max(1);
     }
 
-    /// Whether a tenant may open one more session with so many grants.
+    /// Whether a tenant may open one more session with this number of grants.
     pub fn has_room(&self, tenant: u32, grants: usize) -> bool {
         self.sessions.has_room(tenant, 1, self.tenants) && self.grants.has_room(tenant, grants, self.tenants)
     }
@@ -332,7 +332,7 @@ impl Sessions {
         Ok(over)
     }
 
-    /// Whether [`Sessions::extend`] would be done with so many grants.
+    /// Whether [`Sessions::extend`] would be done with this number of grants.
     pub fn may_extend(
         &self,
         name: Name,
@@ -428,9 +428,20 @@ impl Sessions {
         Ok(known.held_until.max(known.until).saturating_sub(now))
     }
 
-    /// Chains on which sessions of this node stand.
-    pub fn chains(&self) -> impl Iterator<Item = &(u32, ChainName)> {
-        self.chains.keys()
+    /// Whether a session, or what it stands on, has a lease of the store now.
+    pub fn has(&self, name: Name, lease: u64) -> bool {
+        let above = |one: &(Name, &Session)| {
+            let name = Name { id: one.1.parent?.0, ..one.0 };
+            Some((name, self.all.get(&name)?))
+        };
+        let first = self.all.get(&name).map(|known| (name, known));
+        std::iter::successors(first, above)
+            .any(|(_, one)| one.grants.iter().any(|grant| grant.lease == lease))
+    }
+
+    /// Whether an open session of this tenant stands on a chain.
+    pub fn stands_on(&self, chain: &(u32, ChainName)) -> bool {
+        self.chains.contains_key(chain)
     }
 
     /// Sessions that are open or were handed over, rests, and grants.
@@ -470,7 +481,7 @@ impl Sessions {
         self.sessions.add(name.tenant, 1);
         self.grants.add(name.tenant, new.grants.len());
         self.ends.insert((new.until, name));
-        self.stands_on(name.tenant, &new.stand, true);
+        self.count_on(name.tenant, &new.stand, true);
         if let Some((parent, at)) = new.parent {
             self.forks.insert((Name { id: parent, ..name }, at, name.id));
         }
@@ -487,12 +498,12 @@ impl Sessions {
             self.ends.insert((until, name));
         }
         if (was == Is::Open) != (is == Is::Open) {
-            self.stands_on(name.tenant, &stand, is == Is::Open);
+            self.count_on(name.tenant, &stand, is == Is::Open);
         }
     }
 
     /// One more open session stands on a chain, or one less.
-    fn stands_on(&mut self, tenant: u32, stand: &Stand, more: bool) {
+    fn count_on(&mut self, tenant: u32, stand: &Stand, more: bool) {
         let chain = (tenant, (stand.namespace, stand.head));
         let count = self.chains.get(&chain).copied().unwrap_or(0);
         match if more { count.saturating_add(1) } else { count.saturating_sub(1) } {

@@ -35,7 +35,7 @@ pub enum Keep {
     Nothing,
     /// At every block's end.
     EveryBlock,
-    /// At the end of each one of so many blocks.
+    /// At the ends of blocks that are this far apart.
     EveryBlocks(NonZeroU32),
     /// Nowhere: the prompt is shorter than the interval.
     Replay,

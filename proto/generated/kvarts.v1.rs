@@ -7241,6 +7241,968 @@ pub mod nodes_server {
         const NAME: &'static str = SERVICE_NAME;
     }
 }
+/// What a class and an advice follow from, besides what is here.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SessionTurn {
+    /// Tokens of the prompt that is about to be computed; 0: those of the session's blocks.
+    #[prost(uint64, tag = "1")]
+    pub prompt_tokens: u64,
+    /// Leading blocks that the engine has in its own memory. Not given: what the session had before this call.
+    #[prost(uint32, optional, tag = "2")]
+    pub engine_blocks: ::core::option::Option<u32>,
+    /// How long the engine computes. Not given: 10,000 tokens a second.
+    #[prost(message, optional, tag = "3")]
+    pub times: ::core::option::Option<PrefillTimes>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct OpenSessionRequest {
+    #[prost(bytes = "bytes", tag = "1")]
+    pub namespace: ::prost::bytes::Bytes,
+    /// Of which columns blocks are held, at most 64. Without one nothing is held, and no chain is claimed.
+    #[prost(message, repeated, tag = "2")]
+    pub columns: ::prost::alloc::vec::Vec<Column>,
+    /// Its blocks from the first on, 32 bytes each.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub keys: ::prost::bytes::Bytes,
+    /// How many leading blocks are others' as well, as a system prompt is. The chain that is claimed begins behind them; there must be one.
+    #[prost(uint32, tag = "4")]
+    pub shared_blocks: u32,
+    /// Longer than ten minutes needs the right to pin.
+    #[prost(uint64, tag = "5")]
+    pub lease_ms: u64,
+    /// A session that another node handed over goes on under its number; 0: a new one.
+    #[prost(uint64, tag = "6")]
+    pub session: u64,
+    #[prost(message, optional, tag = "7")]
+    pub turn: ::core::option::Option<SessionTurn>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ForkSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+    /// How many leading blocks the fork goes on from; 0: all.
+    #[prost(uint32, tag = "2")]
+    pub blocks: u32,
+    /// The last of them, where they are not all.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub key: ::prost::bytes::Bytes,
+    #[prost(uint64, tag = "4")]
+    pub lease_ms: u64,
+    #[prost(message, optional, tag = "5")]
+    pub turn: ::core::option::Option<SessionTurn>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ExtendSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+    /// Where the keys begin: at the session's end, or before it. Blocks that it has are no error, and are held anew: so an answer that
+    /// was lost is asked for again, and blocks are held that were not here yet.
+    #[prost(uint32, tag = "2")]
+    pub first_block: u32,
+    #[prost(bytes = "bytes", tag = "3")]
+    pub keys: ::prost::bytes::Bytes,
+    #[prost(message, repeated, tag = "4")]
+    pub columns: ::prost::alloc::vec::Vec<Column>,
+    /// From now on; 0: as it was.
+    #[prost(uint64, tag = "5")]
+    pub lease_ms: u64,
+    #[prost(message, optional, tag = "6")]
+    pub turn: ::core::option::Option<SessionTurn>,
+}
+/// What to do about windows and states: they are the writer's to keep, and no server does it.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct Tail {
+    #[prost(enumeration = "tail::Keep", tag = "1")]
+    pub keep: i32,
+    #[prost(uint32, tag = "2")]
+    pub every_blocks: u32,
+    /// Whether those at the end of this turn are kept as well.
+    #[prost(bool, tag = "3")]
+    pub tip: bool,
+    /// Tokens from the last place that is kept on the way to this turn's end, how long computing them again takes, and how long writing what
+    /// is kept at one place takes.
+    #[prost(uint64, tag = "4")]
+    pub replay_tokens: u64,
+    #[prost(double, tag = "5")]
+    pub replay_ms: f64,
+    #[prost(double, tag = "6")]
+    pub write_ms: f64,
+}
+/// Nested message and enum types in `Tail`.
+pub mod tail {
+    #[derive(
+        Clone,
+        Copy,
+        Debug,
+        PartialEq,
+        Eq,
+        Hash,
+        PartialOrd,
+        Ord,
+        ::prost::Enumeration
+    )]
+    #[repr(i32)]
+    pub enum Keep {
+        /// The model has neither.
+        Nothing = 0,
+        /// At each block's end.
+        EveryBlock = 1,
+        /// At the end of each `every_blocks`-th block.
+        EveryBlocks = 2,
+        /// Nowhere on the way: computing them again is sooner than writing them.
+        Replay = 3,
+    }
+    impl Keep {
+        /// String value of the enum field names used in the ProtoBuf definition.
+        ///
+        /// The values are not transformed in any way and thus are considered stable
+        /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+        pub fn as_str_name(&self) -> &'static str {
+            match self {
+                Self::Nothing => "NOTHING",
+                Self::EveryBlock => "EVERY_BLOCK",
+                Self::EveryBlocks => "EVERY_BLOCKS",
+                Self::Replay => "REPLAY",
+            }
+        }
+        /// Creates an enum from field names used in the ProtoBuf definition.
+        pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+            match value {
+                "NOTHING" => Some(Self::Nothing),
+                "EVERY_BLOCK" => Some(Self::EveryBlock),
+                "EVERY_BLOCKS" => Some(Self::EveryBlocks),
+                "REPLAY" => Some(Self::Replay),
+                _ => None,
+            }
+        }
+    }
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SessionReply {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+    /// How many blocks the session has.
+    #[prost(uint32, tag = "2")]
+    pub blocks: u32,
+    /// Of the keys of this call those that are held in all columns.
+    #[prost(uint32, tag = "3")]
+    pub held: u32,
+    /// How long its lease goes on.
+    #[prost(uint64, tag = "4")]
+    pub lease_ms: u64,
+    #[prost(enumeration = "route_reply::Class", tag = "5")]
+    pub class: i32,
+    #[prost(message, optional, tag = "6")]
+    pub tail: ::core::option::Option<Tail>,
+    /// In a cluster: who owns its chain, if that is known, and whether it is this node.
+    #[prost(message, optional, tag = "7")]
+    pub owner: ::core::option::Option<OwnerLease>,
+    #[prost(bool, tag = "8")]
+    pub is_owner: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RenewSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+    #[prost(uint64, tag = "2")]
+    pub lease_ms: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RenewSessionReply {
+    #[prost(uint64, tag = "1")]
+    pub lease_ms: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HandOverSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HandOverSessionReply {
+    #[prost(uint32, tag = "1")]
+    pub blocks: u32,
+    /// The last one.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub tip: ::prost::bytes::Bytes,
+    /// In a cluster: whether this node has given its chain up. It keeps a chain on which other sessions of its own stand.
+    #[prost(bool, tag = "3")]
+    pub is_chain_free: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloseSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloseSessionReply {
+    /// Whether there was one.
+    #[prost(bool, tag = "1")]
+    pub ended_now: bool,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListSessionsRequest {
+    /// This one alone; 0: all.
+    #[prost(uint64, tag = "1")]
+    pub session: u64,
+    /// Those with greater numbers.
+    #[prost(uint64, tag = "2")]
+    pub after: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListSessionsReply {
+    /// By number, at most 1000.
+    #[prost(message, repeated, tag = "1")]
+    pub sessions: ::prost::alloc::vec::Vec<list_sessions_reply::Session>,
+    #[prost(bool, tag = "2")]
+    pub more: bool,
+}
+/// Nested message and enum types in `ListSessionsReply`.
+pub mod list_sessions_reply {
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+    pub struct Session {
+        #[prost(uint64, tag = "1")]
+        pub session: u64,
+        #[prost(bytes = "bytes", tag = "2")]
+        pub namespace: ::prost::bytes::Bytes,
+        #[prost(uint32, tag = "3")]
+        pub blocks: u32,
+        #[prost(bytes = "bytes", tag = "4")]
+        pub tip: ::prost::bytes::Bytes,
+        /// The session that it stands on, which may be over, and how many blocks of it; 0, 0: none.
+        #[prost(uint64, tag = "5")]
+        pub parent: u64,
+        #[prost(uint32, tag = "6")]
+        pub parent_blocks: u32,
+        /// Forks that stand on it.
+        #[prost(uint32, tag = "7")]
+        pub forks: u32,
+        /// Leases of the store that it has.
+        #[prost(uint32, tag = "8")]
+        pub leases: u32,
+        #[prost(uint64, tag = "9")]
+        pub left_ms: u64,
+        #[prost(bool, tag = "10")]
+        pub is_handed_over: bool,
+    }
+}
+/// Generated client implementations.
+pub mod sessions_client {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    use tonic::codegen::http::Uri;
+    /// All but List need the right to write.
+    #[derive(Debug, Clone)]
+    pub struct SessionsClient<T> {
+        inner: tonic::client::Grpc<T>,
+    }
+    impl<T> SessionsClient<T>
+    where
+        T: tonic::client::GrpcService<tonic::body::Body>,
+        T::Error: Into<StdError>,
+        T::ResponseBody: Body<Data = Bytes> + std::marker::Send + 'static,
+        <T::ResponseBody as Body>::Error: Into<StdError> + std::marker::Send,
+    {
+        pub fn new(inner: T) -> Self {
+            let inner = tonic::client::Grpc::new(inner);
+            Self { inner }
+        }
+        pub fn with_origin(inner: T, origin: Uri) -> Self {
+            let inner = tonic::client::Grpc::with_origin(inner, origin);
+            Self { inner }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> SessionsClient<InterceptedService<T, F>>
+        where
+            F: tonic::service::Interceptor,
+            T::ResponseBody: Default,
+            T: tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+                Response = http::Response<
+                    <T as tonic::client::GrpcService<tonic::body::Body>>::ResponseBody,
+                >,
+            >,
+            <T as tonic::codegen::Service<
+                http::Request<tonic::body::Body>,
+            >>::Error: Into<StdError> + std::marker::Send + std::marker::Sync,
+        {
+            SessionsClient::new(InterceptedService::new(inner, interceptor))
+        }
+        /// Compress requests with the given encoding.
+        ///
+        /// This requires the server to support it otherwise it might respond with an
+        /// error.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.send_compressed(encoding);
+            self
+        }
+        /// Enable decompressing responses.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.inner = self.inner.accept_compressed(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_decoding_message_size(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.inner = self.inner.max_encoding_message_size(limit);
+            self
+        }
+        pub async fn open(
+            &mut self,
+            request: impl tonic::IntoRequest<super::OpenSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Sessions/Open");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "Open"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn fork(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ForkSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Sessions/Fork");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "Fork"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn extend(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ExtendSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvarts.v1.Sessions/Extend",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "Extend"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn renew(
+            &mut self,
+            request: impl tonic::IntoRequest<super::RenewSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RenewSessionReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Sessions/Renew");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "Renew"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// The session goes on at another node, by Open with its number there. Here it holds its blocks until it is closed or its lease ends, and is
+        /// neither extended nor forked nor renewed any more. The chain's token is given up before this is answered.
+        pub async fn hand_over(
+            &mut self,
+            request: impl tonic::IntoRequest<super::HandOverSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::HandOverSessionReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvarts.v1.Sessions/HandOver",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvarts.v1.Sessions", "HandOver"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn close(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CloseSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloseSessionReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Sessions/Close");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "Close"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// The caller's tenant's. Needs the right to read.
+        pub async fn list(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListSessionsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSessionsReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static("/kvarts.v1.Sessions/List");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Sessions", "List"));
+            self.inner.unary(req, path, codec).await
+        }
+    }
+}
+/// Generated server implementations.
+pub mod sessions_server {
+    #![allow(
+        unused_variables,
+        dead_code,
+        missing_docs,
+        clippy::wildcard_imports,
+        clippy::let_unit_value,
+    )]
+    use tonic::codegen::*;
+    /// Generated trait containing gRPC methods that should be implemented for use with SessionsServer.
+    #[async_trait]
+    pub trait Sessions: std::marker::Send + std::marker::Sync + 'static {
+        async fn open(
+            &self,
+            request: tonic::Request<super::OpenSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status>;
+        async fn fork(
+            &self,
+            request: tonic::Request<super::ForkSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status>;
+        async fn extend(
+            &self,
+            request: tonic::Request<super::ExtendSessionRequest>,
+        ) -> std::result::Result<tonic::Response<super::SessionReply>, tonic::Status>;
+        async fn renew(
+            &self,
+            request: tonic::Request<super::RenewSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::RenewSessionReply>,
+            tonic::Status,
+        >;
+        /// The session goes on at another node, by Open with its number there. Here it holds its blocks until it is closed or its lease ends, and is
+        /// neither extended nor forked nor renewed any more. The chain's token is given up before this is answered.
+        async fn hand_over(
+            &self,
+            request: tonic::Request<super::HandOverSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::HandOverSessionReply>,
+            tonic::Status,
+        >;
+        async fn close(
+            &self,
+            request: tonic::Request<super::CloseSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloseSessionReply>,
+            tonic::Status,
+        >;
+        /// The caller's tenant's. Needs the right to read.
+        async fn list(
+            &self,
+            request: tonic::Request<super::ListSessionsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSessionsReply>,
+            tonic::Status,
+        >;
+    }
+    /// All but List need the right to write.
+    #[derive(Debug)]
+    pub struct SessionsServer<T> {
+        inner: Arc<T>,
+        accept_compression_encodings: EnabledCompressionEncodings,
+        send_compression_encodings: EnabledCompressionEncodings,
+        max_decoding_message_size: Option<usize>,
+        max_encoding_message_size: Option<usize>,
+    }
+    impl<T> SessionsServer<T> {
+        pub fn new(inner: T) -> Self {
+            Self::from_arc(Arc::new(inner))
+        }
+        pub fn from_arc(inner: Arc<T>) -> Self {
+            Self {
+                inner,
+                accept_compression_encodings: Default::default(),
+                send_compression_encodings: Default::default(),
+                max_decoding_message_size: None,
+                max_encoding_message_size: None,
+            }
+        }
+        pub fn with_interceptor<F>(
+            inner: T,
+            interceptor: F,
+        ) -> InterceptedService<Self, F>
+        where
+            F: tonic::service::Interceptor,
+        {
+            InterceptedService::new(Self::new(inner), interceptor)
+        }
+        /// Enable decompressing requests with the given encoding.
+        #[must_use]
+        pub fn accept_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.accept_compression_encodings.enable(encoding);
+            self
+        }
+        /// Compress responses with the given encoding, if the client supports it.
+        #[must_use]
+        pub fn send_compressed(mut self, encoding: CompressionEncoding) -> Self {
+            self.send_compression_encodings.enable(encoding);
+            self
+        }
+        /// Limits the maximum size of a decoded message.
+        ///
+        /// Default: `4MB`
+        #[must_use]
+        pub fn max_decoding_message_size(mut self, limit: usize) -> Self {
+            self.max_decoding_message_size = Some(limit);
+            self
+        }
+        /// Limits the maximum size of an encoded message.
+        ///
+        /// Default: `usize::MAX`
+        #[must_use]
+        pub fn max_encoding_message_size(mut self, limit: usize) -> Self {
+            self.max_encoding_message_size = Some(limit);
+            self
+        }
+    }
+    impl<T, B> tonic::codegen::Service<http::Request<B>> for SessionsServer<T>
+    where
+        T: Sessions,
+        B: Body + std::marker::Send + 'static,
+        B::Error: Into<StdError> + std::marker::Send + 'static,
+    {
+        type Response = http::Response<tonic::body::Body>;
+        type Error = std::convert::Infallible;
+        type Future = BoxFuture<Self::Response, Self::Error>;
+        fn poll_ready(
+            &mut self,
+            _cx: &mut Context<'_>,
+        ) -> Poll<std::result::Result<(), Self::Error>> {
+            Poll::Ready(Ok(()))
+        }
+        fn call(&mut self, req: http::Request<B>) -> Self::Future {
+            match req.uri().path() {
+                "/kvarts.v1.Sessions/Open" => {
+                    #[allow(non_camel_case_types)]
+                    struct OpenSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::OpenSessionRequest>
+                    for OpenSvc<T> {
+                        type Response = super::SessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::OpenSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::open(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = OpenSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/Fork" => {
+                    #[allow(non_camel_case_types)]
+                    struct ForkSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::ForkSessionRequest>
+                    for ForkSvc<T> {
+                        type Response = super::SessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ForkSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::fork(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ForkSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/Extend" => {
+                    #[allow(non_camel_case_types)]
+                    struct ExtendSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::ExtendSessionRequest>
+                    for ExtendSvc<T> {
+                        type Response = super::SessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ExtendSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::extend(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ExtendSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/Renew" => {
+                    #[allow(non_camel_case_types)]
+                    struct RenewSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::RenewSessionRequest>
+                    for RenewSvc<T> {
+                        type Response = super::RenewSessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::RenewSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::renew(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = RenewSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/HandOver" => {
+                    #[allow(non_camel_case_types)]
+                    struct HandOverSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::HandOverSessionRequest>
+                    for HandOverSvc<T> {
+                        type Response = super::HandOverSessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::HandOverSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::hand_over(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = HandOverSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/Close" => {
+                    #[allow(non_camel_case_types)]
+                    struct CloseSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::CloseSessionRequest>
+                    for CloseSvc<T> {
+                        type Response = super::CloseSessionReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CloseSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::close(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CloseSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Sessions/List" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListSvc<T: Sessions>(pub Arc<T>);
+                    impl<
+                        T: Sessions,
+                    > tonic::server::UnaryService<super::ListSessionsRequest>
+                    for ListSvc<T> {
+                        type Response = super::ListSessionsReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListSessionsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Sessions>::list(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                _ => {
+                    Box::pin(async move {
+                        let mut response = http::Response::new(
+                            tonic::body::Body::default(),
+                        );
+                        let headers = response.headers_mut();
+                        headers
+                            .insert(
+                                tonic::Status::GRPC_STATUS,
+                                (tonic::Code::Unimplemented as i32).into(),
+                            );
+                        headers
+                            .insert(
+                                http::header::CONTENT_TYPE,
+                                tonic::metadata::GRPC_CONTENT_TYPE,
+                            );
+                        Ok(response)
+                    })
+                }
+            }
+        }
+    }
+    impl<T> Clone for SessionsServer<T> {
+        fn clone(&self) -> Self {
+            let inner = self.inner.clone();
+            Self {
+                inner,
+                accept_compression_encodings: self.accept_compression_encodings,
+                send_compression_encodings: self.send_compression_encodings,
+                max_decoding_message_size: self.max_decoding_message_size,
+                max_encoding_message_size: self.max_encoding_message_size,
+            }
+        }
+    }
+    /// Generated gRPC service name
+    pub const SERVICE_NAME: &str = "kvarts.v1.Sessions";
+    impl<T> tonic::server::NamedService for SessionsServer<T> {
+        const NAME: &'static str = SERVICE_NAME;
+    }
+}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct LaneHello {
     #[prost(uint32, tag = "1")]

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::served::{Beside, NOT_AMONG_NODES, Served};
 use kvarts_client::Client;
+use kvarts_client::session::{Session, SessionTerms};
 use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, KvStore, LeaseTerms, MatchRequest, Order, PlanTerms, Presence, PutRequest,
     ReadRequest,
@@ -339,6 +340,61 @@ fn with_single_the_owner_of_a_chain_stores_and_what_others_take_for_it_comes_to_
     assert_eq!((on_owner(&keys[..8]), cluster.client(0).cluster_status().unwrap().epoch), (8, 1));
     assert_eq!(put(&desks[2], &keys[..8], 3), vec![BlockOutcome::HeldElsewhere; 8]);
     desks[1].expect(COLUMN(), &keys[4..8], 2);
+}
+
+#[test]
+fn a_session_that_is_handed_over_goes_on_under_its_number_and_the_owner_before_is_fenced() {
+    let cluster = Cluster::start("cluster-session", 2);
+    let (a, b) = (Beside(cluster.client(0)), Beside(cluster.client(1)));
+    let desks = [&a, &b].map(|stage| Desk::new(stage, "session"));
+    let keys = desks[0].keys(0..4);
+    desks[0].store(COLUMN(), &keys, 1, Layout::LayerBlock);
+    let request = desks[0].read_request(COLUMN(), &keys);
+    let namespace = request.namespace;
+    let lease = Duration::from_secs(300);
+    let open = |client| {
+        let terms = SessionTerms { namespace, columns: vec![COLUMN()], shared_blocks: 1, lease };
+        Session::open(client, terms, &keys[..2], None).unwrap()
+    };
+    let start = Instant::now();
+    let (session, told) = loop {
+        let (session, told) = open(&a.0);
+        if told.is_owner {
+            break (session, told);
+        }
+        session.close().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(100), "the chain has no owner: {told:?}");
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    let (id, before) = (session.id(), told.owner.unwrap());
+    assert_eq!(told.held, 2);
+    // Its own chain begins behind what is shared. Another node's session there is told who owns it.
+    let (other, told) = open(&b.0);
+    assert_eq!((told.is_owner, told.owner.map(|owner| owner.node)), (false, Some(before.node.clone())));
+    other.close().unwrap();
+    let ask = |client: &Client, ask| {
+        let request = proto::ChainRequest {
+            namespace: namespace.as_bytes().to_vec().into(),
+            column: Some(convert::wire_column(request.group, request.coordinate)),
+            key: convert::key_bytes(&keys[1..2]),
+            ask: Some(ask),
+            token_epoch: before.token_epoch,
+            token_number: before.token_number,
+            ..proto::ChainRequest::default()
+        };
+        client.chain(request).unwrap().what()
+    };
+    assert_eq!(ask(&a.0, Ask::Look(true)), What::Granted);
+    let (mut session, told) = session.hand_over(&b.0).unwrap();
+    let after = told.owner.unwrap();
+    assert_eq!((session.id(), told.is_owner), (id, true));
+    assert!((after.token_epoch, after.token_number) > (before.token_epoch, before.token_number));
+    assert_ne!(after.node, before.node);
+    assert_eq!(ask(&a.0, Ask::RenewMs(60_000)), What::Owned);
+    assert_eq!(cluster.nodes[0].daemon().state().sessions.table().count(), (0, 0, 0));
+    assert!(session.extend(&keys[2..], None).unwrap().is_owner);
+    assert!(session.close().unwrap());
+    assert_eq!(ask(&a.0, Ask::Look(true)), What::Nobody);
 }
 
 #[test]

@@ -264,6 +264,8 @@ fn without_a_valid_token_or_right_nothing_happens() {
 fn right(method: &str) -> &'static str {
     match method {
         "Store/Put" | "Store/SetDefaultTtl" | "Store/SetTtl" => "write",
+        "Sessions/List" => "read",
+        method if method.starts_with("Sessions/") => "write",
         "Store/Pin" => "pin",
         "Store/Delete" => "delete",
         "Admin/Stats" | "Admin/Checkpoint" | "Admin/Compact" | "Admin/Scrub" | "Admin/SetBudget"

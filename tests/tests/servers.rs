@@ -27,6 +27,7 @@ mod serve_pool;
 mod serve_python;
 mod serve_refusals;
 mod serve_scrub;
+mod serve_sessions;
 mod serve_tenants;
 mod serve_tenants_leave;
 mod serve_tenants_shares;

@@ -8,6 +8,9 @@ pub const MODELS_IN_USE: &str =
 pub const MODELS_REMEMBERED: &str = "the store has or had blocks of as many models of this tenant as it remembers (a restart forgets those without): delete some, or";
 /// The tenant has as many leases as it may.
 pub const LEASES: &str = "the tenant has as many leases as it may: end some, or";
+/// The tenant has as many sessions, or leases of them, as it may.
+pub const SESSIONS: &str =
+    "the tenant has as many sessions, or leases of sessions, as it may: close some, or";
 /// The session has.
 pub const LEASES_OF_SESSION: &str = "the session has as many leases as it may: end some, or";
 /// A tenant's leases hold as many blocks as they may, as the store says it.

@@ -19,3 +19,4 @@ pub mod lobby;
 pub mod local;
 pub mod plans;
 pub mod proto;
+pub mod sessions;

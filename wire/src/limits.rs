@@ -119,6 +119,8 @@ pub const SHAPE_PARTS_MAX: usize = 1 << 17;
 /// Single blocks of which one answer tells everything that there is to tell about an error. Of those behind them it leaves
 /// out what is for people, and the key: any number of them fits into an answer that every client takes (4 MiB).
 pub const ERRORS_TOLD: usize = 256;
+/// Columns of which one session holds blocks.
+pub const SESSION_COLUMNS_MAX: usize = 64;
 /// Leases that one tenant may have at a time.
 pub const LEASES_MAX: usize = 1 << 16;
 /// Columns whose shapes one registration may ask for.

@@ -6,8 +6,8 @@
 
 use std::path::{Path, PathBuf};
 
-const FILES: [&str; 9] =
-    ["types", "models", "plans", "store", "reads", "admin", "local", "directory", "lane"];
+const FILES: [&str; 10] =
+    ["types", "models", "plans", "store", "reads", "admin", "local", "directory", "sessions", "lane"];
 
 fn proto() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto")

@@ -218,6 +218,12 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(one, 1..80)
 }
 
+/// The block before a place of a session.
+fn tip(sessions: &Sessions, of: usize, place: u32, now: Duration) -> BlockKey {
+    let stand = sessions.see(name(1, of as u64), now).map(|seen| seen.stand);
+    stand.filter(|stand| stand.blocks == place).map_or(key(place), |stand| stand.tip)
+}
+
 proptest! {
     /// Whatever clients do, and whenever they vanish: what sessions need is held, what none needs is given back once, and when all
     /// leases have ended nothing is left.
@@ -238,11 +244,7 @@ proptest! {
                 }
                 Step::Fork(of, place) => {
                     let is_possible = lives(of) && model[of].blocks >= place;
-                    let tip = if is_possible && model[of].blocks == place {
-                        sessions.see(name(1, of as u64), now).map_or(key(0), |seen| seen.stand.tip)
-                    } else {
-                        key(place)
-                    };
+                    let tip = tip(&sessions, of, place, now);
                     let forked = sessions.fork(name(1, model.len() as u64), of as u64, (place, tip), HOLD, now);
                     if forked == Err(Refused::HandedOver) {
                         continue;
@@ -284,9 +286,7 @@ proptest! {
                         over = ended.leases;
                     }
                 }
-                Step::HandOver(of) => {
-                    let _ = sessions.hand_over(name(1, of as u64), now);
-                }
+                Step::HandOver(of) => drop(sessions.hand_over(name(1, of as u64), now)),
                 Step::Wait(seconds) => {
                     now += at(seconds);
                     over = sessions.expire(now).leases;

@@ -47,6 +47,7 @@ impl Answer for proto::PinReply {
 }
 
 impl Answer for proto::RouteReply {}
+impl Answer for proto::SessionReply {}
 impl Answer for proto::SetTtlReply {}
 impl Answer for proto::RegisterModelReply {}
 impl Answer for proto::ListModelsReply {}

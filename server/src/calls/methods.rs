@@ -35,6 +35,13 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Store/SetTtl", "set_ttl", Right::Write),
     Method::new("/kvarts.v1.Store/Delete", "delete", Right::Delete),
     Method::new("/kvarts.v1.Plans/Route", "route", Right::Read),
+    Method::new("/kvarts.v1.Sessions/Open", "session_open", Right::Write),
+    Method::new("/kvarts.v1.Sessions/Fork", "session_fork", Right::Write),
+    Method::new("/kvarts.v1.Sessions/Extend", "session_extend", Right::Write),
+    Method::new("/kvarts.v1.Sessions/Renew", "session_renew", Right::Write),
+    Method::new("/kvarts.v1.Sessions/HandOver", "session_hand_over", Right::Write),
+    Method::new("/kvarts.v1.Sessions/Close", "session_close", Right::Write),
+    Method::new("/kvarts.v1.Sessions/List", "list_sessions", Right::Read),
     Method::new("/kvarts.v1.Reads/Get", "get", Right::Read),
     Method::new("/kvarts.v1.Reads/GetLayers", "get_layers", Right::Read),
     Method::new("/kvarts.v1.Directory/Lookup", "lookup", Right::Read),
@@ -81,6 +88,7 @@ mod tests {
             + include_str!("../../../proto/kvarts/v1/models.proto")
             + include_str!("../../../proto/kvarts/v1/admin.proto")
             + include_str!("../../../proto/kvarts/v1/plans.proto")
+            + include_str!("../../../proto/kvarts/v1/sessions.proto")
             + include_str!("../../../proto/kvarts/v1/directory.proto");
         let (mut service, mut paths) = ("", Vec::new());
         for line in text.lines() {

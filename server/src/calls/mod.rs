@@ -18,6 +18,7 @@ pub(crate) mod lookups;
 pub(crate) mod methods;
 pub(crate) mod purge;
 pub(crate) mod route;
+pub(crate) mod sessions;
 pub(crate) mod store;
 pub(crate) mod upload;
 

@@ -34,7 +34,7 @@ fn terms(call: &Call, hold: Option<Duration>, cap: Option<u64>) -> Outcome<Optio
 }
 
 /// Who may read holds what it reads for as long as that takes; for longer than that it needs the right to pin.
-fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
+pub(super) fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
     if hold <= limits::READERS_LEASE_MAX || call.caller.rights.has(Right::Pin) {
         return Ok(());
     }

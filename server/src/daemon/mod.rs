@@ -18,6 +18,7 @@ mod places;
 mod ports;
 mod ready;
 mod scrubs;
+mod sessions;
 mod socket;
 
 use std::net::SocketAddr;
@@ -70,6 +71,7 @@ pub struct Daemon {
     metrics_tasks: Vec<JoinHandle<()>>,
     scrub_task: Option<JoinHandle<()>>,
     places_task: JoinHandle<()>,
+    sessions_task: JoinHandle<()>,
     grpc: Option<SocketAddr>,
     metrics: Option<SocketAddr>,
     socket: Option<socket::Bound>,
@@ -143,6 +145,7 @@ impl Daemon {
         let scrub_task = start_scrub(config, &state);
         Ok(Self {
             places_task: tokio::spawn(places::keep(home.places())),
+            sessions_task: tokio::spawn(sessions::keep(Arc::clone(&state))),
             state,
             home,
             opened,
@@ -231,9 +234,20 @@ impl Daemon {
 
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
-        let Self { state, home, mut serving, metrics_tasks, scrub_task, places_task, socket, .. } = self;
+        let Self {
+            state,
+            home,
+            mut serving,
+            metrics_tasks,
+            scrub_task,
+            places_task,
+            sessions_task,
+            socket,
+            ..
+        } = self;
         state.start_drain();
         places_task.abort();
+        sessions_task.abort();
         if let Some(task) = scrub_task {
             task.abort();
         }

@@ -241,6 +241,7 @@ fn router(
         .add_service(
             proto::directory_server::DirectoryServer::new(Services).max_decoding_message_size(bounded),
         )
+        .add_service(proto::sessions_server::SessionsServer::new(Services).max_decoding_message_size(bounded))
         .add_service(proto::plans_server::PlansServer::new(Services).max_decoding_message_size(bounded))
         .add_service(proto::admin_server::AdminServer::new(Services).max_decoding_message_size(bounded));
     match reflection {

@@ -24,11 +24,11 @@ use super::{admin, limits, models, read, watch};
 use crate::calls::call::Call;
 use crate::calls::download::Download;
 use crate::calls::heavy::{self, heavily};
-use crate::calls::{directory, lookups, purge, route, store};
+use crate::calls::{directory, lookups, purge, route, sessions, store};
 use kvarts_wire::proto;
 use kvarts_wire::proto::{
     admin_server::Admin, directory_server::Directory, models_server::Models, plans_server::Plans,
-    store_server::Store,
+    sessions_server::Sessions, store_server::Store,
 };
 use std::sync::Arc;
 
@@ -148,6 +148,40 @@ impl Directory for Services {
 impl Plans for Services {
     async fn route(&self, request: Request<proto::RouteRequest>) -> Answer<proto::RouteReply> {
         answer(request, route::route).await
+    }
+}
+
+#[tonic::async_trait]
+impl Sessions for Services {
+    async fn open(&self, request: Request<proto::OpenSessionRequest>) -> Answer<proto::SessionReply> {
+        answer(request, sessions::open).await
+    }
+
+    async fn fork(&self, request: Request<proto::ForkSessionRequest>) -> Answer<proto::SessionReply> {
+        answer(request, sessions::fork).await
+    }
+
+    async fn extend(&self, request: Request<proto::ExtendSessionRequest>) -> Answer<proto::SessionReply> {
+        answer(request, sessions::extend).await
+    }
+
+    async fn renew(&self, request: Request<proto::RenewSessionRequest>) -> Answer<proto::RenewSessionReply> {
+        answer(request, |call, wire| async move { sessions::renew(&call, &wire) }).await
+    }
+
+    async fn hand_over(
+        &self,
+        request: Request<proto::HandOverSessionRequest>,
+    ) -> Answer<proto::HandOverSessionReply> {
+        answer(request, sessions::hand_over).await
+    }
+
+    async fn close(&self, request: Request<proto::CloseSessionRequest>) -> Answer<proto::CloseSessionReply> {
+        answer(request, sessions::close).await
+    }
+
+    async fn list(&self, request: Request<proto::ListSessionsRequest>) -> Answer<proto::ListSessionsReply> {
+        answer(request, |call, wire| async move { Ok(sessions::list(&call, &wire)) }).await
     }
 }
 

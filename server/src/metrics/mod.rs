@@ -12,6 +12,7 @@ mod page;
 mod prefixes;
 mod process;
 mod segments;
+mod sessions;
 mod text;
 
 /// What a node of a cluster without any members, and a server with a cold tier, tell besides: for the list of all metrics.

@@ -80,6 +80,7 @@ pub(super) async fn render(state: &ServerState) -> String {
     tenants(&mut out, state);
     memory(&mut out, state);
     connections(&mut out, state);
+    super::sessions::sessions(&mut out, &state.sessions);
     super::process::process(&mut out);
     device_path(&mut out, &state.decided.files);
     if let Some(node) = &state.decided.cluster {

@@ -24,6 +24,7 @@ mod receiving;
 mod recent_reads;
 mod reloads;
 pub mod scrub;
+pub mod sessions;
 mod stall_timeout;
 pub mod tenant;
 mod tile_cache;
@@ -60,6 +61,7 @@ pub use receiving::Receiving;
 pub use recent_reads::{LayerTimes, LayeredRead, RecentReads};
 pub use reloads::{Reloaded, Reloads};
 pub use scrub::Scrub;
+pub use sessions::LiveSessions;
 pub use stall_timeout::StallTimeout;
 pub use tenant::Tenant;
 pub use tile_cache::{CachedTile, TileCache, TileStart};
@@ -81,6 +83,8 @@ pub struct ServerState {
     pub models: Models,
     /// Which leases are held, and whose they are.
     pub leases: Leases,
+    /// Sessions of clients, and the chains that are claimed for them.
+    pub sessions: LiveSessions,
     /// The last reads by layers.
     pub recent_reads: RecentReads,
     /// Where it is asked for that the configuration is read again.
@@ -192,6 +196,7 @@ impl ServerState {
             gate: auth::Gatekeeper::new(gate),
             models: Models::default(),
             leases: Leases::default(),
+            sessions: LiveSessions::default(),
             recent_reads: RecentReads::default(),
             reloads: Reloads::default(),
             memory,
@@ -205,6 +210,7 @@ impl ServerState {
             idle: Notify::new(),
         });
         state.share_pins();
+        state.sessions.divide(&state.engine, &[], tenants.len());
         state
     }
 
@@ -220,6 +226,8 @@ impl ServerState {
         self.locals.divide(&tenants);
         self.connections.divide(&tenants);
         self.forget(&changed.gone);
+        let gone: Vec<u32> = changed.gone.iter().map(|tenant| tenant.number).collect();
+        self.sessions.divide(&self.engine, &gone, tenants.len());
         let names = |some: &'_ [Arc<Tenant>]| some.iter().map(|one| one.name.clone()).collect::<Vec<_>>();
         let (gone, new) = (names(&changed.gone), names(&changed.new));
         self.metrics.tenants_changed(gone.iter().map(String::as_str), new.iter().map(String::as_str));

@@ -48,7 +48,7 @@ impl Decoder for Plain {
 }
 
 /// Every method but those that would end the server or change its size.
-pub(crate) const METHODS: [&str; 20] = [
+pub(crate) const METHODS: [&str; 27] = [
     "Models/RegisterModel",
     "Models/ListModels",
     "Store/Put",
@@ -65,6 +65,13 @@ pub(crate) const METHODS: [&str; 20] = [
     "Reads/Get",
     "Reads/GetLayers",
     "Plans/Route",
+    "Sessions/Open",
+    "Sessions/Fork",
+    "Sessions/Extend",
+    "Sessions/Renew",
+    "Sessions/HandOver",
+    "Sessions/Close",
+    "Sessions/List",
     "Admin/Stats",
     "Admin/Checkpoint",
     "Admin/Compact",

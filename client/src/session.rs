@@ -1,0 +1,231 @@
+//! Sessions: a conversation's blocks, held for as long as its client says so.
+//!
+//! [`Session`] remembers the keys, so that it can say again what a session is of: to hold blocks that were not here yet, and to go on at
+//! another node. The calls as they are stand beside it in [`Client`].
+
+use std::time::Duration;
+
+use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::{BlockKey, Coordinate, Group, NamespaceId};
+use kvarts_planner::route::Class;
+use kvarts_planner::tails::Tail;
+use kvarts_wire::{convert, proto, sessions};
+
+use super::Client;
+
+/// Leases that a session has, one for each column and extension, before it takes one for each column in the place of all: less than a
+/// server allows.
+const LEASES_MAX: usize = 512;
+
+/// What a session is opened with.
+#[derive(Clone, Debug)]
+pub struct SessionTerms {
+    /// Of which model.
+    pub namespace: NamespaceId,
+    /// Of which columns blocks are held; without one nothing is.
+    pub columns: Vec<(Group, Coordinate)>,
+    /// How many leading blocks are others' as well: the session's own chain begins behind them.
+    pub shared_blocks: u32,
+    /// How long it lasts without a renewal.
+    pub lease: Duration,
+}
+
+/// What the server said last.
+#[derive(Clone, Debug)]
+pub struct SessionTold {
+    /// Of the blocks of the call those that are held in all columns.
+    pub held: u32,
+    /// What the turn is.
+    pub class: Class,
+    /// What to keep of its windows and states.
+    pub tail: Option<Tail>,
+    /// In a cluster: who owns the chain, and whether it is the server's node.
+    pub owner: Option<proto::OwnerLease>,
+    /// See `owner`.
+    pub is_owner: bool,
+}
+
+/// A session of a client. Dropping it tells the server nothing: the session ends with its lease.
+#[derive(Debug)]
+pub struct Session<'a> {
+    client: &'a Client,
+    terms: SessionTerms,
+    id: u64,
+    keys: Vec<BlockKey>,
+    /// The first block that it holds itself, and does not stand on its parent for.
+    own: u32,
+    extensions: usize,
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn told(reply: &proto::SessionReply) -> SessionTold {
+    SessionTold {
+        held: reply.held,
+        class: sessions::class(reply.class()),
+        tail: reply.tail.as_ref().map(sessions::tail),
+        owner: reply.owner.clone(),
+        is_owner: reply.is_owner,
+    }
+}
+
+impl SessionTerms {
+    fn columns(&self) -> Vec<proto::Column> {
+        self.columns.iter().map(|(group, coordinate)| convert::wire_column(*group, *coordinate)).collect()
+    }
+
+    fn open(
+        &self,
+        client: &Client,
+        session: u64,
+        keys: &[BlockKey],
+        turn: Option<proto::SessionTurn>,
+    ) -> Result<proto::SessionReply, Error> {
+        client.open_session(proto::OpenSessionRequest {
+            namespace: self.namespace.as_bytes().to_vec().into(),
+            columns: self.columns(),
+            keys: convert::key_bytes(keys),
+            shared_blocks: self.shared_blocks,
+            lease_ms: millis(self.lease),
+            session,
+            turn,
+        })
+    }
+}
+
+impl<'a> Session<'a> {
+    /// Opens one for a conversation that begins with these blocks.
+    pub fn open(
+        client: &'a Client,
+        terms: SessionTerms,
+        keys: &[BlockKey],
+        turn: Option<proto::SessionTurn>,
+    ) -> Result<(Self, SessionTold), Error> {
+        let reply = terms.open(client, 0, keys, turn)?;
+        let new = Self { client, terms, id: reply.session, keys: keys.to_vec(), own: 0, extensions: 0 };
+        Ok((new, told(&reply)))
+    }
+
+    /// The number that names it on its server, and where it is handed over to.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Its blocks, from the first on.
+    pub fn keys(&self) -> &[BlockKey] {
+        &self.keys
+    }
+
+    /// A session that goes on from the first `blocks` blocks of this one, and holds what is its own alone.
+    pub fn fork(&self, blocks: u32, turn: Option<proto::SessionTurn>) -> Result<(Self, SessionTold), Error> {
+        let keys = self.keys.get(..blocks as usize).ok_or(Reason::TooMany("blocks"))?;
+        let reply = self.client.fork_session(proto::ForkSessionRequest {
+            session: self.id,
+            blocks,
+            key: convert::key_bytes(keys.last().map(std::slice::from_ref).unwrap_or_default()),
+            lease_ms: millis(self.terms.lease),
+            turn,
+        })?;
+        let (client, terms, id) = (self.client, self.terms.clone(), reply.session);
+        Ok((Self { client, terms, id, keys: keys.to_vec(), own: blocks, extensions: 0 }, told(&reply)))
+    }
+
+    /// Blocks that follow, and the lease anew. Say them before they are computed, for the turn's class and advice; and
+    /// [`hold`](Self::hold) them when they were put.
+    pub fn extend(
+        &mut self,
+        keys: &[BlockKey],
+        turn: Option<proto::SessionTurn>,
+    ) -> Result<SessionTold, Error> {
+        let first = self.keys.len();
+        self.keys.extend_from_slice(keys);
+        let done = self.say(first, turn);
+        if done.is_err() {
+            self.keys.truncate(first);
+        }
+        done
+    }
+
+    /// Holds what is here by now of the blocks from `first` on, and the lease anew.
+    pub fn hold(&mut self, first: u32) -> Result<SessionTold, Error> {
+        self.say((first.max(self.own)) as usize, None)
+    }
+
+    fn say(&mut self, first: usize, turn: Option<proto::SessionTurn>) -> Result<SessionTold, Error> {
+        let is_full = self.extensions * self.terms.columns.len() >= LEASES_MAX;
+        let first = if is_full { self.own as usize } else { first };
+        let reply = self.client.extend_session(proto::ExtendSessionRequest {
+            session: self.id,
+            first_block: u32::try_from(first).map_err(|_| Reason::TooMany("blocks"))?,
+            keys: convert::key_bytes(self.keys.get(first..).unwrap_or_default()),
+            columns: self.terms.columns(),
+            lease_ms: millis(self.terms.lease),
+            turn,
+        })?;
+        self.extensions = if is_full { 1 } else { self.extensions + 1 };
+        Ok(told(&reply))
+    }
+
+    /// The lease anew.
+    pub fn renew(&self) -> Result<(), Error> {
+        let lease_ms = millis(self.terms.lease);
+        self.client.renew_session(proto::RenewSessionRequest { session: self.id, lease_ms }).map(drop)
+    }
+
+    /// Goes on at another node, under the same number: its chain is given up at this one, claimed at the other, and what this one holds for it
+    /// let go of last. Where the other refuses it the session stays handed over here, until its lease ends.
+    pub fn hand_over<'b>(self, to: &'b Client) -> Result<(Session<'b>, SessionTold), Error> {
+        self.client.hand_over_session(proto::HandOverSessionRequest { session: self.id })?;
+        let reply = self.terms.open(to, self.id, &self.keys, None)?;
+        // Without an answer it ends with its lease there.
+        let _ = self.client.close_session(self.id);
+        let Self { terms, id, keys, .. } = self;
+        Ok((Session { client: to, terms, id, keys, own: 0, extensions: 0 }, told(&reply)))
+    }
+
+    /// Ends it; false if it had ended.
+    pub fn close(self) -> Result<bool, Error> {
+        self.client.close_session(self.id)
+    }
+}
+
+macro_rules! calls {
+    ($($(#[$doc:meta])* $name:ident, $call:ident, $asked:ident, $reply:ident;)*) => {
+        impl Client {
+            $(
+                $(#[$doc])*
+                pub fn $name(&self, request: proto::$asked) -> Result<proto::$reply, Error> {
+                    let mut server = self.remote.sessions();
+                    let request = self.remote.request(request, None);
+                    self.remote.ask(async move { server.$call(request).await })
+                }
+            )*
+        }
+    };
+}
+
+calls! {
+    /// Opens a session: see `sessions.proto`.
+    open_session, open, OpenSessionRequest, SessionReply;
+    /// Forks one.
+    fork_session, fork, ForkSessionRequest, SessionReply;
+    /// Extends one, or holds its blocks anew.
+    extend_session, extend, ExtendSessionRequest, SessionReply;
+    /// Makes one last longer, or less long.
+    renew_session, renew, RenewSessionRequest, RenewSessionReply;
+    /// Lets one go on at another node.
+    hand_over_session, hand_over, HandOverSessionRequest, HandOverSessionReply;
+    /// The sessions of the caller's tenant, or one of them.
+    sessions, list, ListSessionsRequest, ListSessionsReply;
+}
+
+impl Client {
+    /// Ends a session; false if there was none.
+    pub fn close_session(&self, session: u64) -> Result<bool, Error> {
+        let mut server = self.remote.sessions();
+        let request = self.remote.request(proto::CloseSessionRequest { session }, None);
+        self.remote.ask(async move { server.close(request).await }).map(|reply| reply.ended_now)
+    }
+}
