@@ -22,6 +22,7 @@ mod reading;
 mod replicate;
 mod seldom;
 mod status;
+mod stop;
 mod stream;
 mod warm;
 mod wire;
@@ -44,7 +45,7 @@ use kvarts_layout::planted;
 use kvarts_store::engine::Store;
 use kvarts_wire::proto;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 
 pub use chain::lease_of;
 pub use deletes::{
@@ -73,6 +74,7 @@ use owned::Owned;
 use placing::Puts;
 use reading::Lanes;
 use seldom::Seldom;
+use stop::Stop;
 use warm::Warm;
 
 /// The version of what nodes say to each other.
@@ -172,7 +174,7 @@ pub struct ClusterNode {
     footing: Footing,
     /// Why the members cannot be followed.
     trouble: Mutex<String>,
-    stopping: watch::Sender<bool>,
+    stop: Stop,
 }
 
 impl ClusterNode {
@@ -262,7 +264,7 @@ impl ClusterNode {
             left_out: LeftOut::default(),
             refusals: Seldom::default(),
             trouble: Mutex::default(),
-            stopping: watch::Sender::new(false),
+            stop: Stop::default(),
         });
         if let Err(error) = node.take_members(&Arc::new(members)) {
             // Tasks that were begun have the node.
@@ -288,7 +290,7 @@ impl ClusterNode {
 
     /// Ends everything; other nodes see their connections break.
     pub fn stop(&self) {
-        self.stopping.send_replace(true);
+        self.stop.stop();
         self.links.write().unwrap_or_else(PoisonError::into_inner).clear();
         let lanes = std::mem::take(&mut self.lanes().by_node);
         lanes.into_values().for_each(|lane| self.paths.remove(lane.path));
@@ -448,12 +450,7 @@ impl ClusterNode {
 
     /// Returns once the node is to stop.
     fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
-        let mut stopping = self.stopping.subscribe();
-        async move {
-            // The sender lives as long as the node: either end means the same.
-            // ends: `stop`, or the node is dropped with the sender
-            let _ = stopping.wait_for(|stopping| *stopping).await;
-        }
+        self.stop.stopped()
     }
 
     fn directory(&self) -> MutexGuard<'_, Directory> {
