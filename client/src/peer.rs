@@ -14,7 +14,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 use crate::timeouts::LONGEST;
 
 /// Connects. A server that stands still takes no connection, and once as many wait there as its queue has room for, the kernel lets the
-/// next one wait for as long as it is told: no longer than `within`. What is sent on the connection has that time as well.
+/// next one wait at most `within`. What is sent on the connection has that time as well.
 pub(super) fn connect(path: &Path, within: Duration) -> io::Result<UnixStream> {
     // No time at all would be for ever.
     let within = within.clamp(Duration::from_micros(1), LONGEST);

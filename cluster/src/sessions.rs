@@ -8,7 +8,7 @@
 //! - A session whose client has closed it, or whose lease has ended, is found no more. As long as forks stand on it, it is a *rest*:
 //!   it holds the grants that begin before the last fork's place, and nothing behind. Rests count as sessions in every limit.
 //! - No counter says how often a session is referred to: forks stand in an ordered set by parent, so nothing can be counted twice.
-//! - A session is its tenant's: any other is told what it would be told of a session that there never was.
+//! - A session is its tenant's: another tenant gets the answer for a session that does not exist.
 //! - Of the room for sessions and grants a half is set aside for tenants in equal parts; the rest is for the first that comes.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,7 +27,7 @@ pub const DEPTH_MAX: usize = 64;
 /// The longest lease of a session.
 pub const SESSION_LEASE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A session: the tenant's number, and a number that the tenant alone was told.
+/// A session: the tenant's number, and a number that was sent to this tenant only.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Name {
     /// Whose it is.
@@ -63,7 +63,7 @@ pub struct Stand {
     pub blocks: u32,
 }
 
-/// What is told of a session.
+/// What a listing shows of a session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Seen {
     /// What it is of.

@@ -138,7 +138,7 @@ impl Draw {
     }
 }
 
-/// What one hostile tenant does until it is told to stop: reads that it does not take, puts that it does not end, calls that it takes
+/// What one hostile tenant does until `over` is set: reads that it does not take, puts that it does not end, calls that it takes
 /// back, matches of many keys, reads of what only hung and stopped nodes have.
 fn be_hostile(node: &Node, token: &str, mut draw: Draw, over: &AtomicBool, acts: &AtomicUsize) {
     let tenant = Tenant::of(node, token);
