@@ -22,6 +22,8 @@ from .link import allowed, logger, reason_of
 
 #: How long the link's thread waits for what arrives before it looks for other work.
 _LOOK = 0.001
+#: How often the store is asked for blocks that are about to be stored.
+_ASK = 0.01
 #: A block that nobody has.
 _NONE = kvarts.key("kvarts", "none")
 #: Threads that wait for puts.
@@ -80,9 +82,10 @@ group = {group}
 
 
 class Staging:
-    """Blocks of one request on their way into the pool. `within`: seconds, after which what has come has to do."""
+    """Blocks of one request on their way into the pool. `within`: seconds, after which what has come has to do. `expected`: of so many leading
+    blocks it is known that they are about to be stored."""
 
-    def __init__(self, keys, first, prompt_tokens, spare, within=None):
+    def __init__(self, keys, first, prompt_tokens, spare, within=None, expected=0):
         self.keys = keys
         #: Blocks before that are in the engine's memory already.
         self.first = first
@@ -100,6 +103,7 @@ class Staging:
         self.why = None
         self.wanted = None  # blocks that are being staged
         self.until = None if within is None else self.began + within
+        self.expected, self.heard, self.again = expected, self.began, 0.0
         self.stages = []
         self.is_wanted = True
 
@@ -161,11 +165,11 @@ class Desk:
         self._steps, self._plans, self._told = settings.steps, settings.plans, None
         self._pool_bytes, self._when_opened = settings.pool_bytes, opened
         self._pool = self._pages = None
-        #: The pool's name, for the workers, once there is one.
-        self.name = None
+        #: The pool's name, for the workers, and that of the blocks' namespace, once there is one.
+        self.name = self.namespace = None
         self._opening, self._again, self._knocked, self._why = False, 0.0, 0.0, None
         self._settled = threading.Event()
-        self._stagings = []
+        self._stagings, self._expecting = [], []
         #: Blocks that stages have found in the pool, and that came for them.
         self.found = self.came = 0
         self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
@@ -190,10 +194,11 @@ class Desk:
             self._knocked = time.monotonic()
             self._link.do(lambda client: self._pages.exists([_NONE]) and None, lambda error: None)
 
-    def stage(self, keys, first, prompt_tokens, spare=0, within=None):
+    def stage(self, keys, first, prompt_tokens, spare=0, within=None, expected=0):
         """Brings what these blocks from `first` on need into the pool. `spare`: so many blocks at the end must be stored, and are not
-        promised; `within`: after so many seconds it ends with what has come."""
-        staging = Staging(keys, first, prompt_tokens, spare, within)
+        promised; `within`: after so many seconds it ends with what has come; `expected`: so many leading blocks are waited for until no more of
+        them was stored for `timeout`."""
+        staging = Staging(keys, first, prompt_tokens, spare, within, expected)
         self._link.do(lambda client: self._look_up(staging), lambda error: self._failed(staging, error))
         return staging
 
@@ -248,7 +253,7 @@ class Desk:
         stage.wait(self._timeout / 2)
         stage.close()
         self._when_opened(pages, pool)
-        self._pages, self._pool, self.name = pages, pool, pool.name
+        self._pages, self._pool, self.name, self.namespace = pages, pool, pool.name, pages.namespace
         self._opening = False
         self._settled.set()
 
@@ -287,11 +292,59 @@ class Desk:
         match = self._pages.match(staging.keys, hold=2 * self._timeout)
         self._link.answered()
         staging.stored = blocks = match.blocks
+        if max(blocks, staging.first) < staging.expected:
+            return self._expect(staging)
+        self._found(staging, blocks)
+
+    def _expect(self, staging):
+        """What is there already comes into the pool meanwhile; not windows, which lie elsewhere behind each block."""
+        now = time.monotonic()
+        staging.again = now + _ASK
+        if staging not in self._expecting:
+            self._expecting.append(staging)
+            staging.heard = now
+            self._link.watch(self._look)
+        if staging.stored > staging.first and all(group.window is None for group in self.groups):
+            before, staging.stages = staging.stages, []
+            self._stages_of(staging, staging.stored, staging.stages)
+            for stage, *_ in before:
+                stage.close()
+
+    def _ask_again(self, staging):
+        """Asks for what is expected, if it is time to; whether that is over."""
+        now = time.monotonic()
+        if staging.is_wanted and now < staging.again:
+            return False
+        try:
+            blocks = self._pages.match(staging.keys, hold=2 * self._timeout).blocks if staging.is_wanted else 0
+        except kvarts.Error as error:
+            self._link.failed(error)
+            if not staging.stages:
+                raise
+            # What lies in the pool stays good.
+            staging.wanted = staging.stored
+            self._stagings.append(staging)
+            return True
+        self._link.answered()
+        if staging.is_wanted and blocks < staging.expected and now < staging.heard + self._timeout:
+            staging.again = now + _ASK
+            if blocks > staging.stored:
+                staging.stored, staging.heard = blocks, now
+                self._expect(staging)
+            return False
+        staging.stored = blocks
+        self._found(staging, blocks)
+        return True
+
+    def _found(self, staging, blocks):
+        """Stages what of these blocks pays."""
         if staging.spare and blocks > staging.first:
             blocks = self._pages.match(staging.keys[: blocks - staging.spare]).blocks if blocks > staging.spare else 0
         times = self._steps.times
         # The store takes its blocks to be worth what the engine takes to compute them, also where nothing is left out.
-        if times is not None and blocks > staging.first and (self._plans or times is not self._told):
+        # What another engine has computed for this request is not computed again.
+        is_asked = not staging.expected and (self._plans or times is not self._told)
+        if times is not None and blocks > staging.first and is_asked:
             blocks = self._paying(staging, blocks, times)
         self._begin(staging, blocks)
 
@@ -368,16 +421,20 @@ class Desk:
             if first is not None:
                 # ends: `_LOOK`, its argument
                 first.wait(_LOOK)
-        for staging in list(self._stagings):
-            try:
-                if self._is_settled(staging):
-                    self._stagings.remove(staging)
-            except Exception as error:  # a defect here must not leave a request that waits
-                if not isinstance(error, kvarts.Error):
-                    logger.exception("kvarts: a stage failed")
-                self._stagings.remove(staging)
-                self._failed(staging, error)
-        return bool(self._stagings)
+        elif self._expecting:
+            # ends: after `_LOOK` seconds
+            time.sleep(_LOOK)
+        for among, look in ((self._expecting, self._ask_again), (self._stagings, self._is_settled)):
+            for staging in list(among):
+                try:
+                    if look(staging):
+                        among.remove(staging)
+                except Exception as error:  # a defect here must not leave a request that waits
+                    if not isinstance(error, kvarts.Error):
+                        logger.exception("kvarts: a stage failed")
+                    among.remove(staging)
+                    self._failed(staging, error)
+        return bool(self._stagings or self._expecting)
 
     def _is_settled(self, staging):
         if not staging.is_wanted:

@@ -52,6 +52,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         plan = Plan(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         settings = Settings(transfer.kv_connector_extra_config)
+        self._prefills = transfer.kv_role == "kv_producer"
         if role is KVConnectorRole.SCHEDULER:
             self._side = Finder(plan, settings, transfer.is_kv_consumer, transfer.is_kv_producer)
         else:
@@ -59,7 +60,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self):
-        return False
+        # What an engine that only prefills does not hand over was computed for nothing; elsewhere a save that is dropped is a miss later.
+        return self._prefills
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config):
@@ -97,7 +99,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
             self._side.learn(told)
 
     def request_finished_all_groups(self, request, block_ids):
-        return self._side.finished(request, block_ids), None
+        handed = self._side.handed_over(request)
+        return self._side.finished(request, block_ids), handed
 
     def has_pending_push_work(self):
         return self._side.is_behind()

@@ -10,6 +10,7 @@ from collections import deque
 
 import kvarts
 
+from . import vllm_handover
 from .link import logger, reason_of
 from .staging import Desk
 from .vllm_messages import Move, Step
@@ -112,7 +113,8 @@ class Finder:
             if not (is_ready := self._is_ready()):
                 return None if is_ready is None else self._nothing(name)
             self._nothing(name)
-            staging = self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare)
+            handed = self._handed(request, last) if staging is None else 0
+            staging = self._desk.stage(self.plan.keys(request, 0, last), first, request.num_tokens, self.plan.spare, expected=handed)
             self._stagings[name] = staging, since
         elif staging.is_old and name not in self._renewals and self._is_ready():
             self._renewals[name] = self._desk.stage(staging.keys, staging.first, request.num_tokens, self.plan.spare)
@@ -120,6 +122,14 @@ class Finder:
             return None
         staging.answer()
         return max(0, staging.blocks - first) * size
+
+    def _handed(self, request, last):
+        """How many leading blocks are to come, because another engine has computed them for this request."""
+        handed = vllm_handover.expected(request, self.plan, self._desk.namespace, last)
+        if handed.why is not None:
+            self.stats.add("unhanded", handed.blocks, handed.why)
+            return 0
+        return handed.blocks
 
     def _renewed(self, name, staging):
         """What was staged once more takes the place of what was staged before; where the server did not answer, that stays good."""
@@ -163,6 +173,9 @@ class Finder:
             last, missing = 0, 0 if staging is None else len(staging.keys) - staging.first
         if missing and staging.why is not None:
             self.stats.add("unstaged", missing, staging.why)
+        if staging is not None and staging.expected:
+            self.stats.add("handed", min(last, staging.expected))
+            self.stats.add("unhanded", staging.expected - min(last, staging.expected), staging.why or "Silence")
         self._known.pop(name, None)
         if self._writes and self._desk is not None:
             known = self._known[name] = _Known(request, last)
@@ -393,6 +406,15 @@ class Finder:
             # What lies behind a hole is of no use.
             known.bound = min(known.bound, (save.first + save.stored) * self.plan.block_tokens) if save.group is None else known.bound
             self.stats.add("dropped", left, reason_of(save.why))
+
+    def handed_over(self, request):
+        """What the engine that decodes is told, where another one does; before the request is over here."""
+        if not vllm_handover.is_prefill(request) or self._desk is None or self._desk.namespace is None:
+            return None
+        known, blocks = self._known.get(request.request_id), 0
+        if known is not None and self._is_ready() and not self._link.puts_away:
+            blocks = min(self._end_of(known, 0), request.num_prompt_tokens // self.plan.block_tokens)
+        return vllm_handover.offered(request, self.plan, self._desk.namespace, blocks)
 
     def finished(self, request, blocks):
         """Whether its places are to be kept until the workers have taken what is in them."""

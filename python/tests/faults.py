@@ -131,6 +131,10 @@ class Client:
         return self._store.pools
 
 
+#: Of all engines of a course.
+NAMESPACE = bytes(32)
+
+
 class Pages:
     """A handle: which blocks a prefix needs of which groups."""
 
@@ -138,6 +142,7 @@ class Pages:
         self._store, self._windows = store, naming["windows"]
         self.groups = sorted(naming["groups"])
         self.ranks = naming["ranks"]
+        self.namespace = NAMESPACE
 
     def _is_here(self, group, key):
         return all((group, rank, key) in self._store.blocks for rank in range(self.ranks))
@@ -570,6 +575,11 @@ class Request:
         self.kv_transfer_params = None
         self.state = "waiting"
 
+    def handed(self, blocks):
+        """Another engine has computed so many blocks for it."""
+        told = {"namespace": NAMESPACE.hex(), "tokens": blocks * TOKENS, "last_key": self.block_hashes[blocks - 1].hex()}
+        self.kv_transfer_params = {"do_remote_prefill": True, "kvarts": told}
+
 
 class Worker:
     """A worker's caches and what the forward pass does with them."""
@@ -628,7 +638,7 @@ class Scheduler:
         names = [[f"stage.{stage}.{kinds[group]}.{group}.layer.{n}" for n in range(LAYERS)] for group in range(self.groups)]
         state = MambaSpec(block_size=TOKENS, shapes=((WIDTH,),), dtypes=(torch.uint8,))
         specs = [FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=WINDOW) if self.state is None else state]
-        transfer = dict(is_kv_consumer=True, is_kv_producer=True)
+        transfer = dict(kv_role="kv_both", is_kv_consumer=True, is_kv_producer=True)
         transfer["kv_connector_extra_config"] = {"revision": "1", "timeout": 2.0, "pool_bytes": POOL, "windows": self.windows, "plans": False}
         model = dict(model="test/model", revision=None, dtype="bfloat16", quantization=None, hf_overrides={})
         return space(

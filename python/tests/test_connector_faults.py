@@ -75,6 +75,7 @@ class Run:
         self.is_device = choice((False, True))
         self.names = 0
         self.seen = {}
+        self.coming = []  # of requests that another engine has prefilled: (when, text, how many blocks it stores then)
         # Texts with beginnings in common.
         self.texts = [self._text(self.chance.randrange(4), self.chance.randrange(1, 8)) for _ in range(6)]
 
@@ -104,6 +105,7 @@ class Run:
 
     def _something(self):
         happens = self.store.happens
+        self._store_what_comes()
         while happens(0.4):
             text = self.chance.choice(self.texts)
             for _ in range(self.chance.choice((1, 1, 2, 3))):
@@ -124,9 +126,23 @@ class Run:
             del self.threads.links[:], self.threads.putters[:]
             self.engine = self._engine()
 
+    def _store_what_comes(self):
+        ready, self.coming = [one for one in self.coming if one[0] <= self.clock.now], [one for one in self.coming if one[0] > self.clock.now]
+        columns = [(group, rank) for group in range(self.engines["stages"] * self.engines["groups"]) for rank in range(self.engines["ranks"])]
+        for _, text, blocks in ready:
+            for column in columns:
+                for at, key in enumerate(text[:blocks]):
+                    self.store.blocks[*column, key] = [right(text, at, layer, column) for layer in range(LAYERS)]
+
     def _ask(self, text):
         self.names += 1
         request = Request(f"r{self.names}", text, 3 if self.store.calm else self.chance.choice((0, 0, 4)))
+        if self.store.happens(0.2):
+            blocks = self.chance.randrange(1, len(text) + 1)
+            request.handed(blocks)
+            # In two parts, or one, or not at all.
+            for part in {self.chance.randrange(blocks), blocks - 1}:
+                self.coming.append((self.clock.now + self.chance.choice((0.0, 0.05, 1.0, 1000.0)), text, part + 1))
         self.requests.append(request)
         self.engine.add(request)
 
@@ -181,7 +197,7 @@ class Faults(Seeded, unittest.TestCase):
         # That it has tried anything.
         for what in (
             "promised", "landed", "saved", "layered", "unstaged NotHere", "unstaged Silence", "unstaged DeadlinePassed", "unstaged Busy",
-            "dropped busy", "dropped NoSpace", "dropped DeadlinePassed", "staged read",
+            "dropped busy", "dropped NoSpace", "dropped DeadlinePassed", "staged read", "handed", "unhanded Silence",
         ):  # fmt: skip
             self.assertGreater(seen.get(what, 0), 0, seen)
         self.assertLess(seen["layered"], seen["layers"])
@@ -206,6 +222,14 @@ class Faults(Seeded, unittest.TestCase):
 
         honest = vllm_scheduler.Finder._promised
         self.expect_seen(("promised, and not there", "a stage that was let go of"), (vllm_scheduler.Finder, "_promised", promised))
+
+    def test_planted_what_another_engine_never_stores_is_waited_for(self):
+        def ask(desk, one):
+            one.heard = staging.time.monotonic()
+            return honest(desk, one)
+
+        honest = staging.Desk._ask_again
+        self.expect_seen("never idle", (staging.Desk, "_ask_again", ask))
 
     def test_planted_a_pass_waits_for_no_layer(self):
         self.expect_seen("promised, and not there", (vllm_worker.Mover, "_await", lambda mover, place: None))

@@ -35,7 +35,7 @@ def configuration(server, names=(NAMES,), heads=HEADS, width=WIDTH, tp=1, pp=1, 
     extra["plans"] = False
     extra.update(changes.pop("extra", {}))
     parts = {
-        "kv_transfer_config": dict(kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True),
+        "kv_transfer_config": dict(kv_connector_extra_config=extra, kv_role="kv_both", is_kv_consumer=True, is_kv_producer=True),
         "parallel_config": dict(tensor_parallel_size=tp, rank=rank, pipeline_parallel_size=pp),
         "model_config": dict(model="test/model", revision=None, dtype="bfloat16", quantization=None, hf_overrides={}),
         "load_config": dict(load_format="auto"),
@@ -373,6 +373,82 @@ class Layers(unittest.TestCase):
         # All of it is stored: nothing is kept, but a load that has not been told yet.
         self.assertEqual(engine.scheduler.request_finished_all_groups(other, engine.held["b"]), (False, None))
         self.until(engine, lambda: not engine.scheduler.has_pending_push_work())
+
+    def prefilled(self, engine, request):
+        """An engine has computed this request for another one, and stored nothing yet; what it hands over."""
+        engine.ready().admit(request)
+        engine.step(request)
+        return engine.scheduler.request_finished_all_groups(request, engine.held[request.request_id])[1]
+
+    def test_what_one_engine_prefills_another_one_decodes(self):
+        prefill, decode = self.engine(), self.engine().ready()
+        request = Request("a", 4, do_remote_decode=True)
+        handed = self.prefilled(prefill, request)
+        told = handed["kvarts"]
+        self.assertEqual((handed["do_remote_prefill"], told["tokens"], told["tail_tokens"]), (True, 4 * TOKENS, 1))
+        self.assertEqual(told["namespace"], self.handle(prefill).namespace.hex())
+        again = Request("b", 4, **handed)
+        # Not before the other engine has stored it.
+        stored = all(self.handle(prefill).exists(request.block_hashes))
+        for _ in range(20):
+            self.assertTrue(stored or decode.scheduler.get_num_new_matched_tokens(again, 0)[0] is None)
+            decode.step()
+            time.sleep(0.002)
+            stored = stored or all(self.handle(prefill).exists(request.block_hashes))
+        self.until(prefill, lambda: not prefill.scheduler.has_pending_push_work())
+        self.assertEqual(decode.admit(again), 4)
+        decode.step(again)
+        self.assertEqual(decode.good(again), 4)
+        counts = decode.counts({})
+        self.assertEqual((counts["handed"], [name for name in counts if name.startswith("unhanded")]), (4, []))
+
+    def test_what_is_not_handed_over_is_computed(self):
+        prefill, decode = self.engine(), self.engine(extra={"timeout": 0.3}).ready()
+        handed = self.prefilled(prefill, Request("a", 4, do_remote_decode=True))
+        # The engine dies before it has stored any of it.
+        keys = [bytes([9]) * 32 for _ in range(4)]
+        handed["kvarts"]["last_key"] = keys[-1].hex()
+        again = Request("b", 4, **handed)
+        again.block_hashes = keys
+        self.assertEqual(decode.admit(again), 0)
+        decode.step(again)
+        self.assertEqual(decode.good(again), 4)
+        self.assertEqual(decode.counts({})["unhanded Silence"], 4)
+
+    def test_nothing_is_waited_for_that_is_said_to_have_other_names(self):
+        decode = self.engine().ready()
+        own = self.handle(decode).namespace.hex()
+        last = Request("a", 4).block_hashes[3].hex()
+        for why, told in {
+            "OtherIdentity": {"namespace": "00" * 32, "tokens": 4 * TOKENS, "last_key": last},
+            "OtherKeys": {"namespace": own, "tokens": 4 * TOKENS, "last_key": "00" * 32},
+            "too long": {"namespace": own, "tokens": 1 << 70, "last_key": last},
+            "none": {"namespace": own, "tokens": 0},
+            "text": {"namespace": own, "tokens": "64", "last_key": last},
+            "less than a block": {"namespace": own, "tokens": TOKENS - 1, "last_key": last},
+            "negative": {"namespace": own, "tokens": -64, "last_key": last},
+            "no dictionary": [own],
+        }.items():
+            with self.subTest(why):
+                # Its silence would be that of the test.
+                self.assertEqual(decode.find(Request(f"b {why}", 4, do_remote_prefill=True, kvarts=told)), 0)
+        counts = decode.counts({})
+        self.assertEqual((counts["unhanded OtherIdentity"], counts["unhanded OtherKeys"]), (4, 8))
+
+    def test_an_engine_whose_server_is_away_hands_nothing_over(self):
+        server = self.own_server()
+        engine, request = self.engine(server, extra={"timeout": 1.0}), Request("a", 4, do_remote_decode=True)
+        engine.ready().admit(request)
+        server.stop()
+        engine.step(request)
+        self.until(engine, lambda: engine.scheduler._side._link.away or engine.scheduler._side._link.puts_away)
+        handed = engine.scheduler.request_finished_all_groups(request, engine.held["a"])[1]
+        self.assertEqual((handed["kvarts"]["tokens"], handed["kvarts"]["tail_tokens"]), (0, 4 * TOKENS + 1))
+
+    def test_only_an_engine_that_prefills_for_others_must_deliver(self):
+        self.assertFalse(self.engine().scheduler.requires_kv_delivery)
+        parts = dict(kv_role="kv_producer", is_kv_consumer=False, is_kv_producer=True)
+        self.assertTrue(self.engine(kv_transfer_config=parts).scheduler.requires_kv_delivery)
 
     def test_a_request_that_lost_its_memory_is_stored_when_it_was_computed_again(self):
         engine, request = self.engine().ready(), Request("a", 3)

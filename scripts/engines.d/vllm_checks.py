@@ -14,9 +14,11 @@ from common import BLOCK, DEADLINE, PATIENCE, Course, Process, Server, Skipped, 
 class Engine(Process):
     """A process of vLLM (scripts/engines.d/vllm_run.py)."""
 
-    def __init__(self, name, model, connector=None, python=None, **engine):
+    def __init__(self, name, model, connector=None, python=None, apart=False, **engine):
+        """`apart`: its scheduler and worker have a process of their own, and step also without a request."""
         settings = {"model": model, "connector": connector, "engine": {"block_size": BLOCK, **engine}}
-        super().__init__(name, python or python_of("vllm"), "vllm_run.py", settings)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if apart else {}
+        super().__init__(name, python or python_of("vllm"), "vllm_run.py", settings, **variables)
 
     def generate(self, prompts, tokens=8):
         """(tokens, prompt tokens that came from disk, seconds)"""
@@ -275,7 +277,7 @@ class Layers(Course, Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "states", "course", "course_ranks", "course_hybrid")
+    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "states", "handover", "course", "course_ranks", "course_hybrid")
     CONNECTOR = "KvartsLayers"
     FAILED = "vllm:kvarts_unstaged_blocks "
 
@@ -360,6 +362,53 @@ class Layers(Course, Vllm):
             server.stop()
         expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk")
         return f"{disk:.0f} of {self.full()} prompt tokens from disk, the same output"
+
+    def check_handover(self):
+        """One engine prefills, another one beside another node decodes; then each of them and each server is lost in between."""
+        nodes = two_nodes("vllm", "vllm-handover")
+        prompts, right = PROMPTS["more"][:20], self.right["more"][:20]
+        made, told = [], []
+        engine = lambda role, node: Engine(f"vllm-{role}", self.model, self.kvarts(node, role=role), apart=True)  # noqa: E731
+        try:
+            prefill, decode = engine("kv_producer", nodes[0]), engine("kv_consumer", nodes[1])
+            made += [prefill, decode]
+
+            def handed(first, loses=None, least=0):
+                """Four prompts, from one engine to the other; something is lost after the first has answered."""
+                some = slice(first, first + 4)
+                answer = prefill.ask(do="generate", prompts=prompts[some], tokens=1, transfer=[{"do_remote_decode": True}] * 4)
+                expect(answer["tokens"] == [tokens[:1] for tokens in right[some]], "prefilling says other tokens than without a cache")
+                if loses is not None:
+                    loses()
+                before = decode.from_disk()
+                found = decode.ask(do="generate", prompts=prompts[some], tokens=8, transfer=answer["transfer"])
+                disk, full = decode.from_disk() - before, full_of(prompts[some], BLOCK)
+                expect(found["tokens"] == right[some], f"other tokens than without a cache ({disk:.0f} prompt tokens were handed over)")
+                expect(disk >= least * full, f"{disk:.0f} of {full} prompt tokens were handed over")
+                told.append(f"{disk:.0f} of {full} in {found['seconds']:.1f} s")
+                return answer["transfer"]
+
+            params = handed(0, least=1)
+            expect([one["kvarts"]["tail_tokens"] for one in params] == [len(prompt) % BLOCK for prompt in prompts[:4]], f"what is left is not told: {params}")
+            handed(4, prefill.kill)
+            prefill = engine("kv_producer", nodes[0])
+            made.append(prefill)
+            handed(8, nodes[0].kill)
+            nodes[0].start()
+            handed(12, nodes[1].kill)
+            nodes[1].start()
+            time.sleep(3)
+            handed(16, least=1)
+            for one in (prefill, decode):
+                one.end()
+                made.remove(one)
+        finally:
+            for one in made:
+                one.kill()
+            for node in nodes:
+                node.stop()
+        acts = ("calm", "prefill engine killed", "its server killed", "the decoder's server killed", "afterwards")
+        return "the same output; prompt tokens handed over: " + "; ".join(f"{act}: {one}" for act, one in zip(acts, told))
 
     def check_ranks(self):
         """Two workers with tensor parallelism."""

@@ -35,7 +35,8 @@ connector = {}
 if settings.get("connector"):
     given = dict(settings["connector"])
     name = given.pop("class")
-    transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": given}
+    role = given.pop("role", "kv_both")
+    transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": given}
     # The name of vLLM's own memory, which stays behind when the engine is killed.
     transfer["engine_id"] = f"check-{os.getpid()}"
     if name == "Kvarts":
@@ -70,11 +71,19 @@ def counters():
     return found
 
 
-def generate(prompts, tokens):
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+def generate(prompts, tokens, transfer=None):
+    """`transfer`: of each prompt its `kv_transfer_params`."""
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=one and {"kv_transfer_params": one})
+        for one in transfer or [None] * len(prompts)
+    ]
     began = time.monotonic()
     outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "seconds": time.monotonic() - began}
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "transfer": [output.kv_transfer_params for output in outputs],
+        "seconds": time.monotonic() - began,
+    }
 
 
 def reset(host):
@@ -90,7 +99,7 @@ answer({"ready": True})
 for line in sys.stdin:
     command = json.loads(line)
     if command["do"] == "generate":
-        answer(generate(command["prompts"], command["tokens"]))
+        answer(generate(command["prompts"], command["tokens"], command.get("transfer")))
     elif command["do"] == "reset":
         answer(reset(command.get("host", True)))
     elif command["do"] == "counters":
