@@ -157,7 +157,7 @@ class Process:
         there = {**environment(), **variables}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command, env=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1
+                command, env=there, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1, start_new_session=True
             )
         self.answer()
 
@@ -184,7 +184,8 @@ class Process:
         self.ask(do="reset", host=host)
 
     def kill(self):
-        self.process.kill()
+        # With the processes of its own that it has.
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self):
