@@ -1,0 +1,149 @@
+"""The parts of a mission, as processes: nodes of one cluster with a bucket behind them, engines of vLLM on the processor, the proxy before them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+from common import BLOCK, PATIENCE, PLACE, Server, environment, expect, free_port
+
+#: Tokens of an engine's own cache: less than what the conversations have, so that the store counts.
+CACHE_BLOCKS = 96
+
+
+def page(url, timeout=10):
+    with urllib.request.urlopen(url, timeout=timeout) as answer:
+        return answer.read().decode()
+
+
+def sums(text, pattern):
+    """The sum of the values of all metrics whose name and labels match."""
+    return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+
+
+class Part:
+    """A process that can be killed and started again, and logs to a file."""
+
+    def __init__(self, name, command, **variables):
+        self.name, self._command, self._variables = name, command, variables
+        self.log = os.path.join(PLACE, "mission", f"{name}.log")
+        os.makedirs(os.path.dirname(self.log), exist_ok=True)
+        self.process = None
+        self.start()
+
+    def start(self):
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self._command, env={**environment(), **self._variables}, stdout=log, stderr=log, start_new_session=True)
+
+    def kill(self):
+        # With the processes of its own that it has.
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def ready(self, url):
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return page(url)
+            except (OSError, urllib.error.URLError):
+                expect(self.process.poll() is None, f"{self.name} ended: {self.log}")
+                expect(time.monotonic() < deadline, f"{self.name} does not answer: {self.log}")
+                time.sleep(0.2)
+
+
+class Engine(Part):
+    """`vllm serve`, without a tokenizer: prompts and answers are tokens."""
+
+    def __init__(self, name, python, model, node=None, role="kv_both"):
+        self.port, self.node, self.role = free_port(), node, role
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"]
+        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "2048", "--block-size", str(BLOCK), "--seed", "0"]
+        command += ["--dtype", "float32", "--max-num-seqs", "4", "--num-gpu-blocks-override", str(CACHE_BLOCKS)]
+        if node is None:
+            command += ["--no-enable-prefix-caching"]
+        else:
+            extra = {"server": node.socket, "timeout": 2.0, "pool_bytes": 64 << 20, "plans": False}
+            told = {"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": role, "kv_connector_extra_config": extra}
+            command += ["--kv-transfer-config", json.dumps(told)]
+        super().__init__(name, command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="WARNING")
+
+    def up(self):
+        self.ready(f"{self.url}/health")
+        return self
+
+    def counted(self):
+        """Prompt tokens of its requests, and those of them that came from where."""
+        text = page(f"{self.url}/metrics")
+        source = lambda name: sums(text, rf'vllm:prompt_tokens_cached_by_source_total{{[^}}]*source="{name}"[^}}]*}}')  # noqa: E731
+        staged = lambda name: sums(text, rf'vllm:kvarts_staged_blocks_total{{[^}}]*source="{name}"[^}}]*}}')  # noqa: E731
+        return {
+            "prompt": sums(text, r"vllm:prompt_tokens_total(?:{[^}]*})?"),
+            "computed": sums(text, r'vllm:prompt_tokens_by_source_total{[^}]*source="local_compute"[^}]*}'),
+            "device": source("device"),
+            "store": source("disk"),
+            "pool_blocks": staged("pool"),
+            "read_blocks": staged("read"),
+            "handed": sums(text, r"vllm:kvarts_handed_blocks_total(?:{[^}]*})?") * BLOCK,
+        }
+
+
+class Proxy(Part):
+    def __init__(self, python, policy, engines, seed):
+        self.port = free_port()
+        command = [python, "-m", "kvarts.route", "--listen", f"127.0.0.1:{self.port}", "--policy", policy, "--seed", str(seed)]
+        for engine in engines:
+            role = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(engine.role, "both")
+            command += ["--engine", f"{engine.url},server={engine.node.socket},role={role}"]
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"proxy-{policy}", command)
+        self.ready(f"{self.url}/health")
+
+    def again(self):
+        self.start()
+        self.ready(f"{self.url}/health")
+
+
+def nodes_of(name, count, budget):
+    """Servers that are one cluster, with one bucket behind them."""
+    bucket = os.path.join(PLACE, "servers", f"{name}-bucket")
+    subprocess.run(["rm", "-rf", bucket], check=True)
+    os.makedirs(bucket)
+    cold = ("--cold-bucket", f"file://{bucket}", "--cold-age", "0", "--cold-uses", "0", "--cold-offer", "on", "--cold-memory", "32 MiB")
+    nodes = [Server("vllm", f"{name}-{n}", "--budget", budget, "--segment", "1 MiB", "--shards", "1", *cold) for n in range(count)]
+    members = "epoch = 1\n"
+    for number, node in enumerate(nodes):
+        command = [node.program, "stat", "--server", node.socket, "--json"]
+        node.store = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["store"]
+        # An address of this process alone: no connection takes its port.
+        high, low = divmod(os.getpid() & 0xFFFF, 256)
+        members += f'[[node]]\nid = "{node.store}"\naddress = "127.{220 + number}.{high}.{low}:7450"\n'
+    for node in nodes:
+        file = os.path.join(node.place, "members.toml")
+        with open(file, "w", encoding="utf-8") as text:
+            text.write(members)
+        node.stop()
+        node.arguments += ("--cluster", file)
+        node.start()
+    reached(nodes)
+    return nodes
+
+
+def reached(nodes):
+    deadline = time.monotonic() + 60
+    while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < len(nodes) - 1 for node in nodes):
+        expect(time.monotonic() < deadline, "the nodes do not reach each other")
+        time.sleep(0.05)
