@@ -53,6 +53,11 @@ def rows_of(sizes, strides, item):
     return Rows(outer, inner, row_bytes)
 
 
+def order_of(sizes, strides):
+    """How the bytes of a block follow each other: its dimensions and their sizes, the one that changes most slowly first."""
+    return [[at, size] for _, at, size in sorted((-stride, at, size) for at, (size, stride) in enumerate(zip(sizes, strides)) if size > 1)]
+
+
 class Page(NamedTuple):
     """A part of an engine's blocks: in which of its memories, where block zero begins there, bytes from one block to the next, and its
     rows."""
@@ -180,12 +185,16 @@ class Saving:
 
 
 class Columned(NamedTuple):
-    """A group's pages in a worker's memories, of every layer its parts, and which of its columns they are."""
+    """A group's pages in a worker's memories: of each of its columns that the worker has every layer, and of that the parts."""
 
     number: int
-    rank: int
-    layers: list
-    saves: bool  # whether it is this worker that saves it
+    columns: dict
+    saves: bool  # whether it is this worker that saves them
+
+    @property
+    def layers(self):
+        """How many there are."""
+        return len(next(iter(self.columns.values())))
 
 
 class Dock:
@@ -226,31 +235,29 @@ class Dock:
         self._lander, self._pages, self._memory = lander, pages, memory
 
     def _moves(self, stretches, slots):
-        """(group, its blocks in the pool, its pages) of those groups that this worker has."""
+        """(group, of each column its blocks in the pool and its pages) of those groups that this worker has."""
         for group, places in slots.items():
-            column = self._groups.get(group)
-            if column is None:
-                continue  # of another stage of the pipeline
-            own = stretches[group][column.rank]
-            per_block = len(places) // sum(count for *_, count in own)
-            parts = [(page.memory, 0, page.first, page.stride, *page.rows) for layer in column.layers for page in layer]
-            yield group, own, self._lander.pages(
-                self._pages, self._memories, parts, places, per_block=per_block, group=group, rank=column.rank
-            )
+            if (mine := self._groups.get(group)) is not None:  # else of another stage of the pipeline
+                yield group, [self._move(group, rank, layers, stretches[group][rank], places) for rank, layers in mine.columns.items()]
+
+    def _move(self, group, rank, layers, own, places):
+        per_block = len(places) // sum(count for *_, count in own)
+        parts = [(page.memory, 0, page.first, page.stride, *page.rows) for layer in layers for page in layer]
+        return own, self._lander.pages(self._pages, self._memories, parts, places, per_block=per_block, group=group, rank=rank)
 
     def land(self, number, stretches, slots):
         """Begins to land blocks behind what the engine's stream was given so far."""
         after, parts, most = self.streams.free(), {}, 0
-        for group, own, pages in self._moves(stretches, slots):
-            parts[group] = self._lander.land(self._memory, [(own, pages)], after=after)
-            most = max(most, sum(count for *_, count in own))
+        for group, columns in self._moves(stretches, slots):
+            parts[group] = self._lander.land(self._memory, columns, after=after)
+            most = max(most, sum(count for *_, count in columns[0][0]))
         return Landing(self.streams, number, [place for places in slots.values() for place in places], most, parts)
 
     def save(self, number, stretches, slots):
         parts = {}
         mine = {group: places for group, places in slots.items() if group in self._groups and self._groups[group].saves}
-        for group, own, pages in self._moves(stretches, mine):
-            parts[group] = self._lander.save(self._memory, [(own, pages)]), len(self._groups[group].layers)
+        for group, columns in self._moves(stretches, mine):
+            parts[group] = self._lander.save(self._memory, columns), self._groups[group].layers
         return Saving(self.streams, number, parts)
 
     def close(self, timeout):

@@ -122,7 +122,7 @@ class Offloads:
         for name, keys, indices in transfers:
             for pool in self._pools.of(name):
                 slots = pool.slots(indices)
-                nbytes = sum(page.rows.nbytes for layer in self._pools.columns[pool.group.number].layers for page in layer)
+                nbytes = sum(page.rows.nbytes for layers in self._pools.columns[pool.group.number].columns.values() for layer in layers for page in layer)
                 count = max(1, _PIECE // nbytes)
                 for at in range(0, len(keys), count):
                     yield pool.group, keys[at : at + count], slots[at : at + count]

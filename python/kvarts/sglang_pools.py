@@ -126,7 +126,7 @@ class Pools:
         if window is None and entry.indices_from_pool != PoolName.KV:
             raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not know what a prefix needs of it; see whether kvarts.sglang takes it")
         self._pools[entry.name] = Pool(Group(number, window, (self._rank,)), entry, spans.pop())
-        self.columns[number] = Columned(number, self._rank, layers, self.saves)
+        self.columns[number] = Columned(number, {self._rank: layers}, self.saves)
         # Types of eight bits are kept as bytes: which one it is, the pool says.
         kind = [type(entry.device_pool).__name__, str(getattr(entry.device_pool, "dtype", None))]
         self._facts.append([str(entry.name), str(entry.indices_from_pool), *kind, facts])
@@ -153,7 +153,7 @@ class Pools:
     def naming(self, draft):
         """How `Client.pages` calls the blocks. `draft`: where the draft model is, if there is one."""
         path, revision, found = settings()
-        sizes = [(n, self._ranks, [[page.rows.nbytes for page in layer] for layer in column.layers]) for n, column in self.columns.items()]
+        sizes = [(n, self._ranks, [[page.rows.nbytes for page in layer] for layer in column.columns[self._rank]]) for n, column in self.columns.items()]
         if self._extra.get("draft"):
             found["draft"] = f"{draft} {self._extra['draft']}"
         return dict(

@@ -41,7 +41,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
     share; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
     acknowledged after a flush; `windows`: what is kept of sliding windows (`full`, `turn`, `none`, `auto`, or a
     number of tokens from one place to the next); `times`: what `kvarts.Times` takes, for the planner, beside what the engine's own steps
-    tell; `plans`: whether of what is stored that is left which takes longer to load than to compute; `revision` where the model's name does
+    tell; `plans`: whether of what is stored that is left which takes longer to load than to compute; `head_ranges`: into how many ranges the
+    model's heads are split, by engines that share over different tensor parallelism; `revision` where the model's name does
     not say it; `identity` for whatever else decides bytes. A request's `kv_transfer_params` may have `max_load_tokens` and
     `max_offload_tokens`."""
 

@@ -1,7 +1,7 @@
 """Where vLLM has its KV blocks, and how Kvarts calls them: groups of layers, pages, keys and identities.
 
 A block of Kvarts has the tokens that the largest block of the model's groups has, and of every group its pages. Groups are numbered through
-all stages of a pipeline; a column of a group is what one rank has of it, or all ranks alike.
+all stages of a pipeline; a column of a group is a range of heads, or what one rank has of it, or all ranks alike (`vllm_ranges`).
 """
 
 import math
@@ -11,10 +11,11 @@ from vllm.v1 import kv_cache_interface as kinds
 
 import kvarts
 
-from .landing import Columned, Page, rows_of
-from .link import brief, differing
+from .landing import Columned, Page, order_of, rows_of
+from .link import brief
 from .staging import Group, spec_of
 from .vllm_identity import identity_of, layout_version
+from .vllm_ranges import Columns
 
 #: Kinds of attention that look like others and are none.
 _STRANGE = ("RSWASpec", "SinkFullAttentionSpec", "HiddenStateCacheSpec", "CircularBufferSpec")
@@ -83,8 +84,7 @@ class Plan:
         self.worker = parallel.rank
         #: Whether a batch is computed in parts, one beside the other: a layer has then computed when all of them have.
         self.has_parts = bool(getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False))
-        self._ranks = parallel.tensor_parallel_size
-        self._rank, self._stage = parallel.rank % self._ranks, parallel.rank // self._ranks
+        self._stage = parallel.rank // parallel.tensor_parallel_size
         self._kinds = [_kind_of(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
         if all(kind.window is not None for kind in self._kinds):
             raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens; see whether kvarts.vllm takes this model")
@@ -97,9 +97,9 @@ class Plan:
         self.has_windows = any(kind.window is not None and not kind.is_state for kind in self._kinds)
         #: Groups of states. vLLM copies a state on at the beginning of a step, so it must have landed before.
         self.states = {kind.number for kind in self._kinds if kind.is_state}
-        #: Ranks that have the same bytes follow each other.
-        self._alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
-        if self.states and self._alike > 1:
+        # Ranks that have the same bytes follow each other.
+        alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+        if self.states and alike > 1:
             raise ValueError("kv_tp_replicas: ranks that share heads have states of their own; kvarts.vllm takes this model")
         #: Whether a draft model has layers beside the model's: in some passes it does not run.
         self.drafts = vllm_config.speculative_config is not None
@@ -111,6 +111,7 @@ class Plan:
         self.bytes_of_block = 1
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._extra = extra
+        self._columns = Columns(vllm_config, self._kinds, alike, extra.get("head_ranges"))
         self._windows = extra.get("windows", "auto")
         #: Whether windows are kept when a request is over.
         self.keeps_ends = self.has_windows and self._windows == "turn"
@@ -136,27 +137,24 @@ class Plan:
         for at, stage in enumerate(stages):
             for kind, told in zip(self._kinds, facts[stage, 0].groups):
                 number = at * self.groups + kind.number
-                ranks = self._columns(kind)
+                count = self._columns.ranges(kind).count
                 if told:
                     pages = self.block_tokens // kind.block_tokens
-                    columns.append((number, len(ranks), [[nbytes * pages for nbytes in parts] for _, parts in told]))
-                    groups.append(Group(number, kind.window, ranks))
+                    columns.append((number, count, [[nbytes * pages for nbytes, _ in parts] for _, parts in told]))
+                    groups.append(Group(number, kind.window, tuple(range(count))))
                     if kind.window is not None:
                         windows[number] = kind.window
         self.bytes_of_block = max(1, sum(sum(map(sum, sizes)) * ranks for _, ranks, sizes in columns))
         spec = spec_of("vllm-layers", self.block_tokens, columns)
         return self._naming(spec, windows, facts), groups
 
-    def _columns(self, kind):
-        is_alike = all(isinstance(spec, kinds.MLAAttentionSpec) or kind.is_state and spec.tp_replicated for spec in kind.specs)
-        return (0,) if is_alike else tuple(range(max(1, self._ranks // self._alike)))
-
     def _naming(self, spec, windows, facts):
         config, extra = self._config, self._extra
-        identity = {**identity_of(config, extra.get("revision"), self._caches), **extra.get("identity", {})}
+        identity = {**identity_of(config, extra.get("revision")), **extra.get("identity", {})}
         layout = self._caches.kv_cache_layout
-        told = [[list(place), [[name for name, _ in group] for group in facts[place].groups]] for place in sorted(facts)]
-        differ = [[differing(spec) for spec in kind.specs] for kind in self._kinds]
+        # Of how many ranks an engine has, nothing: what one writes another one reads.
+        told = [[stage, facts[stage, rank].groups] for stage, rank in sorted(facts) if rank == 0]
+        differ = [[self._columns.described(kind), list(kind.layers)] for kind in self._kinds]
         return dict(
             spec=spec,
             windows=windows,
@@ -165,9 +163,9 @@ class Plan:
             dtype=f"{config.cache_config.cache_dtype}/{_dtype_of(self._kinds)}".replace("torch.", ""),
             engine="vllm",
             layout=f"layers-{layout}",
-            layout_version=layout_version(differ, told, layout, self._alike),
+            layout_version=layout_version(differ, told, layout, self._columns.fact()),
             block_tokens=self.block_tokens,
-            tp_size=max(1, self._ranks // self._alike),
+            tp_size=self._columns.count,
             extras=brief(identity),
         )
 
@@ -180,7 +178,8 @@ class Plan:
         memories, numbers, groups, order, facts = [], {}, {}, {}, []
         device = None
         for kind in self._kinds:
-            pages, told = [], []
+            ranges = self._columns.ranges(kind)
+            columns, told = {rank: [] for rank in ranges.own}, []
             for name in kind.layers:
                 if name not in caches:
                     continue  # of another stage
@@ -193,32 +192,31 @@ class Plan:
                     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
                     memories.append(whole)
                 device = None if cache.device.type == "cpu" else cache.device.index or 0
-                parts = [self._page(name, part, numbers[storage.data_ptr()]) for part in parts]
-                self._expect_whole(kind, name, parts)
-                order[name] = (self._number(kind), len(pages))
-                pages.append(parts)
-                told.append((name, [page.rows.nbytes for page in parts]))
+                order[name] = (self._number(kind), len(told))
+                views = [[self._block(view) for view in self._columns.split(kind, name, part)] for part in parts]
+                for rank, *own in zip(ranges.own, *views):
+                    columns[rank].append([self._page(name, view, numbers[storage.data_ptr()]) for view in own])
+                self._expect_whole(kind, name, [page for layers in columns.values() for page in layers[-1]])
+                told.append([name, [[page.rows.nbytes, _order_of(view)] for page, (view, *_) in zip(columns[ranges.own[0]][-1], views)]])
             facts.append(told)
-            if pages:
-                columns = self._columns(kind)
-                rank = 0 if len(columns) == 1 else self._rank // self._alike
-                # Of ranks that have the same bytes one saves them.
-                saves = self._rank % max(1, self._ranks // len(columns)) == 0
-                groups[self._number(kind)] = Columned(self._number(kind), rank, pages, saves)
+            if told:
+                groups[self._number(kind)] = Columned(self._number(kind), columns, ranges.saves)
         self._expect_all(caches, order)
         return Placed(device, memories, groups, order, facts)
 
     def _number(self, kind):
         return self._stage * self.groups + kind.number
 
-    def _page(self, name, cache, memory):
-        size, blocks = cache.element_size(), self._caches.num_blocks
-        if cache.shape[0] != blocks:
-            cache = kinds.group_kernel_blocks(cache, blocks)
-        block = cache[0]
-        sizes, strides = list(block.shape), [block.stride(at) for at in range(block.dim())]
+    def _block(self, cache):
+        """The same cache in vLLM's blocks: it may count parts of them."""
+        blocks = self._caches.num_blocks
+        return cache if cache.shape[0] == blocks else kinds.group_kernel_blocks(cache, blocks)
+
+    @staticmethod
+    def _page(name, cache, memory):
+        size = cache.element_size()
         try:
-            rows = rows_of(sizes, strides, size)
+            rows = rows_of(*_lies(cache), size)
         except ValueError as error:
             raise ValueError(f"kv_cache_layout: {name}: {error}") from None
         return Page(memory, cache.storage_offset() * size, cache.stride(0) * size, rows)
@@ -285,6 +283,15 @@ def _rate_of(times):
     if times is None:
         return ()
     return (max(1, int(8192 * 1000 / max(1e-3, kvarts.Times(**times).prefill_ms(0, 8192)))),)
+
+
+def _lies(cache):
+    """Sizes and strides of one of its blocks."""
+    return list(cache.shape[1:]), [cache.stride(at) for at in range(1, cache.dim())]
+
+
+def _order_of(cache):
+    return order_of(*_lies(cache))
 
 
 def _dtype_of(kinds_of):

@@ -214,6 +214,11 @@ class MambaSpec:
     page_size_bytes = state_content_size_bytes
 
 
+def _kernel_blocks(cache, blocks):
+    """The same memory: a dimension for blocks, and one for the parts of a block."""
+    return cache.reshape(blocks, -1, *cache.shape[1:])
+
+
 @dataclass(frozen=True)
 class _Group:
     tokens_per_block: int
@@ -305,6 +310,7 @@ def _vllm():
             SlidingWindowSpec=SlidingWindowSpec,
             ChunkedLocalAttentionSpec=type("ChunkedLocalAttentionSpec", (), {}),
             MambaSpec=MambaSpec,
+            group_kernel_blocks=_kernel_blocks,
         ),
         "vllm.v1.metrics.cache_hit_source": dict(CacheHitSource=enum.Enum("CacheHitSource", "HOST DISK")),
         offload + ".base": dict(
