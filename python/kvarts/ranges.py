@@ -28,12 +28,38 @@ def counts_of(heads, ranks):
     return [count for count in divisors if count % ranks == 0 or (count == heads and ranks % heads == 0)]
 
 
-def count_of(given, heads, ranks):
-    """The count that an operator has given, if it can be used; by default the least, which costs a rank nothing."""
+def expect_count(given, heads, ranks):
+    """Refuses a count that an operator has given, if it cannot be used."""
     possible = counts_of(heads, ranks)
-    if given is None and possible:
-        return possible[0]
-    if given in possible:
-        return given
-    instead = f"name one of {', '.join(map(str, possible))}" if possible else "leave it out"
-    raise ValueError(f"head_ranges: {given!r} ranges of {heads} heads do not go with {ranks} ranks; {instead}")
+    if given not in possible:
+        instead = f"name one of {', '.join(map(str, possible))}" if possible else "leave it out"
+        raise ValueError(f"head_ranges: {given!r} ranges of {heads} heads do not go with {ranks} ranks; {instead}")
+
+
+def expect_number(given):
+    if given is not None and (type(given) is not int or given < 1):
+        raise ValueError(f"head_ranges: a number of ranges of heads, and not {given!r}")
+
+
+def expect_even(configuration, heads):
+    """Refuses a model whose layers may differ in their number of heads. Of more ranks than heads each has one of every layer, whatever number the
+    layer has: which ranks have the same one, its caches do not say. `configuration`: the model's."""
+    found = list(_numbers(configuration))
+    if not found or any(number != heads for number in found):
+        raise ValueError(f"head_ranges: its configuration does not say that every layer has {heads} heads; name as many ranges as there are ranks at least")
+
+
+def _numbers(configuration, is_named=False):
+    """All numbers of heads that a configuration has, by the names of what has them."""
+    if isinstance(configuration, dict):
+        for name, value in configuration.items():
+            yield from _numbers(value, is_named or any(part in str(name) for part in _NAMES))
+    elif isinstance(configuration, (list, tuple)):
+        for value in configuration:
+            yield from _numbers(value, is_named)
+    elif is_named and configuration is not None:
+        yield configuration
+
+
+#: Parts of names under which models have numbers of heads of keys and values.
+_NAMES = ("key_value_heads", "kv_heads", "kv_n_heads", "query_groups", "attention_groups", "heads_in_group")

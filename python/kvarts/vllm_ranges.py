@@ -10,7 +10,7 @@ import dataclasses
 from vllm.v1 import kv_cache_interface as kinds
 
 from .link import differing
-from .ranges import count_of, counts_of, ranges_of
+from .ranges import counts_of, expect_count, expect_even, expect_number, ranges_of
 
 
 class Columns:
@@ -23,14 +23,16 @@ class Columns:
         self._rank = parallel.rank % self._ranks
         split = [kind for kind in kinds_of if not is_alike(kind)]
         self._heads, why = _heads_of(vllm_config, split, self._ranks) if split else (None, None)
-        if given is not None and (type(given) is not int or given < 1):
-            raise ValueError(f"head_ranges: a number of ranges of heads, and not {given!r}")
-        if self._heads is not None:
-            self.count = count_of(given, self._heads, self._ranks)
-        else:
-            self.count = max(1, self._ranks // alike) if split else 1
-            if split and given not in (None, self.count):
-                raise ValueError(f"head_ranges: {why}; leave it out: engines of as many ranks share what they store")
+        expect_number(given)
+        if self._heads is not None and (given is not None or self._heads >= self._ranks):
+            self.count = self._ranks if given is None else given
+            expect_count(self.count, self._heads, self._ranks)
+            if self.count < self._ranks:
+                expect_even(_configuration_of(vllm_config.model_config), self.count)
+            return
+        self._heads, self.count = None, max(1, self._ranks // alike) if split else 1
+        if split and given not in (None, self.count):
+            raise ValueError(f"head_ranges: {why}; leave it out: engines of as many ranks share what they store")
 
     def ranges(self, kind):
         """What this rank has of a group."""
@@ -92,6 +94,13 @@ def _heads_of(config, split, ranks):
     if not counts_of(heads, ranks):
         return None, f"{ranks} ranks do not share {heads} heads evenly"
     return heads, None
+
+
+def _configuration_of(model):
+    """What the model's configuration says of its text, with what layers have of their own."""
+    config = getattr(model, "hf_text_config", None)
+    own = getattr(getattr(model, "model_arch_config", None), "per_layer_overrides", None)
+    return [config.to_dict() if config is not None else {}, own]
 
 
 def _is_drafts_alike(speculative, heads, ranks):

@@ -26,8 +26,10 @@ HEADS, WIDTH, SIZES = 8, 4, (1, 2, 4, 8)
 APART = {"NHD": (0, 1, 2, 3, 4), "HND": (0, 1, 3, 2, 4)}
 
 
-def total(heads):
-    return dict(get_total_num_kv_heads=lambda: heads)
+def total(heads, **more):
+    """What vLLM says of a model with so many heads in every layer."""
+    told = {"num_key_value_heads": heads, "hidden_size": 64, **more}
+    return dict(get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(to_dict=lambda: told))
 
 
 class Ranks(Engine):
@@ -133,15 +135,22 @@ class Heads(unittest.TestCase):
         self.both_ways(2, [(1, 2), (2, 1)])
 
     def test_ranks_that_share_a_head_store_it_once(self):
-        self.both_ways(2, self.WAYS, all_heads=2)
-        engine = self.engine(8, all_heads=2)
-        self.addCleanup(engine.close)
-        self.assertEqual([worker._side._dock._groups[0].saves for worker in engine.workers], [True, False, False, False] * 2)
-        # So it is without the setting: there are no more heads.
-        self.assertEqual(engine.scheduler._side._naming["tp_size"], 2)
+        self.both_ways(2, [(1, 8), (8, 2), (4, 1), (2, 8)], all_heads=2)
+        for ranges, saves in ((2, [True, False, False, False] * 2), (None, [True] * 8)):
+            engine = self.engine(8, ranges, all_heads=2)
+            self.addCleanup(engine.close)
+            self.assertEqual([worker._side._dock._groups[0].saves for worker in engine.workers], saves)
+
+    def test_ranks_share_a_head_only_where_every_layer_has_as_many(self):
+        # Caches of a rank are alike whether a layer has two heads or four.
+        own = SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])
+        for more in (dict(hf_text_config=None), total(2, num_global_key_value_heads=4), total(2, layers=[{"num_attention_groups": 4}]), dict(model_arch_config=own)):
+            with self.assertRaisesRegex(ValueError, "head_ranges: .*every layer has 2 heads"):
+                KvartsLayers(*self.made(4, 2, all_heads=2, model_config={**total(2), **more}))
+        KvartsLayers(*self.made(4, 2, all_heads=2, model_config=total(2, num_global_key_value_heads=2))).shutdown()
 
     def test_latents_are_alike_for_any_number_of_ranks(self):
-        self.both_ways(None, self.WAYS, all_heads=1, kinds=(MLAAttentionSpec,))
+        self.both_ways(None, [(1, 8), (8, 2), (2, 1)], all_heads=1, kinds=(MLAAttentionSpec,))
 
     def test_windows_and_stages_of_a_pipeline(self):
         windows = dict(names=(NAMES, WINDOWED), kinds=(FullAttentionSpec, SlidingWindowSpec), extra={"windows": "full"})
@@ -215,7 +224,8 @@ class Heads(unittest.TestCase):
 
     def made(self, tp, ranges, all_heads=HEADS, heads=None, **changes):
         heads = heads or max(1, (all_heads or HEADS) // tp)
-        config, cache = configuration(self.server, heads=heads, width=WIDTH, tp=tp, model_config=total(all_heads), extra={"head_ranges": ranges}, **changes)
+        changes.setdefault("model_config", total(all_heads))
+        config, cache = configuration(self.server, heads=heads, width=WIDTH, tp=tp, extra={"head_ranges": ranges}, **changes)
         return config, KVConnectorRole.SCHEDULER, cache
 
     def test_drafts_have_heads_of_their_own(self):
