@@ -111,7 +111,8 @@ class LayerCounter:
 class KvartsLinker(UnifiedCacheLinker):
     """`linker_extra_config`: `server` and `token_file` as for `kvarts.connect`; `pool_bytes`: of host memory, of each process; `wait`: seconds that
     a look-up may take; `timeout`: seconds of silence; `pause`: seconds for which a server that did not answer is left alone; `durable`: stores are
-    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner, and `plans`: whether then what takes longer to load than to compute is left; `loads`, `stores`: whether it does; `revision`, where the
+    acknowledged after a flush; `times`: what `kvarts.Times` takes, for the planner, and `plans`: whether then what takes longer to load than to compute is left; `loads`, `stores`: whether it does; `head_ranges`: into how many ranges the
+    model's heads are split, by engines that share over different tensor parallelism; `revision`, where the
     model's path does not say it, and `draft`, that of a draft model; `identity`: whatever else decides bytes."""
 
     def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
@@ -294,12 +295,12 @@ class KvartsLinker(UnifiedCacheLinker):
             if first is None or found.keys[first : first + len(keys)] != keys or first + len(keys) > found.staging.blocks:
                 return None
             for pool, own in pools:
-                number, (rank,) = pool.group.number, pool.group.ranks
-                begin, _ = found.staging.columns.get((number, rank), (len(found.keys), ()))
-                if begin > first:
+                columns = {rank: (pool.group.number, rank) for rank in pool.group.ranks}
+                if any(found.staging.columns.get(column, (len(found.keys), ()))[0] > first for column in columns.values()):
                     return None
-                stretches[number] = {rank: found.staging.stretches((number, rank), first, first + len(keys))}
-                slots[number] = own
+                last = first + len(keys)
+                stretches[pool.group.number] = {rank: found.staging.stretches(column, first, last) for rank, column in columns.items()}
+                slots[pool.group.number] = own
         return stretches, slots
 
     def finish_layer_wise_loading(self, counter_index):

@@ -1,16 +1,18 @@
 """Where SGLang has its pages, and how Kvarts calls them: the pools of a device as groups of layers.
 
-A block of Kvarts is a page of the tree. Of every pool that belongs to it a group has the bytes of all layers; a column of a group is what
-one rank has of it, or all ranks alike.
+A block of Kvarts is a page of the tree. Of every pool that belongs to it a group has the bytes of all layers; a column of a group is a range of
+heads (`ranges`), or what one rank has of it, or all ranks alike.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from .landing import Columned, Page, rows_of
-from .link import brief, contract, revision_of
+from .link import brief, configuration_of, contract, revision_of
+from .ranges import expect_count, expect_even, expect_number, ranges_of
 from .sglang_identity import ALIKE, needed, settings, version
 from .staging import Group, spec_of
 
@@ -53,6 +55,38 @@ def assembled(params, components):
     return group(entries, layers, page, rank_replicated=alike)
 
 
+def _count_of(made, ranks, given):
+    """Into how many columns groups are split. `given`: the number of ranges of heads that the operator names."""
+    expect_number(given)
+    if made.rank_replicated:
+        return 1
+    if given in (None, ranks):
+        return ranks
+    for entry in made.entries:
+        heads = _heads_of(entry)
+        if heads is None:
+            raise ValueError(f"head_ranges: pool {entry.name} is not split by heads; leave it out: engines of as many ranks share what they store")
+        # A rank with one head may share it with others.
+        is_shared = heads == 1 and given < ranks
+        expect_count(given, given if is_shared else heads * ranks, ranks)
+        if is_shared:
+            if entry.name == PoolName.DRAFT:
+                raise ValueError(f"head_ranges: nothing says how many heads the draft model has; name {ranks} at least")
+            path, revision, _ = settings()
+            found = configuration_of(path, revision) or {}
+            expect_even(found.get("text_config") or found, given)
+    return given
+
+
+def _heads_of(entry):
+    """How many heads a rank has of a pool: the second dimension of its buffers."""
+    heads = getattr(entry.device_pool, "head_num", None)
+    is_dense = type(entry.device_pool).__name__ == "MHATokenToKVPool" and all(
+        len(buffer.shape) == 3 and buffer.shape[1] == heads for buffer in entry.kv_buffer
+    )
+    return heads if is_dense else None
+
+
 class Pool(NamedTuple):
     """A pool, and the group that it is."""
 
@@ -79,10 +113,10 @@ class Pools:
         #: By the names that SGLang has for them.
         self.entries = made.entry_map
         self.block_tokens, self.layers = params.page_size, made.num_layers
-        self._extra, self._alike = extra, made.rank_replicated
-        self._rank, self._ranks = (0, 1) if self._alike else (rank, ranks)
+        self._extra = extra
+        self._ranges = ranges_of(rank, ranks, _count_of(made, ranks, extra.get("head_ranges")))
         #: Whether this rank stores what it has: of ranks that have the same bytes, one does.
-        self.saves = not self._alike or rank == 0
+        self.saves = self._ranges.saves
         has_draft = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
         if has_draft and not extra.get("draft"):
             raise ValueError("draft: name the revision of the draft model")
@@ -112,24 +146,33 @@ class Pools:
         return None if group.window is None else -(-group.window // self.block_tokens)
 
     def _place(self, number, entry):
-        layers, spans, facts = [], set(), []
-        for layer, buffers in sorted(entry.layer_mapping.items()):
+        columns, spans, facts = {number: [] for number in self._ranges.own}, set(), []
+        for place, (layer, buffers) in enumerate(sorted(entry.layer_mapping.items())):
             buffers = (buffers,) if isinstance(buffers, int) else buffers
             parts = [component[at] for at in buffers for component in entry.components]
             sizes = [component[at][2] for at in buffers for component in entry.buffer_meta]
-            self.order[layer].append((number, len(layers)))
-            layers.append([self._page(entry, buffer, nbytes, spans) for buffer, nbytes in zip(parts, sizes)])
-            facts.append([layer, *(f"{buffer.dtype} {list(buffer.shape[1:])} {nbytes}" for buffer, nbytes in zip(parts, sizes))])
+            self.order[layer].append((number, place))
+            views = [self._split(buffer) for buffer in parts]
+            for own, *of_range in zip(columns.values(), *views):
+                own.append([self._page(entry, view, nbytes // len(columns), spans) for view, nbytes in zip(of_range, sizes)])
+            facts.append([layer, *(f"{view.dtype} {list(view.shape[1:])} {nbytes // len(columns)}" for (view, *_), nbytes in zip(views, sizes))])
         if len(spans) != 1:
             raise ValueError(f"pool {entry.name}: pages of {sorted(spans)} rows")
         window = self._windows.get(entry.indices_from_pool)
         if window is None and entry.indices_from_pool != PoolName.KV:
             raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not know what a prefix needs of it; see whether kvarts.sglang takes it")
-        self._pools[entry.name] = Pool(Group(number, window, (self._rank,)), entry, spans.pop())
-        self.columns[number] = Columned(number, {self._rank: layers}, self.saves)
+        self._pools[entry.name] = Pool(Group(number, window, tuple(columns)), entry, spans.pop())
+        self.columns[number] = Columned(number, columns, self.saves)
         # Types of eight bits are kept as bytes: which one it is, the pool says.
         kind = [type(entry.device_pool).__name__, str(getattr(entry.device_pool, "dtype", None))]
         self._facts.append([str(entry.name), str(entry.indices_from_pool), *kind, facts])
+
+    def _split(self, buffer):
+        """Of each range that this rank has its part of a buffer."""
+        if (count := len(self._ranges.own)) == 1:
+            return [buffer]
+        heads = buffer.shape[1] // count
+        return [buffer[:, at * heads : (at + 1) * heads] for at in range(count)]
 
     def _page(self, entry, buffer, nbytes, spans):
         size, storage = buffer.element_size(), buffer.untyped_storage()
@@ -137,7 +180,7 @@ class Pools:
             self._numbers[storage.data_ptr()] = len(self.memories)
             self.memories.append(torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(storage))
         self.device = None if buffer.device.type == "cpu" else buffer.device.index or 0
-        span = nbytes // (buffer.nbytes // buffer.shape[0])
+        span = nbytes // (size * math.prod(buffer.shape[1:]))
         spans.add(span)
         if span > 1 and buffer.shape[0] < getattr(entry.device_pool, "size", 0):
             raise ValueError(f"pool {entry.name}: its layout has no row for each token; kvarts.sglang takes it")
@@ -153,7 +196,8 @@ class Pools:
     def naming(self, draft):
         """How `Client.pages` calls the blocks. `draft`: where the draft model is, if there is one."""
         path, revision, found = settings()
-        sizes = [(n, self._ranks, [[page.rows.nbytes for page in layer] for layer in column.columns[self._rank]]) for n, column in self.columns.items()]
+        own = {number: next(iter(column.columns.values())) for number, column in self.columns.items()}
+        sizes = [(number, self._ranges.count, [[page.rows.nbytes for page in layer] for layer in layers]) for number, layers in own.items()]
         if self._extra.get("draft"):
             found["draft"] = f"{draft} {self._extra['draft']}"
         return dict(
@@ -166,6 +210,6 @@ class Pools:
             layout="layers",
             layout_version=contract("sglang", version(), ALIKE, self._facts),
             block_tokens=self.block_tokens,
-            tp_size=self._ranks,
+            tp_size=self._ranges.count,
             extras=brief({**found, **self._extra.get("identity", {})}),
         )
