@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 
 class Ranges(NamedTuple):
-    """Of `count` ranges those that a rank has."""
+    """Of `total` ranges those that a rank has."""
 
-    count: int
+    total: int
     own: range
     saves: bool
 

@@ -197,7 +197,7 @@ class Pools:
         """How `Client.pages` calls the blocks. `draft`: where the draft model is, if there is one."""
         path, revision, found = settings()
         own = {number: next(iter(column.columns.values())) for number, column in self.columns.items()}
-        sizes = [(number, self._ranges.count, [[page.rows.nbytes for page in layer] for layer in layers]) for number, layers in own.items()]
+        sizes = [(number, self._ranges.total, [[page.rows.nbytes for page in layer] for layer in layers]) for number, layers in own.items()]
         if self._extra.get("draft"):
             found["draft"] = f"{draft} {self._extra['draft']}"
         return dict(
@@ -210,6 +210,6 @@ class Pools:
             layout="layers",
             layout_version=contract("sglang", version(), ALIKE, self._facts),
             block_tokens=self.block_tokens,
-            tp_size=self._ranges.count,
+            tp_size=self._ranges.total,
             extras=brief({**found, **self._extra.get("identity", {})}),
         )

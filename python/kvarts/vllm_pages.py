@@ -137,7 +137,7 @@ class Plan:
         for at, stage in enumerate(stages):
             for kind, told in zip(self._kinds, facts[stage, 0].groups):
                 number = at * self.groups + kind.number
-                count = self._columns.ranges(kind).count
+                count = self._columns.ranges(kind).total
                 if told:
                     pages = self.block_tokens // kind.block_tokens
                     columns.append((number, count, [[nbytes * pages for nbytes, _ in parts] for _, parts in told]))
