@@ -441,11 +441,11 @@ class Desk:
             self._close(staging)
             self._end(staging)
             return True
-        here = [(stage, begin, columns, stage.staged) for stage, begin, columns in staging.stages]
         is_late = staging.until is not None and time.monotonic() >= staging.until
-        if not is_late and not all(stage.is_over for stage, *_ in here):
+        if not is_late and not all(stage.is_over for stage, *_ in staging.stages):
             return False
-        least = min(begin + staged for _, begin, _, staged in here)
+        # What has come is counted when they are over, and not before: the last of it comes just before that.
+        least = min(begin + stage.staged for stage, begin, _ in staging.stages)
         if least < staging.wanted:
             staging.why = next((reason_of(stage.why) for stage, *_ in staging.stages if stage.why is not None), "late")
             if any(group.window is not None for group in self.groups) and least > staging.first:
