@@ -277,7 +277,10 @@ class Layers(Course, Vllm):
     """The same with the layerwise connector, and what that one is for."""
 
     PREFIX = "layers-"
-    CHECKS = ("restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "stages", "states", "handover", "course", "course_ranks", "course_hybrid")
+    CHECKS = (
+        "restart", "killed", "away", "damage", "identity", "hybrid", "churn", "cluster", "layered", "pool", "ranks", "heads", "heads_hybrid", "stages", "states",
+        "handover", "course", "course_ranks", "course_hybrid",
+    )  # fmt: skip
     CONNECTOR = "KvartsLayers"
     FAILED = "vllm:kvarts_unstaged_blocks "
 
@@ -419,6 +422,42 @@ class Layers(Course, Vllm):
     def check_ranks(self):
         """Two workers with tensor parallelism."""
         return self.several("ranks", tensor_parallel_size=2, distributed_executor_backend="mp")
+
+    def check_heads(self):
+        """One worker reads what two with tensor parallelism have stored, and two what one has: each a part of the other's heads."""
+        return self.heads("llama")
+
+    def check_heads_hybrid(self):
+        """The same of a model with windows beside full attention."""
+        return self.heads("gemma3")
+
+    def heads(self, kind):
+        model, ways = model_of(self.python, kind), ({}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"})
+        found = []
+        for writes, reads in (ways[::-1], ways):
+            plain = Engine(f"vllm-heads-{kind}-plain", model, **reads)
+            right, _, _ = plain.generate(PROMPTS["prompts"])
+            plain.end()
+            found.append(self.crossed(kind, writes, reads, right))
+        return ", ".join(found) + ", the same output"
+
+    def crossed(self, kind, writes, reads, right):
+        """An engine reads what another one has stored that has another number of workers."""
+        server, model = Server("vllm", f"vllm-heads-{kind}"), model_of(self.python, kind)
+        try:
+            for turn, engine in (("first", writes), ("second", reads)):
+                one = Engine(f"vllm-heads-{kind}-{turn}", model, self.kvarts(server, head_ranges=2, windows="full"), **engine)
+                found, disk, _ = one.generate(PROMPTS["prompts"])
+                if turn == "first":
+                    # With a window for each block.
+                    self.wait_until_saved(one, self.full() // BLOCK * (1 if kind == "llama" else 2))
+                one.end()
+        finally:
+            server.stop()
+        workers = [engine.get("tensor_parallel_size", 1) for engine in (writes, reads)]
+        expect(found == right, f"other tokens than without a cache, {workers} workers ({disk:.0f} prompt tokens came from disk)")
+        expect(disk == self.full(), f"{disk:.0f} of {self.full()} prompt tokens came from disk, {workers} workers")
+        return f"{disk:.0f} of {self.full()} prompt tokens from disk with {workers[0]} and {workers[1]} workers"
 
     #: vLLM's layers with states say other things in other batches here, also without a connector: one request runs at a time, and there is no
     #: course of them.

@@ -122,7 +122,7 @@ def nodes_of(name, count, budget):
     bucket = os.path.join(PLACE, "servers", f"{name}-bucket")
     subprocess.run(["rm", "-rf", bucket], check=True)
     os.makedirs(bucket)
-    cold = ("--cold-bucket", f"file://{bucket}", "--cold-age", "0", "--cold-uses", "0", "--cold-offer", "on", "--cold-memory", "32 MiB")
+    cold = ("--cold-bucket", f"file://{bucket}", "--cold-age", "0", "--cold-uses", "0", "--cold-offer", "on", "--cold-memory", "128 MiB")
     nodes = [Server("vllm", f"{name}-{n}", "--budget", budget, "--segment", "1 MiB", "--shards", "1", *cold) for n in range(count)]
     members = "epoch = 1\n"
     for number, node in enumerate(nodes):
