@@ -47,14 +47,16 @@ pub struct SessionTold {
 
 /// A session of a client. Dropping it tells the server nothing: the session ends with its lease.
 #[derive(Debug)]
-pub struct Session<'a> {
-    client: &'a Client,
+pub struct Session {
+    client: Client,
     terms: SessionTerms,
     id: u64,
     keys: Vec<BlockKey>,
     /// The first block that it holds itself, and does not stand on its parent for.
     own: u32,
     extensions: usize,
+    /// Whether its server was told that it goes on at another node.
+    is_given_up: bool,
 }
 
 fn millis(time: Duration) -> u64 {
@@ -95,17 +97,21 @@ impl SessionTerms {
     }
 }
 
-impl<'a> Session<'a> {
+impl Session {
+    fn new(client: &Client, terms: SessionTerms, id: u64, keys: &[BlockKey], own: u32) -> Self {
+        let (client, keys) = (client.clone(), keys.to_vec());
+        Self { client, terms, id, keys, own, extensions: 0, is_given_up: false }
+    }
+
     /// Opens one for a conversation that begins with these blocks.
     pub fn open(
-        client: &'a Client,
+        client: &Client,
         terms: SessionTerms,
         keys: &[BlockKey],
         turn: Option<proto::SessionTurn>,
     ) -> Result<(Self, SessionTold), Error> {
         let reply = terms.open(client, 0, keys, turn)?;
-        let new = Self { client, terms, id: reply.session, keys: keys.to_vec(), own: 0, extensions: 0 };
-        Ok((new, told(&reply)))
+        Ok((Self::new(client, terms, reply.session, keys, 0), told(&reply)))
     }
 
     /// The number that names it on its server, and where it is handed over to.
@@ -128,8 +134,7 @@ impl<'a> Session<'a> {
             lease_ms: millis(self.terms.lease),
             turn,
         })?;
-        let (client, terms, id) = (self.client, self.terms.clone(), reply.session);
-        Ok((Self { client, terms, id, keys: keys.to_vec(), own: blocks, extensions: 0 }, told(&reply)))
+        Ok((Self::new(&self.client, self.terms.clone(), reply.session, keys, blocks), told(&reply)))
     }
 
     /// Blocks that follow, and the lease anew. Say them before they are computed, for the turn's class and advice; and
@@ -175,18 +180,22 @@ impl<'a> Session<'a> {
     }
 
     /// Goes on at another node, under the same number: its chain is given up at this one, claimed at the other, and what this one holds for it
-    /// let go of last. Where the other refuses it the session stays handed over here, until its lease ends.
-    pub fn hand_over<'b>(self, to: &'b Client) -> Result<(Session<'b>, SessionTold), Error> {
-        self.client.hand_over_session(proto::HandOverSessionRequest { session: self.id })?;
+    /// let go of last. Where the other refuses it the session stays handed over here, until its lease ends: it may be handed over to a third
+    /// one meanwhile, or to the same one again.
+    pub fn hand_over(&mut self, to: &Client) -> Result<SessionTold, Error> {
+        if !self.is_given_up {
+            self.client.hand_over_session(proto::HandOverSessionRequest { session: self.id })?;
+            self.is_given_up = true;
+        }
         let reply = self.terms.open(to, self.id, &self.keys, None)?;
         // Without an answer it ends with its lease there.
         let _ = self.client.close_session(self.id);
-        let Self { terms, id, keys, .. } = self;
-        Ok((Session { client: to, terms, id, keys, own: 0, extensions: 0 }, told(&reply)))
+        (self.client, self.own, self.extensions, self.is_given_up) = (to.clone(), 0, 0, false);
+        Ok(told(&reply))
     }
 
     /// Ends it; false if it had ended.
-    pub fn close(self) -> Result<bool, Error> {
+    pub fn close(&self) -> Result<bool, Error> {
         self.client.close_session(self.id)
     }
 }

@@ -25,6 +25,7 @@ from ._kvarts import (
     Pages,
     Plan,
     Pool,
+    Session,
     Stage,
     Times,
     __version__,
@@ -37,8 +38,8 @@ from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refu
 
 __all__ = [
     "Bug", "Client", "Completion", "Corrupt", "Deadline", "Draft", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Stage", "Times", "__version__", "chain", "connect",
-    "kept_windows", "key", "open", "window_interval",
+    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Session", "Stage", "Times", "__version__", "chain",
+    "connect", "kept_windows", "key", "open", "window_interval",
 ]
 
 #: What calls take, for annotations: the stub says it in full.

@@ -241,10 +241,95 @@ class Client:
         cost; `nodes`, of each with a `store` its leading `blocks` (`None`: not known), what was assumed and the `trouble`; `here`, `owner`,
         `owner_has_lease`, `leased_by`, `bucket_blocks` (`None`: not known), `unasked` (blocks that the directory was not asked for in time)."""
 
+    def session(
+        self,
+        pages: Pages,
+        keys: Sequence[Key],
+        *,
+        columns: Sequence[tuple[int, int | None]] | None = None,
+        shared_blocks: int = 0,
+        lease: float = 60.0,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> Session:
+        """Opens a session: a conversation that begins with these blocks, which the server holds against eviction as far as they are
+        there. Of a server only; it needs the right to write.
+
+        `columns`: of which groups and ranks (`None`: this process's) blocks are held; otherwise of every group, of this rank; `[]` holds
+        nothing. `shared_blocks`: how many leading blocks are others' as well, as a system prompt is; in a cluster the chain behind them
+        is claimed for the server's node. `lease`: seconds that the session lasts without a renewal, so what it costs if this process
+        dies; more than ten minutes need the right to pin.
+
+        What is said of the turn that comes decides its class and advice (`Session.told`): `prompt_tokens` (0: those of the blocks),
+        `engine_blocks` (leading blocks that the engine has in its own memory; otherwise those that the session had before) and `times`."""
+
     def close(self, timeout: float | None = None) -> None:
-        """Closes all handles (see `Pages.close`) and ends the connection or the store."""
+        """Closes all handles (see `Pages.close`) and ends the connection or the store. Sessions end with their lease."""
 
     def __enter__(self) -> Client: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+@final
+class Session:
+    """A conversation whose blocks a server holds. It lasts until `close`, the end of `with`, or the end of its lease: no thread renews it, so
+    that a process that stands still keeps nothing. A session that is over, or whose server was started again, raises `Refused` (reason
+    `LeaseEnded`): open another one. One call at a time; others wait for it."""
+
+    @property
+    def id(self) -> int:
+        """The number that names it on its server, and on the one that it is handed over to."""
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Its blocks, from the first on."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the server said last: `held` (of the blocks of that call those that are held in all columns), `class`, `tail`, `owner` (16
+        bytes: in a cluster the node that owns its chain, where its turns should go; else `None`) and `is_owner` (whether that is this
+        server's). `tail` is advice on what to keep of windows and states: `keep` ("nothing", "every_block", "every_blocks", "replay"),
+        `every_blocks`, `tip` (whether at the turn's end), `replay_tokens`, `replay_ms`, `write_ms`."""
+
+    def fork(
+        self,
+        blocks: int | None = None,
+        *,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> Session:
+        """A session that goes on from the first blocks of this one, by default from all. What both share is held once, and as long as either
+        lasts."""
+
+    def extend(
+        self,
+        keys: Sequence[Key],
+        *,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> dict[str, Any]:
+        """Blocks that follow, and the lease anew; gives `told`. Say them before they are computed, and `hold` them when they were put."""
+
+    def hold(self, first: int = 0) -> dict[str, Any]:
+        """Holds what is there by now of its own blocks from this one on, and the lease anew; gives `told`. Say its beginning: each call that
+        begins elsewhere is another lease of the server's until one covers it."""
+
+    def renew(self) -> None:
+        """The lease anew, from now on."""
+
+    def hand_over(self, to: Client) -> dict[str, Any]:
+        """Goes on at another server, under the same number, with this object; gives `told`. That client must have registered the model
+        (`Client.pages`). Its chain is given up here first, and what is held here let go of last. Where the other one refuses it, it stays
+        handed over: it can be handed over again, until its lease ends."""
+
+    def close(self) -> bool:
+        """Ends it; false if it had ended."""
+
+    def __enter__(self) -> Session: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

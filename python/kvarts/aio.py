@@ -1,8 +1,10 @@
-"""Batches of blocks for asyncio: the promises of `kvarts.Pages`, and no thread beside those that it has."""
+"""Batches of blocks and sessions for asyncio: the promises of `kvarts.Pages`, without a thread beside those that it has, and those of
+`kvarts.Session`, whose calls wait in the loop's executor."""
 
 import asyncio
+import functools
 
-__all__ = ["AsyncPages"]
+__all__ = ["AsyncPages", "AsyncSession"]
 
 
 class AsyncPages:
@@ -63,6 +65,51 @@ class AsyncPages:
         self._waiting.clear()
         # ends: `close` waits for batches, which have a timeout
         await self._loop.run_in_executor(None, self._pages.close)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, kind, error, trace):
+        await self.close()
+
+
+class AsyncSession:
+    """A session whose calls are coroutines."""
+
+    def __init__(self, session):
+        self._session = session
+
+    @staticmethod
+    async def _away(call, *args, **kwargs):
+        loop = asyncio.get_running_loop()
+        # ends: calls of a session have the client's timeout
+        return await loop.run_in_executor(None, functools.partial(call, *args, **kwargs))
+
+    @classmethod
+    async def open(cls, client, pages, keys, **kwargs):
+        return cls(await cls._away(client.session, pages, keys, **kwargs))
+
+    @property
+    def session(self):
+        return self._session
+
+    async def fork(self, blocks=None, **kwargs):
+        return AsyncSession(await self._away(self._session.fork, blocks, **kwargs))
+
+    async def extend(self, keys, **kwargs):
+        return await self._away(self._session.extend, keys, **kwargs)
+
+    async def hold(self, first=0):
+        return await self._away(self._session.hold, first)
+
+    async def renew(self):
+        return await self._away(self._session.renew)
+
+    async def hand_over(self, to):
+        return await self._away(self._session.hand_over, to)
+
+    async def close(self):
+        return await self._away(self._session.close)
 
     async def __aenter__(self):
         return self

@@ -1,8 +1,10 @@
-"""Batches of blocks for asyncio: the promises of `kvarts.Pages`, and no thread beside those that it has."""
+"""Batches of blocks and sessions for asyncio: the promises of `kvarts.Pages`, without a thread beside those that it has, and those of
+`kvarts.Session`, whose calls wait in the loop's executor."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from . import Completion, Key, Pages, Places
+from . import Client, Completion, Key, Pages, Places, Session, Times
 
 class AsyncPages:
     """Batches as coroutines, on the running loop. It takes all completions of the handle: other code must not drain the
@@ -48,4 +50,52 @@ class AsyncPages:
         """Gives the handle back, and closes it."""
 
     async def __aenter__(self) -> AsyncPages: ...
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None: ...
+
+class AsyncSession:
+    """A session whose calls are coroutines. A task that is cancelled leaves its call to end by itself: a session that was being opened then ends
+    with its lease."""
+
+    def __init__(self, session: Session) -> None: ...
+    @classmethod
+    async def open(
+        cls,
+        client: Client,
+        pages: Pages,
+        keys: Sequence[Key],
+        *,
+        columns: Sequence[tuple[int, int | None]] | None = None,
+        shared_blocks: int = 0,
+        lease: float = 60.0,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> AsyncSession:
+        """As `Client.session`."""
+
+    @property
+    def session(self) -> Session:
+        """What it waits for: its `id`, `keys` and `told`."""
+
+    async def fork(
+        self,
+        blocks: int | None = None,
+        *,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> AsyncSession: ...
+    async def extend(
+        self,
+        keys: Sequence[Key],
+        *,
+        prompt_tokens: int = 0,
+        engine_blocks: int | None = None,
+        times: Times | None = None,
+    ) -> dict[str, Any]: ...
+    async def hold(self, first: int = 0) -> dict[str, Any]: ...
+    async def renew(self) -> None: ...
+    async def hand_over(self, to: Client) -> dict[str, Any]: ...
+    async def close(self) -> bool: ...
+    async def __aenter__(self) -> AsyncSession: ...
     async def __aexit__(self, kind: object, error: object, trace: object) -> None: ...

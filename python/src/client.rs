@@ -16,21 +16,16 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::buffer;
 use crate::error::{OrRaise, invalid, late};
 use crate::guarded::Guarded;
-use crate::handle::{Core, Handle, HandleOptions};
+use crate::handle::{Client, Core, Handle, HandleOptions};
 use crate::left;
 use crate::memory::{Adopted, Memory};
 use crate::pages::Pages;
 use crate::planning::Times;
 use crate::pool::{self, Pool};
 use crate::routing;
+use crate::session::{self, Session};
 use crate::waiting;
 use crate::watching::{self, Events};
-
-/// A store: see the stub.
-#[pyclass(frozen, weakref, module = "kvarts")]
-pub(crate) struct Client {
-    pub(crate) core: Guarded<Arc<Core>>,
-}
 
 /// Connects to a server.
 #[pyfunction]
@@ -323,6 +318,26 @@ impl Client {
             layers,
         };
         routing::route(py, core, &nodes, times, asked)
+    }
+
+    #[pyo3(signature = (
+        pages, keys, *, columns=None, shared_blocks=0, lease=60.0, prompt_tokens=0, engine_blocks=None, times=None,
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
+    fn session(
+        &self,
+        pages: &Pages,
+        keys: &Bound<'_, PyAny>,
+        columns: Option<Vec<(u32, Option<u16>)>>,
+        shared_blocks: u32,
+        lease: f64,
+        prompt_tokens: u64,
+        engine_blocks: Option<u32>,
+        times: Option<PyRef<'_, Times>>,
+    ) -> PyResult<Session> {
+        let turn = session::Turn { prompt_tokens, engine_blocks, times };
+        let asked = session::Asked { columns, shared_blocks, lease, turn };
+        session::open(keys.py(), self.core.get()?, pages, keys, &asked)
     }
 
     #[pyo3(signature = (*, after=None))]

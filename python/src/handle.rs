@@ -20,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::blocks::Asked;
 use crate::error::OrRaise;
+use crate::guarded::Guarded;
 use crate::places::Laid;
 use crate::registry::Registry;
 use crate::waiting;
@@ -38,6 +39,12 @@ pub(crate) struct Core {
     pub(crate) home: Mutex<Option<Home>>,
     pub(crate) handles: Mutex<Vec<Weak<Handle>>>,
     pub(crate) closed: AtomicBool,
+}
+
+/// A store: see the stub. What it does stands in `client`.
+#[pyclass(frozen, weakref, module = "kvarts")]
+pub(crate) struct Client {
+    pub(crate) core: Guarded<Arc<Core>>,
 }
 
 impl Core {

@@ -32,6 +32,7 @@ mod pool;
 mod reading;
 mod registry;
 mod routing;
+mod session;
 mod waiting;
 mod watching;
 mod windows;
@@ -48,7 +49,7 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(keys::chain, module)?)?;
     module.add_function(wrap_pyfunction!(windows::kept_windows, module)?)?;
     module.add_function(wrap_pyfunction!(windows::window_interval, module)?)?;
-    module.add_class::<client::Client>()?;
+    module.add_class::<handle::Client>()?;
     module.add_class::<pages::Pages>()?;
     module.add_class::<memory::Memory>()?;
     module.add_class::<pool::Pool>()?;
@@ -59,6 +60,7 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<calls::Match>()?;
     module.add_class::<missing::Missing>()?;
     module.add_class::<calls::Lease>()?;
+    module.add_class::<session::Session>()?;
     module.add_class::<planning::Times>()?;
     module.add_class::<planning::Plan>()?;
     module.add_class::<reading::Layers>()?;

@@ -8,9 +8,9 @@ use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions, segment_bytes};
 use pyo3::prelude::*;
 
-use crate::client::Client;
 use crate::error::{OrRaise, invalid};
 use crate::guarded::Guarded;
+use crate::handle::Client;
 use crate::handle::Core;
 
 /// Segments that a budget should have, and the least size to which they shrink for it.

@@ -357,7 +357,7 @@ fn a_session_that_is_handed_over_goes_on_under_its_number_and_the_owner_before_i
         Session::open(client, terms, &keys[..2], None).unwrap()
     };
     let start = Instant::now();
-    let (session, told) = loop {
+    let (mut session, told) = loop {
         let (session, told) = open(&a.0);
         if told.is_owner {
             break (session, told);
@@ -385,7 +385,7 @@ fn a_session_that_is_handed_over_goes_on_under_its_number_and_the_owner_before_i
         client.chain(request).unwrap().what()
     };
     assert_eq!(ask(&a.0, Ask::Look(true)), What::Granted);
-    let (mut session, told) = session.hand_over(&b.0).unwrap();
+    let told = session.hand_over(&b.0).unwrap();
     let after = told.owner.unwrap();
     assert_eq!((session.id(), told.is_owner), (id, true));
     assert!((after.token_epoch, after.token_number) > (before.token_epoch, before.token_number));
