@@ -101,6 +101,8 @@ enum Command {
     Scrub(client_cmd::AdminArgs),
     /// Run the daemon
     Serve(Box<serve_cmd::ServeArgs>),
+    /// Show the sessions of a running server: conversations whose blocks it holds
+    Session(client_cmd::SessionArgs),
     /// Run a trace against tiers in virtual time
     Sim(lab_cmd::HandedOver),
     /// Show what a running server is and has done
@@ -187,6 +189,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Resume(arguments) => client_cmd::resume(&arguments, out),
         Command::Scrub(arguments) => client_cmd::scrub(&arguments, out),
         Command::Serve(arguments) => serve_cmd::run(&arguments, out),
+        Command::Session(arguments) => client_cmd::session(&arguments, out),
         Command::Plan(arguments) => plan_cmd::run(&arguments, out),
         Command::Sim(arguments) => lab_cmd::run("sim", &arguments),
         Command::Stat(arguments) => client_cmd::stat(&arguments, out),

@@ -1,4 +1,4 @@
-//! `kvarts put`, `get`, `match`, `ls`, `stat`, `cluster`, `resume`, `delete`, `pin`, `watch`, and what administrators do: a running server from the command line.
+//! `kvarts put`, `get`, `match`, `ls`, `stat`, `cluster`, `resume`, `delete`, `pin`, `session`, `watch`, and what administrators do: a running server from the command line.
 //!
 //! A server is named by `--server`, by `$KVARTS_SERVER`, or is the one that `kvarts serve` runs here. Blocks are named by
 //! the model that they are of and either the tokens of a prompt or keys; their bytes stand in files one block after the
@@ -16,6 +16,7 @@ mod missing;
 mod pins;
 mod planned;
 mod put;
+mod sessions;
 mod stat;
 mod strangers;
 pub(crate) mod subject;
@@ -48,6 +49,7 @@ use kvarts_wire::proto;
 use kvarts_wire::proto::match_reply::InCluster;
 pub(crate) use pins::{PinArgs, pin};
 pub(crate) use put::{PutArgs, put};
+pub(crate) use sessions::{SessionArgs, session};
 pub(crate) use stat::{AdminArgs, resume, stat};
 use strangers::Standing;
 use subject::Subject;

@@ -49,5 +49,6 @@ mod sample;
 mod scratch;
 mod serve_process;
 mod served;
+mod session_cli;
 mod sim_cli;
 mod trouble;

@@ -11,6 +11,7 @@ use serde_json::Value;
 use crate::documented::{Compared, Tables, documented};
 use crate::scratch::Scratch;
 use crate::served::Server;
+use crate::session_cli::two_sessions;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -42,6 +43,8 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
     compared.take(&documented, "pin --list", &json(&["pin", "--list"]));
     let name = pin["pin"].as_u64().unwrap().to_string();
     compared.take(&documented, "pin --release", &json(&["pin", "--release", &name]));
+    let _sessions = two_sessions(&server);
+    compared.take(&documented, "session list", &json(&["session", "list"]));
     let metrics = server.metrics_address().to_owned();
     for (command, arguments) in [
         ("ls", vec!["ls"]),

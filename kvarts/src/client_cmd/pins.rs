@@ -159,7 +159,7 @@ fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
 }
 
 /// A time from now on, as people say it.
-fn span(ms: u64) -> String {
+pub(super) fn span(ms: u64) -> String {
     let seconds = ms / 1000;
     match seconds {
         0..60 => format!("{seconds} s"),

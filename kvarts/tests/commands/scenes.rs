@@ -119,6 +119,7 @@ const CLIENTS: &[Step] = &[
     step("kvarts pin | delete", &["4 of 4 blocks are held"])
         .standing_for("kvarts pin --identity ID.toml --model llama-3.1-8b --tokens TOKENS"),
     step("kvarts pin | delete", &["4"]).standing_for("kvarts pin --list"),
+    step("kvarts session list", &["there are no sessions"]),
     step("kvarts pin | delete", &["4 "])
         .standing_for("kvarts delete --identity ID.toml --model llama-3.1-8b --tokens TOKENS --yes"),
     step("kvarts watch", &["EVENT"]).standing_for(
