@@ -468,7 +468,7 @@ impl Client {
         self.remote.ask(async move { directory.replicate(request).await })
     }
 
-    /// Claims, renews, releases or looks up the owner of a chain for the server's node; notes replicas and references.
+    /// Claims, renews, releases or looks up the owner of a chain for the server's node; notes replicas.
     pub fn chain(&self, request: proto::ChainRequest) -> Result<proto::ChainReply, Error> {
         let mut directory = self.remote.directory();
         let request = self.remote.request(request, None);

@@ -67,9 +67,6 @@ pub enum Refused {
 #[derive(Clone, Debug)]
 struct Chain {
     lease: Lease,
-    /// Sessions and forks that stand on it.
-    references: u64,
-    used: Duration,
     replicas: BTreeMap<NodeId, Duration>,
 }
 
@@ -172,9 +169,9 @@ impl Ownership {
         self.granted += 1;
         let token = Token { epoch: self.epoch, number: self.granted };
         let lease = Lease { owner: node, token, until: told.max(now + hold.min(LEASE_MAX)) };
-        let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        let new = Chain { lease, replicas: BTreeMap::new() };
         let known = self.chains.entry(chain).or_insert(new);
-        (known.lease, known.used) = (lease, now);
+        known.lease = lease;
         // The owner's copy is no replica.
         known.replicas.remove(&node);
         Ok(lease)
@@ -198,7 +195,7 @@ impl Ownership {
                 && known.lease.owner == node
                 && (known.lease.token == token || planted!("old-token-renewed"))
             {
-                (known.lease.until, known.used) = (known.lease.until.max(until), now);
+                known.lease.until = known.lease.until.max(until);
                 return Ok(known.lease);
             }
             // A later grant of an older holder ends an earlier one that was renewed first.
@@ -212,9 +209,9 @@ impl Ownership {
             return Err(Refused::Full);
         }
         let lease = Lease { owner: node, token, until };
-        let new = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        let new = Chain { lease, replicas: BTreeMap::new() };
         let known = self.chains.entry(chain).or_insert(new);
-        (known.lease, known.used) = (lease, now);
+        known.lease = lease;
         Ok(lease)
     }
 
@@ -238,7 +235,7 @@ impl Ownership {
             return Err(Refused::Full);
         }
         let lease = Lease { owner: node, token, until: now };
-        let ended = Chain { lease, references: 0, used: now, replicas: BTreeMap::new() };
+        let ended = Chain { lease, replicas: BTreeMap::new() };
         self.chains.insert(*chain, ended);
         Ok(())
     }
@@ -278,19 +275,6 @@ impl Ownership {
         replicas.filter(move |(_, until)| now < **until).map(|(node, _)| *node)
     }
 
-    /// A session or a fork stands on a chain from now on, or does not any more. Gives how many do.
-    pub fn refer(&mut self, chain: &Tag, more: bool, now: Duration) -> u64 {
-        let Some(known) = self.chains.get_mut(chain) else { return 0 };
-        known.used = now;
-        known.references = if more { known.references + 1 } else { known.references.saturating_sub(1) };
-        known.references
-    }
-
-    /// Sessions and forks that stand on a chain.
-    pub fn references(&self, chain: &Tag) -> u64 {
-        self.chains.get(chain).map_or(0, |known| known.references)
-    }
-
     /// Chains that are known.
     pub fn len(&self) -> usize {
         self.chains.len()
@@ -301,13 +285,11 @@ impl Ownership {
         self.chains.is_empty()
     }
 
-    /// Whether there is no room for one more chain of this node. Chains without an owner make room: first those that nothing
-    /// refers to, then all. The last quarter is for nodes that own fewer: one that claims without end leaves it to the others.
+    /// Whether there is no room for one more chain of this node. Chains without an owner make room. The last quarter is for nodes that
+    /// own fewer: one that claims without end leaves it to the others.
     fn is_full(&mut self, node: NodeId, now: Duration) -> bool {
-        for references in [0, u64::MAX] {
-            if self.chains.len() >= self.chains_max {
-                self.chains.retain(|_, known| now < known.lease.until || known.references > references);
-            }
+        if self.chains.len() >= self.chains_max {
+            self.chains.retain(|_, known| now < known.lease.until);
         }
         let most = self.chains_max - self.chains_max / 4;
         self.chains.len() >= self.chains_max

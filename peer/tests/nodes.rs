@@ -355,7 +355,6 @@ mod chains {
                     ..asking(ask)
                 };
                 assert_eq!(ask(owner, tag, own(Ask::RenewMs(1000))).await.0, What::Granted);
-                assert_eq!(ask(owner, tag, asking(Ask::Refer(true))).await.1.references, tokens.len() as u64);
                 assert_eq!(ask(owner, tag, own(Ask::Release(true))).await.0, What::Nobody);
             }
             assert!(tokens.is_sorted() && tokens[0] < tokens[1] && tokens[1] < tokens[2], "{tokens:?}");

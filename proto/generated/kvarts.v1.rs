@@ -5676,7 +5676,7 @@ pub struct ChainRequest {
     /// Between nodes: the name of the chain in the directory, instead of namespace, column and key.
     #[prost(bytes = "bytes", tag = "14")]
     pub tag: ::prost::bytes::Bytes,
-    #[prost(oneof = "chain_request::Ask", tags = "4, 5, 6, 7, 8, 9")]
+    #[prost(oneof = "chain_request::Ask", tags = "4, 5, 6, 7, 9")]
     pub ask: ::core::option::Option<chain_request::Ask>,
 }
 /// Nested message and enum types in `ChainRequest`.
@@ -5695,9 +5695,6 @@ pub mod chain_request {
         /// A read-only copy is noted on the node of `replica`, which ends by itself.
         #[prost(uint64, tag = "7")]
         ReplicateMs(u64),
-        /// A session or a fork stands on the chain from now on (true), or does not any more (false).
-        #[prost(bool, tag = "8")]
-        Refer(bool),
         /// Nothing changes.
         #[prost(bool, tag = "9")]
         Look(bool),
@@ -5711,9 +5708,6 @@ pub struct ChainReply {
     pub lease: ::core::option::Option<OwnerLease>,
     #[prost(uint64, tag = "3")]
     pub wait_ms: u64,
-    /// Sessions and forks that stand on it.
-    #[prost(uint64, tag = "4")]
-    pub references: u64,
     /// Nodes with read-only copies, 16 bytes each.
     #[prost(bytes = "bytes", tag = "5")]
     pub replicas: ::prost::bytes::Bytes,
@@ -6213,7 +6207,7 @@ pub mod directory_client {
                 .insert(GrpcMethod::new("kvarts.v1.Directory", "Lookup"));
             self.inner.unary(req, path, codec).await
         }
-        /// Who owns a chain: claims, renewals, replicas, references.
+        /// Who owns a chain: claims, renewals, replicas.
         pub async fn chain(
             &mut self,
             request: impl tonic::IntoRequest<super::ChainRequest>,
@@ -6300,7 +6294,7 @@ pub mod directory_server {
             &self,
             request: tonic::Request<super::LookupRequest>,
         ) -> std::result::Result<tonic::Response<super::LookupReply>, tonic::Status>;
-        /// Who owns a chain: claims, renewals, replicas, references.
+        /// Who owns a chain: claims, renewals, replicas.
         async fn chain(
             &self,
             request: tonic::Request<super::ChainRequest>,

@@ -151,9 +151,7 @@ fn of_two_leases_of_an_old_holder_the_later_one_counts() {
     let mut new = next(2, at(3));
     // A node whose clock stood still renews first.
     new.renew(CHAIN, node(1), stale.token, HOLD, at(10)).unwrap();
-    new.refer(&CHAIN, true, at(10));
     assert_eq!(new.renew(CHAIN, node(2), valid.token, HOLD, at(11)).unwrap().owner, node(2));
-    assert_eq!(new.refer(&CHAIN, true, at(11)), 2, "what is known of the chain stays");
     assert!(matches!(new.renew(CHAIN, node(1), stale.token, HOLD, at(12)), Err(Refused::Owned(_))));
     // A token that no node can have been granted yet is refused.
     let forged = Token { epoch: 2, number: 1 << 60 };
@@ -179,29 +177,26 @@ fn replicas_are_the_owners_to_grant_end_by_themselves_and_are_bounded() {
 }
 
 #[test]
-fn chains_are_bounded_and_those_that_nobody_owns_or_refers_to_make_room() {
+fn chains_are_bounded_and_those_without_an_owner_make_room() {
     let mut chains = confirmed(Ownership::take_over(1, true, 3, at(0)));
     let tag = |n: u8| Tag([n; 16]);
-    for n in 0..3 {
+    let first = chains.claim(tag(0), node(1), HOLD, at(0)).unwrap().token;
+    for n in 1..3 {
         chains.claim(tag(n), node(1), HOLD, at(0)).unwrap();
     }
     assert_eq!(chains.claim(tag(3), node(1), HOLD, at(1)), Err(Refused::Full));
-    assert_eq!((chains.refer(&tag(0), true, at(1)), chains.refer(&tag(9), true, at(1))), (1, 0));
+    chains.renew(tag(0), node(1), first, LEASE_MAX, at(2)).unwrap();
     chains.claim(tag(3), node(1), HOLD, at(11)).unwrap();
-    assert_eq!(chains.len(), 2, "the one that is referred to, and the new one");
-    assert_eq!(chains.refer(&tag(0), false, at(12)), 0);
+    assert_eq!(chains.len(), 2, "the one whose lease goes on, and the new one");
 }
 
 #[test]
-fn a_node_that_claims_and_refers_without_end_leaves_a_quarter_of_the_chains_to_others() {
+fn a_node_that_claims_without_end_leaves_a_quarter_of_the_chains_to_others() {
     let mut chains = confirmed(Ownership::take_over(1, true, 40, at(0)));
     let tag = |n: u32| Tag(u128::from(n).to_be_bytes());
     for n in 0..1000 {
         let claimed = chains.claim(tag(n), node(1), LEASE_MAX, at(n.into()));
         assert!(claimed.is_ok() || claimed == Err(Refused::Full));
-        (0..3).for_each(|_| {
-            chains.refer(&tag(n), true, at(n.into()));
-        });
     }
     assert!(chains.len() <= 40);
     for n in 0..10 {

@@ -78,13 +78,9 @@ impl ClusterNode {
                     .and_then(|lease| if lease.owner == node { Ok(lease) } else { Err(Refused::Stale) });
                 owner.and_then(|_| chains.replicate(&tag, token, on, hold(hold_ms), now)).and(owner)
             }
-            Ask::Refer(more) => {
-                chains.refer(&tag, more, now);
-                chains.look(&tag, now)
-            }
             Ask::Look(_) => chains.look(&tag, now),
         };
-        let may_be_nobodys = matches!(ask, Ask::Release(_) | Ask::Refer(_) | Ask::Look(_));
+        let may_be_nobodys = matches!(ask, Ask::Release(_) | Ask::Look(_));
         let mut reply = proto::ChainReply::default();
         let what = match granted {
             Ok(lease) => {
@@ -108,7 +104,6 @@ impl ClusterNode {
             Err(Refused::Full) => What::Full,
         };
         reply.what = what.into();
-        reply.references = chains.references(&tag);
         reply.replicas = chains.replicas(&tag, now).flat_map(|node| node.0).collect();
         Ok(reply)
     }
