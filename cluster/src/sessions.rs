@@ -129,19 +129,14 @@ enum Is {
 struct Session {
     stand: Stand,
     parent: Option<(u64, u32)>,
+    /// The first block that is its own: behind those of its parent, unless it came back from another node, where it had none.
+    from: u32,
     is: Is,
     /// When it ends.
     until: Duration,
     /// Until when the store was asked to keep its grants.
     held_until: Duration,
     grants: Vec<Grant>,
-}
-
-impl Session {
-    /// The first block that is its own.
-    fn from(&self) -> u32 {
-        self.parent.map_or(0, |(_, at)| at)
-    }
 }
 
 /// What is counted for each tenant, of what all share.
@@ -249,18 +244,18 @@ impl Sessions {
                 return Err(Refused::Diverged);
             }
             if stand.blocks < was.blocks {
-                return Err(Refused::OutOfOrder { from: known.from(), blocks: was.blocks });
+                return Err(Refused::OutOfOrder { from: known.from, blocks: was.blocks });
             }
             self.settle(name, until, Is::Open);
             self.grants.add(name.tenant, grants.len());
             if let Some(known) = self.all.get_mut(&name) {
-                known.stand = stand;
+                (known.stand, known.from) = (stand, 0);
                 known.held_until = known.held_until.max(until);
                 known.grants.extend(grants);
             }
             return Ok(());
         }
-        let new = Session { stand, parent: None, is: Is::Open, until, held_until: until, grants };
+        let new = Session { stand, parent: None, from: 0, is: Is::Open, until, held_until: until, grants };
         self.insert(name, new);
         Ok(())
     }
@@ -288,10 +283,8 @@ impl Sessions {
             return Err(Refused::Full);
         }
         // Of a parent of which it takes no block it is no fork.
-        while let Some((above, from)) = self.all.get(&parent).and_then(|one| one.parent) {
-            if at > from {
-                break;
-            }
+        while let Some(one) = self.all.get(&parent).filter(|one| at <= one.from) {
+            let Some((above, _)) = one.parent else { break };
             parent.id = above;
         }
         if self.depth(parent) >= DEPTH_MAX {
@@ -301,7 +294,7 @@ impl Sessions {
         let (until, parent) = (now + hold.min(SESSION_LEASE_MAX), Some((parent.id, at)));
         self.insert(
             name,
-            Session { stand, parent, is: Is::Open, until, held_until: now, grants: Vec::new() },
+            Session { stand, parent, from: at, is: Is::Open, until, held_until: now, grants: Vec::new() },
         );
         Ok(self.hold(name, until))
     }
@@ -341,7 +334,7 @@ impl Sessions {
         now: Duration,
     ) -> Result<(), Refused> {
         let known = self.open_one(name, now)?;
-        let (from, blocks) = (known.from(), known.stand.blocks);
+        let (from, blocks) = (known.from, known.stand.blocks);
         let end = first.checked_add(count).ok_or(Refused::OutOfOrder { from, blocks })?;
         if count == 0 || first < from || first > blocks {
             return Err(Refused::OutOfOrder { from, blocks });

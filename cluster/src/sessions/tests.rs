@@ -129,6 +129,27 @@ fn what_was_handed_over_only_waits_for_its_end_and_may_come_back() {
     assert!(is_empty(&sessions));
 }
 
+/// Its client says all of its blocks from then on, and was refused what its parent had had.
+#[test]
+fn a_fork_that_comes_back_from_another_node_has_all_of_its_blocks_itself() {
+    let mut sessions = Sessions::default();
+    open(&mut sessions, 1, 4);
+    sessions.fork(name(1, 2), 1, (3, key(3)), HOLD, at(0)).unwrap();
+    assert!(sessions.extend(name(1, 2), (0, 3, key(3)), vec![], at(0)).is_err());
+    sessions.hand_over(name(1, 2), at(1)).unwrap();
+    let back = vec![grant(200, 0, 5)];
+    sessions.open(name(1, 2), stand(5), back, HOLD, at(1)).unwrap();
+    assert_eq!(sessions.extend(name(1, 2), (0, 5, key(5)), vec![grant(201, 0, 5)], at(1)), Ok(vec![200]));
+    // A fork of it stands on it, and not on what it stood on.
+    sessions.fork(name(1, 3), 2, (2, key(2)), at(60), at(1)).unwrap();
+    assert_eq!(sessions.see(name(1, 3), at(1)).unwrap().parent, Some((2, 2)));
+    sessions.close(name(1, 2), at(2)).unwrap();
+    sessions.close(name(1, 1), at(2)).unwrap();
+    assert_eq!(sessions.count(), (1, 2, 2));
+    sessions.close(name(1, 3), at(2)).unwrap();
+    assert!(is_empty(&sessions));
+}
+
 #[test]
 fn a_tenant_that_opens_without_end_takes_no_others_room() {
     let mut sessions = Sessions::new(100, 1000);

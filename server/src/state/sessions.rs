@@ -4,6 +4,8 @@
 //! What ends is given back here, by its client or by its lease: leases to the store at once, chains by the caller that may wait for other nodes
 //! ([`LiveSessions::free`]). Nothing of it outlives the process.
 
+pub mod holding;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
