@@ -70,9 +70,9 @@ pub(super) fn open_all(common: &Common, directories: Vec<PathBuf>, store: Option
         io: common.io,
         features: common.io_disable.clone().unwrap_or_default(),
         runtime: common.runtime,
-        replace: Vec::new(),
         cores: common.cores.clone(),
         store: Options { executors: usize::from(common.executors), ..store },
+        ..HomeOptions::default()
     };
     Home::open(&options).map_err(Failure::user)
 }

@@ -41,13 +41,13 @@ pub(crate) fn run(arguments: &ReplaceArgs, out: &mut dyn Write) -> Result<(), Fa
         features: config.io_disable.clone(),
         runtime: config.runtime,
         replace: arguments.empty.clone(),
-        cores: Vec::new(),
         store: Options {
             budget_bytes: BUDGET,
             budget_beyond_disk: true,
             executors: config.executors,
             ..Options::default()
         },
+        ..HomeOptions::default()
     });
     let home = home.map_err(Failure::user)?;
     let blocks: u64 = home.store().recovery().iter().map(|report| report.blocks).sum();

@@ -2,18 +2,23 @@
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
 use tracing_subscriber::filter::Targets;
 
 use crate::files;
 use kvarts_server::config::{Config, LogFormat, Settings};
 use kvarts_server::daemon::{Daemon, notify};
 use kvarts_server::state::Reloaded;
+use kvarts_store::home::Stop;
 use kvarts_terminal::Failure;
 
+/// How long a start that was told to stop may take to remove what it made.
+const START_ENDS_WITHIN: Duration = Duration::from_secs(3);
 /// The most bytes of a configuration file.
 const CONFIG_BYTES_MAX: usize = 1 << 20;
 
@@ -56,7 +61,13 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     let mut terminate = signal(SignalKind::terminate()).map_err(Failure::user)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Failure::user)?;
     let mut hangup = signal(SignalKind::hangup()).map_err(Failure::user)?;
-    let mut daemon = Daemon::start(config).await.map_err(Failure::User)?;
+    let mut starting = Starting::begin(config);
+    let mut daemon = tokio::select! {
+        // ends: a start has limits of its own, and a signal ends it
+        started = &mut starting.task => started.map_err(Failure::user)?.map_err(Failure::User)?,
+        _ = terminate.recv() => return starting.stop("told to stop").await,
+        _ = interrupt.recv() => return starting.stop("interrupted").await,
+    };
     // Settings that were given stand before what they made of the store; defaults are for readers who look for them.
     let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
     for setting in set {
@@ -120,6 +131,39 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
     tracing::info!("stopped, with a checkpoint");
     // What was acknowledged is safe; that no client was served any more is a failure all the same.
     served.map_err(Failure::User)
+}
+
+/// A start under way, beside which signals are heard.
+struct Starting {
+    task: JoinHandle<Result<Daemon, String>>,
+    stop: Stop,
+}
+
+impl Starting {
+    fn begin(config: &Config) -> Self {
+        let (config, stop) = (config.clone(), Stop::default());
+        let told = stop.clone();
+        Self { task: tokio::spawn(async move { Daemon::start_unless(&config, &told).await }), stop }
+    }
+
+    /// Ends it. One that waits for a directory, a cluster or a bucket removes what it made; what does not end in time goes with the
+    /// process: a store that is there is as after a kill.
+    async fn stop(self, why: &str) -> Result<(), Failure> {
+        tracing::info!("{why} during the start");
+        notify::tell("STOPPING=1");
+        self.stop.tell();
+        match tokio::time::timeout(START_ENDS_WITHIN, self.task).await {
+            // It had just begun to serve.
+            Ok(Ok(Ok(daemon))) => daemon.stop().await.map_err(Failure::User)?,
+            Ok(Ok(Err(refused))) => tracing::info!("the start has ended: {refused}"),
+            Ok(Err(failed)) => return Err(Failure::user(failed)),
+            Err(_) => {
+                tracing::info!("the start is left where it is, as by a kill: the next one goes on from there")
+            }
+        }
+        tracing::info!("stopped before anything was served");
+        Ok(())
+    }
 }
 
 /// The next asking for a reload.

@@ -51,4 +51,5 @@ mod serve_process;
 mod served;
 mod session_cli;
 mod sim_cli;
+mod start_stopped;
 mod trouble;

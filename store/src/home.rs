@@ -5,6 +5,7 @@
 
 mod answered;
 mod made;
+mod stop;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ use kvarts_contract::error::{DirectoryCause, Error, Reason};
 use answered::{Asking, WITHIN, answered};
 use made::{Before, LOCK};
 pub use made::{make, refuse_absent};
+pub use stop::Stop;
 
 /// Segments that a budget should have, and the least size to which they shrink for it.
 const SEGMENTS_WANTED: u64 = 64;
@@ -78,6 +80,8 @@ pub struct HomeOptions {
     pub replace: Vec<PathBuf>,
     /// Cores that executors are pinned to, in turn; empty for none.
     pub cores: Vec<usize>,
+    /// What ends the waits for directories before the store is opened.
+    pub stop: Stop,
     /// The store itself. `directories` in it is filled in.
     pub store: Options,
 }
@@ -149,7 +153,7 @@ impl Home {
 
     /// Locks the directories and opens the store in them.
     fn open_locked(options: &HomeOptions, locks: &mut Vec<Lock>) -> Result<Opened, Error> {
-        let absent = lock_all(&options.directories, locks)?;
+        let absent = lock_all(&options.directories, &options.stop, locks)?;
         let descriptors = raise_descriptor_limit();
         let mut notes = Vec::new();
         let mut store_options = options.store.clone();
@@ -328,9 +332,13 @@ impl Drop for Lock {
 
 /// Takes the directories for this process. Gives those that cannot be taken, with why, where another one holds a store: that is opened
 /// without them. None is made beside a store: an empty one there is a disk that is not mounted.
-fn lock_all(directories: &[PathBuf], locks: &mut Vec<Lock>) -> Result<BTreeMap<u16, String>, Error> {
+fn lock_all(
+    directories: &[PathBuf],
+    stop: &Stop,
+    locks: &mut Vec<Lock>,
+) -> Result<BTreeMap<u16, String>, Error> {
     let found: Vec<Option<Found>> =
-        directories.iter().map(|directory| within_limit(directory, Found::look)).collect();
+        directories.iter().map(|directory| within_limit(directory, stop, Found::look)).collect();
     let beside_store = found.iter().flatten().any(|found| found.is_store);
     let mut absent = BTreeMap::new();
     for ((at, directory), found) in (0..).zip(directories).zip(found) {
@@ -339,7 +347,11 @@ fn lock_all(directories: &[PathBuf], locks: &mut Vec<Lock>) -> Result<BTreeMap<u
             continue;
         }
         // One that has not answered is not waited for twice.
-        let taken = found.and_then(|_| within_limit(directory, lock));
+        let taken = found.and_then(|_| within_limit(directory, stop, lock));
+        if stop.is_told() {
+            locks.extend(taken.and_then(Result::ok));
+            return Err(Error(Reason::Busy("the start was told to stop")));
+        }
         match taken.unwrap_or_else(|| Err(silent(directory))) {
             Ok(mut taken) => {
                 taken.at = at;
@@ -368,9 +380,9 @@ impl Found {
 }
 
 /// What a call on the file system of a directory gives, if it returns in time.
-fn within_limit<T: Send + 'static>(directory: &Path, call: fn(&Path) -> T) -> Option<T> {
+fn within_limit<T: Send + 'static>(directory: &Path, stop: &Stop, call: fn(&Path) -> T) -> Option<T> {
     let directory = directory.to_owned();
-    answered(WITHIN, move || call(&directory))
+    answered(WITHIN, stop, move || call(&directory))
 }
 
 fn silent(directory: &Path) -> Error {
@@ -456,9 +468,9 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
 }
 
 /// Bytes of a segment file of the store that one of these directories holds; none if none of them holds one that can be
-/// read, which is for opening to judge.
-pub fn segment_bytes(directories: &[PathBuf]) -> Option<u64> {
-    directories.iter().find_map(|directory| within_limit(directory, segment_bytes_in)?)
+/// read, which is for opening to judge, or if the start is told to stop before.
+pub fn segment_bytes(directories: &[PathBuf], stop: &Stop) -> Option<u64> {
+    directories.iter().find_map(|directory| within_limit(directory, stop, segment_bytes_in)?)
 }
 
 #[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]

@@ -30,7 +30,7 @@ use kvarts_contract::clock::Entropy;
 use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::format::names::SUPERBLOCK;
 use kvarts_store::engine::{Options, SEGMENTS_MIN};
-use kvarts_store::home::{Home, HomeOptions};
+use kvarts_store::home::{Home, HomeOptions, Stop};
 use rustix::fs::Gid;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -81,24 +81,30 @@ impl Daemon {
     /// Opens the store and begins to serve. A start that is refused leaves no store that was not there before, and gives one line
     /// that says what is wrong and which directories have none.
     pub async fn start(config: &Config) -> Result<Self, String> {
+        Self::start_unless(config, &Stop::default()).await
+    }
+
+    /// As [`start`](Self::start), and refused once it is told to stop, which a start that does not wait for long at that moment
+    /// may not hear.
+    pub async fn start_unless(config: &Config, stop: &Stop) -> Result<Self, String> {
         let had = stores(&config.directories);
-        let started = Self::begin(config).await;
+        let started = Self::begin(config, stop).await;
         started.map_err(|why| format!("{why}{}", left(&config.directories, &had)))
     }
 
-    async fn begin(config: &Config) -> Result<Self, String> {
+    async fn begin(config: &Config, stop: &Stop) -> Result<Self, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         let files = devices::decide(config.cufile)?;
         let (ports, group) = places(config).await?;
         config.cluster.as_ref().map_or(Ok(()), |cluster| cluster::check(cluster, &config.gate))?;
         // A store is opened without directories that are absent; none is made without their disks.
-        let is_made = kvarts_store::home::segment_bytes(&config.directories).is_some();
+        let is_made = kvarts_store::home::segment_bytes(&config.directories, stop).is_some();
         for directory in config.directories.iter().filter(|_| !is_made) {
             kvarts_store::home::refuse_absent(directory)
                 .map_err(|error| format!("store.directories: {}: {error}", directory.display()))?;
         }
         let mut notes = vec![files.to_string()];
-        let options = home_options(config, &mut notes)?;
+        let options = home_options(config, stop, &mut notes)?;
         let begun = std::time::Instant::now();
         // ends: a directory has 30 s, and transfers `OVERDUE`: it is opened without those that hang
         let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
@@ -115,9 +121,11 @@ impl Daemon {
                 return Err(why);
             }
         };
-        let ready = match Ready::make(config, &home, (ports, group), named, &mut notes).await {
+        let store = home.store().clone();
+        let ready = match Ready::make(config, (&store, stop), (ports, group), named, &mut notes).await {
             Ok(ready) => ready,
             Err(why) => {
+                drop(store);
                 let beside = [cluster::STARTS_FILE, deletes_file::FILE];
                 // ends: the store's `stop_timeout`
                 let _ = tokio::task::spawn_blocking(move || home.take_back(&beside)).await;
@@ -127,13 +135,12 @@ impl Daemon {
         let Ready { memory, grpc, metrics, unix, connections, memories, cluster, cold } = ready;
         let ((tcp, grpc), (metrics_listener, metrics)) = (grpc, metrics);
         let (unix, socket) = unix.unzip();
-        let gate = config.gate.clone();
-        let mut instance = [0; 16];
+        let (gate, mut instance) = (config.gate.clone(), [0; 16]);
         OsEntropy::new().fill(&mut instance);
         let tenants: Vec<u32> = gate.tenants().iter().map(|tenant| tenant.number).collect();
         let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
         let locals = Locals::new(limits, &tenants, instance);
-        let (store, directories) = (home.store().clone(), config.directories.clone());
+        let directories = config.directories.clone();
         let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
@@ -359,8 +366,8 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     }
 }
 
-fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
-    let own = kvarts_store::home::segment_bytes(&config.directories);
+fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
+    let own = kvarts_store::home::segment_bytes(&config.directories, stop);
     if let Some((own, asked)) = own.zip(config.segment_bytes)
         && own != asked
     {
@@ -396,6 +403,7 @@ fn home_options(config: &Config, notes: &mut Vec<String>) -> Result<HomeOptions,
         runtime: config.runtime,
         replace: Vec::new(),
         cores: Vec::new(),
+        stop: stop.clone(),
         store: Options {
             segment_bytes,
             shards_per_directory: shards,

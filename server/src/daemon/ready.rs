@@ -9,9 +9,10 @@ use kvarts_contract::clock::OsEntropy;
 use kvarts_peer::node::ClusterNode;
 use kvarts_peer::read::NodePaths;
 use kvarts_store::engine::Store;
-use kvarts_store::home::Home;
+use kvarts_store::home::Stop;
 use rustix::fs::Gid;
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::oneshot;
 
 use super::ports::{self, Port, Ports};
 use super::{DESCRIPTORS_KEPT, cluster, socket};
@@ -43,12 +44,11 @@ impl Ready {
     /// Has all of it, or says in one line what is wrong and leaves no socket.
     pub(super) async fn make(
         config: &Config,
-        home: &Home,
+        (store, stop): (&Store, &Stop),
         (ports, group): (Ports, Option<Gid>),
         named: Option<cluster::Named>,
         notes: &mut Vec<String>,
     ) -> Result<Self, String> {
-        let store = home.store();
         let memory = memory(config, store, notes).await?;
         // Before the first put. What the tenants have already counts from the start.
         for tenant in config.gate.tenants() {
@@ -64,7 +64,7 @@ impl Ready {
             notes.push("no tokens are configured: every client may do everything".to_owned());
         }
         let (connections, memories) = connections(config, store, notes);
-        match tiers(config, store, ports.nodes, named, notes).await {
+        match tiers(config, (store, stop), ports.nodes, named, notes).await {
             Ok((cluster, cold)) => {
                 Ok(Self { memory, grpc, metrics, unix, connections, memories, cluster, cold })
             }
@@ -99,7 +99,7 @@ type Tiers = (Option<Arc<ClusterNode>>, Option<Arc<ColdTier>>);
 /// The other nodes, and the bucket.
 async fn tiers(
     config: &Config,
-    store: &Store,
+    (store, stop): (&Store, &Stop),
     port: Option<Port>,
     named: Option<cluster::Named>,
     notes: &mut Vec<String>,
@@ -109,12 +109,12 @@ async fn tiers(
     let cluster = match config.cluster.as_ref().zip(named) {
         Some((cluster, named)) => {
             let of = (cluster, &config.gate, port, has_tier);
-            Some(cluster::start(of, named, first, store, notes).await?)
+            Some(unless_told(stop, cluster::start(of, named, first, store, notes)).await?)
         }
         None => None,
     };
     let paths = cluster.as_ref().map(|node| Arc::clone(node.paths()));
-    match cold(config, store, paths, notes).await {
+    match unless_told(stop, cold(config, store, paths, notes)).await {
         Ok(cold) => {
             if let (Some(node), Some(cold)) = (&cluster, &cold) {
                 node.set_beside(Arc::clone(cold) as _);
@@ -125,6 +125,22 @@ async fn tiers(
             cluster.iter().for_each(|node| node.stop());
             Err(why)
         }
+    }
+}
+
+/// What a part of the start gives, unless the start is told to stop before.
+async fn unless_told<T>(stop: &Stop, part: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    let (tell, told) = oneshot::channel();
+    stop.on_told(move || {
+        // The part has ended.
+        let _ = tell.send(());
+    });
+    tokio::select! {
+        biased;
+        // ends: the part of the start in the other arm, or it is told
+        Ok(()) = told => Err("the start was told to stop".to_owned()),
+        // ends: its own limits: `JOIN` to be a member of a cluster, those of the bucket
+        made = part => made,
     }
 }
 
