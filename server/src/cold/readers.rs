@@ -8,6 +8,7 @@ use kvarts_cold::promote::Memory;
 use kvarts_cold::time::BoxFuture;
 use kvarts_contract::buffers::SharedBuf;
 use kvarts_layout::NamespaceId;
+use kvarts_layout::identity::TenantSalt;
 use tokio::sync::{Notify, Semaphore};
 
 use super::ColdTier;
@@ -37,19 +38,21 @@ impl Drop for Reading {
 
 /// What knows the flights, and has the memory for all of them.
 pub(super) trait Flying: Memory {
-    /// What flights of a namespace pass one after the other.
-    fn gate(&self, namespace: NamespaceId) -> Arc<Semaphore>;
+    /// What flights of a namespace pass one after the other, and then what those of a tenant do.
+    fn gates(&self, namespace: NamespaceId, tenant: &TenantSalt) -> [Arc<Semaphore>; 2];
 
     /// The turn of a flight has come; not if it was dropped.
     fn begins(&self, id: u64) -> bool;
 }
 
-/// The turn of a flight: memory for its blocks. Flights of one namespace wait behind each other, and namespaces by turns, so that one that
-/// wants much is not in front of all others.
+/// The turn of a flight: memory for its blocks. Flights of one namespace wait behind each other, namespaces of one tenant take turns, and so
+/// do tenants, however many namespaces each has: one that wants much is not in front of all others.
 pub(super) struct Boarding<'a> {
     pub(super) flights: &'a dyn Flying,
     pub(super) id: u64,
     pub(super) namespace: NamespaceId,
+    /// Whose it is.
+    pub(super) tenant: TenantSalt,
     /// Its turn has come.
     pub(super) begun: Notify,
 }
@@ -57,12 +60,15 @@ pub(super) struct Boarding<'a> {
 impl Memory for Boarding<'_> {
     fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>> {
         Box::pin(async move {
-            let gate: Arc<Semaphore> = self.flights.gate(self.namespace);
-            // Never closed. Who has passed it waits for memory with one of each other namespace.
+            let [own, all] = self.flights.gates(self.namespace, &self.tenant);
+            // Neither is ever closed.
             // ends: its flight: readers that leave before its turn drop it
-            let passed = gate.acquire().await.ok()?;
+            let first = own.acquire().await.ok()?;
+            // It waits with one of each other namespace of its tenant, and then for memory with one of each other tenant.
+            // ends: its flight: readers that leave before its turn drop it
+            let passed = all.acquire().await.ok()?;
             let memory = self.flights.take(bytes).await?;
-            drop(passed);
+            drop((first, passed));
             if !self.flights.begins(self.id) {
                 return None;
             }

@@ -17,6 +17,7 @@ use kvarts_cold::tier::Known;
 use kvarts_cold::time::BoxFuture;
 use kvarts_contract::api::{Durability, ReadRequest};
 use kvarts_contract::buffers::{Arena, BufMut, Region, SharedBuf};
+use kvarts_layout::identity::TenantSalt;
 use kvarts_layout::{BlockKey, NamespaceId};
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::AbortHandle;
@@ -136,6 +137,13 @@ impl State {
     }
 }
 
+/// What flights pass one after the other.
+#[derive(Debug, Default)]
+struct Gates {
+    namespaces: BTreeMap<NamespaceId, Arc<Semaphore>>,
+    tenants: Vec<(TenantSalt, Arc<Semaphore>)>,
+}
+
 /// What is being brought.
 #[derive(Debug)]
 pub(super) struct Flights {
@@ -146,8 +154,8 @@ pub(super) struct Flights {
     memory: Mutex<Option<Arena>>,
     /// There is something more that can be let go of.
     keeps: Notify,
-    /// Of each namespace one flight waits for memory at a time.
-    gates: Mutex<BTreeMap<NamespaceId, Arc<Semaphore>>>,
+    /// Of each tenant one flight waits for memory at a time, behind it one of each of its namespaces.
+    gates: Mutex<Gates>,
 }
 
 /// A namespace of which nothing is brought while this lives.
@@ -197,11 +205,11 @@ impl Flights {
         if state.flights.is_empty() && state.kept.is_empty() {
             // A flight that begins now makes its own.
             self.memory.lock().unwrap_or_else(PoisonError::into_inner).take();
-            self.gates().clear();
+            *self.gates() = Gates::default();
         }
     }
 
-    fn gates(&self) -> MutexGuard<'_, BTreeMap<NamespaceId, Arc<Semaphore>>> {
+    fn gates(&self) -> MutexGuard<'_, Gates> {
         self.gates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -314,8 +322,16 @@ impl Drop for Landing {
 }
 
 impl Flying for Flights {
-    fn gate(&self, namespace: NamespaceId) -> Arc<Semaphore> {
-        Arc::clone(self.gates().entry(namespace).or_insert_with(|| Arc::new(Semaphore::new(1))))
+    fn gates(&self, namespace: NamespaceId, tenant: &TenantSalt) -> [Arc<Semaphore>; 2] {
+        let (mut gates, new) = (self.gates(), || Arc::new(Semaphore::new(1)));
+        let own = Arc::clone(gates.namespaces.entry(namespace).or_insert_with(new));
+        let known = gates.tenants.iter().find(|(salt, _)| salt == tenant);
+        let all = known.map(|(_, gate)| Arc::clone(gate)).unwrap_or_else(|| {
+            let gate = new();
+            gates.tenants.push((tenant.clone(), Arc::clone(&gate)));
+            gate
+        });
+        [own, all]
     }
 
     fn begins(&self, id: u64) -> bool {
@@ -531,7 +547,10 @@ impl ColdTier {
     ) {
         add(&self.counts.restores, 1);
         let (id, namespace) = (landing.id, wanted.namespace);
-        let memory = Boarding { flights: &self.flights, id, namespace, begun: Notify::new() };
+        // A read has made its namespace known.
+        let tenant = self.store.identity_of(namespace).map(|(identity, _)| identity.tenant_salt);
+        let tenant = tenant.unwrap_or_default();
+        let memory = Boarding { flights: &self.flights, id, namespace, tenant, begun: Notify::new() };
         let bytes = block_bytes.saturating_mul(wanted.keys.len() as u64);
         let long = Duration::from_secs(bytes / self.tier.access().limits().slowest_rate.max(1));
         let too_late = async {

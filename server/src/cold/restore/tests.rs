@@ -119,22 +119,22 @@ fn keep(flights: &Flights, id: u64, blocks: &[u8], since: u64) {
     flights.keeps.notify_waiters();
 }
 
-#[test]
-fn restores_of_a_namespace_that_wants_much_are_not_in_front_of_all_others() {
+/// What passes the gates of flights in which order: each names its tenant and its namespace. All memory is taken until they wait.
+fn order_of(turns: &[(u8, u8)], meanwhile: impl FnOnce(&Flights)) -> Vec<(u64, bool)> {
     let flights = Flights::new(8 << 20);
     let all = flights.take(8 * MIB);
     let mut context = Context::from_waker(Waker::noop());
     let Poll::Ready(all) = std::pin::pin!(all).as_mut().poll(&mut context) else { panic!("no memory") };
-    let boarding = |id: u64, namespace: u8| {
+    let boarding = |(id, (tenant, namespace)): (u64, &(u8, u8))| {
         let (_, over) = watch::channel(());
-        let (landed, names, namespace) = (Arc::default(), Arc::default(), NamespaceId([namespace; 32]));
+        let (landed, names, namespace) = (Arc::default(), Arc::default(), NamespaceId([*namespace; 32]));
         let (task, bytes, readers, has_begun) = (None, 0, 1, false);
         let flight = Flight { over, landed, task, bytes, names, readers, has_begun };
         flights.state().flights.insert(id, flight);
-        Boarding { flights: &flights, id, namespace, begun: Notify::new() }
+        let (tenant, begun) = (TenantSalt(vec![*tenant]), Notify::new());
+        Boarding { flights: &flights, id, namespace, tenant, begun }
     };
-    // Three of one namespace, then one of another.
-    let turns = [boarding(0, 1), boarding(1, 1), boarding(2, 1), boarding(3, 2)];
+    let turns: Vec<_> = (0..).zip(turns).map(boarding).collect();
     let mut waiting: Vec<_> = turns.iter().map(|turn| (turn.id, turn.take(8 * MIB))).collect();
     let mut order = Vec::new();
     let mut step = |waiting: &mut Vec<(u64, BoxFuture<'_, Option<SharedBuf>>)>| {
@@ -149,11 +149,29 @@ fn restores_of_a_namespace_that_wants_much_are_not_in_front_of_all_others() {
     };
     step(&mut waiting);
     drop(all);
-    // The last reader of the last one has left: no turn is its own.
-    assert_eq!(flights.left(2), 0);
-    assert!(!flights.begins(2));
-    (0..8).for_each(|_| step(&mut waiting));
+    meanwhile(&flights);
+    (0..2 * turns.len()).for_each(|_| step(&mut waiting));
+    order
+}
+
+#[test]
+fn restores_of_a_namespace_that_wants_much_are_not_in_front_of_all_others() {
+    // Three of one namespace, then one of another. The last reader of the third one has left: no turn is its own.
+    let order = order_of(&[(1, 1), (1, 1), (1, 1), (1, 2)], |flights| {
+        assert_eq!(flights.left(2), 0);
+        assert!(!flights.begins(2));
+    });
     assert_eq!(order, [(0, true), (3, true), (1, true), (2, false)]);
+}
+
+#[test]
+fn a_tenant_with_many_namespaces_takes_turns_with_others_as_one_that_has_one() {
+    // Six namespaces of one tenant, then two restores of each of two others.
+    let all = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 6), (2, 7), (2, 7), (3, 8), (3, 8)];
+    let order: Vec<u64> = order_of(&all, |_| ()).into_iter().map(|(id, _)| id).collect();
+    let whose = |id: &u64| all[*id as usize].0;
+    let tenants: Vec<u8> = order.iter().map(whose).collect();
+    assert_eq!(tenants, [1, 2, 3, 1, 2, 3, 1, 1, 1, 1], "{order:?}");
 }
 
 #[test]
