@@ -10,6 +10,7 @@ use serde_json::json;
 use crate::serve_cmd::ServeArgs;
 use kvarts_server::config::Config;
 use kvarts_server::daemon::{check_group, read_tls};
+use kvarts_server::human;
 use kvarts_server::state::auth::{Gate, TOKEN_PREFIX, TokenHash};
 use kvarts_terminal::Failure;
 use kvarts_terminal::{Align, Table};
@@ -80,8 +81,14 @@ fn doors(config: &Config) -> String {
 fn show_settings(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let mut config = arguments.serve.resolve()?;
     config.origins.sort_by_key(|setting| setting.name);
+    let parts = config.memory_parts();
+    let all = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
     if arguments.json {
-        let shown = json!({ "settings": config.origins, "access": doors(&config) });
+        let parts = parts
+            .iter()
+            .map(|part| json!({ "what": part.what, "setting": part.setting, "bytes": part.bytes }));
+        let memory = json!({ "parts": parts.collect::<Vec<_>>(), "bytes": all });
+        let shown = json!({ "settings": config.origins, "access": doors(&config), "memory": memory });
         serde_json::to_writer_pretty(&mut *out, &shown).map_err(std::io::Error::from)?;
         return Ok(writeln!(out)?);
     }
@@ -90,7 +97,14 @@ fn show_settings(arguments: &ShowArgs, out: &mut dyn Write) -> Result<(), Failur
         table.row([setting.name.to_owned(), setting.value.clone(), setting.from.to_owned()]);
     }
     write!(out, "{table}")?;
-    Ok(writeln!(out, "access: {}", doors(&config))?)
+    writeln!(out, "access: {}\n", doors(&config))?;
+    let mut table = Table::new(&[("MEMORY", Align::Left), ("AT MOST", Align::Right), ("BY", Align::Left)]);
+    for part in &parts {
+        let by = part.setting.unwrap_or("fixed");
+        table.row([part.what.to_owned(), human::bytes(part.bytes), by.to_owned()]);
+    }
+    table.row(["in all".to_owned(), human::bytes(all), String::new()]);
+    Ok(write!(out, "{table}")?)
 }
 
 fn new_token(as_json: bool, out: &mut dyn Write) -> Result<(), Failure> {

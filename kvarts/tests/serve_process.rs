@@ -504,6 +504,12 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
     let from = |name: &str| settings.iter().find(|one| one["name"] == name).unwrap()["from"].clone();
     assert_eq!((from("store.budget"), from("store.executors")), ("file".into(), "flag".into()));
     assert_eq!(from("listen.grpc"), "default");
+    let memory = &shown["memory"];
+    let parts = memory["parts"].as_array().unwrap();
+    let all: u64 = parts.iter().map(|part| part["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(memory["bytes"], all);
+    let requests = parts.iter().find(|part| part["setting"] == "limits.memory").unwrap();
+    assert_eq!(requests["bytes"], 256u64 << 20);
     assert!(text(&kvarts(&["config", "check", "--config", path]).stdout).starts_with("good: "));
     let open = kvarts(&["config", "check", "--listen-grpc", "0.0.0.0:7440"]);
     assert_eq!(open.status.code(), Some(2));

@@ -71,6 +71,16 @@ fn stale(refresh: Duration) -> Duration {
     STALE.max(refresh.saturating_mul(3))
 }
 
+/// Memory for manifests, where restores have so much: less where they have less than by default.
+pub(crate) fn manifest_memory(restores: u64) -> usize {
+    usize::try_from(restores / 2).unwrap_or(usize::MAX).min(128 << 20)
+}
+
+/// The same for indexes.
+pub(crate) fn index_memory(restores: u64) -> usize {
+    usize::try_from(restores / 4).unwrap_or(usize::MAX).min(64 << 20)
+}
+
 /// How a server uses a bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ColdConfig {
@@ -164,7 +174,13 @@ impl ColdTier {
         let access = Access::new(bucket, Arc::new(TokioTime::start()), limits, seed);
         // Manifests are read by `manifests`; a restore reads one itself only where that is far behind.
         let refresh = config.refresh.saturating_mul(10);
-        let options = TierOptions { refresh, stale: STALE.max(refresh), ..TierOptions::default() };
+        let options = TierOptions {
+            refresh,
+            stale: STALE.max(refresh),
+            manifest_memory: manifest_memory(config.memory),
+            index_memory: index_memory(config.memory),
+            ..TierOptions::default()
+        };
         let path = Arc::<BucketPath>::default();
         let cold = Arc::new(Self {
             ways: Ways::new(paths, store, &path)?,

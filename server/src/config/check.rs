@@ -114,7 +114,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         threads: number("limits.threads", &threads)?,
         gate,
         cluster: cluster(set, &mut decided)?,
-        cold: cold::cold(set, &mut decided)?,
+        cold: cold::cold(set, sized("limits.memory", &memory)?, &mut decided)?,
         cufile: cufile.parse::<Wish>().map_err(|why| Complaint::new("device.cufile", &why))?,
         scrub_every: (scrub_hours > 0).then(|| Duration::from_secs(u64::from(scrub_hours) * 3600)),
         scrub_pace: sized("scrub.pace", &scrub_pace)?.max(1 << 20),

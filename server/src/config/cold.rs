@@ -6,12 +6,19 @@ use super::complaint::Complaint;
 use super::decided::{Decided, number, sized};
 use super::form::Settings;
 use crate::cold::{ColdConfig, Offer};
+use crate::human;
 
 /// The least memory of restores: that of one.
 const MEMORY_LEAST: u64 = 128 << 20;
+/// As much as it has by default, where requests have as much.
+const MEMORY_USUAL: u64 = 256 << 20;
 
 /// The bucket behind the disks, if one is named; without one nothing else of it can be set.
-pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdConfig>, Complaint> {
+pub(super) fn cold(
+    set: &Settings,
+    requests_memory: u64,
+    decided: &mut Decided,
+) -> Result<Option<ColdConfig>, Complaint> {
     let Some(bucket) = &set.cold_bucket else {
         let others = [
             ("cold.requests", &set.cold_requests),
@@ -39,7 +46,8 @@ pub(super) fn cold(set: &Settings, decided: &mut Decided) -> Result<Option<ColdC
     let written = decided.or("cold.written", set.cold_written.as_ref(), "1 TiB");
     let read = decided.or("cold.read", set.cold_read.as_ref(), "4 TiB");
     let refresh = decided.or("cold.refresh", set.cold_refresh.as_ref(), 30);
-    let memory = decided.or("cold.memory", set.cold_memory.as_ref(), "256 MiB");
+    let usual = human::bytes(requests_memory.clamp(MEMORY_LEAST, MEMORY_USUAL));
+    let memory = decided.or("cold.memory", set.cold_memory.as_ref(), usual);
     let spill = decided.or("cold.spill", set.cold_spill.as_ref(), "on");
     let uses = decided.or("cold.uses", set.cold_uses.as_ref(), 1);
     let age = decided.or("cold.age", set.cold_age.as_ref(), 600);

@@ -235,7 +235,7 @@ settings! {
     /// Seconds after which it is asked again what is in the bucket
     cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
     /// Memory that bringing blocks back may take: their bytes, while they are on their way and some seconds longer
-    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "256 MiB";
+    cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "as limits.memory, 128 MiB to 256 MiB";
     /// Whether blocks go into the bucket before they are evicted: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
     /// Uses that a block must have had lately for that, 0 to 3

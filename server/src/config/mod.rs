@@ -5,6 +5,7 @@
 //! and tokens stand in the file alone. With no configuration at all a server works and is reachable from its own host
 //! only.
 
+mod bound;
 mod check;
 mod cold;
 mod complaint;
@@ -17,6 +18,7 @@ mod socket;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+pub use bound::Part;
 pub use complaint::Complaint;
 pub use form::{Settings, reference};
 use kvarts_cluster::hot::Rule;

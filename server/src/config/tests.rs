@@ -46,6 +46,26 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 }
 
 #[test]
+fn a_server_with_little_memory_for_requests_has_little_for_its_bucket() {
+    let of = |memory: &str, rest: &str| {
+        let file =
+            format!("[limits]\nmemory = '{memory}'\nindex = '64 MiB'\n[cold]\nbucket = 'file:///b'\n{rest}");
+        let config = resolve(&file, &[], Settings::default()).unwrap();
+        let parts = config.memory_parts();
+        let bytes = |what: &str| parts.iter().find(|part| part.what == what).unwrap().bytes >> 20;
+        (
+            bytes("restores from the bucket"),
+            bytes("manifests and indexes of the bucket"),
+            bytes("index of blocks"),
+        )
+    };
+    assert_eq!(of("64 MiB", ""), (128, 64 + 32, 64));
+    assert_eq!(of("200 MiB", ""), (200, 100 + 50, 64));
+    assert_eq!(of("8 GiB", ""), (256, 128 + 64, 64));
+    assert_eq!(of("64 MiB", "memory = '1 GiB'\n"), (1024, 128 + 64, 64));
+}
+
+#[test]
 fn executors_are_as_many_as_drives_want_and_an_engine_can_spare() {
     let of = super::check::executors_of;
     assert_eq!([1, 2, 4, 16].map(|cores| of(cores, 1)), [1, 2, 2, 2]);

@@ -103,7 +103,7 @@ impl Daemon {
             kvarts_store::home::refuse_absent(directory)
                 .map_err(|error| format!("store.directories: {}: {error}", directory.display()))?;
         }
-        let mut notes = vec![files.to_string()];
+        let mut notes = vec![files.to_string(), memory_note(config)];
         let options = home_options(config, stop, &mut notes)?;
         let begun = std::time::Instant::now();
         // ends: a directory has 30 s, and transfers `OVERDUE`: it is opened without those that hang
@@ -415,6 +415,15 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
             ..Options::default()
         },
     })
+}
+
+/// How much memory this configuration allows in all.
+fn memory_note(config: &Config) -> String {
+    let all = config.memory_parts().iter().map(|part| part.bytes).fold(0, u64::saturating_add);
+    format!(
+        "memory: {} at most, beside what local clients share; `kvarts config show` has its parts",
+        human::bytes(all)
+    )
 }
 
 /// Limits without a count of their use.
