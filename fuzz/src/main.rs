@@ -8,7 +8,7 @@
 use std::sync::OnceLock;
 
 use kvarts_layout::format::fuzz;
-use kvarts_layout::import::{ImportOptions, import_hf_config};
+use kvarts_layout::import::{Dtype, ImportOptions, import_hf_config};
 use kvarts_layout::{BlockKey, Coordinate, Geometry, Identity, IndexKey, ModelSpec};
 
 type Target = fn(&[u8]);
@@ -108,9 +108,11 @@ fn spec_toml(data: &[u8]) {
 
 fn config_json(data: &[u8]) {
     let Ok(text) = std::str::from_utf8(data) else { return };
-    let options = ImportOptions { name: Some("fuzz".to_owned()), ..ImportOptions::default() };
-    if let Ok(spec) = import_hf_config(text, &options) {
-        assert_eq!(ModelSpec::parse(&spec.to_toml()).as_ref(), Ok(&spec));
+    for kv_dtype in [None, Some(Dtype::Fp8), Some(Dtype::Int8), Some(Dtype::Nvfp4)] {
+        let options = ImportOptions { name: Some("fuzz".to_owned()), kv_dtype, ..ImportOptions::default() };
+        if let Ok(spec) = import_hf_config(text, &options) {
+            assert_eq!(ModelSpec::parse(&spec.to_toml()).as_ref(), Ok(&spec));
+        }
     }
 }
 

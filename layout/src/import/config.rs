@@ -1,6 +1,7 @@
 //! Reads facts from a configuration: every number checked, every fault named by its field.
 
 use std::cell::RefCell;
+use std::rc::Rc;
 
 use serde_json::{Map, Value};
 
@@ -16,9 +17,9 @@ const MAX_SHOWN: usize = 60;
 pub(super) struct Config<'a> {
     map: &'a Map<String, Value>,
     outer: Option<&'a Map<String, Value>>,
-    prefix: &'static str,
+    prefix: String,
     /// What was read, for the spec's source.
-    facts: RefCell<Vec<String>>,
+    facts: Rc<RefCell<Vec<String>>>,
 }
 
 /// A text as an error may repeat it: on one line, without control characters, not long.
@@ -48,16 +49,16 @@ impl<'a> Config<'a> {
                 expected: "an object".to_owned(),
             });
         };
-        Ok(Self { map, outer: None, prefix: "", facts: RefCell::default() })
+        Ok(Self { map, outer: None, prefix: String::new(), facts: Rc::default() })
     }
 
-    pub(super) fn nested(&self, key: &'static str) -> Result<Self, ImportError> {
+    pub(super) fn nested(&self, key: &str, what: &'static str) -> Result<Self, ImportError> {
         match self.get(key) {
             Some(Value::Object(map)) => {
-                Ok(Self { map, outer: Some(self.map), prefix: key, facts: RefCell::default() })
+                Ok(Self { map, outer: Some(self.map), prefix: self.path(key), facts: Rc::clone(&self.facts) })
             }
             Some(other) => Err(self.value(key, other, "an object")),
-            None => Err(self.missing(key, "the facts of the text model")),
+            None => Err(self.missing(key, what)),
         }
     }
 
@@ -150,6 +151,26 @@ impl<'a> Config<'a> {
         Ok(Some(types))
     }
 
+    /// Indices of layers, each below `layers`, in increasing order.
+    pub(super) fn layer_ids(
+        &self,
+        field: &str,
+        what: &'static str,
+        layers: usize,
+    ) -> Result<Vec<usize>, ImportError> {
+        let ids = self.numbers(field)?.ok_or_else(|| self.missing(field, what))?;
+        let ids: Vec<usize> = ids.into_iter().map(|id| id as usize).collect();
+        let rising = ids.iter().zip(ids.iter().skip(1)).all(|(id, next)| id < next);
+        if !rising || ids.iter().any(|&id| id >= layers) {
+            return Err(ImportError::Value {
+                field: self.path(field),
+                found: shorten(&format!("{ids:?}")),
+                expected: format!("layers below {layers} in increasing order"),
+            });
+        }
+        Ok(ids)
+    }
+
     pub(super) fn wrong_length(&self, field: &str, found: usize, layers: usize) -> ImportError {
         ImportError::Value {
             field: self.path(field),
@@ -204,21 +225,21 @@ impl<'a> Config<'a> {
     }
 
     /// The recurrent state's number format: the caller's, the configuration's, or the reference code's fp32.
-    pub(super) fn state_dtype(&self, options: &ImportOptions) -> Result<Dtype, ImportError> {
-        let dtype = match (options.state_dtype, self.get("mamba_ssm_dtype")) {
+    pub(super) fn state_dtype(&self, options: &ImportOptions, field: &str) -> Result<Dtype, ImportError> {
+        let dtype = match (options.state_dtype, self.get(field)) {
             (Some(dtype), _) => dtype,
             (None, None) => Dtype::Fp32,
             (None, Some(found)) => found
                 .as_str()
                 .and_then(float)
-                .ok_or_else(|| self.value("mamba_ssm_dtype", found, "bfloat16, float16 or float32"))?,
+                .ok_or_else(|| self.value(field, found, "bfloat16, float16 or float32"))?,
         };
         self.note_fact("state data type", dtype.name());
         Ok(dtype)
     }
 
-    /// Features that would change any architecture's geometry and that none of the known ones has.
-    pub(super) fn refuse_shared_features(&self) -> Result<(), ImportError> {
+    /// Features that would change any architecture's geometry, but for those that this one `understands`.
+    pub(super) fn refuse_shared_features(&self, understands: &[&str]) -> Result<(), ImportError> {
         for (field, reason) in [
             ("attention_chunk_size", "chunked attention is not understood"),
             ("num_kv_shared_layers", "layers that share a cache are not understood"),
@@ -228,7 +249,8 @@ impl<'a> Config<'a> {
             ("index_topk_pattern", "an indexer shared between layers is not understood"),
         ] {
             let harmless = [Value::Null, Value::from(0), Value::from(false), Value::Array(Vec::new())];
-            if self.get(field).is_some_and(|value| !harmless.contains(value)) {
+            let refused = !understands.contains(&field);
+            if refused && self.get(field).is_some_and(|value| !harmless.contains(value)) {
                 return Err(self.feature(field, reason));
             }
         }
@@ -258,7 +280,7 @@ impl<'a> Config<'a> {
         self.outer.and_then(|outer| outer.get(field)).is_some_and(|value| !value.is_null())
     }
 
-    fn missing(&self, field: &str, what: &'static str) -> ImportError {
+    pub(super) fn missing(&self, field: &str, what: &'static str) -> ImportError {
         ImportError::Missing { field: self.path(field), what }
     }
 

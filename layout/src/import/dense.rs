@@ -1,10 +1,12 @@
 //! Attention that keeps keys and values of every KV head: in full, or for a sliding window in some layers.
 
+use crate::spec::form::DraftPart;
 use crate::spec::{Absence, Role};
 
 use super::config::Config;
 use super::{Built, ImportError, ImportOptions, part, product};
 
+pub(super) const WINDOW: &str = "how many tokens a sliding layer sees";
 const KV_HEADS: &str = "how many KV heads there are";
 const HEAD_DIM: &str = "how many numbers a head has";
 
@@ -62,25 +64,6 @@ pub(super) fn gpt_oss(config: &Config<'_>, options: &ImportOptions) -> Result<Bu
     windowed(config, options, order, String::new())
 }
 
-/// Gemma 3: `layer_types`, or `sliding_window_pattern`, whose last layer of each period is full. The architecture
-/// itself makes the period 6 if the file says neither.
-pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    let layers = config.layer_count()?;
-    if let Some(types) = config.layer_types(layers)? {
-        let order = sliding_or_full(config, &types)?;
-        return windowed(config, options, order, String::new());
-    }
-    let (period, note) = match config.has("sliding_window_pattern") {
-        true => (config.count("sliding_window_pattern", "every how many layers one is full")?, String::new()),
-        false => (6, "Every sixth layer is full attention, as the architecture has it.".to_owned()),
-    };
-    let order = (1u32..)
-        .take(layers)
-        .map(|layer| if layer.checked_rem(period) == Some(0) { "full" } else { "sliding" })
-        .collect();
-    windowed(config, options, order, note)
-}
-
 fn all_full(config: &Config<'_>, options: &ImportOptions, head_dim: u32) -> Result<Built, ImportError> {
     refuse_other_attention(config)?;
     let layers = config.layer_count()?;
@@ -89,15 +72,52 @@ fn all_full(config: &Config<'_>, options: &ImportOptions, head_dim: u32) -> Resu
     {
         return Err(config.unknown_layer("layer_types", index, other, "full_attention"));
     }
-    let heads = config.heads("num_key_value_heads", KV_HEADS)?;
-    let dtype = config.kv_dtype(options)?;
-    let bytes = product(config, "head_dim", &[2, heads.into(), head_dim.into(), dtype.bytes()])?;
     Ok(Built {
-        parts: vec![part("kv", "dense_kv", Role::Stream { bytes, tokens: 1 }, heads, dtype.name())],
+        parts: vec![keys_and_values(config, options, head_dim, "head_dim", "num_key_value_heads")?],
         layer_kinds: vec![("full", vec!["kv"])],
         order: vec!["full"; layers],
-        note: String::new(),
+        ..Built::default()
     })
+}
+
+/// Keys and values of the heads that these fields describe, as the part `kv`.
+pub(super) fn heads_part(
+    config: &Config<'_>,
+    options: &ImportOptions,
+    dim_field: &'static str,
+    heads_field: &'static str,
+) -> Result<DraftPart, ImportError> {
+    let head_dim = config.count(dim_field, HEAD_DIM)?;
+    keys_and_values(config, options, head_dim, dim_field, heads_field)
+}
+
+fn keys_and_values(
+    config: &Config<'_>,
+    options: &ImportOptions,
+    head_dim: u32,
+    dim_field: &'static str,
+    heads_field: &'static str,
+) -> Result<DraftPart, ImportError> {
+    let heads = config.heads(heads_field, KV_HEADS)?;
+    let dtype = config.kv_dtype(options)?;
+    let vector = dtype.vector_bytes(config, dim_field, head_dim)?;
+    let bytes = product(config, dim_field, &[2, heads.into(), vector])?;
+    Ok(part("kv", "dense_kv", Role::Stream { bytes, tokens: 1 }, heads, dtype.label()))
+}
+
+/// The same for a window, as the part `window`, whose absence is the caller's to say.
+pub(super) fn window_part(
+    config: &Config<'_>,
+    options: &ImportOptions,
+    window: u32,
+) -> Result<DraftPart, ImportError> {
+    let mut sliding = heads_part(config, options, "head_dim", "num_key_value_heads")?;
+    if let Role::Stream { bytes, .. } = sliding.role {
+        sliding.role = Role::Window { bytes, tokens: window };
+    }
+    sliding.name = "window".to_owned();
+    sliding.kind = "swa_window".to_owned();
+    Ok(sliding)
 }
 
 fn refuse_other_attention(config: &Config<'_>) -> Result<(), ImportError> {
@@ -119,7 +139,7 @@ fn refuse_other_attention(config: &Config<'_>) -> Result<(), ImportError> {
     }
 }
 
-fn sliding_or_full(config: &Config<'_>, types: &[&str]) -> Result<Vec<&'static str>, ImportError> {
+pub(super) fn sliding_or_full(config: &Config<'_>, types: &[&str]) -> Result<Vec<&'static str>, ImportError> {
     let name = |(index, kind): (usize, &&str)| match *kind {
         "sliding_attention" => Ok("sliding"),
         "full_attention" => Ok("full"),
@@ -130,29 +150,21 @@ fn sliding_or_full(config: &Config<'_>, types: &[&str]) -> Result<Vec<&'static s
     types.iter().enumerate().map(name).collect()
 }
 
-fn windowed(
+pub(super) fn windowed(
     config: &Config<'_>,
     options: &ImportOptions,
     order: Vec<&'static str>,
     note: String,
 ) -> Result<Built, ImportError> {
-    let heads = config.heads("num_key_value_heads", KV_HEADS)?;
-    let head_dim = config.count("head_dim", HEAD_DIM)?;
-    let window = config.count("sliding_window", "how many tokens a sliding layer sees")?;
-    let dtype = config.kv_dtype(options)?;
-    let bytes = product(config, "head_dim", &[2, heads.into(), head_dim.into(), dtype.bytes()])?;
-    let sliding = order.iter().filter(|kind| **kind == "sliding").count();
-    let mut sliding_part =
-        part("window", "swa_window", Role::Window { bytes, tokens: window }, heads, dtype.name());
-    sliding_part.absence = replay(window, sliding);
+    let window = config.count("sliding_window", WINDOW)?;
+    let mut sliding = window_part(config, options, window)?;
+    sliding.absence = replay(window, order.iter().filter(|kind| **kind == "sliding").count());
     Ok(Built {
-        parts: vec![
-            sliding_part,
-            part("kv", "dense_kv", Role::Stream { bytes, tokens: 1 }, heads, dtype.name()),
-        ],
+        parts: vec![sliding, heads_part(config, options, "head_dim", "num_key_value_heads")?],
         layer_kinds: vec![("sliding", vec!["window"]), ("full", vec!["kv"])],
         order,
         note,
+        ..Built::default()
     })
 }
 

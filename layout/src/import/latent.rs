@@ -7,30 +7,26 @@ use crate::spec::{Absence, Role};
 
 use super::config::Config;
 use super::dense::replay;
-use super::{Built, Dtype, ImportError, ImportOptions, IndexDtype, part, product};
+use super::{Built, Dtype, ImportError, ImportOptions, part, product};
 
 const LATENT: &str = "how many numbers the latent has";
-const ROPE: &str = "how many numbers the rotary key has";
-const INDEX: &str = "how many numbers an indexer key has";
+pub(super) const ROPE: &str = "how many numbers the rotary key has";
+pub(super) const INDEX: &str = "how many numbers an indexer key has";
 
 /// The dimensions for which the fp8 entry formats are defined.
-const LATENT_DIM: u32 = 512;
-const ROPE_DIM: u32 = 64;
-const INDEX_DIM: u32 = 128;
+pub(super) const LATENT_DIM: u32 = 512;
+pub(super) const ROPE_DIM: u32 = 64;
+pub(super) const INDEX_DIM: u32 = 128;
 
 /// Plain latent attention (DeepSeek-V3, Kimi K2).
 pub(super) fn mla(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    for field in ["index_head_dim", "index_topk"] {
-        if config.has(field) {
-            return Err(config.feature(field, "a sparse indexer is not part of this architecture"));
-        }
-    }
+    refuse_indexer(config)?;
     let dtype = config.kv_dtype(options)?;
     Ok(Built {
         parts: vec![latent_part(config, dtype)?],
         layer_kinds: vec![("mla", vec!["mla"])],
         order: vec!["mla"; config.layer_count()?],
-        note: String::new(),
+        ..Built::default()
     })
 }
 
@@ -43,23 +39,56 @@ pub(super) fn sparse(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
         parts: vec![latent_part(config, options.kv_dtype.unwrap_or(Dtype::Fp8))?, index],
         layer_kinds: vec![("sparse", vec!["mla", "index"])],
         order: vec!["sparse"; config.layer_count()?],
-        note: String::new(),
+        ..Built::default()
     })
 }
 
-fn latent_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart, ImportError> {
+pub(super) fn refuse_indexer(config: &Config<'_>) -> Result<(), ImportError> {
+    for field in ["index_head_dim", "index_topk"] {
+        if config.has(field) {
+            return Err(config.feature(field, "a sparse indexer is not part of this architecture"));
+        }
+    }
+    Ok(())
+}
+
+/// One latent with its rotary key a token, as the part `mla`.
+pub(super) fn latent_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart, ImportError> {
     let latent = config.count("kv_lora_rank", LATENT)?;
-    let rope = config.count("qk_rope_head_dim", ROPE)?;
-    let (bytes, label) = if dtype == Dtype::Fp8 {
-        expect(config, "kv_lora_rank", LATENT, LATENT_DIM)?;
-        expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
+    // Without rotary numbers the configuration says 0.
+    let rope = match config.optional_number("qk_rope_head_dim")? {
+        Some(0) => 0,
+        _ => config.count("qk_rope_head_dim", ROPE)?,
+    };
+    let record = match dtype {
         // 512 fp8 numbers, 4 fp32 scales, 64 bf16 numbers.
-        (656, "fp8 latent, fp32 scales, bf16 rope")
-    } else {
-        let numbers = u64::from(latent).saturating_add(rope.into());
-        (product(config, "kv_lora_rank", &[numbers, dtype.bytes()])?, dtype.name())
+        Dtype::Fp8 => Some((656, "fp8 latent, fp32 scales, bf16 rope")),
+        // 512 numbers of 4 bits, 64 fp8 numbers, 32 fp8 scales.
+        Dtype::Nvfp4 => Some((352, "nvfp4 latent, fp8 scales, fp8 rope")),
+        _ => None,
+    };
+    let (bytes, label) = match record {
+        Some(record) => {
+            expect(config, "kv_lora_rank", LATENT, LATENT_DIM)?;
+            expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
+            record
+        }
+        None => {
+            let numbers = u64::from(latent).saturating_add(rope.into());
+            (product(config, "kv_lora_rank", &[numbers, dtype.bytes(config)?])?, dtype.name())
+        }
     };
     Ok(part("mla", "mla", Role::Stream { bytes, tokens: 1 }, 0, label))
+}
+
+/// Refuses formats with scales where no record is known for latents of this architecture.
+pub(super) fn refuse_records(config: &Config<'_>, dtype: Dtype) -> Result<(), ImportError> {
+    match dtype {
+        Dtype::Bf16 | Dtype::Fp16 | Dtype::Fp32 => Ok(()),
+        _ => {
+            Err(config.feature("kv_lora_rank", "the entry of this architecture is known without scales only"))
+        }
+    }
 }
 
 /// Compressed attention (DeepSeek-V4): each layer has a window, and by its compress ratio no (0), compressed
@@ -82,10 +111,7 @@ pub(super) fn compressed(config: &Config<'_>, options: &ImportOptions) -> Result
     };
     // 448 fp8 numbers, 64 bf16 numbers, 7 scales of a byte, one byte of padding.
     let (entry, label) = (584, "fp8, ue8m0 scales, bf16 rope");
-    let (index_bytes, index_label) = match options.index_dtype {
-        IndexDtype::Fp8 => (132, "fp8, fp32 scale"),
-        IndexDtype::Fp4 => (68, "mxfp4"),
-    };
+    let (index_bytes, index_label) = options.index_dtype.key();
     let mut sliding = part("window", "swa_window", Role::Window { bytes: entry, tokens: window }, 0, label);
     sliding.absence = Absence::Recompute { tokens: replay };
     let tail = |name: &str, bytes_per_token: u64, tokens: u32, overlaps: bool| -> Result<_, ImportError> {
@@ -115,7 +141,7 @@ pub(super) fn compressed(config: &Config<'_>, options: &ImportOptions) -> Result
             ("hca", vec!["hca", "window", "hca_tail"]),
         ],
         order,
-        note: String::new(),
+        ..Built::default()
     })
 }
 
@@ -139,7 +165,12 @@ fn by_ratio(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Imp
 }
 
 /// A dimension for which the entry's format is defined.
-fn expect(config: &Config<'_>, field: &str, what: &'static str, only: u32) -> Result<(), ImportError> {
+pub(super) fn expect(
+    config: &Config<'_>,
+    field: &str,
+    what: &'static str,
+    only: u32,
+) -> Result<(), ImportError> {
     match config.count(field, what)? {
         found if found == only => Ok(()),
         found => Err(ImportError::Value {

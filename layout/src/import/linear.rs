@@ -3,15 +3,13 @@
 use crate::spec::Role;
 
 use super::config::Config;
+use super::dense::heads_part;
 use super::{Built, ImportError, ImportOptions, part, product};
 
 /// Linear layers keep a recurrent state and the last inputs of a convolution; full ones keep keys and values.
 pub(super) fn gated_delta(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let order = order(config)?;
-    let heads = config.heads("num_key_value_heads", "how many KV heads a full layer has")?;
-    let head_dim = config.count("head_dim", "how many numbers a head has")?;
-    let kv_dtype = config.kv_dtype(options)?;
-    let kv_bytes = product(config, "head_dim", &[2, heads.into(), head_dim.into(), kv_dtype.bytes()])?;
+    let kv = heads_part(config, options, "head_dim", "num_key_value_heads")?;
     let key_heads = config.heads("linear_num_key_heads", "how many key heads a linear layer has")?;
     let value_heads = config.heads("linear_num_value_heads", "how many value heads a linear layer has")?;
     let key_dim = config.count("linear_key_head_dim", "how many numbers a key head has")?;
@@ -28,11 +26,11 @@ pub(super) fn gated_delta(config: &Config<'_>, options: &ImportOptions) -> Resul
     if inputs == 0 {
         return Err(config.feature("linear_conv_kernel_dim", "a convolution of one token keeps no state"));
     }
-    let state_dtype = config.state_dtype(options)?;
+    let state_dtype = config.state_dtype(options, "mamba_ssm_dtype")?;
     let state_bytes = product(
         config,
         "linear_num_value_heads",
-        &[value_heads.into(), key_dim.into(), value_dim.into(), state_dtype.bytes()],
+        &[value_heads.into(), key_dim.into(), value_dim.into(), state_dtype.bytes(config)?],
     )?;
     let queries_and_keys = product(config, "linear_num_key_heads", &[2, key_heads.into(), key_dim.into()])?;
     let values = product(config, "linear_num_value_heads", &[value_heads.into(), value_dim.into()])?;
@@ -40,18 +38,18 @@ pub(super) fn gated_delta(config: &Config<'_>, options: &ImportOptions) -> Resul
     // The convolution keeps the model's own numbers, whatever the cache is quantised to.
     let conv_dtype = config.model_dtype()?;
     let conv_bytes =
-        product(config, "linear_conv_kernel_dim", &[channels, inputs.into(), conv_dtype.bytes()])?;
+        product(config, "linear_conv_kernel_dim", &[channels, inputs.into(), conv_dtype.bytes(config)?])?;
     let state = |bytes| Role::State { bytes, empty_at_multiple_of: None };
     Ok(Built {
         parts: vec![
             // Ranks share out key heads, and with each the value heads that belong to it.
             part("recurrent", "recurrent_state", state(state_bytes), key_heads, state_dtype.name()),
             part("conv", "conv_state", state(conv_bytes), key_heads, conv_dtype.name()),
-            part("kv", "dense_kv", Role::Stream { bytes: kv_bytes, tokens: 1 }, heads, kv_dtype.name()),
+            kv,
         ],
         layer_kinds: vec![("linear", vec!["recurrent", "conv"]), ("full", vec!["kv"])],
         order,
-        note: String::new(),
+        ..Built::default()
     })
 }
 

@@ -6,8 +6,17 @@
 
 mod config;
 mod dense;
+mod dtype;
+mod gemma;
+mod indexer;
+mod kda;
 mod latent;
 mod linear;
+mod mamba;
+mod pooled;
+#[cfg(test)]
+mod served_tests;
+mod sourced;
 #[cfg(test)]
 mod tests;
 
@@ -18,51 +27,10 @@ use crate::spec::{Absence, FormError, ModelSpec, Role};
 
 use config::Config;
 
+pub use dtype::{Dtype, IndexDtype};
+
 /// The most bytes a configuration may have.
 pub const MAX_CONFIG_BYTES: usize = 1 << 20;
-
-/// The number format of a cache entry or a state.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Dtype {
-    /// bfloat16, two bytes.
-    Bf16,
-    /// float16, two bytes.
-    Fp16,
-    /// float32, four bytes.
-    Fp32,
-    /// An 8-bit float; for latent attention the 656-byte entry with its scales.
-    Fp8,
-}
-
-impl Dtype {
-    /// The name in specs and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::Fp16 => "fp16",
-            Self::Fp32 => "fp32",
-            Self::Fp8 => "fp8",
-        }
-    }
-
-    fn bytes(self) -> u64 {
-        match self {
-            Self::Fp8 => 1,
-            Self::Bf16 | Self::Fp16 => 2,
-            Self::Fp32 => 4,
-        }
-    }
-}
-
-/// The number format of the keys of a DeepSeek-V4 indexer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum IndexDtype {
-    /// fp8 with one fp32 scale.
-    #[default]
-    Fp8,
-    /// MXFP4.
-    Fp4,
-}
 
 /// What the engine decides and the configuration does not say.
 #[derive(Clone, Debug, Default)]
@@ -73,7 +41,7 @@ pub struct ImportOptions {
     pub kv_dtype: Option<Dtype>,
     /// The recurrent state's number format; otherwise `mamba_ssm_dtype`, or fp32 as the reference code keeps it.
     pub state_dtype: Option<Dtype>,
-    /// The number format of DeepSeek-V4's indexer keys.
+    /// The number format of an indexer's keys.
     pub index_dtype: IndexDtype,
     /// The spec's block tokens; otherwise 256.
     pub block_tokens: Option<u32>,
@@ -152,9 +120,12 @@ impl fmt::Display for ImportError {
 impl std::error::Error for ImportError {}
 
 /// Layers and parts of a model, as an architecture's rules give them.
+#[derive(Default)]
 struct Built {
     parts: Vec<DraftPart>,
     layer_kinds: Vec<(&'static str, Vec<&'static str>)>,
+    /// Parts of an earlier layer that a kind of layer reads.
+    reads: Vec<(&'static str, Vec<&'static str>)>,
     order: Vec<&'static str>,
     note: String,
 }
@@ -168,27 +139,42 @@ struct Architecture {
     /// Where the text model's facts are, if not at the top.
     nested: Option<&'static str>,
     build: Build,
+    /// Fields that are refused elsewhere, and that this architecture's rules read.
+    understands: &'static [&'static str],
 }
 
 const fn known(model_type: &'static str, class: &'static str, build: Build) -> Architecture {
-    Architecture { model_type, class, nested: None, build }
+    Architecture { model_type, class, nested: None, build, understands: &[] }
 }
 
 const fn nested(model_type: &'static str, class: &'static str, build: Build) -> Architecture {
-    Architecture { model_type, class, nested: Some("text_config"), build }
+    Architecture { model_type, class, nested: Some("text_config"), build, understands: &[] }
 }
+
+impl Architecture {
+    const fn understands(mut self, fields: &'static [&'static str]) -> Self {
+        self.understands = fields;
+        self
+    }
+}
+
+const SHARED_LAYERS: &[&str] = &["num_kv_shared_layers"];
+const SHARED_INDEXER: &[&str] = &["index_topk_freq", "index_topk_pattern"];
 
 const ARCHITECTURES: &[Architecture] = &[
     known("llama", "LlamaForCausalLM", dense::with_derived_head_dim),
     known("mistral", "MistralForCausalLM", dense::with_derived_head_dim),
+    known("qwen2", "Qwen2ForCausalLM", dense::with_derived_head_dim),
     known("qwen3", "Qwen3ForCausalLM", dense::full),
     known("qwen3_moe", "Qwen3MoeForCausalLM", dense::full),
     known("glm4_moe", "Glm4MoeForCausalLM", dense::full),
     known("minimax_m2", "MiniMaxM2ForCausalLM", dense::minimax),
     known("minimax", "MiniMaxM2ForCausalLM", dense::minimax),
     known("gpt_oss", "GptOssForCausalLM", dense::gpt_oss),
-    nested("gemma3", "Gemma3ForConditionalGeneration", dense::gemma3),
-    known("gemma3_text", "Gemma3ForCausalLM", dense::gemma3),
+    nested("gemma3", "Gemma3ForConditionalGeneration", gemma::gemma3),
+    known("gemma3_text", "Gemma3ForCausalLM", gemma::gemma3),
+    nested("gemma4", "Gemma4ForConditionalGeneration", gemma::gemma4).understands(SHARED_LAYERS),
+    known("gemma4_text", "Gemma4ForCausalLM", gemma::gemma4).understands(SHARED_LAYERS),
     known("deepseek_v3", "DeepseekV3ForCausalLM", latent::mla),
     known("kimi_k2", "DeepseekV3ForCausalLM", latent::mla),
     known("deepseek_v32", "DeepseekV32ForCausalLM", latent::sparse),
@@ -196,6 +182,19 @@ const ARCHITECTURES: &[Architecture] = &[
     known("qwen3_next", "Qwen3NextForCausalLM", linear::gated_delta),
     nested("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", linear::gated_delta),
     known("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", linear::gated_delta),
+    nested("qwen3_5", "Qwen3_5ForConditionalGeneration", linear::gated_delta),
+    known("qwen3_5_text", "Qwen3_5ForCausalLM", linear::gated_delta),
+    known("kimi_linear", "KimiLinearForCausalLM", kda::kimi),
+    nested("kimi_k3", "KimiK3ForConditionalGeneration", kda::kimi),
+    known("bailing_hybrid", "BailingMoeV3ForCausalLM", kda::bailing),
+    known("glm_moe_dsa", "GlmMoeDsaForCausalLM", indexer::glm).understands(SHARED_INDEXER),
+    known("hy_v4", "HYV4ForCausalLM", indexer::hunyuan),
+    known("minimax_m3_text", "MiniMaxM3SparseForCausalLM", indexer::minimax_m3),
+    nested("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", indexer::minimax_m3),
+    nested("deepseek_v41", "DeepseekV41ForCausalLM", sourced::deepseek_v41),
+    nested("glm5_next", "Glm5NextForConditionalGeneration", pooled::glm5_next),
+    known("glm5_next_text", "Glm5NextForCausalLM", pooled::glm5_next),
+    known("nemotron_h", "NemotronHForCausalLM", mamba::nemotron),
 ];
 
 /// The spec of the model that a `config.json` describes, or which fact stands in the way.
@@ -211,10 +210,10 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
     let top = Config::top(&value)?;
     let known = architecture(&top)?;
     let config = match known.nested {
-        Some(key) => top.nested(key)?,
+        Some(key) => top.nested(key, "the facts of the text model")?,
         None => top,
     };
-    config.refuse_shared_features()?;
+    config.refuse_shared_features(known.understands)?;
     let built = (known.build)(&config, options)?;
     let note = match draft_layers(&config)? {
         0 => built.note,
@@ -226,12 +225,8 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
         note: note.trim().to_owned(),
         block_tokens: options.block_tokens.unwrap_or(crate::spec::DEFAULT_BLOCK_TOKENS),
         parts: built.parts,
-        layer_kinds: built
-            .layer_kinds
-            .into_iter()
-            .filter(|(name, _)| built.order.contains(name))
-            .map(|(name, parts)| (name.to_owned(), parts.into_iter().map(str::to_owned).collect()))
-            .collect(),
+        layer_kinds: of_used(built.layer_kinds, &built.order),
+        reads: of_used(built.reads, &built.order),
         runs: vec![Run { repeat: 1, of: built.order.into_iter().map(str::to_owned).collect() }],
     }
     .finish_used()
@@ -252,6 +247,15 @@ fn architecture(top: &Config<'_>) -> Result<&'static Architecture, ImportError> 
         },
         None => Ok(known),
     }
+}
+
+/// Lists of parts for the kinds of layers that occur.
+fn of_used(
+    lists: Vec<(&'static str, Vec<&'static str>)>,
+    order: &[&'static str],
+) -> Vec<(String, Vec<String>)> {
+    let used = lists.into_iter().filter(|(name, _)| order.contains(name));
+    used.map(|(name, parts)| (name.to_owned(), parts.into_iter().map(str::to_owned).collect())).collect()
 }
 
 fn missing_facts(top: &Config<'_>) -> Vec<&'static str> {

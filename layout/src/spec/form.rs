@@ -15,6 +15,11 @@
 //! swa = ["window"]
 //! csa = ["csa", "window"]
 //!
+//! # What a kind of layer reads of the last layer before it that keeps that part. It takes no bytes: a part is kept
+//! # once for all that read it.
+//! # [reads]
+//! # reader = ["csa"]
+//!
 //! [part.csa]
 //! kind = "csa_main"                   # what the bytes are: a registered kind or a name of your own
 //! role = "stream"                     # stream, page, window or state
@@ -51,6 +56,7 @@ use super::error::SpecError;
 use super::geometry::{Geometry, PartGeometry, Role};
 use super::kind::Kind;
 use super::limits::MAX_PARTS_PER_LAYER;
+use super::reads;
 use super::{Absence, LayerKind, ModelSpec, Part};
 
 /// The most bytes a spec's text may have.
@@ -97,6 +103,8 @@ pub enum FormFault {
     Unused,
     /// The same name twice.
     Twice(String),
+    /// A part to read that no layer before keeps, or that the layer keeps itself.
+    NoSource(String),
     /// A run that repeats zero times or holds no layers.
     EmptyRun,
     /// Numbers that are not a geometry.
@@ -129,6 +137,9 @@ impl fmt::Display for FormError {
             FormFault::Undefined(name) => write!(f, "`{}` is not defined", printable(name)),
             FormFault::Unused => f.write_str("defined but not used by any layer"),
             FormFault::Twice(name) => write!(f, "`{name}` stands here twice"),
+            FormFault::NoSource(name) => {
+                write!(f, "`{}` is kept by no layer before one of these, or by one of them", printable(name))
+            }
             FormFault::EmptyRun => f.write_str("a run needs at least one layer and one repetition"),
             FormFault::Spec(error) => error.fmt(f),
         }
@@ -145,7 +156,7 @@ fn printable(text: &str) -> String {
     text.chars().take(MAX_SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-fn at(key: impl Into<String>, fault: FormFault) -> FormError {
+pub(super) fn at(key: impl Into<String>, fault: FormFault) -> FormError {
     FormError { place: Place::Key(printable(&key.into())), fault }
 }
 
@@ -159,6 +170,8 @@ struct Form {
     block_tokens: u32,
     layers: Vec<Run>,
     layer: BTreeMap<String, Vec<String>>,
+    #[serde(default)]
+    reads: BTreeMap<String, Vec<String>>,
     part: BTreeMap<String, PartForm>,
 }
 
@@ -212,6 +225,7 @@ pub(crate) struct Draft {
     pub(crate) block_tokens: u32,
     pub(crate) parts: Vec<DraftPart>,
     pub(crate) layer_kinds: Vec<(String, Vec<String>)>,
+    pub(crate) reads: Vec<(String, Vec<String>)>,
     pub(crate) runs: Vec<Run>,
 }
 
@@ -245,6 +259,7 @@ pub(super) fn parse(text: &str) -> Result<ModelSpec, FormError> {
         block_tokens: form.block_tokens,
         parts,
         layer_kinds: form.layer.into_iter().collect(),
+        reads: form.reads.into_iter().collect(),
         runs: form.layers,
     }
     .finish()
@@ -325,7 +340,8 @@ impl Draft {
         if let Some(unused) = defined.keys().find(|name| !order.contains_kind(name)) {
             return Err(at(format!("layer.{unused}"), FormFault::Unused));
         }
-        let (parts, layer_kinds) = self.link(&order, &defined)?;
+        let (parts, mut layer_kinds) = self.link(&order, &defined)?;
+        reads::link(&self.reads, &parts, &mut layer_kinds, &order.layers)?;
         let geometries: Vec<PartGeometry> = parts.iter().map(|part| part.geometry.clone()).collect();
         let layers: Vec<Vec<u16>> = order
             .layers
@@ -386,7 +402,7 @@ impl Draft {
                 }
                 indices.push(place);
             }
-            layer_kinds.push(LayerKind { name: kind.clone(), parts: indices });
+            layer_kinds.push(LayerKind { name: kind.clone(), parts: indices, reads: Vec::new() });
         }
         match drafts.keys().find(|name| !places.contains_key(*name)) {
             Some(unused) => Err(at(format!("part.{unused}"), FormFault::Unused)),

@@ -15,6 +15,7 @@ mod geometry;
 mod kind;
 mod limits;
 mod ratio;
+mod reads;
 mod requirements;
 pub mod shipped;
 #[cfg(test)]
@@ -55,6 +56,8 @@ pub struct LayerKind {
     pub name: String,
     /// Indices of its parts in [`ModelSpec::parts`], in canonical order.
     pub parts: Vec<u16>,
+    /// Indices of the parts that it reads of the last layer before it that keeps them, in order.
+    pub reads: Vec<u16>,
 }
 
 /// A model's state, described. Made by [`ModelSpec::parse`], [`ModelSpec::opaque`], [`shipped::load`] or an import.
@@ -95,6 +98,7 @@ impl ModelSpec {
             block_tokens: DEFAULT_BLOCK_TOKENS,
             parts: vec![page],
             layer_kinds: vec![("page".to_owned(), vec!["page".to_owned()])],
+            reads: Vec::new(),
             runs: vec![form::Run { repeat: 1, of: vec!["page".to_owned()] }],
         }
         .finish()
@@ -162,13 +166,12 @@ impl ModelSpec {
 
     /// How many layers have each part of [`ModelSpec::parts`].
     pub fn layers_by_part(&self) -> Vec<u64> {
-        let mut counts = vec![0u64; self.parts.len()];
-        for &part in self.layers().flatten().flat_map(|kind| &kind.parts) {
-            if let Some(count) = counts.get_mut(usize::from(part)) {
-                *count = count.saturating_add(1);
-            }
-        }
-        counts
+        self.count_by_part(|kind| &kind.parts)
+    }
+
+    /// How many layers read each part of [`ModelSpec::parts`] of another layer.
+    pub fn readers_by_part(&self) -> Vec<u64> {
+        self.count_by_part(|kind| &kind.reads)
     }
 
     /// What the absence of a group's block costs: the worst among the parts that store something in blocks of
@@ -177,6 +180,16 @@ impl ModelSpec {
         let stored = |part: &&Part| part.geometry.role.stored_bytes(block_tokens) != Some(0);
         let parts = self.parts.iter().filter(|part| part.geometry.group == group);
         parts.filter(stored).map(|part| part.absence).max()
+    }
+
+    fn count_by_part(&self, of: impl Fn(&LayerKind) -> &Vec<u16>) -> Vec<u64> {
+        let mut counts = vec![0u64; self.parts.len()];
+        for &part in self.layers().flatten().flat_map(of) {
+            if let Some(count) = counts.get_mut(usize::from(part)) {
+                *count = count.saturating_add(1);
+            }
+        }
+        counts
     }
 
     /// The geometry's fingerprint.

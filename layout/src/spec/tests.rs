@@ -625,6 +625,7 @@ proptest! {
             block_tokens: geometry.entry_tokens(),
             parts,
             layer_kinds,
+            reads: Vec::new(),
             runs: vec![form::Run { repeat: 2, of }],
         };
         let spec = draft.finish().unwrap();

@@ -23,16 +23,21 @@ pub(super) fn to_toml(spec: &ModelSpec) -> String {
     }
     line(&mut out, format_args!("]\n\n[layer]"));
     for kind in &spec.layer_kinds {
-        let parts: Vec<String> = kind
-            .parts
-            .iter()
-            .filter_map(|&part| spec.parts.get(usize::from(part)))
-            .map(|part| format!("\"{}\"", part.name))
-            .collect();
-        line(&mut out, format_args!("{} = [{}]", kind.name, parts.join(", ")));
+        line(&mut out, format_args!("{} = [{}]", kind.name, names(spec, &kind.parts)));
+    }
+    if spec.layer_kinds.iter().any(|kind| !kind.reads.is_empty()) {
+        line(&mut out, format_args!("\n[reads]"));
+    }
+    for kind in spec.layer_kinds.iter().filter(|kind| !kind.reads.is_empty()) {
+        line(&mut out, format_args!("{} = [{}]", kind.name, names(spec, &kind.reads)));
     }
     spec.parts.iter().for_each(|part| write_part(&mut out, part));
     out
+}
+
+fn names(spec: &ModelSpec, parts: &[u16]) -> String {
+    let known = parts.iter().filter_map(|&part| spec.parts.get(usize::from(part)));
+    known.map(|part| format!("\"{}\"", part.name)).collect::<Vec<_>>().join(", ")
 }
 
 fn write_part(out: &mut String, part: &Part) {
