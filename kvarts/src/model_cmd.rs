@@ -83,7 +83,7 @@ struct ImportArgs {
     /// The number format of a recurrent state, where it is not what the configuration says
     #[arg(long)]
     state_dtype: Option<DtypeArg>,
-    /// The number format of DeepSeek-V4's indexer keys
+    /// The number format of an indexer's keys
     #[arg(long, default_value = "fp8")]
     index_dtype: IndexDtypeArg,
     /// Tokens of a block where no other number is asked for
@@ -97,6 +97,8 @@ enum DtypeArg {
     Fp16,
     Fp32,
     Fp8,
+    Int8,
+    Nvfp4,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug)]
@@ -112,6 +114,8 @@ impl From<DtypeArg> for Dtype {
             DtypeArg::Fp16 => Self::Fp16,
             DtypeArg::Fp32 => Self::Fp32,
             DtypeArg::Fp8 => Self::Fp8,
+            DtypeArg::Int8 => Self::Int8,
+            DtypeArg::Nvfp4 => Self::Nvfp4,
         }
     }
 }

@@ -187,6 +187,29 @@ fn an_imported_configuration_is_a_spec_that_checks_out() {
 }
 
 #[test]
+fn layers_that_read_others_and_formats_with_scales_are_imported() {
+    let config =
+        |name: &str| format!("{}/../layout/testdata/configs/{name}.json", env!("CARGO_MANIFEST_DIR"));
+    let import = |name: &str, formats: &[&str]| {
+        let toml = succeeds(kvarts(&[&["model", "import", &config(name)], formats].concat()));
+        file(&format!("{name}.toml"), &toml)
+    };
+    let sourced = import("deepseek_v41", &["--kv-dtype", "nvfp4", "--index-dtype", "fp4"]);
+    let shown = json(&["model", "show", &sourced, "--json"]);
+    assert_eq!(shown["stream_bytes_per_token"], 890);
+    let part = |name: &str| {
+        let parts = shown["parts"].as_array().unwrap();
+        parts.iter().find(|part| part["name"] == name).unwrap().clone()
+    };
+    assert_eq!((&part("pairs")["layers"], &part("pairs")["readers"]), (&3.into(), &15.into()));
+    assert_eq!((&part("window")["layers"], &part("window")["readers"]), (&40.into(), &0.into()));
+    let page = succeeds(kvarts(&["model", "show", &sourced]));
+    assert!(page.contains("tokens: kept by 1 layers, read by 19 layers after them"), "{page}");
+    let integers = import("qwen2", &["--kv-dtype", "int8"]);
+    assert_eq!(json(&["model", "show", &integers, "--json"])["stream_bytes_per_token"], 28 * 4 * 2 * 132);
+}
+
+#[test]
 fn a_faulty_spec_is_refused_with_the_place_of_the_fault() {
     let cases = [
         ("missing-field", SPEC.replace("bytes = 2048\n", ""), "line 9, column 1: missing field `bytes`"),

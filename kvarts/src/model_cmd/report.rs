@@ -77,6 +77,8 @@ pub(crate) struct PartReport {
     pub(crate) heads: u16,
     pub(crate) align: u32,
     pub(crate) layers: u64,
+    /// Layers that read this part of a layer before them, and do not keep it.
+    pub(crate) readers: u64,
     #[serde(serialize_with = "optional_decimal")]
     pub(crate) bytes_per_token: Option<Ratio>,
     /// One layer's chunk in one stored block.
@@ -139,8 +141,8 @@ impl Report {
         let parts = spec
             .parts()
             .iter()
-            .zip(spec.layers_by_part())
-            .map(|(part, layers)| part_report(part, layers, block_tokens))
+            .zip(spec.layers_by_part().into_iter().zip(spec.readers_by_part()))
+            .map(|(part, (layers, readers))| part_report(part, layers, readers, block_tokens))
             .collect::<Option<Vec<_>>>()
             .ok_or(SpecError::Overflow)?;
         let groups = geometry
@@ -188,7 +190,7 @@ impl Report {
     }
 }
 
-fn part_report(part: &Part, layers: u64, block_tokens: u32) -> Option<PartReport> {
+fn part_report(part: &Part, layers: u64, readers: u64, block_tokens: u32) -> Option<PartReport> {
     let geometry = &part.geometry;
     let role = geometry.role;
     let layer_bytes = role.stored_bytes(block_tokens)?;
@@ -214,6 +216,7 @@ fn part_report(part: &Part, layers: u64, block_tokens: u32) -> Option<PartReport
         heads: geometry.heads,
         align: geometry.align,
         layers,
+        readers,
         bytes_per_token: if is_boundary { None } else { Ratio::new(bytes_per_block, block_tokens.into()) },
         layer_bytes_per_block: layer_bytes,
         bytes_per_block,

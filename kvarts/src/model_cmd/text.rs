@@ -135,6 +135,13 @@ fn absence(part: &PartReport) -> String {
 
 fn notes(out: &mut String, report: &Report) {
     for part in &report.parts {
+        if part.readers > 0 {
+            let (kept, readers) = (part.layers, part.readers);
+            push(
+                out,
+                format_args!("{}: kept by {kept} layers, read by {readers} layers after them\n", part.name),
+            );
+        }
         if let Some(multiple) = part.empty_at_multiple_of {
             let held = bytes(part.held_bytes.unwrap_or(0));
             push(out, format_args!("{}: empty at multiples of {multiple} tokens; ", part.name));

@@ -173,6 +173,12 @@ const PLANNING: &[Step] = &[
     ),
     lay("cp target/recordings/calibrate.jsonl REC"),
     step("kvarts sim engine REC --calibrate REC", &["none"]),
+    lay("cp $ROOT/layout/testdata/configs/deepseek_v41.json config.json"),
+    step("kvarts model import config.json --out my-model.toml", &[]),
+    step(
+        "kvarts model show my-model.toml --tokens 131072",
+        &["1,650 B a token", "pairs: kept by 3 layers, read by 15 layers after them"],
+    ),
     step("cargo run --release --quiet -- model show deepseek-v4-pro --tokens 131072", MODEL),
     step("cargo run --release --quiet -- model show lama-3.1-8b", &["did you mean `llama-3.1-8b`?"]).ends(2),
 ];

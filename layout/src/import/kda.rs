@@ -100,7 +100,7 @@ fn beside_latents(
 ) -> Result<Built, ImportError> {
     latent::refuse_indexer(config)?;
     let mut parts = delta.parts(config, options)?;
-    parts.push(latent::latent_part(config, config.kv_dtype(options)?)?);
+    parts.push(latent::plain_part(config, config.kv_dtype(options)?)?);
     Ok(Built {
         parts,
         layer_kinds: vec![("delta", vec!["recurrent", "conv"]), ("mla", vec!["mla"])],

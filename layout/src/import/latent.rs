@@ -22,6 +22,11 @@ pub(super) const INDEX_DIM: u32 = 128;
 pub(super) fn mla(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     refuse_indexer(config)?;
     let dtype = config.kv_dtype(options)?;
+    if dtype == Dtype::Nvfp4 {
+        return Err(
+            config.feature("kv_lora_rank", "the record of this format is known with a sparse indexer only")
+        );
+    }
     Ok(Built {
         parts: vec![latent_part(config, dtype)?],
         layer_kinds: vec![("mla", vec!["mla"])],
@@ -52,14 +57,8 @@ pub(super) fn refuse_indexer(config: &Config<'_>) -> Result<(), ImportError> {
     Ok(())
 }
 
-/// One latent with its rotary key a token, as the part `mla`.
+/// One latent with its rotary key a token, as the part `mla`, in the records of sparse kernels where a format has scales.
 pub(super) fn latent_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart, ImportError> {
-    let latent = config.count("kv_lora_rank", LATENT)?;
-    // Without rotary numbers the configuration says 0.
-    let rope = match config.optional_number("qk_rope_head_dim")? {
-        Some(0) => 0,
-        _ => config.count("qk_rope_head_dim", ROPE)?,
-    };
     let record = match dtype {
         // 512 fp8 numbers, 4 fp32 scales, 64 bf16 numbers.
         Dtype::Fp8 => Some((656, "fp8 latent, fp32 scales, bf16 rope")),
@@ -73,12 +72,22 @@ pub(super) fn latent_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart
             expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
             record
         }
-        None => {
-            let numbers = u64::from(latent).saturating_add(rope.into());
-            (product(config, "kv_lora_rank", &[numbers, dtype.bytes(config)?])?, dtype.name())
-        }
+        None => return plain_part(config, dtype),
     };
     Ok(part("mla", "mla", Role::Stream { bytes, tokens: 1 }, 0, label))
+}
+
+/// The same where kernels keep every number of the latent and of the rotary key in one format without scales.
+pub(super) fn plain_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart, ImportError> {
+    let latent = config.count("kv_lora_rank", LATENT)?;
+    // Without rotary numbers the configuration says 0.
+    let rope = match config.optional_number("qk_rope_head_dim")? {
+        Some(0) => 0,
+        _ => config.count("qk_rope_head_dim", ROPE)?,
+    };
+    let numbers = u64::from(latent).saturating_add(rope.into());
+    let bytes = product(config, "kv_lora_rank", &[numbers, dtype.bytes(config)?])?;
+    Ok(part("mla", "mla", Role::Stream { bytes, tokens: 1 }, 0, dtype.name()))
 }
 
 /// Refuses formats with scales where no record is known for latents of this architecture.

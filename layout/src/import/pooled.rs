@@ -10,7 +10,7 @@ use crate::spec::Role;
 use super::config::Config;
 use super::indexer::WHOLE_KEYS;
 use super::kda::Delta;
-use super::latent::{INDEX, INDEX_DIM, expect, latent_part, refuse_records};
+use super::latent::{INDEX, INDEX_DIM, expect, plain_part, refuse_records};
 use super::{Built, ImportError, ImportOptions, part, product};
 
 /// GLM-5.3-Flash: `layer_types` says which layers are Kimi Delta Attention and which latent attention with an indexer.
@@ -39,7 +39,7 @@ pub(super) fn glm5_next(config: &Config<'_>, options: &ImportOptions) -> Result<
     let mut parts = delta.parts(config, options)?;
     let dtype = config.kv_dtype(options)?;
     refuse_records(config, dtype)?;
-    parts.push(latent_part(config, dtype)?);
+    parts.push(plain_part(config, dtype)?);
     let (bytes, label) = options.index_dtype.key();
     parts.push(part("index", "mla_index", Role::Stream { bytes, tokens: pool.get() }, 0, label));
     // A key and a score in bf16 of each token of a pool.

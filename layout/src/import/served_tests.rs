@@ -1,7 +1,7 @@
 //! Configurations of models that engines serve now: what they import to, and what of them is refused.
 //!
 //! `layout/testdata/configs/` has the configurations; `docs/models.md` says where each comes from. The numbers below are
-//! those of vLLM's own classes, with which `scripts/engines check vllm` compares them again.
+//! those of vLLM's own classes, with which `scripts/engines check vllm` compares them again where it can build the model.
 
 use serde_json::{Value, json};
 
@@ -51,6 +51,7 @@ fn served_models_have_the_sizes_of_the_engines_own_classes() {
         ("gemma4", config!("gemma4"), None, fp8, (10 * 8192, 50 * 16_384 * 1024)),
         ("gemma4_text", config!("gemma4_text"), None, fp8, (3 * 2048, 12 * 1024 * 512)),
         ("kimi_linear", config!("kimi_linear"), None, fp8, (7 * 1152, 20 * (2_097_152 + 73_728))),
+        ("kimi_linear", config!("kimi_linear"), Some(Dtype::Fp8), fp8, (7 * 576, 20 * (2_097_152 + 73_728))),
         ("kimi_k3", config!("kimi_k3"), None, fp8, (24 * 1152, 69 * (6_291_456 + 221_184))),
         ("glm_moe_dsa", config!("glm_moe_dsa"), None, fp8, (78 * 656 + 21 * 132, 0)),
         ("glm_moe_dsa", config!("glm_moe_dsa"), bf16, fp8, (78 * 1152 + 21 * 132, 0)),
@@ -79,7 +80,12 @@ fn formats_with_scales_take_the_bytes_of_their_scales() {
         error,
         "head_dim: 72, where a multiple of 16, for which the format has one scale each, is expected"
     );
-    for (config, dtype) in [(config!("kimi_linear"), Dtype::Int8), (config!("glm5_next"), Dtype::Nvfp4)] {
+    let refused = [
+        (config!("kimi_linear"), Dtype::Int8),
+        (config!("kimi_linear"), Dtype::Nvfp4),
+        (config!("glm5_next"), Dtype::Nvfp4),
+    ];
+    for (config, dtype) in refused {
         let error = import(config, Some(dtype), IndexDtype::Fp8).unwrap_err().to_string();
         assert!(error.contains("scales"), "{error}");
     }
@@ -214,5 +220,25 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
     for (config, field, value, expected) in cases {
         let error = refusal(config, field, value);
         assert!(error.starts_with(expected), "{expected}: {error}");
+    }
+}
+
+#[test]
+fn the_page_says_of_every_model_type_of_vllm_whether_it_is_imported() {
+    let page = include_str!("../../../docs/models.md");
+    let row = |title: &str| -> Vec<&str> {
+        let row = page.lines().find(|line| line.starts_with(&format!("| {title} |"))).unwrap();
+        row.split('`').skip(1).step_by(2).collect()
+    };
+    let (known, unknown) = (row("known"), row("unknown"));
+    assert!(known.len() >= 20 && unknown.len() >= 50, "{} known, {} unknown", known.len(), unknown.len());
+    let is_known = |kind: &str| ARCHITECTURES.iter().any(|known| known.model_type == kind);
+    let odd: Vec<&&str> = known.iter().filter(|kind| !is_known(kind)).collect();
+    assert!(odd.is_empty(), "listed as known: {odd:?}");
+    for kind in unknown {
+        assert!(!is_known(kind), "{kind} is imported");
+        let config = json!({ "model_type": kind, "num_hidden_layers": 2 }).to_string();
+        let error = import(&config, None, IndexDtype::Fp8).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("architecture `{kind}` is not known")), "{error}");
     }
 }
