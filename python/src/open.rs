@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_store::engine::Options;
-use kvarts_store::home::{Home, HomeOptions, segment_bytes};
+use kvarts_store::home::{Home, HomeOptions, Stop, segment_bytes};
 use pyo3::prelude::*;
 
 use crate::error::{OrRaise, invalid};
@@ -30,7 +30,7 @@ pub(crate) fn open(
     budget: u64,
     executors: Option<usize>,
 ) -> PyResult<Client> {
-    let own = segment_bytes(&dirs);
+    let own = segment_bytes(&dirs, &Stop::default());
     let share = (budget / SEGMENTS_WANTED).max(SEGMENT_MIN);
     let segment_bytes = own.unwrap_or((1 << share.ilog2()).min(DEFAULT_SEGMENT_BYTES));
     if budget < segment_bytes.saturating_mul(SEGMENTS_MIN) {
