@@ -31,7 +31,6 @@ mod repaired;
 mod scene;
 mod schedules;
 pub mod scripts;
-mod sessions;
 mod small;
 mod staged;
 mod stores;
@@ -173,7 +172,6 @@ pub fn all() -> Vec<Row> {
     rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
     rows.push(buckets::row());
     rows.push(staged::row());
-    rows.push(sessions::row());
     rows.push(drives::row());
     rows.push(lost_drives::row());
     rows.push(planted::row());
