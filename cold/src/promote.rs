@@ -101,11 +101,6 @@ pub async fn restore_into(
 pub trait Memory: Sync {
     /// Memory of this length as soon as there is some; none if there never is.
     fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>>;
-
-    /// Whether what it was taken for is still wanted. Asked as parts come: where it is not, no more are, and what is whole is stored.
-    fn is_wanted(&self) -> bool {
-        true
-    }
 }
 
 impl Memory for Arena {
@@ -114,8 +109,7 @@ impl Memory for Arena {
     }
 }
 
-/// The same; what becomes of each block is told at once. What is told keeps some of the memory. Ends early, and with what is whole by then,
-/// if the memory says that nothing of it is wanted any more.
+/// The same; what becomes of each block is told at once. What is told keeps some of the memory.
 pub async fn restore_and_tell(
     tier: &Tier,
     store: &dyn KvStore,
@@ -138,7 +132,7 @@ pub async fn restore_and_tell(
     let (durability, puts) = (wanted.durability, FuturesUnordered::new());
     let mut putting =
         Putting { tier, store, durability, gathered: Gathered::default(), batch: Vec::new(), puts };
-    'stretches: for stretch in stretches(&ordered) {
+    for stretch in stretches(&ordered) {
         let layout = Layout::of(stretch);
         let Some(bytes) = memory.take(layout.bytes).await else {
             return Err(ColdError::Store("a block is larger than the memory for what is brought".to_owned()));
@@ -159,10 +153,6 @@ pub async fn restore_and_tell(
                     for arrived in parts {
                         restored.fetched.count(&arrived);
                         putting.take(&arrived, (&layout, &bytes), &mut restored, &mut tell).await;
-                    }
-                    if !memory.is_wanted() {
-                        putting.flush(&mut restored);
-                        break 'stretches;
                     }
                 }
                 None => break,

@@ -18,10 +18,8 @@ use kvarts_store::rt::threads::{MakeIo, ThreadLauncher};
 use super::fixture::*;
 use crate::format::names::Named;
 use crate::format::samples::{self, BLOCK};
-use crate::promote::{Memory, News, Restored, Wanted, restore_and_tell, restore_into};
-use crate::restore::FetchOptions;
+use crate::promote::{News, Restored, Wanted, restore_and_tell, restore_into};
 use crate::testing::{Kind, Op, Plan};
-use crate::time::BoxFuture;
 
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
@@ -105,39 +103,6 @@ fn an_empty_store_gets_what_the_tier_has_and_serves_it() {
     let ranges = world.faulty.asked(Op::Range);
     let again = engine.restore(&world, 1, 30);
     assert_eq!((again.stored, again.already_there, world.faulty.asked(Op::Range)), (0, 23, ranges));
-}
-
-/// Memory of which nothing is wanted any more after some parts.
-struct WantedFor(Arena, AtomicU32);
-
-impl Memory for WantedFor {
-    fn take(&self, bytes: usize) -> BoxFuture<'_, Option<SharedBuf>> {
-        Memory::take(&self.0, bytes)
-    }
-
-    fn is_wanted(&self) -> bool {
-        self.1.fetch_sub(1, Ordering::Relaxed) > 1
-    }
-}
-
-#[test]
-fn a_restore_of_which_nothing_is_wanted_any_more_asks_for_no_more_and_stores_what_is_whole() {
-    let world = World::new();
-    world.push(&[(1, 0, 30)]).unwrap();
-    let engine = Engine::open();
-    let (tier, wanted) = (world.other(), engine.wanted(1, 30));
-    let options = FetchOptions { parallel: 1, ..small_ranges() };
-    let memory = WantedFor(Arena::new(Region::anonymous(1 << 20).unwrap()), AtomicU32::new(2));
-    let before = world.faulty.asked(Op::Range);
-    let restored = restore_and_tell(&tier, &engine.store, &wanted, &options, &memory, |_| ());
-    let restored = world.time.run(restored).unwrap();
-    let asked = world.faulty.asked(Op::Range) - before;
-    assert!(restored.stored > 0 && restored.stored < 30, "{restored:?}");
-    assert!(asked < restored.fetched.ranges, "{asked} of {restored:?}");
-    assert_eq!((restored.lost, restored.refused), (0, 0));
-    assert_eq!(u64::from(engine.serves(1, 30)), restored.stored);
-    // The rest is brought for the next one that wants it.
-    assert_eq!(engine.restore(&world, 1, 30).stored, 30 - restored.stored);
 }
 
 #[test]

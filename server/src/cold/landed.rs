@@ -44,11 +44,6 @@ impl Came {
         self.index.run(self.run)?.block(self.block)?.digests.get(chunk as usize).copied()
     }
 
-    /// Whether all of it is here.
-    fn is_whole(&self) -> bool {
-        self.index.run(self.run).is_some_and(|run| self.has(&(0..run.shape.layers().len() as u32)))
-    }
-
     fn has(&self, layers: &Range<u32>) -> bool {
         layers.clone().all(|layer| self.pieces.iter().any(|piece| piece.layers.contains(&layer)))
     }
@@ -134,14 +129,6 @@ impl Landed {
                 all.insert(*key, state);
             }
         }
-    }
-
-    /// Whether nothing more comes of a block.
-    pub(super) fn has_all(&self, key: &BlockKey) -> bool {
-        self.lock().get(key).is_some_and(|state| match state {
-            State::Came(came) => came.is_whole(),
-            State::InStore | State::Lost => true,
-        })
     }
 
     /// What there is of some layers of a block.

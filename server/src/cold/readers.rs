@@ -1,5 +1,5 @@
 //! Who waits for what flights bring. A flight whose readers have all left before its turn came is dropped, so that it is not in the way of
-//! those that are waited for; one whose turn had come ends with the part that comes next, and stores the blocks that are whole.
+//! those that are waited for.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
@@ -43,9 +43,6 @@ pub(super) trait Flying: Memory {
 
     /// The turn of a flight has come; not if it was dropped.
     fn begins(&self, id: u64) -> bool;
-
-    /// Whether a flight whose turn has come has readers; if it has none it is out of the books.
-    fn is_read(&self, id: u64) -> bool;
 }
 
 /// The turn of a flight: memory for its blocks. Flights of one namespace wait behind each other, namespaces of one tenant take turns, and so
@@ -78,9 +75,5 @@ impl Memory for Boarding<'_> {
             self.begun.notify_one();
             Some(memory)
         })
-    }
-
-    fn is_wanted(&self) -> bool {
-        self.flights.is_read(self.id)
     }
 }

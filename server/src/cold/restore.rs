@@ -113,16 +113,13 @@ impl State {
         }
     }
 
-    /// A flight does not bring a block any more, which may be on its way with another one by now.
-    fn let_go_of_coming(&mut self, id: u64, name: &Name) {
-        if self.under_way.get(name) == Some(&id) {
-            self.under_way.remove(name);
-        }
-    }
-
-    /// Takes a flight out of the books.
+    /// Takes a flight out of the books. A block of it may be on its way with another one by now.
     fn forget(&mut self, id: u64, names: &[Name]) {
-        names.iter().for_each(|name| self.let_go_of_coming(id, name));
+        for name in names {
+            if self.under_way.get(name) == Some(&id) {
+                self.under_way.remove(name);
+            }
+        }
         self.flights.remove(&id);
         if self.flights.is_empty() {
             self.busy = None;
@@ -253,13 +250,6 @@ impl Flights {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which of these blocks a flight still is to bring.
-    fn own(&self, id: u64, wish: &Wish<'_>) -> Vec<BlockKey> {
-        let state = self.state();
-        let is_own = |key: &&BlockKey| state.under_way.get(&wish.name(key)) == Some(&id);
-        wish.keys.iter().filter(is_own).copied().collect()
-    }
-
     /// Blocks under way.
     pub(super) fn blocks(&self) -> usize {
         self.state().under_way.len()
@@ -349,19 +339,6 @@ impl Flying for Flights {
         let Some(flight) = state.flights.get_mut(&id) else { return false };
         flight.has_begun = true;
         true
-    }
-
-    fn is_read(&self, id: u64) -> bool {
-        let mut state = self.state();
-        let Some(Flight { readers, landed, names, .. }) = state.flights.get(&id).cloned() else {
-            return false;
-        };
-        if readers == 0 {
-            // What is whole is about to be stored. Of the others a read that comes now has them brought by another one.
-            let comes = names.iter().filter(|name| !landed.has_all(&name.3));
-            comes.for_each(|name| state.let_go_of_coming(id, name));
-        }
-        readers > 0
     }
 }
 
@@ -560,26 +537,6 @@ impl ColdTier {
         self.estimate().came(bytes, now.saturating_sub(since), latency, now);
     }
 
-    /// Notes which blocks a flight was to bring and did not; says whether it was still to bring all of them. One that was dropped before its
-    /// turn may get this far until it is broken off, and one that ended without readers does. Neither says anything of blocks that it does
-    /// not bring any more: a read that came since then has them brought by another one.
-    fn note_lost(&self, id: u64, wish: Wish<'_>) -> bool {
-        let (all, own) = (wish.keys.len(), self.flights.own(id, &wish));
-        let wish = Wish { keys: &own, ..wish };
-        let lost = wish.absent(&self.store);
-        add(&self.counts.lost_blocks, lost.len() as u64);
-        let now = self.tier.access().time().now();
-        let mut state = self.flights.state();
-        if state.failed.len() + lost.len() > FAILED_MOST {
-            state.failed.retain(|_, until| now < *until);
-        }
-        let room = FAILED_MOST.saturating_sub(state.failed.len());
-        let until = now.saturating_add(FAILED_FOR.min(self.config.refresh));
-        let failed = lost.iter().take(room).map(|key| (wish.name(key), until));
-        state.failed.extend(failed);
-        own.len() == all
-    }
-
     /// Brings some blocks.
     async fn fly(
         self: Arc<Self>,
@@ -634,10 +591,26 @@ impl ColdTier {
         add(&self.counts.restored_blocks, restored.stored);
         add(&self.counts.restored_bytes, restored.stored.saturating_mul(block_bytes));
         add(&self.counts.over_read_bytes, restored.fetched.over_read_bytes);
+        // One that was dropped before its turn may get this far until it is broken off, and says nothing of its blocks: a read that came
+        // since then has them brought by another one.
+        if !self.flights.state().flights.contains_key(&id) {
+            return;
+        }
         let Wanted { namespace, group, coordinate, ref keys, .. } = wanted;
         let wish = Wish { namespace, group, coordinate, keys, block_bytes, by_layers: options.by_layers };
-        let is_whole = self.note_lost(id, wish);
-        landing.is_stored = is_whole && restored.stored > 0 && restored.refused == 0;
+        let lost = wish.absent(&self.store);
+        add(&self.counts.lost_blocks, lost.len() as u64);
+        let now = self.tier.access().time().now();
+        let mut state = self.flights.state();
+        if state.failed.len() + lost.len() > FAILED_MOST {
+            state.failed.retain(|_, until| now < *until);
+        }
+        let room = FAILED_MOST.saturating_sub(state.failed.len());
+        let until = now.saturating_add(FAILED_FOR.min(self.config.refresh));
+        let failed = lost.iter().take(room).map(|key| (wish.name(key), until));
+        state.failed.extend(failed);
+        drop(state);
+        landing.is_stored = restored.stored > 0 && restored.refused == 0;
         drop(landing);
     }
 }

@@ -175,29 +175,6 @@ fn a_tenant_with_many_namespaces_takes_turns_with_others_as_one_that_has_one() {
 }
 
 #[test]
-fn a_restore_whose_last_reader_has_left_lets_go_of_what_is_not_whole() {
-    let flights = Flights::new(8 << 20);
-    let names = Arc::new(vec![name(1), name(2)]);
-    let (_, over) = watch::channel(());
-    let landed = Arc::<Landed>::default();
-    // The store has the first one: nothing more comes of it.
-    landed.take(&[name(1).3, name(2).3], News::InStore(0));
-    let (task, bytes, readers, has_begun) = (None, 0, 2, true);
-    let flight = Flight { over, landed, task, bytes, names: Arc::clone(&names), readers, has_begun };
-    {
-        let mut state = flights.state();
-        state.flights.insert(0, flight);
-        state.under_way.extend(names.iter().map(|name| (*name, 0)));
-    }
-    assert_eq!(flights.left(0), 0);
-    assert!(flights.is_read(0) && flights.blocks() == 2, "one reader is left");
-    assert_eq!(flights.left(0), 0);
-    assert!(!flights.is_read(0));
-    let under_way: Vec<Name> = flights.state().under_way.keys().copied().collect();
-    assert_eq!(under_way, [name(1)]);
-}
-
-#[test]
 fn what_was_stored_is_kept_until_its_memory_is_needed_or_some_seconds_have_passed() {
     let flights = Flights::new(8 << 20);
     let mut context = Context::from_waker(Waker::noop());
