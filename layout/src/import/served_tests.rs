@@ -141,6 +141,13 @@ fn index_keys_are_kept_only_where_a_layer_has_an_indexer_of_its_own() {
     assert_eq!(index_layers(&with(config!("hy_v4"), "indexer_types", Value::Null)), 10);
 }
 
+fn expect_refused<const N: usize>(cases: [(Value, &str, Value, &str); N]) {
+    for (config, field, value, expected) in cases {
+        let error = refusal(config, field, value);
+        assert!(error.starts_with(expected), "{expected}: {error}");
+    }
+}
+
 #[test]
 fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
     let shared = vec!["shared"; 78];
@@ -183,6 +190,13 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             "indexer_types: the schedule of index_topk says otherwise",
         ),
         (config!("hy_v4"), "layer_types", json!(vec!["full_attention"; 34]), "layer_types[0]: `full_att"),
+    ];
+    expect_refused(cases);
+}
+
+#[test]
+fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_field() {
+    let cases = [
         (
             config!("minimax_m3"),
             "sparse_attention_config.sparse_disable_index_value",
@@ -217,10 +231,7 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
         (config!("glm5_next"), "index_kpool", json!(1), "text_config.index_kpool: index keys that are not"),
         (config!("glm5_next"), "layer_types", json!(null), "text_config.layer_types: missing"),
     ];
-    for (config, field, value, expected) in cases {
-        let error = refusal(config, field, value);
-        assert!(error.starts_with(expected), "{expected}: {error}");
-    }
+    expect_refused(cases);
 }
 
 #[test]

@@ -44,7 +44,6 @@
 //! Unknown keys are refused. Every error says where: a line and column while the text is read, a key after that.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::num::NonZeroU32;
 
 use serde::Deserialize;
@@ -53,112 +52,17 @@ use crate::ids::Group;
 use crate::shape::MAX_LAYERS;
 
 use super::error::SpecError;
+use super::fault::{FormError, FormFault, MAX_SPEC_BYTES, Place, at, printable};
 use super::geometry::{Geometry, PartGeometry, Role};
 use super::kind::Kind;
 use super::limits::MAX_PARTS_PER_LAYER;
 use super::reads;
 use super::{Absence, LayerKind, ModelSpec, Part};
 
-/// The most bytes a spec's text may have.
-pub const MAX_SPEC_BYTES: usize = 1 << 20;
 /// The most bytes a name of a model, a layer kind or a part may have.
 pub const MAX_NAME_BYTES: usize = 128;
 /// The most bytes a free text may have.
 pub const MAX_TEXT_BYTES: usize = 4096;
-
-/// Where in a spec's text a fault is.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Place {
-    /// The text as a whole.
-    Whole,
-    /// A position in the text, both counted from one.
-    Text {
-        /// The line.
-        line: usize,
-        /// The column, in characters.
-        column: usize,
-    },
-    /// A key, as a dotted path.
-    Key(String),
-}
-
-/// What is wrong there.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum FormFault {
-    /// The text is larger than [`MAX_SPEC_BYTES`].
-    TooLarge,
-    /// The text is not TOML of this form: the reader's message.
-    Text(String),
-    /// The role needs this key.
-    Missing,
-    /// The role has no such key.
-    Unwanted,
-    /// Not a valid name.
-    Name,
-    /// A text longer than this many bytes.
-    TooLong(usize),
-    /// A name that is defined nowhere.
-    Undefined(String),
-    /// A definition that nothing uses.
-    Unused,
-    /// The same name twice.
-    Twice(String),
-    /// A part to read that no layer before keeps, or that the layer keeps itself.
-    NoSource(String),
-    /// A run that repeats zero times or holds no layers.
-    EmptyRun,
-    /// Numbers that are not a geometry.
-    Spec(SpecError),
-}
-
-/// Why a text is not a model spec, and where.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct FormError {
-    /// Where the fault is.
-    pub place: Place,
-    /// What it is.
-    pub fault: FormFault,
-}
-
-impl fmt::Display for FormError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Place::Whole => {}
-            Place::Text { line, column } => write!(f, "line {line}, column {column}: ")?,
-            Place::Key(key) => write!(f, "{key}: ")?,
-        }
-        match &self.fault {
-            FormFault::TooLarge => write!(f, "a model spec has at most {MAX_SPEC_BYTES} bytes"),
-            FormFault::Text(message) => f.write_str(message),
-            FormFault::Missing => f.write_str("the part's role needs this key"),
-            FormFault::Unwanted => f.write_str("the part's role has no such key"),
-            FormFault::Name => f.write_str("not a valid name"),
-            FormFault::TooLong(limit) => write!(f, "longer than {limit} bytes"),
-            FormFault::Undefined(name) => write!(f, "`{}` is not defined", printable(name)),
-            FormFault::Unused => f.write_str("defined but not used by any layer"),
-            FormFault::Twice(name) => write!(f, "`{name}` stands here twice"),
-            FormFault::NoSource(name) => {
-                write!(f, "`{}` is kept by no layer before one of these, or by one of them", printable(name))
-            }
-            FormFault::EmptyRun => f.write_str("a run needs at least one layer and one repetition"),
-            FormFault::Spec(error) => error.fmt(f),
-        }
-    }
-}
-
-impl std::error::Error for FormError {}
-
-/// The most characters of a text of the user's that an error repeats.
-const MAX_SHOWN: usize = 400;
-
-/// A text as an error may repeat it: on one line, without control characters, not long.
-fn printable(text: &str) -> String {
-    text.chars().take(MAX_SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
-pub(super) fn at(key: impl Into<String>, fault: FormFault) -> FormError {
-    FormError { place: Place::Key(printable(&key.into())), fault }
-}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]

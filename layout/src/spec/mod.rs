@@ -10,6 +10,7 @@
 
 mod canonical;
 mod error;
+mod fault;
 pub mod form;
 mod geometry;
 mod kind;
@@ -24,7 +25,7 @@ mod write;
 
 pub use canonical::{CanonicalError, MAX_CANONICAL_BYTES};
 pub use error::SpecError;
-pub use form::{FormError, FormFault, MAX_SPEC_BYTES, Place};
+pub use fault::{FormError, FormFault, MAX_SPEC_BYTES, Place};
 pub use geometry::{Geometry, GroupGeometry, PartGeometry, PrefixBytes, Role, RoleClass};
 pub use kind::{KNOWN_KINDS, Kind, MAX_KIND_BYTES};
 pub use limits::{MAX_PARTS, MAX_PARTS_PER_LAYER};

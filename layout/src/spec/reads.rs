@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::form::{FormError, FormFault, at};
+use super::fault::{FormError, FormFault, at};
 use super::limits::MAX_PARTS_PER_LAYER;
 use super::{LayerKind, Part, SpecError};
 
