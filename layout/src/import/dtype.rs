@@ -1,7 +1,4 @@
-//! Number formats of caches, and how many bytes a vector takes in each.
-
-use super::ImportError;
-use super::config::Config;
+//! Number formats of caches.
 
 /// The number format of a cache entry or a state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,41 +47,6 @@ impl Dtype {
             Self::Int8 => "int8, fp32 scale a vector",
             Self::Nvfp4 => "nvfp4, fp8 scale each 16 numbers",
             _ => self.name(),
-        }
-    }
-
-    /// Bytes of one number in a format that has nothing else.
-    pub(super) fn bytes(self, config: &Config<'_>) -> Result<u64, ImportError> {
-        match self {
-            Self::Fp8 => Ok(1),
-            Self::Bf16 | Self::Fp16 => Ok(2),
-            Self::Fp32 => Ok(4),
-            Self::Int8 | Self::Nvfp4 => {
-                Err(config
-                    .feature("dtype", "this number format has scales, and no record of it is known here"))
-            }
-        }
-    }
-
-    /// Bytes of one key or one value of `numbers` numbers, with its scales.
-    pub(super) fn vector_bytes(
-        self,
-        config: &Config<'_>,
-        field: &str,
-        numbers: u32,
-    ) -> Result<u64, ImportError> {
-        let numbers = u64::from(numbers);
-        match self {
-            Self::Int8 => Ok(numbers.saturating_add(4)),
-            Self::Nvfp4 => match (numbers.checked_rem(16), numbers.checked_div(2), numbers.checked_div(16)) {
-                (Some(0), Some(data), Some(scales)) => Ok(data.saturating_add(scales)),
-                _ => Err(ImportError::Value {
-                    field: config.path(field),
-                    found: numbers.to_string(),
-                    expected: "a multiple of 16, for which the format has one scale each,".to_owned(),
-                }),
-            },
-            _ => Ok(numbers.saturating_mul(self.bytes(config)?)),
         }
     }
 }

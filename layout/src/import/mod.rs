@@ -19,6 +19,7 @@ mod served_tests;
 mod sourced;
 #[cfg(test)]
 mod tests;
+mod vector;
 
 use std::fmt;
 

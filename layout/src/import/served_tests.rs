@@ -141,7 +141,7 @@ fn index_keys_are_kept_only_where_a_layer_has_an_indexer_of_its_own() {
     assert_eq!(index_layers(&with(config!("hy_v4"), "indexer_types", Value::Null)), 10);
 }
 
-fn expect_refused<const N: usize>(cases: [(Value, &str, Value, &str); N]) {
+fn expect_refused<const N: usize>(cases: [(&str, &str, Value, &str); N]) {
     for (config, field, value, expected) in cases {
         let error = refusal(config, field, value);
         assert!(error.starts_with(expected), "{expected}: {error}");
