@@ -14,7 +14,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvarts_layout::{BlockKey, NamespaceId};
+use kvarts_layout::{BlockKey, NamespaceId, planted};
 
 /// Sessions and rests that one node has.
 pub const SESSIONS_MAX: usize = 100_000;
@@ -541,7 +541,7 @@ impl Sessions {
                 if let Some((above, at)) = parent {
                     let above = Name { id: above, ..name };
                     self.forks.remove(&(above, at, name.id));
-                    next = Some(above);
+                    next = Some(above).filter(|_| !planted!("rests-stay"));
                 }
             }
         }

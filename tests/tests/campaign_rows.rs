@@ -121,6 +121,11 @@ fn what_was_deleted_comes_back_from_no_bucket_that_nodes_share() {
 }
 
 #[test]
+fn sessions_hold_what_they_need_and_leave_nothing() {
+    run("R45", 10);
+}
+
+#[test]
 fn work_grows_as_requests_do() {
     run("R30", 9);
 }

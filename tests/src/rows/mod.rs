@@ -31,6 +31,7 @@ mod repaired;
 mod scene;
 mod schedules;
 pub mod scripts;
+mod sessions;
 mod small;
 mod staged;
 mod stores;
@@ -172,6 +173,7 @@ pub fn all() -> Vec<Row> {
     rows.extend([growth::row(), tiles::row(), costs::row(), nodes::row(), registered::row(), copies::row()]);
     rows.push(buckets::row());
     rows.push(staged::row());
+    rows.push(sessions::row());
     rows.push(drives::row());
     rows.push(lost_drives::row());
     rows.push(planted::row());
