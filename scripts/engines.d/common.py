@@ -1,5 +1,6 @@
 """What the checks of all engines have in common: a real server, tiny models, prompts."""
 
+import contextlib
 import glob
 import json
 import os
@@ -19,6 +20,8 @@ PLACE = os.path.join(ROOT, "target", "engines")
 PATIENCE = 600
 #: Tokens of a block; the processor's attention takes multiples of 32.
 BLOCK = 32
+#: Of nodes, for each other.
+PORT = 7450
 #: Seconds that a request may wait for Kvarts.
 DEADLINE = 2.0
 
@@ -120,28 +123,37 @@ class Server:
         return subprocess.run([self.program, "fsck", self.directory], capture_output=True, text=True, check=False)
 
 
-def two_nodes(engine, name):
-    """Two servers that are the nodes of one cluster and reach each other."""
-    nodes = [Server(engine, f"{name}-{number}") for number in range(2)]
-    members = "epoch = 1\n"
+def cluster_of(nodes, first=210, wires=None):
+    """Makes servers the nodes of one cluster that reach each other. `wires`: makes of the address under which a node is known and the one at which it listens
+    the way from the one to the other; without it they are the same."""
+    members, listen = "epoch = 1\n", {}
     for number, node in enumerate(nodes):
         command = [node.program, "stat", "--server", node.socket, "--json"]
-        store = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["store"]
-        # An address of this process alone: no connection takes its port.
+        node.store = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["store"]
+        # Addresses of this process alone: no connection takes their ports.
         high, low = divmod(os.getpid() & 0xFFFF, 256)
-        members += f'[[node]]\nid = "{store}"\naddress = "127.{210 + number}.{high}.{low}:7450"\n'
+        known, own = (f"127.{octet + number}.{high}.{low}" for octet in (first, first + len(nodes)))
+        members += f'[[node]]\nid = "{node.store}"\naddress = "{known}:{PORT}"\n'
+        if wires is not None:
+            node.wire = wires((known, PORT), (own, PORT))
+            listen[node] = ("--cluster-listen", f"{own}:{PORT}")
     for node in nodes:
         file = os.path.join(node.place, "members.toml")
         with open(file, "w", encoding="utf-8") as text:
             text.write(members)
         node.stop()
-        node.arguments += ("--cluster", file)
+        node.arguments += ("--cluster", file, *listen.get(node, ()))
         node.start()
+    reached(nodes)
+    return nodes
+
+
+def reached(nodes):
+    """Waits until all nodes reach each other."""
     deadline = time.monotonic() + 60
-    while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < 1 for node in nodes):
+    while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < len(nodes) - 1 for node in nodes):
         expect(time.monotonic() < deadline, "the nodes do not reach each other")
         time.sleep(0.05)
-    return nodes
 
 
 #: Runs a program that the engine's own processes do not run when they start.
@@ -184,8 +196,9 @@ class Process:
         self.ask(do="reset", host=host)
 
     def kill(self):
-        # With the processes of its own that it has.
-        os.killpg(self.process.pid, signal.SIGKILL)
+        # With the processes of its own that it has. There may be none any more.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 
-from common import BLOCK, DEADLINE, PATIENCE, Course, Process, Server, Skipped, compare, environment, expect, full_of, model_of, prompts_of, python_of, two_nodes
+from common import BLOCK, DEADLINE, PATIENCE, Course, Process, Server, Skipped, cluster_of, compare, environment, expect, full_of, model_of, prompts_of, python_of
 
 
 class Engine(Process):
@@ -236,7 +236,7 @@ class Vllm:
 
     def check_cluster(self):
         """An engine beside one node stores, an engine beside another node finds that: the bytes come from the first node."""
-        nodes = two_nodes("vllm", f"vllm-cluster-{self.CONNECTOR}")
+        nodes = cluster_of([Server("vllm", f"vllm-cluster-{self.CONNECTOR}-{number}") for number in range(2)])
         try:
             first = Engine("vllm-node-first", self.model, self.kvarts(nodes[0]))
             found, disk, _ = first.generate(PROMPTS["prompts"])
@@ -368,7 +368,7 @@ class Layers(Course, Vllm):
 
     def check_handover(self):
         """One engine prefills, another one beside another node decodes; then each of them and each server is lost in between."""
-        nodes = two_nodes("vllm", "vllm-handover")
+        nodes = cluster_of([Server("vllm", f"vllm-handover-{number}") for number in range(2)])
         prompts, right = PROMPTS["more"][:20], self.right["more"][:20]
         made, told = [], []
         try:

@@ -1,15 +1,19 @@
 """The parts of a mission, as processes: nodes of one cluster with a bucket behind them, engines of vLLM on the processor, the proxy before them."""
 
+import collections
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
 
-from common import BLOCK, PATIENCE, PLACE, Server, environment, expect, free_port
+from common import BLOCK, PATIENCE, PLACE, Server, cluster_of, environment, expect, free_port
+from wire import Wire
 
 #: Tokens of an engine's own cache: less than what the conversations have, so that the store counts.
 CACHE_BLOCKS = 96
@@ -40,8 +44,9 @@ class Part:
             self.process = subprocess.Popen(self._command, env={**environment(), **self._variables}, stdout=log, stderr=log, start_new_session=True)
 
     def kill(self):
-        # With the processes of its own that it has.
-        os.killpg(self.process.pid, signal.SIGKILL)
+        # With the processes of its own that it has. There may be none any more.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def end(self):
@@ -68,7 +73,7 @@ class Engine(Part):
     """`vllm serve`, without a tokenizer: prompts and answers are tokens."""
 
     def __init__(self, name, python, model, node=None, role="kv_both"):
-        self.port, self.node, self.role = free_port(), node, role
+        self.port, self.node, self.role, self._lost = free_port(), node, role, collections.Counter()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "2048", "--block-size", str(BLOCK), "--seed", "0"]
@@ -85,12 +90,21 @@ class Engine(Part):
         self.ready(f"{self.url}/health")
         return self
 
+    def kill(self):
+        # What is under way now is counted by neither process.
+        with contextlib.suppress(OSError):
+            self._lost = self.counted()
+        super().kill()
+
     def counted(self):
-        """Prompt tokens of its requests, and those of them that came from where."""
+        """Prompt tokens of its requests, and those of them that came from where, by all its processes."""
+        return self._lost + self._counts()
+
+    def _counts(self):
         text = page(f"{self.url}/metrics")
         source = lambda name: sums(text, rf'vllm:prompt_tokens_cached_by_source_total{{[^}}]*source="{name}"[^}}]*}}')  # noqa: E731
         staged = lambda name: sums(text, rf'vllm:kvarts_staged_blocks_total{{[^}}]*source="{name}"[^}}]*}}')  # noqa: E731
-        return {
+        found = {
             "prompt": sums(text, r"vllm:prompt_tokens_total(?:{[^}]*})?"),
             "computed": sums(text, r'vllm:prompt_tokens_by_source_total{[^}]*source="local_compute"[^}]*}'),
             "device": source("device"),
@@ -99,6 +113,7 @@ class Engine(Part):
             "read_blocks": staged("read"),
             "handed": sums(text, r"vllm:kvarts_handed_blocks_total(?:{[^}]*})?") * BLOCK,
         }
+        return collections.Counter(found)
 
 
 class Proxy(Part):
@@ -117,33 +132,48 @@ class Proxy(Part):
         self.ready(f"{self.url}/health")
 
 
+class Node(Server):
+    """A server whose counts outlast its processes."""
+
+    def __init__(self, *arguments):
+        self._lost, self.wire = collections.Counter(), None
+        super().__init__(*arguments)
+
+    def counted(self):
+        return self._lost + _node_counts(page(f"http://127.0.0.1:{self.port}/metrics"))
+
+    def kill(self):
+        self._lost = self.counted()
+        super().kill()
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self._lost = self.counted()
+        super().stop()
+
+
+def _node_counts(text):
+    given = lambda name: sums(text, rf"kvarts_{name}(?:{{[^}}]*}})?")  # noqa: E731
+    return collections.Counter(
+        {
+            "stored_blocks": given("engine_blocks_stored_total") - given("cold_restored_blocks_total"),
+            "restored_blocks": given("cold_restored_blocks_total"),
+            "kept_from_storing": sums(text, r'kvarts_cluster_put_blocks_total{how="(?:kept|owned)"}'),
+            "evicted_blocks": given("engine_blocks_evicted_total"),
+            "damaged": given("engine_chunks_damaged_total"),
+            "own_bytes": sums(text, r'kvarts_cluster_path_bytes_total{path="own"}'),
+            "peer_bytes": given("cluster_served_bytes_total"),
+            "bucket_bytes": given("cold_given_bytes_total") + given("cold_restored_bytes_total"),
+        }
+    )
+
+
 def nodes_of(name, count, budget):
-    """Servers that are one cluster, with one bucket behind them."""
+    """Servers that are one cluster over wires that can be cut, with one bucket behind them."""
     bucket = os.path.join(PLACE, "servers", f"{name}-bucket")
-    subprocess.run(["rm", "-rf", bucket], check=True)
+    shutil.rmtree(bucket, ignore_errors=True)
     os.makedirs(bucket)
     cold = ("--cold-bucket", f"file://{bucket}", "--cold-age", "0", "--cold-uses", "0", "--cold-offer", "on", "--cold-memory", "128 MiB")
-    nodes = [Server("vllm", f"{name}-{n}", "--budget", budget, "--segment", "1 MiB", "--shards", "1", *cold) for n in range(count)]
-    members = "epoch = 1\n"
-    for number, node in enumerate(nodes):
-        command = [node.program, "stat", "--server", node.socket, "--json"]
-        node.store = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["store"]
-        # An address of this process alone: no connection takes its port.
-        high, low = divmod(os.getpid() & 0xFFFF, 256)
-        members += f'[[node]]\nid = "{node.store}"\naddress = "127.{220 + number}.{high}.{low}:7450"\n'
-    for node in nodes:
-        file = os.path.join(node.place, "members.toml")
-        with open(file, "w", encoding="utf-8") as text:
-            text.write(members)
-        node.stop()
-        node.arguments += ("--cluster", file)
-        node.start()
-    reached(nodes)
-    return nodes
-
-
-def reached(nodes):
-    deadline = time.monotonic() + 60
-    while any(node.metric(r'kvarts_cluster_nodes\{state="reachable"\}') < len(nodes) - 1 for node in nodes):
-        expect(time.monotonic() < deadline, "the nodes do not reach each other")
-        time.sleep(0.05)
+    nodes = [Node("vllm", f"{name}-{n}", "--budget", budget, "--segment", "1 MiB", "--shards", "1", *cold) for n in range(count)]
+    return cluster_of(nodes, first=220, wires=Wire)

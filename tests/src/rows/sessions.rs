@@ -101,19 +101,15 @@ fn needed(plains: &Plains, now: Duration) -> Needed {
         all.living.insert((tenant, id));
         let (mut next, mut below) = (Some((id, one)), u32::MAX);
         while let Some((id, one)) = next {
-            // Of a session of which it takes no block it is no fork.
-            let takes_some = below > one.own;
-            if takes_some && !lives(one) {
+            if !lives(one) {
                 all.rests.insert((tenant, id));
             }
-            let granted = one.granted.iter().enumerate();
-            for (n, granted) in granted.filter(|(_, one)| takes_some && one.from < below) {
+            for (n, granted) in one.granted.iter().enumerate().filter(|(_, one)| one.from < below) {
                 all.grants.insert((tenant, id, n));
                 let here = granted.blocks.iter().filter(|(_, block)| *block < below);
                 all.blocks.extend(here.map(|(column, block)| (*column, one.keys[*block as usize])));
             }
-            let at = one.parent.map_or(0, |(_, at)| at);
-            below = if takes_some { at } else { below.min(at) };
+            below = one.parent.map_or(0, |(_, at)| at);
             next = one.parent.and_then(|(above, _)| Some((above, plains.get(&(tenant, above))?)));
         }
     }
@@ -176,6 +172,14 @@ impl Node {
             }
         }
         Ok(all)
+    }
+
+    /// On which session a fork at this place of another one stands: the nearest of which it takes a block.
+    fn stands_on(&self, (tenant, mut id): (u32, u64), at: u32) -> Option<(u64, u32)> {
+        while at <= self.plains.get(&(tenant, id))?.own {
+            (id, _) = self.plains[&(tenant, id)].parent?;
+        }
+        Some((id, at))
     }
 
     /// These blocks are gone, held or not.
@@ -383,20 +387,12 @@ impl Scene {
         let (lease, id) = (self.seconds(), self.next + 1);
         let one = self.nodes[node].plains[&name].clone();
         let at = self.rng.between(u64::from(one.shared) + 1, one.keys.len() as u64) as u32;
-        let now = self.nodes[node].now();
+        let (now, parent) = (self.nodes[node].now(), self.nodes[node].stands_on(name, at));
         let forked = self.nodes[node].of(name.0).fork(id, name.1, (at, one.keys[at as usize - 1]), lease);
         if same("fork", &forked, Some(&one), now)? {
             self.next = id;
-            let (keys, shared, parent) = (one.keys[..at as usize].to_vec(), one.shared, Some((name.1, at)));
-            let fork = Plain {
-                keys,
-                shared,
-                own: at,
-                parent,
-                is: Is::Open,
-                until: now + lease,
-                granted: Vec::new(),
-            };
+            let (keys, until) = (one.keys[..at as usize].to_vec(), now + lease);
+            let fork = Plain { keys, own: at, parent, is: Is::Open, until, granted: Vec::new(), ..one };
             self.nodes[node].plains.insert((name.0, id), fork);
         }
         Ok(())
