@@ -20,6 +20,8 @@ pub(crate) const BLOCK_BYTES: u64 = 64 << 10;
 const BLOCKS: usize = 160;
 /// Bytes a second that a node gives another one: so that there is a middle of a read.
 const RATE: &str = "8 MiB";
+/// At which each node gives it.
+const LANE_PORT: u16 = 7441;
 /// How often nodes are killed at most until a read of each was whole.
 const ROUNDS: usize = 10;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(90);
@@ -121,10 +123,17 @@ fn cluster(ground: &Path) -> ([Node; 3], Vec<String>) {
         // What is read here is to come from the others, however often.
         "--cluster-hot-reads".to_owned(),
         "0".to_owned(),
+        // A killed node comes back at the same port.
+        "--cluster-lane-port".to_owned(),
+        LANE_PORT.to_string(),
     ];
     let args: Vec<&str> = more.iter().map(String::as_str).collect();
     let nodes = [1, 2, 3].map(|number| Node::start(ground, number, &args));
     nodes.iter().for_each(Node::until_whole);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    for node in 241..=243 {
+        std::net::TcpStream::connect((std::net::Ipv4Addr::new(127, node, high, low), LANE_PORT)).unwrap();
+    }
     (nodes, more.to_vec())
 }
 

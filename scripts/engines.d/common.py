@@ -124,8 +124,8 @@ class Server:
 
 
 def cluster_of(nodes, first=210, wires=None):
-    """Makes servers the nodes of one cluster that reach each other. `wires`: makes of the address under which a node is known and the one at which it listens
-    the way from the one to the other; without it they are the same."""
+    """Makes servers the nodes of one cluster that reach each other. `wires`: makes of the host under which a node is known, the one at which it
+    listens and its ports the way from the one to the other; without it they are the same."""
     members, listen = "epoch = 1\n", {}
     for number, node in enumerate(nodes):
         command = [node.program, "stat", "--server", node.socket, "--json"]
@@ -135,8 +135,8 @@ def cluster_of(nodes, first=210, wires=None):
         known, own = (f"127.{octet + number}.{high}.{low}" for octet in (first, first + len(nodes)))
         members += f'[[node]]\nid = "{node.store}"\naddress = "{known}:{PORT}"\n'
         if wires is not None:
-            node.wire = wires((known, PORT), (own, PORT))
-            listen[node] = ("--cluster-listen", f"{own}:{PORT}")
+            node.wire = wires(known, own, (PORT, PORT + 1))
+            listen[node] = ("--cluster-listen", f"{own}:{PORT}", "--cluster-lane-port", str(PORT + 1))
     for node in nodes:
         file = os.path.join(node.place, "members.toml")
         with open(file, "w", encoding="utf-8") as text:

@@ -1,4 +1,4 @@
-"""The wire between nodes: what connects to one address goes on to another one, until it is cut. Then nothing arrives and nothing ends, as when a cable is pulled."""
+"""The wire between nodes: what connects to one host goes on to another one, until it is cut. Then nothing arrives and nothing ends, as when a cable is pulled."""
 
 import contextlib
 import socket
@@ -6,15 +6,16 @@ import threading
 
 
 class Wire:
-    """From the address under which a node is known to the one at which it listens."""
+    """From the host under which a node is known to the one at which it listens, for some ports."""
 
-    def __init__(self, known, own):
+    def __init__(self, known, own, ports):
         self._own = own
         self._whole = threading.Event()
         self._whole.set()
         self._lock, self._ends = threading.Lock(), set()
-        self._listener = socket.create_server(known)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listeners = [socket.create_server((known, port)) for port in ports]
+        for listener, port in zip(self._listeners, ports):
+            threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
 
     def cut(self):
         self._whole.clear()
@@ -29,18 +30,19 @@ class Wire:
 
     def close(self):
         self.mend()
-        _shut(self._listener)
+        for listener in self._listeners:
+            _shut(listener)
 
-    def _accept(self):
+    def _accept(self, listener, port):
         with contextlib.suppress(OSError):
             while True:
-                here, _ = self._listener.accept()
-                threading.Thread(target=self._join, args=(here,), daemon=True).start()
+                here, _ = listener.accept()
+                threading.Thread(target=self._join, args=(here, port), daemon=True).start()
 
-    def _join(self, here):
+    def _join(self, here, port):
         self._whole.wait()
         try:
-            there = socket.create_connection(self._own)
+            there = socket.create_connection((self._own, port))
         except OSError:
             # No server listens there now.
             _shut(here)

@@ -15,6 +15,8 @@ import urllib.request
 from common import BLOCK, PATIENCE, PLACE, Server, cluster_of, environment, expect, free_port
 from wire import Wire
 
+#: One that prefills finds what others have computed and stores what it computes; one that decodes stores nothing.
+_ROLES = {"prefill": "kv_both", "decode": "kv_consumer"}
 #: Tokens of an engine's own cache: less than what the conversations have, so that the store counts.
 CACHE_BLOCKS = 96
 
@@ -72,7 +74,7 @@ class Part:
 class Engine(Part):
     """`vllm serve`, without a tokenizer: prompts and answers are tokens."""
 
-    def __init__(self, name, python, model, node=None, role="kv_both"):
+    def __init__(self, name, python, model, node=None, role="both"):
         self.port, self.node, self.role, self._lost = free_port(), node, role, collections.Counter()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"]
@@ -82,7 +84,7 @@ class Engine(Part):
             command += ["--no-enable-prefix-caching"]
         else:
             extra = {"server": node.socket, "timeout": 2.0, "pool_bytes": 64 << 20, "plans": False}
-            told = {"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": role, "kv_connector_extra_config": extra}
+            told = {"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": _ROLES[role], "kv_connector_extra_config": extra}
             command += ["--kv-transfer-config", json.dumps(told)]
         super().__init__(name, command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="WARNING")
 
@@ -113,6 +115,9 @@ class Engine(Part):
             "read_blocks": staged("read"),
             "handed": sums(text, r"vllm:kvarts_handed_blocks_total(?:{[^}]*})?") * BLOCK,
         }
+        for lost in ("unstaged", "unhanded", "unsaved"):
+            for reason, blocks in re.findall(rf'^vllm:kvarts_{lost}_blocks_total{{[^}}]*reason="([^"]*)"[^}}]*}} (\S+)$', text, re.MULTILINE):
+                found[f"{lost}_{reason}"] = float(blocks)
         return collections.Counter(found)
 
 
@@ -121,8 +126,7 @@ class Proxy(Part):
         self.port = free_port()
         command = [python, "-m", "kvarts.route", "--listen", f"127.0.0.1:{self.port}", "--policy", policy, "--seed", str(seed)]
         for engine in engines:
-            role = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(engine.role, "both")
-            command += ["--engine", f"{engine.url},server={engine.node.socket},role={role}"]
+            command += ["--engine", f"{engine.url},server={engine.node.socket},role={engine.role}"]
         self.url = f"http://127.0.0.1:{self.port}"
         super().__init__(f"proxy-{policy}", command)
         self.ready(f"{self.url}/health")

@@ -179,6 +179,7 @@ impl Bench<'_> {
                 patience: Patience::default(),
                 has_tier: false,
                 hot: None,
+                lane_port: 0,
                 offer_every: OFFER_EVERY,
             };
             let node = ClusterNode::start(home.store().clone(), listener, options);

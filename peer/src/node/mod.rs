@@ -125,6 +125,8 @@ pub struct NodeOptions {
     pub start: u64,
     /// Where it keeps what was deleted in the cluster.
     pub deletes: Arc<dyn Kept>,
+    /// At which port of its address it serves them; 0: any.
+    pub lane_port: u16,
     /// What this node does for the reads of others.
     pub serve: ServeLimits,
     /// What puts do with blocks that another node has.
@@ -186,9 +188,10 @@ impl ClusterNode {
 
     /// Begins to serve other nodes and to tell them what this one has. On a tokio runtime.
     pub fn start(store: Store, listener: TcpListener, options: NodeOptions) -> Result<Arc<Self>, String> {
-        let told = |error: std::io::Error| format!("connections that carry bytes: {error}");
+        let port = options.lane_port;
+        let told = |error: std::io::Error| format!("cluster.lane_port {port}: {error}");
         let host = listener.local_addr().map_err(told)?.ip();
-        let at = std::net::TcpListener::bind((host, 0)).map_err(told)?;
+        let at = std::net::TcpListener::bind((host, port)).map_err(told)?;
         let runner = OnTokio::new(Arc::clone(store.clock()), tokio::runtime::Handle::current());
         let (secret, me) = (options.secret.clone(), store.stats().store);
         let greeting = Greeting { secret, me, entropy: OsEntropy::new() };

@@ -218,6 +218,7 @@ pub fn options(members: &Members) -> NodeOptions {
         patience: Patience::default(),
         has_tier: false,
         hot: None,
+        lane_port: 0,
         offer_every: OFFER_EVERY,
     }
 }

@@ -187,6 +187,7 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
             &set.cluster_authority,
             &set.cluster_address,
             &set.cluster_listen,
+            &set.cluster_lane_port,
             &set.cluster_entries,
             &set.cluster_serve_rate,
             &set.cluster_put,
@@ -226,6 +227,7 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
         secret: set.cluster_secret.as_ref().map(PathBuf::from),
         tls: node_tls(set)?,
         listen: listen.flatten(),
+        lane_port: set.cluster_lane_port.as_ref().map_or(Ok(0), |port| number("cluster.lane_port", port))?,
         entries: number("cluster.entries", &entries)?,
         serve_rate: set
             .cluster_serve_rate

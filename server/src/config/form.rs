@@ -214,6 +214,8 @@ settings! {
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Where other nodes are served
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
+    /// The port of the same address at which other nodes read blocks: where a firewall lets only named ports pass
+    cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any that is free";
     /// Copies of blocks that this node's part of the directory may know, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
     /// Bytes a second that other nodes get from this one

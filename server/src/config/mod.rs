@@ -118,6 +118,8 @@ pub struct ClusterConfig {
     pub tls: Option<NodeTlsFiles>,
     /// Where other nodes are served; none: at this node's address among the members.
     pub listen: Option<SocketAddr>,
+    /// The port of that address at which they read blocks; 0: any.
+    pub lane_port: u16,
     /// Copies that this node's part of the directory may know.
     pub entries: u64,
     /// Bytes a second that other nodes get from this one; none: no limit.

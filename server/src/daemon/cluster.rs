@@ -218,6 +218,7 @@ pub(super) async fn start(
         chains_max: CHAINS_MAX,
         start,
         deletes: Arc::new(DeletesFile::new(directory)),
+        lane_port: config.lane_port,
         serve: ServeLimits { bytes_per_second: config.serve_rate, ..ServeLimits::default() },
         put: config.put,
         patience: Patience::default(),

@@ -353,6 +353,7 @@ impl Town {
             patience: Patience::default(),
             has_tier: false,
             hot: self.rules.1,
+            lane_port: 0,
             offer_every: OFFER_EVERY,
         };
         let witty = Witty {
