@@ -140,13 +140,14 @@ const CLIENTS: &[Step] = &[
 ];
 
 const PLANNING: &[Step] = &[
+    // The figures of README.md.
     step(
-        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4",
-        &["GROUP", "load from disk", "to the first token"],
+        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --disk 1.6",
+        &["GROUP", "load from disk", "to the first token", "2236.2", "3052.7"],
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 12",
-        &["GROUP", "load from disk", "boundary: token ", "would be slower than computing its end"],
+        &["GROUP", "load from disk", "boundary: token ", "would be slower than computing its end", "729.0"],
     ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75",
