@@ -82,8 +82,8 @@ struct RestoreArgs {
     /// Of these, leading tokens in the host's memory
     #[arg(long, default_value_t = 0)]
     in_dram: u64,
-    /// GB/s of the disks
-    #[arg(long, default_value_t = 12.0)]
+    /// Read speed of the disks, in GB/s: `kvarts doctor DIR` measures it (1,000 MiB/s are 1.05 GB/s)
+    #[arg(long)]
     disk: f64,
     /// GB/s of the host's memory
     #[arg(long, default_value_t = 50.0)]

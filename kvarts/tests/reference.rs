@@ -64,7 +64,10 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("config token", vec!["config", "token"]),
         ("model list", vec!["model", "list"]),
         ("model show", vec!["model", "show", "llama-3.1-8b"]),
-        ("plan restore", vec!["plan", "restore", "--model", "llama-3.1-8b", "--device", "h100"]),
+        (
+            "plan restore",
+            vec!["plan", "restore", "--model", "llama-3.1-8b", "--device", "h100", "--disk", "12"],
+        ),
         ("plan break-even", vec!["plan", "break-even"]),
     ] {
         compared.take(&documented, command, &json(&arguments));
