@@ -50,13 +50,13 @@ pub(super) struct ChurnArgs {
     /// MiB of the budget
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(16..=1 << 20))]
     budget_mib: u64,
-    /// MiB of a segment: small ones, so that a small store has many
+    /// Size of a segment in MiB; small, so that a small store has many
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..=1024))]
     segment_mib: u64,
     /// KiB of a block
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=16_384))]
     block_kib: u64,
-    /// Samples that are taken
+    /// Number of samples
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(4..=10_000))]
     samples: u32,
 }

@@ -41,7 +41,7 @@ use kvarts_terminal::Failure;
 /// The arguments of `bench gpu`.
 #[derive(Args, Debug)]
 pub(super) struct GpuArgs {
-    /// Where the store is made, in a directory of its own [default: the current directory]
+    /// Parent of the store's directory [default: the current directory]
     #[arg(long)]
     dir: Option<std::path::PathBuf>,
     /// Print one JSON object
@@ -53,16 +53,16 @@ pub(super) struct GpuArgs {
     /// A shipped model [default: llama-3.1-8b, then deepseek-v4-pro]
     #[arg(long)]
     model: Option<String>,
-    /// Tensor-parallel ranks that share the model: what the first of them holds is moved
+    /// Tensor-parallel ranks that share the model; the part of the first rank is moved
     #[arg(long, default_value_t = 1)]
     tp: u16,
     /// Tokens of the prefix [default: as many as make about 384 MiB]
     #[arg(long)]
     tokens: Option<u64>,
-    /// What the engine computes for each layer [default: as long as the bare loop reads a layer]
+    /// Computing time of a layer [default: the time in which the bare loop reads a layer]
     #[arg(long)]
     compute_us_per_layer: Option<u64>,
-    /// How files reach the device: auto, direct, compatibility or staging. The emulated device reads directly if told to
+    /// Path from files to the device: auto, direct, compatibility or staging; the emulated device supports direct
     #[arg(long, default_value = "auto")]
     cufile: Wish,
     /// The most MiB of the arena

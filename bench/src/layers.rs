@@ -54,10 +54,10 @@ pub(super) struct LayersArgs {
     /// Directories of the store, below the one of the run
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     directories: u16,
-    /// One block in each record, as agent sessions leave them
+    /// One block in each record, as after agent sessions
     #[arg(long)]
     fragmented: bool,
-    /// Let the store compact what was fragmented before it is read
+    /// Compact the fragmented store before the reads
     #[arg(long, requires = "fragmented")]
     compacted: bool,
 }

@@ -60,7 +60,7 @@ pub struct BenchArgs {
 enum BenchCommand {
     /// Read a long prefix layer by layer, cold, with every digest checked
     Layers(layers::LayersArgs),
-    /// Put records durably, alone and in groups, into fresh and recycled files
+    /// Put records durably, alone and in groups, into new and recycled files
     Put(put::PutArgs),
     /// Look up the keys of a prompt among a million blocks
     Match(lookup::MatchArgs),
@@ -70,7 +70,7 @@ enum BenchCommand {
     Churn(churn::ChurnArgs),
     /// Replay a trace of requests and compare the hits with an exact LRU's
     Replay(replay::ReplayArgs),
-    /// Fill the index with up to a hundred million blocks and look what the engine's own work costs among them
+    /// Fill the index with up to a hundred million blocks, and measure the engine's background work
     Scale(scale::ScaleArgs),
     /// Write a made-up trace of requests for `bench replay`
     Trace(trace::TraceArgs),
@@ -84,11 +84,11 @@ enum BenchCommand {
     Serve(serve::ServeArgs),
     /// Read from two other nodes at once, beside each of them alone
     Dual(dual::DualArgs),
-    /// Restore from an object storage, beside bare requests for the same bytes, and look what own reads feel of it
+    /// Restore from object storage, beside bare requests for the same bytes, and measure the effect on other reads
     Cold(cold::ColdArgs),
     /// Find the size of a layer's chunk from which full-block layout reads as fast as layer-block
     Crossover(crossover::CrossoverArgs),
-    /// Measure the way to the disks with one workload and compare what it says with what another one takes
+    /// Measure the disks with one workload, and compare the prediction with another workload
     Times(times::TimesArgs),
     /// Bring layers from disk to a device under an engine that computes
     Gpu(gpu::GpuArgs),

@@ -40,10 +40,10 @@ pub(super) struct ReplayArgs {
     trace: PathBuf,
     #[command(flatten)]
     store: StoreArgs,
-    /// Where the store is made, in a directory of its own [default: the current directory]
+    /// Parent of the store's directory [default: the current directory]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// By which clock blocks age: trace (repeatable) or machine
+    /// Clock of the blocks' age: trace (repeatable) or machine
     #[arg(long, default_value = "trace", value_parser = ["trace", "machine"])]
     clock: String,
     /// Print one JSON object

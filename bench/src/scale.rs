@@ -60,7 +60,7 @@ pub(super) struct ScaleArgs {
     /// Executors of that store
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     executors: u16,
-    /// Where the store is made, in a directory of its own [default: the current directory]
+    /// Parent of the store's directory [default: the current directory]
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print one JSON object

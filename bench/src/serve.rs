@@ -51,7 +51,7 @@ const GRPC_TIME: Duration = Duration::from_secs(20);
 /// The arguments of `bench serve`.
 #[derive(Args, Debug)]
 pub(super) struct ServeArgs {
-    /// Where the store is made, in a directory of its own [default: the current directory]
+    /// Parent of the store's directory [default: the current directory]
     #[arg(long)]
     dir: Option<PathBuf>,
     /// Print one JSON object
@@ -69,7 +69,7 @@ pub(super) struct ServeArgs {
     /// One-block reads of the small reader, in quiet and in noise
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(20..=100_000))]
     small: u32,
-    /// What executors run on: auto, glommio or threads
+    /// Runtime of the executors: auto, glommio or threads
     #[arg(long, default_value = "auto")]
     runtime: RuntimeChoice,
     /// Only one part of it

@@ -24,10 +24,10 @@ use kvarts_terminal::Failure;
 /// What all benchmarks take.
 #[derive(Args, Debug, Clone)]
 pub(super) struct Common {
-    /// Where the store is made, in a directory of its own [default: the current directory]
+    /// Parent of the store's directory [default: the current directory]
     #[arg(long)]
     pub(super) dir: Option<PathBuf>,
-    /// Leave the store behind for a look
+    /// Keep the store at the end
     #[arg(long)]
     pub(super) keep: bool,
     /// Print one JSON object
@@ -36,10 +36,10 @@ pub(super) struct Common {
     /// Rounds in which the contestants take turns
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(3..=1000))]
     pub(super) pairs: u32,
-    /// What executors run on: auto, glommio or threads
+    /// Runtime of the executors: auto, glommio or threads
     #[arg(long, default_value = "auto")]
     pub(super) runtime: RuntimeChoice,
-    /// The way to the disks: auto, ring or pool
+    /// Interface to the disks: auto, ring or pool
     #[arg(long, default_value = "auto")]
     pub(super) io: IoChoice,
     /// Features of the ring not to use, separated by commas

@@ -10,7 +10,7 @@ use kvarts_terminal::Failure;
 /// The arguments of `bench trace`.
 #[derive(Args, Debug)]
 pub(super) struct TraceArgs {
-    /// What it looks like: chat, agents, scan, zipf, loop, uniform or shift
+    /// Kind of the trace: chat, agents, scan, zipf, loop, uniform or shift
     #[arg(value_parser = shape)]
     shape: Shape,
     /// Requests

@@ -23,13 +23,13 @@ use crate::{
 
 /// What the end of the help says.
 const LAST_WORDS: &str = "\
-First steps: `kvarts demo` shows what this is for, `kvarts doctor DIR` whether this machine can run it, `kvarts serve` \
-runs it; then `kvarts identity`, `put`, `match`, `get`. Servers are told what to do by `budget`, `checkpoint`, `compact`, \
-`drain`, `reload`, `resume` and `scrub`.
+First steps: `kvarts demo` is a demonstration, `kvarts doctor DIR` checks this machine, `kvarts serve` runs a server; then \
+`kvarts identity`, `put`, `match`, `get`. These commands administer a server: `budget`, `checkpoint`, `compact`, `drain`, \
+`reload`, `resume`, `scrub`.
 
 ";
 
-/// A storage engine for the KV-cache artifacts of language models.
+/// A disk tier for the KV cache of language models.
 #[derive(Parser, Debug)]
 #[command(name = "kvarts", version, after_help = format!("{LAST_WORDS}{EXIT_CODES}"), max_term_width = 80)]
 struct Cli {
@@ -41,77 +41,77 @@ struct Cli {
 enum Command {
     /// Measure the engine beside a bare loop over the same files
     Bench(lab_cmd::HandedOver),
-    /// Show or change how much a running server may have on disk
+    /// Show or change the disk budget of a running server
     Budget(client_cmd::BudgetArgs),
-    /// Have a running server write a checkpoint, so that its next start reads little
+    /// Make a running server write a checkpoint, which shortens its next start
     Checkpoint(client_cmd::AdminArgs),
-    /// Show the cluster that a running server belongs to
+    /// Show the cluster of a running server
     Cluster(client_cmd::ClusterArgs),
     /// Keep blocks in object storage: push, list, check, collect, restore
     Cold(cold_cmd::ColdArgs),
-    /// Write what is live in a store together: by a running server, or offline, in place or as a new store
+    /// Defragment a store: on a running server, or offline, in place or into a new store
     Compact(compact_cmd::CompactArgs),
-    /// Write the completions of a shell to standard output
+    /// Print the completion script of a shell
     Completions(CompletionsArgs),
-    /// Check and show a server's configuration, make tokens
+    /// Check and show a server's configuration, create tokens
     Config(config_cmd::ConfigArgs),
-    /// Delete blocks of a running server
+    /// Delete blocks from a running server
     Delete(client_cmd::DeleteArgs),
-    /// Show what this is for, on a server in a temporary directory, in under a minute
+    /// Demonstrate Kvarts on a server in a temporary directory, in under a minute
     Demo(demo::DemoArgs),
-    /// Check whether this machine can run a server well, and say what to change
+    /// Check whether this machine suits a server, and list the changes to make
     Doctor(doctor::DoctorArgs),
-    /// Have a running server end what is under way, and stop
+    /// Finish the calls of a running server, and stop it
     Drain(client_cmd::DrainArgs),
-    /// Write artifacts of a store into a portable file
+    /// Export blocks of a store to a portable file
     Export(export_cmd::ExportArgs),
-    /// Check a store offline, and repair it when asked
+    /// Check a store offline, and repair it with --repair
     Fsck(fsck_cmd::FsckArgs),
-    /// Read blocks of a running server into a file
+    /// Read blocks from a running server into a file
     Get(client_cmd::GetArgs),
-    /// Describe devices and measure how memory reaches them
+    /// Describe GPU devices, and measure copies to them
     Gpu(gpu_cmd::GpuArgs),
-    /// Write a template of an identity: what decides the bytes of blocks
+    /// Print a template of an identity, the fields that decide the bytes of blocks
     Identity(identity_cmd::IdentityArgs),
-    /// Put the artifacts of an exported file into a store
+    /// Import the blocks of an exported file into a store
     Import(import_cmd::ImportArgs),
-    /// Show what lies where in a store
+    /// Show the segments and records of a store
     Inspect(inspect_cmd::InspectArgs),
-    /// List what is there: with a directory the artifacts in its files, without one the models of a running server
+    /// List the blocks in the files of a directory, or without one the models of a running server
     Ls(ls_cmd::LsArgs),
-    /// Write a manual page of each subcommand into a directory
+    /// Write a manual page for each subcommand into a directory
     Man(ManArgs),
-    /// Ask a running server how much of a prompt can be restored
+    /// Show how much of a prompt a running server can restore
     Match(client_cmd::MatchArgs),
     /// Show, import and check model specs
     Model(model_cmd::ModelArgs),
-    /// Hold blocks of a running server against eviction, and show what is held
+    /// Protect blocks of a running server from eviction, and list pins and leases
     Pin(client_cmd::PinArgs),
-    /// Say what restoring a prefix is worth, and where a request should go
+    /// Compute the benefit of restoring a prefix, and the best node for a request
     Plan(Box<plan_cmd::PlanArgs>),
     /// Put blocks from a file into a running server
     Put(client_cmd::PutArgs),
-    /// Have a running server read tenants, tokens and certificates again, as SIGHUP does
+    /// Reload tenants, tokens and certificates of a running server, as SIGHUP does
     Reload(client_cmd::AdminArgs),
-    /// Have empty directories take the place of those of a store that are lost for good
+    /// Replace lost directories of a store with empty ones, offline
     Replace(replace_cmd::ReplaceArgs),
-    /// Have a running server take writes again after a fault made it read-only, once the cause is gone
+    /// End the read-only state of a running server after a fault, once the cause is removed
     Resume(client_cmd::AdminArgs),
-    /// Have a running server compare every block with its digests
+    /// Compare every block of a running server with its digests
     Scrub(client_cmd::AdminArgs),
-    /// Run the daemon
+    /// Run the server
     Serve(Box<serve_cmd::ServeArgs>),
-    /// Show the sessions of a running server: conversations whose blocks it holds
+    /// Show the sessions of a running server, which hold the blocks of conversations
     Session(client_cmd::SessionArgs),
     /// Run a trace against tiers in virtual time
     Sim(lab_cmd::HandedOver),
-    /// Show what a running server is and has done
+    /// Show the state, limits and counters of a running server
     Stat(client_cmd::AdminArgs),
-    /// Delete everything that a tenant of a running server has stored
+    /// Delete all blocks of a tenant of a running server
     Tenant(client_cmd::TenantArgs),
-    /// Watch what a running server does: hits and misses, calls, disks, tenants, nodes
+    /// Show hits and misses, calls, disks, tenants and nodes of a running server, live
     Top(top::TopArgs),
-    /// Follow what happens to blocks of a running server
+    /// Print puts, evictions and deletes of a running server as they happen
     Watch(client_cmd::WatchArgs),
 }
 
@@ -125,7 +125,7 @@ struct CompletionsArgs {
 /// Arguments of `kvarts man`.
 #[derive(Args, Debug)]
 struct ManArgs {
-    /// The directory, which is there; pages of the same names are replaced
+    /// An existing directory; pages of the same names are replaced
     directory: PathBuf,
 }
 

@@ -80,10 +80,10 @@ pub(crate) struct DeleteArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Everything of the model
+    /// All blocks of the model
     #[arg(long, conflicts_with_all = ["tokens", "keys"])]
     all: bool,
-    /// Fail if a node of the cluster is away and does not have it yet
+    /// Fail if a node of the cluster is unreachable and has not received the delete
     #[arg(long)]
     everywhere: bool,
     #[command(flatten)]
@@ -95,7 +95,7 @@ pub(crate) struct DeleteArgs {
 /// The arguments of `watch`.
 #[derive(Args, Debug)]
 pub(crate) struct WatchArgs {
-    /// End after this number of events [default: never]
+    /// Stop after this number of events [default: never]
     #[arg(long)]
     count: Option<u64>,
     #[command(flatten)]

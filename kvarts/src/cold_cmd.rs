@@ -33,25 +33,25 @@ pub(crate) struct ColdArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Write artifacts of a store into the bucket
+    /// Upload blocks of a store to the bucket
     Push(push::PushArgs),
-    /// Put what the bucket has into a store
+    /// Restore blocks of the bucket into a store
     Restore(restore::RestoreArgs),
     /// List the namespaces of the bucket
     Ls(show::LsArgs),
     /// Show the packs of a namespace
     Stat(show::StatArgs),
-    /// Check the bucket, and repair it when asked
+    /// Check the bucket, and repair it with --repair
     Fsck(check::FsckArgs),
-    /// Delete what is not to be kept any more
+    /// Delete old and unused packs
     Gc(collect::GcArgs),
 }
 
 /// Which bucket.
 #[derive(Args, Debug)]
 struct BucketArgs {
-    /// s3://BUCKET/PREFIX, with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL as other programs take
-    /// them; or file:///DIRECTORY
+    /// s3://BUCKET/PREFIX, with the usual AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL; or
+    /// file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: String,
     /// Print one JSON object

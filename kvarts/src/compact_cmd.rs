@@ -44,34 +44,34 @@ enum LayoutName {
 /// The arguments of `compact`.
 #[derive(Args, Debug)]
 pub(crate) struct CompactArgs {
-    /// Every directory of a store whose server is stopped; without one a running server is asked
+    /// All directories of a store without a running server; without a directory a running server compacts
     #[arg(value_name = "DIR")]
     directories: Vec<PathBuf>,
-    /// Write a new store there instead, and leave this one as it is; once for each of its directories
+    /// Write a new store into this directory, and leave the old one unchanged; once for each directory of the new store
     #[arg(long, value_name = "DIR", requires = "directories")]
     to: Vec<PathBuf>,
-    /// Shards of the new store [default: as many as this one has]
+    /// Shards of the new store [default: as in the old one]
     #[arg(long, requires = "to", value_parser = clap::value_parser!(u32).range(1..=4096))]
     shards: Option<u32>,
-    /// Write a segment anew if less of it is live, in percent
+    /// Rewrite segments with less than this percentage of live bytes
     #[arg(long, default_value_t = 90, requires = "directories", value_parser = clap::value_parser!(u8).range(1..=100))]
     utilisation: u8,
-    /// How payloads are arranged
+    /// Layout of the payloads
     #[arg(long, value_enum, requires = "directories", default_value_t = LayoutName::Keep)]
     layout: LayoutName,
-    /// Leave small records that follow each other as they are
+    /// Do not merge small records
     #[arg(long, requires = "directories")]
     no_merge: bool,
-    /// Compress records that were not used for a while, where that pays
+    /// Compress records without recent use, if that makes them smaller
     #[arg(long, requires = "directories")]
     zstd: bool,
-    /// With --zstd: for how many seconds
+    /// With --zstd: the time without use, in seconds
     #[arg(long, default_value_t = 86_400, requires = "zstd")]
     cold_after: u64,
-    /// MiB that may be written in each directory before old segments go [default: most of what is free]
+    /// Extra disk space in each directory during compaction, in MiB [default: most of the free space]
     #[arg(long, conflicts_with = "to", requires = "directories")]
     room_mib: Option<u64>,
-    /// Only say what would be done: reads what that takes and changes nothing
+    /// Only print what would be done, and change nothing
     #[arg(long, requires = "directories")]
     dry_run: bool,
     /// Threads that read metadata [default: two for each core]

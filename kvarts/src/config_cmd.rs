@@ -24,11 +24,11 @@ pub(crate) struct ConfigArgs {
 
 #[derive(Subcommand, Debug)]
 enum ConfigCommand {
-    /// Say whether a configuration can be used, and what is wrong where
+    /// Check a configuration, and print each fault with its place
     Check(Box<ShowArgs>),
-    /// Show every setting, what it is and where that comes from
+    /// Show every setting with its value and source
     Show(Box<ShowArgs>),
-    /// Make a token: the secret for a client, its hash for the configuration
+    /// Create a token: the secret for a client, its hash for the configuration
     Token(TokenArgs),
 }
 

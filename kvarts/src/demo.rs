@@ -39,16 +39,16 @@ const SESSION_BLOCKS: u64 = 2;
 /// The arguments of `demo`.
 #[derive(Args, Debug)]
 pub(crate) struct DemoArgs {
-    /// A shipped model whose state is one group of blocks
+    /// A shipped model with one group of blocks
     #[arg(long, default_value = "llama-3.1-8b")]
     model: String,
     /// Tokens of the shared prefix
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(u32).range(256..=1 << 20))]
     tokens: u32,
-    /// Where the server's directory is made [default: the system's directory for temporary files]
+    /// Parent of the server's directory [default: the system's directory for temporary files]
     #[arg(long)]
     dir: Option<PathBuf>,
-    /// Show three nodes that read from each other instead
+    /// Demonstrate three nodes that read from each other
     #[arg(long)]
     cluster: bool,
     /// Print one JSON object

@@ -36,26 +36,26 @@ const TICK: Duration = Duration::from_millis(200);
 #[derive(Args, Debug)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct FsckArgs {
-    /// Every directory of the store
+    /// All directories of the store
     #[arg(required = true, value_name = "DIR")]
     directories: Vec<PathBuf>,
-    /// Metadata only: headers, footers, checkpoints, unfinished tails
+    /// Check metadata only: headers, footers, checkpoints, unfinished tails
     #[arg(long, conflicts_with = "deep")]
     quick: bool,
-    /// Also content ids, and what lies in different shards compared
+    /// Also check content ids, and compare the shards
     #[arg(long)]
     deep: bool,
-    /// Check a store that is in use: what it writes meanwhile cannot be judged, and only sealed segments are
+    /// Check a running store; only sealed segments are checked
     #[arg(long)]
     live: bool,
-    /// Put right what can be: nothing is invented, no good record is dropped, what is damaged is set aside
+    /// Repair the store: sound records are kept, damaged ones are set aside, nothing is invented
     #[arg(long, conflicts_with_all = ["live", "quick"])]
     repair: bool,
-    /// With --repair: only say what would be done
+    /// With --repair: only print the changes, make none
     #[arg(long, requires = "repair")]
     dry_run: bool,
-    /// Also read a part of the same files without looking at them, half of it before the check and half after, past
-    /// the cache where the file system allows it, and say how much of that rate the check reached
+    /// Also read a part of the same files without checks, half before and half after the check, past
+    /// the cache if the file system allows it, and print the share of that rate that the check reached
     #[arg(long, conflicts_with_all = ["quick", "repair"])]
     measure: bool,
     /// Print one JSON object
@@ -64,7 +64,7 @@ pub(crate) struct FsckArgs {
     /// Threads that read and verify [default: two for each core]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// MiB of memory for what a deep check compares; more of it goes to temporary files
+    /// Memory for the comparisons of a deep check, in MiB; the rest goes to temporary files
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     memory_mib: u32,
 }

@@ -25,7 +25,7 @@ pub(crate) struct GpuArgs {
 
 #[derive(Subcommand, Debug)]
 enum GpuCommand {
-    /// Describe a device, measure how pieces reach it, and decide about cuFile
+    /// Describe a device, measure copies by size of their pieces, and choose the mode of cuFile
     Probe(ProbeArgs),
 }
 
@@ -34,10 +34,10 @@ struct ProbeArgs {
     /// emulated or cuda:N [default: cuda:0 if there is one, else emulated]
     #[arg(long)]
     device: Option<DeviceName>,
-    /// How files should reach the device: auto, direct, compatibility or staging
+    /// Path from files to the device: auto, direct, compatibility or staging
     #[arg(long, default_value = "auto")]
     cufile: Wish,
-    /// MiB that are moved in each measurement
+    /// Size of each measurement, in MiB
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..=4096))]
     mib: u64,
     /// Print one JSON object

@@ -17,10 +17,10 @@ pub(crate) struct IdentityArgs {
     /// The model: the name of a shipped one, or the file of a spec
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "page_bytes")]
     model: Option<PathBuf>,
-    /// Instead of a model: flat pages of this size
+    /// Instead of a model: flat pages with this number of bytes
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
-    /// The engine that arranges the bytes, where it is not this program
+    /// The engine that arranges the bytes, if it is not this program
     #[arg(long)]
     engine: Option<Engine>,
     /// The revision of the weights: a commit or digest
@@ -32,7 +32,7 @@ pub(crate) struct IdentityArgs {
     /// Write the template to this file instead of standard output
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Replace the file if there is one
+    /// Replace an existing file
     #[arg(long, requires = "out")]
     force: bool,
 }

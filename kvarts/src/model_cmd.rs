@@ -31,7 +31,7 @@ enum ModelCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Show what a model keeps: bytes of every part, a token, a boundary, a prefix
+    /// Show the state of a model: bytes of each part, of a token, a boundary and a prefix
     Show(ShowArgs),
     /// Make a spec from the config.json of a Hugging Face checkpoint
     Import(ImportArgs),
@@ -50,13 +50,13 @@ struct ShowArgs {
     /// A shipped model, or the file of a spec
     #[arg(value_name = "NAME|FILE")]
     model: PathBuf,
-    /// Tokens of the prefix to count bytes for
+    /// Tokens of the prefix whose bytes are counted
     #[arg(long, default_value_t = 32_768)]
     tokens: u64,
     /// Tokens of a block, instead of the spec's own
     #[arg(long)]
     block_tokens: Option<u32>,
-    /// Tensor-parallel ranks to share the state out to
+    /// Number of tensor-parallel ranks that share the state
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     tp: Option<u16>,
     /// Print JSON
@@ -71,22 +71,22 @@ struct ImportArgs {
     /// Write the spec to this file instead of standard output
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Replace the file if there is one
+    /// Replace an existing file
     #[arg(long, requires = "out")]
     force: bool,
     /// The spec's name
     #[arg(long)]
     name: Option<String>,
-    /// The number format of the cache, where it is not the model's own
+    /// Number format of the cache, if it is not the model's own
     #[arg(long)]
     kv_dtype: Option<DtypeArg>,
-    /// The number format of a recurrent state, where it is not what the configuration says
+    /// Number format of a recurrent state, if it differs from the configuration
     #[arg(long)]
     state_dtype: Option<DtypeArg>,
-    /// The number format of an indexer's keys
+    /// Number format of an indexer's keys
     #[arg(long, default_value = "fp8")]
     index_dtype: IndexDtypeArg,
-    /// Tokens of a block where no other number is asked for
+    /// Default number of tokens in a block
     #[arg(long)]
     block_tokens: Option<u32>,
 }

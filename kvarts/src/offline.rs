@@ -34,7 +34,7 @@ pub(crate) struct Place {
     /// Further directories of the store
     #[arg(long = "dir", value_name = "DIR")]
     more: Vec<PathBuf>,
-    /// Read a store that is in use: what it writes meanwhile may be missing
+    /// Read a store in use; blocks written during the command may be missing
     #[arg(long)]
     live: bool,
 }

@@ -31,9 +31,9 @@ pub(crate) struct PlanArgs {
 
 #[derive(Subcommand, Debug)]
 enum PlanCommand {
-    /// Plan the restore of a prefix: what is loaded, what is computed again, what that gains
+    /// Plan the restore of a prefix: the part to load, the part to compute again, the time gained
     Restore(Box<RestoreArgs>),
-    /// For each model and device, the bandwidth from which a load is faster than computing
+    /// Show the bandwidth from which a load is faster than computing, for each model and device
     BreakEven {
         /// Tokens of the prefix
         #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u64).range(256..=1 << 24))]
@@ -42,7 +42,7 @@ enum PlanCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Make a table of prefill times from samples, and say how good it is
+    /// Make a table of prefill times from samples, and show its error
     Calibrate {
         /// JSON lines: `{"cached": tokens, "new": tokens, "ms": time}`
         file: PathBuf,
@@ -52,7 +52,7 @@ enum PlanCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Where a request goes: a JSON file with the request and the nodes
+    /// Choose the node for a request, from a JSON file with the request and the nodes
     Route(RouteArgs),
 }
 
@@ -79,22 +79,22 @@ struct RestoreArgs {
     /// Leading tokens that are stored
     #[arg(long, default_value_t = 28_672)]
     stored: u64,
-    /// Of these, leading tokens in the host's memory
+    /// Number of these tokens in the host's memory
     #[arg(long, default_value_t = 0)]
     in_dram: u64,
     /// Read speed of the disks, in GB/s: `kvarts doctor DIR` measures it (1,000 MiB/s are 1.05 GB/s)
     #[arg(long)]
     disk: f64,
-    /// GB/s of the host's memory
+    /// Read speed of the host's memory, in GB/s
     #[arg(long, default_value_t = 50.0)]
     dram: f64,
-    /// MB that others wait for before
+    /// MB already queued on the disks ahead of this request
     #[arg(long, default_value_t = 0)]
     queue_mb: u64,
-    /// What writers keep of windows and states: full, zero, or tokens from one to the next
+    /// Stored windows and states: full, zero, or the tokens from one to the next
     #[arg(long, default_value = "full", value_parser = windows)]
     windows: Windows,
-    /// What the engine computes while blocks are loaded: layers (each when it is there), or none (nothing before all is)
+    /// Computing during the load: layers (each layer once it is loaded), or none (after the whole load)
     #[arg(long, default_value = "layers", value_parser = overlap)]
     overlap: Overlap,
     /// Measured prefills, as for `calibrate`
@@ -132,7 +132,7 @@ pub(crate) fn overlap(text: &str) -> Result<Overlap, String> {
 struct RouteArgs {
     /// `{"prompt_tokens": n, "model": name, "device": name, "devices": n, "owner": [node, tokens], "nodes": [..]}`
     file: PathBuf,
-    /// List every candidate's terms
+    /// List the costs of every candidate
     #[arg(long)]
     explain: bool,
     /// Print JSON

@@ -18,7 +18,7 @@ const BUDGET: u64 = 1 << 50;
 /// The arguments of `replace`.
 #[derive(Args, Debug)]
 pub(crate) struct ReplaceArgs {
-    /// The empty directory, which is one of those that --dir or the configuration names; as many as are lost
+    /// The empty directories, all of them named by --dir or the configuration; as many as are lost
     #[arg(required = true, value_name = "DIR")]
     empty: Vec<PathBuf>,
     /// Print one JSON object

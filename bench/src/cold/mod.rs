@@ -37,16 +37,16 @@ pub(super) struct ColdArgs {
     /// Tokens of a block
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     block_tokens: u32,
-    /// MiB that are restored
+    /// MiB to restore
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(4..=1 << 14))]
     mib: u64,
     /// Milliseconds from a request to its answer
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=10_000))]
     latency_ms: u64,
-    /// MiB a second that the bucket gives, all requests together; 0 is no limit
+    /// Bandwidth of the bucket in MiB/s, over all requests; 0 is no limit
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     rate_mib: u64,
-    /// MiB a second that a spill may copy, as `cold.rate`; 0 is no limit
+    /// Rate of a spill in MiB/s, as `cold.rate`; 0 is no limit
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     spill_mib: u64,
     /// Own reads of each phase, of one block each
@@ -55,10 +55,10 @@ pub(super) struct ColdArgs {
     /// Tokens of a block of own reads
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     own_block_tokens: u32,
-    /// Seconds for which rounds of one part are begun; there are never fewer than six, or --pairs if that is less
+    /// Seconds in which rounds of one part start; at least six rounds, or --pairs if that is less
     #[arg(long, default_value_t = 12, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     seconds: u64,
-    /// What is measured
+    /// Parts to measure
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Part::Restore, Part::Spill])]
     only: Vec<Part>,
 }

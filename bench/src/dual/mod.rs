@@ -41,13 +41,13 @@ pub(super) struct DualArgs {
     /// MiB of each read
     #[arg(long, default_value_t = 192, value_parser = clap::value_parser!(u64).range(16..=4096))]
     mib: u64,
-    /// MiB a second that two equal paths bring together, and paths of three to one
+    /// Combined rate of two equal paths, and of paths of three to one, in MiB/s
     #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(16..=65536))]
     rate: u64,
-    /// What is measured
+    /// Parts to measure
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Part::value_variants().iter().copied())]
     only: Vec<Part>,
-    /// What limits the paths
+    /// The limit of the paths
     #[arg(long, value_enum, default_value = "auto")]
     limiter: Limiter,
     /// Blocks that are announced to a node that joins

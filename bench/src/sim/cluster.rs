@@ -22,10 +22,10 @@ pub(crate) struct RunArgs {
     /// Sessions made from a seed instead: chat, agents-32k, agents-48k, agents-64k, coding, rollouts or idle-return
     #[arg(long, value_parser = kind, conflicts_with = "trace")]
     sessions: Option<Sessions>,
-    /// How many sessions
+    /// Number of sessions
     #[arg(long, requires = "sessions")]
     count: Option<u32>,
-    /// How many of them begin a second; 0 for all at once
+    /// Sessions that begin in a second; 0 for all at once
     #[arg(long, requires = "sessions")]
     per_second: Option<f64>,
     /// Multiplies the tokens that each turn of the sessions adds
@@ -37,7 +37,7 @@ pub(crate) struct RunArgs {
     /// A value in place of the file's, as `disk.gb_per_s=24`; may be given again
     #[arg(long, value_name = "TABLE.NAME=VALUE")]
     set: Vec<String>,
-    /// Who decides where requests go, instead of the file's
+    /// The router, in place of the file's
     #[arg(long, value_parser = router)]
     router: Option<RouterKind>,
     /// Multiplies the trace's requests a second

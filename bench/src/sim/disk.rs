@@ -31,13 +31,13 @@ pub(crate) struct StoreArgs {
     /// Blocks whose bytes are the budget of the store [default: a ninth of the trace's distinct blocks]
     #[arg(long, value_parser = clap::value_parser!(u64).range(32..=1 << 32))]
     capacity_blocks: Option<u64>,
-    /// What is evicted first: weighted or lru
+    /// Eviction policy: weighted or lru
     #[arg(long, default_value = "weighted", value_parser = policy)]
     policy: EvictionPolicy,
     /// Whether puts name the block before them: known or unknown
     #[arg(long, default_value = "known", value_parser = ["known", "unknown"])]
     parents: String,
-    /// Blocks whose bytes may be written a day before only what was put before is stored [default: no limit]
+    /// Daily writes, in blocks; beyond them only blocks that were put before are stored [default: no limit]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     endurance_blocks: Option<u64>,
     /// KiB of a block
@@ -72,7 +72,7 @@ pub(crate) struct DiskArgs {
     trace: PathBuf,
     #[command(flatten)]
     store: StoreArgs,
-    /// Write what happened to blocks, one JSON object a line, in order
+    /// Write the events of blocks, one JSON object a line, in order
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
     /// Print one JSON object

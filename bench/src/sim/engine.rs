@@ -12,10 +12,10 @@ use serde_json::{Value, json};
 /// The recordings.
 #[derive(Args, Debug)]
 pub(crate) struct EngineArgs {
-    /// Recordings whose times are told: JSON lines of `scripts/sim-record`
+    /// Recordings to compare with: JSON lines of `scripts/sim-record`
     #[arg(required = true)]
     recordings: Vec<PathBuf>,
-    /// The recording whose steps say how long an engine's steps take; may be given again, for engines that read from disk
+    /// The recording that calibrates the times of steps; may be given again, for engines that read from disk
     #[arg(long, value_name = "RECORDING", required = true)]
     calibrate: Vec<PathBuf>,
     /// Print one JSON object

@@ -26,7 +26,7 @@ pub struct SimArgs {
 enum SimCommand {
     /// A trace against the disk tier alone: the engine itself over a disk in memory, as `bench replay` over a real one
     Disk(disk::DiskArgs),
-    /// Find the configurations that keep a promise and that nothing beats in latency, throughput and cost
+    /// Find the configurations that keep a promise and are best in latency, throughput and cost
     Search(Box<search::SearchArgs>),
     /// Recordings of a real engine: its times to the first token and its throughput, as they were and as they are simulated
     Engine(engine::EngineArgs),

@@ -35,7 +35,7 @@ pub(crate) struct SearchArgs {
     /// What all nodes may cost an hour, in the file's prices
     #[arg(long, value_name = "COST")]
     cost_max: Option<f64>,
-    /// What may vary, separated by commas: limits, router, prefetch, nodes, hbm, dram, disk [default: all but hbm]
+    /// Parameters to vary, separated by commas: limits, router, prefetch, nodes, hbm, dram, disk [default: all but hbm]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = what)]
     vary: Option<Vec<What>>,
 }

@@ -20,7 +20,7 @@ pub(crate) struct ClusterArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Show the members, who can be reached, what each holds of the directory, and how fast each path is
+    /// Show the members, the reachable ones, their parts of the directory, and the speed of each path
     Status(StatusArgs),
 }
 

@@ -26,10 +26,10 @@ pub(crate) struct GetArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Where the leading blocks that are there go, or `-` for standard output
+    /// The file for the leading blocks that are stored, or `-` for standard output
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
-    /// Replace FILE if there is one, as soon as at least one block is whole
+    /// Replace an existing FILE, once at least one block is complete
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -26,16 +26,16 @@ pub(crate) struct PinArgs {
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// For how long, such as 90s, 30m, 12h; a day at most
+    /// The time, such as 90s, 30m, 12h; at most a day
     #[arg(long, default_value = "1h", value_parser = subject::duration)]
     hold: Duration,
-    /// End this pin instead
+    /// End this pin, instead of making one
     #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
     release: Option<u64>,
-    /// Show what is held instead: pins, and leases of lookups
+    /// List pins, and leases of look-ups, instead of making a pin
     #[arg(long, conflicts_with_all = ["tokens", "keys", "release"])]
     list: bool,
-    /// With --list: of all tenants, for those who may administer
+    /// With --list: of all tenants; needs the right `admin`
     #[arg(long, requires = "list")]
     all_tenants: bool,
     #[command(flatten)]

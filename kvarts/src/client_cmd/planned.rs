@@ -16,7 +16,7 @@ use crate::plan_cmd;
 /// Arguments of a plan.
 #[derive(Args, Debug)]
 pub(super) struct PlanArgs {
-    /// Say what of it is worth restoring, and why: times come from the data sheet of --device, from --samples, or both
+    /// Show which part loads faster than it recomputes; times come from the data sheet of --device, from --samples, or both
     #[arg(long)]
     plan: bool,
     /// For --plan: a device: a100, h100, h200, h20, b200 or l40s
@@ -25,16 +25,16 @@ pub(super) struct PlanArgs {
     /// For --plan: devices that share the work
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024), requires = "plan")]
     devices: u32,
-    /// For --plan: measured prefills, as `kvarts plan calibrate` takes them
+    /// For --plan: a file of measured prefills, in the format of `kvarts plan calibrate`
     #[arg(long, value_name = "FILE", requires = "plan")]
     samples: Option<PathBuf>,
-    /// For --plan: leading blocks that are in device memory already
+    /// For --plan: number of leading blocks in device memory
     #[arg(long, default_value_t = 0, requires = "plan")]
     hbm_blocks: u32,
-    /// For --plan: boundaries, in blocks, at which windows and states are in device memory already
+    /// For --plan: boundaries, in blocks, with windows and states in device memory
     #[arg(long, value_delimiter = ',', value_name = "BLOCKS", requires = "plan")]
     hbm_boundaries: Vec<u32>,
-    /// For --plan: what the engine computes while blocks are loaded: layers (each when it is there), or none (nothing before all is)
+    /// For --plan: computing during the load: layers (each layer once it is loaded), or none (after the whole load)
     #[arg(long, default_value = "layers", value_parser = plan_cmd::overlap, requires = "plan")]
     overlap: Overlap,
 }

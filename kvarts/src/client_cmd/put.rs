@@ -28,19 +28,19 @@ const SHOWN: usize = 10;
 /// The arguments of `put`.
 #[derive(Args, Debug)]
 pub(crate) struct PutArgs {
-    /// The blocks' bytes, or `-` for standard input
+    /// A file with the bytes of the blocks, or `-` for standard input
     file: PathBuf,
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Answer when the blocks are written, not when they are flushed
+    /// Return when the blocks are written, before they are flushed
     #[arg(long)]
     relaxed: bool,
-    /// Read the blocks that were there already, and fail if their bytes differ from the file's
+    /// Read blocks that were already stored, and fail if their bytes differ from the file
     #[arg(long)]
     verify: bool,
-    /// How long the blocks may live, such as 90s, 30m, 12h, 7d [default: until they are evicted]
+    /// Time to live of the blocks, such as 90s, 30m, 12h, 7d [default: until they are evicted]
     #[arg(long, value_parser = subject::duration)]
     ttl: Option<Duration>,
     #[command(flatten)]

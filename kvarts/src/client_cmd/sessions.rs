@@ -24,7 +24,7 @@ pub(crate) struct SessionArgs {
 
 #[derive(Subcommand, Debug)]
 enum What {
-    /// Show the sessions of the token's tenant: what each holds, on what it stands, and when its lease ends
+    /// Show the sessions of the token's tenant: blocks, base and end of the lease of each
     List(ListArgs),
 }
 

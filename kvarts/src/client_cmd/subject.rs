@@ -41,16 +41,16 @@ pub(crate) fn hung(place: &str, time: Duration) -> String {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServerArgs {
     /// The server: a socket's path, HOST:PORT, or http(s)://HOST:PORT [default: $KVARTS_SERVER,
-    /// or the one of ./kvarts-data; where there is no such store, 127.0.0.1:7440]
+    /// or the server of the store ./kvarts-data; without that store, 127.0.0.1:7440]
     #[arg(long, value_name = "ADDR|SOCKET")]
     pub(crate) server: Option<String>,
     /// A file that holds the token [default: $KVARTS_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// For https: the authority that signed the server's certificate, a PEM file
+    /// For https: the authority of the server's certificate, a PEM file
     #[arg(long, value_name = "FILE")]
     authority: Option<PathBuf>,
-    /// For a socket, where there is a token: the number of the server's user, if it is not yours or root
+    /// For a socket and a token: the number of the server's user, if it is neither you nor root
     /// [default: $KVARTS_SERVER_UID]
     #[arg(long, value_name = "UID")]
     server_uid: Option<u32>,
@@ -126,22 +126,22 @@ impl ServerArgs {
 /// Which model.
 #[derive(Args, Debug)]
 pub(crate) struct ModelArgs {
-    /// What decides the bytes: an identity in TOML or JSON
+    /// The identity of the blocks, a TOML or JSON file (`kvarts identity` makes a template)
     #[arg(long, value_name = "FILE")]
     identity: Option<PathBuf>,
-    /// Its state: a shipped model's name, or a spec
+    /// The model: the name of a shipped one, or the file of a spec
     #[arg(long, value_name = "NAME|FILE")]
     pub(super) model: Option<PathBuf>,
-    /// Instead of a model: flat pages of this size
+    /// Instead of a model: flat pages with this number of bytes
     #[arg(long, value_name = "SIZE", value_parser = crate::sizes::bytes, conflicts_with = "model")]
     page_bytes: Option<u64>,
-    /// The group of the blocks [default: the model's first]
+    /// The group of the blocks [default: the first of the model]
     #[arg(long)]
     group: Option<u32>,
-    /// Ranks that share the state
+    /// Number of tensor-parallel ranks
     #[arg(long, default_value_t = 1)]
     tp: u16,
-    /// Which of them has these blocks [default: 0; match: all of them]
+    /// The number of this rank [default: 0; match: all ranks]
     #[arg(long)]
     rank: Option<u16>,
 }
@@ -149,10 +149,10 @@ pub(crate) struct ModelArgs {
 /// Which blocks.
 #[derive(Args, Debug)]
 pub(crate) struct KeyArgs {
-    /// The tokens of the prompt as numbers, or `-` for standard input: each full block of them is a block
+    /// A file with the tokens of the prompt as numbers, or `-` for standard input; a last, incomplete block is left out
     #[arg(long, value_name = "FILE", conflicts_with = "keys")]
     tokens: Option<PathBuf>,
-    /// Keys, 64 hexadecimal digits a line: flat pages that need not follow each other
+    /// A file of keys, 64 hexadecimal digits a line, for flat pages in any order
     #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
 }

@@ -10,7 +10,7 @@ use kvarts_terminal::Failure;
 /// Whether what cannot be undone is meant.
 #[derive(Args, Debug)]
 pub(crate) struct Sure {
-    /// Do not ask. Without a terminal to ask at, this is required
+    /// Do not ask for confirmation; required without a terminal
     #[arg(long)]
     yes: bool,
 }

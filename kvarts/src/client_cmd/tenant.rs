@@ -21,23 +21,23 @@ pub(crate) struct TenantArgs {
 
 #[derive(Subcommand, Debug)]
 enum TenantCommand {
-    /// Delete everything that a tenant has stored, also one that is not in the configuration any more
+    /// Delete all blocks of a tenant, also of one that was removed from the configuration
     Purge(PurgeArgs),
 }
 
 /// The arguments of `tenant purge`.
 #[derive(Args, Debug)]
 struct PurgeArgs {
-    /// The tenant's name, as it stands or stood in the configuration
+    /// The name of the tenant in the configuration, now or before
     #[arg(required_unless_present_any = ["salt", "unsalted"])]
     name: Option<String>,
-    /// Instead: the salt of a tenant that is not in the configuration any more and had one there
+    /// Instead of a name: the salt of a tenant that was removed from the configuration
     #[arg(long, conflicts_with_all = ["name", "unsalted"])]
     salt: Option<String>,
-    /// Instead: what was stored while the server asked for no tokens
+    /// Instead of a name: the blocks that were stored without tokens
     #[arg(long, conflicts_with = "name")]
     unsalted: bool,
-    /// Only say what would go
+    /// Only print what would be deleted
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]

@@ -18,10 +18,10 @@ pub(super) struct FsckArgs {
     /// Only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
-    /// Manifests, indexes and lengths only: no block is read
+    /// Check manifests, indexes and lengths only, without reading blocks
     #[arg(long)]
     quick: bool,
-    /// Make lost indexes again from their packs, and name packs no longer that are gone or have deleted blocks
+    /// Rebuild lost indexes from their packs, and drop packs that are absent or have deleted blocks from the manifests
     #[arg(long)]
     repair: bool,
     #[command(flatten)]

@@ -21,16 +21,16 @@ pub(super) struct GcArgs {
     /// Only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
-    /// Packs that were added longer ago go, such as 30d
+    /// Delete packs that were added longer ago than this, such as 30d
     #[arg(long, value_name = "TIME", value_parser = duration)]
     older: Option<Duration>,
-    /// The packs of each namespace take at most so much, such as 100G: those that were added first go
+    /// Keep at most this many bytes of packs in each namespace, such as 100G; the oldest go first
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     most: Option<u64>,
-    /// How long readers may go on with what is to be deleted; at least 1h
+    /// Time between the removal of a pack from the manifest and its deletion; at least 1h
     #[arg(long, default_value = "24h", value_name = "TIME", value_parser = duration)]
     grace: Duration,
-    /// Change nothing, say what would be done
+    /// Only print the changes, make none
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]

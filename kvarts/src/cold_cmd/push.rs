@@ -32,19 +32,19 @@ use crate::offline::{Place, now_ms, write_json};
 /// The arguments of `cold push`.
 #[derive(Args, Debug)]
 pub(super) struct PushArgs {
-    /// Every directory of a store; without one a running server pushes what it has into its own bucket
+    /// All directories of a store; without one a running server pushes its blocks into its own bucket
     #[arg(value_name = "DIR", requires = "bucket")]
     directories: Vec<PathBuf>,
     /// Further directories of the store
     #[arg(long = "dir", value_name = "DIR", requires = "directories")]
     more: Vec<PathBuf>,
-    /// Read a store that is in use, whose server has not this bucket: what is deleted meanwhile may be pushed
+    /// Read a store in use by a server without this bucket; blocks deleted during the push may be pushed
     #[arg(long, requires = "directories")]
     live: bool,
     #[command(flatten)]
     wanted: Wanted,
-    /// Of a store in directories, where to: s3://BUCKET/PREFIX, with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
-    /// AWS_ENDPOINT_URL as other programs take them; or file:///DIRECTORY
+    /// The bucket, for a push of directories: s3://BUCKET/PREFIX, with the usual AWS_ACCESS_KEY_ID,
+    /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL; or file:///DIRECTORY
     #[arg(long, value_name = "URL", requires = "directories")]
     bucket: Option<String>,
     #[command(flatten)]

@@ -21,13 +21,13 @@ use kvarts_terminal::{Align, Failure, Table};
 /// Arguments of `kvarts doctor`.
 #[derive(Args, Debug)]
 pub(crate) struct DoctorArgs {
-    /// Directories of the store, which are there already
+    /// Existing directories of the store
     #[arg(value_name = "DIR", default_value = ".")]
     directories: Vec<PathBuf>,
-    /// Bytes that are written to each directory and read again, to measure the disk; 0 leaves this out
+    /// Bytes to write to each directory and read again, to measure the disk; 0 skips the measurement
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = crate::sizes::bytes)]
     probe: u64,
-    /// The bucket of a cold tier, which one small object is put into: s3://BUCKET/PREFIX or file:///DIRECTORY
+    /// The bucket of a cold tier, tested with one small object: s3://BUCKET/PREFIX or file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: Option<String>,
     /// Print one JSON object

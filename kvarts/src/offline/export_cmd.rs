@@ -30,7 +30,7 @@ use kvarts_terminal::Failure;
 pub(crate) struct ExportArgs {
     #[command(flatten)]
     place: Place,
-    /// The file; refused if there is one
+    /// The new file; an existing one is refused
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
     #[command(flatten)]
@@ -46,7 +46,7 @@ pub(crate) struct Wanted {
     /// Only this namespace
     #[arg(long, value_name = "ID", conflicts_with_all = ["prefix", "all"])]
     namespace: Option<NamespaceId>,
-    /// Only the prefix that ends with this key, and everything that descends from it
+    /// Only the prefix that ends with this key, and its descendants
     #[arg(long, value_name = "KEY", conflicts_with = "all")]
     prefix: Option<BlockKey>,
     /// Everything

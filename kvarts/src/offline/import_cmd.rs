@@ -36,7 +36,7 @@ const SEGMENTS_BESIDE: u64 = 256;
 /// The arguments of `import`.
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
-    /// What `kvarts export` wrote
+    /// A file of `kvarts export`
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -52,10 +52,10 @@ pub(crate) struct ImportArgs {
 /// The store that artifacts are put into.
 #[derive(Args, Debug)]
 pub(crate) struct Destination {
-    /// Every directory of the store
+    /// All directories of the store
     #[arg(long, required = true, value_name = "DIR")]
     into: Vec<PathBuf>,
-    /// Make a store where the directories are empty
+    /// Create a store in empty directories
     #[arg(long)]
     create: bool,
     /// With --create: MiB of a segment
@@ -64,13 +64,13 @@ pub(crate) struct Destination {
     /// With --create: shards in each directory
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     shards: u32,
-    /// GiB that the store may have on disk: more is made room for by eviction [default: what it takes not to evict]
+    /// Disk budget of the store in GiB; a smaller one evicts blocks [default: enough to evict none]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     budget_gib: Option<u64>,
-    /// What executors run on: auto, glommio or threads
+    /// Runtime of the executors: auto, glommio or threads
     #[arg(long, default_value = "auto")]
     runtime: RuntimeChoice,
-    /// The way to the disks: auto, ring or pool
+    /// Interface to the disks: auto, ring or pool
     #[arg(long, default_value = "auto")]
     io: IoChoice,
 }

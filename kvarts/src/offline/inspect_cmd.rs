@@ -50,7 +50,7 @@ pub(crate) struct InspectArgs {
     /// A segment, or a record in it; offset 0 is the segment's header
     #[arg(value_name = "SHARD/SEGMENT[/OFFSET]")]
     at: Option<At>,
-    /// The most records of a segment, or blocks of a record, that are shown
+    /// Largest number of records of a segment, or blocks of a record, to show
     #[arg(long, default_value_t = 40)]
     limit: usize,
     /// Print one JSON object

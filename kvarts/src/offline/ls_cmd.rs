@@ -17,19 +17,19 @@ use kvarts_terminal::Failure;
 /// The arguments of `ls`.
 #[derive(Args, Debug)]
 pub(crate) struct LsArgs {
-    /// A directory of a store, whose files are read; without one a running server is asked
+    /// A directory of a store to read offline; without one the command asks a running server
     #[arg(value_name = "DIR")]
     directory: Option<PathBuf>,
     /// Further directories of the store
     #[arg(long = "dir", value_name = "DIR", requires = "directory")]
     more: Vec<PathBuf>,
-    /// Read a store that is in use: what it writes meanwhile may be missing
+    /// Read a store in use; blocks written during the command may be missing
     #[arg(long, requires = "directory")]
     live: bool,
     /// Only this namespace
     #[arg(long, value_name = "ID")]
     namespace: Option<NamespaceId>,
-    /// The most branches shown of each namespace
+    /// Largest number of branches to show for each namespace
     #[arg(long, default_value_t = 40)]
     limit: usize,
     #[command(flatten)]

@@ -24,13 +24,13 @@ pub(crate) struct TopArgs {
     /// The server's metrics address
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7441")]
     metrics: SocketAddr,
-    /// Seconds between two looks
+    /// Seconds between two samples
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=3600))]
     interval: u64,
-    /// Look twice, print what happened in between, and end
+    /// Take two samples, print the difference, and end
     #[arg(long)]
     once: bool,
-    /// Print one JSON object; with it only one look is shown
+    /// Print one JSON object, of one interval
     #[arg(long)]
     json: bool,
 }
