@@ -77,7 +77,7 @@ impl<'a> Arrival<'a> {
     ) -> Result<Option<ReadEnd>, Reason> {
         let found = reply.part.as_ref().map(|part| (part, self.digest.read(part)));
         let Some((part, _)) = found.filter(|(_, found)| *found == reply.crc32) else {
-            return Err(Reason::remote("a message of the read was damaged on its way"));
+            return Err(Reason::remote("a message of the read was damaged in transit"));
         };
         match part {
             Part::Data(data) => self.data(data)?,
@@ -136,7 +136,7 @@ impl<'a> Arrival<'a> {
             }
         };
         if data.offset != 0 || end.is_none() || data.blocks == 0 || !follows {
-            return Err(Reason::Bug("data that the read did not ask for, or out of order"));
+            return Err(Reason::Bug("the server sent data outside the request or out of order"));
         }
         let (layer, first_block, blocks) = (data.layer, data.first_block, data.blocks);
         let chunks = chunks.saturating_mul(blocks as usize);
@@ -150,7 +150,7 @@ impl<'a> Arrival<'a> {
 
     /// Puts what belongs into the next chunk there; gives the rest.
     fn place<'b>(&mut self, bytes: &'b [u8]) -> Result<&'b [u8], Reason> {
-        let wrong = Reason::Bug("more data of a read than its range has");
+        let wrong = Reason::Bug("the server sent more data than the range of the read");
         let Some(range) = &mut self.range else { return Err(wrong) };
         let found = match self.request.order {
             Order::Blocks => {
@@ -230,11 +230,11 @@ impl<'a> Arrival<'a> {
 }
 
 /// What is said and is not so, though its digest is right.
-const UNTRUE: &str = "a server that calls good what has not arrived";
+const UNTRUE: &str = "the server announced data that has not arrived";
 
 fn read_end(wire: &proto::ReadEnd, keys: &[BlockKey]) -> ReadEnd {
     let failure = |failure: &proto::read_end::Failure| {
-        let unsaid = Reason::Bug("a failure without a reason");
+        let unsaid = Reason::Bug("the server reported a failure without a reason");
         let key = keys.get(failure.block as usize);
         (failure.block, failure.error.as_ref().map_or(unsaid, |error| fault::reason_of_block(error, key)))
     };

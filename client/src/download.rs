@@ -112,5 +112,5 @@ async fn all(
             return Ok(Some(end));
         }
     }
-    Err(Reason::Busy("the connection broke off"))
+    Err(Reason::Busy("the connection was interrupted"))
 }

@@ -58,7 +58,7 @@ fn delete_outcome(wire: &proto::delete_reply::Outcome) -> DeleteOutcome {
         (What::NotHere, None) => DeleteOutcome::NotHere,
         (What::Deleted, None) => DeleteOutcome::Deleted,
         (_, Some(error)) => DeleteOutcome::Refused(fault::reason(error)),
-        (What::Refused, None) => DeleteOutcome::Refused(Reason::Bug("a refusal without a reason")),
+        (What::Refused, None) => DeleteOutcome::Refused(Reason::Bug("the server refused without a reason")),
     }
 }
 

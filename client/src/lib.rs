@@ -216,7 +216,7 @@ impl Client {
             Via::Grpc => None,
             Via::Local => Some(LocalPath::connect(options, &remote)?),
             Via::Best if options.endpoint.starts_with("unix:") => LocalPath::connect(options, &remote)
-                .inspect_err(|why| tracing::info!(%why, "no local path: blocks go over gRPC"))
+                .inspect_err(|why| tracing::info!(%why, "the local path is not available: blocks use gRPC"))
                 .ok(),
             Via::Best => None,
         };
@@ -288,7 +288,7 @@ impl Client {
         let stream = self.read(request)?;
         // ends: the read's deadline or the client's `call_timeout`; the path ends it
         let ended = std::future::poll_fn(|context| stream.poll_end(context)).await;
-        ended.map_err(|_| Error(Reason::Busy("the connection broke off")))
+        ended.map_err(|_| Error(Reason::Busy("the connection was interrupted")))
     }
 
     /// Reads into memory; each layer is announced when it is there.

@@ -49,7 +49,7 @@ fn missing(wire: Option<&proto::Missing>) -> Missing {
 pub(super) fn matched(found: &proto::MatchReply) -> Result<MatchReply, Reason> {
     let coverage = |one: &proto::match_reply::Coverage| {
         let column = convert::column(one.column.as_ref());
-        let (group, coordinate) = column.map_err(|_| Reason::Bug("an answer with a column that is none"))?;
+        let (group, coordinate) = column.map_err(|_| Reason::Bug("the answer has an unknown column"))?;
         Ok(Coverage { group, coordinate, blocks: one.blocks })
     };
     let usable = UsablePrefix {
@@ -110,7 +110,7 @@ pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsR
         })
         .collect();
     if presence.len() != keys {
-        return Err(Reason::Bug("an answer for another number of keys"));
+        return Err(Reason::Bug("the answer has another number of keys"));
     }
     let missing = missing(reply.missing.as_ref());
     Ok(ContainsReply { presence, missing, lease: lease(reply.lease), deletes: reply.deletes })

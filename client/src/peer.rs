@@ -31,7 +31,7 @@ pub(super) fn connect(path: &Path, within: Duration) -> io::Result<UnixStream> {
             Err(Errno::INTR) if until > clock.now() => {}
             Err(Errno::AGAIN | Errno::INTR) => {
                 let seconds = within.as_secs_f64();
-                let what = format!("it has taken no connection for {seconds} s: it is stopped, or hangs");
+                let what = format!("it has accepted no connection for {seconds} s: it is stopped, or hangs");
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
             Err(error) => return Err(error.into()),
@@ -81,7 +81,7 @@ mod tests {
         assert_eq!(first.write_timeout().unwrap(), Some(minute));
         let full = connect(&path, Duration::from_millis(20)).unwrap_err();
         let told = crate::away::of_io(path.display(), &full).to_string();
-        let parts = [&*path.display().to_string(), "has taken no connection for 0.02 s"];
+        let parts = [&*path.display().to_string(), "has accepted no connection for 0.02 s"];
         assert!(parts.iter().all(|part| told.contains(part)), "{told}");
         drop(server);
         assert_eq!(connect(&path, minute).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);

@@ -160,7 +160,7 @@ impl Remote {
             block_on(asked).map_err(config)??;
         }
         let token = options.token.as_ref().map(|token| format!("Bearer {token}").parse());
-        let token = token.transpose().map_err(|_| config("the token has characters that no token has"))?;
+        let token = token.transpose().map_err(|_| config("the token has invalid characters"))?;
         let known = RwLock::new(BTreeMap::new());
         let clock = SystemClock::new();
         let ConnectOptions { call_timeout, of_cluster, .. } = *options;
@@ -272,7 +272,7 @@ impl Remote {
 
     pub(super) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
         if !identity.tenant_salt.is_empty() {
-            let rule = IdentityCause::Rule("tenant_salt: the server gives it, leave it out");
+            let rule = IdentityCause::Rule("tenant_salt: the server sets it, leave it out");
             return Err(Error(Reason::Identity(rule)));
         }
         let mut models = self.models();
@@ -308,10 +308,10 @@ impl Remote {
         geometry: &Geometry,
     ) -> Result<NamespaceId, Reason> {
         if digest::of_model(&convert::wire_identity(identity), &reply.namespace) != reply.crc32 {
-            return Err(Reason::remote("a registration was damaged on its way"));
+            return Err(Reason::remote("a registration was damaged in transit"));
         }
         let namespace = <[u8; 32]>::try_from(&reply.namespace[..]);
-        let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("a namespace that is none"))?;
+        let namespace = namespace.map(NamespaceId).map_err(|_| Reason::Bug("an invalid namespace"))?;
         let (identity, geometry, shapes) = (identity.clone(), geometry.clone(), Mutex::default());
         let known = Arc::new(Known { identity, geometry, shapes });
         self.known.write().unwrap_or_else(PoisonError::into_inner).insert(namespace, known);

@@ -67,10 +67,10 @@ async fn send(
     let answer = answer.map_err(|_| Reason::DeadlinePassed)?;
     let found = answer.map_err(|status| fault::reason_of(&status))?.into_inner();
     if digest.put_reply(&found) != found.crc32 {
-        return Err(Reason::remote("the answer of the put was damaged on its way: ask what is there"));
+        return Err(Reason::remote("the answer of the put was damaged in transit: look the blocks up"));
     }
     if found.outcomes.len() != request.keys.len() {
-        return Err(Reason::Bug("an answer for another number of blocks"));
+        return Err(Reason::Bug("the answer has another number of blocks"));
     }
     Ok(PutReply { outcomes: found.outcomes.iter().map(outcome).collect() })
 }
@@ -83,7 +83,7 @@ pub(super) fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
         (What::InFlight, None) => BlockOutcome::InFlight,
         (What::HeldElsewhere, None) => BlockOutcome::HeldElsewhere,
         (_, Some(error)) => BlockOutcome::Refused(fault::reason(error)),
-        (What::Refused, None) => BlockOutcome::Refused(Reason::Bug("a refusal without a reason")),
+        (What::Refused, None) => BlockOutcome::Refused(Reason::Bug("the server refused without a reason")),
     }
 }
 

@@ -42,37 +42,37 @@ impl fmt::Display for ColdError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bucket(name, fault) => write!(f, "{name}: {fault}"),
-            Self::Paused => f.write_str("the bucket failed again and again and is left alone for a while"),
-            Self::Budget(what) => write!(f, "the budget of {what} a day is spent"),
+            Self::Paused => f.write_str("requests to the bucket are paused after repeated failures"),
+            Self::Budget(what) => write!(f, "the daily budget of {what} is used up"),
             Self::Object(name, error) => write!(f, "{name}: {error}"),
             Self::Full(namespace) => {
                 write!(f, "namespace {namespace}: its manifest has no room for more packs")
             }
             Self::Waiting(namespace) => write!(
                 f,
-                "namespace {namespace}: its manifest has no room for more packs that wait for their deletion: \
-                 collect garbage, with a shorter grace if theirs has not passed"
+                "namespace {namespace}: its manifest has no room for more packs that wait for deletion: run `kvarts cold gc`, \
+                 with a shorter --grace if theirs has not passed"
             ),
             Self::Contended(namespace) => {
-                write!(f, "namespace {namespace}: other writers changed its manifest each time: try again")
+                write!(f, "namespace {namespace}: other writers changed its manifest at each attempt: retry")
             }
             Self::Clocks(apart_ms) => {
                 let seconds = apart_ms / 1000;
                 write!(
                     f,
-                    "the clock here and the bucket's are {seconds} s apart: set the clock; nothing was changed"
+                    "the local clock and the bucket's differ by {seconds} s: set the clock; nothing was changed"
                 )
             }
             Self::Store(why) => write!(f, "the store: {why}"),
-            Self::Withdrawn => f.write_str("blocks of the pack were deleted meanwhile"),
+            Self::Withdrawn => f.write_str("blocks of the pack were deleted during the push"),
             Self::Anew(namespace) => write!(
                 f,
-                "namespace {namespace}: its manifest was begun anew since the blocks were listed, so what was deleted meanwhile is not known: \
-                 try again"
+                "namespace {namespace}: its manifest was recreated after the blocks were listed, and deletes since then are \
+                 unknown: retry"
             ),
             Self::ReadOnly(why) => write!(
                 f,
-                "the bucket can only be read: {why}, so writers would undo each other's changes and deletes would be undone"
+                "the bucket is read-only for kvarts: {why}, so writers could undo each other's changes and deletes"
             ),
             Self::Condemned => f.write_str("a pack of this name is to be deleted"),
         }
@@ -85,10 +85,10 @@ impl ColdError {
     /// What a tenant is told: what to do, and nothing of the bucket, its address and its answers.
     pub fn for_tenants(&self) -> &'static str {
         match self {
-            Self::Budget(_) => "the bucket may not be asked for more today",
-            Self::Contended(_) => "others were changing the same: try again",
-            Self::ReadOnly(_) => "the bucket can only be read, so nothing can be deleted there",
-            _ => "the bucket was not told: try again later",
+            Self::Budget(_) => "the daily budget of the bucket is used up",
+            Self::Contended(_) => "other writers changed the same manifest: retry",
+            Self::ReadOnly(_) => "the bucket is read-only for kvarts, and deletes cannot be recorded there",
+            _ => "the request to the bucket failed: retry later",
         }
     }
 }

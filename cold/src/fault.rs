@@ -42,9 +42,9 @@ impl fmt::Display for Fault {
             Self::NoBucket => f.write_str("there is no such bucket"),
             Self::Changed => f.write_str("the object was changed by another writer"),
             Self::Busy(_) => f.write_str("the bucket asks for fewer requests"),
-            Self::Unreachable(why) => write!(f, "the bucket is not reached: {why}"),
+            Self::Unreachable(why) => write!(f, "the bucket cannot be reached: {why}"),
             Self::Failed(why) => {
-                write!(f, "the bucket's server failed; if it does so again, its own log says why: {why}")
+                write!(f, "the bucket's server failed; if this repeats, its own log has the reason: {why}")
             }
             Self::Denied(why) => write!(f, "the bucket refuses the credentials: {why}"),
             Self::Forbidden(why) => write!(

@@ -198,7 +198,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     match &found.plan {
         Some(planned) => planned::show(planned, out),
         None if times.is_some() => {
-            Err(Failure::user("the server makes no plans: it is older than this program"))
+            Err(Failure::user("the server is older than this program and cannot plan"))
         }
         None => Ok(()),
     }

@@ -189,7 +189,7 @@ fn look(disks: &[Arc<dyn Disk>]) -> Result<Result<Store, Refusal>, Failure> {
     if let Err(refusal) = refuse_unsound(store.as_ref(), &found) {
         return Ok(Err(refusal));
     }
-    Ok(Ok(store.ok_or_else(|| Failure::user("nothing was ever stored here"))?))
+    Ok(Ok(store.ok_or_else(|| Failure::user("this store has never held a block"))?))
 }
 
 /// What a dry run is given: nothing that could be written.
@@ -255,7 +255,7 @@ fn to_another(
     for bytes in [&mut id[..], &mut secret[..]] {
         let got = rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty());
         if got.map_err(Failure::user)? != bytes.len() {
-            return Err(Failure::user("the system gives no random numbers"));
+            return Err(Failure::user("the system has no source of random numbers"));
         }
     }
     let shards = arguments.shards.unwrap_or(store.shards.len() as u32);

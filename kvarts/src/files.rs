@@ -50,7 +50,7 @@ pub(crate) fn write_text(path: &Path, text: &str, replace: bool) -> Result<(), F
 pub(crate) fn refuse_existing(path: &Path) -> Result<(), Failure> {
     match path.symlink_metadata() {
         Ok(_) => Err(Failure::User(format!(
-            "{} is there already: choose another name, or remove it",
+            "{} exists already: choose another name, or remove it",
             path.display()
         ))),
         Err(_) => Ok(()),

@@ -236,7 +236,7 @@ fn calibrate(path: &Path, engine: &EngineArgs, json: bool, out: &mut dyn Write) 
     }
     writeln!(out, "{}", interpolated.told())?;
     writeln!(out, "{} ({} on {}, times {:.3})", scaled.told(), engine.model, engine.device, scaled.factor())?;
-    Ok(writeln!(out, "the better one on samples that it was not made from: {taken}")?)
+    Ok(writeln!(out, "the better one, judged by samples left out of the table: {taken}")?)
 }
 
 /// The bandwidth at which a prefix takes as long to load as to compute.
@@ -407,7 +407,10 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
     question.check().map_err(|error| fault(path, error))?;
     let route = question.route(&prefill);
     let Some(best) = route.best() else {
-        return Err(fault(path, "no node can take it: one that decodes, or one with a network"));
+        return Err(fault(
+            path,
+            "no node can serve the request: a node that decodes, or one with a network, is required",
+        ));
     };
     if arguments.json {
         let candidates = if arguments.explain { json!(route.candidates) } else { json!([best]) };

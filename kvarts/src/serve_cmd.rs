@@ -158,10 +158,10 @@ impl Starting {
             Ok(Ok(Err(refused))) => tracing::info!("the start has ended: {refused}"),
             Ok(Err(failed)) => return Err(Failure::user(failed)),
             Err(_) => {
-                tracing::info!("the start is left where it is, as by a kill: the next one goes on from there")
+                tracing::info!("the start was interrupted, as by a kill: the next start continues from there")
             }
         }
-        tracing::info!("stopped before anything was served");
+        tracing::info!("stopped before serving");
         Ok(())
     }
 }
@@ -188,11 +188,11 @@ async fn reload(daemon: &Daemon, arguments: &ServeArgs) -> Reloaded {
     };
     match &reloaded {
         Ok(notes) => {
-            tracing::info!(target: "audit", "tenants, tokens and certificates were read again");
+            tracing::info!(target: "audit", "tenants, tokens and certificates are reloaded");
             notes.iter().for_each(|note| tracing::info!("{note}"));
         }
         Err(why) => {
-            tracing::error!(target: "audit", "the configuration was not read again, all stays as it was: {why}");
+            tracing::error!(target: "audit", "the configuration was not read again, and nothing was changed: {why}");
         }
     }
     reloaded

@@ -179,12 +179,12 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let (code, report) = ground.json(&["delete", "--keys", "some"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(2)));
     let (code, _, err) = ground.of(&["get", "--to", "back"], &TOKENS);
-    assert!(code == 2 && err.contains("back is there already"), "{err}");
+    assert!(code == 2 && err.contains("back exists already"), "{err}");
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
     says_why(&ground, code, &report);
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     let (code, _, err) = ground.of(&["delete", "--all"], &[]);
-    assert!(code == 2 && err.contains("give --yes"), "{err}");
+    assert!(code == 2 && err.contains("confirm with --yes"), "{err}");
     let (code, report) = ground.json(&["delete", "--all", "--yes"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(8)));
     // What replaces a file is whole before the file goes: nothing came, so nothing went.

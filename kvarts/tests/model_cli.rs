@@ -179,7 +179,7 @@ fn an_imported_configuration_is_a_spec_that_checks_out() {
     let out = file("out.toml", "");
     let arguments = ["model", "import", "-", "--out", &out, "--name", "mine", "--kv-dtype", "fp8"];
     let refused = refusal(kvarts_with_input(&arguments, CONFIG.as_bytes()));
-    assert!(refused.contains("is there already") && std::fs::read(&out).unwrap().is_empty(), "{refused}");
+    assert!(refused.contains("exists already") && std::fs::read(&out).unwrap().is_empty(), "{refused}");
     let arguments = [&arguments[..], &["--force"]].concat();
     assert_eq!(succeeds(kvarts_with_input(&arguments, CONFIG.as_bytes())), "");
     let mine = json(&["model", "show", &out, "--json"]);

@@ -30,7 +30,7 @@ fn what_is_imported_is_exported_again_with_the_same_origin_ids_and_digests() {
     assert_eq!((&report["stored"], &report["already_there"]), (&0.into(), &9.into()));
     assert!(good(&["fsck", &store, "--deep"]).contains("clean"));
     let taken = kvarts(&["export", &store, "--all", "--to", &again.display().to_string()]);
-    assert!(taken.0 == 2 && taken.2.contains("there already"), "{taken:?}");
+    assert!(taken.0 == 2 && taken.2.contains("exists already"), "{taken:?}");
 }
 
 #[test]

@@ -363,7 +363,7 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
     drop(answering);
     std::fs::remove_file(&elsewhere).unwrap();
     let small = serve(&["--budget", "1M", "--listen-grpc", free, "--listen-metrics", "none"]);
-    assert!(small.contains("room for four segments") && small.contains("--budget \"4 MiB\""), "{small}");
+    assert!(small.contains("four segments") && small.contains("--budget \"4 MiB\""), "{small}");
 }
 
 /// A file of members that does not name this node.

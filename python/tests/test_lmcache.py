@@ -240,7 +240,7 @@ class Links(unittest.TestCase):
     def test_a_block_that_is_being_stored_does_not_make_the_server_away(self):
         link = Link(lambda: self.fail("no client is wanted"), pause=3600)
         self.addCleanup(link.close)
-        link.failed(kvarts.Retry("another put of this block has not finished: ask again", "InFlight"))
+        link.failed(kvarts.Retry("another put of this block is under way: retry", "InFlight"))
         self.assertFalse(link.away)
         link.failed(kvarts.Retry("no server answers", "Away"))
         self.assertTrue(link.away)

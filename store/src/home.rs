@@ -350,7 +350,7 @@ fn lock_all(
         let taken = found.and_then(|_| within_limit(directory, stop, lock));
         if stop.is_told() {
             locks.extend(taken.and_then(Result::ok));
-            return Err(Error(Reason::Busy("the start was told to stop")));
+            return Err(Error(Reason::Busy("the start was interrupted")));
         }
         match taken.unwrap_or_else(|| Err(silent(directory))) {
             Ok(mut taken) => {
@@ -555,7 +555,7 @@ mod tests {
         std::fs::rename(&store, &other).unwrap();
         assert_eq!(places.look(), Some(store.as_path()));
         let latched = home.store().health().latched.unwrap();
-        assert!(latched.contains("store") && latched.contains("opened in"), "{latched}");
+        assert!(latched.contains("store") && latched.contains("after the store was opened"), "{latched}");
         // What is written down reaches the directory by its files, and no restart.
         let resumed = block_on(home.store().resume()).unwrap_err().to_string();
         assert!(resumed.contains("opened in"), "{resumed}");
@@ -630,7 +630,7 @@ mod tests {
         std::fs::rename(&old, &second).unwrap();
         let home = Home::open(&options).unwrap();
         let out = home.store().health().out;
-        assert!(out.get(&1).is_some_and(|why| why.contains("was replaced by another one")), "{out:?}");
+        assert!(out.get(&1).is_some_and(|why| why.contains("was replaced")), "{out:?}");
         home.close().unwrap();
         std::fs::remove_dir_all(&scratch).unwrap();
     }

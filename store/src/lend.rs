@@ -201,6 +201,6 @@ mod tests {
     #[test]
     fn a_refusal_says_why() {
         let text = NotLent::from(Reason::Empty).to_string();
-        assert_eq!(text, "not lent: no block or no layer was asked for");
+        assert_eq!(text, "not lent: the request names no block or no layer");
     }
 }

@@ -192,7 +192,7 @@ fn into_a_bucket_that_ignores_conditions_nothing_is_copied_and_deletes_are_refus
     let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &Target::Namespace));
     world.runtime.block_on(deleting.tell(PATIENCE));
     let told = deleting.told().unwrap_err().to_string();
-    assert!(told.contains("can only be read"), "{told}");
+    assert!(told.contains("read-only for kvarts"), "{told}");
     drop(deleting);
     assert_eq!(world.read(&[0, 1, 2], Order::Blocks).0.len(), 3, "it is read as before");
 }

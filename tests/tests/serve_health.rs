@@ -60,10 +60,7 @@ fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
     let refused = refused.expect("it is latched").to_string();
     assert!(refused.contains("No such file"), "{refused}");
     let (status, why) = health(served);
-    assert!(
-        status == 503 && why.contains("the store takes no writes") && why.contains("No such file"),
-        "{why}"
-    );
+    assert!(status == 503 && why.contains("the store is read-only") && why.contains("No such file"), "{why}");
     served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::NotServing));
     let metrics = served.metrics();
     let line = metrics.lines().find(|line| line.starts_with("kvarts_read_only{")).unwrap();
@@ -86,7 +83,7 @@ fn a_server_that_drains_says_so() {
     let stage = ClientStage::open("draining");
     stage.served.daemon().state().start_drain();
     let (status, why) = health(&stage.served);
-    assert_eq!((status, why.as_str()), (503, "the server is about to stop\n"));
+    assert_eq!((status, why.as_str()), (503, "the server is stopping\n"));
 }
 
 /// A page in a browser of this host can give 127.0.0.1 a name of its own (DNS rebinding).

@@ -44,7 +44,7 @@ const KNOWN: [&str; 10] = [
 
 /// What a server said, if it is known.
 pub(crate) fn said(what: &str) -> &'static str {
-    KNOWN.into_iter().find(|known| *known == what).unwrap_or("the server takes no more requests now")
+    KNOWN.into_iter().find(|known| *known == what).unwrap_or("the server accepts no requests now")
 }
 
 #[cfg(test)]
@@ -56,6 +56,6 @@ mod tests {
         for known in KNOWN {
             assert_eq!(said(known), known);
         }
-        assert_eq!(said("words of another server"), "the server takes no more requests now");
+        assert_eq!(said("words of another server"), "the server accepts no requests now");
     }
 }

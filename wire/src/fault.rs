@@ -68,7 +68,7 @@ impl Fault {
 
     /// Bytes that were damaged on their way here.
     pub fn damaged(offset: u64, expected: u32, found: u32) -> Self {
-        let text = format!("bytes at {offset} were damaged on their way: send them again");
+        let text = format!("bytes at {offset} were damaged in transit: send them again");
         let fault =
             Self::new(Code::InvalidArgument, proto::Kind::Invalid, proto::Reason::DamagedOnTheWay, text);
         let detail = proto::Error { expected: expected.into(), found: found.into(), offset, ..*fault.detail };
@@ -104,7 +104,7 @@ impl Fault {
             return Self { code: status.code(), detail: Box::new(error) };
         }
         match status.code() {
-            Code::Cancelled | Code::Unknown | Code::Internal => Self::busy("the connection broke off"),
+            Code::Cancelled | Code::Unknown | Code::Internal => Self::busy("the connection was interrupted"),
             Code::DeadlineExceeded => Self::late(status.message()),
             _ => Self::malformed(status.message()),
         }
@@ -328,7 +328,7 @@ fn counted(what: &str) -> &'static str {
 fn of_kind(kind: proto::Kind, what: String) -> Reason {
     match kind {
         proto::Kind::Miss | proto::Kind::Corrupt => Reason::remote(what),
-        proto::Kind::Retry | proto::Kind::Unspecified => Reason::Busy("the server could not answer now"),
+        proto::Kind::Retry | proto::Kind::Unspecified => Reason::Busy("the server cannot answer now"),
         proto::Kind::Refused => Reason::Denied(what),
         proto::Kind::Invalid => Reason::Config(what),
         proto::Kind::Deadline => Reason::DeadlinePassed,

@@ -533,7 +533,7 @@ fn answered(pending: Pending, body: Bytes, inbox: &mut Inbox) -> io::Result<()> 
             let found: proto::PutReply = decode(body)?;
             let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
             let whole = outcomes.len() == blocks;
-            let wrong = Reason::Bug("an answer for another number of blocks");
+            let wrong = Reason::Bug("the answer has another number of blocks");
             let told = if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) };
             // A caller that is gone, or was told that it is late, needs no answer.
             let _ = reply.map(|reply| reply.send(told));
@@ -657,7 +657,7 @@ impl Shared {
                     failed(pending, &wire::reason(body));
                 }
             }
-            _ => return Err(io::Error::other("a frame that is not a server's to send")),
+            _ => return Err(io::Error::other("the server sent a frame of a client")),
         }
         Ok(())
     }

@@ -186,7 +186,7 @@ impl Reading {
         }
         let keys = &self.request.keys;
         let failure = |failure: &proto::read_end::Failure| {
-            let unsaid = Reason::Bug("a failure without a reason");
+            let unsaid = Reason::Bug("the server reported a failure without a reason");
             let key = keys.get(failure.block as usize);
             (failure.block, failure.error.as_ref().map_or(unsaid, |error| fault::reason_of_block(error, key)))
         };

@@ -23,7 +23,7 @@ use kvarts_wire::local::socket;
 use kvarts_wire::proto;
 
 /// What is said when the other end is gone.
-pub(super) const GONE: Reason = Reason::Busy("the connection broke off");
+pub(super) const GONE: Reason = Reason::Busy("the connection was interrupted");
 /// Room for what was sent and is not taken yet: a question of eight thousand keys and more. Less where the kernel allows less.
 const SEND_BYTES: usize = 512 << 10;
 /// What is said when a look-up was not answered in time.
@@ -280,7 +280,7 @@ fn ask<M: Message + Default>(
             Kind::Failed if head.id == id => return Ok(Err(reason(body))),
             // Of a call that was given up.
             Kind::Done | Kind::Failed if head.id < id => {}
-            _ => return Err(io::Error::other("an answer to something else")),
+            _ => return Err(io::Error::other("the answer belongs to another request")),
         }
     }
 }

@@ -65,7 +65,7 @@ impl Draft {
                 // The room that was found is given back, without waiting for the book again.
                 let waker = Waker::from(Arc::clone(&pool.news));
                 extents.iter().for_each(|(number, _)| book.let_go(*number, pool.clock.now(), &waker));
-                return Err(Reason::Busy("the pool has no room for it: others hold what is there").into());
+                return Err(Reason::Busy("the pool is full, and other requests hold its blocks").into());
             };
             let count = some.len() as u32;
             extents.push((number, Stretch { at, blocks: count, first: 0, count }));
@@ -164,7 +164,7 @@ impl Future for Storing {
             let all = |reason: Reason| vec![BlockOutcome::Refused(reason); *count as usize];
             *answer = Answer::Is(match reply {
                 Ok(Ok(reply)) if reply.outcomes.len() == *count as usize => reply.outcomes,
-                Ok(Ok(_)) => all(Reason::Bug("an answer for another number of blocks")),
+                Ok(Ok(_)) => all(Reason::Bug("the answer has another number of blocks")),
                 Ok(Err(error)) => all(error.0),
                 Err(_) => all(Reason::Busy("the store is closing")),
             });

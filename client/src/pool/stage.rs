@@ -43,8 +43,8 @@ pub struct Progress {
     pub is_over: bool,
 }
 
-const NO_ROOM: &str = "the pool has no room for it: others hold what is there";
-const SILENT: &str = "nothing came any more";
+const NO_ROOM: &str = "the pool is full, and other requests hold its blocks";
+const SILENT: &str = "no more data arrived";
 
 /// Where a block of a stage is.
 #[derive(Clone, Copy, Debug)]

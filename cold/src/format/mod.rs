@@ -108,7 +108,7 @@ impl fmt::Display for FormatError {
             Self::Newer(version) => {
                 write!(f, "written in version {version} of the format: use a newer kvarts")
             }
-            Self::Damaged => f.write_str("damaged: the bytes are not what was written"),
+            Self::Damaged => f.write_str("damaged: the bytes do not match their digest"),
             Self::Rule(rule) => write!(f, "breaks a rule of the format: {rule}"),
             Self::Frame(error) => write!(f, "a frame: {error}"),
             Self::Block(bad) => write!(f, "{bad}"),

@@ -100,11 +100,11 @@ wraps!(ShapeCause as Shape: Spec(SpecError), Canonical(CanonicalError), Record(R
 
 fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     match fault {
-        ShapeCause::Layers { end, count } => write!(f, "layers up to {end}, the group has {count}"),
+        ShapeCause::Layers { end, count } => write!(f, "layers up to {end} of a group with {count}"),
         ShapeCause::BlockTokens { asked, stored } => {
-            write!(f, "requirements for blocks of {asked} tokens, stored are {stored}")
+            write!(f, "requirements for blocks of {asked} tokens, and stored blocks have {stored}")
         }
-        ShapeCause::Unfinished { offered, count } => write!(f, "{offered} of {count} layers came"),
+        ShapeCause::Unfinished { offered, count } => write!(f, "the put has {offered} of {count} layers"),
         ShapeCause::Column(group, coordinate) => write!(f, "group {}, {coordinate}", group.0),
         ShapeCause::Rule(rule) => f.write_str(rule),
         ShapeCause::Remote(what) => f.write_str(what),
@@ -184,7 +184,8 @@ impl fmt::Display for SpaceCause {
                 exact_units(*limit)
             ),
             Self::Disk => f.write_str(
-                "the file system of the store is full, though the budget is not: free some of it, or lower --budget below what it has",
+                "the file system of the store is full, and the budget is not: free space, or lower --budget below the size of \
+                 the file system",
             ),
             Self::Index { limit } => write!(
                 f,
@@ -198,7 +199,7 @@ impl fmt::Display for SpaceCause {
                  raise the limit on open files (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the server tells the bound with the first blocks of an answer")
+                f.write_str("the server reported the limit with an earlier block of this answer")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
@@ -223,12 +224,12 @@ impl fmt::Display for LatchCause {
         match self {
             Self::Device(cause) => cause.fmt(f),
             Self::Executor(executor) => {
-                write!(f, "executor {executor} died, and what its shards hold cannot be reached")
+                write!(f, "executor {executor} died, and the blocks of its shards cannot be read")
             }
             Self::TakenAway(directory) => {
                 write!(
                     f,
-                    "{} is not the directory any more that the store was opened in",
+                    "the directory {} was removed or replaced after the store was opened",
                     directory.display()
                 )
             }
@@ -266,14 +267,13 @@ impl fmt::Display for DeleteCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAll => f.write_str(
-                "a part of the store cannot be read, and what descends from the key may lie there: delete the keys or the \
-                 namespace",
+                "a part of the store cannot be read, and may have descendants of the key: delete the keys or the namespace",
             ),
             Self::TooFew { in_use, all } => {
                 write!(
                     f,
-                    "{in_use} of {all} directories are in use, and what is deleted now could come back with the others: bring \
-                     one back, or replace it with an empty one (kvarts replace)"
+                    "{in_use} of {all} directories are in use, and deleted blocks could come back with the others: bring one \
+                     back, or replace it with an empty one (kvarts replace)"
                 )
             }
             Self::Remote(cause) => f.write_str(cause),
@@ -384,7 +384,7 @@ impl fmt::Display for DirectoryCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Io(cause) => match cause.kind {
-                IoErrorKind::ReadOnlyFs => write!(f, "{cause}: the file system takes no writes"),
+                IoErrorKind::ReadOnlyFs => write!(f, "{cause}: the file system is read-only"),
                 IoErrorKind::Permission => write!(f, "{cause}: give this user the right to write there"),
                 _ => cause.fmt(f),
             },
@@ -430,10 +430,9 @@ impl fmt::Display for DirectoryCause {
                 )
             }
             Self::Silent(at) => write!(f, "directory {at}: its disk does not answer"),
-            Self::Replaced(at) => write!(
-                f,
-                "directory {at} was replaced by another one, and what it holds counts no more: give the one that took its place"
-            ),
+            Self::Replaced(at) => {
+                write!(f, "directory {at} was replaced: use the directory that replaced it")
+            }
             Self::TooFew { found, all, first } => write!(
                 f,
                 "only {found} of the store's {all} directories can be used, and what was deleted without them could come back: \
@@ -445,9 +444,9 @@ impl fmt::Display for DirectoryCause {
             Self::Foreign { directory, store, first } => {
                 write!(f, "directory {directory} belongs to store {store}, the first to {first}")
             }
-            Self::Twice(at) => write!(f, "directory {at} was given twice, or is a copy of another"),
+            Self::Twice(at) => write!(f, "directory {at} is named twice, or is a copy of another"),
             Self::Count { expected, given } => {
-                write!(f, "the store has {expected} directories, {given} were given")
+                write!(f, "the store has {expected} directories, and {given} are named")
             }
         }
     }

@@ -199,26 +199,26 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotHere(key) => write!(f, "block {key} is not here"),
-            Self::InFlight => f.write_str("another put of this block has not finished: ask again"),
-            Self::Busy(what) => write!(f, "{what}: ask again"),
-            Self::Away(what) => write!(f, "no server answers at {what}: ask again"),
-            Self::Deleted => f.write_str("a delete met this put: put again"),
-            Self::LeaseEnded => f.write_str("no such lease is in force: look the blocks up again"),
-            Self::EventGap => f.write_str("events are missing: begin a new snapshot"),
-            Self::Passing(what) => write!(f, "not now, and not for the disk's sake: {what}: ask again"),
+            Self::InFlight => f.write_str("another put of this block is under way: retry"),
+            Self::Busy(what) => write!(f, "{what}: retry"),
+            Self::Away(what) => write!(f, "no server answers at {what}: retry"),
+            Self::Deleted => f.write_str("the block was deleted during this put: retry the put"),
+            Self::LeaseEnded => f.write_str("the lease has ended: look the blocks up again"),
+            Self::EventGap => f.write_str("events are missing: start a new snapshot"),
+            Self::Passing(what) => write!(f, "temporary failure, not of the disk: {what}: retry"),
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,
-                "{wanted} bytes would be pinned, {limit} are allowed: end pins (`kvarts pin --list` shows them), or raise `pin` of \
-                 the tenant"
+                "this pin needs {wanted} bytes in all, and {limit} are allowed: end pins (`kvarts pin --list` shows them), or \
+                 raise `pin` of the tenant"
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the tenant's or model's quota on disk is {limit} bytes, with this it would have {wanted}, and nothing of it may go \
-                 now: raise `disk` of the tenant, delete some, or end pins (`kvarts pin --list` shows them)"
+                "the tenant's or model's quota on disk is {limit} bytes, this put needs {wanted} in all, and no block can be \
+                 evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows them)"
             ),
             Self::NotAdmitted => {
-                f.write_str("not admitted: the endurance budget is used up and the block is not known yet")
+                f.write_str("not admitted: the endurance budget is used up, and the block was not put before")
             }
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
@@ -226,19 +226,19 @@ impl fmt::Display for Reason {
             }
             Self::SpecMismatch => f.write_str("the identity names another spec than the one given with it"),
             Self::Identity(what) => write!(f, "identity refused: {what}"),
-            Self::Shape(what) => write!(f, "the model has no such state: {what}"),
-            Self::Empty => f.write_str("no block or no layer was asked for"),
+            Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
+            Self::Empty => f.write_str("the request names no block or no layer"),
             Self::TooMany(what) => write!(f, "too many {what} in one request"),
-            Self::Duplicate(key) => write!(f, "block {key} stands twice in the request"),
+            Self::Duplicate(key) => write!(f, "block {key} is twice in the request"),
             Self::OutOfOrder(key) => {
-                write!(f, "block {key} stands elsewhere in its chain than the request says")
+                write!(f, "block {key} has another position in its chain than in the request")
             }
             Self::Length { expected, found } => {
-                write!(f, "{found} bytes were given where the shape has {expected}")
+                write!(f, "the memory has {found} bytes, and the shape needs {expected}")
             }
             Self::Overlap => f.write_str("two destinations share bytes"),
-            Self::OutOfBounds => f.write_str("a source or destination lies outside the memory given"),
-            Self::DeadlineInPast => f.write_str("the deadline had passed before anything was begun"),
+            Self::OutOfBounds => f.write_str("a source or destination is outside the memory of the request"),
+            Self::DeadlineInPast => f.write_str("the deadline had passed before the work began"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {
                 let place = place(*segment, *offset);
@@ -247,10 +247,10 @@ impl fmt::Display for Reason {
             Self::Header { segment, offset, what, .. } => {
                 write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
             }
-            Self::Media(what) => write!(f, "the device would not give the bytes: {what}"),
+            Self::Media(what) => write!(f, "the bytes could not be read: {what}"),
             Self::NotDeleted(what) => write!(f, "not deleted: {what}"),
             Self::Latched(what) => {
-                write!(f, "read-only since a fault: {what}: once the cause is gone, resume or restart")
+                write!(f, "read-only after a fault: {what}: remove the cause, then resume or restart")
             }
             Self::Directory(what) => what.fmt(f),
             Self::Config(what) => f.write_str(what),
@@ -361,7 +361,7 @@ mod tests {
         for (cause, expected) in [
             (SpaceCause::Budget { limit }, ["budget of 3 GiB", "raise --budget", "kvarts pin --release PIN"]),
             (SpaceCause::Prefix { limit }, ["budget of 3 GiB", "its beginning is kept", "raise --budget"]),
-            (SpaceCause::Disk, ["file system of the store is full", "free some", "lower --budget"]),
+            (SpaceCause::Disk, ["file system of the store is full", "free space", "lower --budget"]),
             (SpaceCause::Index { limit }, ["memory of the index, 3 GiB", "is full", "raise --index-memory"]),
             (SpaceCause::Files { most: 77 }, ["77 segment files", "ulimit -n", "kvarts pin --list"]),
         ] {
@@ -369,8 +369,12 @@ mod tests {
             assert!(expected.iter().all(|part| told.contains(part)), "{told}");
         }
         let quota = Reason::Quota { limit: 5, wanted: 7 }.to_string();
-        let expected =
-            ["quota on disk is 5 bytes", "would have 7", "raise `disk` of the tenant", "kvarts pin --list"];
+        let expected = [
+            "quota on disk is 5 bytes",
+            "this put needs 7",
+            "raise `disk` of the tenant",
+            "kvarts pin --list",
+        ];
         assert!(expected.iter().all(|part| quota.contains(part)), "{quota}");
     }
 

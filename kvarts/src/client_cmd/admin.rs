@@ -54,7 +54,7 @@ pub(crate) fn scrub(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fa
             0 => writeln!(out, "none is damaged")?,
             damaged => writeln!(
                 out,
-                "{} are damaged and are misses from now on; the server's log says where they lay",
+                "{} are damaged and are misses from now on; the server's log has their places",
                 grouped(damaged)
             )?,
         }
@@ -72,7 +72,7 @@ pub(crate) fn checkpoint(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(
     client.checkpoint().map_err(Failure::user)?;
     match arguments.server.json {
         true => print(out, &json!({"written": true})),
-        false => Ok(writeln!(out, "a checkpoint is written: the next start reads little")?),
+        false => Ok(writeln!(out, "a checkpoint is written: the next start is short")?),
     }
 }
 
@@ -127,11 +127,11 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
 /// Runs `drain`.
 pub(crate) fn drain(arguments: &DrainArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
-    arguments.sure.ask("the server takes no more calls and stops")?;
+    arguments.sure.ask("the server accepts no more calls and stops")?;
     client.drain().map_err(Failure::user)?;
     match arguments.server.json {
         true => print(out, &json!({"draining": true})),
-        false => Ok(writeln!(out, "the server ends what is under way, writes a checkpoint and stops")?),
+        false => Ok(writeln!(out, "the server finishes its calls, writes a checkpoint and stops")?),
     }
 }
 
@@ -142,7 +142,7 @@ pub(crate) fn reload(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), F
     if arguments.server.json {
         return print(out, &json!({"reloaded": true, "notes": notes}));
     }
-    writeln!(out, "tenants, tokens and certificates were read again")?;
+    writeln!(out, "tenants, tokens and certificates are reloaded")?;
     for note in notes {
         writeln!(out, "  {note}")?;
     }

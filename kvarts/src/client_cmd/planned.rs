@@ -49,7 +49,7 @@ impl PlanArgs {
             (Some(device), _) => Some(device.as_str()),
             (None, Some(_)) => None,
             (None, None) => {
-                return Err(Failure::user("how long does the engine compute? --device or --samples says"));
+                return Err(Failure::user("the times of the engine are required: --device or --samples"));
             }
         };
         let roofline = |device: &str| {
@@ -87,12 +87,12 @@ pub(super) fn show(planned: &Planned, out: &mut dyn Write) -> Result<(), Failure
     plan_cmd::show(&planned.plan, &planned.times, out)?;
     let link = planned.disk.link;
     let from = match planned.disk.measured {
-        0 => "assumed: nothing was read yet".to_owned(),
-        reads => format!("measured from {reads} reads"),
+        0 => "assumed: no reads so far".to_owned(),
+        reads => format!("measured by {reads} reads"),
     };
     Ok(writeln!(
         out,
-        "disk: {:.2} GB/s after {:.2} ms, {} asked for and not delivered ({from})",
+        "disk: {:.2} GB/s after {:.2} ms, {} queued ({from})",
         link.bytes_per_ms / 1e6,
         link.latency_ms,
         kvarts_server::human::bytes(link.outstanding_bytes)

@@ -200,7 +200,7 @@ impl Subject {
             _ => return Err(Failure::user("--tokens FILE or --keys FILE is required: it names the blocks")),
         };
         if subject.keys.is_empty() {
-            return Err(Failure::User(format!("no full block of {block_tokens} tokens is named")));
+            return Err(Failure::User(format!("the file has no full block of {block_tokens} tokens")));
         }
         Ok(subject)
     }
@@ -332,11 +332,11 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "m" => 60,
         "h" => 3600,
         "d" => 24 * 3600,
-        other => return Err(format!("{other:?} is no unit: s, m, h or d")),
+        other => return Err(format!("{other:?} is no unit: use s, m, h or d")),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no time such as 90s or 12h"))?;
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no time: write 90s or 12h"))?;
     let seconds = number.checked_mul(each).filter(|&seconds| seconds > 0);
-    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is no time that can be"))
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is too long a time"))
 }
 
 #[cfg(test)]

@@ -22,10 +22,10 @@ impl Sure {
             return Ok(());
         }
         if !(stdin().is_terminal() && stderr().is_terminal()) {
-            return Err(Failure::User(format!("{what}: give --yes if that is meant")));
+            return Err(Failure::User(format!("{what}: confirm with --yes")));
         }
         // A prompt that could not be written gets no answer.
-        let _ = write!(stderr(), "{what}. Type yes to go on: ").and_then(|()| stderr().flush());
+        let _ = write!(stderr(), "{what}. Type yes to continue: ").and_then(|()| stderr().flush());
         let mut answer = String::new();
         let read = stdin().lock().read_line(&mut answer);
         match read.is_ok() && answer.trim() == "yes" {

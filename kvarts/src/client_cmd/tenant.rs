@@ -64,7 +64,7 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     };
     let whose = match (&arguments.name, arguments.unsalted) {
         (Some(name), _) => format!("tenant {}", name.escape_debug()),
-        (None, true) => "what was stored without tokens".to_owned(),
+        (None, true) => "the time without tokens".to_owned(),
         (None, false) => "the tenant of that salt".to_owned(),
     };
     let there = client.purge_tenant(request.clone()).map_err(Failure::user)?;
@@ -85,7 +85,7 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
         });
         print(out, &report)?;
     } else if gone.namespaces == 0 {
-        writeln!(out, "the store has nothing of {whose}")?;
+        writeln!(out, "the store has no blocks of {whose}")?;
     } else {
         let (models, blocks, size) = (grouped(gone.namespaces), grouped(gone.blocks), bytes(gone.bytes));
         let what = if is_done { "deleted" } else { "would be deleted" };

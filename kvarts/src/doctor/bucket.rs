@@ -14,16 +14,17 @@ pub(super) fn look(address: &str) -> Finding {
 fn judge(address: &str, tried: Result<(Conditions, bool), String>) -> Finding {
     let check = format!("bucket {address}");
     match tried {
-        Ok((Conditions::Kept, false)) => Finding::good(check, "it keeps conditions of puts"),
+        Ok((Conditions::Kept, false)) => Finding::good(check, "it supports conditional puts"),
         Ok((Conditions::Kept, true)) => Finding::better(
             check,
-            "it keeps conditions of puts, and versions of objects: what is deleted stays",
+            "it supports conditional puts, and keeps versions of objects: deleted objects stay",
             "give it a lifecycle rule that deletes noncurrent versions",
         ),
         Ok((Conditions::NotKept(why), _)) => Finding::bad(
             check,
             why,
-            "use another bucket, or another server of it: a cold tier on this one is only read, and deletes are not acknowledged",
+            "use another bucket, or another bucket server: a cold tier on this one is read-only, and deletes are not \
+             acknowledged",
         ),
         Err(why) => Finding::bad(check, why, "look at the address, the network and the credentials"),
     }

@@ -32,7 +32,7 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
             return vec![Finding::bad(
                 format!("{name}: write"),
                 format!("no file can be made: {error}"),
-                "name a directory that is there, that this user may write to, of a local file system",
+                "name an existing directory on a local file system that this user can write to",
             )];
         }
     };
@@ -62,7 +62,7 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
 fn file_system(name: &str, magic: u64) -> Finding {
     let check = format!("{name}: file system");
     let local =
-        "use a local ext4 or XFS: locks, direct I/O and flushes of this one are not what a store relies on";
+        "use a local ext4 or XFS: a store cannot rely on locks, direct I/O and flushes of this file system";
     match magic {
         0xEF53 => Finding::good(check, "ext4"),
         0x5846_5342 => Finding::good(check, "XFS"),
@@ -180,8 +180,8 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
         Finding::better(
             check,
             found,
-            "restoring may be slower than computing again: `kvarts plan` says from when on it pays; NVMe drives read 3,000 MiB/s \
-             and more",
+            "restoring may be slower than computing: `kvarts plan break-even` shows the speed from which it pays; NVMe drives \
+             read 3,000 MiB/s and more",
         )
     } else {
         Finding::good(check, found)

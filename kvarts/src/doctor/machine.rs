@@ -53,7 +53,7 @@ fn kernel(release: &str) -> Finding {
         (Some(_), Some(_)) => Finding::better(
             "kernel",
             found,
-            "io_uring needs Linux 5.15; before it the server uses threads, at more processor time for each read",
+            "io_uring needs Linux 5.15; on older kernels the server uses threads, at more processor time for each read",
         ),
         _ => Finding::better(
             "kernel",
@@ -81,7 +81,7 @@ fn rings(directories: &[PathBuf]) -> Finding {
         Err(OpenError::Environment(why)) => Finding::better(
             "io_uring",
             "not tried",
-            format!("{why}: look again with a directory that can be opened"),
+            format!("{why}: repeat with a directory that can be opened"),
         ),
         Err(why) => Finding::better("io_uring", "no", why.to_string()),
     }
@@ -133,8 +133,8 @@ fn huge_pages(private: &str, shared: &str) -> Finding {
         "huge pages",
         found,
         format!(
-            "{change}. Reads over the network land in private memory, those of clients on this host in shared memory; in large \
-             pages each takes half the work"
+            "{change}. Reads over the network use private memory, reads of clients on this host shared memory; large pages \
+             halve the work of each"
         ),
     )
 }
@@ -152,7 +152,7 @@ fn memory(meminfo: &str, group: &str) -> Finding {
         Finding::bad(
             "memory",
             found,
-            "a server needs 1 GiB at least: its index takes 26 to 30 bytes a block, requests 512 MiB",
+            "a server needs at least 1 GiB: 26 to 30 bytes a block for its index, and 512 MiB for requests",
         )
     } else {
         Finding::good("memory", found)
@@ -166,14 +166,14 @@ fn clock(now: Duration, source: &str) -> Finding {
         return Finding::bad(
             "clock",
             format!("{} s after 1970", now.as_secs()),
-            "set the clock (NTP, chrony): times to live and certificates are judged by it",
+            "set the clock (NTP, chrony): times to live and certificates depend on it",
         );
     }
     match source {
         "hpet" | "acpi_pm" | "jiffies" => Finding::better(
             "clock",
             format!("right; source {source}"),
-            "each look at this clock is a system call: choose tsc or the hypervisor's own (clocksource= of the kernel)",
+            "each reading of this clock is a system call: choose tsc or the hypervisor's clock (clocksource= of the kernel)",
         ),
         _ => Finding::good("clock", format!("right; source {source}")),
     }

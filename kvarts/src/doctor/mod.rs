@@ -125,7 +125,10 @@ fn sentence(findings: &[Finding]) -> String {
             format!("This machine can run a server; {better} of {} checks advise a change.", findings.len())
         }
         (bad, _) => {
-            format!("{bad} of {} checks must be put right before a server runs here safely.", findings.len())
+            format!(
+                "{bad} of {} checks must be corrected before a server can run safely on this machine.",
+                findings.len()
+            )
         }
     }
 }

@@ -181,7 +181,7 @@ fn payload(source: &mut Source<impl Read>, reading: &Reading, run: &Run) -> Resu
     let shape = run.shape(namespace).map_err(|error| source.fault(error))?;
     let whole = source.payload_bytes(run)?;
     let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole));
-    let memory = memory.ok_or_else(|| source.fault("no memory for a run of blocks"))?;
+    let memory = memory.ok_or_else(|| source.fault("not enough memory for a run of blocks"))?;
     let mut block = vec![0; usize::try_from(run.block_bytes).unwrap_or(0)];
     for at in 0..run.blocks.len() {
         source.fill(&mut block)?;
@@ -298,7 +298,7 @@ fn put(
             BlockOutcome::Stored => report.stored = report.stored.saturating_add(1),
             BlockOutcome::AlreadyThere => report.already_there = report.already_there.saturating_add(1),
             BlockOutcome::HeldElsewhere => report.refuse(block.key, "another node has it"),
-            BlockOutcome::InFlight => report.refuse(block.key, "another put of it has not finished"),
+            BlockOutcome::InFlight => report.refuse(block.key, "another put of it is under way"),
             BlockOutcome::Refused(reason) => report.refuse(block.key, reason),
         }
     }

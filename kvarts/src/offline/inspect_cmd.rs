@@ -223,7 +223,7 @@ fn segment(
     let here = |view: &&SegmentView| (view.shard, view.segment) == (at.shard, at.segment);
     let view = contents.segments.iter().find(here);
     let view = view.ok_or_else(|| {
-        Failure::User(format!("shard {} has no segment {}: inspect DIR shows a map", at.shard, at.segment))
+        Failure::User(format!("shard {} has no segment {}: `inspect DIR` shows a map", at.shard, at.segment))
     })?;
     let number = |run: &Run| store.shards.get(run.shard).map(|shard| shard.number);
     let mut runs: Vec<&Run> = contents.runs.iter().filter(|run| run.segment == at.segment).collect();

@@ -94,7 +94,7 @@ impl Call {
         let until = self.deadline.min(Instant::now() + limits::WAIT);
         let part = self.state.receiving.take(self.caller.tenant.number, bytes);
         let part = tokio::time::timeout_at(until, part).await.ok().flatten();
-        let full = || Fault::busy("the server has as many large requests as fit into memory");
+        let full = || Fault::busy("the memory for large requests is full");
         self.keep(part.ok_or_else(full)?);
         Ok(())
     }
@@ -184,12 +184,12 @@ pub(crate) fn admit(
         return Err(Fault::forbidden(why));
     }
     let turn = caller.tenant.turn().ok_or_else(|| {
-        let why = "the tenant has as many calls under way as it may";
+        let why = "the tenant's limit of concurrent calls is reached";
         refused("calls", tenant, why);
         Fault::busy(why)
     })?;
     let under_way = state.begin().ok_or_else(|| {
-        let why = "the server is about to stop";
+        let why = "the server is stopping";
         refused("drain", tenant, why);
         Fault::busy(why)
     })?;

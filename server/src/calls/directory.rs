@@ -116,7 +116,7 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         let trouble = match known {
             _ if *unreadable == 0 => String::new(),
             Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
-            Some(known) if known.path.is_none() => "there is no way to its blocks".to_owned(),
+            Some(known) if known.path.is_none() => "no connection to its blocks".to_owned(),
             Some(_) => "its blocks cannot be read now".to_owned(),
             None => "it is no member any more".to_owned(),
         };

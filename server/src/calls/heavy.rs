@@ -76,7 +76,7 @@ pub(crate) async fn heavily<A: Answer>(
     let until = call.deadline.min(tokio::time::Instant::now() + limits::WAIT);
     let turn = tokio::time::timeout_at(until, call.state.heavy.take(call.caller.tenant.number, 1)).await;
     let turn =
-        turn.ok().flatten().ok_or_else(|| Fault::busy("the tenant has as many long look-ups as it may"))?;
+        turn.ok().flatten().ok_or_else(|| Fault::busy("the tenant's limit of long look-ups is reached"))?;
     let done = tokio::task::spawn_blocking(move || {
         // Kept until the work is done, also where its caller is gone.
         let _turn = turn;
@@ -84,7 +84,7 @@ pub(crate) async fn heavily<A: Answer>(
         Outcome::Ok(Told(call, Some(answer)))
     });
     // ends: the call's deadline; the work goes through `entries` entries in memory
-    let mut told = done.await.map_err(|_| Fault::busy("the server is about to stop"))??;
+    let mut told = done.await.map_err(|_| Fault::busy("the server is stopping"))??;
     told.1.take().ok_or_else(|| Reason::Bug("an answer was taken twice").into())
 }
 

@@ -63,7 +63,7 @@ fn store_of(node: &proto::route_request::Node) -> Outcome<Option<NodeId>> {
         Ok(id) => Ok(Some(StoreId(id))),
         Err(_) if node.store.is_empty() => Ok(None),
         Err(_) => Err(Fault::malformed(format!(
-            "nodes: the store of node {} has {} bytes, and 16 name one",
+            "nodes: the store id of node {} has {} bytes instead of 16",
             node.node,
             node.store.len()
         ))),
@@ -223,7 +223,7 @@ impl Known<'_> {
         let is_member =
             self.cluster.as_ref().is_some_and(|of| of.nodes.iter().any(|one| one.member.id == store));
         if store != self.here && !is_member {
-            told.trouble = "it is no member of a cluster of this server's".to_owned();
+            told.trouble = "it is no member of this server's cluster".to_owned();
             return Ok(told);
         }
         if let Some(prompt) = self.prompt {
@@ -261,7 +261,7 @@ impl Known<'_> {
         let member = cluster.nodes.iter().find(|one| one.member.id == store && !one.is_me);
         match member {
             Some(member) if !member.trouble.is_empty() => member.trouble.clone(),
-            Some(_) => "there is no way to it now".to_owned(),
+            Some(_) => "it cannot be reached now".to_owned(),
             None => "no other node is reached".to_owned(),
         }
     }
@@ -372,6 +372,6 @@ mod tests {
         assert_eq!(store_of(&node(1, Some(7), 0, None)).unwrap(), Some(StoreId([7; 16])));
         let short = proto::route_request::Node { store: vec![1; 15].into(), ..node(4, None, 0, None) };
         let told = store_of(&short).unwrap_err().detail.message;
-        assert_eq!(told, "nodes: the store of node 4 has 15 bytes, and 16 name one");
+        assert_eq!(told, "nodes: the store id of node 4 has 15 bytes instead of 16");
     }
 }

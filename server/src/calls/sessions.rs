@@ -39,17 +39,17 @@ impl From<Failed> for Fault {
 fn fault(refused: Refused) -> Fault {
     match refused {
         Refused::Unknown => Reason::LeaseEnded.into(),
-        Refused::HandedOver => Fault::forbidden("the session was handed over: it goes on at another node"),
+        Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
             "blocks: those of the session are {from} to {blocks}, and others follow on them or go on from them"
         )),
         Refused::Diverged => Fault::malformed(
-            "another block stands there, or another session has that number: fork the session instead",
+            "another block is at this position, or another session has this number: fork the session instead",
         ),
         Refused::Grants => Fault::malformed(
-            "the session has as many leases as it may: extend it from the first of its own blocks, with all of them",
+            "the session's limit of leases is reached: extend it from the first of its own blocks, with all of them",
         ),
-        Refused::Depth => Fault::malformed("too many sessions stand one on the other: open one"),
+        Refused::Depth => Fault::malformed("the chain of forked sessions is too long: open a new session"),
         Refused::Full => Fault::busy(busy::SESSIONS),
     }
 }
@@ -69,7 +69,7 @@ fn now(call: &Call) -> Duration {
 
 /// How long a session is to last.
 fn lease(call: &Call, milliseconds: u64) -> Outcome<Duration> {
-    let hold = convert::hold(milliseconds).ok_or_else(|| Fault::malformed("lease_ms: say for how long"))?;
+    let hold = convert::hold(milliseconds).ok_or_else(|| Fault::malformed("lease_ms: a time is required"))?;
     may_hold(call, hold)?;
     Ok(hold)
 }

@@ -200,7 +200,7 @@ pub(crate) fn unlock(call: &Call, wire: &proto::UnlockRequest) -> proto::UnlockR
 /// Holds blocks.
 pub(crate) fn pin(call: &Call, wire: proto::PinRequest) -> Outcome<proto::PinReply> {
     if wire.hold_ms == 0 {
-        return Err(Fault::malformed("hold_ms: say for how long"));
+        return Err(Fault::malformed("hold_ms: a time is required"));
     }
     let (namespace, column, keys) = (wire.namespace, wire.column, wire.keys);
     let hold_ms = convert::hold(wire.hold_ms).map_or(0, millis);
@@ -253,7 +253,7 @@ pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<p
 
 /// Changes when a lease of the caller's tenant ends.
 pub(crate) fn renew(call: &Call, wire: &proto::RenewRequest) -> Outcome<proto::RenewReply> {
-    let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: say for how long"))?;
+    let hold = convert::hold(wire.hold_ms).ok_or_else(|| Fault::malformed("hold_ms: a time is required"))?;
     may_hold(call, hold)?;
     let ends = call.state.clock().now().plus(hold);
     let lease = call.state.leases.renew(call.caller.tenant.number, wire.lease, ends);
@@ -342,7 +342,9 @@ fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
             Ok(Target::Prefix(BlockKey(key)))
         }
         Some(Wire::Everything(true)) => Ok(Target::Namespace),
-        Some(Wire::Everything(false)) | None => Err(Fault::malformed("target: say what is to be deleted")),
+        Some(Wire::Everything(false)) | None => {
+            Err(Fault::malformed("target: keys, a prefix or everything is required"))
+        }
     }
 }
 

@@ -69,7 +69,7 @@ impl ColdTier {
         let withdrawing = self.spilling.withdraw(namespace, &told.deleted);
         self.touch(namespace);
         // Until it is told.
-        let failed = Some("the bucket was not told".to_owned());
+        let failed = Some("the request to the bucket failed".to_owned());
         Deleting { cold: self, namespace, told, failed, _closed: closed, _withdrawing: withdrawing }
     }
 }
@@ -134,7 +134,7 @@ impl Deleting<'_> {
             Err(_) => format!("the bucket has not answered within {:.1} s", left.as_secs_f64()),
         };
         add(&cold.counts.delete_failures, 1);
-        self.failed = Some(format!("the cold tier may still have it: {why}"));
+        self.failed = Some(format!("the cold tier may still have the block: {why}"));
     }
 
     /// Whether the tier was told.

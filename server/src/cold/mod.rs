@@ -242,10 +242,10 @@ impl ColdTier {
                 sentence
             }
             Ok(Err(error)) => {
-                format!("the cold tier is {bucket}, which does not say whether it can be written to: {error}")
+                format!("the cold tier is {bucket}; the test for writing failed: {error}")
             }
             Err(_) => {
-                format!("the cold tier is {bucket}, which did not say in time whether it can be written to")
+                format!("the cold tier is {bucket}; the test for writing did not end in time")
             }
         }
     }

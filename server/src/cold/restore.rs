@@ -582,7 +582,7 @@ impl ColdTier {
             biased;
             // ends: `too_late` in another arm
             flown = flown => flown.unwrap_or_else(|error| {
-                tracing::debug!(%error, "blocks were not brought from the cold tier");
+                tracing::debug!(%error, "blocks could not be restored from the cold tier");
                 Restored::default()
             }),
             // ends: `FLIGHT_TIMEOUT` from its turn on; before that, readers that leave

@@ -65,7 +65,7 @@ impl ColdTier {
                 && self.read_only().is_none()
                 && let Err(error) = self.sweep().await
             {
-                tracing::debug!(%error, "blocks were not copied into the cold tier");
+                tracing::debug!(%error, "blocks could not be uploaded to the cold tier");
                 sleep(AFTER_FAILURE).await;
             }
         }

@@ -336,7 +336,7 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         && budget < segment.saturating_mul(4)
     {
         let least = human::bytes(segment.saturating_mul(4));
-        let what = format!("room for four segments at least: --budget \"{least}\" or more");
+        let what = format!("four segments are the minimum: use --budget \"{least}\" or more");
         return Err(Complaint::new("store.budget", &what));
     }
     Ok(())

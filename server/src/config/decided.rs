@@ -26,7 +26,9 @@ impl Decided {
 }
 
 pub(super) fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Complaint> {
-    text.trim().parse().map_err(|_| Complaint::new(name, &format!("{text:?} is no number that can be")))
+    text.trim()
+        .parse()
+        .map_err(|_| Complaint::new(name, &format!("{text:?} is outside the range of numbers")))
 }
 
 pub(super) fn sized(name: &str, text: &str) -> Result<u64, Complaint> {

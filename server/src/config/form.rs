@@ -92,7 +92,7 @@ macro_rules! settings {
                     let of_table = |(known, _): &&(&str, &str)| known.eq_ignore_ascii_case(table);
                     let here: Vec<&str> = KNOWN.iter().filter(of_table).map(|(_, variable)| *variable).collect();
                     if !here.is_empty() && !here.contains(&name.as_str()) {
-                        let what = format!("there is no such setting; there are {}", here.join(", "));
+                        let what = format!("unknown setting; known are {}", here.join(", "));
                         return Err(Complaint::new(&name, &what));
                     }
                 }

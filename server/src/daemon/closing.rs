@@ -21,8 +21,8 @@ pub(super) async fn closed(
         Err(_) => {
             let names: Vec<String> = directories.iter().map(|path| path.display().to_string()).collect();
             Err(format!(
-                "the store in {} has not closed within {} s: a disk hangs; it is left without its last checkpoint, which the next \
-                 start does without",
+                "the store in {} has not closed within {} s, because a disk hangs; its last checkpoint was not written, and \
+                 the next start works without it",
                 names.join(", "),
                 within.as_secs_f64()
             ))

@@ -130,7 +130,7 @@ fn access(files: &EtcdFiles, notes: &mut Vec<String>) -> Result<EtcdAccess, Stri
     }
     if access.says_its_password_aloud() {
         notes.push(
-            "the password for etcd is not encrypted on its way: set cluster.etcd_authority, or use a network of your own"
+            "the password for etcd is sent unencrypted: set cluster.etcd_authority, or use a private network"
                 .to_owned(),
         );
     }
@@ -198,7 +198,7 @@ pub(super) async fn start(
     let secret = secret(config, gate, &all)?;
     if credentials.is_none() && !all.iter().all(is_local) {
         notes.push(
-            "what nodes say to each other is not encrypted: set cluster.certificate, or use a network of your own"
+            "traffic between nodes is not encrypted: set cluster.certificate, or use a private network"
                 .to_owned(),
         );
     }
@@ -272,7 +272,7 @@ impl Renewed {
         match (&pem, node.credentials()) {
             (Some(pem), Some(credentials)) => credentials.check_replacement(pem).map_err(told_of)?,
             (None, None) => {}
-            _ => return Err("whether nodes have certificates is decided at the start".to_owned()),
+            _ => return Err("certificates of nodes are switched on or off at the start only".to_owned()),
         }
         let members = match &config.members {
             MembersFrom::File(path) => Some((members(path)?, path)),
@@ -308,11 +308,11 @@ fn not_taken(file: &Members, here: &Members) -> Option<String> {
         std::cmp::Ordering::Greater => None,
         std::cmp::Ordering::Equal if file.list() == here.list() => None,
         std::cmp::Ordering::Equal => Some(format!(
-            "cluster.members: the file names other members than this node has, of the same epoch {old}: they were not taken \
-             over, make the epoch greater by one"
+            "cluster.members: the file has other members than this node under the same epoch {old}, and was ignored: raise the \
+             epoch by one"
         )),
         std::cmp::Ordering::Less => Some(format!(
-            "cluster.members: the file's epoch {new} is older than epoch {old}, which this node has: it was not taken over"
+            "cluster.members: the file's epoch {new} is older than epoch {old} of this node, and was ignored"
         )),
     }
 }

@@ -179,7 +179,7 @@ impl Daemon {
     pub async fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         if tls.is_some() != self.renew.is_some() {
-            return Err("whether there is TLS is decided at the start".to_owned());
+            return Err("TLS is switched on or off at the start only".to_owned());
         }
         self.state.gate.check(&config.gate)?;
         let cluster = match (&config.cluster, &self.state.decided.cluster) {
@@ -387,7 +387,7 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
     if budget < least {
         let (budget, least) = (human::bytes(budget), human::bytes(least));
         return Err(format!(
-            "store.budget: {budget} is too little: room for four segments is {least}, which --budget \"{least}\" gives"
+            "store.budget: {budget} is too small: four segments need {least}, as with --budget \"{least}\""
         ));
     }
     let shards =
@@ -449,7 +449,8 @@ fn fitting_budget(
         let (free, shown) = (human::bytes(total), human::bytes(least));
         if !is_made {
             return Err(format!(
-                "the disk has room for {free}, the store needs {shown}: free some, or make the store with a smaller --segment"
+                "the disk has {free} free, and the store needs {shown}: free space, or create the store with a smaller \
+                 --segment"
             ));
         }
         // What a store has is served, however full the disk is.

@@ -61,7 +61,7 @@ impl Ready {
             None => None,
         };
         if config.gate.is_open() {
-            notes.push("no tokens are configured: every client may do everything".to_owned());
+            notes.push("no tokens are configured: every client has all rights".to_owned());
         }
         let (connections, memories) = connections(config, store, notes);
         match tiers(config, (store, stop), ports.nodes, named, notes).await {
@@ -138,7 +138,7 @@ async fn unless_told<T>(stop: &Stop, part: impl Future<Output = Result<T, String
     tokio::select! {
         biased;
         // ends: the part of the start in the other arm, or it is told
-        Ok(()) = told => Err("the start was told to stop".to_owned()),
+        Ok(()) = told => Err("the start was interrupted".to_owned()),
         // ends: its own limits: `JOIN` to be a member of a cluster, those of the bucket
         made = part => made,
     }

@@ -45,7 +45,7 @@ impl Bound {
 /// Removes a socket. Any other file at its path stays.
 fn remove(path: &Path) -> std::io::Result<()> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-        return Err(std::io::Error::other("there is something there that is no socket: choose another path"));
+        return Err(std::io::Error::other("the path exists and is no socket: choose another path"));
     }
     std::fs::remove_file(path)
 }

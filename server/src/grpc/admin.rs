@@ -148,7 +148,7 @@ pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
 pub(super) async fn resume(call: &Call) -> Outcome<proto::ResumeReply> {
     let before = call.state.engine.health().latched;
     call.state.engine.resume().await?;
-    tracing::info!(target: "audit", tenant = call.caller.tenant.name, after = before, "writes are taken again");
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, after = before, "the store accepts writes again");
     Ok(proto::ResumeReply { reason: before.unwrap_or_default() })
 }
 
@@ -179,7 +179,7 @@ pub(super) async fn cold_push(call: &Call, wire: &proto::ColdPushRequest) -> Out
     let none = || Reason::Config("this server has no cold tier: set cold.bucket".to_owned());
     let cold = call.state.decided.cold.as_ref().ok_or_else(none)?;
     let only = if wire.namespace.is_empty() { None } else { Some(convert::namespace(&wire.namespace)?) };
-    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "push into the cold tier asked for");
+    tracing::info!(target: "audit", tenant = call.caller.tenant.name, "a push into the cold tier was requested");
     let copied = cold.push(only).await.map_err(|error| Reason::Away(format!("the cold tier: {error}")))?;
     let Copied { pushed, already_there, unread, problems, .. } = copied;
     Ok(proto::ColdPushReply {
@@ -234,7 +234,7 @@ pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "reload asked for");
     match call.state.reloads.ask().await {
         Some(Ok(notes)) => Ok(proto::ReloadReply { notes }),
-        Some(Err(why)) => Err(Reason::Config(format!("all stays as it was: {why}")).into()),
+        Some(Err(why)) => Err(Reason::Config(format!("nothing was changed: {why}")).into()),
         None => Err(Reason::Config("this server was not started from a configuration".to_owned()).into()),
     }
 }

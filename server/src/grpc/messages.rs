@@ -38,16 +38,16 @@ impl Messages {
             if !self.more().await? {
                 return match self.bytes.is_empty() {
                     true => Ok(None),
-                    false => Err(Fault::malformed("the request ended before it was whole")),
+                    false => Err(Fault::malformed("the request is incomplete")),
                 };
             }
         }
         if self.bytes.get_u8() != 0 {
-            return Err(Fault::malformed("compressed requests are not taken"));
+            return Err(Fault::malformed("compressed requests are not supported"));
         }
         let length = usize::try_from(self.bytes.get_u32()).unwrap_or(usize::MAX);
         if length > limits::MESSAGE_BYTES_MAX {
-            return Err(Fault::malformed("the request is larger than any may be"));
+            return Err(Fault::malformed("the request is above the size limit"));
         }
         self.length = Some(length);
         Ok(Some(length))
@@ -59,7 +59,7 @@ impl Messages {
         self.bytes.reserve(length.saturating_sub(self.bytes.len()));
         while self.bytes.len() < length {
             if !self.more().await? {
-                return Err(Fault::malformed("the request ended before it was whole"));
+                return Err(Fault::malformed("the request is incomplete"));
             }
         }
         self.length = None;

@@ -52,7 +52,7 @@ impl Incoming {
         let Some(message) = self.messages.message_within(limits::STALL, LATE).await? else { return Ok(None) };
         let message = proto::PutRequest::decode(message)
             .map_err(|error| Fault::malformed(format!("not a PutRequest: {error}")))?;
-        let part = message.part.ok_or_else(|| Fault::malformed("a message of a put without a part"))?;
+        let part = message.part.ok_or_else(|| Fault::malformed("a put message is empty"))?;
         // Before anything is done with it: a header says where all bytes belong.
         let found = self.digest.put(&part);
         if found != message.crc32 {
@@ -69,8 +69,8 @@ impl Incoming {
         // ends: `STALL`, by its `message`; and the put's deadline
         match self.message().await? {
             Some(proto::put_request::Part::Header(header)) => Ok(header),
-            Some(_) => Err(Fault::malformed("a put begins with a header")),
-            None => Err(Fault::malformed("a put without a header")),
+            Some(_) => Err(Fault::malformed("the first message of a put must be a header")),
+            None => Err(Fault::malformed("the put has no header")),
         }
     }
 
@@ -85,16 +85,19 @@ impl Incoming {
         // ends: `STALL`, by its `message`; and the put's deadline
         let data = match self.message().await? {
             Some(proto::put_request::Part::Data(data)) => data,
-            Some(_) => return Err(Fault::malformed("a second header in one put")),
+            Some(_) => return Err(Fault::malformed("the put has a second header")),
             None => {
                 return Err(Fault::malformed(format!(
-                    "the put ended after {} bytes: some are missing",
+                    "the put ended after {} bytes: the rest is missing",
                     self.at
                 )));
             }
         };
         if data.offset != self.at {
-            return Err(Fault::malformed(format!("data at {} where {} is next", data.offset, self.at)));
+            return Err(Fault::malformed(format!(
+                "the put has data at {}, and the next byte is {}",
+                data.offset, self.at
+            )));
         }
         if data.data.len() > limits::PUT_DATA_BYTES_MAX {
             return Err(too_long());
@@ -122,14 +125,17 @@ impl Incoming {
     async fn end(&mut self) -> Outcome<()> {
         // ends: `STALL`, by its `message`; and the put's deadline
         if !self.rest.is_empty() || self.message().await?.is_some() {
-            return Err(Fault::malformed(format!("more bytes than the {} of the header's blocks", self.at)));
+            return Err(Fault::malformed(format!(
+                "the put has more bytes than the {} of the header's blocks",
+                self.at
+            )));
         }
         Ok(())
     }
 }
 
 /// What a client is told whose next message does not come.
-const LATE: &str = "the next message of the put did not come in time";
+const LATE: &str = "the next message of the put did not arrive in time";
 
 /// Serves one put over gRPC.
 pub(super) async fn serve(call: Arc<Call>, body: Body) -> http::Response<Body> {
@@ -161,14 +167,14 @@ async fn put(call: &Call, body: Body) -> Outcome<proto::PutReply> {
             incoming.begun().await?;
         }
         if !call.state.puts.go_on(&call.caller.tenant, bytes, &mut turn).await {
-            return Err(Fault::busy("as many puts are under way as fit into memory"));
+            return Err(Fault::busy("the memory for puts is full"));
         }
         let wait =
             tokio::time::timeout(limits::WAIT, call.state.take_memory(&call.caller.tenant, bytes)).await;
         let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;
         let mut pages = pages.ok_or(Reason::TooMany("bytes"))?;
         let filled = tokio::time::timeout(limits::PIECE_TIMEOUT, incoming.fill(call, &mut pages)).await;
-        filled.map_err(|_| Fault::late("the bytes of the put came too slowly"))??;
+        filled.map_err(|_| Fault::late("the bytes of the put arrived too slowly"))??;
         upload.place_again(call).await;
         let pages = pages.share();
         for run in upload.runs(first, first + count) {

@@ -101,7 +101,7 @@ impl Arriving {
     /// Waits for the part, if one is waited for.
     fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Frame<Bytes>>, Fault>> {
         let Some((taking, _)) = &mut self.taking else { return Poll::Ready(Ok(None)) };
-        let full = || Fault::busy("the server has as many large requests as fit into memory");
+        let full = || Fault::busy("the memory for large requests is full");
         match taking.as_mut().poll(context) {
             Poll::Pending if self.is_late(context) => Poll::Ready(Err(full())),
             Poll::Pending => Poll::Pending,
@@ -140,7 +140,9 @@ impl http_body::Body for Arriving {
                     }
                 }
                 Poll::Pending if self.is_late(context) => {
-                    return Poll::Ready(Some(Err(Fault::late("the request did not come in time").status())));
+                    return Poll::Ready(Some(
+                        Err(Fault::late("the request did not arrive in time").status()),
+                    ));
                 }
                 other => return other,
             }

@@ -295,9 +295,9 @@ pub async fn one_message(body: Body) -> Outcome<Bytes> {
     let mut messages = Messages::new(body);
     // ends: the body's own time (`Arriving`)
     let message = messages.message().await?;
-    let message = message.ok_or_else(|| Fault::malformed("the request ended before it was whole"))?;
+    let message = message.ok_or_else(|| Fault::malformed("the request is incomplete"))?;
     match messages.begun().await? {
         None => Ok(message),
-        Some(_) => Err(Fault::malformed("a request of one message came with more")),
+        Some(_) => Err(Fault::malformed("the request has more than one message")),
     }
 }

@@ -28,7 +28,7 @@ pub(super) fn watch(
     wire: &proto::WatchRequest,
 ) -> Outcome<ReceiverStream<Result<proto::Event, Status>>> {
     let place = call.caller.tenant.watcher();
-    let place = place.ok_or_else(|| Fault::busy("the tenant has as many watchers as it may"))?;
+    let place = place.ok_or_else(|| Fault::busy("the tenant's limit of watchers is reached"))?;
     let from = wire.after.map(|after| known(&call, after));
     let (to, events) = mpsc::channel(WAITING);
     tokio::spawn(async move {

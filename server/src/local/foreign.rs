@@ -71,6 +71,6 @@ pub(super) async fn looked_at(file: OwnedFd, place: Arc<Part>) -> Result<Outcome
         .map_err(|_| "the server has no thread left to look at a descriptor")?;
     match tokio::time::timeout(LOOK, told).await {
         Ok(Ok(looked)) => Ok(looked),
-        _ => Err("a descriptor whose file does not answer"),
+        _ => Err("the file of the descriptor does not answer"),
     }
 }

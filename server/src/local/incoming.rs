@@ -145,11 +145,7 @@ impl Incoming {
         }
         let tenant = self.tenant.unwrap_or_default();
         let files = self.files.get_or_insert_with(|| self.locals.files.part(tenant));
-        if files.set(more) {
-            Ok(())
-        } else {
-            Err(broken("more descriptors than the server has open files for"))
-        }
+        if files.set(more) { Ok(()) } else { Err(broken("the server's limit of open files is reached")) }
     }
 
     pub(super) fn next(&mut self) -> Result<Next, Ended> {
@@ -158,7 +154,7 @@ impl Incoming {
             if rest.is_empty() {
                 // It came with one of the frames that were taken, or in front of one of them.
                 if !self.descriptors.is_empty() {
-                    return Err(broken("a descriptor that was not asked for"));
+                    return Err(broken("an unexpected descriptor"));
                 }
                 self.bytes.clear();
                 self.at = 0;

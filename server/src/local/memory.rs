@@ -50,8 +50,8 @@ impl Memory {
         wire: &proto::ShareRequest,
         file: Option<OwnedFd>,
     ) -> Outcome<(Self, Option<OwnedFd>, Option<Ready>)> {
-        let mode =
-            Mode::from_wire(wire.mode).ok_or_else(|| malformed("mode: say direct, adopted or copied"))?;
+        let mode = Mode::from_wire(wire.mode)
+            .ok_or_else(|| malformed("mode: direct, adopted or copied is required"))?;
         let name = match &wire.pool[..] {
             [] => None,
             name => Some(Name::try_from(name).map_err(|_| malformed("pool: a name of 16 bytes"))?),
@@ -88,7 +88,7 @@ fn is_pinned(mode: Mode) -> bool {
 /// This many open files of memory.
 fn files((locals, tenant): (&Arc<Locals>, u32), count: u64) -> Outcome<Part> {
     let files = locals.files.try_take(tenant, count);
-    files.ok_or_else(|| Fault::busy("as many memories are shared as the server has open files for"))
+    files.ok_or_else(|| Fault::busy("the server's limit of shared memories is reached"))
 }
 
 /// A client's own file, or one that is made for it; with a name, a pool that others share after it.
@@ -145,7 +145,7 @@ fn given(
 fn has_room(pool: &Shared) -> Outcome<()> {
     match pool.is_full() {
         false => Ok(()),
-        true => Err(Fault::busy("as many sessions share this pool as may")),
+        true => Err(Fault::busy("the limit of sessions for this pool is reached")),
     }
 }
 
@@ -153,7 +153,7 @@ fn has_room(pool: &Shared) -> Outcome<()> {
 fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     let (locals, tenant) = of;
     let pool = locals.pools.find(tenant, name);
-    let pool = pool.ok_or_else(|| malformed("pool: nobody shares memory of this name"))?;
+    let pool = pool.ok_or_else(|| malformed("pool: no session shares memory of this name"))?;
     if bytes != 0 && bytes != pool.bytes() {
         return Err(malformed("bytes: the pool has another size"));
     }

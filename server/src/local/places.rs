@@ -25,7 +25,7 @@ pub(super) fn place(
     blocks: usize,
     holder: &Arc<dyn Any + Send + Sync>,
 ) -> Outcome<(Placed, bool)> {
-    let wire = wire.ok_or_else(|| Fault::malformed("places: there are none"))?;
+    let wire = wire.ok_or_else(|| Fault::malformed("places: the list is empty"))?;
     let layer_of_chunk =
         (0u32..).zip(shape.layers()).flat_map(|(at, layer)| layer.chunks.iter().map(move |_| at));
     if wire.targets.len() as u64 != u64::from(shape.chunk_count()) {
@@ -41,7 +41,7 @@ pub(super) fn place(
     for (target, layer) in wire.targets.iter().zip(layer_of_chunk) {
         if target.memory == 0 {
             if layers.contains(&layer) {
-                return Err(Fault::malformed("places: a chunk that is wanted has none"));
+                return Err(Fault::malformed("places: a requested chunk has no place"));
             }
             targets.push(None);
             continue;

@@ -25,7 +25,7 @@ use kvarts_wire::limits;
 use kvarts_wire::proto;
 
 /// What a block is refused with that was changed on the way.
-const CHANGED: &str = "the memory of the put changed while it was read: leave it alone and put it again";
+const CHANGED: &str = "the memory of the put changed during the put: do not write to it, and put it again";
 
 /// A put that was checked.
 pub(super) struct Putting {
@@ -65,7 +65,7 @@ impl Putting {
             let bytes = upload.shape.block_bytes() * count as u64;
             let tenant = &call.caller.tenant;
             if !call.state.puts.go_on(tenant, bytes, &mut turn).await {
-                return Err(Fault::busy("as many puts are under way as fit into memory"));
+                return Err(Fault::busy("the memory for puts is full"));
             }
             let wait = tokio::time::timeout(limits::WAIT, call.state.take_memory(tenant, bytes)).await;
             let pages = wait.map_err(|_| Fault::busy("the server's memory for requests is full"))?;

@@ -232,9 +232,11 @@ impl Session {
         };
         let tenant = caller.tenant.number;
         let place = state.locals.sessions.try_take(tenant, 1);
-        let place = place.ok_or_else(|| Fault::busy("all places for local sessions are taken"))?;
+        let place = place.ok_or_else(|| Fault::busy("the limit of local sessions is reached"))?;
         let named = state.locals.names.begin(&hello.session);
-        let named = named.ok_or_else(|| Fault::malformed("session: 16 bytes that no other session has"))?;
+        let named = named.ok_or_else(|| {
+            Fault::malformed("session: 16 bytes are required, not in use by another session")
+        })?;
         let shorts = Shorts::new(Arc::clone(&outbox));
         let ends = Arc::clone(&outbox);
         let end = End::new(tenant, move || ends.close());
@@ -300,7 +302,7 @@ impl Session {
                 all = self.outbox.send(line)?;
             }
             if self.outbox.is_closed() {
-                return Err(broken("the client takes no answers"));
+                return Err(broken("the client reads no answers"));
             }
             if all {
                 untaken = None;
@@ -423,7 +425,7 @@ impl Session {
                 }
                 // Also those count that were cancelled and have not ended yet: they hold what they hold.
                 if self.under_way() >= REQUESTS_MAX {
-                    self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
+                    self.failed(id, &Fault::busy("the client's limit of concurrent requests is reached"));
                     return Ok(());
                 }
                 let begun = if head.kind == Kind::Read { self.read(id, body) } else { self.put(id, body) };
@@ -448,7 +450,7 @@ impl Session {
             | Kind::Failed
             | Kind::Arrived
             | Kind::End
-            | Kind::Released => return Err(broken("a frame that is not a client's to send")),
+            | Kind::Released => return Err(broken("the client sent a frame of a server")),
         }
         Ok(())
     }
@@ -532,7 +534,7 @@ impl Session {
             return self.looked(told(&call, answer));
         }
         if self.under_way() >= REQUESTS_MAX {
-            return self.failed(id, &Fault::busy("the client has as many requests under way as it may"));
+            return self.failed(id, &Fault::busy("the client's limit of concurrent requests is reached"));
         }
         self.look_ups.push(Box::pin(async move {
             let answer = match waits {
@@ -579,7 +581,7 @@ impl Session {
         let call = self.admit(&SHARE, None)?;
         let wire: proto::ShareRequest = decode(body)?;
         if wire.memory == 0 || self.memories.contains_key(&wire.memory) {
-            return Err(Fault::malformed("share: a number that is not 0 and not in use"));
+            return Err(Fault::malformed("share: a number is required, not 0 and not in use"));
         }
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());

@@ -178,8 +178,11 @@ impl Refusal {
     /// What the caller is told.
     pub fn text(self) -> &'static str {
         match self {
-            Self::Missing => "a token is needed: send `authorization: Bearer TOKEN`",
-            Self::Unknown => "the token is not valid here: ask for a new one",
+            Self::Missing => {
+                "a token is required: --token-file FILE, KVARTS_TOKEN_FILE, or the header `authorization: Bearer \
+                 TOKEN`"
+            }
+            Self::Unknown => "the token is not valid on this server: get a new one from its administrator",
         }
     }
 }
@@ -299,12 +302,14 @@ impl Gatekeeper {
         match (&*gate, to) {
             (Gate::Open(_), Gate::Open(_)) => return Ok(()),
             (Gate::Tokens(_), Gate::Tokens(_)) => {}
-            _ => return Err("whether tokens are asked for is decided at the start".to_owned()),
+            _ => return Err("tokens are switched on or off at the start only".to_owned()),
         }
         let old = gate.tenants();
         for Tenant { name, salt, .. } in to.tenants().into_iter().map(|tenant| &**tenant) {
             if old.iter().any(|known| known.name == *name && known.salt != *salt) {
-                return Err(format!("tenants: {name}: another salt would be another tenant"));
+                return Err(format!(
+                    "tenants: {name}: the salt cannot be changed, it would make another tenant"
+                ));
             }
         }
         Ok(())

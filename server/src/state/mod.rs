@@ -330,9 +330,9 @@ impl ServerState {
     /// Why no client should be sent here, if so.
     pub fn fault(&self) -> Option<String> {
         if self.is_draining() {
-            return Some("the server is about to stop".to_owned());
+            return Some("the server is stopping".to_owned());
         }
-        self.engine.health().fault().map(|why| format!("the store takes no writes: {why}"))
+        self.engine.health().fault().map(|why| format!("the store is read-only: {why}"))
     }
 
     /// Directories of the store that are not in use, each with why: a sentence.

@@ -120,7 +120,7 @@ impl Models {
         // Held over all of it: what goes to make room is forgotten by the store, too, and may be registered again meanwhile.
         let mut tables = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if tables.gone.contains(&caller.tenant.number) {
-            return Err(Reason::Denied("the tenant was taken out of the configuration".to_owned()).into());
+            return Err(Reason::Denied("the tenant was removed from the configuration".to_owned()).into());
         }
         tables.make_room(store, caller, id, ModelLimits { count: 1, listed, memory }, most)?;
         if !store.knows(id) && store.namespace_count(&identity.tenant_salt) >= REMEMBERED_MAX {

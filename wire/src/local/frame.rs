@@ -105,7 +105,7 @@ pub enum NoFrame {
 impl std::fmt::Display for NoFrame {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Self::TooLong => "a frame that is longer than any may be",
+            Self::TooLong => "a frame above the size limit",
             Self::Unknown => "a frame of no known kind",
         })
     }
