@@ -50,7 +50,7 @@ fn a_put_into_a_full_store_names_the_bound_its_value_and_what_to_do() {
         ];
         assert!(expected.iter().all(|part| why.contains(part)), "{path}: {why}");
     }
-    assert!(server.log().contains("puts are refused, reads go on: no room: the store's budget of 8 MiB"));
+    assert!(server.log().contains("puts are refused, reads continue: no room: the store's budget of 8 MiB"));
 }
 
 #[test]

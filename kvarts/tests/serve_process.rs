@@ -267,7 +267,7 @@ fn a_start_says_what_it_found_and_warns_of_what_is_lost() {
     server.signal("-TERM");
     assert_eq!(server.wait(), Some(0));
     let server = start();
-    assert!(told().contains(": 1 blocks, ") && !told().contains("recovery met"), "{}", told());
+    assert!(told().contains(": 1 blocks, ") && !told().contains("recovery found"), "{}", told());
     server.signal("-KILL");
     server.wait();
     // A segment that the newest checkpoint knows is gone.
@@ -280,7 +280,7 @@ fn a_start_says_what_it_found_and_warns_of_what_is_lost() {
     }
     let server = start();
     assert!(
-        told().contains("WARN") && told().contains("recovery met 1 problems (segment-missing)"),
+        told().contains("WARN") && told().contains("recovery found 1 problems (segment-missing)"),
         "{}",
         told()
     );
@@ -303,7 +303,7 @@ fn damage_that_a_read_meets_is_told_by_the_log() {
     // The line is written after the answer is sent.
     let told = || std::fs::read_to_string(&log).unwrap();
     let mut waits = 0..1000;
-    while !told().contains("a read met a damaged block") && waits.next().is_some() {
+    while !told().contains("a damaged block was served as a miss") && waits.next().is_some() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     let text = told();

@@ -171,7 +171,7 @@ fn accept(serving: &Arc<Serving>, listener: &TcpListener) {
             Ok((stream, _)) => begin(serving, Arc::new(Plain::new(stream))),
             Err(error) if serving.is_stopping() => tracing::debug!(%error, "no more connections of peers"),
             Err(error) => {
-                tracing::warn!(%error, "a connection of a peer could not be taken");
+                tracing::warn!(%error, "a connection of a peer could not be accepted");
                 serving.changed.answer();
                 if !serving.is_stopping() {
                     serving.member.host.sleep(Some(&serving.changed), None, Some(ACCEPT_PAUSE));
@@ -201,6 +201,6 @@ fn begin(serving: &Arc<Serving>, plain: Arc<dyn Wire>) {
     lost.into_iter().for_each(|wire| wire.close());
     let thread = serving.member.host.thread("kvarts-lane-in", Box::new(move || session::run(place)));
     if let Err(error) = thread {
-        tracing::warn!(%error, "there is no thread for the connection of a peer");
+        tracing::warn!(%error, "no thread could be started for the connection of a peer");
     }
 }

@@ -15,7 +15,7 @@ pub(super) async fn follow(node: Arc<ClusterNode>, registered: Registered) {
             let (epoch, count) = (new.epoch(), new.list().len());
             match node.change_members(new) {
                 Ok(()) => tracing::info!(epoch, nodes = count, "the members have changed"),
-                Err(reason) => tracing::warn!(epoch, %reason, "members that cannot be taken over"),
+                Err(reason) => tracing::warn!(epoch, %reason, "the new members cannot be used"),
             }
             registered.took((*node.members()).clone());
         }

@@ -73,7 +73,7 @@ pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials, greeting);
     // ends: the node stops (`stopped`)
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
-        tracing::error!(%error, "other nodes are served no more");
+        tracing::error!(%error, "other nodes are no longer served");
     }
 }
 
@@ -121,7 +121,7 @@ impl ClusterNode {
     /// A call was refused: an operator hears of it, though not of each.
     fn tell_refused(&self, refused: &Status) {
         if self.refusals.may(self.footing.runner.now(), QUIET) {
-            tracing::warn!(reason = refused.message(), "a node was refused that calls this one");
+            tracing::warn!(reason = refused.message(), "a call of another node was refused");
         }
     }
 

@@ -515,7 +515,7 @@ impl ClusterNode {
             tracing::warn!(
                 left_out,
                 room,
-                "this node's part of the directory is full: blocks are not found that are there; raise cluster.entries on all nodes"
+                "this node's part of the directory is full: some stored blocks are not found; raise cluster.entries on all nodes"
             );
         }
     }

@@ -109,7 +109,7 @@ impl<'a> Underway<'a> for Deleting<'a> {
                 if self.cold.read_only().is_none() {
                     self.cold.telling.owe(self.namespace, self.told.clone());
                 }
-                tracing::warn!(%why, "the bucket was not told of what another node was asked to delete or to end sooner");
+                tracing::warn!(%why, "the bucket did not receive a delete or a shorter time to live of another node");
             }
         })
     }
@@ -159,6 +159,6 @@ impl Deleting<'_> {
 
 /// What the caller is told of it, who may be any tenant; the log has the rest.
 fn told_of(error: &ColdError) -> String {
-    tracing::debug!(%error, "the bucket was not told of a delete");
+    tracing::debug!(%error, "the bucket did not receive a delete");
     error.for_tenants().to_owned()
 }

@@ -144,13 +144,13 @@ impl ColdTier {
         notes.push(match cold.probe().await {
             Ok(()) => cold.probe_conditions().await,
             Err(why) => {
-                let sentence = format!("cold.bucket: {why}; until that ends, what is there is not found");
+                let sentence = format!("cold.bucket: {why}; until then its blocks are not found");
                 tracing::warn!("{sentence}");
                 sentence
             }
         });
         if cold.tier.access().keeps_versions() {
-            let sentence = "the bucket of the cold tier keeps versions of objects: what is deleted there stays until a lifecycle rule deletes noncurrent versions";
+            let sentence = "the bucket of the cold tier keeps versions of objects: deleted objects stay until a lifecycle rule deletes noncurrent versions";
             tracing::warn!("{sentence}");
             notes.push(sentence.to_owned());
         }
@@ -236,7 +236,7 @@ impl ColdTier {
             Ok(Ok(Conditions::Kept)) => format!("the cold tier is {bucket}"),
             Ok(Ok(Conditions::NotKept(why))) => {
                 let sentence = format!(
-                    "the cold tier {bucket} is READ-ONLY: {why}. Nothing is copied there, and deletes of what it has are not acknowledged"
+                    "the cold tier {bucket} is READ-ONLY: {why}. Nothing is uploaded, and deletes of its blocks are not acknowledged"
                 );
                 tracing::warn!("{sentence}");
                 sentence

@@ -100,7 +100,7 @@ impl ColdTier {
                 Err(error) if is_of_one(&error) => {
                     add(&self.counts.let_go_blocks, left);
                     let seconds = self.resting.failed(namespace, now, names(&of.1)).as_secs();
-                    tracing::warn!(%namespace, %error, seconds, "nothing is copied into the cold tier for a while");
+                    tracing::warn!(%namespace, %error, seconds, "uploads of a namespace to the cold tier are paused");
                 }
                 Err(error) => return Err(error),
             }

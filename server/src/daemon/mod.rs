@@ -265,7 +265,7 @@ impl Daemon {
         });
         // ends: `DRAIN_TIMEOUT`, of which it is made
         if ended.await.is_err() {
-            tracing::warn!(calls = state.calls(), "calls did not end in time and are broken off");
+            tracing::warn!(calls = state.calls(), "shutdown timeout: the remaining calls are cancelled");
         }
         serving.abort();
         if let Some(cold) = &state.decided.cold {

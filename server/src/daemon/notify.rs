@@ -7,7 +7,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 pub fn tell(state: &str) {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     if let Err(error) = send(&path.to_string_lossy(), state) {
-        tracing::warn!(%error, "the service manager could not be told {state}");
+        tracing::warn!(%error, "the service manager could not be notified of {state}");
     }
 }
 

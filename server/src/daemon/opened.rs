@@ -45,7 +45,7 @@ impl Opened {
         let places: Vec<String> = directories.iter().map(|path| path.display().to_string()).collect();
         (self.problems > 0).then(|| {
             format!(
-                "recovery met {} problems ({}): some blocks may be lost; `kvarts fsck --live {}` says which",
+                "recovery found {} problems ({}): some blocks may be lost; `kvarts fsck --live {}` names them",
                 grouped(self.problems),
                 labels.join(", "),
                 places.join(" ")

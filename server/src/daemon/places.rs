@@ -23,7 +23,7 @@ pub(super) async fn keep(places: Places) {
         if let Some(directory) = gone.as_ref().filter(|_| !was_gone) {
             tracing::error!(
                 directory,
-                "the store's directory was removed, renamed or mounted over: nothing more is put there; stop the server, put the \
+                "the store's directory was removed, renamed or mounted over: puts are refused; stop the server, put the \
                  directory back and start it again"
             );
         }

@@ -87,7 +87,7 @@ async fn memory(config: &Config, store: &Store, notes: &mut Vec<String>) -> Resu
     for region in memory.regions() {
         // ends: an executor answers from memory, or the store is closed
         if let Err(why) = store.register_memory(region).await {
-            notes.push(format!("memory of requests is used unregistered, at some cost: {why}"));
+            notes.push(format!("memory of requests is not registered with the kernel, at some cost: {why}"));
             break;
         }
     }

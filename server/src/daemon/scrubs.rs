@@ -24,7 +24,7 @@ pub(super) async fn keep(state: Arc<ServerState>, every: Duration, pace: u64) {
                 passed_over = report.blocks_passed_over,
                 "scrubbed"
             ),
-            Err(reason) => tracing::warn!(%reason, "the scrub was broken off"),
+            Err(reason) => tracing::warn!(%reason, "the scrub was interrupted"),
         }
     }
 }

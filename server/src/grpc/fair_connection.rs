@@ -49,7 +49,7 @@ pub(super) fn place<S>(state: &Arc<ServerState>, inner: S, is_local: bool) -> Op
     if place.is_none() {
         state.metrics.refused("connect", "connections");
         if state.audit.may_tell() {
-            tracing::warn!(target: "audit", "connection refused: all places are taken");
+            tracing::warn!(target: "audit", "connection refused: the limit of connections is reached");
         }
     }
     place.map(|place| {

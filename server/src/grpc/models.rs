@@ -103,8 +103,8 @@ fn tell_waste(call: &Call, shapes: &[proto::Shape]) {
         if waste > WASTE_MAX && call.state.audit.may_tell() {
             let (block, segment) = (human::bytes(shape.block_bytes), human::bytes(segment));
             tracing::warn!(
-                "blocks of {block} leave {waste}% of each segment of {segment} empty: make the store with larger \
-                 segments (--segment, or `kvarts compact --to` for a store that is there)"
+                "blocks of {block} leave {waste}% of each segment of {segment} empty: create the store with larger segments \
+                 (--segment, or `kvarts compact --to` for an existing store)"
             );
         }
     }

@@ -145,7 +145,7 @@ pub(super) async fn run(
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
         if call.state.audit.may_tell() {
-            tracing::warn!(target: "audit", tenant, "a connection was cut off: its client takes nothing of a read");
+            tracing::warn!(target: "audit", tenant, "a connection was closed: its client reads no data");
         }
         if let Some(connection) = &call.connection {
             connection.cut();

@@ -177,7 +177,7 @@ fn calmly<S>(incoming: impl Stream<Item = std::io::Result<S>>) -> impl Stream<It
         if let Err(error) = &stream
             && error.kind() != std::io::ErrorKind::ConnectionAborted
         {
-            tracing::warn!(%error, "a connection could not be taken");
+            tracing::warn!(%error, "a connection could not be accepted");
             tokio::time::sleep(limits::ACCEPT_PAUSE).await;
         }
         stream
@@ -249,7 +249,7 @@ fn router(
             router.add_service(reflection.max_decoding_message_size(limits::OPEN_CALL_BYTES_MAX))
         }
         Err(error) => {
-            tracing::warn!(%error, "the contract cannot be reflected");
+            tracing::warn!(%error, "gRPC reflection is not available");
             router
         }
     }

@@ -26,7 +26,8 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
     let threads = Arc::new(Threads::new(state.locals.threads));
     // Who has not said what it wants sends none.
     if let Err(error) = foreign::allow(&listener, false) {
-        tracing::info!(%error, "this kernel takes descriptors from every client that connects (Linux 6.16 does not): let in only those who may hold up the local socket");
+        tracing::info!(%error, "this kernel accepts descriptors from every client that connects (Linux 6.16 does not): give \
+             access to the local socket to trusted users only");
     }
     loop {
         tokio::select! {
@@ -39,7 +40,7 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
                     sessions.spawn(sort(Arc::clone(&state), (stream, guest), grpc.clone(), threads));
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection of the local socket could not be taken");
+                    tracing::warn!(%error, "a connection of the local socket could not be accepted");
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             },

@@ -317,7 +317,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
                 tracing::info!(
                     tenant,
                     good,
-                    "a block that did not match in a client's memory was read again"
+                    "a block that failed its digest in a client's memory was read again"
                 );
             }
         }

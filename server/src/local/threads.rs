@@ -75,7 +75,7 @@ impl Threads {
         let (handle, stream) = match ready {
             Ok(ready) => ready,
             Err(error) => {
-                tracing::warn!(%error, "there is no thread for a local session");
+                tracing::warn!(%error, "no thread could be started for a local session");
                 return;
             }
         };
@@ -83,7 +83,7 @@ impl Threads {
         let session = handle.spawn(async move {
             match Line::new(stream) {
                 Ok(line) => session::run(state, (line, unknown), elsewhere).await,
-                Err(error) => tracing::warn!(%error, "a local session could not be begun"),
+                Err(error) => tracing::warn!(%error, "a local session could not be started"),
             }
         });
         let _ends = Ends(session.abort_handle());

@@ -46,10 +46,10 @@ impl Trouble {
             match reason {
                 Reason::Digest { shard, segment, offset, .. }
                 | Reason::Header { shard, segment, offset, .. } => {
-                    tracing::warn!(target: "audit", %namespace, shard, segment, offset, "a read met a damaged block, served as a miss: {reason}");
+                    tracing::warn!(target: "audit", %namespace, shard, segment, offset, "a damaged block was served as a miss: {reason}");
                 }
                 _ => {
-                    tracing::warn!(target: "audit", %namespace, "a read met a block that the disk would not give: {reason}")
+                    tracing::warn!(target: "audit", %namespace, "disk read error while serving a block: {reason}")
                 }
             }
         }
@@ -59,8 +59,8 @@ impl Trouble {
     pub fn put_ended(&self, outcomes: &[BlockOutcome], health: impl FnOnce() -> Health) {
         self.failing(outcomes, health);
         match self.hear(outcomes) {
-            Heard::Begins(why) => tracing::warn!("puts are refused, reads go on: {why}"),
-            Heard::Ends(refused) => tracing::info!(refused, "puts are stored again: there is room"),
+            Heard::Begins(why) => tracing::warn!("puts are refused, reads continue: {why}"),
+            Heard::Ends(refused) => tracing::info!(refused, "puts are stored again: there is space"),
             Heard::Nothing => {}
         }
     }
@@ -80,10 +80,10 @@ impl Trouble {
             Some((shard, why)) => tracing::warn!(
                 shard,
                 shards = failing.len(),
-                "the device fails writes wherever it was asked: puts to these shards are refused, reads go on, and each \
-                 put asks again; look at the device: {why}"
+                "the device fails all writes: puts to these shards are refused, reads continue, and each put tries again; \
+                 check the device: {why}"
             ),
-            None => tracing::info!("the device takes writes again: puts are stored in all shards"),
+            None => tracing::info!("the device accepts writes again: puts are stored in all shards"),
         }
     }
 

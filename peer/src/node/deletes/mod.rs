@@ -115,7 +115,7 @@ impl Deletes {
         if !found.is_whole {
             tracing::warn!(
                 entries = found.entries.len(),
-                "the list of deletes ends in the middle of one: other nodes tell the rest again"
+                "the list of deletes is truncated: other nodes send the rest again"
             );
         }
         let (mut log, mut below_ms) = (Log::default(), 0);

@@ -186,7 +186,7 @@ impl ClusterNode {
                 Err(error) => Err(error),
             };
             if let Err(error) = told {
-                tracing::warn!(%error, "blocks that descend from a deleted key are not deleted everywhere");
+                tracing::warn!(%error, "descendants of a deleted key are not deleted on all nodes");
             }
         });
     }
