@@ -55,7 +55,7 @@ pub struct Session {
     /// The first block that it holds itself, and does not stand on its parent for.
     own: u32,
     extensions: usize,
-    /// Whether its server was told that it goes on at another node.
+    /// Whether the server has received a hand-over of it.
     is_given_up: bool,
 }
 

@@ -17,7 +17,7 @@ use kvarts_server::state::Reloaded;
 use kvarts_store::home::Stop;
 use kvarts_terminal::Failure;
 
-/// How long a start that was told to stop may take to remove what it made.
+/// Time in which a stopped start removes the files that it made.
 const START_ENDS_WITHIN: Duration = Duration::from_secs(3);
 /// The most bytes of a configuration file.
 const CONFIG_BYTES_MAX: usize = 1 << 20;
@@ -45,7 +45,7 @@ impl ServeArgs {
     }
 }
 
-/// Serves until it is told to stop.
+/// Serves until a signal or a drain ends the server.
 pub(crate) fn run(arguments: &ServeArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let config = arguments.resolve()?;
     log(&config)?;

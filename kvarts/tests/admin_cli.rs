@@ -366,6 +366,7 @@ fn a_refused_call_and_a_full_store_are_one_warning_each() {
         assert_eq!(server.client(&["put", "bytes"], &["--tokens", "others"]).0, 1, "refused");
     }
     let log = server.log();
-    let full = log.lines().filter(|line| line.contains("puts are refused, reads continue: no room: ")).count();
+    let full =
+        log.lines().filter(|line| line.contains("puts are refused, reads continue: no room: ")).count();
     assert_eq!(full, 1, "once for the whole episode: {log}");
 }

@@ -1,4 +1,4 @@
-//! A server that is told to stop while it starts: it ends as at a stop, says so, and leaves nothing half made.
+//! A signal during a start: the server ends as at a stop, logs this, and leaves no half-made file.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};

@@ -84,8 +84,8 @@ impl Daemon {
         Self::start_unless(config, &Stop::default()).await
     }
 
-    /// As [`start`](Self::start), and refused once it is told to stop, which a start that does not wait for long at that moment
-    /// may not hear.
+    /// As [`start`](Self::start), and refused once `stop` is set. A start looks at `stop` where it can wait for long: one that is
+    /// past its last such place succeeds.
     pub async fn start_unless(config: &Config, stop: &Stop) -> Result<Self, String> {
         let had = stores(&config.directories);
         let started = Self::begin(config, stop).await;

@@ -128,7 +128,7 @@ async fn tiers(
     }
 }
 
-/// What a part of the start gives, unless the start is told to stop before.
+/// The result of a part of the start, or an error once `stop` is set.
 async fn unless_told<T>(stop: &Stop, part: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let (tell, told) = oneshot::channel();
     stop.on_told(move || {
@@ -137,7 +137,7 @@ async fn unless_told<T>(stop: &Stop, part: impl Future<Output = Result<T, String
     });
     tokio::select! {
         biased;
-        // ends: the part of the start in the other arm, or it is told
+        // ends: with the part of the start in the other arm, or when `stop` is set
         Ok(()) = told => Err("the start was interrupted".to_owned()),
         // ends: its own limits: `JOIN` to be a member of a cluster, those of the bucket
         made = part => made,

@@ -11,12 +11,12 @@ use crate::counters::{CallName, Counted};
 pub(super) fn calls(out: &mut String, counted: &Counted) {
     by_tenant(out, counted);
     times(out, counted);
-    head(out, "kvarts_calls_under_way", "gauge", "Calls that have begun and not ended, by method.");
+    head(out, "kvarts_calls_under_way", "gauge", "Calls under way, by method.");
     for (method, count) in &counted.under_way {
         let _ = writeln!(out, "kvarts_calls_under_way{{method=\"{method}\"}} {count}");
     }
-    let help = "Calls that were refused before any work, by what was missing: a token, a right, the tenant's own calls (ask \
-                again), connections, or time before a drain. The log's audit lines say whose calls.";
+    let help = "Calls that were refused before any work, by cause: no token, no right, the tenant's limit of calls (retry), no \
+                connection left, or a drain. The log's audit lines name the tenants.";
     head(out, "kvarts_calls_refused_total", "counter", help);
     for ((method, want), count) in &counted.refused {
         let _ = writeln!(out, "kvarts_calls_refused_total{{method=\"{method}\",want=\"{want}\"}} {count}");
@@ -33,8 +33,8 @@ fn by_tenant(out: &mut String, counted: &Counted) {
         let CallName { path, method, class, tenant } = name;
         format!("path=\"{path}\",method=\"{method}\",class=\"{class}\",tenant=\"{}\"", Value(tenant))
     };
-    let help = "Calls that have ended, by the gRPC code of their end (the local path's too). A read that ends OK says block \
-                by block what came: see kvarts_blocks_missed_total.";
+    let help = "Calls that have ended, by gRPC code (also on the local path). A read with code OK may have missed blocks: see \
+                kvarts_blocks_missed_total.";
     head(out, "kvarts_calls_total", "counter", help);
     for (name, calls) in &counted.calls {
         let labels = labels(name);
@@ -57,7 +57,7 @@ fn by_tenant(out: &mut String, counted: &Counted) {
 }
 
 fn times(out: &mut String, counted: &Counted) {
-    let help = "How long calls took, in seconds, from their admission until their answer had gone.";
+    let help = "Duration of calls in seconds, from their admission until their answer was sent.";
     head(out, "kvarts_call_seconds", "histogram", help);
     for ((path, method, class), took) in &counted.took {
         let labels = format!("path=\"{path}\",method=\"{method}\",class=\"{class}\"");
@@ -105,8 +105,8 @@ fn usage(out: &mut String, counted: &Counted) {
     let help =
         "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
     family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
-    let help = "Blocks that reads were asked for and did not deliver, by reason. REASON_NOT_HERE: never stored, or evicted \
-                before the read (take a lease with the match). What lookups did not find is in kvarts_lookup_blocks_total.";
+    let help = "Blocks that reads requested and did not get, by reason. REASON_NOT_HERE: never stored, or evicted before the \
+                read (take a lease with the match). Blocks that look-ups did not find are in kvarts_lookup_blocks_total.";
     family("kvarts_blocks_missed_total", help, &|usage| {
         usage.missed.iter().map(|(reason, count)| (format!(",reason=\"{reason}\""), *count)).collect()
     });

@@ -14,9 +14,9 @@ pub(super) fn cluster(out: &mut String, status: &Status) {
     let reachable = status.nodes.iter().filter(|node| node.is_reachable).count();
     let states = [("reachable", reachable), ("away", status.nodes.len() - reachable)];
     labelled(out, "kvarts_cluster_nodes", "gauge", "Members, by state.", "state", states);
-    let help = "Nodes whose blocks cannot be read: there are as many paths as there may be.";
+    let help = "Nodes whose blocks cannot be read, because the limit of paths is reached.";
     one(out, "kvarts_cluster_nodes_without_path", "gauge", help, status.without_lane);
-    let help = "Models whose blocks other nodes may be asked for.";
+    let help = "Models whose blocks can be read from other nodes.";
     one(out, "kvarts_cluster_models", "gauge", help, status.models);
     directory(out, status);
     served(out, status);
@@ -71,38 +71,40 @@ fn directory(out: &mut String, status: &Status) {
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
     let help = "Memory of this node's part of the directory.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
-    let help = "Copies that were left out of this node's part of the directory, or dropped from it, for want of room.";
+    let help = "Copies omitted or dropped from this node's part of the directory because it was full.";
     one(out, "kvarts_cluster_directory_refused_total", "counter", help, status.left_out);
-    let help = "Parts, of 4,096, of the directory on this node in which copies may be missing: a node has not sent all that it has, or there was no room.";
+    let help = "Parts (of 4,096) of the directory on this node that may lack copies, because a node has not sent all of its \
+         blocks yet, or because the part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
     let help = "Chains whose owner this node decides.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
     let help = "Chains that this node owns: its copies of their blocks are evicted last.";
     one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
     let HotCounts { counted, now, copied, failed } = status.hot;
-    let help = "Blocks of other nodes whose reads are counted, to copy those that are read often.";
+    let help = "Blocks of other nodes whose reads are counted, to select blocks for a copy.";
     one(out, "kvarts_cluster_hot_counted", "gauge", help, counted);
-    let help = "Blocks of other nodes that are copied here by rule now.";
+    let help = "Blocks of other nodes being copied to this node, because they are read often.";
     one(out, "kvarts_cluster_hot_blocks", "gauge", help, now);
     let how = [("copied", copied), ("failed", failed)];
-    let help = "Blocks that were to be copied here by rule, as they are read often.";
+    let help = "Blocks selected for a copy on this node, because they are read often.";
     labelled(out, "kvarts_cluster_hot_blocks_total", "counter", help, "how", how);
     let PutCounts { kept, held, owned, unasked } = status.puts;
     let how = [("kept", kept), ("held", held), ("owned", owned), ("unasked", unasked)];
-    let help = "Blocks of puts that another node had: kept for a time, not written, stored by the owner of their chain; and those of which that was not known in time.";
+    let help = "Blocks of puts that another node had: kept for a time, not written, or stored by the owner of their chain; and \
+         blocks for which the directory did not answer in time.";
     labelled(out, "kvarts_cluster_put_blocks_total", "counter", help, "how", how);
     let OfferCounts { forwarded, last, taken, copied, failed } = status.offers;
     let what =
         [("forwarded", forwarded), ("last", last), ("taken", taken), ("copied", copied), ("failed", failed)];
-    let help = "Blocks that were offered to the owner of their chain, or as the last copy before its eviction; of those what was taken; and what was copied here of others' offers, and could not be.";
+    let help = "Blocks offered to the owner of their chain, or as the last copy before its eviction; accepted offers; and blocks copied from offers of other nodes, or failed copies.";
     labelled(out, "kvarts_cluster_offered_blocks_total", "counter", help, "what", what);
     let others = || status.nodes.iter().filter(|node| !node.is_me);
     let of = |value: fn(&kvarts_peer::node::NodeStatus) -> u64| {
         others().map(move |node| (node.member.id.to_string(), value(node)))
     };
-    let help = "Changes of this node's blocks that each other node has not been told yet.";
+    let help = "Changes of this node's blocks not yet sent to each other node.";
     labelled(out, "kvarts_cluster_feed_waiting", "gauge", help, "node", of(|node| node.waiting));
-    let help = "Snapshots of this node's blocks that were begun for each other node.";
+    let help = "Snapshots of this node's blocks started for each other node.";
     labelled(out, "kvarts_cluster_feed_snapshots_total", "counter", help, "node", of(|node| node.snapshots));
 }
 
@@ -113,9 +115,9 @@ fn served(out: &mut String, status: &Status) {
     let how = [("let_in", let_in), ("cut", cut)];
     let help = "Connections for reads of other nodes: let in, and refused or cut.";
     labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
-    one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces that other nodes were given.", pieces);
-    one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes that other nodes were given.", bytes);
-    let help = "Blocks that were read again because they did not match at another node.";
+    one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces served to other nodes.", pieces);
+    one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes served to other nodes.", bytes);
+    let help = "Blocks that were read again because their digest failed at another node.";
     one(out, "kvarts_cluster_served_doubts_total", "counter", help, doubts);
     let help = "Memory of pieces for other nodes.";
     one(out, "kvarts_cluster_served_memory_bytes", "gauge", help, memory);
@@ -127,7 +129,7 @@ fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
     let help = "Bytes a second of each path of reads, while something is outstanding there.";
     let rate = |path: &PathStatus| path.rate.unwrap_or_default() as u64;
     labelled(out, "kvarts_cluster_path_bytes_per_second", "gauge", help, "path", of(rate));
-    let help = "Bytes that each path was asked for and that have not come.";
+    let help = "Bytes requested on each path and not yet received.";
     labelled(
         out,
         "kvarts_cluster_path_outstanding_bytes",
@@ -138,14 +140,14 @@ fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
     );
     let help = "Reads that use each path now.";
     labelled(out, "kvarts_cluster_path_reads", "gauge", help, "path", of(|path| path.reads.into()));
-    let help = "Whether a path has failed too often and is left alone for a while.";
+    let help = "1 while a path is paused after repeated failures.";
     let is_left_alone = |path: &PathStatus| path.is_left_alone.into();
     labelled(out, "kvarts_cluster_path_left_alone", "gauge", help, "path", of(is_left_alone));
 }
 
 /// What each path brought and did not bring.
 fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
-    let help = "Bytes of pieces that came whole, by path.";
+    let help = "Bytes of complete pieces, by path.";
     let bytes = paths.iter().map(|(name, path)| (*name, path.brought.bytes));
     labelled(out, "kvarts_cluster_path_bytes_total", "counter", help, "path", bytes);
     let name = "kvarts_cluster_path_pieces_total";
@@ -153,7 +155,7 @@ fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
         out,
         name,
         "counter",
-        "Pieces of reads by path: whole, missing, failed, cancelled, and asked for twice.",
+        "Pieces of reads by path: complete, missing, failed, cancelled, and requested twice.",
     );
     for (path, status) in paths {
         let Brought { pieces, bytes: _, missing, failed, cancelled, twice, failures: _ } = status.brought;
@@ -169,7 +171,7 @@ fn brought(out: &mut String, paths: &[(&str, &PathStatus)]) {
         }
     }
     let name = "kvarts_cluster_path_failures_total";
-    head(out, name, "counter", "Pieces that did not come, by path and reason.");
+    head(out, name, "counter", "Failed pieces, by path and reason.");
     for (path, status) in paths {
         for (reason, count) in FAILURES.iter().zip(status.brought.failures) {
             let _ = writeln!(out, "{name}{{path=\"{}\",reason=\"{reason}\"}} {count}", Value(path));

@@ -24,10 +24,10 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         out,
         "kvarts_cold_retries_total",
         "counter",
-        "Of kvarts_cold_requests_total, repeated ones.",
+        "Repeated requests to the bucket, a part of kvarts_cold_requests_total.",
         retries,
     );
-    let help = "Ranges of packs that were asked for a second time because they were late.";
+    let help = "Ranges of packs requested a second time because they were late.";
     one(out, "kvarts_cold_hedges_total", "counter", help, hedges);
     one(out, "kvarts_cold_failures_total", "counter", "Requests to the bucket that failed.", failures);
     one(out, "kvarts_cold_written_bytes_total", "counter", "Bytes written to the bucket.", written_bytes);
@@ -37,30 +37,34 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         ("written_bytes", counted.today.written_bytes, counted.limits.written_bytes_a_day),
         ("read_bytes", counted.today.read_bytes, counted.limits.read_bytes_a_day),
     ];
-    let help = "Of the budgets of the day (UTC) what is used (cold.requests, cold.written, cold.read).";
+    let help = "Use of the daily budgets (UTC): cold.requests, cold.written, cold.read.";
     head(out, "kvarts_cold_today", "gauge", help);
     for (of, used, _) in budgets {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "kvarts_cold_today{{budget=\"{of}\"}} {used}");
     }
-    head(out, "kvarts_cold_today_limit", "gauge", "Limit of kvarts_cold_today: beyond it nothing is asked.");
+    head(
+        out,
+        "kvarts_cold_today_limit",
+        "gauge",
+        "Limit of kvarts_cold_today: beyond it no request is made.",
+    );
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
     }
-    let help =
-        "Whether the bucket is left alone after failures: until it is asked again its blocks are misses.";
+    let help = "1 while requests to the bucket are paused after failures: its blocks are misses.";
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
-    let help = "Whether nothing is written to the bucket because it does not keep conditions of puts.";
+    let help = "1 while nothing is uploaded, because the bucket does not support conditional puts.";
     one(out, "kvarts_cold_read_only", "gauge", help, u8::from(counted.is_read_only));
-    let help = "Namespaces of which it is known what the bucket has.";
+    let help = "Namespaces whose manifest in the bucket is known.";
     one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);
-    let help = "Memory of manifests and indexes of packs in bytes, about.";
+    let help = "Approximate memory of manifests and indexes of packs, in bytes.";
     one(out, "kvarts_cold_memory_bytes", "gauge", help, counted.memory);
     one(
         out,
         "kvarts_cold_blocks_under_way",
         "gauge",
-        "Blocks that are being brought from the bucket.",
+        "Blocks being restored from the bucket.",
         counted.under_way,
     );
 }

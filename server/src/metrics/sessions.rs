@@ -10,7 +10,7 @@ use crate::state::LiveSessions;
 pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
     let (open, rests, leases) = sessions.table().count();
     one(out, "kvarts_sessions", "gauge", "Sessions that are open, or were handed over and not closed.", open);
-    let help = "Sessions that are over and hold what forks of them stand on.";
+    let help = "Ended sessions that still hold the base of their forks.";
     one(out, "kvarts_sessions_rests", "gauge", help, rests);
     one(out, "kvarts_sessions_leases", "gauge", "Leases of the store that sessions have.", leases);
     let help = "Chains that this node owns for sessions.";
@@ -23,7 +23,7 @@ pub(super) fn sessions(out: &mut String, sessions: &LiveSessions) {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "kvarts_sessions_begun_total{{how=\"{how}\"}} {}", total(count));
     }
-    let help = "Sessions that were extended, once for each time.";
+    let help = "Extensions of sessions.";
     one(out, "kvarts_sessions_extended_total", "counter", help, total(&counts.extended));
     let help = "Sessions that were handed over to another node.";
     one(out, "kvarts_sessions_handed_over_total", "counter", help, total(&counts.handed_over));

@@ -22,7 +22,7 @@ const DEVICE_COUNTERS: [(&str, &str); 7] = [
     ("retried", "Submissions repeated because they were interrupted."),
     ("short", "Submissions for the rest of a transfer."),
     ("unknown_completions", "Completions that belong to no operation under way."),
-    ("late_completions", "Operations that ended after their caller was gone."),
+    ("late_completions", "Operations that ended after their caller had left."),
 ];
 
 /// The counters of one executor. What is counted there and not told here does not compile.
@@ -71,7 +71,7 @@ pub(super) async fn render(state: &ServerState) -> String {
         &mut out,
         "kvarts_executors_silent",
         "gauge",
-        "1 if an executor did not say in 200 ms what it has: figures of devices are then those of an earlier scrape.",
+        "1 if an executor did not report within 200 ms: the figures of its devices are then from an earlier scrape.",
         u64::from(told.is_old),
     );
     queues(&mut out, &told.io);
@@ -121,7 +121,7 @@ fn engine(out: &mut String, state: &ServerState) {
         out,
         "kvarts_disk_allocated_bytes",
         "gauge",
-        "Bytes that the store has allocated on disk. At the budget blocks are evicted: that is normal.",
+        "Bytes that the store has allocated on disk. A full budget evicts blocks, which is normal.",
         allocated_bytes,
     );
     let free = budget_bytes.saturating_sub(allocated_bytes);
@@ -138,7 +138,7 @@ fn engine(out: &mut String, state: &ServerState) {
         let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    let help = "Memory of why blocks went that are not here, in bytes: 1 MiB at most. Misses are told by it.";
+    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses use it.";
     one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
@@ -166,8 +166,8 @@ fn engine(out: &mut String, state: &ServerState) {
 /// What is here and of no use.
 fn cut_off(out: &mut String, (blocks, bytes): (u64, u64)) {
     for (what, help, value) in [
-        ("blocks", "Live blocks that cannot be used: a block before them is not here.", blocks),
-        ("bytes", "What live blocks take that cannot be used, in bytes.", bytes),
+        ("blocks", "Live blocks that cannot be used, because a block before them is absent.", blocks),
+        ("bytes", "Bytes of live blocks that cannot be used.", bytes),
     ] {
         one(out, &format!("kvarts_cut_off_{what}"), "gauge", help, value);
     }
@@ -179,11 +179,15 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks as reads of the last minutes find it; assumed where there were none.",
+            "Rate of the disks by the reads of the last minutes; an assumption without reads.",
             disk.link.bytes_per_ms * 1e3,
         ),
-        ("latency_seconds", "What reads wait besides for their bytes.", disk.link.latency_ms / 1e3),
-        ("outstanding_bytes", "Bytes that reads wait for.", disk.link.outstanding_bytes as f64),
+        (
+            "latency_seconds",
+            "Latency of reads on the disks, besides the transfer.",
+            disk.link.latency_ms / 1e3,
+        ),
+        ("outstanding_bytes", "Bytes of reads under way or queued.", disk.link.outstanding_bytes as f64),
     ] {
         one(out, &format!("kvarts_disk_read_{name}"), "gauge", help, value);
     }
@@ -195,12 +199,12 @@ fn recovery(out: &mut String, state: &ServerState) {
     let sum =
         |field: fn(&kvarts_store::engine::RecoveryReport) -> u64| reports.iter().map(field).sum::<u64>();
     let recovered = sum(|report| report.blocks);
-    one(out, "kvarts_recovery_blocks", "gauge", "Blocks that the last start found.", recovered);
+    one(out, "kvarts_recovery_blocks", "gauge", "Blocks found by the last start.", recovered);
     let problems = sum(|report| report.problems);
-    let help = "Problems that the last start found; run kvarts fsck --live if there are any.";
+    let help = "Problems found by the last start; run kvarts fsck --live to list them.";
     one(out, "kvarts_recovery_problems", "gauge", help, problems);
     let scanned = sum(|report| report.scanned_bytes);
-    one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes that the last start scanned.", scanned);
+    one(out, "kvarts_recovery_scanned_bytes", "gauge", "Bytes scanned by the last start.", scanned);
 }
 
 /// Whether the store takes writes, and who has died.
@@ -210,7 +214,7 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_read_only",
         "gauge",
-        "1 while the store takes no writes, with the reason: put the cause right, then kvarts resume. Reads go on.",
+        "1 while the store is read-only, with the reason: remove the cause, then run kvarts resume. Reads continue.",
     );
     let reason = latched.as_deref().unwrap_or_default();
     let _ = writeln!(out, "kvarts_read_only{{reason=\"{}\"}} {}", Value(reason), u8::from(latched.is_some()));
@@ -218,16 +222,16 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         out,
         "kvarts_dead_executors",
         "gauge",
-        "Executors that have died: their blocks are misses until the server is started again.",
+        "Executors that have died: their blocks are misses until a restart of the server.",
         dead_executors,
     );
-    let help = "Shards that refuse puts because their device fails writes wherever it was asked.";
+    let help = "Shards that refuse puts because their device fails all writes.";
     one(out, "kvarts_failing_shards", "gauge", help, failing.len());
     head(
         out,
         "kvarts_directory_out",
         "gauge",
-        "1 while a directory of the store is not in use, with why: what it holds is not found, and puts go to the others.",
+        "1 while a directory of the store is out of use, with the reason: its blocks are misses, and puts go to the others.",
     );
     for (directory, at) in directories.iter().zip(0u16..) {
         let (why, shown) = (lost.get(&at), directory.display().to_string());
@@ -235,8 +239,8 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         let labels = format!("directory=\"{}\",reason=\"{}\"", Value(&shown), Value(reason));
         let _ = writeln!(out, "kvarts_directory_out{{{labels}}} {}", u8::from(why.is_some()));
     }
-    let help = "1 if the disks had less room than the budget when the store was opened or the budget was changed: it serves what \
-                it has.";
+    let help = "1 if the disks had less space than the budget when the store was opened or the budget was changed: stored \
+                blocks are served.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
 }
 
@@ -246,18 +250,18 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
     let gauges: [(&str, &str, Gauge); 3] = [
         (
             "kvarts_directory_unanswered_seconds",
-            "For how long the disk of a directory has not answered what it was asked first of all that it has: seconds mean that it \
+            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean that the disk \
              hangs.",
             |load| load.unanswered.as_secs_f64(),
         ),
         (
             "kvarts_directory_stuck_bytes",
-            "Bytes of transfers that the disk of a directory has had for ten seconds, or past their deadline.",
+            "Bytes of transfers under way on the disk of a directory for more than ten seconds, or past their deadline.",
             |load| load.stuck_bytes as f64,
         ),
         (
             "kvarts_directory_in_flight_bytes",
-            "Bytes of transfers that the disk of a directory has.",
+            "Bytes of transfers under way on the disk of a directory.",
             |load| load.in_flight_bytes as f64,
         ),
     ];
@@ -313,7 +317,12 @@ fn queues(out: &mut String, io: &[(kvarts_store::io::IoFacts, kvarts_store::driv
         let _ =
             writeln!(out, "kvarts_device_queue_bytes{{executor=\"{executor}\"}} {}", queue.in_flight_bytes);
     }
-    head(out, "kvarts_device_bytes_total", "counter", "Bytes that went to and from each executor's devices.");
+    head(
+        out,
+        "kvarts_device_bytes_total",
+        "counter",
+        "Bytes written to and read from each executor's devices.",
+    );
     for (executor, (_, queue)) in io.iter().enumerate() {
         for (direction, bytes) in [("read", queue.bytes_read), ("written", queue.bytes_written)] {
             let labels = format!("executor=\"{executor}\",direction=\"{direction}\"");
@@ -382,20 +391,20 @@ fn tenants(out: &mut String, state: &ServerState) {
     let space = |tenant: &Tenant| state.engine.tenant_space(&tenant.salt);
     let help = "Live bytes on disk of each tenant.";
     by_tenant(out, "kvarts_tenant_disk_bytes", help, &of(&|tenant| Some(space(tenant)?.live)));
-    let help = "Quota of each tenant that has one, in bytes: at it, its own blocks are evicted.";
+    let help = "Quota of each tenant with one, in bytes: a tenant at its quota evicts its own blocks.";
     by_tenant(out, "kvarts_tenant_disk_limit_bytes", help, &of(&|tenant| space(tenant)?.limit));
     let used = |tenant: &Tenant| state.models.used(tenant.number);
     let help = "Models that each tenant has registered.";
     by_tenant(out, "kvarts_tenant_models", help, &of(&|tenant| Some(used(tenant).count as u64)));
-    let help = "Memory of each tenant's models in bytes, about.";
+    let help = "Approximate memory of each tenant's models, in bytes.";
     by_tenant(out, "kvarts_tenant_models_bytes", help, &of(&|tenant| Some(used(tenant).memory)));
-    let help = "Limit of kvarts_tenant_models_bytes for each tenant: at it the model that nothing uses for longest makes room.";
+    let help = "Limit of kvarts_tenant_models_bytes for each tenant: at the limit the least recently used model is dropped.";
     one(out, "kvarts_tenant_models_limit_bytes", "gauge", help, limits::MODELS_MEMORY_MAX);
 }
 
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
-    let help = "How files reach the memory of devices on this host, what it could offer, and why.";
+    let help = "Path from files to device memory on this host: mode in use, mode offered, and reason.";
     head(out, "kvarts_device_path", "gauge", help);
     let (mode, offered, reason) = (files.mode.name(), files.offered.name(), Value(&files.reason));
     let _ =
@@ -410,7 +419,8 @@ fn memory(out: &mut String, state: &ServerState) {
             let _ = writeln!(out, "{name}{{part=\"{part}\"}} {bytes}");
         }
     };
-    let help = "Memory for requests that is used, in bytes, by part; the tile cache is not in it. At the limit requests wait.";
+    let help =
+        "Memory for requests in use, in bytes, by part, without the tile cache. At the limit requests wait.";
     family("kvarts_request_memory_bytes", help, usage.map(|part| part.used));
     let help = "The highest kvarts_request_memory_bytes since the start.";
     family("kvarts_request_memory_peak_bytes", help, usage.map(|part| part.used_max));
@@ -420,7 +430,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_kept_tiles_bytes",
         "gauge",
-        "Tile cache: memory for requests that holds tiles of earlier reads, by part.",
+        "Tile cache: memory for requests with tiles of earlier reads, by part.",
     );
     for (number, part) in ["large", "small"].into_iter().enumerate() {
         let bytes = state.memory.tiles().bytes(number);
@@ -430,7 +440,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_tiles_total",
         "counter",
-        "Tiles of reads over gRPC: kept from an earlier read, or read.",
+        "Tiles of reads over gRPC: kept from an earlier read, or read from disk.",
     );
     let (kept, read) = state.memory.tiles().counts();
     for (from, tiles) in [("kept", kept), ("read", read)] {
@@ -459,7 +469,7 @@ fn memory(out: &mut String, state: &ServerState) {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
     let (turns, waiting) = state.puts.left();
-    one(out, "kvarts_put_turns_free", "gauge", "Puts that could begin now.", turns);
+    one(out, "kvarts_put_turns_free", "gauge", "Free turns of puts.", turns);
     one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
 }
 
@@ -467,8 +477,7 @@ fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.free();
     let help = "Limit of connections (limits.connections).";
     one(out, "kvarts_connections_limit", "gauge", help, state.connections.all());
-    let help =
-        "Connections that could still come; at 0 one of a client without a token is closed for a new one.";
+    let help = "Free connections; at 0 a connection of a client without a token is closed for a new one.";
     one(out, "kvarts_connections_free", "gauge", help, places);
     let (strangers, open_calls) = state.connections.strangers();
     one(
@@ -479,14 +488,14 @@ fn connections(out: &mut String, state: &ServerState) {
         strangers,
     );
     one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", open_calls);
-    one(out, "kvarts_calls_now", "gauge", "Calls under way in all.", state.calls());
+    one(out, "kvarts_calls_now", "gauge", "Calls under way, all methods together.", state.calls());
     let clock: &dyn Clock = &**state.clock();
     let seconds = clock.unix_millis() as f64 / 1000.0;
     one(
         out,
         "kvarts_time_seconds",
         "gauge",
-        "The server's wall clock, in seconds since 1970: how old these figures are.",
+        "The server's wall clock, in seconds since 1970; the time of these figures.",
         seconds,
     );
     head(out, "kvarts_build_info", "gauge", "Version of the program.");
