@@ -138,23 +138,23 @@ macro_rules! settings {
 settings! {
     /// Directories of the store, separated by commas, one for each device
     directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir", "DIRS", "./kvarts-data";
-    /// Bytes that the store may have on disk, such as 64G, or a part of the disks, such as 90%
+    /// Largest size of the store on disk, in bytes such as 64G, or as a part of the disks such as 90%
     budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of what is free";
-    /// Size of a segment file, when the store is made; a store that is there keeps its own
+    /// Size of a segment file of a new store; an existing store keeps its own
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
-    /// Shards of each directory, when the store is made; each is served by one executor
+    /// Shards in each directory of a new store; each is served by one executor
     shards, "store", "shards", "KVARTS_STORE_SHARDS", "shards", "NUMBER", "by the budget, 2 to 16";
-    /// What is evicted first when the budget is full: weighted or lru
+    /// Eviction policy of a full store: weighted or lru
     policy, "store", "policy", "KVARTS_STORE_POLICY", "policy", "NAME", "weighted";
-    /// Bytes that may be written a day; beyond it, only blocks that were put before are stored
+    /// Bytes written in a day; beyond them only blocks that were put before are stored
     endurance, "store", "endurance", "KVARTS_STORE_ENDURANCE", "endurance", "SIZE", "no limit";
-    /// Executors of the engine
+    /// Number of executors of the engine
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 a directory, of an eighth of the cores";
-    /// The way to the disks: auto, ring (io_uring) or pool (threads)
+    /// Interface to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
     /// Features of the ring not to use, separated by commas
     io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable", "NAMES", "none";
-    /// What executors run on: auto, glommio or threads
+    /// Runtime of the executors: auto, glommio or threads
     runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime", "NAME", "auto";
     /// Address of gRPC, or none
     grpc, "listen", "grpc", "KVARTS_LISTEN_GRPC", "listen-grpc", "ADDRESS|none", "127.0.0.1:7440";
@@ -164,9 +164,9 @@ settings! {
     socket_group, "listen", "socket_group", "KVARTS_LISTEN_SOCKET_GROUP", "socket-group", "GROUP", "only the server's user";
     /// Address of metrics, or none
     metrics, "listen", "metrics", "KVARTS_LISTEN_METRICS", "listen-metrics", "ADDRESS|none", "127.0.0.1:7441";
-    /// Required to listen to a network without TLS and tokens: the words "anyone may read and write"
+    /// Required to listen on a network without TLS and tokens: the words "anyone may read and write"
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
-    /// Required to show metrics to a network, or by other names than localhost: the words "anyone may read metrics"
+    /// Required to serve metrics on a network, or under other names than localhost: the words "anyone may read metrics"
     open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
@@ -174,91 +174,91 @@ settings! {
     key, "tls", "key", "KVARTS_TLS_KEY", "tls-key", "FILE", "none";
     /// The authority whose certificates clients must have, a PEM file
     client_authority, "tls", "client_authority", "KVARTS_TLS_CLIENT_AUTHORITY", "tls-client-authority", "FILE", "none";
-    /// Memory that requests share
+    /// Memory for requests, in bytes
     memory, "limits", "memory", "KVARTS_LIMITS_MEMORY", "memory", "SIZE", "256 MiB";
-    /// What of that may keep tiles that were read, while no request needs it; 0 for nothing
+    /// Part of that memory for the tile cache, while no request needs it; 0 for none
     cache, "limits", "cache", "KVARTS_LIMITS_CACHE", "cache", "SIZE", "all of it";
-    /// Memory of local clients that may be shared with the server at a time
+    /// Limit of the memory that local clients share with the server
     shared, "limits", "shared", "KVARTS_LIMITS_SHARED", "shared", "SIZE", "a quarter of the memory, at most 64 GiB";
-    /// Memory that the index of blocks may take; blocks are evicted near it
+    /// Limit of the memory of the index; blocks are evicted near the limit
     index, "limits", "index", "KVARTS_LIMITS_INDEX", "index-memory", "SIZE", "a quarter of the memory";
-    /// Connections at a time
+    /// Limit of concurrent connections
     connections, "limits", "connections", "KVARTS_LIMITS_CONNECTIONS", "connections", "NUMBER", "16384";
-    /// Threads that serve connections
+    /// Number of threads for connections
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads", "NUMBER", "2, or 1 on one core";
-    /// The members of the cluster that this node belongs to, a TOML file, or etcd://HOST:PORT/PREFIX
+    /// The members of this node's cluster: a TOML file, or etcd://HOST:PORT/PREFIX
     members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster", "FILE|URL", "no cluster";
     /// The name of the cluster: nodes of another name are refused
     cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
-    /// The secret that the nodes of the cluster share and no other program knows: a file of 32 bytes or more
+    /// The shared secret of the cluster's nodes: a file of 32 bytes or more
     cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
     /// This node's certificate chain for other nodes, a PEM file; it names kvarts- and the node's id
     cluster_certificate, "cluster", "certificate", "KVARTS_CLUSTER_CERTIFICATE", "cluster-certificate", "FILE", "none";
     /// The key of that certificate, a PEM file
     cluster_key, "cluster", "key", "KVARTS_CLUSTER_KEY", "cluster-key", "FILE", "none";
-    /// The authority whose certificates the nodes of the cluster have, a PEM file
+    /// The authority of the nodes' certificates, a PEM file
     cluster_authority, "cluster", "authority", "KVARTS_CLUSTER_AUTHORITY", "cluster-authority", "FILE", "none";
-    /// With etcd: where other nodes reach this one, a host and a port
+    /// With etcd: the address of this node for other nodes, a host and a port
     cluster_address, "cluster", "address", "KVARTS_CLUSTER_ADDRESS", "cluster-address", "HOST:PORT", "none";
-    /// With etcd: nodes of one zone are near to each other
+    /// With etcd: the zone of this node; nodes of one zone are near to each other
     cluster_zone, "cluster", "zone", "KVARTS_CLUSTER_ZONE", "cluster-zone", "NAME", "none";
-    /// With etcd: seconds after which a node that is gone is no member any more
+    /// With etcd: seconds after which an unreachable node is removed from the members
     cluster_lease, "cluster", "lease", "KVARTS_CLUSTER_LEASE", "cluster-lease", "SECONDS", "15";
-    /// With etcd: the authority of its certificate, a PEM file; with it etcd is asked over TLS
+    /// With etcd: the authority of its certificate, a PEM file; enables TLS to etcd
     cluster_etcd_authority, "cluster", "etcd_authority", "KVARTS_CLUSTER_ETCD_AUTHORITY", "cluster-etcd-authority", "FILE", "none";
-    /// With etcd: the certificate chain that it is shown, a PEM file
+    /// With etcd: this node's certificate chain for etcd, a PEM file
     cluster_etcd_certificate, "cluster", "etcd_certificate", "KVARTS_CLUSTER_ETCD_CERTIFICATE", "cluster-etcd-certificate", "FILE", "none";
     /// With etcd: the key of that certificate, a PEM file
     cluster_etcd_key, "cluster", "etcd_key", "KVARTS_CLUSTER_ETCD_KEY", "cluster-etcd-key", "FILE", "none";
-    /// With etcd: a file with the name and the password of this node there, as NAME:PASSWORD
+    /// With etcd: a file with this node's name and password for etcd, as NAME:PASSWORD
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
-    /// Where other nodes are served
+    /// Address on which this node serves other nodes
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
-    /// The port of the same address at which other nodes read blocks: where a firewall lets only named ports pass
+    /// Port of the same address for the blocks that other nodes read: for firewalls that pass named ports only
     cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any that is free";
-    /// Copies of blocks that this node's part of the directory may know, 20 bytes each
+    /// Largest number of copies in this node's part of the directory, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
-    /// Bytes a second that other nodes get from this one
+    /// Limit of the bytes a second served to other nodes
     cluster_serve_rate, "cluster", "serve_rate", "KVARTS_CLUSTER_SERVE_RATE", "cluster-serve-rate", "SIZE", "no limit";
-    /// What a put does with blocks that another node has: store, keep (for a time) or single (written nowhere else)
+    /// Puts of blocks that another node has: store, keep (for a time) or single (written nowhere else)
     cluster_put, "cluster", "put", "KVARTS_CLUSTER_PUT", "cluster-put", "NAME", "store";
-    /// Reads a second from which on a block of another node is copied here, or 0 for never
+    /// Reads a second from which a block of another node is copied to this node, or 0 for never
     cluster_hot_reads, "cluster", "hot_reads", "KVARTS_CLUSTER_HOT_READS", "cluster-hot-reads", "NUMBER", "8";
-    /// Seconds that copies live which are made by rule: hot blocks, and those of puts with keep
+    /// Time to live of automatic copies in seconds: hot blocks, and blocks of puts with keep
     cluster_copy_hold, "cluster", "copy_hold", "KVARTS_CLUSTER_COPY_HOLD", "cluster-copy-hold", "SECONDS", "600";
     /// The bucket behind the disks: s3://BUCKET/PREFIX with credentials as in the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), or file:///DIRECTORY
     cold_bucket, "cold", "bucket", "KVARTS_COLD_BUCKET", "cold-bucket", "URL", "no cold tier";
-    /// Requests to the bucket a day (UTC)
+    /// Limit of requests to the bucket in a day (UTC)
     cold_requests, "cold", "requests", "KVARTS_COLD_REQUESTS", "cold-requests", "NUMBER", "1000000";
-    /// Bytes written to the bucket a day
+    /// Limit of bytes written to the bucket in a day
     cold_written, "cold", "written", "KVARTS_COLD_WRITTEN", "cold-written", "SIZE", "1 TiB";
-    /// Bytes read from the bucket a day
+    /// Limit of bytes read from the bucket in a day
     cold_read, "cold", "read", "KVARTS_COLD_READ", "cold-read", "SIZE", "4 TiB";
-    /// Seconds after which it is asked again what is in the bucket
+    /// Seconds between two reads of a manifest of the bucket
     cold_refresh, "cold", "refresh", "KVARTS_COLD_REFRESH", "cold-refresh", "SECONDS", "30";
-    /// Memory that bringing blocks back may take: their bytes, while they are on their way and some seconds longer
+    /// Limit of the memory for restores: the bytes of blocks during a restore and some seconds longer
     cold_memory, "cold", "memory", "KVARTS_COLD_MEMORY", "cold-memory", "SIZE", "as limits.memory, 128 MiB to 256 MiB";
-    /// Whether blocks go into the bucket before they are evicted: on or off
+    /// Upload blocks to the bucket before their eviction: on or off
     cold_spill, "cold", "spill", "KVARTS_COLD_SPILL", "cold-spill", "NAME", "on";
-    /// Uses that a block must have had lately for that, 0 to 3
+    /// Recent uses that a block needs for its upload, 0 to 3
     cold_uses, "cold", "uses", "KVARTS_COLD_USES", "cold-uses", "NUMBER", "1";
-    /// Seconds since it was stored that it needs for that, and that it must still have to live
+    /// Age that a block needs for its upload, and its least remaining time to live, in seconds
     cold_age, "cold", "age", "KVARTS_COLD_AGE", "cold-age", "SECONDS", "600";
-    /// The most bytes that a block may have for each of its tokens for that: of more it is computed sooner than restored
+    /// Largest number of bytes a token for an upload: larger blocks are computed sooner than restored
     cold_token_bytes, "cold", "token_bytes", "KVARTS_COLD_TOKEN_BYTES", "cold-token-bytes", "SIZE", "no limit";
-    /// Bytes a second that go into the bucket at most
+    /// Limit of the bytes a second uploaded to the bucket
     cold_rate, "cold", "rate", "KVARTS_COLD_RATE", "cold-rate", "SIZE", "64 MiB";
-    /// Whether look-ups of connectors count blocks that only the bucket has: off, on, or the tokens a second that engines compute (on where bringing them is sooner)
+    /// Look-ups of connectors count blocks of the bucket: off, on, or the tokens a second that engines compute (on if a restore is faster)
     cold_offer, "cold", "offer", "KVARTS_COLD_OFFER", "cold-offer", "NAME", "off";
-    /// How files should reach the memory of devices: auto, direct, compatibility or staging
+    /// Path from files to device memory: auto, direct, compatibility or staging
     cufile, "device", "cufile", "KVARTS_DEVICE_CUFILE", "cufile", "NAME", "auto";
     /// Hours between two runs of the scrubber, or 0 for none
     scrub_hours, "scrub", "hours", "KVARTS_SCRUB_HOURS", "scrub-hours", "NUMBER", "24";
-    /// Bytes a second that the scrubber reads at most
+    /// Limit of the bytes a second read by the scrubber
     scrub_pace, "scrub", "pace", "KVARTS_SCRUB_PACE", "scrub-pace", "SIZE", "32 MiB";
-    /// Log lines for people or programs: text or json
+    /// Format of the log: text or json
     log_format, "log", "format", "KVARTS_LOG_FORMAT", "log-format", "NAME", "text";
-    /// Which log lines there are, such as info or kvarts_server=debug
+    /// Level of the log, such as info or kvarts_server=debug
     log_level, "log", "level", "KVARTS_LOG_LEVEL", "log-level", "LEVEL", "info";
 }
 
