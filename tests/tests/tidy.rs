@@ -37,6 +37,39 @@ const VAGUE: [&[&str]; 7] = [
     &["whose", "ever"],
     &["what", "was", "not"],
 ];
+/// The same in texts for users, and verbs of people where a machine does something.
+const VAGUE_TEXTS: [&[&str]; 4] =
+    [&["ask", "again"], &["broken", "off"], &["would", "not", "give"], &["stands", "twice"]];
+/// Rooms whose string literals are texts for users: errors, logs, metrics, outputs.
+const TEXT_ROOMS: [&str; 10] =
+    ["bucket", "client", "cold", "contract", "kvarts", "peer", "server", "store", "terminal", "wire"];
+/// Pages for users. Those about internals are left out.
+const USER_PAGES: [&str; 24] = [
+    "README.md",
+    "docs/CLUSTER.md",
+    "docs/EXPORT.md",
+    "docs/GLOSSARY.md",
+    "docs/SERVER.md",
+    "docs/comparison.md",
+    "docs/concepts.md",
+    "docs/guides/cold.md",
+    "docs/guides/one-node.md",
+    "docs/guides/planning.md",
+    "docs/introduction.md",
+    "docs/models.md",
+    "docs/operating.md",
+    "docs/quickstart.md",
+    "docs/reference/commands.md",
+    "docs/reference/configuration.md",
+    "docs/reference/errors.md",
+    "docs/reference/json.md",
+    "docs/reference/metrics.md",
+    "docs/runbook.md",
+    "docs/security.md",
+    "docs/upgrade.md",
+    "docs/using.md",
+    "python/README.md",
+];
 /// Lines of a source file, its tests included. Past it a file is several rooms.
 const FILE_LINES_MAX: usize = 1000;
 /// Lines of a function, from its `fn` to its closing brace.
@@ -216,6 +249,59 @@ fn comments_name_their_subjects() {
                     complaints.push(format!("{name}:{}: \"{}\"", number + 1, phrase.join(" ")));
                 }
             }
+        }
+    }
+    expect_none(complaints);
+}
+
+/// The string literals of a source's own part: not in its comments, not in its tests.
+fn literals(source: &str) -> Vec<String> {
+    let own = source.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+    let code: Vec<&str> = own.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+    let code = code.join("\n").replace("\\\"", "'").replace("'\"'", "");
+    code.split('"').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The phrases in a text that a text for users must not have.
+fn vague(text: &str) -> Vec<String> {
+    let here = text.split(|one: char| !one.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    let words: Vec<String> = here.map(str::to_ascii_lowercase).collect();
+    let phrases = VAGUE.iter().chain(&VAGUE_TEXTS);
+    let found = phrases.filter(|phrase| words.windows(phrase.len()).any(|some| some == **phrase));
+    found.map(|phrase| phrase.join(" ")).collect()
+}
+
+#[test]
+fn a_text_without_a_subject_is_found() {
+    let source = "// \"nobody\"\nfn f() { say(\"the server: ask \\\n     again\", '\"', \"a \\\"b\\\"\"); }\n#[cfg(test)]\nmod tests { \"whoever\" }\n";
+    let found = literals(source);
+    assert_eq!(found, ["the server: ask \\\n     again", "a 'b'"]);
+    assert_eq!(vague(&found[0]), ["ask again"]);
+    assert_eq!(vague("Whoever reads so\nmany pages"), ["whoever", "so many"]);
+    assert_eq!(vague("the read failed: retry"), Vec::<String>::new());
+}
+
+#[test]
+fn texts_for_users_name_their_subjects() {
+    let mut complaints = Vec::new();
+    let mut seen = 0;
+    for (name, text) in sources() {
+        let room = name.split('/').next().unwrap_or_default();
+        if !TEXT_ROOMS.contains(&room) || !name.contains("/src/") || name.contains("test") {
+            continue;
+        }
+        for literal in literals(&text) {
+            seen += 1;
+            complaints
+                .extend(vague(&literal).iter().map(|phrase| format!("{name}: \"{phrase}\" in {literal:?}")));
+        }
+    }
+    assert!(seen > 4000, "the texts were not found: {seen}");
+    for page in USER_PAGES {
+        let text = std::fs::read_to_string(root().join(page)).unwrap_or_else(|why| panic!("{page}: {why}"));
+        for part in text.split("\n\n") {
+            let begin: String = part.chars().take(80).collect();
+            complaints.extend(vague(part).iter().map(|phrase| format!("{page}: \"{phrase}\" in {begin:?}")));
         }
     }
     expect_none(complaints);

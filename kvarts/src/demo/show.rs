@@ -81,7 +81,7 @@ pub(super) fn write(story: &Story, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(
         out,
         "5. One bit was flipped on disk, in {} at {}. The next read gave the {} blocks before it and a miss for block {}\n   \
-         ({}); lookups now say {} blocks. No wrong byte was given to anybody.",
+         ({}); lookups now say {} blocks. No wrong byte was delivered.",
         damage.file,
         damage.offset,
         damage.usable_blocks,

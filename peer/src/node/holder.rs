@@ -161,7 +161,7 @@ struct Holder(Arc<ClusterNode>);
 
 fn caller<T>(request: &Request<T>) -> Result<NodeId, Status> {
     let caller = request.extensions().get::<Caller>();
-    caller.map(|caller| caller.0).ok_or_else(|| Status::unauthenticated("nobody calls"))
+    caller.map(|caller| caller.0).ok_or_else(|| Status::unauthenticated("the caller is unknown"))
 }
 
 type Replies = Pin<Box<ReceiverStream<Result<proto::FeedReply, Status>>>>;

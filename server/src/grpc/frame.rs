@@ -206,7 +206,7 @@ impl ReadBody {
                 Poll::Ready(Some(Outgoing::End(end))) => return Poll::Ready(Next::End(end)),
                 // The task of the read is gone without a status.
                 Poll::Ready(None) => {
-                    return Poll::Ready(Next::End(Err(Fault::busy("the read was broken off"))));
+                    return Poll::Ready(Next::End(Err(Fault::busy("the read was interrupted"))));
                 }
             }
         }

@@ -174,7 +174,7 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         }
         let number = missing.first().copied().unwrap_or(0);
         let Some(membership) = members.in_place_of(number) else {
-            return refuse(at, "of a store of so many directories only the first ones can be replaced");
+            return refuse(at, "in a store with this many directories only the first ones can be replaced");
         };
         let known: BTreeSet<u32> = here.into_values().flatten().collect();
         let lost: Vec<u32> = (0..first.shards_total).filter(|shard| !known.contains(shard)).collect();
