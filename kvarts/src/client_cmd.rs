@@ -312,7 +312,7 @@ pub(crate) fn list(server: &ServerArgs, out: &mut dyn Write) -> Result<(), Failu
         writeln!(out, "  {}", said_of(&identity))?;
     }
     if reply.more {
-        writeln!(out, "There are more; these have the most bytes.")?;
+        writeln!(out, "More models exist; these have the most bytes.")?;
     }
     Ok(())
 }
@@ -379,7 +379,7 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
         true => {
             arguments
                 .sure
-                .ask("every block of this identity goes, pinned ones too, and cannot be brought back")?;
+                .ask("all blocks of this identity will be deleted, pinned ones too; this cannot be undone")?;
             Target::Namespace
         }
         false => {

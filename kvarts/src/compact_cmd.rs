@@ -318,7 +318,7 @@ fn text(report: &Report) -> String {
     let would = if report.dry_run { "would be " } else { "" };
     let mut lines = vec![
         format!(
-            "{} live blocks; left out: {} deleted, {} expired, {} superseded or twice there",
+            "{} live blocks; left out: {} deleted, {} expired, {} superseded or duplicate",
             human::grouped(report.live_blocks),
             human::grouped(report.deleted_blocks),
             human::grouped(report.expired_blocks),
@@ -350,7 +350,7 @@ fn text(report: &Report) -> String {
     ];
     if report.segments_fixed > 0 {
         lines.push(format!(
-            "{} segments stay as they are: this program does not know everything in them",
+            "{} segments are unchanged: they have records that this program does not know",
             human::grouped(report.segments_fixed)
         ));
     }

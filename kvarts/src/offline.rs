@@ -91,13 +91,13 @@ pub(crate) fn write_json(value: &impl serde::Serialize, out: &mut dyn Write) -> 
 fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Failure> {
     let problems = contents.findings.problem_count;
     if problems > 0 {
-        writeln!(out, "{problems} problems met; what they hide is not shown. Run kvarts fsck.")?;
+        writeln!(out, "{problems} problems found; the affected blocks are not shown. Run kvarts fsck.")?;
     }
     if let Some(what) = missing_directories(&contents.findings) {
         writeln!(out, "Not all of it is here: {what} (--dir).")?;
     }
     if contents.may_have_forgotten_deletes() {
-        writeln!(out, "A checkpoint cannot be read: what was deleted may be shown as if it were there.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be shown.")?;
     }
     if contents.undefined > 0 {
         writeln!(out, "{} records name a namespace that nothing defines.", contents.undefined)?;

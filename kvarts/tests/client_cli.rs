@@ -358,7 +358,7 @@ fn a_store_whose_server_does_not_run_is_not_taken_for_another_server() {
 fn a_latched_store_is_shown_and_takes_writes_again_when_it_is_told_to() {
     let ground = Ground::new("resume", "");
     let (code, out, _) = ground.kvarts(&["resume"]);
-    assert_eq!((code, out.as_str()), (0, "the store took writes already\n"));
+    assert_eq!((code, out.as_str()), (0, "the store already accepts writes\n"));
     // The directory of a shard goes: its next segment file cannot be made.
     let shard = |name: &str| ground.path.join("kvarts-data").join(name);
     let names = (0..64).map(kvarts_layout::format::names::shard_name);
@@ -375,7 +375,7 @@ fn a_latched_store_is_shown_and_takes_writes_again_when_it_is_told_to() {
     assert!(out.contains("writes    refused: ") && out.contains("kvarts resume"), "{out}");
     let (code, out, err) = ground.kvarts(&["resume"]);
     assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
-    assert!(err.contains("still takes no writes") && err.contains("No such file"), "{err}");
+    assert!(err.contains("still read-only") && err.contains("No such file"), "{err}");
     shards.iter().for_each(|name| std::fs::rename(away(name), shard(name)).unwrap());
     let (code, out, err) = ground.kvarts(&["resume", "--json"]);
     assert_eq!(code, 0, "{err}");

@@ -47,7 +47,7 @@ impl Cold {
 fn round(cold: &Cold, scratch: &Scratch) {
     let (store, file) = filled(scratch);
     let nothing = cold.run(&["ls"]);
-    assert!(nothing.0 == 0 && nothing.1 == "Nothing is in this bucket.\n", "{nothing:?}");
+    assert!(nothing.0 == 0 && nothing.1 == "This bucket is empty.\n", "{nothing:?}");
     let pushed = cold.good(&["push", &store, "--all"]);
     assert_eq!(
         (&pushed["blocks"], &pushed["packs"], &pushed["complete"]),
@@ -362,7 +362,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let other = "ab".repeat(32);
     for (arguments, says) in [
         (vec!["push", store.as_str()], "say what to push"),
-        (vec!["push", &store, "--namespace", &other], "nothing in the store"),
+        (vec!["push", &store, "--namespace", &other], "the store has no matching blocks"),
         (vec!["stat", "--namespace", &other], "no namespace"),
         (vec!["push", "/nowhere", "--all"], "/nowhere"),
     ] {

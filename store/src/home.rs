@@ -163,7 +163,7 @@ impl Home {
         for one in &options.replace {
             let at = options.directories.iter().position(|directory| directory == one);
             let at = at.and_then(|at| u16::try_from(at).ok());
-            let why = || format!("{} is not one of the store's directories: give all of them", one.display());
+            let why = || format!("{} is not one of the store's directories: name all of them", one.display());
             store_options.replace.insert(at.ok_or_else(|| Error(Reason::Config(why())))?);
         }
         let (store, executors) = start(options, &store_options, &mut notes)?;
@@ -426,7 +426,7 @@ fn take(directory: &Path) -> Result<File, Error> {
         .write(true)
         .custom_flags(plain.bits().cast_signed())
         .open(&path);
-    let odd = || refuse(format!("the lock in {shown} is no plain file: remove {shown}/lock"));
+    let odd = || refuse(format!("the lock in {shown} is not a regular file: remove {shown}/lock"));
     let file = match file {
         Ok(file) if file.metadata().is_ok_and(|facts| facts.is_file()) => file,
         Ok(_) => return Err(odd()),
@@ -644,7 +644,7 @@ mod tests {
         let path = directory.join("lock");
         let refused = || {
             let why = lock(&directory).unwrap_err().to_string();
-            assert!(why.contains("is no plain file: remove") && why.contains("store/lock"), "{why}");
+            assert!(why.contains("is not a regular file: remove") && why.contains("store/lock"), "{why}");
         };
         std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
         refused();

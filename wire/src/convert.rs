@@ -23,7 +23,8 @@ use crate::proto;
 /// A namespace id.
 pub fn namespace(bytes: &[u8]) -> Outcome<NamespaceId> {
     let id = <[u8; 32]>::try_from(bytes);
-    id.map(NamespaceId).map_err(|_| Fault::malformed(format!("namespace: {} bytes, it has 32", bytes.len())))
+    id.map(NamespaceId)
+        .map_err(|_| Fault::malformed(format!("namespace: {} bytes instead of 32", bytes.len())))
 }
 
 /// Keys that stand one after the other.
@@ -110,7 +111,7 @@ pub fn identity(wire: proto::Identity, salt: TenantSalt, fingerprint: Fingerprin
         [] => fingerprint,
         bytes => Fingerprint(
             <[u8; 32]>::try_from(bytes)
-                .map_err(|_| Fault::malformed("identity.spec_fingerprint: it has 32 bytes"))?,
+                .map_err(|_| Fault::malformed("identity.spec_fingerprint: 32 bytes are required"))?,
         ),
     };
     Ok(Identity {

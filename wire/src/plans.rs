@@ -12,7 +12,7 @@ use super::limits::{HELD_BOUNDARIES_MAX, PLAN_SAMPLES_MAX};
 use crate::proto;
 
 /// What an answer of a server says that is none of the contract's.
-const NO_PLAN: Reason = Reason::Bug("an answer with a plan that is none");
+const NO_PLAN: Reason = Reason::Bug("the answer has an invalid plan");
 
 /// The two ways between a struct and its message, where all fields have the same names.
 macro_rules! same_fields {
@@ -130,7 +130,7 @@ pub fn terms<'a>(
         return Err(Fault::malformed(format!("hbm_boundaries: {count}, at most {HELD_BOUNDARIES_MAX}")));
     }
     let overlap = proto::Overlap::try_from(wire.overlap)
-        .map_err(|_| Fault::malformed(format!("overlap: {} is none that this server knows", wire.overlap)))?;
+        .map_err(|_| Fault::malformed(format!("overlap: {} is unknown to this server", wire.overlap)))?;
     Ok(PlanTerms {
         hbm_blocks: wire.hbm_blocks,
         hbm_boundaries: &wire.hbm_boundaries,
@@ -465,7 +465,7 @@ mod tests {
         assert_eq!(terms(&older, &engine, None).unwrap().overlap, Overlap::Layers);
         let refused = |wire| terms(&wire, &engine, None).unwrap_err().detail.message;
         let newer = proto::PlanRequest { overlap: 9, ..older.clone() };
-        assert_eq!(refused(newer), "overlap: 9 is none that this server knows");
+        assert_eq!(refused(newer), "overlap: 9 is unknown to this server");
         let many = proto::PlanRequest { hbm_boundaries: vec![1; 1025], ..older };
         assert_eq!(refused(many), "hbm_boundaries: 1025, at most 1024");
     }

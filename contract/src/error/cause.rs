@@ -409,7 +409,7 @@ impl fmt::Display for DirectoryCause {
             ),
             Self::OtherSettings(at, shard) => write!(
                 f,
-                "directory {at} holds {}, which an attempt to make a store with other settings left: remove it, it is empty",
+                "directory {at} has the empty folder {} of an attempt to make a store with other settings: remove it",
                 shard_name(*shard)
             ),
             Self::Superblock(at, unsound) => match &**unsound {

@@ -115,7 +115,7 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
             if allocated > now {
                 writeln!(
                     out,
-                    "  segments are emptied and removed until it is kept; `kvarts budget` shows how far it is"
+                    "  segments are removed until the store fits; `kvarts budget` shows the progress"
                 )?;
             }
             writeln!(out, "  the next start takes store.budget of the configuration again")?;

@@ -153,7 +153,7 @@ fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
     }
     write!(out, "{table}")?;
     match more {
-        true => Ok(writeln!(out, "There are more; these end soonest.")?),
+        true => Ok(writeln!(out, "More exist; these end soonest.")?),
         false => Ok(()),
     }
 }

@@ -170,15 +170,15 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
 /// Runs `resume`.
 pub(crate) fn resume(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
-    let why = |error: &kvarts_contract::error::Error| format!("the store still takes no writes: {error}");
+    let why = |error: &kvarts_contract::error::Error| format!("the store is still read-only: {error}");
     let before = client.resume().map_err(|error| Failure::user(why(&error)))?;
     if arguments.server.json {
         let before = Some(before).filter(|before| !before.is_empty());
         return print(out, &json!({"resumed": before.is_some(), "before": before}));
     }
     match before.as_str() {
-        "" => writeln!(out, "the store took writes already")?,
-        before => writeln!(out, "the store takes writes again; what had stopped them: {before}")?,
+        "" => writeln!(out, "the store already accepts writes")?,
+        before => writeln!(out, "the store accepts writes again; the cause was: {before}")?,
     }
     Ok(())
 }

@@ -321,7 +321,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
 fn tokens(text: &str) -> Result<Vec<u32>, String> {
     let separator = |c: char| c.is_whitespace() || [',', '[', ']', ';'].contains(&c);
     let words = text.split(separator).filter(|word| !word.is_empty());
-    words.map(|word| word.parse().map_err(|_| format!("{word:?} is no token's number"))).collect()
+    words.map(|word| word.parse().map_err(|_| format!("{word:?} is not the number of a token"))).collect()
 }
 
 /// A time such as 90s, 30m, 12h, 7d.

@@ -113,7 +113,7 @@ fn write_text(report: &Report, arguments: &FsckArgs, out: &mut dyn Write) -> Res
     }
     if report.orphans > 0 {
         let (orphans, taken) = (grouped(report.orphans), bytes(report.orphan_bytes));
-        writeln!(out, "{orphans} objects, {taken}, belong to no manifest: kvarts cold gc takes them.")?;
+        writeln!(out, "{orphans} objects, {taken}, belong to no manifest: kvarts cold gc deletes them.")?;
     }
     if report.condemned > 0 {
         writeln!(out, "{} packs wait for their deletion.", grouped(report.condemned))?;
@@ -121,14 +121,14 @@ fn write_text(report: &Report, arguments: &FsckArgs, out: &mut dyn Write) -> Res
     if report.deletes > 0 {
         writeln!(
             out,
-            "{} deletes of keys are kept, so that no push brings them back.",
+            "{} deletes of keys are recorded, so that no push restores them.",
             grouped(report.deletes)
         )?;
     }
     let left = report.problems.iter().filter(|problem| !problem.repaired).count();
     match (left, arguments.repair) {
         (0, _) => writeln!(out, "clean")?,
-        (left, false) => writeln!(out, "{left} problems. --repair makes lost indexes again.")?,
+        (left, false) => writeln!(out, "{left} problems. --repair rebuilds lost indexes.")?,
         (left, true) => writeln!(out, "{left} problems are left: blocks of damaged packs are misses.")?,
     }
     Ok(())

@@ -136,7 +136,8 @@ fn is_in_use(directories: &[PathBuf], live: bool) -> Result<bool, Failure> {
                 return Err(Failure::Refused(Refusal::new(
                     "in-use",
                     format!("{shown} is in use by another process"),
-                    "without DIR its server pushes into its own bucket; --live reads it all the same, and what is deleted meanwhile may be pushed",
+                    "without DIR its server pushes into its own bucket; --live reads the files anyway, and may push blocks \
+                     deleted during the push",
                 )));
             }
             // What else is wrong is told where it is read.
@@ -180,7 +181,7 @@ fn from_files(
     let exported = exported.map_err(|_| Failure::user("the store cannot be read"))?.map_err(Failure::user)?;
     let (store_problems, left_out) = (contents.findings.problem_count, exported.blocks_left_out);
     if exported.totals.blocks == 0 && left_out == 0 && !arguments.wanted.all {
-        return Err(Failure::user("nothing in the store is what was asked for"));
+        return Err(Failure::user("the store has no matching blocks"));
     }
     let has_lost_checkpoint = contents.may_have_forgotten_deletes();
     let Pushed { packs, blocks, payload_bytes, already_there, expired, too_large, deleted, doubtful } =
@@ -262,22 +263,22 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         let problems = grouped(report.store_problems);
         writeln!(
             out,
-            "The store has {problems} problems; what they hide is not in the bucket. Run kvarts fsck."
+            "The store has {problems} problems; the affected blocks are not in the bucket. Run kvarts fsck."
         )?;
     }
     if seen.has_lost_checkpoint {
-        writeln!(out, "A checkpoint cannot be read: what was deleted may be in the bucket.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the bucket.")?;
     }
     if seen.is_in_use {
         writeln!(
             out,
-            "The store is in use: what its server deleted meanwhile may be in the bucket, unless the server has this bucket too."
+            "The store is in use: blocks deleted during the push may be in the bucket, unless the server uses this bucket too."
         )?;
     }
     if report.doubtful > 0 {
         writeln!(
             out,
-            "{} blocks are older than the deletes that the bucket knows one by one: what another node deleted may be among them.",
+            "{} blocks are older than the bucket's list of deletes: blocks deleted by another node may be among them.",
             grouped(report.doubtful)
         )?;
     }

@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Fa
         // No store is made for it either: an address that is wrong is not to look like a restore.
         let address = &bucket.address;
         return Err(Failure::User(format!(
-            "nothing is in {address}, so nothing was restored: is it the bucket that was meant?"
+            "the bucket {address} is empty, and nothing was restored: is the address right?"
         )));
     }
     let unread = bucket.each(&namespaces, |namespace| {

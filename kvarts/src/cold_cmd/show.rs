@@ -11,8 +11,7 @@ use serde::Serialize;
 use super::{BucketArgs, Trouble, age, tell, verdict};
 use crate::offline::{shown, write_json};
 
-const NO_MANIFEST: &str =
-    "has no manifest: what lies there counts as nothing, and kvarts cold gc collects it";
+const NO_MANIFEST: &str = "has no manifest: its objects are unused, and kvarts cold gc collects them";
 
 /// The arguments of `cold ls`.
 #[derive(Args, Debug)]
@@ -115,7 +114,7 @@ pub(super) fn list(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failur
 
 fn write_list(Namespaces { namespaces, problems }: &Namespaces, out: &mut dyn Write) -> Result<(), Failure> {
     if namespaces.is_empty() && problems.is_empty() {
-        writeln!(out, "Nothing is in this bucket.")?;
+        writeln!(out, "This bucket is empty.")?;
         return Ok(());
     }
     let columns = [
@@ -196,7 +195,7 @@ pub(super) fn stat(arguments: &StatArgs, out: &mut dyn Write) -> Result<(), Fail
     }
     write!(out, "{table}")?;
     for one in condemned {
-        writeln!(out, "{} is to be deleted, since {}", one.pack, age(one.at_ms))?;
+        writeln!(out, "{} waits for deletion since {}", one.pack, age(one.at_ms))?;
     }
     Ok(())
 }

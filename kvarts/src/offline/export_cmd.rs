@@ -112,7 +112,7 @@ pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Fai
     writer.flush().map_err(|error| cannot(&arguments.to, &error))?;
     drop(writer);
     if exported.totals.blocks == 0 && exported.blocks_left_out == 0 && !arguments.wanted.all {
-        return Err(Failure::user("nothing in the store is what was asked for"));
+        return Err(Failure::user("the store has no matching blocks"));
     }
     partial.finish(false)?;
     let report = report(arguments, exported, source.findings());
@@ -232,12 +232,12 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     if report.store_problems > 0 {
         writeln!(
             out,
-            "The store has {} problems; what they hide is not in the file. Run kvarts fsck.",
+            "The store has {} problems; the affected blocks are not in the file. Run kvarts fsck.",
             grouped(report.store_problems)
         )?;
     }
     if report.deletes_may_be_missing {
-        writeln!(out, "A checkpoint cannot be read: what was deleted may be in the file.")?;
+        writeln!(out, "A checkpoint cannot be read: deleted blocks may be in the file.")?;
     }
     Ok(())
 }

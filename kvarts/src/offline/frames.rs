@@ -38,7 +38,7 @@ impl<R: Read> Source<R> {
     /// Bytes of the payload of a run, if this machine can hold them.
     pub(crate) fn payload_bytes(&self, run: &Run) -> Result<usize, Failure> {
         if run.block_bytes > BLOCK_BYTES_MAX {
-            return Err(self.fault("it has blocks of more than 1 GiB, which this program does not take"));
+            return Err(self.fault("it has blocks of more than 1 GiB, which this program does not support"));
         }
         let whole = run.payload_bytes().and_then(|bytes| usize::try_from(bytes).ok());
         whole.ok_or_else(|| self.fault("a run too large for this machine"))

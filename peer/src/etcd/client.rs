@@ -118,7 +118,7 @@ impl Etcd {
         let Some((name, password)) = access.login() else { return Ok(self) };
         let asked = AuthenticateRequest { name, password };
         let answer = answered(AuthClient::new(self.channel.clone()).authenticate(asked)).await?;
-        let token = answer.token.parse().map_err(|_| "a token that is none".to_owned())?;
+        let token = answer.token.parse().map_err(|_| "an invalid token".to_owned())?;
         self.token = Some(token);
         Ok(self)
     }

@@ -125,7 +125,7 @@ pub(super) fn bare(kind: Kind, number: u64) -> Vec<u8> {
 
 /// A message in a body.
 pub(super) fn message<M: prost::Message + Default>(body: Bytes) -> Result<M, Broken> {
-    M::decode(body).map_err(|_| Broken::Protocol("a body that is no message"))
+    M::decode(body).map_err(|_| Broken::Protocol("the body is not a message"))
 }
 
 /// The frame that is being received.
@@ -163,7 +163,7 @@ impl Incoming {
                 let (head, digest) = Head::parse(&self.head).ok_or(Broken::Protocol("no frame"))?;
                 let most = limit(&head).ok_or(Broken::Protocol("a frame out of place"))?;
                 if head.length > most {
-                    return Err(Broken::Protocol("a frame that is longer than it may be"));
+                    return Err(Broken::Protocol("a frame above the size limit"));
                 }
                 (self.of, self.got) = (Some((head, digest)), 0);
             }
@@ -179,7 +179,7 @@ impl Incoming {
         let body = std::mem::take(&mut self.body);
         (self.of, self.got) = (None, 0);
         if head.digest(&body) != digest {
-            return Err(Broken::Protocol("a frame that was damaged on its way"));
+            return Err(Broken::Protocol("a frame was damaged in transit"));
         }
         Ok(Some((head, body.into())))
     }

@@ -131,7 +131,7 @@ impl ClusterNode {
         let Shown(from) = *shown.ok_or_else(|| Status::unauthenticated("it has not shown who it is"))?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
-            _ => Err(Status::permission_denied(format!("{from} is none of the other members"))),
+            _ => Err(Status::permission_denied(format!("{from} is not one of the other members"))),
         }
     }
 }

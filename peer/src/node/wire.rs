@@ -52,7 +52,7 @@ pub(super) fn tag_bytes(tags: &[Tag], places: &[usize]) -> Bytes {
 
 /// Who owns the chains that begin with some of `names` names: the place of each name, and the owner.
 pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<(usize, NodeId)>, Malformed> {
-    const WRONG: Malformed = Malformed("a list of owners that is none");
+    const WRONG: Malformed = Malformed("an invalid list of owners");
     let (all, []) = list.as_chunks::<6>() else { return Err(WRONG) };
     if all.len() > names {
         return Err(WRONG);
@@ -67,7 +67,7 @@ pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<
 
 /// Places of some of `names` names.
 pub(super) fn places(list: &[u8], names: usize) -> Result<Vec<usize>, Malformed> {
-    const WRONG: Malformed = Malformed("a list of places that is none");
+    const WRONG: Malformed = Malformed("an invalid list of places");
     let (all, []) = list.as_chunks::<4>() else { return Err(WRONG) };
     if all.len() > names {
         return Err(WRONG);
@@ -189,7 +189,7 @@ impl CopyList {
 
 /// The copies of `blocks` blocks. `nodes` are those that the list names.
 pub(super) fn copies(list: &[u8], nodes: &[NodeId], blocks: usize) -> Result<Vec<Vec<NodeId>>, Malformed> {
-    const WRONG: Malformed = Malformed("a list of copies that is none");
+    const WRONG: Malformed = Malformed("an invalid list of copies");
     let (mut left, mut found) = (list, Vec::with_capacity(blocks.min(TAGS_MAX)));
     for _ in 0..blocks {
         let (count, rest) = left.split_first().ok_or(WRONG)?;

@@ -41,7 +41,7 @@ fn fault(refused: Refused) -> Fault {
         Refused::Unknown => Reason::LeaseEnded.into(),
         Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
-            "blocks: those of the session are {from} to {blocks}, and others follow on them or go on from them"
+            "blocks: the session has {from} to {blocks}; new blocks must follow them or fork from them"
         )),
         Refused::Diverged => Fault::malformed(
             "another block is at this position, or another session has this number: fork the session instead",

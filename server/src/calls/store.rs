@@ -337,8 +337,8 @@ fn target(wire: Option<proto::delete_request::Target>) -> Outcome<Target> {
             Ok(Target::Keys { column, keys: convert::keys(&of.keys)? })
         }
         Some(Wire::Prefix(key)) => {
-            let key =
-                <[u8; 32]>::try_from(&key[..]).map_err(|_| Fault::malformed("prefix: it has 32 bytes"))?;
+            let key = <[u8; 32]>::try_from(&key[..])
+                .map_err(|_| Fault::malformed("prefix: 32 bytes are required"))?;
             Ok(Target::Prefix(BlockKey(key)))
         }
         Some(Wire::Everything(true)) => Ok(Target::Namespace),

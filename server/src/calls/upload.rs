@@ -178,7 +178,7 @@ fn parent(wire: Option<&proto::Parent>) -> Outcome<Parent> {
         Some(Wire::Root(true)) => Ok(Parent::Root),
         Some(Wire::Key(key)) => {
             let key = <[u8; 32]>::try_from(&key[..])
-                .map_err(|_| Fault::malformed("parent.key: it has 32 bytes"))?;
+                .map_err(|_| Fault::malformed("parent.key: 32 bytes are required"))?;
             Ok(Parent::Key(BlockKey(key)))
         }
     }

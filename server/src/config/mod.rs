@@ -250,7 +250,10 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
             disk: form.disk.as_deref().map(size::parse).transpose()?,
         };
         if form.unsalted && form.salt.is_some() {
-            return Err(Complaint::new("tenants.unsalted", "a tenant has a salt, or is unsalted"));
+            return Err(Complaint::new(
+                "tenants.unsalted",
+                "a tenant has either a salt or `unsalted`, not both",
+            ));
         }
         let salt = form.unsalted.then(String::new).or_else(|| form.salt.clone()).map(String::into_bytes);
         if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {

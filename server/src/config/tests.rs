@@ -138,7 +138,7 @@ fn tenants_and_tokens_belong_together() {
     let unsalted = "[[tenants]]\nname = 'a'\nunsalted = true\n";
     let two = format!("{unsalted}{}", unsalted.replace("'a'", "'b'"));
     assert!(complaint(&two).contains("would share data"), "{}", complaint(&two));
-    assert!(complaint(&format!("{unsalted}salt = 's'\n")).contains("has a salt, or is unsalted"));
+    assert!(complaint(&format!("{unsalted}salt = 's'\n")).contains("has either a salt or `unsalted`"));
     let one = tokens("'read'").replace("pin = '1 GiB'", "unsalted = true");
     let config = resolve(&one, &[], Settings::default()).unwrap();
     let Gate::Tokens(of_unsalted) = &config.gate else { panic!("tokens") };

@@ -82,7 +82,7 @@ impl fmt::Display for LeaseError {
             Self::Cap { limit, wanted } => {
                 write!(
                     f,
-                    "{wanted} bytes would be pinned where {limit} are allowed: unlock something or match less"
+                    "{wanted} bytes would be pinned, and {limit} are allowed: unlock blocks or match fewer"
                 )
             }
             Self::Blocks => write!(f, "more than {PINS_MAX} blocks would be held: unlock some"),

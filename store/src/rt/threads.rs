@@ -124,7 +124,7 @@ fn pin_to(core: usize) -> Result<(), String> {
     }
     set.set(core);
     sched_setaffinity(None, &set).map_err(|why| {
-        format!("core {core} is not for this process ({why}): leave it out of the list of cores")
+        format!("this process may not use core {core} ({why}): remove it from the list of cores")
     })
 }
 
@@ -204,7 +204,7 @@ mod tests {
         launcher().pinned_to(vec![core]).launch(5, body).unwrap().join().unwrap();
         for core in [CpuSet::MAX_CPU - 1, usize::MAX] {
             let refused = launcher().pinned_to(vec![core]).launch(0, Box::new(|_| Box::pin(async {})));
-            assert!(refused.is_err_and(|why| why.contains("leave it out")));
+            assert!(refused.is_err_and(|why| why.contains("remove it from the list")));
         }
     }
 

@@ -140,7 +140,7 @@ impl ClusterNode {
             }
             let last = entries.last().map(|told| told.name);
             if last.is_some_and(|(of, sequence)| said.get(&of).is_none_or(|has| *has < sequence)) {
-                return Err("it does not take what was deleted".to_owned());
+                return Err("it does not accept the deletes".to_owned());
             }
             *told = Some(said);
         }

@@ -57,7 +57,7 @@ pub(super) fn entry(wire: &proto::DeleteEntry) -> Result<Numbered, Malformed> {
         _ => return Err(Malformed("a delete of nothing")),
     };
     if wire.sequence == 0 || wire.sequence == u64::MAX || wire.after >= wire.sequence {
-        return Err(Malformed("a number that is none"));
+        return Err(Malformed("an invalid number"));
     }
     let entry = Arc::new(Entry { namespace, below_ms: wire.below_ms, what });
     Ok(Numbered { name: (node(&wire.node)?, wire.sequence), after: wire.after, entry })
