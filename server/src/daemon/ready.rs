@@ -137,7 +137,7 @@ async fn unless_told<T>(stop: &Stop, part: impl Future<Output = Result<T, String
     });
     tokio::select! {
         biased;
-        // ends: with the part of the start in the other arm, or when `stop` is set
+        // ends: with the part of the start in the other arm, or at a stop
         Ok(()) = told => Err("the start was interrupted".to_owned()),
         // ends: its own limits: `JOIN` to be a member of a cluster, those of the bucket
         made = part => made,
