@@ -145,6 +145,12 @@ const PLANNING: &[Step] = &[
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --disk 1.6",
         &["GROUP", "load from disk", "to the first token", "2236.2", "3052.7"],
     ),
+    lay(
+        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --disk 12 --overlap none | grep ' 1244\\.2'",
+    ),
+    lay(
+        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --disk 1.6 --overlap none | grep 'boundary: token 0;'",
+    ),
     step(
         "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 12",
         &["GROUP", "load from disk", "boundary: token ", "would be slower than computing its end", "729.0"],
