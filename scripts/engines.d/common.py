@@ -52,10 +52,7 @@ class Server:
     """A `kvarts serve` in a directory that outlives it."""
 
     def __init__(self, engine, name, *arguments):
-        program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, engine, "bin", "kvarts")
-        if not os.path.exists(program):
-            raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
-        self.program = os.path.abspath(program)
+        self.program = self.program_of(engine)
         self.place = os.path.join(PLACE, "servers", name)
         shutil.rmtree(self.place, ignore_errors=True)
         os.makedirs(self.place)
@@ -64,6 +61,13 @@ class Server:
         self.port = free_port()
         self.arguments = arguments or ("--budget", "1 GiB")
         self.start()
+
+    @staticmethod
+    def program_of(engine):
+        program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, engine, "bin", "kvarts")
+        if not os.path.exists(program):
+            raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
+        return os.path.abspath(program)
 
     def start(self):
         command = [self.program, "serve", "--dir", self.directory, "--listen-socket", self.socket, "--listen-grpc", "none"]

@@ -19,6 +19,8 @@ from wire import Wire
 _ROLES = {"prefill": "kv_both", "decode": "kv_consumer"}
 #: Tokens of an engine's own cache: less than what the conversations have, so that the store counts.
 CACHE_BLOCKS = 96
+#: Engines of each kind.
+PREFILL = DECODE = 2
 
 
 def page(url, timeout=10):
