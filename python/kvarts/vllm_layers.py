@@ -55,7 +55,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         settings = Settings(transfer.kv_connector_extra_config)
         self._prefills = transfer.kv_role == "kv_producer"
         if role is KVConnectorRole.SCHEDULER:
-            self._side = Finder(plan, settings, transfer.is_kv_consumer, transfer.is_kv_producer)
+            self._side = Finder(plan, settings, transfer.is_kv_consumer, transfer.is_kv_producer, _announcer_of(vllm_config))
         else:
             self._side = Mover(plan, settings)
 
@@ -78,7 +78,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager):
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._side.blocks_of = kv_cache_manager.get_block_ids
+        self._side.blocks_of, self._side.manager = kv_cache_manager.get_block_ids, kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata):
         self._side.meet(metadata)
@@ -105,6 +105,9 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self):
         return self._side.is_behind()
+
+    def take_events(self):
+        return self._side.take_events()
 
     def reset_cache(self):
         self._side.forget()
@@ -160,6 +163,16 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def _announcer_of(vllm_config):
+    """What tells routers of what is stored, where vLLM tells them of its own blocks."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    from .vllm_events import Announcer
+
+    return Announcer
+
+
 def _runs_by_layer(forward_context, kwargs):
     """Whether the pass that begins runs the code of each layer: not where it is one graph. To such a pass the runner V2 gives no context of
     its own, and the metadata of its attention apart."""
@@ -183,3 +196,12 @@ class Settings:
             return kvarts.connect(self.server, token_of(self._token_file), via="local", timeout=self.timeout, of_cluster=True)
 
         return Link(connect, self.pause)
+
+    def asking(self, naming):
+        """A connection of its own, and a handle: of what the server itself has."""
+        client = kvarts.connect(self.server, token_of(self._token_file), timeout=self.timeout)
+        try:
+            return client, client.pages(timeout=self.timeout / 2, **naming)
+        except BaseException:
+            client.close(self.timeout)
+            raise

@@ -93,7 +93,8 @@ class Plan:
         for kind in self._kinds:
             if kind.window is not None and kind.block_tokens != self.block_tokens:
                 raise ValueError(f"kv_cache_groups: windows in blocks of {kind.block_tokens} tokens beside others; kvarts.vllm takes this model")
-        self.hashes = self.block_tokens // (kv_cache_config.hash_block_size or self.block_tokens)
+        self.hash_tokens = kv_cache_config.hash_block_size or self.block_tokens
+        self.hashes = self.block_tokens // self.hash_tokens
         self.has_windows = any(kind.window is not None and not kind.is_state for kind in self._kinds)
         #: Groups of states. vLLM copies a state on at the beginning of a step, so it must have landed before.
         self.states = {kind.number for kind in self._kinds if kind.is_state}
@@ -119,6 +120,12 @@ class Plan:
         self._rate = _rate_of(extra.get("times"))
         if self._windows not in ("full", "turn", "none", "auto") and not (type(self._windows) is int and self._windows > 0):
             raise ValueError("windows: full, turn, none, auto or a number of tokens")
+
+    @property
+    def main(self):
+        """The first group with attention over all tokens: its number, the tokens of its blocks, and its specification."""
+        kind = next(kind for kind in self._kinds if kind.window is None)
+        return kind.number, kind.block_tokens, self._caches.kv_cache_groups[kind.number].kv_cache_spec
 
     # Names.
 

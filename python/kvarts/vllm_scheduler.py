@@ -55,15 +55,19 @@ class _Save:
         self.known, self.group, self.first, self.last, self.savings = known, group, first, last, savings
         self.taken = 0  # by how many workers
         self.stored, self.why, self.open = last - first, None, len(savings)
+        self.certain = self.stored  # leading blocks of which a put has said that they are there
+        self.offered = None  # what routers may be told of
 
 
 class Finder:
-    """One for each engine. `plan`: what blocks there are; `settings`: what the operator says; `blocks_of`: the places that a request has."""
+    """One for each engine. `plan`: what blocks there are; `settings`: what the operator says; `blocks_of`: the places that a request has, `manager`: vLLM's;
+    `announcer(plan, naming, groups, settings)`: makes what tells routers, if they are told."""
 
-    def __init__(self, plan, settings, reads=True, writes=True):
+    def __init__(self, plan, settings, reads=True, writes=True, announcer=None):
         self.plan, self.settings, self.stats = plan, settings, Stats()
-        self.blocks_of = None
+        self.blocks_of = self.manager = None
         self._reads, self._writes = reads, writes
+        self._announces, self._routers = announcer, None
         self._link = settings.link()
         self._desk = self._naming = None
         self._workers, self._attached = 0, {}
@@ -86,6 +90,8 @@ class Finder:
         self._naming, groups = self.plan.named(facts)
         settings = self.settings
         self._desk = Desk(self._link, self._naming, groups, self.plan.block_tokens, settings)
+        if self._announces is not None:
+            self._routers = self._announces(self.plan, self._naming, groups, settings)
 
     def _is_ready(self):
         """Whether every worker has the pool; `None` as long as that may still come."""
@@ -182,6 +188,8 @@ class Finder:
             # What the engine has and the store has not is offered, too: the request that computed it could not save it.
             known.asked = staging or self._ask(request)
             self._learn_stored(known)
+        elif staging is not None:
+            self._tell_found(request, staging)
         if staging is not None and not count:
             self._desk.let_go(staging)
 
@@ -221,6 +229,8 @@ class Finder:
         if len(self._attached) < self._workers or set(self._attached.values()) != {self._desk.name}:
             step.pool, step.naming = self._desk.name, self._naming
         self.take_answers()
+        if self._routers is not None:
+            self._routers.look(self.manager)
         if self._is_ready() and not self._link.puts_away:
             self._save_all(step, output)
             self._save_states(step, output)
@@ -278,12 +288,17 @@ class Finder:
         if name is not None:
             self._nothing(name)
 
-    @staticmethod
-    def _learn_stored(known):
+    def _learn_stored(self, known):
         """Once the look-up has been answered, what is missing is offered. A request whose look-up failed offers all that it computes."""
         if known.asked is not None and known.asked.is_over:
             known.saved = known.promised if known.asked.stored is None else known.asked.stored
+            self._tell_found(known.request, known.asked)
             known.asked = None
+
+    def _tell_found(self, request, asked):
+        """Blocks that were found are this engine's to tell of, too: it knows what they are."""
+        if self._routers is not None and asked.stored:
+            self._routers.found(request, asked.stored)
 
     def _hashed(self, request):
         return len(request.block_hashes) // self.plan.hashes
@@ -353,7 +368,9 @@ class Finder:
             stretches[one.number], slots[one.number] = saving.stretches(), places
         self._numbers += 1
         step.saves.append(Move(self._numbers, stretches, slots))
-        self._saves[self._numbers] = _Save(known, group, first, last, savings)
+        save = self._saves[self._numbers] = _Save(known, group, first, last, savings)
+        if self._routers is not None and group is None:
+            save.offered = self._routers.offered(known.request, first, last)
         known.sent.add(self._numbers)
         return True
 
@@ -388,11 +405,14 @@ class Finder:
 
     def _stored(self, save, stored, why):
         """What became of a put."""
+        save.certain = min(save.certain, stored)
         if stored < save.stored and getattr(why, "reason", None) != "InFlight":  # which another one stores right now
             save.stored, save.why = stored, why
         save.open -= 1
         if save.open:
             return
+        if save.offered is not None:
+            self._routers.saved(save.offered, save.certain)
         known, left = save.known, save.last - save.first - save.stored
         self.stats.add("saved", save.stored)
         if not left:
@@ -449,8 +469,18 @@ class Finder:
             self._desk.forget()
 
     def is_behind(self):
-        """Whether steps must go on, also without a request: for places that are kept, and for loads that hold the pool."""
-        return bool(self._landing) or any(known.last is not None for known in self._known.values())
+        """Whether steps must go on, also without a request: for places that are kept, for loads that hold the pool, and for what routers have not been
+        told yet."""
+        if self._landing or any(known.last is not None for known in self._known.values()):
+            return True
+        return self._routers is not None and (self._putting > 0 or self._routers.has_news)
+
+    def take_events(self):
+        """What routers are to be told."""
+        if self._routers is None:
+            return ()
+        self.take_answers()
+        return self._routers.take()
 
     def take_stats(self):
         if self._desk is not None:
@@ -460,6 +490,8 @@ class Finder:
         return self.stats.take()
 
     def close(self):
+        if self._routers is not None:
+            self._routers.close(self.settings.timeout)
         try:
             (self._desk or self._link).close(self.settings.timeout)
         except kvarts.Error as error:

@@ -152,6 +152,38 @@ class _PromMetrics:
         self.per_engine_labelvalues = per_engine_labelvalues
 
 
+@dataclass
+class BlockStored:
+    block_hashes: list
+    parent_block_hash: object
+    token_ids: list
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+@dataclass
+class BlockRemoved:
+    block_hashes: list
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+def _resolved(hashes, hash_tokens, tokens):
+    return hashes if hash_tokens == tokens else hashes[tokens // hash_tokens - 1 :: tokens // hash_tokens]
+
+
+def _kind_name(spec):
+    return types.SimpleNamespace(value={"FullAttentionSpec": "full_attention"}[type(spec).__name__])
+
+
 class _Connector:
     def __init__(self, vllm_config, role, kv_cache_config):
         self._bound = None
@@ -302,6 +334,18 @@ def _vllm():
         connector + ".metrics": dict(KVConnectorPromMetrics=_PromMetrics, KVConnectorStats=_Stats),
         connector + ".offloading.metrics": dict(OffloadingConnectorStats=_Offloaded),
         connector + ".offloading_connector": dict(OffloadingConnector=_Connector),
+        "vllm.distributed.kv_events": dict(
+            MEDIUM_STORAGE="STORAGE",
+            BlockStored=BlockStored,
+            BlockRemoved=BlockRemoved,
+            AllBlocksCleared=type("AllBlocksCleared", (), {}),
+        ),
+        "vllm.v1.core.kv_cache_utils": dict(
+            generate_block_hash_extra_keys=lambda request, first, last, at: (None, at),
+            maybe_convert_block_hash=lambda name: name,
+            resolve_block_hashes=_resolved,
+            to_event_extra_keys=lambda keys: list(keys),
+        ),
         "vllm.platforms": dict(current_platform=types.SimpleNamespace(device_type="cpu")),
         "vllm.version": dict(__version__="0.33.0"),
         "vllm.v1.kv_cache_interface": dict(
@@ -311,6 +355,8 @@ def _vllm():
             ChunkedLocalAttentionSpec=type("ChunkedLocalAttentionSpec", (), {}),
             MambaSpec=MambaSpec,
             group_kernel_blocks=_kernel_blocks,
+            get_kv_cache_spec_kind=_kind_name,
+            get_kv_cache_spec_sliding_window=lambda spec: getattr(spec, "sliding_window", None),
         ),
         "vllm.v1.metrics.cache_hit_source": dict(CacheHitSource=enum.Enum("CacheHitSource", "HOST DISK")),
         offload + ".base": dict(

@@ -26,7 +26,8 @@ class Server:
         self.start()
 
     def start(self):
-        command = [PROGRAM, "serve", "--dir", os.path.join(self.place, "d"), "--budget", "1 GiB", "--listen-socket", self.socket]
+        command = [PROGRAM, "serve", "--dir", os.path.join(self.place, "d"), "--listen-socket", self.socket]
+        command += [] if "--budget" in self.arguments else ["--budget", "1 GiB"]
         command += ["--listen-grpc", "none", "--listen-metrics", "none", *self.arguments]
         with open(os.path.join(self.place, "log"), "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -1,0 +1,129 @@
+"""What the routers in front of vLLM are told of what Kvarts has: vLLM's own KV events, with the medium `STORAGE`.
+
+vLLM publishes them beside those of its own blocks, with its sequence numbers and its replay (`--kv-events-config`). A block is told of when all of
+its columns are there: of every group with attention over all tokens, every range of heads and every stage. Windows and states are not told of,
+because routers count a prefix once.
+"""
+
+from array import array
+from typing import NamedTuple
+
+from vllm.distributed.kv_events import MEDIUM_STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, resolve_block_hashes, to_event_extra_keys
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+import kvarts
+
+from .events import Follower, Ledger
+
+#: Seen from this engine: blocks of its own server, which does not count what other nodes have.
+_LOCALITY = "LOCAL"
+
+
+class _Described(NamedTuple):
+    """A block as routers know it. `name`: the hashes of its parts in vLLM's blocks."""
+
+    name: tuple
+    parent: object
+    tokens: array
+    extra: list
+    lora: tuple
+
+
+class Announcer:
+    """One for each engine. `plan`: what blocks there are; `naming`: how `Client.pages` calls them; `groups`: those of all stages."""
+
+    def __init__(self, plan, naming, groups, settings):
+        self._plan = plan
+        self._group, self._block_tokens, self._spec = plan.main
+        columns = [(group.number, rank) for group in groups if group.window is None for rank in group.ranks]
+        self._ledger = Ledger(len(columns))
+        self._follower = Follower(self._ledger, lambda: settings.asking(naming), columns, settings.pause)
+
+    def offered(self, request, first, last):
+        """These blocks are about to be stored: what `saved` takes."""
+        keys = self._keys(request, first, last)
+        self._ledger.describe(zip(keys, self._described(request, range(first, last))))
+        return self._ledger.ask(), keys
+
+    def saved(self, offered, stored):
+        """That many leading ones of them are stored."""
+        asked, keys = offered
+        self._ledger.answer(asked, keys[:stored], [True] * stored)
+        self._ledger.doubt(keys[stored:])
+
+    def found(self, request, blocks):
+        """A look-up has found that many leading blocks, somewhere."""
+        keys = self._keys(request, 0, blocks)
+        if lacking := self._ledger.lacks(keys):
+            missing = [keys[at] for at in lacking]
+            self._ledger.describe(zip(missing, self._described(request, lacking)))
+            self._ledger.doubt(missing)
+
+    def look(self, manager):
+        """Takes notice of what vLLM itself is about to tell."""
+        queue = getattr(manager.block_pool, "kv_event_queue", ())
+        if any(isinstance(event, AllBlocksCleared) for event in queue):
+            self._ledger.cleared()
+
+    @property
+    def has_news(self):
+        return self._ledger.has_news
+
+    def take(self):
+        """Events for vLLM's publisher."""
+        gone, there = self._ledger.take()
+        events = []
+        if gone:
+            hashes = [one for _, name in gone for one in name]
+            events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._group, locality=_LOCALITY))
+        run = []
+        for block in there:
+            if run and (block.parent != run[-1].name[-1] or block.lora != run[-1].lora):
+                events.append(self._stored(run))
+                run = []
+            run.append(block)
+        if run:
+            events.append(self._stored(run))
+        return events
+
+    def close(self, timeout):
+        self._follower.close(timeout)
+
+    def _keys(self, request, first, last):
+        """As the server's events have them."""
+        return [key if len(key) == 32 else kvarts.key(key) for key in self._plan.keys(request, first, last)]
+
+    def _described(self, request, numbers):
+        """These blocks of a request."""
+        size, per_block = self._block_tokens, self._plan.block_tokens // self._block_tokens
+        hashes = resolve_block_hashes(request.block_hashes, self._plan.hash_tokens, size)
+        lora = request.lora_request
+        lora = (lora.adapter_id, lora.name) if lora is not None else (None, None)
+        tokens = request.all_token_ids
+        for at in numbers:
+            first, last = at * per_block, (at + 1) * per_block
+            yield _Described(
+                tuple([maybe_convert_block_hash(one) for one in hashes[first:last]]),
+                maybe_convert_block_hash(hashes[first - 1]) if first else None,
+                array("I", tokens[first * size : last * size]),
+                [generate_block_hash_extra_keys(request, n * size, (n + 1) * size, 0)[0] for n in range(first, last)],
+                lora,
+            )
+
+    def _stored(self, run):
+        lora_id, lora_name = run[0].lora
+        return BlockStored(
+            block_hashes=[one for block in run for one in block.name],
+            parent_block_hash=run[0].parent,
+            token_ids=[token for block in run for token in block.tokens],
+            block_size=self._block_tokens,
+            lora_id=lora_id,
+            medium=MEDIUM_STORAGE,
+            lora_name=lora_name,
+            extra_keys=to_event_extra_keys([extra for block in run for extra in block.extra]),
+            group_idx=self._group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(self._spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(self._spec),
+            locality=_LOCALITY,
+        )
