@@ -14,7 +14,7 @@ os.dup2(2, 1)  # what the engine prints goes to the log
 settings = json.loads(sys.argv[1])
 
 from vllm import LLM, SamplingParams  # noqa: E402
-
+from vllm.config import KVEventsConfig  # noqa: E402
 
 
 def without_dict():
@@ -49,6 +49,8 @@ if settings.get("connector"):
         transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
     else:
         without_dict()
+if "kv_events_config" in settings.get("engine", {}):
+    settings["engine"]["kv_events_config"] = KVEventsConfig(**settings["engine"]["kv_events_config"])
 engine = LLM(
     model=settings["model"],
     skip_tokenizer_init=True,
