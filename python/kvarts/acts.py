@@ -7,12 +7,14 @@ COUNTERS = {
     "layers": ("layers", "Layers of loads."),
     "layered": ("overlapped_layers", "Of these, layers that only their own computation waited for."),
     "saved": ("saved_blocks", "Blocks that Kvarts has taken, or had already."),
+    "pinned": ("pinned_blocks", "Blocks that are held against eviction because a request asked for it."),
     "handed": ("handed_blocks", "Blocks that another engine had computed for a request of this one, and that came in time."),
 }
 LABELLED = {
     "staged": ("staged_blocks", "Blocks that were brought for requests, of each rank its part: `pool` had them, or `read`.", "source"),
-    "unstaged": ("unstaged_blocks", "Blocks that requests asked for and did not get, by why the first of them is not there.", "reason"),
+    "unstaged": ("unstaged_blocks", "Blocks that requests asked for and did not get, by why.", "reason"),
     "unhanded": ("unhanded_blocks", "Blocks that another engine had computed for a request of this one, and that did not come, by why.", "reason"),
+    "unpinned": ("unpinned_blocks", "Blocks that a request wanted held against eviction and that are not, by why.", "reason"),
     "dropped": ("dropped_blocks", "Blocks that were computed and not saved, by why.", "reason"),
 }
 

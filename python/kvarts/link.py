@@ -24,6 +24,22 @@ def token_of(file):
         return text.read(1 << 16).strip()
 
 
+def whole_number(extra, name, least):
+    """A setting of a connector; `least` where it is not set."""
+    value = extra.get(name, least)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}: {value!r}; name a whole number, {least} or more")
+    return value
+
+
+def seconds(extra, name, plain):
+    """A setting of a connector; `plain` where it is not set."""
+    value = extra.get(name, plain)
+    if type(value) not in (int, float) or not 0 <= value < 1e9:
+        raise ValueError(f"{name}: {value!r}; name seconds, 0 or more")
+    return float(value)
+
+
 #: Bytes a second of a server that is there. What comes more slowly than that counts as silence.
 SLOWEST = 64 << 20
 #: Letters of a setting that an identity has as it is.

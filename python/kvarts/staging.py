@@ -19,6 +19,7 @@ from typing import NamedTuple
 import kvarts
 
 from .link import allowed, logger, reason_of
+from .pins import Pins
 
 #: How long the link's thread waits for what arrives before it looks for other work.
 _LOOK = 0.001
@@ -26,6 +27,8 @@ _LOOK = 0.001
 _ASK = 0.01
 #: A block that nobody has.
 _NONE = kvarts.key("kvarts", "none")
+#: Why a store does not have blocks, as `Match.missing` calls it.
+MISSING = ("evicted", "expired", "deleted", "out_of_service", "never_stored", "cut_off")
 #: Threads that wait for puts.
 _PUTTERS = 4
 #: Seconds after which what a request that still waits was answered with is asked for again: it may have been deleted.
@@ -101,6 +104,8 @@ class Staging:
         self.answered = None
         self.within = within
         self.why = None
+        #: Why what the store does not have is not there, by its own account; and how many leading blocks are worth loading, where it was asked.
+        self.missing, self.pays = None, None
         self.wanted = None  # blocks that are being staged
         self.until = None if within is None else self.began + within
         self.expected, self.heard, self.again = expected, self.began, 0.0
@@ -118,6 +123,20 @@ class Staging:
     def answer(self):
         """Takes notice that a request is answered with it."""
         self.answered = self.answered or time.monotonic()
+
+    def reasons(self):
+        """Why what was asked for and not staged is not: reason -> blocks."""
+        last = self.blocks
+        if self.stored is None:
+            # The look-up had no answer.
+            return {self.why or "Silence": len(self.keys) - last} if last < len(self.keys) else {}
+        found = {name: getattr(self.missing, name) for name in MISSING} if self.missing else {}
+        stored = max(last, self.stored)
+        paid = stored if self.pays is None else max(last, min(self.pays, stored))
+        found["unpaid"] = stored - paid
+        # Without a reason: what a draft model needs behind a prefix.
+        found[self.why or "spare"] = paid - last
+        return {name: count for name, count in found.items() if count > 0}
 
     def stretches(self, column, first, last):
         """Where these blocks of a column lie."""
@@ -172,6 +191,7 @@ class Desk:
         self._stagings, self._expecting = [], []
         #: Blocks that stages have found in the pool, and that came for them.
         self.found = self.came = 0
+        self._pins = Pins()
         self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
         self.open()
 
@@ -229,10 +249,20 @@ class Desk:
         """What no request holds is read again when it is asked for."""
         self._link.then(lambda: self._pool is not None and self._pool.clear())
 
-    def put(self, saving, done):
-        """Stores what lies in this room. `done(stored, error)` is called in another thread: of the leading blocks how many are stored, and
-        why not more."""
-        self._putters.submit(self._put, saving, done)
+    def put(self, saving, done, ttl=None):
+        """Stores what lies in this room, for `ttl` seconds at most. `done(stored, error)` is called in another thread: of the leading blocks how
+        many are stored, and why not more."""
+        self._putters.submit(self._put, saving, done, ttl)
+
+    def pin(self, keys, seconds, done):
+        """Holds what the store has of a chain against eviction. `done(blocks, error)` is called in the link's thread."""
+
+        def pin(client):
+            blocks = self._pins.hold(self._pages, keys, seconds) if self._pages is not None else 0
+            self._link.answered()
+            done(blocks, None)
+
+        self._link.do(pin, lambda error: done(0, error))
 
     def close(self, timeout):
         self._putters.shutdown(wait=False, cancel_futures=True)
@@ -291,7 +321,8 @@ class Desk:
         # Held until it is read.
         match = self._pages.match(staging.keys, hold=2 * self._timeout)
         self._link.answered()
-        staging.stored = blocks = match.blocks
+        staging.stored, staging.missing = match.blocks, match.missing
+        blocks = match.blocks
         if max(blocks, staging.first) < staging.expected:
             return self._expect(staging)
         self._found(staging, blocks)
@@ -316,7 +347,7 @@ class Desk:
         if staging.is_wanted and now < staging.again:
             return False
         try:
-            blocks = self._pages.match(staging.keys, hold=2 * self._timeout).blocks if staging.is_wanted else 0
+            match = self._pages.match(staging.keys, hold=2 * self._timeout) if staging.is_wanted else None
         except kvarts.Error as error:
             self._link.failed(error)
             if not staging.stages:
@@ -326,6 +357,9 @@ class Desk:
             self._stagings.append(staging)
             return True
         self._link.answered()
+        blocks = 0
+        if match is not None:
+            blocks, staging.missing = match.blocks, match.missing
         if staging.is_wanted and blocks < staging.expected and now < staging.heard + self._timeout:
             staging.again = now + _ASK
             if blocks > staging.stored:
@@ -363,7 +397,7 @@ class Desk:
         # What only other nodes have has no plan.
         if not self._plans or found.plan is None or found.blocks < blocks:
             return blocks
-        pays = max(found.plan.blocks, staging.first)
+        staging.pays = pays = max(found.plan.blocks, staging.first)
         # A plan knows of the disks, not of the pool: what lies there need not be loaded.
         if pays < blocks and (here := self._in_pool(staging, blocks)) > pays:
             return here
@@ -463,11 +497,11 @@ class Desk:
 
     # Of threads that put.
 
-    def _put(self, saving, done):
+    def _put(self, saving, done, ttl):
         stored, why = len(saving.keys), None
         try:
             for draft in saving.drafts.values():
-                results = draft.put(parent=saving.parent, durable=self._durable, timeout=self._timeout_of(saving))
+                results = draft.put(parent=saving.parent, durable=self._durable, ttl=ttl, timeout=self._timeout_of(saving))
                 good = results.index(False) if False in results else len(results)
                 if good < stored:
                     stored, why = good, draft.why

@@ -10,10 +10,12 @@ nothing comes.
 
 from typing import NamedTuple
 
+from .vllm_terms import params_of
+
 
 def is_prefill(request):
     """Whether another engine decodes what this request computes."""
-    return bool(_params(request).get("do_remote_decode"))
+    return bool(params_of(request).get("do_remote_decode"))
 
 
 def offered(request, plan, namespace, blocks):
@@ -34,7 +36,7 @@ class Expected(NamedTuple):
 
 def expected(request, plan, namespace, last):
     """What was handed over for a request that needs `last` blocks at most."""
-    params = _params(request)
+    params = params_of(request)
     told = params.get("kvarts")
     if not params.get("do_remote_prefill") or not isinstance(told, dict):
         return Expected(0)
@@ -48,8 +50,3 @@ def expected(request, plan, namespace, last):
         # Another prompt, or a hash with another seed.
         return Expected(min(blocks, last), "OtherKeys")
     return Expected(min(blocks, last))
-
-
-def _params(request):
-    params = getattr(request, "kv_transfer_params", None)
-    return params if isinstance(params, dict) else {}

@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvarts
 
-from .link import Link, token_of
+from .link import Link, token_of, whole_number
 from .steps import Steps
 from .vllm_pages import Plan
 from .vllm_scheduler import Finder
@@ -43,8 +43,8 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
     number of tokens from one place to the next); `times`: what `kvarts.Times` takes, for the planner, beside what the engine's own steps
     tell; `plans`: whether of what is stored that is left which takes longer to load than to compute; `head_ranges`: into how many ranges the
     model's heads are split, by engines that share over different tensor parallelism; `revision` where the model's name does
-    not say it; `identity` for whatever else decides bytes. A request's `kv_transfer_params` may have `max_load_tokens` and
-    `max_offload_tokens`."""
+    not say it; `identity` for whatever else decides bytes; `store_after`: blocks are stored that were used so often; `minimum_blocks`: of
+    requests with fewer blocks nothing is stored. What a request's `kv_transfer_params` may have is in `vllm_terms`."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -188,6 +188,8 @@ class Settings:
         self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))
         self.pool_bytes = int(extra.get("pool_bytes", _POOL_BYTES))
         self.durable = bool(extra.get("durable", False))
+        self.store_after = whole_number(extra, "store_after", 1)
+        self.minimum_blocks = whole_number(extra, "minimum_blocks", 0)
         self.steps, self.plans = Steps(extra.get("times")), bool(extra.get("plans", True))
 
     def link(self):

@@ -13,8 +13,10 @@ import kvarts
 from . import vllm_handover
 from .link import logger, reason_of
 from .staging import Desk
+from .uses import Uses
 from .vllm_messages import Move, Step
 from .vllm_stats import Stats
+from .vllm_terms import Terms, terms_of
 
 #: Bytes that leave in a step; what is more waits for the next one. Windows do not count: they cannot wait.
 _STEP_BYTES = 256 << 20
@@ -22,26 +24,25 @@ _STEP_BYTES = 256 << 20
 _TRIES = 3
 #: Of how many timeouts the blocks of a request that is over are kept where there is no room for them.
 _KEPT = 5
-_UNBOUNDED = 1 << 62
-
-
-def _bound(request, name):
-    """A bound in tokens that a request has."""
-    value = (getattr(request, "kv_transfer_params", None) or {}).get(name)
-    return value if type(value) is int and value >= 0 else _UNBOUNDED
 
 
 class _Known:
     """A request that has blocks."""
 
-    def __init__(self, request, promised):
-        self.request, self.bound = request, _bound(request, "max_offload_tokens")
+    def __init__(self, request, terms, promised, least=0, used=None):
+        self.request, self.terms = request, terms
+        self.bound = 0 if terms.skip_save else terms.max_offload_tokens
+        #: With fewer blocks nothing of it is stored; and how many of them were used often enough, if that is asked.
+        self.least, self.used = least, used
         self.promised = promised
         self.saved = promised  # blocks before that are stored, or on their way
         self.windows = promised  # windows before that were kept, or are gone
         self.state = None  # the last boundary, in tokens, of which the state was kept
         self.asked = None  # a look-up of which of its blocks the store has
         self.sent = set()  # saves that the workers have
+        self.putting = 0  # blocks that are on their way from the pool to the store: how many saves
+        self.pinned = 0  # how many blocks are to be held when all of them are stored
+        self.is_gone = False  # whether nothing of it leaves any more
         self.tries = 0
         self.last = None  # its places once it is over
         self.is_ended = False  # whether its last windows were kept
@@ -81,6 +82,11 @@ class Finder:
         self._computing = {}  # request, by its name: those that were let in
         self._saves = {}  # number -> _Save
         self._putting, self._answers = 0, deque()  # of threads that put
+        self._held = deque()  # of the link's thread: (blocks, how many are held, why not more)
+        self._terms = {}  # request -> what it says
+        self._unasked = {}  # request -> (why, blocks) for which nothing was asked
+        self._used = {}  # request -> how many of its blocks were used often enough
+        self._uses = Uses(settings.store_after) if settings.store_after > 1 else None
         self._numbers = 0
         self._counted = {}  # blocks that were staged, as far as they were told
 
@@ -110,13 +116,17 @@ class Finder:
         """How many tokens are staged beyond those that are computed; `None` until it is known. At least one token is left."""
         size, name = self.plan.block_tokens, request.request_id
         first, last = computed // size, (request.num_tokens - 1) // size
-        last = min(last, first + _bound(request, "max_load_tokens") // size)
+        most = first + self._terms_of(request).max_load_tokens // size
         if not self._reads or last <= first or computed % size or getattr(request, "skip_reading_prefix_cache", False):
+            return self._nothing(name)
+        self._unasked[name] = ("max_load_tokens", max(0, last - most))
+        if (last := min(last, most)) <= first:
             return self._nothing(name)
         staging, since = self._stagings.get(name, (None, time.monotonic()))
         staging = self._renewed(name, staging)
         if staging is None or first < staging.first:
             if not (is_ready := self._is_ready()):
+                self._unasked[name] = ("away", last - first)
                 return None if is_ready is None else self._nothing(name)
             self._nothing(name)
             handed = self._handed(request, last) if staging is None else 0
@@ -128,6 +138,12 @@ class Finder:
             return None
         staging.answer()
         return max(0, staging.blocks - first) * size
+
+    def _terms_of(self, request):
+        terms = self._terms.get(request.request_id)
+        if terms is None:
+            terms = self._terms[request.request_id] = terms_of(request)
+        return terms
 
     def _handed(self, request, last):
         """How many leading blocks are to come, because another engine has computed them for this request."""
@@ -160,6 +176,7 @@ class Finder:
     def allocated(self, request, blocks, external):
         """A request is let in with so many tokens of what was staged for it."""
         name, size = request.request_id, self.plan.block_tokens
+        is_new = name not in self._computing
         self._computing[name] = request
         if name in self._waiting and not external:
             # What was promised to it has landed. All else of it is known.
@@ -168,30 +185,45 @@ class Finder:
         staging, since = self._stagings.pop(name, (None, 0.0))
         if (renewal := self._renewals.pop(name, None)) is not None:
             self._desk.let_go(renewal)
-        count = external // size
+        count, last = external // size, 0
         if count:
             last = staging.blocks
             self._promised(staging, last - count, last, blocks, name if self.plan.states else None)
             self.stats.add("promised", count)
             self.stats.add("waited", time.monotonic() - since)
-            missing = len(staging.keys) - last
-        else:
-            last, missing = 0, 0 if staging is None else len(staging.keys) - staging.first
-        if missing and staging.why is not None:
-            self.stats.add("unstaged", missing, staging.why)
+        self._count_missing(name, staging)
         if staging is not None and staging.expected:
             self.stats.add("handed", min(last, staging.expected))
             self.stats.add("unhanded", staging.expected - min(last, staging.expected), staging.why or "Silence")
         self._known.pop(name, None)
         if self._writes and self._desk is not None:
-            known = self._known[name] = _Known(request, last)
-            # What the engine has and the store has not is offered, too: the request that computed it could not save it.
-            known.asked = staging or self._ask(request)
+            known = self._known[name] = self._made_known(request, last, is_new)
+            if known.bound:
+                # What the engine has and the store has not is offered, too: the request that computed it could not save it.
+                known.asked = staging or self._ask(request)
             self._learn_stored(known)
         elif staging is not None:
             self._tell_found(request, staging)
         if staging is not None and not count:
             self._desk.let_go(staging)
+
+    def _count_missing(self, name, staging):
+        """Why a request computes what it asked for."""
+        why, blocks = self._unasked.pop(name, ("", 0))
+        self.stats.add("unstaged", blocks, why)
+        for why, blocks in staging.reasons().items() if staging is not None else ():
+            self.stats.add("unstaged", blocks, why)
+
+    def _made_known(self, request, promised, is_new):
+        """A request that is let in, for the first time or again."""
+        terms, settings = self._terms_of(request), self.settings
+        if vllm_handover.is_prefill(request):
+            # Another engine needs it now.
+            return _Known(request, terms, promised)
+        if self._uses is not None and is_new:
+            keys = self.plan.keys(request, 0, request.num_prompt_tokens // self.plan.block_tokens)
+            self._used[request.request_id] = self._uses.use(keys)
+        return _Known(request, terms, promised, settings.minimum_blocks, self._used.get(request.request_id))
 
     def _ask(self, request):
         """A look-up alone, for which nobody waits."""
@@ -243,7 +275,7 @@ class Finder:
                 if left > 0:
                     self.stats.add("dropped", left, "away" if self._link.puts_away else "busy")
                 step.over.add(name)
-                del self._known[name]
+                self._forget(name)
         return step
 
     def _measure(self, counts, loads):
@@ -305,11 +337,16 @@ class Finder:
 
     def _end_of(self, known, scheduled):
         """Up to which block all is computed when the step that is being made has run: of the prompt what it computes, and of the answer that
-        of which vLLM has taken the output, because drafts may be taken back."""
-        request = known.request
+        of which vLLM has taken the output, because drafts may be taken back. Nothing behind what the request or the operator wants stored."""
+        computed = self._computed(known.request, scheduled)
+        if computed < known.least:
+            return 0
+        return min(computed, known.bound // self.plan.block_tokens, computed if known.used is None else known.used)
+
+    def _computed(self, request, scheduled):
         computed = request.num_computed_tokens
         tokens = max(computed - request.num_in_flight_tokens, min(computed + scheduled, request.num_prompt_tokens), 0)
-        return min(min(tokens, known.bound) // self.plan.block_tokens, self._hashed(request))
+        return min(tokens // self.plan.block_tokens, self._hashed(request))
 
     def _save_windows(self, step, known, end, blocks):
         prompt = known.request.num_prompt_tokens // self.plan.block_tokens
@@ -338,7 +375,9 @@ class Finder:
         size = self.plan.block_tokens
         last, rest = divmod(tokens, size)
         before = known.promised * size if known.state is None else known.state
-        if rest or tokens > known.bound or last > self._hashed(known.request):
+        if rest or tokens > known.bound or last > self._hashed(known.request) or last < known.least:
+            return
+        if known.used is not None and last > known.used:
             return
         if not self.plan.keeps_state(tokens, before, known.request.num_prompt_tokens // size * size):
             return
@@ -389,9 +428,11 @@ class Finder:
                 if save.taken == self._workers:
                     del self._saves[number]
                     save.known.sent.remove(number)
+                    save.known.putting += 1
                     self._putting += len(save.savings)
                     for saving in save.savings:
-                        self._desk.put(saving, lambda stored, why, save=save: self._answers.append((save, stored, why)))
+                        answer = lambda stored, why, save=save: self._answers.append((save, stored, why))  # noqa: E731
+                        self._desk.put(saving, answer, save.known.terms.ttl)
 
     @property
     def is_saving(self):
@@ -402,6 +443,10 @@ class Finder:
         while self._answers:
             self._putting -= 1
             self._stored(*self._answers.popleft())
+        while self._held:
+            blocks, held, why = self._held.popleft()
+            self.stats.add("pinned", held)
+            self.stats.add("unpinned", blocks - held, "NotHere" if why is None else reason_of(why))
 
     def _stored(self, save, stored, why):
         """What became of a put."""
@@ -414,7 +459,9 @@ class Finder:
         if save.offered is not None:
             self._routers.saved(save.offered, save.certain)
         known, left = save.known, save.last - save.first - save.stored
+        known.putting -= 1
         self.stats.add("saved", save.stored)
+        self._pin(known)
         if not left:
             self._link.answered()
             return
@@ -440,16 +487,25 @@ class Finder:
         """Whether its places are to be kept until the workers have taken what is in them."""
         name = request.request_id
         self._nothing(name)
-        self._computing.pop(name, None)
+        self._unasked.pop(name, None)
+        terms = self._terms.pop(name, None) or Terms()
+        is_let_in = self._computing.pop(name, None) is not None
+        is_measured = self._used.pop(name, None) is not None
         self.settings.steps.forget(name)
         if name in self._waiting:
             # vLLM keeps its places until the load has landed, by itself. Nothing of it was computed.
             self._waiting.remove(name)
             self._known.pop(name, None)
             return False
+        computed = self._computed(request, 0)
+        if is_measured:
+            self._uses.use(self.plan.keys(request, request.num_prompt_tokens // self.plan.block_tokens, computed))
         known = self._known.get(name)
         if known is None:
+            if is_let_in and terms.pin:
+                self._pin_now(request, computed, terms.pin)
             return False
+        known.pinned = computed if terms.pin else 0
         self._learn_stored(known)
         if known.asked is not None:
             # It is over before it is known what the store has of it.
@@ -460,8 +516,24 @@ class Finder:
         has_windows = self.plan.has_windows and end > (0 if self.plan.keeps_ends else known.windows)
         if known.sent or (self._is_ready() and (end > known.saved or has_windows)):
             return True
-        del self._known[name]
+        self._forget(name)
         return False
+
+    def _forget(self, name):
+        """Its blocks have left, as far as they will."""
+        known = self._known.pop(name)
+        known.is_gone = True
+        self._pin(known)
+
+    def _pin(self, known):
+        """What a request wants held is held when all of it that is to be stored is."""
+        if known.is_gone and not known.putting and known.pinned:
+            blocks, known.pinned = known.pinned, 0
+            self._pin_now(known.request, blocks, known.terms.pin)
+
+    def _pin_now(self, request, blocks, seconds):
+        if self._desk is not None and blocks:
+            self._desk.pin(self.plan.keys(request, 0, blocks), seconds, lambda held, why: self._held.append((blocks, held, why)))
 
     def forget(self):
         """What is stored stays; what the pool has of it is forgotten, as the host tiers of other connectors are."""

@@ -160,7 +160,9 @@ class Pages:
             needs = [(group, at) for group in self.groups for at in range(self._first(group, blocks), blocks)]
             if all(self._is_here(group, keys[at]) for group, at in needs):
                 best = blocks
-        return types.SimpleNamespace(blocks=best, plan=None)
+        missing = types.SimpleNamespace(evicted=0, expired=0, deleted=0, out_of_service=0, never_stored=len(keys) - best, cut_off=0)
+        lease = Lease(self._store, keys[:best]) if hold is not None and best else None
+        return types.SimpleNamespace(blocks=best, plan=None, missing=missing, lease=lease)
 
     def _first(self, group, blocks):
         window = self._windows.get(group)
@@ -168,6 +170,21 @@ class Pages:
 
     def block_bytes(self, group=0):
         return LAYERS * WIDTH
+
+
+class Lease:
+    """Blocks that the store does not evict."""
+
+    def __init__(self, store, keys):
+        self._store, self.blocks = store, len(keys)
+
+    def renew(self, hold):
+        self._store.expect_there()
+        if self._store.happens(0.2):
+            raise kvarts.Refused("it has ended", "LeaseEnded")
+
+    def end(self):
+        return True
 
 
 class Pool:
@@ -300,7 +317,7 @@ class Draft:
     def stretches(self):
         return [(self.at, len(self.keys), 0, len(self.keys))]
 
-    def put(self, parent=None, durable=True, timeout=None):
+    def put(self, parent=None, durable=True, ttl=None, timeout=None):
         store, results = self.pool.store, []
         store.expect_there()
         if store.happens(0.05):

@@ -61,6 +61,10 @@ def in_virtual_time(store, clock, is_device=False):
         yield threads
 
 
+#: What requests say of their blocks, in turns.
+TERMS = (None, {"pin": 5.0}, None, {"ttl": 3.5, "max_load_tokens": 2 * TOKENS}, None, {"skip_save": True}, {"pin": -1, "ttl": "long", "priority": 3}, None)
+
+
 class Run:
     """One seed: what is asked of an engine, and what goes wrong meanwhile."""
 
@@ -143,6 +147,8 @@ class Run:
             # In two parts, or one, or not at all.
             for part in {self.chance.randrange(blocks), blocks - 1}:
                 self.coming.append((self.clock.now + self.chance.choice((0.0, 0.05, 1.0, 1000.0)), text, part + 1))
+        elif not self.store.calm:
+            request.kv_transfer_params = TERMS[self.names % len(TERMS)]
         self.requests.append(request)
         self.engine.add(request)
 
@@ -198,6 +204,7 @@ class Faults(Seeded, unittest.TestCase):
         for what in (
             "promised", "landed", "saved", "layered", "unstaged NotHere", "unstaged Silence", "unstaged DeadlinePassed", "unstaged Busy",
             "dropped busy", "dropped NoSpace", "dropped DeadlinePassed", "staged read", "handed", "unhanded Silence",
+            "pinned", "unpinned NotHere", "unstaged never_stored", "unstaged away", "unstaged max_load_tokens",
         ):  # fmt: skip
             self.assertGreater(seen.get(what, 0), 0, seen)
         self.assertLess(seen["layered"], seen["layers"])
