@@ -17,7 +17,6 @@ An object is one page, and pages of one handle have one size, so there is one ha
 size: which ones a model has is written down in pages of their own (`_Sizes`), which are read once.
 """
 
-import importlib.metadata
 import itertools
 import os
 import select
@@ -27,6 +26,7 @@ import time
 import kvarts
 
 from .link import Link, allowed, contract, logger, token_of
+from .lmcache_compat import probe, version
 from .shared import Pools
 
 #: Sizes of objects that one group of a model may have.
@@ -122,10 +122,8 @@ class Kvarts:
         self._identity = {str(name): str(value) for name, value in (identity or {}).items()}
         self._timeout = float(timeout)
         self._durable = bool(durable)
-        try:
-            self._version = importlib.metadata.version("lmcache")
-        except importlib.metadata.PackageNotFoundError:
-            self._version = "0"
+        self._version = version()
+        probe(__name__)
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), pause)
         self._lock = threading.Lock()
         self._futures = itertools.count(1)

@@ -22,33 +22,17 @@ import threading
 import time
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 import kvarts
 
 from .link import Link, brief, contract, logger, revision_of, token_of
-from .sglang_identity import ALIKE, expect_namespaces, names_of, needed, settings, version
+from .sglang_compat import ALIKE, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult, Shard, probe, version
+from .sglang_identity import expect_namespaces, names_of, settings
 
 #: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
 #: Seconds by which an answer may come later than its deadline.
 _LATE = 0.6
-class _Shard:
-    """Which part of a page this process has: fields of SGLang's configuration, some of which came with later versions."""
-
-    def __init__(self, config):
-        self.dcp = (getattr(config, "dcp_size", None), getattr(config, "dcp_rank", None))
-        if None in self.dcp:
-            parallel = needed("sglang.srt.runtime_context", "get_parallel")()
-            if getattr(parallel, "attn_dcp_size", 1) != 1:
-                raise ValueError("dcp_size: this version of SGLang does not say which part of a page a worker has")
-            self.dcp = (1, 0)
-        parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank")
-        self.parts = {part: str(getattr(config, part)) for part in parts}
-        self.parts.update(dcp_size=str(self.dcp[0]), dcp_rank=str(self.dcp[1]))
-        # Of ranks that have the same bytes, one writes: where SGLang does not say which one, the first of each shard.
-        alike = not config.is_mla_model or config.tp_rank == self.dcp[1]
-        self.writes = getattr(config, "is_storage_writer", alike)
 
 
 class _Staging:
@@ -116,8 +100,9 @@ class Kvarts(HiCacheStorage):
         self._identity = {str(name): str(value) for name, value in extra.get("identity", {}).items()}
         self._dtype = extra.get("dtype")
         self._draft = extra.get("draft")
+        probe(__name__)
         expect_namespaces()
-        self._shard = _Shard(storage_config)
+        self._shard = Shard(storage_config)
         self._model, revision, self._settings = settings()
         self._revision = revision_of(self._model, extra.get("revision") or revision)
         server, token_file = extra.get("server"), extra.get("token_file")

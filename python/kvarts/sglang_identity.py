@@ -1,15 +1,12 @@
 """What decides the bytes of SGLang's caches, beside the pools themselves: for both ways to keep them in Kvarts."""
 
-import importlib
-import importlib.metadata
 import json
 
 import kvarts
 
 from .link import configuration_of, told
+from .sglang_compat import needed
 
-#: The first version that was looked at; what it needs is asked for, and not the number.
-_SINCE = "0.5.21"
 #: Settings of SGLang that decide bytes, beside the path and the revision, and what an absent one means.
 _SETTINGS = {
     "dtype": None,
@@ -25,25 +22,6 @@ _SETTINGS = {
     "qsa_indexer_dtype": "auto",
 }
 _LACKS = object()
-#: Versions that store the same bytes as the one named, by trial.
-ALIKE: dict[str, str] = {}
-
-
-def version():
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:  # from its sources
-        return getattr(importlib.import_module("sglang"), "__version__", "unknown")
-
-
-def needed(module, name):
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        found = None
-    if found is None:
-        raise ValueError(f"sglang {version()}: it has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
-    return found
 
 
 def settings():

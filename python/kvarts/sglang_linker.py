@@ -18,14 +18,12 @@ Kinds of pools: attention with heads or latents, windows beside it, recurrent st
 
 import time
 
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-
 import kvarts
 
 from . import acts
 from .landing import Device, Dock, Processor
 from .link import Link, logger, token_of
+from .sglang_compat import PoolName, UnifiedCacheLinker, probe
 from .sglang_identity import expect_namespaces, names_of
 from .sglang_offloads import Offloads
 from .sglang_pools import Pools
@@ -117,6 +115,7 @@ class KvartsLinker(UnifiedCacheLinker):
 
     def __init__(self, server_args, params, *, components, extra_config=None, forward_stream=None):
         extra = dict(extra_config or {})
+        probe(__name__)
         expect_namespaces()
         self.forward_stream = forward_stream
         self.timeout, self.pause = float(extra.get("timeout", 2.0)), float(extra.get("pause", 1.0))

@@ -8,23 +8,21 @@ import math
 from typing import NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from .landing import Columned, Page, rows_of
 from .link import brief, configuration_of, contract, revision_of
 from .ranges import expect_count, expect_even, expect_number, ranges_of
-from .sglang_identity import ALIKE, needed, settings, version
+from .sglang_compat import ALIKE, ASSEMBLER, HYBRID, PoolName, needed, version
+from .sglang_identity import settings
 from .staging import Group, spec_of
-
-_ASSEMBLER = "sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler"
 
 
 def assembled(params, components):
     """The pools of this model's device, as SGLang describes them to linkers. Those that it describes to others only are described here:
     attention over all tokens, alone, beside layers that have a window, or beside recurrent states."""
     cache, page = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
-    entry, group = needed(_ASSEMBLER, "DevicePoolEntry"), needed(_ASSEMBLER, "DevicePoolGroup")
-    dense = needed(_ASSEMBLER, "_mha_device_pool_entry")
+    entry, group = needed(ASSEMBLER, "DevicePoolEntry"), needed(ASSEMBLER, "DevicePoolGroup")
+    dense = needed(ASSEMBLER, "_mha_device_pool_entry")
     kinds, kind = {str(component.name) for component in components}, type(cache).__name__
     if kind == "MHATokenToKVPool" and kinds == {"FULL"}:
         entries = [dense(PoolName.KV, cache, {layer: layer for layer in range(cache.layer_num)}, page)]
@@ -34,17 +32,17 @@ def assembled(params, components):
         layout = dict(layer_mapping={layer: layer for layer in range(cache.layer_num)}, page_size=page, rows_are_pages=False)
         entries, alike, layers = [entry(**named, **layout)], True, cache.layer_num
     elif kind == "SWAKVPool" and kinds == {"FULL", "SWA"}:
-        full, windowed = needed("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler", "_swa_layer_mappings")(cache)
+        full, windowed = needed(HYBRID, "_swa_layer_mappings")(cache)
         entries = [dense(PoolName.KV, cache.full_kv_pool, full, page), dense(PoolName.SWA, cache.swa_kv_pool, windowed, page)]
         alike, layers = False, 1 + max([*full, *windowed])
     elif kind == "HybridLinearKVPool" and type(cache.full_kv_pool).__name__ == "MHATokenToKVPool" and kinds == {"FULL", "MAMBA"}:
-        mapping = needed("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler", "_stage_local_layer_mapping")
+        mapping = needed(HYBRID, "_stage_local_layer_mapping")
         full = mapping(cache.full_attention_layer_id_mapping, cache.start_layer)
-        states = needed(_ASSEMBLER, "_mamba_device_pool_entry")(params.req_to_token_pool, cache.start_layer)
+        states = needed(ASSEMBLER, "_mamba_device_pool_entry")(params.req_to_token_pool, cache.start_layer)
         entries = [dense(PoolName.KV, cache.full_kv_pool, full, page), states]
         alike, layers = False, 1 + max([*full, *states.layer_mapping])
     else:
-        return needed(_ASSEMBLER, "resolve_hybrid_device_pool_group")(kvcache=cache, page_size=page, params=params, components=components)
+        return needed(ASSEMBLER, "resolve_hybrid_device_pool_group")(kvcache=cache, page_size=page, params=params, components=components)
     if params.mtp_draft_device_pools:
         raise ValueError("draft layers packed with a model's own: kvarts.sglang_linker does not know this kind of pool; kvarts.sglang takes it")
     for draft in params.sidecar_draft_device_pools:

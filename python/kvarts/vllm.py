@@ -17,22 +17,23 @@ and from there to disk, and come back the same way. What holds:
 import json
 import time
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    OffloadingCounterMetadata,
-    RequestOffloadingContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-
 import kvarts
 
 from .link import PART, Link, Silence, allowed, brief, logger, revision_of, token_of
 from .shared import adopt
+from .vllm_compat import (
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadingConnector,
+    OffloadingConnectorStats,
+    OffloadingCounterMetadata,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    probe,
+)
 from .vllm_identity import identity_of, layout_version
 
 #: What the connector takes from its configuration and hands to the tier.
@@ -166,6 +167,7 @@ class KvartsTier(SecondaryTierManager):
         if incomplete:
             raise ValueError("identity: vLLM made a tier before it knew its caches")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        probe(__name__)
         self._timeout = float(timeout)
         self._durable = bool(durable)
         groups = offloading_spec.config.groups

@@ -9,13 +9,11 @@ import os
 import platform
 
 import torch
-from vllm.platforms import current_platform
-from vllm.version import __version__ as vllm_version
 
 from .link import contract, differing, revision_of, told
+from .vllm_compat import ALIKE, current_platform
+from .vllm_compat import __version__ as vllm_version
 
-#: Versions that arrange the same bytes as the one named, by trial. None was tried with another one yet.
-_ALIKE: dict[str, str] = {}
 #: Fields of vLLM's configurations that decide bytes: those that a version does not have are left out.
 _MODEL = (
     "model_weights",
@@ -142,4 +140,4 @@ def _draft(speculative):
 
 def layout_version(*facts):
     """The layout's version: the contract by which blocks are arranged, and not the engine's version as it is."""
-    return contract("vllm", vllm_version, _ALIKE, *facts)
+    return contract("vllm", vllm_version, ALIKE, *facts)

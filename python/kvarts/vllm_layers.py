@@ -20,13 +20,11 @@ Models with attention, latent attention, sliding windows and recurrent states, w
 (context parallelism) is refused at the start, with its name. A request of a model with states is let in when all of its prefix has landed.
 """
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 import kvarts
 
 from .link import Link, token_of, whole_number
 from .steps import Steps
+from .vllm_compat import CacheHitSource, KVConnectorBase_V1, KVConnectorRole, SupportsHMA, probe, runs_by_layer
 from .vllm_pages import Plan
 from .vllm_scheduler import Finder
 from .vllm_stats import PromMetrics, Stats
@@ -55,6 +53,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         settings = Settings(transfer.kv_connector_extra_config)
         self._prefills = transfer.kv_role == "kv_producer"
         if role is KVConnectorRole.SCHEDULER:
+            probe(__name__)
             self._side = Finder(plan, settings, transfer.is_kv_consumer, transfer.is_kv_producer, _announcer_of(vllm_config))
         else:
             self._side = Mover(plan, settings)
@@ -126,7 +125,7 @@ class KvartsLayers(KVConnectorBase_V1, SupportsHMA):
         self._side.begin(connector_metadata)
 
     def start_load_kv(self, forward_context, **kwargs):
-        self._side.load(_runs_by_layer(forward_context, kwargs))
+        self._side.load(runs_by_layer(forward_context, kwargs))
 
     def wait_for_layer_load(self, layer_name):
         self._side.wait_for(layer_name)
@@ -171,13 +170,6 @@ def _announcer_of(vllm_config):
     from .vllm_events import Announcer
 
     return Announcer
-
-
-def _runs_by_layer(forward_context, kwargs):
-    """Whether the pass that begins runs the code of each layer: not where it is one graph. To such a pass the runner V2 gives no context of
-    its own, and the metadata of its attention apart."""
-    mode = getattr(getattr(forward_context, "cudagraph_runtime_mode", None), "name", "NONE")
-    return mode != "FULL" and getattr(forward_context, "attn_metadata", None) is not None and "attn_metadata" not in kwargs
 
 
 class Settings:

@@ -7,10 +7,9 @@ all stages of a pipeline; a column of a group is a range of heads, or what one r
 import math
 from typing import NamedTuple
 
-from vllm.v1 import kv_cache_interface as kinds
-
 import kvarts
 
+from . import vllm_compat as kinds
 from .landing import Columned, Page, order_of, rows_of
 from .link import brief
 from .staging import Group, spec_of

@@ -7,8 +7,7 @@ any order in memory. Its ranks have equal shares of the model's heads in the ord
 
 import dataclasses
 
-from vllm.v1 import kv_cache_interface as kinds
-
+from . import vllm_compat as kinds
 from .link import differing
 from .ranges import counts_of, expect_count, expect_even, expect_number, ranges_of
 

@@ -1,8 +1,7 @@
 """What `KvartsLayers` counts, for vLLM's metrics."""
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
 from .acts import Metrics, count
+from .vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 
 
 class Stats(KVConnectorStats):

@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 import kvarts  # noqa: E402
 from kvarts.landing import rows_of  # noqa: E402
 from kvarts.staging import Group, cut  # noqa: E402
-from kvarts.vllm_layers import KvartsLayers, _runs_by_layer  # noqa: E402
+from kvarts.vllm_compat import runs_by_layer  # noqa: E402
+from kvarts.vllm_layers import KvartsLayers  # noqa: E402
 from kvarts.vllm_pages import Plan  # noqa: E402
 from served import Server  # noqa: E402
 
@@ -306,9 +307,9 @@ class Layers(unittest.TestCase):
         self.assertEqual(engine.admit(again), 4)
         engine.step(again)
         self.assertEqual((engine.good(again), engine.counts({}).get("layered", 0)), (4, 0))
-        self.assertTrue(_runs_by_layer(BY_LAYER, {}))
-        self.assertFalse(_runs_by_layer(BY_LAYER, {"attn_metadata": {}}))
-        self.assertFalse(_runs_by_layer(SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None), {}))
+        self.assertTrue(runs_by_layer(BY_LAYER, {}))
+        self.assertFalse(runs_by_layer(BY_LAYER, {"attn_metadata": {}}))
+        self.assertFalse(runs_by_layer(SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=None), {}))
 
     def test_a_load_of_which_a_layer_does_not_wait_any_more_has_failed(self):
         engine = self.engine()
