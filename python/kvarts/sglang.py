@@ -12,6 +12,7 @@ What holds:
 - Versions of SGLang whose settings cannot be read, or whose page hashes know neither adapters nor salts, are refused at the start.
 - Each call of SGLang's controller threads returns within about `timeout` seconds, also if the server has stopped; while it is
   away, everything is a miss. It comes back by itself. No exception leaves this class: SGLang's threads would end.
+- What a look-up found stays until it is read, for `hold` seconds at most, as far as it is on this node.
 
 A page of any pool and layout is one block. It is copied once, between the pool of the host and memory that the server's disks write
 to. Hybrid models have several pools (sliding windows, recurrent states, indexers): each has blocks of its own, and a prefix is
@@ -25,12 +26,15 @@ import torch
 
 import kvarts
 
-from .link import Link, brief, contract, logger, revision_of, token_of
+from .link import Link, brief, contract, logger, revision_of, seconds, token_of
 from .sglang_compat import ALIKE, HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult, Shard, probe, version
+from .sglang_holds import Holds
 from .sglang_identity import expect_namespaces, names_of, settings
 
 #: Bytes of memory shared with the server, of each pool, for reads and for writes each; at least one page.
 _SHARED = 32 << 20
+#: Seconds for which pages that were found are kept for the read that follows: SGLang reads what it wants in a queue.
+_HOLD = 10.0
 #: Seconds by which an answer may come later than its deadline.
 _LATE = 0.6
 
@@ -77,11 +81,13 @@ class _Pool:
         if hasattr(host, "temporal_dtype"):  # recurrent states have parts of several types
             self.extras["states"] = f"{host.temporal_dtype} {host.temporal_state_shape} {host.conv_state_shapes}"
         self.replicated = replicated
-        self.pages = self.staging = None
+        self.pages = self.staging = self.holds = None
 
-    def open(self, client, **named):
+    def open(self, client, hold, **named):
         extras = {**named.pop("extras"), **brief(self.extras)}
         pages = client.pages(**named, **self.named, extras=extras)
+        if hold:
+            self.holds = Holds(client.pages(**named, **self.named, extras=extras), hold)
         self.staging = {kind: _Staging(client, self.page_bytes, self.dtype) for kind in ("get", "put")}
         self.pages = pages
 
@@ -89,7 +95,8 @@ class _Pool:
 class Kvarts(HiCacheStorage):
     """`server`, `token_file`: as for `kvarts.connect`. `revision`, `identity`: what decides bytes beside SGLang's own settings;
     `dtype` must be named, too, where a cache has elements of eight bits, and `draft`, the revision of a draft model, where there
-    is one. `timeout`: seconds for each call. `pause`: seconds for which a server that did not answer is left alone. `durable`:
+    is one. `timeout`: seconds for each call. `hold`: seconds for which pages that were found are kept where they are not read; 0: they are not
+    kept. `pause`: seconds for which a server that did not answer is left alone. `durable`:
     stores are acknowledged after a flush."""
 
     def __init__(self, storage_config, kwargs=None):
@@ -100,6 +107,7 @@ class Kvarts(HiCacheStorage):
         self._identity = {str(name): str(value) for name, value in extra.get("identity", {}).items()}
         self._dtype = extra.get("dtype")
         self._draft = extra.get("draft")
+        self._hold = seconds(extra, "hold", _HOLD)
         probe(__name__)
         expect_namespaces()
         self._shard = Shard(storage_config)
@@ -145,7 +153,7 @@ class Kvarts(HiCacheStorage):
     def batch_set_v1(self, keys, host_indices, extra_info=None):
         if not self._shard.writes:
             return [True] * len(keys)
-        return self._moved("put", PoolName.KV, keys, host_indices)
+        return self._moved("put", PoolName.KV, keys, host_indices, _prefix_of(extra_info))
 
     # All pools of a hybrid model.
 
@@ -175,7 +183,8 @@ class Kvarts(HiCacheStorage):
         return {one.name: self._moved("get", one.name, one.keys or [], one.host_indices) for one in transfers}
 
     def batch_set_v2(self, transfers, extra_info=None):
-        return {one.name: self._moved("put", one.name, one.keys or [], one.host_indices) for one in transfers}
+        prefix = _prefix_of(extra_info)
+        return {one.name: self._moved("put", one.name, one.keys or [], one.host_indices, prefix) for one in transfers}
 
     # The older interface: pages as tensors.
 
@@ -214,6 +223,7 @@ class Kvarts(HiCacheStorage):
         config = self._config
         pool.open(
             client,
+            self._hold,
             model=self._model,
             revision=self._revision,
             engine="sglang",
@@ -247,14 +257,14 @@ class Kvarts(HiCacheStorage):
                     ready.wait(self._timeout)
         return pool.pages is not None
 
-    def _call(self, pool, kind, names, *places):
+    def _call(self, pool, kind, names, *places, **more):
         """The answer to a batch, or `None`: whatever happened, SGLang goes on."""
         try:
             if not self._usable(pool, kind == "put"):
                 return None
             if kind == "exists":
                 return pool.pages.exists(names, timeout=self._timeout)
-            done = getattr(pool.pages, kind)(names, *places, timeout=self._timeout)
+            done = getattr(pool.pages, kind)(names, *places, timeout=self._timeout, **more)
             self._learn(done, kind == "put")
             return done
         except kvarts.Error as error:
@@ -269,12 +279,24 @@ class Kvarts(HiCacheStorage):
 
     def _there(self, name, keys):
         """Which pages can be read now."""
-        found = self._call(self._pools.get(name), "exists", names_of(keys)) if keys else None
+        pool, names = self._pools.get(name), names_of(keys)
+        found = self._call(pool, "exists", names) if keys else None
+        if found and any(found) and pool.holds is not None and not self._held(pool, [one for one, here in zip(names, found) if here]):
+            # Some of it has gone since, or another node has it.
+            found = self._call(pool, "exists", names)
         return [False] * len(keys) if found is None else found
 
-    def _moved(self, kind, name, keys, host_indices):
+    def _held(self, pool, names):
+        try:
+            return pool.holds.hold(names, self._timeout)
+        except kvarts.Error as error:
+            self._link.failed(error)
+            logger.debug("kvarts: %d pages are not held: %s", len(names), error)
+            return False
+
+    def _moved(self, kind, name, keys, host_indices, prefix=None):
         """Reads or writes pages of a pool, as many at a time as the staging memory holds. After a failure of a whole batch the rest
-        is not tried: SGLang takes a prefix."""
+        is not tried: SGLang takes a prefix. `prefix`: the page before the first, as `Pages.put` takes it."""
         results = [False] * len(keys)
         pool = self._pools.get(name)
         if not self._usable(pool, kind == "put"):
@@ -290,18 +312,23 @@ class Kvarts(HiCacheStorage):
                 if kind == "put":
                     for n in part:
                         staging.views[n - begin].copy_(pool.host.get_data_page(first[n], flat=True))
-                call = self._read if kind == "get" else self._written
-                done = call(pool, staging, [names[n] for n in part])
+                if kind == "get":
+                    done = self._read(pool, staging, [names[n] for n in part])
+                else:
+                    parent = names[begin - 1] if begin and prefix is not None else prefix
+                    done = self._written(pool, staging, [names[n] for n in part], parent)
                 if done is None:
                     break
                 for n, good in zip(part, done.results):
                     if good and kind == "get":
                         pool.host.set_from_flat_data_page(first[n], staging.views[n - begin])
                     results[n] = good
+        if kind == "get" and pool.holds is not None:
+            pool.holds.let_go(names)
         return results
 
-    def _written(self, pool, staging, names):
-        return self._call(pool, "put", names, staging.addresses[: len(names)])
+    def _written(self, pool, staging, names, parent):
+        return self._call(pool, "put", names, staging.addresses[: len(names)], parent=parent)
 
     def _read(self, pool, staging, names):
         """As `_call`, but it does not wait for memory that a server which stands still may yet write to: it leaves it alone until
@@ -330,6 +357,14 @@ class Kvarts(HiCacheStorage):
                 self._learn(done)
                 return done
         return None
+
+
+def _prefix_of(extra_info):
+    """The page before the first, where SGLang says it (`hicache_storage_pass_prefix_keys`)."""
+    keys = getattr(extra_info, "prefix_keys", None)
+    if keys is None:
+        return None
+    return names_of(keys[-1:])[0] if keys else b""
 
 
 def _leading(results):

@@ -4,6 +4,7 @@ not installed."""
 import json
 import os
 import signal
+import subprocess
 import tempfile
 import time
 import types
@@ -19,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPo
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 
 import kvarts  # noqa: E402
-from served import Server  # noqa: E402
+from served import PROGRAM, Server  # noqa: E402
 
 SOON = 30
 PAGE, LAYERS, HEADS, WIDTH = 16, 3, 2, 8
@@ -217,6 +218,79 @@ class Sglang(unittest.TestCase):
             self.storage(settings={**ours, "context_length": 4096})
         with self.assertRaisesRegex(ValueError, "context_length"):
             self.storage(settings={"json_model_override_args": json.dumps({"rope_scaling": long})})
+
+    def leases(self):
+        command = [PROGRAM, "pin", "--list", "--server", self.server.socket, "--json"]
+        return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=SOON).stdout)["pins"]
+
+    def test_what_a_look_up_finds_is_held_until_it_is_read(self):
+        storage, _ = self.storage(hold=60)
+        self.assertEqual(storage.batch_set_v1(keys(3), indices(0, 1, 2)), [True] * 3)
+        # Nothing is held of what is not there.
+        self.assertEqual((storage.batch_exists(keys(2, 9)), self.leases()), (0, []))
+        self.assertEqual(storage.batch_exists(keys(5)), 3)
+        [lease] = self.leases()
+        self.assertEqual((lease["blocks"], lease["path"], lease["taken_by"]), (3, "local", "exists"))
+        self.assertTrue(30_000 < lease["ends_in_ms"] <= 60_000, lease)
+        self.assertEqual(storage.batch_get_v1(keys(3), indices(5, 6, 7)), [True] * 3)
+        deadline = time.monotonic() + SOON
+        while self.leases():
+            self.assertLess(time.monotonic(), deadline)
+        # Two requests look up the same pages: each read ends its own hold.
+        self.assertEqual((storage.batch_exists(keys(3)), storage.batch_exists(keys(3))), (3, 3))
+        storage.batch_get_v1(keys(3), indices(5, 6, 7))
+        self.assertEqual(sum(lease["blocks"] for lease in self.leases()), 3)
+        free, _ = self.storage(hold=0)
+        before = len(self.leases())
+        self.assertEqual((free.batch_exists(keys(3)), len(self.leases())), (3, before))
+        for wrong in (-1, "10", True):
+            with self.subTest(wrong), self.assertRaisesRegex(ValueError, "hold: .*seconds"):
+                self.storage(hold=wrong)
+
+    def test_what_was_found_cannot_be_evicted_before_it_is_read(self):
+        for hold, read in ((60, 3), (0, 0)):
+            self.server.stop()
+            self.server = Server("--budget", "4 MiB", "--segment", "1 MiB", "--shards", "1")
+            self.addCleanup(self.server.stop)
+            storage, _ = self.storage(hold=hold)
+            self.assertEqual(storage.batch_set_v1(keys(3), indices(0, 1, 2)), [True] * 3)
+            self.assertEqual(storage.batch_exists(keys(3)), 3)
+            for first in range(100, 4100, 8):
+                storage.batch_set_v1(keys(8, first), indices(*range(8)))
+            self.assertEqual(sum(storage.batch_get_v1(keys(3), indices(5, 6, 7))), read, hold)
+
+    def test_what_cannot_be_held_is_found_all_the_same(self):
+        storage, _ = self.storage(hold=60)
+        self.assertEqual(storage.batch_set_v1(keys(3), indices(0, 1, 2)), [True] * 3)
+        held = storage._pools[PoolName.KV].holds
+        for lost in (lambda *of: False, mock.Mock(side_effect=kvarts.Refused("the tenant's cap", "PinCap"))):
+            with mock.patch.object(held, "hold", lost):
+                self.assertEqual(storage.batch_exists(keys(3)), 3)
+
+        def gone(names, timeout):
+            storage._pools[PoolName.KV].pages.delete(names[1:2])
+            return False
+
+        # What has gone meanwhile is not answered with.
+        with mock.patch.object(held, "hold", gone):
+            self.assertEqual(storage.batch_exists(keys(3)), 1)
+
+    def test_pages_are_put_behind_those_that_sglang_names(self):
+        storage, pool = self.storage()
+        pages, put = storage._pools[PoolName.KV], []
+        storage.batch_exists(keys(1))
+        honest = pages.pages
+        told = mock.Mock(wraps=honest)
+        told.put = lambda names, *places, parent, **more: put.append((names, parent)) or honest.put(names, *places, parent=parent, **more)
+        pages.pages, pages.staging["put"].pages = told, 2
+        name = lambda n: bytes.fromhex(keys(1, n)[0])  # noqa: E731
+        for first, prefix, parents in ((0, [], [b"", name(1)]), (3, keys(3), [name(2), name(4)]), (6, None, [None, None])):
+            told_of = types.SimpleNamespace(prefix_keys=prefix)
+            self.assertEqual(storage.batch_set_v1(keys(3, first), indices(0, 1, 2), told_of), [True] * 3)
+            self.assertEqual([parent for _, parent in put], parents, prefix)
+            put.clear()
+        self.assertEqual(storage.batch_set_v2([PoolTransfer(PoolName.KV, host_indices=indices(1), keys=keys(1, 20))], types.SimpleNamespace(prefix_keys=keys(20))), {"kv": [True]})
+        self.assertEqual(put, [([name(20)], name(19))])
 
     def test_a_store_that_takes_nothing_is_no_reason_to_load_nothing(self):
         storage, _ = self.storage()

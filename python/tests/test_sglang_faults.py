@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import faults  # noqa: E402
 import kvarts  # noqa: E402
 from faults import Time  # noqa: E402
-from kvarts import link, sglang  # noqa: E402
+from kvarts import link, sglang, sglang_holds  # noqa: E402
 from seeded import Seeded  # noqa: E402
 from test_sglang import PAGE, Pool, indices, keys  # noqa: E402
 
@@ -51,6 +51,7 @@ class Client:
 class Pages:
     def __init__(self, run, client):
         self.run, self.client = run, client
+        self.locks = None  # a look-up that holds what it finds: (batch, keys)
         self.late = None  # a read that a server which stands still has not answered: (batch, keys, addresses)
         self.batch = 0
 
@@ -64,7 +65,24 @@ class Pages:
         self._expect_there()
         return [name in self.run.stored for name in names]
 
-    def put(self, names, places, timeout=None):
+    def submit_lock(self, names, hold, timeout=None):
+        self._expect_there()
+        self.batch += 1
+        self.locks = self.batch, names
+        return self.batch
+
+    def unlock(self, names):
+        self.run.held.difference_update(names)
+
+    def _locked(self, seconds):
+        if self.run.chance.random() < 0.2:
+            self.run.clock.now += seconds
+            return []
+        (batch, names), self.locks = self.locks, None
+        self.run.held.update(name for name in names if name in self.run.stored)
+        return [types.SimpleNamespace(id=batch, ok=all(name in self.run.stored for name in names))]
+
+    def put(self, names, places, timeout=None, parent=None):
         self._expect_there()
         good = []
         for name, place in zip(names, places):
@@ -82,6 +100,8 @@ class Pages:
         return self.batch
 
     def wait(self, seconds):
+        if self.locks is not None:
+            return self._locked(seconds)
         if self.run.chance.random() < 0.2:
             if self.late is not None and self.run.chance.random() < 0.5:
                 # Some of it comes all the same.
@@ -108,7 +128,7 @@ class Link(faults.Link):
 class Run:
     def __init__(self, seed):
         self.chance, self.clock = random.Random(seed), Time()
-        self.away, self.stored = False, {}
+        self.away, self.stored, self.held = False, {}, set()
         self.seen = {"loaded": 0, "not loaded": 0, "stored": 0}
 
     @staticmethod
@@ -122,6 +142,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             for where, name, what in (
                 (sglang, "time", self.clock),
+                (sglang_holds, "time", self.clock),
                 (link, "time", self.clock),
                 (sglang, "_SHARED", 3 * BYTES),
                 (sglang, "Link", lambda connect, pause: Link(self, pause)),
@@ -142,7 +163,7 @@ class Run:
         self.clock.now += chance.choice((0.1, 2.0))
         if chance.random() < 0.05:
             self.away = not self.away
-        for name in [name for name in self.stored if chance.random() < 0.05]:
+        for name in [name for name in self.stored if name not in self.held and chance.random() < 0.05]:
             del self.stored[name]
         names, places = chance.sample(keys(12), 6), list(range(6))
         chance.shuffle(places)
@@ -195,7 +216,7 @@ class Faults(Seeded, unittest.TestCase):
         self.expect_seen("a page that is not right", (sglang.Kvarts, "_read", read))
 
     def test_planted_pages_are_put_from_the_wrong_place(self):
-        def written(storage, pool, staging, names):
+        def written(storage, pool, staging, names, parent):
             return storage._call(pool, "put", names, list(reversed(staging.addresses[: len(names)])))
 
         self.expect_seen("stored wrong", (sglang.Kvarts, "_written", written))
