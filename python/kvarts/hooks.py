@@ -207,7 +207,8 @@ def _compared(part, sources):
         module, _, base = name.partition(":")
         tree = sources.tree(module)
         for node in tree.body if tree is not None else ():
-            if isinstance(node, ast.ClassDef) and node.name not in part.known_kinds and any(found.name == base for _, found in sources.classes(module, node.name)):
+            is_unknown = isinstance(node, ast.ClassDef) and node.name not in part.known_kinds
+            if is_unknown and any(found.name == base for _, found in sources.classes(module, node.name)):
                 yield "new", f"{module}:{node.name}"
 
 

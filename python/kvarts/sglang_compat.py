@@ -19,6 +19,7 @@ ALIKE: dict[str, str] = {}
 
 _CACHE = "sglang.srt.mem_cache"
 ASSEMBLER = f"{_CACHE}.hybrid_cache.linker_pool_assembler"
+_LINKERS = f"{_CACHE}.unified_cache.unified_cache_linker"
 HYBRID = f"{_CACHE}.hybrid_cache.hybrid_pool_assembler"
 _STORAGE = {
     "HiCacheStorage": f"{_CACHE}.hicache_storage",
@@ -28,7 +29,7 @@ _STORAGE = {
 }
 _LINKER = {
     "PoolName": f"{_CACHE}.hicache_storage",
-    "UnifiedCacheLinker": f"{_CACHE}.unified_cache.unified_cache_linker",
+    "UnifiedCacheLinker": _LINKERS,
 }
 _NAMES = {**_STORAGE, **_LINKER}
 #: Of both: which model it is, and that its page hashes tell adapters and salts apart.
@@ -68,13 +69,17 @@ ENGINE = hooks.Engine(
             module="kvarts.sglang",
             names=(*(f"{module}:{name}" for name, module in _STORAGE.items()), *_IDENTITY),
             reads=_STORAGE_READ,
-            overridden=(hooks.Overridden("sglang:Kvarts", (f"{_CACHE}.hicache_storage:HiCacheStorage",), ("get_stats", "on_host_pools_registered"), ("close",)),),
+            overridden=(
+                hooks.Overridden(
+                    "sglang:Kvarts", (f"{_CACHE}.hicache_storage:HiCacheStorage",), ("get_stats", "on_host_pools_registered"), later=("close",)
+                ),
+            ),
         ),
         hooks.Part(
             module="kvarts.sglang_linker",
             names=(*(f"{module}:{name}" for name, module in _LINKER.items()), *_IDENTITY),
             reads=_LINKER_READ,
-            overridden=(hooks.Overridden("sglang_linker:KvartsLinker", (f"{_CACHE}.unified_cache.unified_cache_linker:UnifiedCacheLinker",), ("record_offload_ready",)),),
+            overridden=(hooks.Overridden("sglang_linker:KvartsLinker", (f"{_LINKERS}:UnifiedCacheLinker",), ("record_offload_ready",)),),
         ),
     ),
 )

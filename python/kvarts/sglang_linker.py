@@ -277,9 +277,8 @@ class KvartsLinker(UnifiedCacheLinker):
             self._count("promised", landings[-1].blocks)
             self._count("waited", time.monotonic() - found.began)
             self._count("landed", landings[-1].blocks)
-            missing = len(found.keys) - found.staging.blocks
-            if missing and found.staging.why is not None:
-                self._count("unstaged", missing, found.staging.why)
+            for why, blocks in found.staging.reasons().items():
+                self._count("unstaged", blocks, why)
         self._count("layers", self._pools.layers)
         return self.layer_done_counter.begin(_Batch(landings, stagings, is_whole))
 

@@ -37,7 +37,7 @@ from .vllm_compat import (
 from .vllm_identity import identity_of, layout_version
 
 #: What the connector takes from its configuration and hands to the tier.
-_FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity")
+_FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity", "backpressure")
 _BLOCKS = "vllm:kv_offload_kvarts_failed_blocks"
 #: Parts of one load or store at most, and batches under way.
 _PARTS, _BATCHES = 64, 8192
@@ -46,7 +46,8 @@ _PARTS, _BATCHES = 64, 8192
 class Kvarts(OffloadingConnector):
     """vLLM's offloading connector with Kvarts behind it. `kv_connector_extra_config` takes what `OffloadingConnector` takes
     (`cpu_bytes_to_use` at least), and `server`, `token_file`, `timeout`, `pause`, `durable` of `KvartsTier`, `revision` where
-    the model's name does not say it, and `identity` for whatever else decides bytes."""
+    the model's name does not say it, and `identity` for whatever else decides bytes. `backpressure`: as vLLM takes it of a tier, the
+    detector that leaves stores out while they take too long."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         _complete(vllm_config, kv_cache_config)

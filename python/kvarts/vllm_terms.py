@@ -18,7 +18,7 @@ PIN_MAX = 24 * 3600.0
 _TTL_MAX = 100 * 365 * 24 * 3600.0
 #: Complaints that are remembered, so that each is told once.
 _TOLD = 64
-_told = {}
+_told: dict[str, bool] = {}
 
 
 def params_of(request):

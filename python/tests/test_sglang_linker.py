@@ -323,7 +323,7 @@ class Linkers(unittest.TestCase):
         self.assertTrue(linker.offload([transfer(keys(2), (1, 2))]))
         self.assertTrue(self.answer(linker))
         linker.reset()
-        self.assertEqual(self.look_up(linker, "a", [transfer(keys(2))]), [1, 2])
+        self.assertEqual(self.look_up(linker, "a", [transfer(keys(3))]), [1, 2])
         self.assertTrue(self.load(linker, "a", [transfer(keys(2), (3, 4))]))
         linker.num_completed_offloads()
         told = {name: counter.labelled for name, counter in made.items() if counter.labelled}
@@ -331,7 +331,8 @@ class Linkers(unittest.TestCase):
         self.assertGreater(waited["0",], 0)
         expected = {"promised_blocks": 2, "landed_blocks": 2, "layers": LAYERS, "overlapped_layers": LAYERS, "saved_blocks": 2}
         expected = {f"sglang:kvarts_{name}": {("0",): count} for name, count in expected.items()}
-        self.assertEqual(told, {**expected, "sglang:kvarts_staged_blocks": {("0", "read"): 2}})
+        labelled = {"staged_blocks": {("0", "read"): 2}, "unstaged_blocks": {("0", "never_stored"): 1}}
+        self.assertEqual(told, {**expected, **{f"sglang:kvarts_{name}": counts for name, counts in labelled.items()}})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: E402
 
 import kvarts  # noqa: E402
+import kvarts.vllm  # noqa: E402
 from served import Server  # noqa: E402
 
 CHUNK = 8192
@@ -201,6 +202,16 @@ class VllmTier(unittest.TestCase):
             tier.tier.submit_load(TransferJob(100 + n, keys(2), numpy.array([2, 3]), True, ReqContext("end")))
         tier.tier.drain_jobs()
         self.assertEqual(len(list(tier.tier.get_finished_jobs())), 20)
+
+    def test_a_detector_of_stores_that_take_too_long_is_handed_to_vllm(self):
+        detector = {"backpressure_cls": "EMABackpressureDetector"}
+        extra = {"server": "s", "backpressure": detector, "cpu_bytes_to_use": 1}
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        with mock.patch("kvarts.vllm.identity_of", return_value={}):
+            kvarts.vllm._complete(config)
+        [tier] = extra["secondary_tiers"]
+        # vLLM makes the detector out of it, asks it before each store and tells it after each.
+        self.assertEqual((tier["backpressure"], tier["server"], "cpu_bytes_to_use" in tier), (detector, "s", False))
 
     def test_a_model_without_a_revision_is_refused(self):
         with self.assertRaisesRegex(ValueError, "revision"):
