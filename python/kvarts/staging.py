@@ -19,6 +19,7 @@ from typing import NamedTuple
 import kvarts
 
 from .link import allowed, logger, reason_of
+from .pace import Pace
 from .pins import Pins
 
 #: How long the link's thread waits for what arrives before it looks for other work.
@@ -106,7 +107,7 @@ class Staging:
         self.why = None
         #: Why what the store does not have is not there, by its own account; and how many leading blocks are worth loading, where it was asked.
         self.missing, self.pays = None, None
-        self.wanted = None  # blocks that are being staged
+        self.wanted = self.asked = None  # blocks that are being staged, and since when
         self.until = None if within is None else self.began + within
         self.expected, self.heard, self.again = expected, self.began, 0.0
         self.stages = []
@@ -191,7 +192,7 @@ class Desk:
         self._stagings, self._expecting = [], []
         #: Blocks that stages have found in the pool, and that came for them.
         self.found = self.came = 0
-        self._pins = Pins()
+        self._pins, self._pace = Pins(), Pace()
         self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
         self.open()
 
@@ -397,13 +398,38 @@ class Desk:
         # What only other nodes have has no plan.
         if not self._plans or found.plan is None or found.blocks < blocks:
             return blocks
-        staging.pays = pays = max(found.plan.blocks, staging.first)
+        pays = max(found.plan.blocks, staging.first)
+        if not self._pace.pays(self._bytes_of(first, pays), self._spared_ms(times, staging, pays), time.monotonic()):
+            pays = first
+        staging.pays = pays
         # A plan knows of the disks, not of the pool: what lies there need not be loaded.
         if pays < blocks and (here := self._in_pool(staging, blocks)) > pays:
             return here
         until = time.monotonic() + found.plan.held_ms / 1000
         staging.until = until if staging.until is None else min(until, staging.until)
         return pays
+
+    def _bytes_of(self, first, blocks):
+        """What a prefix of so many blocks has to be read of, behind `first`, if nothing of it is in the pool."""
+        own = ((group, max(first, group.first_of(blocks, self._block_tokens))) for group in self.groups)
+        return sum(max(0, blocks - begin) * len(group.ranks) * self._pages.block_bytes(group.number) for group, begin in own)
+
+    def _spared_ms(self, times, staging, blocks):
+        cached = staging.first * self._block_tokens
+        return times.prefill_ms(cached, max(1, blocks * self._block_tokens - cached))
+
+    def _learn_pace(self, staging, least):
+        """What a stage that a plan has advised tells of the next one."""
+        if staging.pays is None or staging.pays <= staging.first:
+            return
+        if least >= staging.wanted:
+            self._pace.was_good()
+            return
+        now = time.monotonic()
+        # What is merely not there says nothing of the pace; nor does a pool without room, at once.
+        is_slow = staging.why == "late" or any(isinstance(stage.why, (kvarts.Retry, kvarts.Deadline)) for stage, *_ in staging.stages)
+        if is_slow and now - staging.asked >= self._timeout / 4:
+            self._pace.was_slow(self._bytes_of(staging.first, least), now - staging.asked, now)
 
     def _in_pool(self, staging, blocks):
         """How many leading blocks are in the pool, of those that a prefix of this length needs."""
@@ -427,7 +453,7 @@ class Desk:
         self._stages_of(staging, blocks, staging.stages)
         for stage, *_ in before:
             stage.close()
-        staging.wanted = blocks
+        staging.wanted, staging.asked = blocks, time.monotonic()
         if staging not in self._stagings:
             self._stagings.append(staging)
         self._link.watch(self._look)
@@ -487,6 +513,7 @@ class Desk:
                 staging.until = None if staging.within is None else time.monotonic() + staging.within / 4
                 self._begin(staging, self._pages.match(staging.keys[: min(least, staging.wanted - 1)]).blocks)
                 return staging.is_over
+        self._learn_pace(staging, least)
         staging.columns = {column: (begin, stage.stretches(at)) for stage, begin, columns in staging.stages for at, column in enumerate(columns)}
         staging.blocks = max(staging.first, least)
         if staging.blocks == staging.first and not is_late:
