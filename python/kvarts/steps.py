@@ -86,8 +86,10 @@ class Steps:
                     self.add(prompt.cached, prompt.left, prompt.ms)
 
     def forget(self, name):
-        """A request is over."""
-        self._prompts.pop(name, None)
+        """A request is over. One of one token is over before the end of its step is told: its prompt counts all the same."""
+        prompt = self._prompts.get(name)
+        if prompt is not None and prompt.made < prompt.left:
+            del self._prompts[name]
 
     def add(self, cached, new, ms):
         """A prompt was computed."""

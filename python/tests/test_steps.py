@@ -52,6 +52,20 @@ class Prompts(unittest.TestCase):
         self.run_for(0.01)
         self.assertEqual(len(self.added), 1)
 
+    def test_a_request_that_is_over_before_the_end_of_its_step_is_told_counts(self):
+        # One of one token, as all those that another engine decodes.
+        self.requests = {"a": [0, 200], "b": [0, 200]}
+        self.make(a=200)
+        self.clock.now += 0.5
+        self.steps.forget("a")
+        self.run_for(0.0)
+        self.assertEqual(self.added, [(0, 200, 500.0)])
+        # One that is given up in between does not.
+        self.make(b=100)
+        self.steps.forget("b")
+        self.run_for(0.5)
+        self.assertEqual((len(self.added), self.steps._prompts), (1, {}))
+
     def test_of_a_step_that_is_made_ahead_the_time_behind_the_one_before_counts(self):
         self.requests = {"a": [0, 200]}
         self.make(a=100)
