@@ -15,7 +15,7 @@ import urllib.request
 
 RUNNERS = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(RUNNERS))
-PLACE = os.path.join(ROOT, "target", "engines")
+PLACE = os.path.abspath(os.environ.get("KVARTS_ENGINES") or os.path.join(ROOT, "target", "engines"))
 #: Seconds that an engine may take to start or to answer on a loaded machine.
 PATIENCE = 600
 #: Tokens of a block; the processor's attention takes multiples of 32.
@@ -26,12 +26,16 @@ PORT = 7450
 DEADLINE = 2.0
 
 
+#: The folder of an engine's environment, where it is not called as the engine.
+FOLDERS = {}
+
+
 class Skipped(Exception):
     """Something that a check needs is not here."""
 
 
 def python_of(engine):
-    python = os.path.join(PLACE, engine, "bin", "python")
+    python = os.path.join(PLACE, FOLDERS.get(engine, engine), "bin", "python")
     if not os.path.exists(python):
         raise Skipped(f"no environment: scripts/engines setup {engine}")
     return python
@@ -64,7 +68,7 @@ class Server:
 
     @staticmethod
     def program_of(engine):
-        program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, engine, "bin", "kvarts")
+        program = os.environ.get("KVARTS_PROGRAM") or os.path.join(PLACE, FOLDERS.get(engine, engine), "bin", "kvarts")
         if not os.path.exists(program):
             raise Skipped("no kvarts program: scripts/wheel, then setup, or name KVARTS_PROGRAM")
         return os.path.abspath(program)

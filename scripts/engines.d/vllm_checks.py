@@ -14,10 +14,10 @@ from common import BLOCK, DEADLINE, PATIENCE, Course, Process, Server, Skipped, 
 class Engine(Process):
     """A process of vLLM (scripts/engines.d/vllm_run.py)."""
 
-    def __init__(self, name, model, connector=None, python=None, apart=False, **engine):
-        """`apart`: its scheduler and worker have a process of their own, and step also without a request."""
+    def __init__(self, name, model, connector=None, python=None, apart=False, variables=None, **engine):
+        """`apart`: its scheduler and worker have a process of their own, and step also without a request; `variables`: of its environment."""
         settings = {"model": model, "connector": connector, "engine": {"block_size": BLOCK, **engine}}
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if apart else {}
+        variables = {**({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if apart else {}), **(variables or {})}
         super().__init__(name, python or python_of("vllm"), "vllm_run.py", settings, **variables)
 
     def generate(self, prompts, tokens=8):

@@ -35,7 +35,7 @@ connector = {}
 if settings.get("connector"):
     given = dict(settings["connector"])
     name = given.pop("class")
-    role = given.pop("role", "kv_both")
+    role, is_by_name = given.pop("role", "kv_both"), given.pop("by_name", False)
     transfer = connector["kv_transfer_config"] = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": given}
     # The name of vLLM's own memory, which stays behind when the engine is killed.
     transfer["engine_id"] = f"check-{os.getpid()}"
@@ -49,6 +49,9 @@ if settings.get("connector"):
         transfer["kv_connector_module_path"] = "kvarts.vllm_layers"
     else:
         without_dict()
+    if is_by_name:
+        # As the plugin has registered it.
+        transfer.pop("kv_connector_module_path")
 if "kv_events_config" in settings.get("engine", {}):
     settings["engine"]["kv_events_config"] = KVEventsConfig(**settings["engine"]["kv_events_config"])
 engine = LLM(
