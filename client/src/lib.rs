@@ -31,6 +31,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kvarts_contract::api::{
     ContainsReply, ContainsRequest, DeleteReply, DeleteRequest, KvStore, LeaseId, LeaseTerms, MatchReply,
     MatchRequest, Presence, PutReply, PutRequest, ReadEnd, ReadRequest, ReadStream, Sequence, SnapshotCursor,
@@ -336,11 +337,26 @@ impl Client {
     }
 
     /// Follows what happens to the blocks of the caller's tenant.
-    pub fn watch(&self, after: Option<proto::Sequence>) -> Result<Streaming<proto::Event>, Error> {
+    pub fn watch(&self, request: proto::WatchRequest) -> Result<Streaming<proto::Event>, Error> {
         let mut admin = self.remote.admin();
-        let request = self.remote.endless(proto::WatchRequest { after });
+        let request = self.remote.endless(request);
         // ends: the connection, of which a server that is silent loses its own (`KEEPALIVE`)
         self.remote.ask_endless(async move { admin.watch(request).await })
+    }
+
+    /// A page of what is here of the caller's tenant: the first without a token, the next with that of the page before.
+    pub fn list_blocks(
+        &self,
+        namespace: Option<NamespaceId>,
+        page_token: Bytes,
+    ) -> Result<proto::ListBlocksReply, Error> {
+        let namespace = namespace.map(|id| Bytes::copy_from_slice(id.as_bytes())).unwrap_or_default();
+        let wire = proto::ListBlocksRequest { namespace, page_token };
+        self.remote.ask_again(|| {
+            let (mut admin, request) = (self.remote.admin(), self.remote.request(wire.clone(), None));
+            // ends: the client's `call_timeout`, by `ask`
+            async move { admin.list_blocks(request).await }
+        })
     }
 
     /// What the server is and has done.

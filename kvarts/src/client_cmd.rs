@@ -98,6 +98,9 @@ pub(crate) struct WatchArgs {
     /// Stop after this number of events [default: never]
     #[arg(long)]
     count: Option<u64>,
+    /// First what is here, then what happens; after a gap again
+    #[arg(long)]
+    snapshot: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -409,7 +412,8 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
 /// Runs `watch`.
 pub(crate) fn watch(arguments: &WatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
-    let mut events = client.watch(None).map_err(Failure::user)?;
+    let request = proto::WatchRequest { snapshot: arguments.snapshot, ..proto::WatchRequest::default() };
+    let mut events = client.watch(request).map_err(Failure::user)?;
     if !arguments.server.json {
         writeln!(out, "TIME UTC  EVENT        REASON     MODEL                 KEY")?;
         out.flush()?;

@@ -60,6 +60,27 @@ fn the_doctor_says_a_verdict_on_each_check_and_one_in_all() {
         assert_eq!(finding["verdict"] == "good", finding["advice"].is_null(), "{finding}");
     }
     assert_eq!(std::fs::read_dir(&scratch.0).unwrap().count(), 0, "it leaves nothing behind");
+    let engine = kvarts(&[
+        "doctor",
+        scratch.shown(),
+        "--probe",
+        "0",
+        "--engine",
+        "vllm",
+        "--python",
+        "/absent/python",
+        "--json",
+    ]);
+    let report: Value = serde_json::from_slice(&engine.stdout).unwrap();
+    let told = report["findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|finding| finding["check"] == "engine vllm")
+        .unwrap();
+    assert_eq!((engine.status.code(), told["verdict"].as_str()), (Some(1), Some("bad")), "{report}");
+    assert!(told["found"].as_str().unwrap().starts_with("/absent/python: "), "{told}");
+    assert_eq!(kvarts(&["doctor", "--engine", "other"]).status.code(), Some(2));
     let absent = kvarts(&["doctor", "/absent/directory"]);
     assert_eq!(absent.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&absent.stdout).contains("no file can be made"));

@@ -4031,11 +4031,22 @@ pub struct Sequence {
     #[prost(uint64, tag = "2")]
     pub number: u64,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct WatchRequest {
     /// Everything up to here is known; not given: from now on.
     #[prost(message, optional, tag = "1")]
     pub after: ::core::option::Option<Sequence>,
+    /// Of this model alone; empty: of all that the caller's tenant has registered.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub namespace: ::prost::bytes::Bytes,
+    /// Where no point is given, and after each gap, what is here comes first: PRESENT for each block, then COMPLETE, then the events behind
+    /// that. A block may come twice, and one that has gone meanwhile is told of by its event.
+    #[prost(bool, tag = "3")]
+    pub snapshot: bool,
+    /// Events that follow each other and differ in nothing but block and time may come as one, and a few milliseconds later: `key` has
+    /// the keys of all of them, `sequence` and `unix_ms` are those of the last.
+    #[prost(bool, tag = "4")]
+    pub runs: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Event {
@@ -4045,7 +4056,7 @@ pub struct Event {
     pub what: i32,
     #[prost(bytes = "bytes", tag = "3")]
     pub namespace: ::prost::bytes::Bytes,
-    /// Empty where the event is about every block of the namespace.
+    /// Empty where the event is about every block of the namespace. Of a run: 32 bytes each, one after the other.
     #[prost(bytes = "bytes", tag = "4")]
     pub key: ::prost::bytes::Bytes,
     #[prost(message, optional, tag = "5")]
@@ -4081,6 +4092,10 @@ pub mod event {
         /// Events were lost to this watcher, or the server was restarted: what is here must be asked for anew. The
         /// sequence is where to go on.
         Gap = 6,
+        /// Of a snapshot: the block was here. It has no sequence: a snapshot that broke off is begun again.
+        Present = 7,
+        /// All of a snapshot has come. What is here is what it listed, changed by the events behind this one.
+        Complete = 8,
     }
     impl What {
         /// String value of the enum field names used in the ProtoBuf definition.
@@ -4096,6 +4111,8 @@ pub mod event {
                 Self::Deleted => "DELETED",
                 Self::Quarantined => "QUARANTINED",
                 Self::Gap => "GAP",
+                Self::Present => "PRESENT",
+                Self::Complete => "COMPLETE",
             }
         }
         /// Creates an enum from field names used in the ProtoBuf definition.
@@ -4108,9 +4125,46 @@ pub mod event {
                 "DELETED" => Some(Self::Deleted),
                 "QUARANTINED" => Some(Self::Quarantined),
                 "GAP" => Some(Self::Gap),
+                "PRESENT" => Some(Self::Present),
+                "COMPLETE" => Some(Self::Complete),
                 _ => None,
             }
         }
+    }
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListBlocksRequest {
+    /// Of this model alone; empty: of all that the caller's tenant has registered.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub namespace: ::prost::bytes::Bytes,
+    /// As the page before said; empty: the first page.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub page_token: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListBlocksReply {
+    /// A block may stand on two pages, and a page may have none.
+    #[prost(message, repeated, tag = "1")]
+    pub blocks: ::prost::alloc::vec::Vec<list_blocks_reply::Blocks>,
+    /// For `Watch`: all pages together, changed by the events behind this point, are what is here. The same on every page.
+    #[prost(message, optional, tag = "2")]
+    pub sequence: ::core::option::Option<Sequence>,
+    /// Asks for the next page; empty on the last. It means something to this server alone, until it ends, and for this tenant.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub next_page_token: ::prost::bytes::Bytes,
+}
+/// Nested message and enum types in `ListBlocksReply`.
+pub mod list_blocks_reply {
+    /// Blocks of one column.
+    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+    pub struct Blocks {
+        #[prost(bytes = "bytes", tag = "1")]
+        pub namespace: ::prost::bytes::Bytes,
+        #[prost(message, optional, tag = "2")]
+        pub column: ::core::option::Option<super::Column>,
+        /// 32 bytes each, one after the other.
+        #[prost(bytes = "bytes", tag = "3")]
+        pub keys: ::prost::bytes::Bytes,
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -4504,6 +4558,31 @@ pub mod admin_client {
             req.extensions_mut().insert(GrpcMethod::new("kvarts.v1.Admin", "Watch"));
             self.inner.server_streaming(req, path, codec).await
         }
+        /// What is here, page by page. Needs the right to read; a tenant sees its own. Other nodes' blocks and the bucket's are not listed.
+        pub async fn list_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListBlocksReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Bounded::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvarts.v1.Admin/ListBlocks",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvarts.v1.Admin", "ListBlocks"));
+            self.inner.unary(req, path, codec).await
+        }
         /// What the server is and has done. Needs the right to administer.
         pub async fn stats(
             &mut self,
@@ -4740,6 +4819,11 @@ pub mod admin_server {
             &self,
             request: tonic::Request<super::WatchRequest>,
         ) -> std::result::Result<tonic::Response<Self::WatchStream>, tonic::Status>;
+        /// What is here, page by page. Needs the right to read; a tenant sees its own. Other nodes' blocks and the bucket's are not listed.
+        async fn list_blocks(
+            &self,
+            request: tonic::Request<super::ListBlocksRequest>,
+        ) -> std::result::Result<tonic::Response<super::ListBlocksReply>, tonic::Status>;
         /// What the server is and has done. Needs the right to administer.
         async fn stats(
             &self,
@@ -4918,6 +5002,49 @@ pub mod admin_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvarts.v1.Admin/ListBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListBlocksSvc<T: Admin>(pub Arc<T>);
+                    impl<T: Admin> tonic::server::UnaryService<super::ListBlocksRequest>
+                    for ListBlocksSvc<T> {
+                        type Response = super::ListBlocksReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Admin>::list_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListBlocksSvc(inner);
+                        let codec = crate::codec::Bounded::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

@@ -15,6 +15,7 @@ from ._kvarts import (
     Completion,
     Draft,
     Event,
+    Events,
     Layer,
     Layers,
     Lease,
@@ -37,8 +38,8 @@ from ._kvarts import (
 from .errors import Bug, Corrupt, Deadline, Error, Invalid, Miss, ReadOnly, Refused, Retry
 
 __all__ = [
-    "Bug", "Client", "Completion", "Corrupt", "Deadline", "Draft", "Error", "Event", "Invalid", "Layer", "Layers", "Lease", "Match", "Memory",
-    "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Session", "Stage", "Times", "__version__", "chain",
+    "Bug", "Client", "Completion", "Corrupt", "Deadline", "Draft", "Error", "Event", "Events", "Invalid", "Layer", "Layers", "Lease", "Match",
+    "Memory", "Miss", "Missing", "Paged", "Pages", "Plan", "Pool", "ReadOnly", "Refused", "Retry", "Session", "Stage", "Times", "__version__", "chain",
     "connect", "kept_windows", "key", "open", "window_interval",
 ]
 

@@ -204,9 +204,14 @@ class Client:
         was made to allow that; in any case the engine must not shorten it before `Memory.close` has returned. Without `fd`, bytes are copied once on their way (embedded: not at all). `nbytes` is needed where `buffer`
         is an address: then the caller promises that it stays mapped until `Memory.close` has returned."""
 
-    def watch(self, *, after: tuple[int, int] | None = None) -> Iterator[Event]:
-        """What happens to the blocks of the caller's tenant, without a gap between two events; raises `Retry` (reason
-        `EventGap`) where events were missed. It waits for the next one."""
+    def watch(
+        self, *, after: tuple[int, int] | None = None, namespace: bytes | None = None, snapshot: bool = False, runs: bool = False
+    ) -> Events:
+        """What happens to the blocks of the caller's tenant, or of one model that this client has registered (`Pages.namespace`), without a
+        gap between two events; raises `Retry` (reason `EventGap`) where events were missed. It waits for the next one.
+
+        `after`: behind this event. `snapshot`: where no event is named, and after each gap, which is told of and not raised, first what
+        is here: `present` for each block, then `complete`. `runs`: an event may be of several blocks of one column."""
 
     def stats(self) -> dict[str, Any]:
         """What the store is and has done."""
@@ -885,15 +890,35 @@ class Event:
     """Something that happened to a block."""
 
     @property
-    def what(self) -> Literal["stored", "evicted", "expired", "deleted", "damaged"]: ...
+    def what(self) -> Literal["stored", "evicted", "expired", "deleted", "damaged", "present", "complete", "gap"]: ...
     @property
-    def namespace(self) -> bytes: ...
+    def namespace(self) -> bytes | None:
+        """None: of all, as `complete` and `gap` are."""
+
     @property
     def key(self) -> bytes | None:
         """None: every block of the namespace."""
 
     @property
+    def keys(self) -> list[bytes]:
+        """Of a run, all; else `key`, or none."""
+
+    @property
     def group(self) -> int: ...
     @property
-    def sequence(self) -> tuple[int, int]:
-        """For `Client.watch(after=...)`."""
+    def coordinate(self) -> tuple[int, int, int] | None:
+        """Of which heads: first, how many, of how many. None: the whole state."""
+
+    @property
+    def sequence(self) -> tuple[int, int] | None:
+        """For `Client.watch(after=...)`. None: `present`."""
+
+@final
+class Events(Iterator[Event]):
+    """Events as they happen."""
+
+    def __iter__(self) -> Events: ...
+    def __next__(self) -> Event: ...
+    def take(self, timeout: float) -> list[Event]:
+        """Those that are there, after waiting for the first for `timeout` seconds at most; a gap is one of them. Raises when they have
+        ended."""

@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError};
 use kvarts_client::{Client as Remote, ConnectOptions, PoolName, Via};
 use kvarts_contract::buffers::shared;
 use kvarts_contract::error::{Error, Reason};
+use kvarts_layout::NamespaceId;
 use kvarts_layout::cut::{Cut, Wanted};
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
@@ -25,7 +26,7 @@ use crate::pool::{self, Pool};
 use crate::routing;
 use crate::session::{self, Session};
 use crate::waiting;
-use crate::watching::{self, Events};
+use crate::watching::{self, Events, Watched};
 
 /// Connects to a server.
 #[pyfunction]
@@ -340,11 +341,20 @@ impl Client {
         session::open(keys.py(), self.core.get()?, pages, keys, &asked)
     }
 
-    #[pyo3(signature = (*, after=None))]
-    fn watch(&self, py: Python<'_>, after: Option<(u64, u64)>) -> PyResult<Events> {
+    #[pyo3(signature = (*, after=None, namespace=None, snapshot=false, runs=false))]
+    fn watch(
+        &self,
+        py: Python<'_>,
+        after: Option<(u64, u64)>,
+        namespace: Option<&[u8]>,
+        snapshot: bool,
+        runs: bool,
+    ) -> PyResult<Events> {
         let core = self.core.get()?;
         core.alive(py)?;
-        watching::watch(py, core, after)
+        let named = |bytes| <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "namespace", "32 bytes"));
+        let namespace = namespace.map(named).transpose()?.map(NamespaceId);
+        watching::watch(py, core, &Watched { after, namespace, snapshot, runs })
     }
 
     #[pyo3(signature = (timeout=None))]

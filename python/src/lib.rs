@@ -66,6 +66,7 @@ fn _kvarts(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<reading::Layers>()?;
     module.add_class::<reading::Layer>()?;
     module.add_class::<watching::Event>()?;
+    module.add_class::<watching::Events>()?;
     module.add_class::<gpu::Device>()?;
     module.add_class::<gpu::Stream>()?;
     module.add_class::<gpu::Lander>()?;

@@ -1,14 +1,18 @@
-//! What happens to blocks, as an iterator.
+//! What happens to blocks, as an iterator, or some at a time.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
 
 use kvarts_contract::api::{EventKind, Sequence, Subscription};
+use kvarts_contract::blocking::block_on;
+use kvarts_contract::clock::{Clock, Nanos};
 use kvarts_contract::error::Reason;
 use kvarts_contract::events::{Event as Told, Subject};
-use kvarts_layout::{BlockKey, Group, NamespaceId};
-use kvarts_wire::fault;
+use kvarts_layout::{BlockKey, Coordinate, Group, IndexKey, NamespaceId};
 use kvarts_wire::proto::{self, event::What};
+use kvarts_wire::{convert, fault};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -19,15 +23,18 @@ use crate::waiting;
 
 /// Events that are taken at once.
 const SOME: usize = 256;
+/// What an event of missing events is called.
+const GAP: &str = "gap";
 
 /// Something that happened: see the stub.
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Event {
     what: &'static str,
-    namespace: NamespaceId,
-    key: Option<BlockKey>,
+    namespace: Option<NamespaceId>,
+    keys: Vec<BlockKey>,
     group: Group,
-    sequence: Sequence,
+    coordinate: Coordinate,
+    sequence: Option<Sequence>,
 }
 
 #[pymethods]
@@ -38,13 +45,18 @@ impl Event {
     }
 
     #[getter]
-    fn namespace<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.namespace.as_bytes())
+    fn namespace<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.namespace.map(|namespace| PyBytes::new(py, namespace.as_bytes()))
     }
 
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.key.map(|key| PyBytes::new(py, key.as_bytes()))
+        self.keys.first().map(|key| PyBytes::new(py, key.as_bytes()))
+    }
+
+    #[getter]
+    fn keys<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        self.keys.iter().map(|key| PyBytes::new(py, key.as_bytes())).collect()
     }
 
     #[getter]
@@ -53,12 +65,41 @@ impl Event {
     }
 
     #[getter]
-    fn sequence(&self) -> (u64, u64) {
-        (self.sequence.stream, self.sequence.number)
+    fn coordinate(&self) -> Option<(u16, u16, u16)> {
+        match self.coordinate {
+            Coordinate::Replicated => None,
+            Coordinate::Heads { start, count, of } => Some((start, count, of)),
+        }
+    }
+
+    #[getter]
+    fn sequence(&self) -> Option<(u64, u64)> {
+        self.sequence.map(|sequence| (sequence.stream, sequence.number))
     }
 
     fn __repr__(&self) -> String {
-        format!("<kvarts.Event {} {}>", self.what, self.key.map_or("all".to_owned(), |key| key.to_string()))
+        let keys: Vec<_> = self.keys.iter().map(ToString::to_string).collect();
+        let whose = if keys.is_empty() { "all".to_owned() } else { keys.join(" ") };
+        format!("<kvarts.Event {} {whose}>", self.what)
+    }
+}
+
+impl Event {
+    fn bare(what: &'static str, sequence: Option<Sequence>) -> Self {
+        let (group, coordinate) = (Group(0), Coordinate::Replicated);
+        Self { what, namespace: None, keys: Vec::new(), group, coordinate, sequence }
+    }
+
+    fn present(block: &IndexKey) -> Self {
+        let IndexKey { namespace, key, group, coordinate } = *block;
+        Self {
+            what: "present",
+            namespace: Some(namespace),
+            keys: vec![key],
+            group,
+            coordinate,
+            sequence: None,
+        }
     }
 }
 
@@ -72,41 +113,110 @@ fn name(kind: EventKind) -> &'static str {
     }
 }
 
-impl From<Told> for Event {
-    fn from(told: Told) -> Self {
-        let (namespace, key, group) = match told.subject {
-            Subject::Block(block) => (block.namespace, Some(block.key), block.group),
-            Subject::Namespace(namespace) => (namespace, None, Group(0)),
-        };
-        Self { what: name(told.kind), namespace, key, group, sequence: told.sequence }
+fn namespace_of(told: &Told) -> NamespaceId {
+    match told.subject {
+        Subject::Block(block) => block.namespace,
+        Subject::Namespace(namespace) => namespace,
     }
 }
 
-/// An event of a server. Where events are missing it says so itself.
+impl From<Told> for Event {
+    fn from(told: Told) -> Self {
+        let (namespace, bare) = (namespace_of(&told), Self::bare(name(told.kind), Some(told.sequence)));
+        match told.subject {
+            Subject::Block(block) => {
+                Self { what: bare.what, sequence: bare.sequence, ..Self::present(&block) }
+            }
+            Subject::Namespace(_) => Self { namespace: Some(namespace), ..bare },
+        }
+    }
+}
+
+/// An event of a server.
 fn of_wire(wire: &proto::Event) -> Result<Event, Reason> {
+    let sequence = wire.sequence.map(|at| Sequence { stream: at.stream, number: at.number });
     let what = match wire.what() {
         What::Stored => "stored",
         What::Evicted => "evicted",
         What::Expired => "expired",
         What::Deleted => "deleted",
         What::Quarantined => "damaged",
-        What::Gap | What::Unspecified => return Err(Reason::EventGap),
+        What::Present => "present",
+        What::Complete => return Ok(Event::bare("complete", sequence)),
+        What::Gap | What::Unspecified => return Ok(Event::bare(GAP, sequence)),
     };
-    let namespace = <[u8; 32]>::try_from(&wire.namespace[..]).map(NamespaceId);
-    let sequence = wire.sequence.unwrap_or_default();
-    Ok(Event {
-        what,
-        namespace: namespace.map_err(|_| Reason::Bug("an event without a namespace"))?,
-        key: <[u8; 32]>::try_from(&wire.key[..]).ok().map(BlockKey),
-        group: Group(wire.column.as_ref().map_or(0, |column| column.group)),
-        sequence: Sequence { stream: sequence.stream, number: sequence.number },
-    })
+    let broken = |_| Reason::Bug("an event that is none");
+    let namespace = convert::namespace(&wire.namespace).map_err(broken)?;
+    let (group, coordinate) = convert::column(wire.column.as_ref()).map_err(broken)?;
+    let (keys, []) = wire.key.as_chunks::<32>() else {
+        return Err(Reason::Bug("an event with half a key"));
+    };
+    let keys = keys.iter().copied().map(BlockKey).collect();
+    Ok(Event { what, namespace: Some(namespace), keys, group, coordinate, sequence })
+}
+
+/// The store of this process.
+struct Here {
+    core: Arc<Core>,
+    subscription: Subscription,
+    events: VecDeque<Event>,
+    namespace: Option<NamespaceId>,
+    snapshot: bool,
+}
+
+impl Here {
+    fn is_wanted(&self, namespace: NamespaceId) -> bool {
+        self.namespace.is_none_or(|wanted| wanted == namespace)
+    }
+
+    async fn next(&mut self) -> Result<Option<Event>, Reason> {
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Ok(Some(event));
+            }
+            // ends: the caller's time or a signal, by `run_until`; or the store, when it is closed
+            match self.subscription.next(SOME).await {
+                None => return Ok(None),
+                Some(Ok(events)) => {
+                    let wanted = events.into_iter().filter(|event| self.is_wanted(namespace_of(event)));
+                    let wanted: Vec<_> = wanted.map(Event::from).collect();
+                    self.events.extend(wanted);
+                }
+                Some(Err(gap)) => {
+                    self.subscription = self.core.store.subscribe(Some(gap.resume));
+                    self.events.push_back(Event::bare(GAP, Some(gap.resume)));
+                    if self.snapshot {
+                        self.list()?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes a snapshot; events go on behind it.
+    fn list(&mut self) -> Result<(), Reason> {
+        let mut cursor = None;
+        loop {
+            // ends: an executor answers from memory, or the store is closed
+            let page = block_on(self.core.store.snapshot(cursor));
+            let page = page.map_err(|_| Reason::Busy("the store is closing"))?.map_err(|error| error.0)?;
+            let wanted = page.blocks.iter().filter(|block| self.is_wanted(block.namespace));
+            let wanted: Vec<_> = wanted.map(Event::present).collect();
+            self.events.extend(wanted);
+            cursor = page.next;
+            if cursor.is_none() {
+                self.events.push_back(Event::bare("complete", Some(page.sequence)));
+                self.subscription = self.core.store.subscribe(Some(page.sequence));
+                return Ok(());
+            }
+        }
+    }
 }
 
 /// Where events come from.
 enum Source {
     Server(Box<tonic::Streaming<proto::Event>>),
-    Here(Subscription, VecDeque<Told>),
+    Here(Box<Here>),
 }
 
 impl Source {
@@ -117,15 +227,16 @@ impl Source {
                 let event = stream.message().await.map_err(|status| fault::reason_of(&status))?;
                 event.as_ref().map(of_wire).transpose()
             }
-            Self::Here(subscription, here) => {
-                if here.is_empty() {
-                    match subscription.next(SOME).await {
-                        Some(events) => here.extend(events.map_err(|_| Reason::EventGap)?),
-                        None => return Ok(None),
-                    }
-                }
-                Ok(here.pop_front().map(Event::from))
-            }
+            Self::Here(here) => here.next().await,
+        }
+    }
+
+    /// The next event, if it is there now.
+    fn try_next(&mut self) -> Option<Result<Option<Event>, Reason>> {
+        let next = pin!(self.next());
+        match next.poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(next) => Some(next),
+            Poll::Pending => None,
         }
     }
 }
@@ -134,6 +245,20 @@ impl Source {
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Events {
     source: Guarded<Mutex<Option<Source>>>,
+    clock: Arc<dyn Clock>,
+    /// Whether a gap is told of, and not raised.
+    snapshot: bool,
+}
+
+impl Events {
+    fn taken(&self) -> PyResult<Option<Source>> {
+        Ok(self.source.get()?.lock().unwrap_or_else(PoisonError::into_inner).take())
+    }
+
+    fn put_back(&self, source: Source) -> PyResult<()> {
+        *self.source.get()?.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
+        Ok(())
+    }
 }
 
 #[pymethods]
@@ -143,28 +268,78 @@ impl Events {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Event>> {
-        let place = self.source.get()?;
-        let taken = place.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(mut source) = taken else { return Ok(None) };
-        let next = waiting::run(py, source.next());
+        let Some(mut source) = self.taken()? else { return Ok(None) };
+        let next = waiting::run(py, source.next()).map(|next| match next {
+            Ok(Some(event)) if event.what == GAP && !self.snapshot => Err(Reason::EventGap),
+            next => next,
+        });
         // Nothing is lost by a wait that was interrupted.
-        let over = matches!(next, Ok(Ok(None) | Err(_)));
-        if !over {
-            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
+        if !matches!(next, Ok(Ok(None) | Err(_))) {
+            self.put_back(source)?;
         }
         next?.or_raise(py)
     }
+
+    /// Those that are there, at once.
+    fn take(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<Event>> {
+        let within = waiting::duration(py, "timeout", timeout)?;
+        let until = Nanos(self.clock.now().0.saturating_add(within.as_nanos() as u64));
+        let Some(mut source) = self.taken()? else {
+            return Err(Reason::Busy("the events have ended")).or_raise(py);
+        };
+        let first = waiting::run_until(py, &*self.clock, until, source.next());
+        let mut events = Vec::new();
+        let mut next = match first {
+            Ok(next) => next,
+            Err(interrupted) => {
+                self.put_back(source)?;
+                return Err(interrupted);
+            }
+        };
+        while let Some(Ok(Some(event))) = next {
+            events.push(event);
+            next = if events.len() < SOME { source.try_next() } else { None };
+        }
+        match next {
+            // What ended it is told by the next call.
+            None => self.put_back(source)?,
+            Some(_) if !events.is_empty() => {}
+            Some(Err(reason)) => return Err(reason).or_raise(py),
+            Some(Ok(_)) => return Err(Reason::Busy("the events have ended")).or_raise(py),
+        }
+        Ok(events)
+    }
+}
+
+/// What is watched.
+pub(crate) struct Watched {
+    pub(crate) after: Option<(u64, u64)>,
+    pub(crate) namespace: Option<NamespaceId>,
+    pub(crate) snapshot: bool,
+    pub(crate) runs: bool,
 }
 
 /// Follows what happens from now on, or since an event.
-pub(crate) fn watch(py: Python<'_>, core: &Arc<Core>, after: Option<(u64, u64)>) -> PyResult<Events> {
-    let after = after.map(|(stream, number)| Sequence { stream, number });
+pub(crate) fn watch(py: Python<'_>, core: &Arc<Core>, watched: &Watched) -> PyResult<Events> {
+    let Watched { after, namespace, snapshot, runs } = *watched;
     let source = match &core.remote {
         Some(remote) => {
-            let after = after.map(|Sequence { stream, number }| proto::Sequence { stream, number });
-            Source::Server(Box::new(py.detach(|| remote.watch(after)).or_raise(py)?))
+            let after = after.map(|(stream, number)| proto::Sequence { stream, number });
+            let namespace = namespace.map(|id| id.as_bytes().to_vec().into()).unwrap_or_default();
+            let request = proto::WatchRequest { after, namespace, snapshot, runs };
+            Source::Server(Box::new(py.detach(|| remote.watch(request)).or_raise(py)?))
         }
-        None => Source::Here(core.store.subscribe(after), VecDeque::new()),
+        None => {
+            let from = after.map(|(stream, number)| Sequence { stream, number });
+            let subscription = core.store.subscribe(from);
+            let (core, events) = (Arc::clone(core), VecDeque::new());
+            let mut here = Here { core, subscription, events, namespace, snapshot };
+            if snapshot && from.is_none() {
+                py.detach(|| here.list()).or_raise(py)?;
+            }
+            Source::Here(Box::new(here))
+        }
     };
-    Ok(Events { source: Guarded::new(Mutex::new(Some(source))) })
+    let (source, clock) = (Guarded::new(Mutex::new(Some(source))), Arc::clone(&core.clock));
+    Ok(Events { source, clock, snapshot })
 }

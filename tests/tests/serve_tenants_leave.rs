@@ -83,7 +83,7 @@ fn a_tenant_that_comes_after_another_left_sees_nothing_of_it() {
     }
     let lease = find(&c, of_c, &keys, Some(HOLD)).unwrap().lease.unwrap();
     let Pinned { lease: pin, .. } = c.pin(of_c, COLUMN, &keys, HOLD).unwrap();
-    let mut events = c.watch(None).unwrap();
+    let mut events = c.watch(kvarts_wire::proto::WatchRequest::default()).unwrap();
     let local = served.local(Some("kvarts_c"));
     assert_eq!(register(&local), of_c);
     let number = |name: &str| {

@@ -5,6 +5,7 @@
 
 mod bucket;
 mod disk;
+mod engine;
 mod machine;
 
 use std::io::Write;
@@ -13,7 +14,7 @@ use std::path::PathBuf;
 use clap::Args;
 use kvarts_gpudirect::cufile;
 use kvarts_gpudirect::device::cuda;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use kvarts_terminal::{Align, Failure, Table};
@@ -30,13 +31,19 @@ pub(crate) struct DoctorArgs {
     /// The bucket of a cold tier, tested with one small object: s3://BUCKET/PREFIX or file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: Option<String>,
+    /// An engine: whether it has what Kvarts' connectors use of it
+    #[arg(long, value_name = "ENGINE", value_parser = ["vllm", "sglang", "lmcache"])]
+    engine: Option<String>,
+    /// The Python that has the engine, and Kvarts' module
+    #[arg(long, value_name = "FILE", default_value = "python3")]
+    python: PathBuf,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
 /// How something is judged.
-#[derive(Serialize, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+#[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 #[serde(rename_all = "lowercase")]
 enum Verdict {
     /// As it should be.
@@ -88,6 +95,7 @@ pub(crate) fn run(arguments: &DoctorArgs, out: &mut dyn Write) -> Result<(), Fai
         findings.extend(disk::look(directory, arguments.probe));
     }
     findings.extend(arguments.bucket.iter().map(|address| bucket::look(address)));
+    findings.extend(arguments.engine.iter().map(|engine| engine::look(engine, &arguments.python)));
     findings.push(devices(cuda::count().map_err(|error| error.to_string())));
     let verdict = findings.iter().map(|finding| finding.verdict).max().unwrap_or(Verdict::Good);
     let sentence = sentence(&findings);

@@ -420,6 +420,9 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
         &[
             "vllm serve MODEL --kv-transfer-config '{\"kv_connector\": \"Kvarts\", \"kv_connector_module_path\": \"kvarts.vllm\", \"kv_role\": \"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000, \"server\": \"/run/kvarts/kvarts.sock\"}}'",
             "vllm serve MODEL --kv-transfer-config '{\"kv_connector\": \"KvartsLayers\", \"kv_connector_module_path\": \"kvarts.vllm_layers\", \"kv_role\": \"kv_both\", \"kv_connector_extra_config\": {\"pool_bytes\": 8000000000, \"server\": \"/run/kvarts/kvarts.sock\"}}'",
+            "KVARTS_VLLM=/run/kvarts/kvarts.sock vllm serve MODEL",
+            "kvarts doctor . --engine vllm --python /opt/vllm/bin/python",
+            "python -m kvarts.probe vllm --place /opt/vllm/lib/python3.12/site-packages",
             "lmcache server ... --l2-adapter '{\"type\": \"native_plugin\", \"module_path\": \"kvarts.lmcache\", \"class_name\": \"Kvarts\", \"adapter_params\": {\"server\": \"/run/kvarts/kvarts.sock\", \"revision\": \"0e9e39f\", \"dtype\": \"bf16\"}}'",
             "python -m sglang.launch_server ... --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config '{\"linker\": \"KvartsLinker\", \"linker_module_path\": \"kvarts.sglang_linker\", \"linker_extra_config\": {\"server\": \"/run/kvarts/kvarts.sock\", \"pool_bytes\": 8000000000}}'",
             "python -m sglang.launch_server ... --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{\"backend_name\": \"kvarts\", \"module_path\": \"kvarts.sglang\", \"class_name\": \"Kvarts\", \"interface_v1\": 1, \"server\": \"/run/kvarts/kvarts.sock\"}'",

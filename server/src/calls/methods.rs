@@ -49,6 +49,7 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("/kvarts.v1.Directory/Replicate", "replicate", Right::Write),
     Method::new("/kvarts.v1.Directory/Status", "cluster_status", Right::Admin),
     Method::new("/kvarts.v1.Admin/Watch", "watch", Right::Read),
+    Method::new("/kvarts.v1.Admin/ListBlocks", "list_blocks", Right::Read),
     Method::new("/kvarts.v1.Admin/Stats", "stats", Right::Admin),
     Method::new("/kvarts.v1.Admin/Checkpoint", "checkpoint", Right::Admin),
     Method::new("/kvarts.v1.Admin/Resume", "resume", Right::Admin),

@@ -198,8 +198,7 @@ fn a_misspelt_variable_is_refused_and_those_of_others_are_not() {
         |name: &str| Settings::refuse_unknown([name.to_owned()]).err().map(|complaint| complaint.to_string());
     let said = refused("KVARTS_STORE_BUDGT").unwrap();
     assert!(
-        said.contains("KVARTS_STORE_BUDGT: unknown setting")
-            && said.contains("KVARTS_STORE_BUDGET,"),
+        said.contains("KVARTS_STORE_BUDGT: unknown setting") && said.contains("KVARTS_STORE_BUDGET,"),
         "{said}"
     );
     for name in

@@ -20,7 +20,7 @@ use super::digest::StreamDigest;
 use super::fault::{Fault, Outcome};
 use super::frame::{self, ReadBody};
 use super::messages::Messages;
-use super::{admin, limits, models, read, watch};
+use super::{admin, limits, listing, models, read, watch};
 use crate::calls::call::Call;
 use crate::calls::download::Download;
 use crate::calls::heavy::{self, heavily};
@@ -191,6 +191,13 @@ impl Admin for Services {
 
     async fn watch(&self, request: Request<proto::WatchRequest>) -> Answer<Self::WatchStream> {
         answer(request, |call, wire| async move { watch::watch(call, &wire) }).await
+    }
+
+    async fn list_blocks(
+        &self,
+        request: Request<proto::ListBlocksRequest>,
+    ) -> Answer<proto::ListBlocksReply> {
+        answer(request, listing::list).await
     }
 
     async fn stats(&self, request: Request<proto::StatsRequest>) -> Answer<proto::StatsReply> {

@@ -1,0 +1,129 @@
+//! An engine beside which a server is to run: whether it has what Kvarts' connectors use of it, as the module's own probe says.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde::Deserialize;
+
+use super::{Finding, Verdict};
+
+/// What `python -m kvarts.probe ENGINE --json` prints.
+#[derive(Deserialize)]
+struct Probed {
+    engine: String,
+    version: Option<String>,
+    tried: Vec<String>,
+    is_tried: bool,
+    verdict: Verdict,
+    connectors: Vec<Connector>,
+}
+
+#[derive(Deserialize)]
+struct Connector {
+    connector: String,
+    findings: Vec<Hook>,
+}
+
+#[derive(Deserialize)]
+struct Hook {
+    how: String,
+    name: String,
+}
+
+/// Asks the module that this Python has.
+pub(super) fn look(engine: &str, python: &Path) -> Finding {
+    // It reads sources, and neither imports nor starts the engine.
+    let output = Command::new(python).args(["-m", "kvarts.probe", engine, "--json"]).output();
+    judge(engine, python, output)
+}
+
+fn judge(engine: &str, python: &Path, output: std::io::Result<Output>) -> Finding {
+    let (check, python) = (format!("engine {engine}"), python.display());
+    let output = match output {
+        Ok(output) => output,
+        Err(error) => {
+            let advice = "name the Python that has the engine with --python";
+            return Finding::bad(check, format!("{python}: {error}"), advice);
+        }
+    };
+    let Ok(probed) = serde_json::from_slice::<Probed>(&output.stdout) else {
+        let told = String::from_utf8_lossy(&output.stderr);
+        let last = told.lines().last().unwrap_or("it said nothing").to_owned();
+        let advice =
+            format!("install Kvarts' wheel (scripts/wheel) for {python}, which must be the engine's Python");
+        return Finding::bad(check, last, advice);
+    };
+    let Some(version) = &probed.version else {
+        let advice = "name the Python that has the engine with --python";
+        return Finding::bad(check, format!("{} is not installed for {python}", probed.engine), advice);
+    };
+    let mut found = format!("{} {version}", probed.engine);
+    if !probed.is_tried {
+        found = format!("{found}, not tried (tried: {})", probed.tried.join(", "));
+    }
+    for connector in &probed.connectors {
+        for hook in &connector.findings {
+            found = format!("{found}; {}: {}: {}", connector.connector, hook.how, hook.name);
+        }
+    }
+    match probed.verdict {
+        Verdict::Good => Finding::good(check, found),
+        Verdict::Better => Finding::better(
+            check,
+            found,
+            "try it with your model before it serves: what is new may need an answer",
+        ),
+        Verdict::Bad => {
+            Finding::bad(check, found, "take a version that was tried, or a Kvarts of the engine's age")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
+
+    use super::*;
+
+    fn judged(stdout: &str, stderr: &str) -> Finding {
+        let (stdout, stderr) = (stdout.as_bytes().to_vec(), stderr.as_bytes().to_vec());
+        judge("vllm", Path::new("python3"), Ok(Output { status: ExitStatus::from_raw(0), stdout, stderr }))
+    }
+
+    fn probed(version: &str, is_tried: bool, verdict: &str, connectors: &str) -> Finding {
+        let said = format!(
+            r#"{{"engine": "vllm", "version": {version}, "tried": ["0.32.0"], "is_tried": {is_tried}, "verdict": "{verdict}", "connectors": [{connectors}]}}"#
+        );
+        judged(&said, "")
+    }
+
+    #[test]
+    fn an_engine_is_judged_by_what_its_connectors_find() {
+        let good = probed("\"0.32.0\"", true, "good", "");
+        assert_eq!((good.verdict, good.found.as_str()), (Verdict::Good, "vllm 0.32.0"));
+        let later = probed("\"0.33.0\"", false, "better", "");
+        assert_eq!(later.verdict, Verdict::Better);
+        assert!(later.found.ends_with("0.33.0, not tried (tried: 0.32.0)"), "{}", later.found);
+        let lacks = r#"{"connector": "kvarts.vllm", "findings": [{"how": "missing", "name": "vllm.a:B"}]}"#;
+        let bad = probed("\"0.26.0\"", false, "bad", lacks);
+        assert_eq!(bad.verdict, Verdict::Bad);
+        assert!(bad.found.ends_with("; kvarts.vllm: missing: vllm.a:B"), "{}", bad.found);
+        let absent = probed("null", false, "bad", "");
+        assert!(absent.found.contains("not installed for python3"), "{}", absent.found);
+        assert_eq!(absent.verdict, Verdict::Bad);
+    }
+
+    #[test]
+    fn a_python_that_cannot_answer_is_told_with_what_to_do() {
+        let none = judge("vllm", Path::new("/absent/python"), Err(io::Error::from(io::ErrorKind::NotFound)));
+        assert_eq!(none.verdict, Verdict::Bad);
+        assert!(none.found.starts_with("/absent/python: ") && none.advice.unwrap().contains("--python"));
+        let without = judged("", "Traceback\nModuleNotFoundError: No module named 'kvarts'\n");
+        assert_eq!(without.verdict, Verdict::Bad);
+        assert_eq!(without.found, "ModuleNotFoundError: No module named 'kvarts'");
+        assert!(without.advice.unwrap().contains("scripts/wheel"));
+        assert_eq!(judged("{}", "").verdict, Verdict::Bad);
+    }
+}
