@@ -219,7 +219,7 @@ class _Stream:
 
     def _run(self):
         try:
-            # ends: with the connection, which `Follower` closes
+            # Until `Follower` closes the connection.
             for event in self._events:
                 self._put(event)
             self._put(kvarts.Retry("the server has ended the stream of its events"))
@@ -229,7 +229,6 @@ class _Stream:
     def _put(self, event):
         while not self._over:
             try:
-                # ends: its argument; the loop, by `close`
                 return self._queue.put(event, timeout=1.0)
             except queue.Full:
                 pass
@@ -238,7 +237,6 @@ class _Stream:
         """Those that are there, after waiting for the first. Raises when they have ended."""
         events = []
         try:
-            # ends: `timeout`, the caller's
             events.append(self._queue.get(timeout=timeout))
             while len(events) < _SOME:
                 events.append(self._queue.get_nowait())
@@ -290,7 +288,7 @@ class Follower:
             if not self._is_away and time.monotonic() > self._heard + _AWAY:
                 self._is_away = True
                 self._ledger.away()
-            # ends: `pause`
+            # ends: after `_pause` seconds, or with `close`
             self._over.wait(self._pause)
 
     def _follow(self):
@@ -302,7 +300,6 @@ class Follower:
                 self._ledger.lost()
             self._is_away, self._why = False, None
             while not self._over.is_set():
-                # ends: `_LOOK`, its argument
                 self._look(pages.namespace, stream.take(_LOOK))
                 while doubted := self._ledger.doubted():
                     self._ask(pages, doubted)

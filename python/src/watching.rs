@@ -174,7 +174,7 @@ impl Here {
             if let Some(event) = self.events.pop_front() {
                 return Ok(Some(event));
             }
-            // ends: the caller's time or a signal, by `run_until`; or the store, when it is closed
+            // Until the caller's time is over or a signal comes, by `run_until`; or the store is closed.
             match self.subscription.next(SOME).await {
                 None => return Ok(None),
                 Some(Ok(events)) => {
@@ -227,6 +227,7 @@ impl Source {
                 let event = stream.message().await.map_err(|status| fault::reason_of(&status))?;
                 event.as_ref().map(of_wire).transpose()
             }
+            // ends: the caller's time or a signal, by `run_until`; or the store, when it is closed
             Self::Here(here) => here.next().await,
         }
     }

@@ -111,10 +111,10 @@ impl Watcher {
         events.retain(|event| self.wanted.has(&self.call, namespace_of(&event.subject)));
         let is_run = |a: &Event, b: &Event| self.runs && is_alike(a, b);
         for run in events.chunk_by(is_run) {
+            // ends: as the client takes it, or after `stall_timeout`
             self.send(told(&self.call, run)).await?;
         }
         if self.runs && is_few {
-            // ends: after `GATHER`
             tokio::time::sleep(GATHER).await;
         }
         Ok(())
@@ -122,6 +122,7 @@ impl Watcher {
 
     async fn resume(&self, subscription: &mut Subscription, gap: Gap) -> Result<(), Stop> {
         *subscription = self.call.state.store().subscribe(Some(gap.resume));
+        // ends: as the client takes it, or after `stall_timeout`
         self.send(missing(&self.call, gap)).await?;
         if self.snapshot { self.list(subscription).await } else { Ok(()) }
     }
@@ -133,7 +134,6 @@ impl Watcher {
             let page = match self.wanted.page(&self.call, cursor).await {
                 Ok(page) => page,
                 Err(reason) if reason.kind() == Kind::Retry => {
-                    // ends: after `AGAIN`
                     tokio::time::sleep(AGAIN).await;
                     continue;
                 }
@@ -142,6 +142,7 @@ impl Watcher {
             for blocks in listing::columns(&page.blocks) {
                 let most = if self.runs { WAITING } else { 1 };
                 for some in blocks.chunks(most) {
+                    // ends: as the client takes it, or after `stall_timeout`
                     self.send(present(some)).await?;
                 }
             }
@@ -152,6 +153,7 @@ impl Watcher {
         };
         *subscription = self.call.state.store().subscribe(Some(sequence));
         let sequence = Some(point(&self.call, sequence));
+        // ends: as the client takes it, or after `stall_timeout`
         self.send(proto::Event { sequence, what: What::Complete.into(), ..proto::Event::default() }).await
     }
 
