@@ -11,8 +11,6 @@ a `Follower` keeps it at what the server says. What holds, of blocks that this e
 - No thread of the engine's waits here.
 """
 
-import itertools
-import queue
 import threading
 import time
 from collections import OrderedDict
@@ -27,8 +25,6 @@ TOLD = 1 << 20
 DESCRIBED = 1 << 16
 #: Blocks that are asked for at once.
 _SOME = 4096
-#: Events that wait to be looked at. While there are more, the server keeps them, or tells of a gap.
-_WAITING = 1 << 14
 #: How long the thread waits for events before it looks for questions.
 _LOOK = 0.02
 #: Seconds after which the blocks of a server that is away are told as gone.
@@ -158,11 +154,6 @@ class Ledger:
                 elif not is_stored and key in told:
                     self._place(key, False)
 
-    def came(self, keys):
-        """Some column of each of these was stored, and it is not known which one: they are asked for."""
-        with self._lock:
-            self._doubted.update(dict.fromkeys(key for key in keys if key in self._known))
-
     def emptied(self):
         """Every block is gone."""
         with self._lock:
@@ -210,58 +201,13 @@ class Ledger:
         self._changed[key] = None
 
 
-class _Stream:
-    """Events of a server, some at a time: a thread of their own waits for them."""
-
-    def __init__(self, events):
-        self._events, self._queue, self._over = events, queue.Queue(_WAITING), False
-        threading.Thread(target=self._run, name="kvarts-stream", daemon=True).start()
-
-    def _run(self):
-        try:
-            # Until `Follower` closes the connection.
-            for event in self._events:
-                self._put(event)
-            self._put(kvarts.Retry("the server has ended the stream of its events"))
-        except kvarts.Error as error:
-            self._put(error)
-
-    def _put(self, event):
-        while not self._over:
-            try:
-                return self._queue.put(event, timeout=1.0)
-            except queue.Full:
-                pass
-
-    def take(self, timeout):
-        """Those that are there, after waiting for the first. Raises when they have ended."""
-        events = []
-        try:
-            events.append(self._queue.get(timeout=timeout))
-            while len(events) < _SOME:
-                events.append(self._queue.get_nowait())
-        except queue.Empty:
-            pass
-        if not events or not isinstance(events[-1], Exception):
-            return events
-        if len(events) == 1:
-            raise events[0]
-        self._put(events.pop())
-        return events
-
-    def close(self):
-        self._over = True
-
-
 class Follower:
     """Keeps a ledger at what a server says, in a thread of its own. `connect()` gives a client and a handle of the blocks that are asked for;
     `columns`: (group, rank) of each column; `pause`: seconds between two tries."""
 
     def __init__(self, ledger, connect, columns, pause=1.0):
         self._ledger, self._connect, self._pause = ledger, connect, pause
-        self._columns = columns
-        #: Of each group whether it has one column: an event does not say of which of several it is.
-        self._groups = {group: sum(other == group for other, _ in columns) == 1 for group, _ in columns}
+        self._columns, self._groups = columns, {group for group, _ in columns}
         self._over = threading.Event()
         self._after = None  # the event up to which all is known
         self._heard, self._is_away, self._why = time.monotonic(), False, None
@@ -277,9 +223,6 @@ class Follower:
             try:
                 self._follow()
             except kvarts.Error as error:
-                if error.reason == "EventGap":
-                    self._after = None
-                    continue
                 if str(error) != self._why:
                     logger.warning("kvarts: the server's events are not followed, routers are told nothing: %s", error)
                 self._why = str(error)
@@ -293,37 +236,28 @@ class Follower:
 
     def _follow(self):
         client, pages = self._connect()
-        stream = None
         try:
-            stream = _Stream(client.watch(after=self._after))
+            stream = client.watch(after=self._after, namespace=pages.namespace, runs=True)
             if self._after is None or self._is_away:
                 self._ledger.lost()
             self._is_away, self._why = False, None
             while not self._over.is_set():
-                self._look(pages.namespace, stream.take(_LOOK))
+                for event in stream.take(_LOOK):
+                    self._happened(event)
                 while doubted := self._ledger.doubted():
                     self._ask(pages, doubted)
                 self._heard = time.monotonic()
         finally:
-            if stream is not None:
-                stream.close()
             client.close(self._pause)
 
-    def _look(self, namespace, events):
-        own = [event for event in events if event.namespace == namespace]
-        for (what, group, is_all), run in itertools.groupby(own, lambda event: (event.what, event.group, event.key is None)):
-            if is_all:
-                self._ledger.emptied()
-            elif group in self._groups:
-                self._happened(what == "stored", group, [event.key for event in run])
-        if events:
-            self._after = events[-1].sequence
-
-    def _happened(self, is_stored, group, keys):
-        if is_stored and not self._groups[group]:
-            self._ledger.came(keys)
-        else:
-            self._ledger.happened(is_stored, group, keys)
+    def _happened(self, event):
+        self._after = event.sequence
+        if event.what == "gap":
+            self._ledger.lost()
+        elif not event.keys:
+            self._ledger.emptied()
+        elif event.group in self._groups:
+            self._ledger.happened(event.what == "stored", (event.group, event.coordinate), event.keys)
 
     def _ask(self, pages, keys):
         """Whether the server itself has these, in every column."""

@@ -181,16 +181,6 @@ class Course:
         assert self.routers == whole, f"differs: routers know {sorted(self.routers)}, the store has {sorted(whole)}"
 
 
-class Blind(Course):
-    """Events do not say of which column they are."""
-
-    def happened(self, is_stored, column, key):
-        if is_stored:
-            self.ledger.came([key])
-        else:
-            self.ledger.happened(False, 0, [key])
-
-
 class Bounded(Course):
     """With room for fewer blocks than there are."""
 
@@ -266,18 +256,6 @@ class Orders(unittest.TestCase):
         # The question came to the server before the block did.
         ledger.answer(asked, [1], [False])
         self.assertEqual((ledger.take(), ledger.doubted()), (([], []), [1]))
-
-
-class BlindCourses(Seeded, unittest.TestCase):
-    course = Blind
-
-    def test_routers_know_what_the_store_has_wherever_a_course_is_cut(self):
-        told = sum(len(course.routers) for course in self.every_seed(5))
-        self.assertGreater(told, 100)
-
-    def test_what_came_is_asked_for(self):
-        self.expect_seen("differs", (events.Ledger, "came", lambda self, keys: None))
-        self.expect_seen("differs", (events.Ledger, "came", lambda self, keys: self.happened(True, 0, keys)))
 
 
 class BoundedCourses(Seeded, unittest.TestCase):
