@@ -48,6 +48,18 @@ _OFFLOADING = {
     "get_offload_block_hash": "vllm.v1.kv_offload.base",
     "get_offload_group_idx": "vllm.v1.kv_offload.base",
 }
+_EVENTS = {
+    "MEDIUM_STORAGE": "vllm.distributed.kv_events",
+    "AllBlocksCleared": "vllm.distributed.kv_events",
+    "BlockRemoved": "vllm.distributed.kv_events",
+    "BlockStored": "vllm.distributed.kv_events",
+    "generate_block_hash_extra_keys": "vllm.v1.core.kv_cache_utils",
+    "maybe_convert_block_hash": "vllm.v1.core.kv_cache_utils",
+    "resolve_block_hashes": "vllm.v1.core.kv_cache_utils",
+    "to_event_extra_keys": "vllm.v1.core.kv_cache_utils",
+    "get_kv_cache_spec_kind": "vllm.v1.kv_cache_interface",
+    "get_kv_cache_spec_sliding_window": "vllm.v1.kv_cache_interface",
+}
 _PLUGIN = {
     "EngineArgs": "vllm.engine.arg_utils",
     "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory",
@@ -64,7 +76,7 @@ _LATER = {
     # 0.32: before, vLLM does not ask where a hit came from.
     "CacheHitSource": ("vllm.v1.metrics.cache_hit_source", types.SimpleNamespace(DISK=None)),
 }
-_NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
+_NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_EVENTS, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
 
 #: What is read of vLLM's objects, where its absence would not be seen before a request comes.
 _LAYERS_READ = (
@@ -119,7 +131,6 @@ _LEFT_OUT = (
     "set_host_xfer_buffer_ops",
     "set_xfer_handshake_metadata",
     "supports_divergent_local_hybrid_hits",
-    "take_events",
     "unregister_kv_caches",
 )
 #: The same of tiers.
@@ -177,6 +188,7 @@ ENGINE = hooks.Engine(
             reads=_OFFLOADING_READ,
             overridden=(hooks.Overridden("vllm:KvartsTier", ("vllm.v1.kv_offload.tiering.base:SecondaryTierManager",), _TIER_LEFT_OUT),),
         ),
+        hooks.Part(module="kvarts.vllm_events", names=_dotted(_EVENTS)),
         hooks.Part(module="kvarts.vllm_plugin", names=_dotted(_PLUGIN), reads=_PLUGIN_READ),
     ),
 )

@@ -8,13 +8,21 @@ because routers count a prefix once.
 from array import array
 from typing import NamedTuple
 
-from vllm.distributed.kv_events import MEDIUM_STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, resolve_block_hashes, to_event_extra_keys
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
-
 import kvarts
 
 from .events import Follower, Ledger
+from .vllm_compat import (
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    generate_block_hash_extra_keys,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
 
 #: Seen from this engine: blocks of its own server, which does not count what other nodes have.
 _LOCALITY = "LOCAL"

@@ -558,7 +558,7 @@ mod tests {
         assert!(latched.contains("store") && latched.contains("after the store was opened"), "{latched}");
         // What is written down reaches the directory by its files, and no restart.
         let resumed = block_on(home.store().resume()).unwrap_err().to_string();
-        assert!(resumed.contains("opened in"), "{resumed}");
+        assert!(resumed.contains("after the store was opened"), "{resumed}");
         // Another directory in its place is not the one that was there.
         std::fs::create_dir(&store).unwrap();
         File::create(store.join("lock")).unwrap();
@@ -583,7 +583,7 @@ mod tests {
         assert_eq!(places.look(), Some(second.as_path()));
         let out = |home: &Home| home.store().health().out.get(&1).cloned().unwrap_or_default();
         assert!(
-            out(&home).contains("opened in") && home.store().health().latched.is_none(),
+            out(&home).contains("after the store was opened") && home.store().health().latched.is_none(),
             "{}",
             out(&home)
         );

@@ -120,7 +120,7 @@ fn describe(what: &(dyn Any + Send)) -> String {
 fn pin_to(core: usize) -> Result<(), String> {
     let mut set = CpuSet::new();
     if core >= CpuSet::MAX_CPU {
-        return Err(format!("core {core} does not exist: leave it out of the list of cores"));
+        return Err(format!("core {core} does not exist: remove it from the list of cores"));
     }
     set.set(core);
     sched_setaffinity(None, &set).map_err(|why| {
