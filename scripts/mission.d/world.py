@@ -88,7 +88,9 @@ class Engine(Part):
             extra = {"server": node.socket, "timeout": 2.0, "pool_bytes": 64 << 20, "plans": False}
             told = {"kv_connector": "KvartsLayers", "kv_connector_module_path": "kvarts.vllm_layers", "kv_role": _ROLES[role], "kv_connector_extra_config": extra}
             command += ["--kv-transfer-config", json.dumps(told)]
-        super().__init__(name, command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="WARNING")
+        # Threads that wait for each other without sleeping would take the processors of the other engines.
+        alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        super().__init__(name, command, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", **alone)
 
     def up(self):
         self.ready(f"{self.url}/health")
