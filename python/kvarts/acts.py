@@ -15,6 +15,7 @@ LABELLED = {
     "unstaged": ("unstaged_blocks", "Blocks that requests asked for and did not get, by why.", "reason"),
     "unhanded": ("unhanded_blocks", "Blocks that another engine had computed for a request of this one, and that did not come, by why.", "reason"),
     "unpinned": ("unpinned_blocks", "Blocks that a request wanted held against eviction and that are not, by why.", "reason"),
+    "turns": ("session_turns", "Turns of sessions: `opened`, `forked` or `extended` one, or why none went on.", "outcome"),
     "dropped": ("dropped_blocks", "Blocks that were computed and not saved, by why.", "reason"),
 }
 

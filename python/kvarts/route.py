@@ -131,7 +131,7 @@ class Proxy:
         if prefills and decoders:
             handed = await self._prefilled(request, fields, body, prompt, prefills)
             if handed is not None:
-                data = json.dumps({**body, "kv_transfer_params": handed}).encode()
+                data = json.dumps({**body, "kv_transfer_params": {**_terms_of(body), **handed}}).encode()
             choices = [Choice(engine, "decode" if handed else "decode-alone") for engine in sorted(decoders, key=Engine.load)]
         else:
             choices = await self._choices(prompt, self.engines)
@@ -189,7 +189,7 @@ class Proxy:
     async def _prefilled(self, request, fields, body, prompt, prefills):
         """What the engine that prefills hands over, or `None`: then the one that decodes computes all of it."""
         asked = {name: value for name, value in body.items() if name != "stream_options"}
-        asked.update(max_tokens=1, stream=False, kv_transfer_params={"do_remote_decode": True})
+        asked.update(max_tokens=1, stream=False, kv_transfer_params={**_terms_of(body), "do_remote_decode": True})
         if "max_completion_tokens" in body:
             asked["max_completion_tokens"] = 1
         data = json.dumps(asked).encode()
@@ -206,7 +206,8 @@ class Proxy:
                     self._count(choice.engine.failed, f"prefill answered {answered.status}")
                     return None
                 self._count(choice.engine.answered, f"prefill: {choice.reason}")
-                return http.parsed(told).get("kv_transfer_params")
+                handed = http.parsed(told).get("kv_transfer_params")
+                return handed if isinstance(handed, dict) else None
             except (http.Lost, http.Refused) as error:
                 self._lost(choice.engine, str(error))
             finally:
@@ -277,6 +278,12 @@ def _tokens(given):
     if not isinstance(given, list) or not given or len(given) > _TOKENS_MAX:
         return None
     return given if all(type(one) is int and 0 <= one < 1 << 32 for one in given) else None
+
+
+def _terms_of(body):
+    """What a request itself says of its blocks, which holds on both engines."""
+    terms = body.get("kv_transfer_params")
+    return terms if isinstance(terms, dict) else {}
 
 
 def _engine(text):

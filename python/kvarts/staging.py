@@ -21,6 +21,7 @@ import kvarts
 from .link import allowed, logger, reason_of
 from .pace import Pace
 from .pins import Pins
+from .sessions import Sessions
 
 #: How long the link's thread waits for what arrives before it looks for other work.
 _LOOK = 0.001
@@ -193,6 +194,7 @@ class Desk:
         #: Blocks that stages have found in the pool, and that came for them.
         self.found = self.came = 0
         self._pins, self._pace = Pins(), Pace()
+        self._sessions = Sessions([(group.number, rank) for group in groups for rank in group.ranks])
         self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
         self.open()
 
@@ -265,6 +267,18 @@ class Desk:
 
         self._link.do(pin, lambda error: done(0, error))
 
+    def go_on(self, keys, turn, done):
+        """A turn of a session is over and stored. `done(how, error)` is called in the link's thread."""
+
+        def go_on(client):
+            if self._pages is None:
+                return done(None, kvarts.Retry("no pool yet", "Away"))
+            how = self._sessions.go_on(client, self._pages, [key if len(key) == 32 else kvarts.key(key) for key in keys], turn)
+            self._link.answered()
+            done(how, None)
+
+        self._link.do(go_on, lambda error: done(None, error))
+
     def close(self, timeout):
         self._putters.shutdown(wait=False, cancel_futures=True)
         self._link.stop(timeout)
@@ -319,8 +333,7 @@ class Desk:
             return self._end(staging)
         if self._pool is None:
             return self._failed(staging, kvarts.Retry("no pool yet", "Away"))
-        # Held until it is read.
-        match = self._pages.match(staging.keys, hold=2 * self._timeout)
+        match = self._matched(staging.keys)
         self._link.answered()
         staging.stored, staging.missing = match.blocks, match.missing
         blocks = match.blocks
@@ -348,7 +361,7 @@ class Desk:
         if staging.is_wanted and now < staging.again:
             return False
         try:
-            match = self._pages.match(staging.keys, hold=2 * self._timeout) if staging.is_wanted else None
+            match = self._matched(staging.keys) if staging.is_wanted else None
         except kvarts.Error as error:
             self._link.failed(error)
             if not staging.stages:
@@ -370,6 +383,15 @@ class Desk:
         staging.stored = blocks
         self._found(staging, blocks)
         return True
+
+    def _matched(self, keys):
+        """What the store has, held until it is read. A tenant that may hold no more loads without: what is evicted before it is read is a miss."""
+        try:
+            return self._pages.match(keys, hold=2 * self._timeout)
+        except kvarts.Refused as error:
+            if error.reason != "PinCap":
+                raise
+            return self._pages.match(keys)
 
     def _found(self, staging, blocks):
         """Stages what of these blocks pays."""

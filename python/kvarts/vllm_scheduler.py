@@ -12,6 +12,7 @@ import kvarts
 
 from . import vllm_handover
 from .link import logger, reason_of
+from .sessions import Turn
 from .staging import Desk
 from .uses import Uses
 from .vllm_messages import Move, Step
@@ -41,7 +42,7 @@ class _Known:
         self.asked = None  # a look-up of which of its blocks the store has
         self.sent = set()  # saves that the workers have
         self.putting = 0  # blocks that are on their way from the pool to the store: how many saves
-        self.pinned = 0  # how many blocks are to be held when all of them are stored
+        self.held = 0  # of how many blocks those that the request wants held are, when all of them are stored
         self.is_gone = False  # whether nothing of it leaves any more
         self.tries = 0
         self.last = None  # its places once it is over
@@ -83,6 +84,7 @@ class Finder:
         self._saves = {}  # number -> _Save
         self._putting, self._answers = 0, deque()  # of threads that put
         self._held = deque()  # of the link's thread: (blocks, how many are held, why not more)
+        self._turns = deque()  # of the link's thread: (how a session went on, why not)
         self._terms = {}  # request -> what it says
         self._unasked = {}  # request -> (why, blocks) for which nothing was asked
         self._used = {}  # request -> how many of its blocks were used often enough
@@ -447,6 +449,9 @@ class Finder:
             blocks, held, why = self._held.popleft()
             self.stats.add("pinned", held)
             self.stats.add("unpinned", blocks - held, "NotHere" if why is None else reason_of(why))
+        while self._turns:
+            how, why = self._turns.popleft()
+            self.stats.add("turns", 1, how if why is None else reason_of(why))
 
     def _stored(self, save, stored, why):
         """What became of a put."""
@@ -461,7 +466,7 @@ class Finder:
         known, left = save.known, save.last - save.first - save.stored
         known.putting -= 1
         self.stats.add("saved", save.stored)
-        self._pin(known)
+        self._hold_stored(known)
         if not left:
             self._link.answered()
             return
@@ -502,10 +507,10 @@ class Finder:
             self._uses.use(self.plan.keys(request, request.num_prompt_tokens // self.plan.block_tokens, computed))
         known = self._known.get(name)
         if known is None:
-            if is_let_in and terms.pin:
-                self._pin_now(request, computed, terms.pin)
+            if is_let_in:
+                self._hold(request, computed, terms)
             return False
-        known.pinned = computed if terms.pin else 0
+        known.held = computed
         self._learn_stored(known)
         if known.asked is not None:
             # It is over before it is known what the store has of it.
@@ -523,17 +528,23 @@ class Finder:
         """Its blocks have left, as far as they will."""
         known = self._known.pop(name)
         known.is_gone = True
-        self._pin(known)
+        self._hold_stored(known)
 
-    def _pin(self, known):
+    def _hold_stored(self, known):
         """What a request wants held is held when all of it that is to be stored is."""
-        if known.is_gone and not known.putting and known.pinned:
-            blocks, known.pinned = known.pinned, 0
-            self._pin_now(known.request, blocks, known.terms.pin)
+        if known.is_gone and not known.putting and known.held:
+            blocks, known.held = known.held, 0
+            self._hold(known.request, blocks, known.terms)
 
-    def _pin_now(self, request, blocks, seconds):
-        if self._desk is not None and blocks:
-            self._desk.pin(self.plan.keys(request, 0, blocks), seconds, lambda held, why: self._held.append((blocks, held, why)))
+    def _hold(self, request, blocks, terms):
+        if self._desk is None or not blocks:
+            return
+        if terms.pin:
+            self._desk.pin(self.plan.keys(request, 0, blocks), terms.pin, lambda held, why: self._held.append((blocks, held, why)))
+        if terms.session and self._writes:
+            shared = terms.session_shared_tokens // self.plan.block_tokens
+            turn = Turn(terms.session, terms.session_of, shared, terms.session_ends)
+            self._desk.go_on(self.plan.keys(request, 0, blocks), turn, lambda *told: self._turns.append(told))
 
     def forget(self):
         """What is stored stays; what the pool has of it is forgotten, as the host tiers of other connectors are."""

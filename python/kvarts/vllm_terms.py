@@ -1,6 +1,7 @@
 """What a request says of its blocks in vLLM's `kv_transfer_params`.
 
-    {"max_load_tokens": 4096, "max_offload_tokens": 8192, "ttl": 3600, "pin": 600, "skip_save": false}
+    {"max_load_tokens": 4096, "max_offload_tokens": 8192, "ttl": 3600, "pin": 600, "skip_save": false,
+     "session": "agent-7", "session_of": "agent-3", "session_shared_tokens": 320, "session_ends": false}
 
 A value that is not understood is told in the log, with what would be, and ignored: an exception in vLLM's scheduler ends the engine. What
 other connectors put there is theirs.
@@ -14,6 +15,9 @@ from .link import logger
 UNBOUNDED = 1 << 62
 #: Seconds that a pin lasts at most: what a server grants.
 PIN_MAX = 24 * 3600.0
+#: Letters of a session's name at most.
+NAME_MAX = 128
+_NAME = f"text of 1 to {NAME_MAX} printable letters, as agent-7"
 #: A hundred years: what lives longer has no time to live.
 _TTL_MAX = 100 * 365 * 24 * 3600.0
 #: Complaints that are remembered, so that each is told once.
@@ -37,6 +41,12 @@ class Terms(NamedTuple):
     pin: float | None = None
     #: Whether nothing of it is stored.
     skip_save: bool = False
+    #: The conversation whose turn it is; the one that this was forked from; leading tokens that other conversations have, too; whether it is the last
+    #: turn.
+    session: str | None = None
+    session_of: str | None = None
+    session_shared_tokens: int = 0
+    session_ends: bool = False
 
 
 def _tokens(value):
@@ -55,6 +65,10 @@ def _flag(value):
     return value if type(value) is bool else None
 
 
+def _name(value):
+    return value if type(value) is str and 0 < len(value) <= NAME_MAX and value.isprintable() else None
+
+
 def _impossible(value):
     return None
 
@@ -66,6 +80,10 @@ _FIELDS = {
     "ttl": (_seconds(_TTL_MAX), "seconds above 0, as 3600"),
     "pin": (_seconds(PIN_MAX), f"seconds above 0 and at most {PIN_MAX:.0f}, as 600"),
     "skip_save": (_flag, "true or false"),
+    "session": (_name, _NAME),
+    "session_of": (_name, _NAME),
+    "session_shared_tokens": (_tokens, "a whole number of tokens, as 320"),
+    "session_ends": (_flag, "true or false"),
     # A store evicts by what a block spares and what it costs to have.
     "priority": (_impossible, "left out: a store knows no ranks of blocks; `pin` holds them, `ttl` bounds them"),
 }

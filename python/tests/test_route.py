@@ -289,11 +289,15 @@ class Passing(Proxied):
         self.assertEqual((second["max_tokens"], second["prompt"]), (50, "1 2 3"))
         name = [line for line in head.split("\r\n") if line.startswith("X-Request-Id")]
         self.assertTrue(name and name[0] in other, "both are one request")
+        # What the request itself says of its blocks, both are told.
+        self.complete([1, 2], kv_transfer_params={"session": "s", "ttl": 9})
+        self.assertEqual(prefill.asked[-1][1]["kv_transfer_params"], {"session": "s", "ttl": 9, "do_remote_decode": True})
+        self.assertEqual(decode.asked[-1][1]["kv_transfer_params"], {"session": "s", "ttl": 9, "remote_engine_id": "p", "remote_block_ids": [1, 2]})
         # Without a prefill the other one computes all of it.
         prefill.dies = True
         self.assertEqual(self.complete([1, 2, 3], **asked), "d")
         self.assertNotIn("kv_transfer_params", decode.asked[-1][1])
-        self.assertEqual(self.status()["engines"][1]["answered"], {"decode": 1, "decode-alone": 1})
+        self.assertEqual(self.status()["engines"][1]["answered"], {"decode": 2, "decode-alone": 1})
 
     def test_without_a_tokeniser_an_owner_follows_from_the_text_and_stays_when_it_grows(self):
         engines = self.engines(*(Double(name, tokenises=False) for name in "abcd"))

@@ -3,6 +3,7 @@
 import types
 import unittest
 
+import kvarts
 from kvarts.staging import Desk, Group, Staging
 
 
@@ -42,6 +43,19 @@ class Stages(unittest.TestCase):
         while not desk._is_settled(staging):
             pass
         self.assertEqual((staging.blocks, staging.why), (3, None))
+
+    def test_a_tenant_that_may_hold_no_more_loads_all_the_same(self):
+        def match(keys, hold=None):
+            if hold is not None:
+                raise kvarts.Refused("no", reason[0])
+            return keys
+
+        desk, reason = Desk.__new__(Desk), ["PinCap"]
+        desk._timeout, desk._pages = 1.0, types.SimpleNamespace(match=match)
+        self.assertEqual(desk._matched([b"a"]), [b"a"])
+        reason[0] = "LeaseEnded"
+        with self.assertRaises(kvarts.Refused):
+            desk._matched([b"a"])
 
 
 if __name__ == "__main__":

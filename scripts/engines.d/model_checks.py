@@ -5,6 +5,7 @@ import glob
 import json
 import os
 import subprocess
+import tempfile
 
 from common import PATIENCE, PLACE, ROOT, RUNNERS, Skipped, environment, expect, python_of
 
@@ -16,6 +17,18 @@ OTHERS = (("qwen2", "fp8", "fp8"), ("nemotron_h", "fp8", "fp8"), ("gemma4", "fp8
 #: Models whose default is not the model's own format.
 OWN = {"glm_moe_dsa": "bf16", "hy_v4": "bf16"}
 BEGIN, END = "<!-- written by scripts/engines check vllm models-types, with KVARTS_BLESS=1 -->\n", "<!-- end of it -->\n"
+
+
+def configs(place):
+    """The tests' configurations, each in a file; those of `families.json` are written to `place`."""
+    paths = {os.path.basename(path)[: -len(".json")]: path for path in glob.glob(os.path.join(CONFIGS, "*.json"))}
+    with open(paths.pop("families"), encoding="utf-8") as file:
+        families = json.load(file)
+    for name, config in families.items():
+        paths[name] = os.path.join(place, name + ".json")
+        with open(paths[name], "w", encoding="utf-8") as file:
+            json.dump(config, file)
+    return paths
 
 
 class Models:
@@ -47,9 +60,12 @@ class Models:
         return subprocess.run([self.program, "model", *arguments], input=text, capture_output=True, text=True, check=False)
 
     def check_geometry(self):
-        names = sorted(os.path.basename(path)[: -len(".json")] for path in glob.glob(os.path.join(CONFIGS, "*.json")))
+        with tempfile.TemporaryDirectory() as place:
+            return self.compared(configs(place))
+
+    def compared(self, paths):
+        names = sorted(paths)
         cases = [(name, OWN.get(name), "auto") for name in names] + list(OTHERS)
-        paths = {name: os.path.join(CONFIGS, name + ".json") for name in names}
         answers = self.engine(*(f"{paths[name]}:{theirs}" for name, _, theirs in cases))
         expect(len(answers) == len(cases), f"{len(answers)} answers for {len(cases)} configurations")
         same, not_built = [], []

@@ -4,8 +4,8 @@ while. One seed draws all of it, as requests in an order that the requests of ea
 import random
 from typing import NamedTuple
 
-#: Tokens of an answer.
-ANSWER = 8
+#: Tokens of an answer, and of what several conversations begin with.
+ANSWER, SYSTEM = 8, 320
 #: No prompt may have more, so that an answer has room.
 _LONGEST = 1500
 _VOCABULARY = (5, 505)
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 def drawn(seed, steps, conversations=8):
     """The steps of a seed."""
     chance = random.Random(seed)
-    system = [_text(chance, 320) for _ in range(3)]
+    system = [_text(chance, SYSTEM) for _ in range(3)]
     found, last, lengths, begun = [], {}, {}, 0
 
     def add(kind, conversation, parent, own):

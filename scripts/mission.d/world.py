@@ -119,9 +119,9 @@ class Engine(Part):
             "read_blocks": staged("read"),
             "handed": sums(text, r"vllm:kvarts_handed_blocks_total(?:{[^}]*})?") * BLOCK,
         }
-        for lost in ("unstaged", "unhanded", "unsaved"):
-            for reason, blocks in re.findall(rf'^vllm:kvarts_{lost}_blocks_total{{[^}}]*reason="([^"]*)"[^}}]*}} (\S+)$', text, re.MULTILINE):
-                found[f"{lost}_{reason}"] = float(blocks)
+        for what in ("unstaged_blocks", "unhanded_blocks", "dropped_blocks", "session_turns"):
+            for why, count in re.findall(rf'^vllm:kvarts_{what}_total{{[^}}]*(?:reason|outcome)="([^"]*)"[^}}]*}} (\S+)$', text, re.MULTILINE):
+                found[f"{what}_{why}"] = float(count)
         return collections.Counter(found)
 
 
@@ -177,11 +177,14 @@ def _node_counts(text):
     )
 
 
-def nodes_of(name, count, budget):
-    """Servers that are one cluster over wires that can be cut, with one bucket behind them."""
+def nodes_of(name, count, budget, apart=False):
+    """Servers that are one cluster over wires that can be cut, with one bucket behind them; or, `apart`, servers that know nothing of each other."""
+    small = ("--budget", budget, "--segment", "1 MiB", "--shards", "1")
+    if apart:
+        return [Node("vllm", f"{name}-{n}", *small) for n in range(count)]
     bucket = os.path.join(PLACE, "servers", f"{name}-bucket")
     shutil.rmtree(bucket, ignore_errors=True)
     os.makedirs(bucket)
     cold = ("--cold-bucket", f"file://{bucket}", "--cold-age", "0", "--cold-uses", "0", "--cold-offer", "on", "--cold-memory", "128 MiB")
-    nodes = [Node("vllm", f"{name}-{n}", "--budget", budget, "--segment", "1 MiB", "--shards", "1", *cold) for n in range(count)]
+    nodes = [Node("vllm", f"{name}-{n}", *small, *cold) for n in range(count)]
     return cluster_of(nodes, first=220, wires=Wire)
