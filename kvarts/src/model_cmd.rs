@@ -89,6 +89,9 @@ struct ImportArgs {
     /// Default number of tokens in a block
     #[arg(long)]
     block_tokens: Option<u32>,
+    /// Include draft (multi-token-prediction) layers, for an engine that decodes with them
+    #[arg(long)]
+    draft_layers: bool,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug)]
@@ -196,6 +199,7 @@ fn import(arguments: &ImportArgs, out: &mut dyn Write) -> Result<(), Failure> {
             IndexDtypeArg::Fp4 => IndexDtype::Fp4,
         },
         block_tokens: arguments.block_tokens,
+        draft_layers: arguments.draft_layers,
     };
     let spec = import::import_hf_config(&json, &options)
         .map_err(|error| Failure::User(format!("{}: {error}", arguments.file.display())))?;

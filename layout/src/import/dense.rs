@@ -53,8 +53,8 @@ pub(super) fn minimax(config: &Config<'_>, options: &ImportOptions) -> Result<Bu
     full(config, options)
 }
 
-/// gpt-oss: `layer_types` says which layers are sliding windows.
-pub(super) fn gpt_oss(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+/// gpt-oss, EXAONE 4: `layer_types` says which layers are sliding windows.
+pub(super) fn by_layer_types(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
         let field = config.path("layer_types");
@@ -76,6 +76,7 @@ fn all_full(config: &Config<'_>, options: &ImportOptions, head_dim: u32) -> Resu
         parts: vec![keys_and_values(config, options, head_dim, "head_dim", "num_key_value_heads")?],
         layer_kinds: vec![("full", vec!["kv"])],
         order: vec!["full"; layers],
+        draft: Some("kv"),
         ..Built::default()
     })
 }

@@ -5,9 +5,23 @@ use super::config::Config;
 use super::dense::{WINDOW, heads_part, replay, sliding_or_full, window_part, windowed};
 use super::{Built, ImportError, ImportOptions};
 
+/// Gemma 2: `layer_types`, or every second layer is full, as the architecture has it.
+pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    periodic(config, options, (2, "Every second layer is full attention, as the architecture has it."))
+}
+
 /// Gemma 3: `layer_types`, or `sliding_window_pattern`, whose last layer of each period is full. The architecture
 /// itself makes the period 6 if the file says neither.
 pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    periodic(config, options, (6, "Every sixth layer is full attention, as the architecture has it."))
+}
+
+/// Command R7B: the same with a period of 4.
+pub(super) fn cohere2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
+    periodic(config, options, (4, "Every fourth layer is full attention, as the architecture has it."))
+}
+
+fn periodic(config: &Config<'_>, options: &ImportOptions, own: (u32, &str)) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
     if let Some(types) = config.layer_types(layers)? {
         let order = sliding_or_full(config, &types)?;
@@ -15,7 +29,7 @@ pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
     }
     let (period, note) = match config.has("sliding_window_pattern") {
         true => (config.count("sliding_window_pattern", "every how many layers one is full")?, String::new()),
-        false => (6, "Every sixth layer is full attention, as the architecture has it.".to_owned()),
+        false => (own.0, own.1.to_owned()),
     };
     let order = (1u32..)
         .take(layers)

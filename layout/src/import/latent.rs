@@ -31,6 +31,7 @@ pub(super) fn mla(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
         parts: vec![latent_part(config, dtype)?],
         layer_kinds: vec![("mla", vec!["mla"])],
         order: vec!["mla"; config.layer_count()?],
+        draft: Some("mla"),
         ..Built::default()
     })
 }

@@ -1,6 +1,7 @@
 //! Gated delta networks with full attention every few layers (Qwen3-Next, Qwen3.5).
 
 use crate::spec::Role;
+use crate::spec::form::DraftPart;
 
 use super::config::Config;
 use super::dense::heads_part;
@@ -8,8 +9,22 @@ use super::{Built, ImportError, ImportOptions, part, product};
 
 /// Linear layers keep a recurrent state and the last inputs of a convolution; full ones keep keys and values.
 pub(super) fn gated_delta(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    let order = order(config)?;
-    let kv = heads_part(config, options, "head_dim", "num_key_value_heads")?;
+    let order = order(config, "full_attention")?;
+    let mut parts = delta_parts(config, options)?;
+    parts.push(heads_part(config, options, "head_dim", "num_key_value_heads")?);
+    Ok(Built {
+        parts,
+        layer_kinds: vec![("linear", vec!["recurrent", "conv"]), ("full", vec!["kv"])],
+        order,
+        ..Built::default()
+    })
+}
+
+/// The state of a linear layer, as the parts `recurrent` and `conv`.
+pub(super) fn delta_parts(
+    config: &Config<'_>,
+    options: &ImportOptions,
+) -> Result<Vec<DraftPart>, ImportError> {
     let key_heads = config.heads("linear_num_key_heads", "how many key heads a linear layer has")?;
     let value_heads = config.heads("linear_num_value_heads", "how many value heads a linear layer has")?;
     let key_dim = config.count("linear_key_head_dim", "how many numbers a key head has")?;
@@ -40,21 +55,16 @@ pub(super) fn gated_delta(config: &Config<'_>, options: &ImportOptions) -> Resul
     let conv_bytes =
         product(config, "linear_conv_kernel_dim", &[channels, inputs.into(), conv_dtype.bytes(config)?])?;
     let state = |bytes| Role::State { bytes, empty_at_multiple_of: None };
-    Ok(Built {
-        parts: vec![
-            // Ranks share out key heads, and with each the value heads that belong to it.
-            part("recurrent", "recurrent_state", state(state_bytes), key_heads, state_dtype.name()),
-            part("conv", "conv_state", state(conv_bytes), key_heads, conv_dtype.name()),
-            kv,
-        ],
-        layer_kinds: vec![("linear", vec!["recurrent", "conv"]), ("full", vec!["kv"])],
-        order,
-        ..Built::default()
-    })
+    Ok(vec![
+        // Ranks share out key heads, and with each the value heads that belong to it.
+        part("recurrent", "recurrent_state", state(state_bytes), key_heads, state_dtype.name()),
+        part("conv", "conv_state", state(conv_bytes), key_heads, conv_dtype.name()),
+    ])
 }
 
-/// `layer_types`, or full attention as the last of every `full_attention_interval` layers.
-fn order(config: &Config<'_>) -> Result<Vec<&'static str>, ImportError> {
+/// `layer_types`, or full attention as the last of every `full_attention_interval` layers. `other`: what else full
+/// attention is called.
+pub(super) fn order(config: &Config<'_>, other: &str) -> Result<Vec<&'static str>, ImportError> {
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
         let interval = config.count("full_attention_interval", "every how many layers one is full")?;
@@ -64,6 +74,7 @@ fn order(config: &Config<'_>) -> Result<Vec<&'static str>, ImportError> {
     let name = |(index, kind): (usize, &&str)| match *kind {
         "linear_attention" => Ok("linear"),
         "full_attention" => Ok("full"),
+        name if name == other => Ok("full"),
         other => Err(config.unknown_layer("layer_types", index, other, "linear_attention or full_attention")),
     };
     types.iter().enumerate().map(name).collect()

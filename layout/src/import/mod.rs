@@ -13,6 +13,7 @@ mod kda;
 mod latent;
 mod linear;
 mod mamba;
+mod ngram;
 mod pooled;
 #[cfg(test)]
 mod served_tests;
@@ -20,6 +21,7 @@ mod sourced;
 #[cfg(test)]
 mod tests;
 mod vector;
+mod windowed_latent;
 
 use std::fmt;
 
@@ -46,6 +48,8 @@ pub struct ImportOptions {
     pub index_dtype: IndexDtype,
     /// The spec's block tokens; otherwise 256.
     pub block_tokens: Option<u32>,
+    /// Whether draft (multi-token-prediction) layers are included, as an engine has them that decodes with them.
+    pub draft_layers: bool,
 }
 
 /// Why a configuration cannot be imported.
@@ -128,6 +132,8 @@ struct Built {
     /// Parts of an earlier layer that a kind of layer reads.
     reads: Vec<(&'static str, Vec<&'static str>)>,
     order: Vec<&'static str>,
+    /// The part that a draft layer of this architecture keeps one like, where that is known.
+    draft: Option<&'static str>,
     note: String,
 }
 
@@ -149,7 +155,7 @@ const fn known(model_type: &'static str, class: &'static str, build: Build) -> A
 }
 
 const fn nested(model_type: &'static str, class: &'static str, build: Build) -> Architecture {
-    Architecture { model_type, class, nested: Some("text_config"), build, understands: &[] }
+    Architecture { model_type, class, nested: Some(TEXT), build, understands: &[] }
 }
 
 impl Architecture {
@@ -165,17 +171,44 @@ const SHARED_INDEXER: &[&str] = &["index_topk_freq", "index_topk_pattern"];
 const ARCHITECTURES: &[Architecture] = &[
     known("llama", "LlamaForCausalLM", dense::with_derived_head_dim),
     known("mistral", "MistralForCausalLM", dense::with_derived_head_dim),
+    known("mixtral", "MixtralForCausalLM", dense::with_derived_head_dim),
+    known("ministral3", "Ministral3ForCausalLM", dense::with_derived_head_dim),
     known("qwen2", "Qwen2ForCausalLM", dense::with_derived_head_dim),
+    known("qwen2_moe", "Qwen2MoeForCausalLM", dense::with_derived_head_dim),
+    known("phi3", "Phi3ForCausalLM", dense::with_derived_head_dim),
+    known("granite", "GraniteForCausalLM", dense::with_derived_head_dim),
+    known("granitemoe", "GraniteMoeForCausalLM", dense::with_derived_head_dim),
+    known("granitemoeshared", "GraniteMoeSharedForCausalLM", dense::with_derived_head_dim),
+    known("olmoe", "OlmoeForCausalLM", dense::with_derived_head_dim),
+    known("stablelm", "StableLmForCausalLM", dense::with_derived_head_dim),
+    known("nemotron", "NemotronForCausalLM", dense::with_derived_head_dim),
+    known("ernie4_5", "Ernie4_5ForCausalLM", dense::with_derived_head_dim),
+    known("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", dense::with_derived_head_dim),
+    known("cohere", "CohereForCausalLM", dense::with_derived_head_dim),
+    known("apertus", "ApertusForCausalLM", dense::with_derived_head_dim),
+    known("glm4", "Glm4ForCausalLM", dense::with_derived_head_dim),
+    known("gemma", "GemmaForCausalLM", dense::full),
     known("qwen3", "Qwen3ForCausalLM", dense::full),
     known("qwen3_moe", "Qwen3MoeForCausalLM", dense::full),
+    nested("qwen2_vl", "Qwen2VLForConditionalGeneration", dense::with_derived_head_dim),
+    nested("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", dense::with_derived_head_dim),
+    nested("qwen3_vl", "Qwen3VLForConditionalGeneration", dense::full),
+    nested("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", dense::full),
+    nested("glm4v", "Glm4vForConditionalGeneration", dense::with_derived_head_dim),
+    nested("glm4v_moe", "Glm4vMoeForConditionalGeneration", dense::with_derived_head_dim),
     known("glm4_moe", "Glm4MoeForCausalLM", dense::full),
     known("minimax_m2", "MiniMaxM2ForCausalLM", dense::minimax),
     known("minimax", "MiniMaxM2ForCausalLM", dense::minimax),
-    known("gpt_oss", "GptOssForCausalLM", dense::gpt_oss),
+    known("gpt_oss", "GptOssForCausalLM", dense::by_layer_types),
+    known("gemma2", "Gemma2ForCausalLM", gemma::gemma2),
+    known("cohere2", "Cohere2ForCausalLM", gemma::cohere2),
+    known("exaone4", "Exaone4ForCausalLM", dense::by_layer_types),
     nested("gemma3", "Gemma3ForConditionalGeneration", gemma::gemma3),
     known("gemma3_text", "Gemma3ForCausalLM", gemma::gemma3),
     nested("gemma4", "Gemma4ForConditionalGeneration", gemma::gemma4).understands(SHARED_LAYERS),
     known("gemma4_text", "Gemma4ForCausalLM", gemma::gemma4).understands(SHARED_LAYERS),
+    known("deepseek_v2", "DeepseekV2ForCausalLM", latent::mla),
+    known("glm4_moe_lite", "Glm4MoeLiteForCausalLM", latent::mla),
     known("deepseek_v3", "DeepseekV3ForCausalLM", latent::mla),
     known("kimi_k2", "DeepseekV3ForCausalLM", latent::mla),
     known("deepseek_v32", "DeepseekV32ForCausalLM", latent::sparse),
@@ -185,10 +218,13 @@ const ARCHITECTURES: &[Architecture] = &[
     known("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", linear::gated_delta),
     nested("qwen3_5", "Qwen3_5ForConditionalGeneration", linear::gated_delta),
     known("qwen3_5_text", "Qwen3_5ForCausalLM", linear::gated_delta),
+    nested("qwen4_exp", "Qwen4ExpForConditionalGeneration", ngram::qwen4),
+    known("qwen4_exp_text", "Qwen4ExpForCausalLM", ngram::qwen4),
     known("kimi_linear", "KimiLinearForCausalLM", kda::kimi),
     nested("kimi_k3", "KimiK3ForConditionalGeneration", kda::kimi),
     known("bailing_hybrid", "BailingMoeV3ForCausalLM", kda::bailing),
     known("glm_moe_dsa", "GlmMoeDsaForCausalLM", indexer::glm).understands(SHARED_INDEXER),
+    known("dots3_note", "Dots3NoteForCausalLM", windowed_latent::dots3_note),
     known("hy_v4", "HYV4ForCausalLM", indexer::hunyuan),
     known("minimax_m3_text", "MiniMaxM3SparseForCausalLM", indexer::minimax_m3),
     nested("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", indexer::minimax_m3),
@@ -196,6 +232,19 @@ const ARCHITECTURES: &[Architecture] = &[
     nested("glm5_next", "Glm5NextForConditionalGeneration", pooled::glm5_next),
     known("glm5_next_text", "Glm5NextForCausalLM", pooled::glm5_next),
     known("nemotron_h", "NemotronHForCausalLM", mamba::nemotron),
+];
+
+/// Models that turn pictures into tokens of a text model, which has a `model_type` of its own and keeps all there is.
+const WRAPPERS: &[(&str, &str)] = &[
+    ("idefics3", "Idefics3ForConditionalGeneration"),
+    ("internvl", "InternVLForConditionalGeneration"),
+    ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    ("kimi_vl", "KimiVLForConditionalGeneration"),
+    ("llava", "LlavaForConditionalGeneration"),
+    ("llava_next", "LlavaNextForConditionalGeneration"),
+    ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
+    ("mistral3", "Mistral3ForConditionalGeneration"),
+    ("smolvlm", "SmolVLMForConditionalGeneration"),
 ];
 
 /// The spec of the model that a `config.json` describes, or which fact stands in the way.
@@ -209,16 +258,33 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
         message: config::message_of(&error),
     })?;
     let top = Config::top(&value)?;
-    let known = architecture(&top)?;
-    let config = match known.nested {
-        Some(key) => top.nested(key, "the facts of the text model")?,
-        None => top,
-    };
+    let (known, config) = text_model(top)?;
     config.refuse_shared_features(known.understands)?;
-    let built = (known.build)(&config, options)?;
-    let note = match draft_layers(&config)? {
-        0 => built.note,
-        _ => format!("{} Draft (multi-token-prediction) layers are not included.", built.note),
+    let mut built = (known.build)(&config, options)?;
+    let drafts = draft_layers(&config)?;
+    let note = match (drafts, options.draft_layers) {
+        (0, false) => built.note,
+        (_, false) => format!("{} Draft (multi-token-prediction) layers are not included.", built.note),
+        (0, true) => {
+            let field = config.path("num_nextn_predict_layers");
+            return Err(ImportError::Missing { field, what: "how many draft layers there are" });
+        }
+        (_, true) => {
+            let reason = "what draft layers of this architecture keep is not known";
+            let like = built.draft.and_then(|name| built.parts.iter().find(|part| part.name == name));
+            let mut draft =
+                like.cloned().ok_or_else(|| config.feature("num_nextn_predict_layers", reason))?;
+            (draft.name, draft.kind) = ("draft".to_owned(), "draft".to_owned());
+            built.parts.push(draft);
+            built.layer_kinds.push(("draft", vec!["draft"]));
+            built.order.extend((0..drafts).map(|_| "draft"));
+            let last = if drafts == 1 {
+                "layer is a draft".to_owned()
+            } else {
+                format!("{drafts} layers are drafts")
+            };
+            format!("{} The last {last} (multi-token prediction).", built.note)
+        }
     };
     Draft {
         name: options.name.clone().unwrap_or_else(|| config.model_name(known.model_type)),
@@ -234,19 +300,50 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
     .map_err(ImportError::Spec)
 }
 
-fn architecture(top: &Config<'_>) -> Result<&'static Architecture, ImportError> {
+const TEXT: &str = "text_config";
+const TEXT_FACTS: &str = "the facts of the text model";
+
+/// What keeps the cache, and where its facts are.
+fn text_model<'a>(top: Config<'a>) -> Result<(&'static Architecture, Config<'a>), ImportError> {
     let model_type = top.text("model_type", "which architecture this is")?;
-    let unknown =
-        |name: &str| ImportError::Architecture { name: config::shorten(name), missing: missing_facts(top) };
+    if let Some((_, class)) = WRAPPERS.iter().find(|(name, _)| *name == model_type) {
+        expect_class(&top, class)?;
+        let text = top.nested(TEXT, TEXT_FACTS)?;
+        let known = architecture(&text)?;
+        return match known.nested {
+            // A wrapper in a wrapper.
+            Some(_) => Err(unknown(&text, known.model_type)),
+            None => Ok((known, text)),
+        };
+    }
+    let known = architecture(&top)?;
+    match known.nested {
+        // Files that were written before their architecture had a part for pictures have the facts at the top.
+        Some(key) if top.has(key) || !top.has("num_hidden_layers") => {
+            Ok((known, top.nested(key, TEXT_FACTS)?))
+        }
+        _ => Ok((known, top)),
+    }
+}
+
+fn unknown(config: &Config<'_>, name: &str) -> ImportError {
+    ImportError::Architecture { name: config::shorten(name), missing: missing_facts(config) }
+}
+
+fn architecture(config: &Config<'_>) -> Result<&'static Architecture, ImportError> {
+    let model_type = config.text("model_type", "which architecture this is")?;
     let known = ARCHITECTURES.iter().find(|known| known.model_type == model_type);
-    let known = known.ok_or_else(|| unknown(model_type))?;
-    // Another class under a known model type is another model: a draft head, an encoder, a changed cache.
-    match top.texts("architectures")? {
-        Some(classes) => match classes.iter().find(|class| **class != known.class) {
-            Some(other) => Err(unknown(other)),
-            None => Ok(known),
-        },
-        None => Ok(known),
+    let known = known.ok_or_else(|| unknown(config, model_type))?;
+    expect_class(config, known.class)?;
+    Ok(known)
+}
+
+/// Another class under a known model type is another model: a draft head, an encoder, a changed cache.
+fn expect_class(config: &Config<'_>, class: &str) -> Result<(), ImportError> {
+    let classes = config.texts("architectures")?.unwrap_or_default();
+    match classes.iter().find(|other| **other != class) {
+        Some(other) => Err(unknown(config, other)),
+        None => Ok(()),
     }
 }
 

@@ -67,6 +67,129 @@ fn served_models_have_the_sizes_of_the_engines_own_classes() {
     }
 }
 
+/// Of families whose layers keep keys and values: layers that keep all of them, layers with a window, its tokens, and
+/// the bytes of a token in one layer.
+const HEADS: &[(&str, u64, u64, u64, u64)] = &[
+    ("mixtral", 32, 0, 0, 8 * 512),
+    ("ministral3", 34, 0, 0, 8 * 512),
+    ("qwen2_moe", 24, 0, 0, 16 * 512),
+    ("phi3", 40, 0, 0, 10 * 512),
+    ("granite", 40, 0, 0, 8 * 512),
+    ("granitemoe", 32, 0, 0, 8 * 256),
+    ("granitemoeshared", 40, 0, 0, 8 * 256),
+    ("olmoe", 16, 0, 0, 16 * 512),
+    ("stablelm", 32, 0, 0, 32 * 320),
+    ("nemotron", 32, 0, 0, 8 * 512),
+    ("ernie4_5", 18, 0, 0, 2 * 512),
+    ("ernie4_5_moe", 28, 0, 0, 4 * 512),
+    ("cohere", 40, 0, 0, 8 * 512),
+    ("apertus", 32, 0, 0, 8 * 512),
+    ("glm4", 40, 0, 0, 2 * 512),
+    ("gemma", 28, 0, 0, 16 * 1024),
+    ("gemma2", 21, 21, 4096, 8 * 1024),
+    ("cohere2", 8, 24, 4096, 8 * 512),
+    ("exaone4", 16, 48, 4096, 8 * 512),
+    ("qwen3_vl", 36, 0, 0, 8 * 512),
+    ("qwen3_vl_moe", 48, 0, 0, 4 * 512),
+    ("qwen2_vl", 28, 0, 0, 4 * 512),
+    ("qwen2_5_vl", 28, 0, 0, 4 * 512),
+    ("glm4v", 40, 0, 0, 2 * 512),
+    ("glm4v_moe", 46, 0, 0, 8 * 512),
+    ("mistral3", 40, 0, 0, 8 * 512),
+    ("llava", 32, 0, 0, 32 * 512),
+    ("internvl", 28, 0, 0, 4 * 512),
+    ("idefics3", 32, 0, 0, 8 * 512),
+    ("smolvlm", 24, 0, 0, 32 * 256),
+    // One latent of 512 numbers and a rotary key of 64.
+    ("deepseek_v2", 27, 0, 0, 1152),
+    ("glm4_moe_lite", 47, 0, 0, 1152),
+    ("kimi_k25", 61, 0, 0, 1152),
+];
+
+#[test]
+fn families_have_the_sizes_of_the_engines_own_classes() {
+    let families: Value = serde_json::from_str(config!("families")).unwrap();
+    let mut left: Vec<&String> = families.as_object().unwrap().keys().collect();
+    let mut expect = |name: &str, expected| {
+        left.retain(|other| *other != name);
+        assert_eq!(sizes(&families[name].to_string(), None, IndexDtype::Fp8), expected, "{name}");
+    };
+    for &(name, full, windows, tokens, bytes) in HEADS {
+        expect(name, (full * bytes, windows * tokens * bytes));
+    }
+    // Twelve layers with an index key for four tokens; 36 delta layers, of which two have a convolution over n-grams.
+    let delta = 2_097_152 + 49_152;
+    expect("qwen4_exp", (12 * (2 * 1024 + 64), 36 * delta + 2 * 147_456));
+    // Latents of 512 tokens in 24 layers; in six a latent a token, and an index key.
+    expect("dots3_note", (6 * (1152 + 132), 24 * 1152 * 512));
+    assert!(left.is_empty(), "no size is said of {left:?}");
+}
+
+#[test]
+fn what_would_change_the_geometry_of_a_family_is_refused_by_its_field() {
+    let families: Value = serde_json::from_str(config!("families")).unwrap();
+    let of = |name: &str| families[name].to_string();
+    let cases = [
+        ("mixtral", "sliding_window", json!(4096), "sliding_window: a sliding window is not"),
+        ("qwen2_moe", "use_sliding_window", json!(true), "sliding_window: a sliding window is not"),
+        ("exaone4", "layer_types", json!(null), "layer_types: missing"),
+        ("cohere2", "layer_types", json!(["chunked_attention"]), "layer_types: 1 entries"),
+        ("glm4_moe_lite", "index_topk", json!(2048), "index_topk: a sparse indexer is not"),
+        (
+            "mistral3",
+            "model_type",
+            json!("mllama_text_model"),
+            "architecture `mllama_text_model` is not known",
+        ),
+        ("llava", "model_type", json!("qwen3_vl"), "architecture `qwen3_vl` is not known"),
+        ("llava", "architectures", json!(["LlavaEncoder"]), "architecture `LlavaEncoder` is not known"),
+        ("dots3_note", "layer_types", json!(null), "layer_types: missing"),
+        ("dots3_note", "swa_kv_lora_rank", json!(null), "swa_kv_lora_rank: missing"),
+        ("qwen4_exp", "ple_layer_ids", json!([4]), "text_config.ple_layer_ids: each must be"),
+        ("qwen4_exp", "ple_layer_ids", json!([0]), "text_config.ple_layer_ids: each must be"),
+        ("qwen4_exp", "ple_conv_kernel_size", json!(1), "text_config.ple_conv_kernel_size: a convolution"),
+        ("qwen4_exp", "indexer_kv_heads", json!(2), "text_config.indexer_kv_heads: several index keys"),
+        (
+            "qwen4_exp",
+            "indexer_compress_ratio",
+            json!(1),
+            "text_config.indexer_compress_ratio: index keys that",
+        ),
+    ];
+    for (name, field, value, expected) in cases {
+        let error = refusal(&of(name), field, value);
+        assert!(error.starts_with(expected), "{name}, {expected}: {error}");
+    }
+    // Without an indexer its full layers keep keys and values alone.
+    let mut dense = families["qwen4_exp"].clone();
+    dense["text_config"]["indexer_head_dim"] = Value::Null;
+    assert_eq!(sizes(&dense.to_string(), None, IndexDtype::Fp8).0, 12 * 2 * 1024);
+}
+
+#[test]
+fn draft_layers_are_included_where_it_is_known_what_they_keep() {
+    let families: Value = serde_json::from_str(config!("families")).unwrap();
+    let with_drafts = |config: &Value| {
+        let options = ImportOptions { draft_layers: true, ..ImportOptions::default() };
+        import_hf_config(&config.to_string(), &options)
+    };
+    let spec = with_drafts(&families["glm4_moe_lite"]).unwrap();
+    assert_eq!(spec.geometry().stream_bytes_per_token(256).unwrap().whole(), Some(48 * 1152));
+    assert_eq!(spec.note(), "The last layer is a draft (multi-token prediction).");
+    let refused = [
+        (&families["mixtral"], "num_nextn_predict_layers: missing; it says how many draft layers there are"),
+        // A convolution over delta layers holds inputs of drafts as well: how many, the engine decides.
+        (
+            &serde_json::from_str(config!("glm5_next")).unwrap(),
+            "text_config.num_nextn_predict_layers: what draft",
+        ),
+    ];
+    for (config, expected) in refused {
+        let error = with_drafts(config).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{error}");
+    }
+}
+
 #[test]
 fn formats_with_scales_take_the_bytes_of_their_scales() {
     // 28 layers, 4 heads of 128: a key and a value each with an fp32 scale, or with an fp8 scale for each 16 numbers.
@@ -243,7 +366,10 @@ fn the_page_says_of_every_model_type_of_vllm_whether_it_is_imported() {
     };
     let (known, unknown) = (row("known"), row("unknown"));
     assert!(known.len() >= 20 && unknown.len() >= 50, "{} known, {} unknown", known.len(), unknown.len());
-    let is_known = |kind: &str| ARCHITECTURES.iter().any(|known| known.model_type == kind);
+    let is_known = |kind: &str| {
+        ARCHITECTURES.iter().any(|known| known.model_type == kind)
+            || WRAPPERS.iter().any(|(name, _)| *name == kind)
+    };
     let odd: Vec<&&str> = known.iter().filter(|kind| !is_known(kind)).collect();
     assert!(odd.is_empty(), "listed as known: {odd:?}");
     for kind in unknown {

@@ -80,6 +80,7 @@ pub(super) fn deepseek_v41(config: &Config<'_>, options: &ImportOptions) -> Resu
             stream(TOKENS.index, "csa_index", index_bytes, 1, index_label),
             tail(replayed),
         ],
+        draft: None,
         layer_kinds: vec![
             ("window", vec!["window"]),
             (PAIRS.source, vec![PAIRS.entry, PAIRS.index, "window", "tail"]),

@@ -21,6 +21,7 @@ pub const KNOWN_KINDS: &[(&str, &str)] = &[
     ("csa_index", "the indexer's key of a compressed sparse entry"),
     ("hca", "heavily compressed attention: one entry each many tokens"),
     ("swa_window", "keys and values of the last tokens of a sliding window"),
+    ("mla_window", "latents of the last tokens of a sliding window"),
     ("compressor_tail", "inputs of a compressor that do not make a whole entry yet"),
     ("recurrent_state", "the state of a linear-attention or state-space layer"),
     ("conv_state", "the last inputs of a short convolution"),
