@@ -163,9 +163,11 @@ class KvartsLinker(UnifiedCacheLinker):
         if found is None:
             if not self._is_there():
                 return []
-            found = self._found[rid] = _Found(keys, self._staged(keys))
+            names = names_of(keys)
+            self._offloads.follow(names)
+            found = self._found[rid] = _Found(keys, self._staged(names))
         elif found.renewal is None and self._is_stale(found) and self._is_there():
-            found.renewal = self._staged(found.keys)
+            found.renewal = self._staged(names_of(found.keys))
         found.asked = time.monotonic()
         self._wait_for(found)
         if not found.staging.is_over:
@@ -173,8 +175,8 @@ class KvartsLinker(UnifiedCacheLinker):
         found.staging.answer()
         return self._lengths(found, found.at(keys), len(keys))
 
-    def _staged(self, keys):
-        return self._desk.stage(names_of(keys), 0, len(keys) * self._pools.block_tokens + 1, within=self._wait)
+    def _staged(self, names):
+        return self._desk.stage(names, 0, len(names) * self._pools.block_tokens + 1, within=self._wait)
 
     def _is_other(self, found, keys):
         """Whether these keys need another look-up. A window or a state must end where they do."""

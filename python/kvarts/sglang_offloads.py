@@ -14,6 +14,8 @@ from .link import logger, reason_of
 
 #: Bytes of a piece.
 _PIECE = 32 << 20
+#: Pages of which it is known which page is before them.
+_ORDERED = 1 << 17
 
 
 class _Offload:
@@ -41,6 +43,15 @@ class Offloads:
         self._in_turn = deque()
         self._saves = []  # (offload, room, what saves)
         self._answers = deque()  # of threads that put
+        self._before = {}  # page -> the page before it, of those that were seen last
+
+    def follow(self, names):
+        """These pages follow each other in a prompt. SGLang offloads its nodes without the pages before them, which look-ups have named."""
+        for before, name in zip(names, names[1:]):
+            self._before.pop(name, None)
+            self._before[name] = before
+        while len(self._before) > _ORDERED:
+            del self._before[next(iter(self._before))]
 
     def add(self, transfers, ready):
         """`ready`: events behind which the pages are written. Without transfers it is done."""
@@ -120,6 +131,7 @@ class Offloads:
     def _pieces(self, transfers):
         """(group, keys, pages), of all attention before its windows: they are of no use without it."""
         for name, keys, indices in transfers:
+            self.follow(keys)
             for pool in self._pools.of(name):
                 slots = pool.slots(indices)
                 nbytes = sum(page.rows.nbytes for layers in self._pools.columns[pool.group.number].columns.values() for layer in layers for page in layer)
@@ -131,7 +143,7 @@ class Offloads:
         """Room in the pool; or none and why."""
         if self._desk.name is None or self._link.away:
             return None, "away"
-        if not self._link.puts_away and (room := self._desk.room_for(group, keys, 0, b"")) is not None:
+        if not self._link.puts_away and (room := self._desk.room_for(group, keys, 0, self._before.get(keys[0], b""))) is not None:
             return room, None
         if not self._saves and not self._link.puts_away:
             # Nothing that is under way gives room back.

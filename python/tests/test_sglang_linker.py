@@ -290,6 +290,33 @@ class Linkers(unittest.TestCase):
         self.assertEqual(linker._counts["saved"], count + 1)
         self.assertTrue(refused, "all of it had room at once")
 
+    def test_pages_are_stored_behind_those_that_a_look_up_or_their_node_names_before_them(self):
+        linker = self.linker()
+        self.fill(linker)
+        before, honest = {}, Desk.room_for
+
+        def room_for(desk, group, names, first, parent):
+            before[names[0]] = parent
+            return honest(desk, group, names, first, parent)
+
+        names = names_of(keys(5))
+        # The server is there, as after any answer.
+        self.assertTrue(linker.offload([transfer(keys(1, 200), (1,))]))
+        self.assertTrue(self.answer(linker))
+        self.assertEqual(linker.lookup("a", [transfer(keys(5))]), [])
+        piece = mock.patch("kvarts.sglang_offloads._PIECE", 2 * 3 * 2 * PAGE * 2 * 8 * 2)
+        with piece, mock.patch.object(Desk, "room_for", room_for):
+            # The last node is one of a prompt for which no look-up was made.
+            for first, count in ((2, 3), (0, 2), (50, 1)):
+                self.assertTrue(linker.offload([transfer(keys(count, first), range(1, count + 1))]))
+                self.assertTrue(self.answer(linker))
+        nodes = {names[0]: b"", names[2]: names[1], names_of(keys(1, 50))[0]: b""}
+        self.assertEqual({name: before[name] for name in nodes}, nodes)
+        self.assertEqual(before, {name: before[name] for name in nodes} | {name: names[at - 1] for at, name in enumerate(names) if at and name in before})
+        with mock.patch("kvarts.sglang_offloads._ORDERED", 4):
+            linker._offloads.follow(names_of(keys(6, 100)))
+        self.assertEqual(len(linker._offloads._before), 4)
+
     def test_it_starts_without_a_server(self):
         self.server.kill()
         linker = self.linker(timeout=0.2, pause=0.1)
