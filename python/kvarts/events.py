@@ -32,13 +32,13 @@ _AWAY = 30.0
 
 
 class _Block:
-    """A block of which it is known what it is. `columns`: of those of which events told, whether they are there, and when that came; `rest`: whether
+    """A block of which it is known what it is. `columns`: of those of which events told, whether they are there, and when that came (`None`: of none); `rest`: whether
     all others are, or `None`; `emptied`: when all of them went; `asked`: when what was answered last was asked for."""
 
     __slots__ = ("asked", "columns", "description", "emptied", "rest")
 
     def __init__(self, description):
-        self.description, self.columns, self.rest, self.emptied, self.asked = description, {}, None, 0, 0
+        self.description, self.columns, self.rest, self.emptied, self.asked = description, None, None, 0, 0
 
 
 class Ledger:
@@ -49,7 +49,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._known = OrderedDict()  # key -> _Block
         self._here = set()  # of those that are known or told
-        self._told = {}  # key -> its description, as far as a removal needs it
+        # In order, because the oldest goes where there are too many: a plain dict would look for it from its beginning each time.
+        self._told = OrderedDict()  # key -> its description, as far as a removal needs it
         self._changed = {}  # keys of which something is to be told, in order
         self._doubted = {}  # keys that are to be asked for
         self._time = 0
@@ -86,20 +87,28 @@ class Ledger:
     def answer(self, asked, keys, found):
         """What the server answered: of each block, whether all of it is there."""
         with self._lock:
+            known, here, changed = self._known, self._here, self._changed
             for key, is_here in zip(keys, found):
-                block = self._known.get(key)
-                if block is not None and asked < block.asked:
+                block = known.get(key)
+                if block is None:
+                    if not is_here:
+                        self._place(key, False)
+                elif asked < block.asked:
                     # Which of two holds, or what happened since, is not known.
                     self._doubted[key] = None
-                elif block is not None:
-                    block.columns = {column: seen for column, seen in block.columns.items() if seen[1] >= asked}
+                else:
                     block.rest, block.asked = is_here if block.emptied < asked else None, asked
-                    self._place(key, self._is_whole(block))
-                    if not is_here and block.columns:
-                        # It was stored while it was asked for.
-                        self._doubted[key] = None
-                elif not is_here:
-                    self._place(key, False)
+                    if block.columns:
+                        block.columns = {column: seen for column, seen in block.columns.items() if seen[1] >= asked}
+                        self._place(key, self._is_whole(block))
+                        if not is_here and block.columns:
+                            # It was stored while it was asked for.
+                            self._doubted[key] = None
+                    elif block.rest:
+                        here.add(key)
+                        changed[key] = None
+                    else:
+                        self._place(key, False)
 
     def doubt(self, keys):
         """It is not known whether these are there: they are asked for."""
@@ -127,8 +136,8 @@ class Ledger:
                     self._told[key] = getattr(description, "name", None)
                     there.append(description)
             while len(self._told) > self._most:
-                key = next(iter(self._told))
-                gone.append((key, self._told.pop(key)))
+                key, name = self._told.popitem(last=False)
+                gone.append((key, name))
                 self._here.discard(key)
         return gone, there
 
@@ -145,6 +154,8 @@ class Ledger:
             for key in keys:
                 block = known.get(key)
                 if block is not None:
+                    if block.columns is None:
+                        block.columns = {}
                     block.columns[column] = is_stored, now
                     if not is_stored or self._is_whole(block):
                         self._place(key, is_stored)
@@ -158,7 +169,7 @@ class Ledger:
         """Every block is gone."""
         with self._lock:
             for block in self._known.values():
-                block.columns, block.rest, block.emptied = {}, None, self._time
+                block.columns, block.rest, block.emptied = None, None, self._time
             self._changed.update(dict.fromkeys(self._told))
             self._here.clear()
 
@@ -168,7 +179,7 @@ class Ledger:
             self._time += 1
             for block in self._known.values():
                 # What was asked before does not count.
-                block.columns, block.rest, block.asked = {}, None, self._time
+                block.columns, block.rest, block.asked = None, None, self._time
             # What was told stays told until it is known; of others nothing is told.
             self._here.intersection_update(self._told)
             self._doubted = dict.fromkeys([*self._told, *self._known])
@@ -177,7 +188,7 @@ class Ledger:
         """Nothing can be loaded any more; `lost` follows once the server is back."""
         with self._lock:
             for block in self._known.values():
-                block.columns, block.rest = {}, None
+                block.columns, block.rest = None, None
             self._changed.update(dict.fromkeys(self._told))
             self._here.clear()
 
@@ -190,7 +201,7 @@ class Ledger:
             return keys
 
     def _is_whole(self, block):
-        seen = block.columns
+        seen = block.columns or {}
         return all(is_here for is_here, _ in seen.values()) and (block.rest or len(seen) >= self._count)
 
     def _place(self, key, is_here):

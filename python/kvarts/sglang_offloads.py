@@ -6,7 +6,7 @@ it looks; only puts have threads of their own.
 """
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 
 import kvarts
 
@@ -43,7 +43,7 @@ class Offloads:
         self._in_turn = deque()
         self._saves = []  # (offload, room, what saves)
         self._answers = deque()  # of threads that put
-        self._before = {}  # page -> the page before it, of those that were seen last
+        self._before = OrderedDict()  # page -> the page before it, of those that were seen last
 
     def follow(self, names):
         """These pages follow each other in a prompt. SGLang offloads its nodes without the pages before them, which look-ups have named."""
@@ -51,7 +51,7 @@ class Offloads:
             self._before.pop(name, None)
             self._before[name] = before
         while len(self._before) > _ORDERED:
-            del self._before[next(iter(self._before))]
+            self._before.popitem(last=False)
 
     def add(self, transfers, ready):
         """`ready`: events behind which the pages are written. Without transfers it is done."""

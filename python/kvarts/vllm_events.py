@@ -6,7 +6,6 @@ because routers count a prefix once.
 """
 
 from array import array
-from typing import NamedTuple
 
 import kvarts
 
@@ -28,14 +27,23 @@ from .vllm_compat import (
 _LOCALITY = "LOCAL"
 
 
-class _Described(NamedTuple):
-    """A block as routers know it. `name`: the hashes of its parts in vLLM's blocks."""
+class _Run:
+    """Blocks of a request that follow each other, by what is the same of all: their tokens together, the extra keys of each of their parts (`None`: no part
+    has any), and the adapter."""
 
-    name: tuple
-    parent: object
-    tokens: array
-    extra: list
-    lora: tuple
+    __slots__ = ("extras", "lora", "tokens")
+
+    def __init__(self, tokens, extras, lora):
+        self.tokens, self.extras, self.lora = tokens, extras, lora
+
+
+class _Described:
+    """A block as routers know it. `name`: the hashes of its parts in vLLM's blocks; `at`: how many blocks of its run are before it."""
+
+    __slots__ = ("at", "name", "parent", "run")
+
+    def __init__(self, name, parent, run, at):
+        self.name, self.parent, self.run, self.at = name, parent, run, at
 
 
 class Announcer:
@@ -51,7 +59,7 @@ class Announcer:
     def offered(self, request, first, last):
         """These blocks are about to be stored: what `saved` takes."""
         keys = self._keys(request, first, last)
-        self._ledger.describe(zip(keys, self._described(request, range(first, last))))
+        self._ledger.describe(zip(keys, self._described(request, first, last)))
         return self._ledger.ask(), keys
 
     def saved(self, offered, stored):
@@ -64,8 +72,9 @@ class Announcer:
         """A look-up has found that many leading blocks, somewhere."""
         keys = self._keys(request, 0, blocks)
         if lacking := self._ledger.lacks(keys):
-            missing = [keys[at] for at in lacking]
-            self._ledger.describe(zip(missing, self._described(request, lacking)))
+            missing, first = [keys[at] for at in lacking], lacking[0]
+            described = self._described(request, first, lacking[-1] + 1)
+            self._ledger.describe([(key, described[at - first]) for key, at in zip(missing, lacking)])
             self._ledger.doubt(missing)
 
     def look(self, manager):
@@ -87,7 +96,7 @@ class Announcer:
             events.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._group, locality=_LOCALITY))
         run = []
         for block in there:
-            if run and (block.parent != run[-1].name[-1] or block.lora != run[-1].lora):
+            if run and (block.parent != run[-1].name[-1] or block.run.lora != run[-1].run.lora):
                 events.append(self._stored(run))
                 run = []
             run.append(block)
@@ -102,36 +111,48 @@ class Announcer:
         """As the server's events have them."""
         return [key if len(key) == 32 else kvarts.key(key) for key in self._plan.keys(request, first, last)]
 
-    def _described(self, request, numbers):
+    def _described(self, request, first, last):
         """These blocks of a request."""
         size, per_block = self._block_tokens, self._plan.block_tokens // self._block_tokens
         hashes = resolve_block_hashes(request.block_hashes, self._plan.hash_tokens, size)
         lora = request.lora_request
         lora = (lora.adapter_id, lora.name) if lora is not None else (None, None)
-        tokens = request.all_token_ids
-        for at in numbers:
-            first, last = at * per_block, (at + 1) * per_block
-            yield _Described(
-                tuple([maybe_convert_block_hash(one) for one in hashes[first:last]]),
-                maybe_convert_block_hash(hashes[first - 1]) if first else None,
-                array("I", tokens[first * size : last * size]),
-                [generate_block_hash_extra_keys(request, n * size, (n + 1) * size, 0)[0] for n in range(first, last)],
-                lora,
-            )
+        first, last = first * per_block, last * per_block
+        extras, _ = generate_block_hash_extra_keys(request, first * size, last * size, 0)
+        if extras is not None:
+            extras = [generate_block_hash_extra_keys(request, n * size, (n + 1) * size, 0)[0] for n in range(first, last)]
+        run = _Run(array("I", request.all_token_ids[first * size : last * size]), extras, lora)
+        names = [maybe_convert_block_hash(one) for one in hashes[first:last]]
+        before = [maybe_convert_block_hash(hashes[first - 1]) if first else None, *names[per_block - 1 :: per_block]]
+        return [_Described(tuple(names[at * per_block : (at + 1) * per_block]), before[at], run, at) for at in range(len(names) // per_block)]
 
     def _stored(self, run):
-        lora_id, lora_name = run[0].lora
+        (lora_id, lora_name), tokens, extras = run[0].run.lora, [], []
+        per_block = self._plan.block_tokens // self._block_tokens
+        for same, first, last in _pieces(run):
+            tokens += same.tokens[first * self._plan.block_tokens : last * self._plan.block_tokens].tolist()
+            extras += same.extras[first * per_block : last * per_block] if same.extras is not None else [None] * ((last - first) * per_block)
         return BlockStored(
             block_hashes=[one for block in run for one in block.name],
             parent_block_hash=run[0].parent,
-            token_ids=[token for block in run for token in block.tokens],
+            token_ids=tokens,
             block_size=self._block_tokens,
             lora_id=lora_id,
             medium=MEDIUM_STORAGE,
             lora_name=lora_name,
-            extra_keys=to_event_extra_keys([extra for block in run for extra in block.extra]),
+            extra_keys=to_event_extra_keys(extras),
             group_idx=self._group,
             kv_cache_spec_kind=get_kv_cache_spec_kind(self._spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(self._spec),
             locality=_LOCALITY,
         )
+
+
+def _pieces(blocks):
+    """Of blocks those that follow each other in one run: (run, first, behind the last)."""
+    begin = 0
+    for at in range(1, len(blocks) + 1):
+        first = blocks[begin]
+        if at == len(blocks) or blocks[at].run is not first.run or blocks[at].at != first.at + at - begin:
+            yield first.run, first.at, first.at + at - begin
+            begin = at

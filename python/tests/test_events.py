@@ -196,7 +196,7 @@ def answers_last(self, asked, keys, found, answer=Ledger.answer):
     """Whatever happened in between."""
     for key in keys:
         if key in self._known and self._known[key].asked <= asked:
-            self._known[key].columns.clear()
+            self._known[key].columns = None
     answer(self, asked, keys, found)
 
 
