@@ -38,7 +38,7 @@ pub fn severity(label: &str) -> Severity {
 labels! {
     /// A slot of the superblock.
     SUPERBLOCK_SLOT_DAMAGED = "superblock-slot-damaged", Problem,
-        "one superblock slot is not sound, though a slot is written whole or not at all; the other one is";
+        "one superblock slot is damaged, although slots are written atomically; the other slot is sound";
     /// A zeroed slot.
     SUPERBLOCK_SLOT_LOST = "superblock-slot-lost", Problem,
         "one superblock slot is zero though it had been written: a zeroed sector";
@@ -50,13 +50,13 @@ labels! {
         "the superblock's file is shorter than its two slots";
     /// The file is too long.
     SUPERBLOCK_TOO_LONG = "superblock-too-long", Note,
-        "bytes follow the superblock's two slots; nothing reads them";
+        "bytes follow the superblock's two slots; they are never read";
     /// Neither slot is sound.
     SUPERBLOCK_LOST = "superblock-lost", Problem,
         "neither superblock slot is sound; the segments still name the store and its secret";
     /// The slots contradict each other.
     SUPERBLOCK_CONFLICT = "superblock-conflict", Problem,
-        "both superblock slots are sound and contradict each other: something else than this program wrote there";
+        "both superblock slots are sound and contradict each other: another program wrote one of them";
     /// A slot of a newer version beside a known one.
     SUPERBLOCK_SLOT_NEWER = "superblock-slot-newer", Problem,
         "one superblock slot needs a newer program, the other does not";
@@ -65,37 +65,37 @@ labels! {
         "power was cut while the store was being made here; nothing was ever stored in it";
     /// Not all directories are here.
     DIRECTORY_MISSING = "directory-missing", Problem,
-        "the store has a directory that was not given: a lost device, or an argument forgotten";
+        "a directory of the store is not among the arguments: a lost device or a forgotten argument";
     /// A directory that was out.
     DIRECTORY_BEHIND = "directory-behind", Problem,
-        "the store was opened without this directory, and may have deleted what it holds: nothing in it counts before the next start";
+        "the store was opened without this directory, and may have deleted blocks in it: its content does not count before the next start";
     /// A directory whose place another one has taken.
     DIRECTORY_REPLACED = "directory-replaced", Problem,
-        "another directory has taken the place of this one: nothing in it counts";
+        "another directory replaced this one: its content does not count";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
         "the folder of a shard is gone: it was durable before the superblock was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
-        "a folder named as a shard that this directory does not have: a copy, or it belongs to another directory";
+        "a folder of a shard that this directory does not have: a copy, or it belongs to another directory";
     /// A listing that failed.
     FOLDER_UNREADABLE = "folder-unreadable", Problem,
-        "a folder of the store cannot be listed: what is in it was not checked";
+        "a folder of the store cannot be listed: its content was not checked";
     /// A file that cannot be opened.
     FILE_UNREADABLE = "file-unreadable", Problem,
-        "a file of the store cannot be opened: what is in it was not checked";
+        "a file of the store cannot be opened: its content was not checked";
     /// A data name that is no plain file.
     NOT_A_FILE = "not-a-file", Problem,
-        "a name of the format stands for a link, a folder or a device; it was not followed";
+        "a file of the store is a link, a folder or a device; it was not read";
     /// Names of others.
     STRAY_FILES = "stray-files", Note,
-        "names that are none of the format's: nothing reads them";
+        "files with names that the format does not have; they are never read";
     /// Pages that the device does not give.
     MEDIA_ERROR = "media-error", Problem,
         "the device refuses to read these pages";
     /// A segment that a checkpoint knows.
     SEGMENT_MISSING = "segment-missing", Problem,
-        "the checkpoint knows a segment in use whose file is gone";
+        "the checkpoint lists a segment as used, but its file is absent";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
         "there is no file for a number below that of the last segment: a crash, an upgrade, an eviction or a smaller budget";
@@ -107,10 +107,10 @@ labels! {
         "power was cut before the file of a segment was first flushed; nothing in it had been acknowledged as durable";
     /// A file that is too long.
     SEGMENT_TOO_LONG = "segment-too-long", Note,
-        "bytes follow the end of a segment; nothing reads them";
+        "bytes follow the end of a segment; they are never read";
     /// A checkpoint that cannot be what a crash left.
     CHECKPOINT_DAMAGED = "checkpoint-damaged", Problem,
-        "the header of a checkpoint, or a chunk of the newest one, is not what was written";
+        "the header of a checkpoint, or a chunk of the newest one, is damaged";
     /// A checkpoint that a crash may have left.
     CHECKPOINT_HALF_WRITTEN = "checkpoint-half-written", Note,
         "power was cut while this checkpoint was being written; damage to an older one looks the same";
@@ -119,13 +119,13 @@ labels! {
         "a newer program wrote the checkpoint in a version this one does not know";
     /// The header of a listed record and the footer differ.
     FOOTER_DISAGREES = "footer-disagrees", Problem,
-        "footer and record are both proven and say different things: a writer's defect";
+        "footer and record are both proven and disagree: a writer's defect";
     /// The trailer's totals are not those of the footer.
     TRAILER_DISAGREES = "trailer-disagrees", Problem,
-        "trailer and footer are both proven and say different things: a writer's defect";
+        "trailer and footer are both proven and disagree: a writer's defect";
     /// A good record that the footer leaves out.
     RECORD_NOT_LISTED = "record-not-listed", Problem,
-        "a whole record of this generation is missing in the footer of a segment that was sealed in order";
+        "the footer of a segment that was sealed in order lacks a complete record of this generation";
     /// Blocks without a namespace.
     RECORD_UNDEFINED = "record-undefined", Problem,
         "the record's namespace or spec is not defined before it in its segment, or the definition is damaged";
@@ -137,10 +137,10 @@ labels! {
         "a definition is proven and contradicts itself: a writer's defect";
     /// A payload length that the spec does not give.
     PAYLOAD_LENGTH = "payload-length", Problem,
-        "the payload is not as long as spec, layout and blocks say: a writer's defect";
+        "the length of the payload does not agree with spec, layout and blocks: a writer's defect";
     /// Blocks of a namespace that a newer program defined.
     DEPENDS_ON_NEWER = "depends-on-newer", Note,
-        "a newer program wrote what the record's namespace or spec means: not verified, and left as it is";
+        "a newer program wrote the definition of the record's namespace or spec: not verified, and left as it is";
     /// A layout or encoding of later.
     UNKNOWN_ENCODING = "unknown-encoding", Note,
         "a newer program wrote the payload in a layout or encoding that this one skips: not verified";
@@ -152,37 +152,37 @@ labels! {
         "the payload is encrypted and cannot be verified without its key";
     /// Padding that had been flushed.
     PADDING_NOT_ZERO = "padding-not-zero", Problem,
-        "bytes between or behind a payload's chunks are not zero though they had been flushed; no block is hurt";
+        "bytes between or behind a payload's chunks are not zero, although they had been flushed; blocks are not affected";
     /// Padding that a crash may have left.
     PADDING_TORN = "padding-torn", Note,
-        "the padding behind a whole payload did not arrive before the cut; no block is hurt";
+        "the padding behind a complete payload was not written before a power cut; blocks are not affected";
     /// Two records under one sequence.
     SEQUENCE_REPEATED = "sequence-repeated", Problem,
-        "two records of one shard carry one sequence: a writer's defect, or a copy that cannot be told from it";
+        "two records of one shard have one sequence: a writer's defect or a copied record";
     /// Two copies that ought to be equal.
     ORIGIN_CONTENT_DIFFERS = "origin-content-differs", Problem,
-        "two copies of a block carry one origin id and different bytes: one of them is wrong";
+        "two copies of a block have one origin id and different bytes: one of them is wrong";
     /// Two copies of one production.
     COPY_OF_ORIGIN = "copy-of-origin", Note,
         "two copies of one production of a block: an interrupted compaction left both";
     /// A block that was put again.
     SUPERSEDED_COPY = "superseded-copy", Note,
-        "an older production of a block whose newer one counts";
+        "an older production of a block; the newer one counts";
     /// A block in two shards.
     COPY_IN_TWO_SHARDS = "copy-in-two-shards", Note,
         "two shards hold productions of one block; the store serves one of them";
     /// A parent that is not here.
     PARENT_ABSENT = "parent-absent", Note,
-        "blocks whose parent is known and not here: it was evicted, or lies in another store";
+        "blocks whose parent is named but absent: it was evicted, or is in another store";
     /// The checkpoint lists what is not there.
     CHECKPOINT_DISAGREES = "checkpoint-disagrees", Problem,
         "the checkpoint lists a record that its sealed segment does not have: a writer's defect";
     /// A tail of a store that is in use.
     LIVE_TAIL_SKIPPED = "live-tail-skipped", Note,
-        "the store is open and writes this segment: its end was not judged";
+        "the store is open and writes this segment: its end was not checked";
     /// A segment that changed under the check.
     LIVE_CHANGED = "live-changed", Note,
-        "the store is open and changed this file while it was read: what was found there does not count";
+        "the store is open and changed this file while it was read: findings in it do not count";
 }
 
 /// The severity and cause of a label of either half.
