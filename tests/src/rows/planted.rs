@@ -56,7 +56,7 @@ pub const BUGS: &[Bug] = &[
         "records of a new generation are acknowledged before its header is durable",
     )
     .at(3),
-    bug("tombstones-recycled", "R22", "a segment is rewritten while its tombstones stand nowhere else")
+    bug("tombstones-recycled", "R22", "a segment is rewritten although no other has its tombstones")
         .at(19),
     bug(
         "tombstone-forgotten-early",
@@ -70,16 +70,16 @@ pub const BUGS: &[Bug] = &[
     bug(
         "move-without-compare",
         "R22",
-        "compaction switches the index without a look at what it points to now",
+        "compaction switches the index without a check of its present entry",
     )
     .at(266),
     bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
-    bug("torn-tail-adopted", "R1", "recovery adopts records without a look at their payloads"),
+    bug("torn-tail-adopted", "R1", "recovery adopts records without a check of their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
     bug(
         "checkpoint-header-first",
         "R26",
-        "a checkpoint's header is written before what is behind it is durable",
+        "a checkpoint's header is written before the rest of it is durable",
     ),
     bug("trailer-before-footer", "R26", "the trailer is durable before the footer that it names"),
     bug(
@@ -91,8 +91,8 @@ pub const BUGS: &[Bug] = &[
     bug("delete-not-durable", "R22", "a delete is acknowledged before its tombstones are flushed").at(4),
     bug("generation-reused", "R22", "a segment is rewritten under the generation that it had").at(6),
     bug("stored-length-wrong", "R22", "an encoded chunk is recorded with another length than it has"),
-    bug("digest-not-compared", "R6", "chunks are served without a look at their digests").at(26),
-    bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a look at their digests")
+    bug("digest-not-compared", "R6", "chunks are served without a check of their digests").at(26),
+    bug("decoded-digest-not-compared", "R6", "decoded chunks are served without a check of their digests")
         .at(556),
     bug("quarantined-served", "R6", "a block that failed verification stays in service").at(26),
     bug("fsck-skips-digests", "R6", "the checker reads payloads and does not compare their digests").at(26),
@@ -148,30 +148,30 @@ pub const BUGS: &[Bug] = &[
     bug("failed-flush-repeated", "R10", "a flush that failed is tried again, and its success believed"),
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole").at(20),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
-    bug("event-lost", "R16", "a delete is not told to those who follow the events"),
-    bug("gaps-not-looked-into", "R16", "what follows a block that is gone is not looked for in its record")
+    bug("event-lost", "R16", "a delete has no event"),
+    bug("gaps-not-looked-into", "R16", "blocks behind a removed one are not found in its record")
         .at(111),
     bug("pin-cap-ignored", "R16", "a tenant pins more than it may").at(1),
     bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
     bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards")
         .at(2),
-    bug("promise-leaked", "R14", "bytes of a quota that a put was promised are not given back"),
+    bug("promise-leaked", "R14", "bytes of a quota that were reserved for a put are not released"),
     bug("quota-off-by-one", "R14", "a namespace may have a byte more than its quota"),
-    bug("budget-leaked", "R14", "the bytes of a segment that is removed are not given back to the budget"),
+    bug("budget-leaked", "R14", "the bytes of a removed segment are not returned to the budget"),
     bug("lease-ignored", "R17", "eviction takes blocks that a lease holds").at(13),
     bug("lease-forgets-one", "R17", "a lease does not hold every block that it was given for").at(1),
     bug("lease-never-ends", "R17", "a lease holds past its end").at(13),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
-    bug("follower-walks-every-step", "R30", "who follows another read walks all its steps for each run")
+    bug("follower-walks-every-step", "R30", "a read that follows another one walks all its steps for each run")
         .at(3),
     bug(
         "footers-read-again",
         "R30",
-        "a search for what descends from a key reads all footers again and again",
+        "a search for descendants of a key reads all footers repeatedly",
     )
     .at(36),
-    bug("eviction-lists-all", "R30", "every segment is listed for each choice of what is evicted").at(7),
+    bug("eviction-lists-all", "R30", "every segment is listed for each choice of a block to evict").at(7),
     bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
     bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
     bug("part-for-each-shard", "R30", "a read asks an executor for each shard that it has").at(0),
@@ -186,17 +186,17 @@ pub const BUGS: &[Bug] = &[
     bug(
         "tile-with-its-own-origins",
         "R31",
-        "each tile of a read has the production of a block that it meets",
+        "each tile of a read takes the production that it finds",
     ),
     bug(
         "kept-tile-not-looked-up",
         "R31",
-        "a tile that is kept is given without asking the index for its blocks",
+        "a kept tile is returned without a look-up of its blocks in the index",
     ),
     bug(
         "kept-tile-of-a-reused-segment",
         "R31",
-        "a tile that is kept is given of a segment that was rewritten",
+        "a kept tile of a rewritten segment is returned",
     ),
     bug(
         "footer-proves-nothing",
@@ -211,7 +211,7 @@ pub const BUGS: &[Bug] = &[
     )
     .at(14),
     bug("scan-verifies-holes", "R32", "recovery compares digests of blocks that are holes").at(14),
-    bug("holes-filled-again", "R32", "a scanned segment gets the bytes back that were evicted from it")
+    bug("holes-filled-again", "R32", "holes of evicted blocks in a scanned segment are filled again")
         .at(14),
     bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
@@ -223,25 +223,25 @@ pub const BUGS: &[Bug] = &[
     )
     .at(2),
     bug("short-segments-stay", "R32", "segments that starts leave behind are never merged").at(3),
-    bug("rest-is-no-room", "R32", "room that segments lack is not counted where room is made").at(11),
+    bug("rest-is-no-room", "R32", "missing space of segments is not counted when room is made").at(11),
     bug("coarse-holes-believed", "R32", "single pages are punched where the file system gives none back")
         .at(38),
     bug("given-back-unflushed", "R32", "bytes go back to the budget though the flush of their hole failed")
         .at(5),
-    bug("deleted-namespace-remembered", "R32", "what a deleted namespace had in memory stays").at(6),
+    bug("deleted-namespace-remembered", "R32", "the memory of a deleted namespace is not freed").at(6),
     bug("small-pins-are-free", "R32", "a lease counts the bytes of its blocks and not what they take").at(7),
     bug("index-limit-ignored", "R32", "the index takes more memory than its budget").at(8),
-    bug("descriptors-not-counted", "R32", "segment files are made beyond the descriptors that there are")
+    bug("descriptors-not-counted", "R32", "more segment files are made than descriptors are available")
         .at(9),
     bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts").at(12),
     bug("spare-room-waits", "R32", "a shard waits for room from one that hangs").at(13),
     bug(
         "coldest-by-the-log",
         "R32",
-        "the oldest segments of the log are looked at first, however warm they are",
+        "the oldest segments of the log are evicted first, however recently used",
     )
     .at(10),
-    bug("beginnings-go-first", "R32", "room for the end of a chain is made of its beginning").at(15),
+    bug("beginnings-go-first", "R32", "the beginning of a chain is evicted to make room for its end").at(15),
     bug(
         "start-waits-for-a-drive",
         "R43",
@@ -252,22 +252,22 @@ pub const BUGS: &[Bug] = &[
         "R43",
         "a read ends without its other blocks where one drive does not answer",
     ),
-    bug("one-lane", "R43", "what one drive does not answer takes the room and the places of the others"),
-    bug("behind-not-told", "R44", "a drive that comes back is not told what was deleted meanwhile"),
+    bug("one-lane", "R43", "requests to a silent drive use up the room of the others"),
+    bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since"),
     bug(
         "forgotten-while-out",
         "R44",
-        "deletes are forgotten while a drive is out that may hold what they kill",
+        "deletes are forgotten while an absent drive may have their blocks",
     ),
     bug(
         "unreadable-forgotten",
         "R44",
-        "deletes are forgotten while a segment cannot be opened that may hold what they kill",
+        "deletes are forgotten while an unreadable segment may have their blocks",
     ),
     bug(
         "sequence-not-passed-over",
         "R44",
-        "a delete is not later than what lies in a segment that cannot be opened",
+        "a delete gets a lower sequence than records of an unreadable segment",
     ),
     bug("opens-with-any", "R44", "a store opens with fewer than half of its drives").at(8),
     bug("terms-not-noted", "R44", "two sets of drives begin one term, as another is lost while they do")
@@ -278,23 +278,23 @@ pub const BUGS: &[Bug] = &[
         "R44",
         "deletes are acknowledged before the other drives know that one is lost",
     ),
-    bug("let-go-forgotten", "R30", "what hung on a block and is gone is counted for ever").at(7),
-    bug("evicted-untold", "R1", "blocks are evicted to make room, and no event says so").at(3),
-    bug("format-drifts", "R23", "bytes on disk mean something else than they did to earlier programs"),
+    bug("let-go-forgotten", "R30", "removed descendants of a block are counted for ever").at(7),
+    bug("evicted-untold", "R1", "blocks are evicted to make room without an event").at(3),
+    bug("format-drifts", "R23", "the meaning of bytes on disk differs from that in earlier programs"),
     bug("peer-origin-not-compared", "R33", "a piece of a peer counts whatever production it is of").at(2),
     bug("peer-digest-not-compared", "R33", "chunks of a peer are not compared with their digests").at(5),
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block").at(1),
-    bug("cancelled-bytes-owed", "R33", "what was cancelled counts as under way for ever"),
+    bug("cancelled-bytes-owed", "R33", "cancelled bytes count as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
-    bug("connected-without-snapshot", "R33", "a new connection goes on where the broken one was").at(5),
+    bug("connected-without-snapshot", "R33", "a new connection continues at the position of the broken one").at(5),
     bug(
         "holder-taken-for-whole",
         "R33",
-        "a block is said to be nowhere by a holder that has not been sent everything",
+        "a holder with an incomplete list reports that no node has a block",
     )
     .at(1),
-    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot leaves what it did not name").at(3),
-    bug("departed-still-listed", "R33", "a node that left is still said to have blocks").at(9),
+    bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot keeps entries that it did not list").at(3),
+    bug("departed-still-listed", "R33", "a node that left is still listed with blocks").at(9),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
     bug("old-token-renewed", "R33", "a lease is renewed under an older token"),
     bug("new-holder-not-silent", "R33", "a new holder grants leases beside the one before it"),
@@ -305,7 +305,7 @@ pub const BUGS: &[Bug] = &[
         "the members of a service that has lost everything begin with the first epoch again",
     ),
     bug("epoch-without-majority", "R38", "the members change before a majority is of their epoch").at(2),
-    bug("members-of-the-gone", "R38", "members are left of whom a majority is not there").at(35),
+    bug("members-of-the-gone", "R38", "the remaining members have no reachable majority").at(35),
     bug("lapsed-stay", "R38", "a node whose registration has run out stays a member"),
     bug("two-changes-at-once", "R38", "all members that are gone are removed in one epoch").at(1),
     bug("moved-not-followed", "R38", "a member that has moved keeps its old address").at(1),
@@ -314,50 +314,50 @@ pub const BUGS: &[Bug] = &[
     bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored for good"),
     bug("lease-never-over", "R39", "a put goes by a lease whose time is over"),
     bug("lease-not-looked-at-again", "R39", "a put goes on by a lease that was given up meanwhile"),
-    bug("released-after-the-answer", "R39", "a lease counts here until the answer to its release has come"),
+    bug("released-after-the-answer", "R39", "a released lease counts on its node until the reply to the release"),
     bug(
         "late-grant-counts",
         "R39",
-        "the answer to an earlier question brings a lease back that was given up",
+        "the reply to an earlier request restores a released lease",
     )
     .at(2),
     bug("owners-put-held", "R39", "an owner does not store what another node has"),
-    bug("owner-not-offered", "R39", "what another node stored of a chain is not offered to its owner"),
-    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain go last as well").at(4),
-    bug("favour-stays", "R39", "blocks of a chain that was given up still go last"),
-    bug("hot-at-once", "R39", "what is read once is copied"),
-    bug("hot-copies-stay", "R39", "copies of what is read often have no end"),
+    bug("owner-not-offered", "R39", "blocks of a chain that another node stored are not offered to its owner"),
+    bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain are protected, too").at(4),
+    bug("favour-stays", "R39", "blocks of a released chain are still protected"),
+    bug("hot-at-once", "R39", "a block is copied after one read"),
+    bug("hot-copies-stay", "R39", "copies of hot blocks never expire"),
     bug(
         "deletes-not-told-again",
         "R33",
-        "a node that was away is not told what was deleted when it is connected again",
+        "a node that was away does not receive the deletes when it is connected again",
     )
     .at(5),
     bug(
         "read-from-who-lacks-deletes",
         "R33",
-        "blocks are read from a node that has not heard what was deleted",
+        "blocks are read from a node that lacks deletes",
     )
     .at(129),
     bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
         .at(143),
-    bug("copy-without-the-end", "R33", "a copy does not end with what it is a copy of").at(11),
-    bug("shorter-times-stay", "R33", "what another node was asked to end sooner ends when it would have")
+    bug("copy-without-the-end", "R33", "a copy outlives its source").at(11),
+    bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node")
         .at(1),
-    bug("deletes-not-noted", "R41", "a manifest does not keep what was deleted"),
-    bug("deletes-not-compared", "R41", "a pack is named whatever its manifest knows of deletes"),
-    bug("folded-deletes-forgotten", "R41", "what was listed before deletes that are kept no longer is named")
+    bug("deletes-not-noted", "R41", "a manifest does not keep deletes"),
+    bug("deletes-not-compared", "R41", "a pack is named regardless of the deletes in its manifest"),
+    bug("folded-deletes-forgotten", "R41", "blocks that were listed before a forgotten delete are named")
         .at(144),
-    bug("late-deletes-are-new", "R41", "a delete that is heard of late counts as one of now").at(1),
+    bug("late-deletes-are-new", "R41", "a delete that arrives late counts as a present one").at(1),
     bug("what-outlives-stays", "R41", "copies that outlive a shorter time to live stay named").at(1),
     bug("conditions-not-tried", "R41", "a bucket that ignores conditions of puts is written to").at(8),
-    bug("pool-forgets-deletes", "R42", "what is in a pool counts whatever was deleted since").at(91),
-    bug("shared-extents-not-held", "R42", "a stage does not hold what another one brought").at(1),
+    bug("pool-forgets-deletes", "R42", "blocks of a pool count regardless of later deletes").at(91),
+    bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage read").at(1),
     bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(9),
-    bug("draft-keeps-what-was-there", "R42", "a draft keeps blocks of which another one's bytes were stored")
+    bug("draft-keeps-what-was-there", "R42", "a draft keeps blocks for which another put's bytes were stored")
         .at(13),
     bug("blocks-behind-count-too", "R42", "with the first block of an extent all of it counts as here"),
-    bug("rests-stay", "R45", "what a session left to its forks stays when the last of them has ended").at(1),
+    bug("rests-stay", "R45", "blocks that a session left to its forks stay held after the last of them").at(1),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
