@@ -1,18 +1,18 @@
 """KV-cache blocks on disk, shared between processes and kept across restarts.
 
-What holds everywhere:
+Guarantees of all calls:
 
-- A read gives exactly the bytes that one producer put under that key and identity, or it is an error or a miss: never other
+- A read returns exactly the bytes that one producer put under that key and identity, or it is an error or a miss: never other
   bytes, never a mix of two producers' bytes, never another tenant's.
-- Memory that was handed over is held by this module until no disk and no thread touches it any more, also if the caller drops
-  it, closes the handle, or exits. It must not be used between the submission and the completion of its batch.
-- The interpreter's lock is released around everything that waits or digests, and there is no thread for each request.
-- Wrong arguments raise an exception that names the argument. Nothing that is passed in can crash the process, addresses
-  (`int`) outside registered memory included.
+- The module keeps memory that was passed to it until no disk and no thread accesses it any more, even if the caller drops it,
+  closes the handle, or exits. The caller must not use it between the submission and the completion of its batch.
+- The interpreter's lock is released during waits and digests, and there is no thread for each request.
+- Wrong arguments raise an exception that names the argument. No argument can crash the process, including addresses (`int`)
+  outside registered memory.
 - After `os.fork` a client belongs to the parent: in the child each call raises `Invalid` (reason `Forked`), and dropping the
-  objects does nothing. Connect again in the child.
-- At interpreter exit what is under way is cancelled and waited for, for at most two seconds; memory that a disk still writes
-  to then is leaked, not freed.
+  objects has no effect. Connect again in the child.
+- At the exit of the interpreter, requests under way are cancelled and waited for, for at most two seconds; memory that a disk
+  still writes to then is leaked, not freed.
 
 All methods may be called from any thread.
 """
@@ -27,8 +27,8 @@ from typing_extensions import Self
 __version__: str
 
 class Error(Exception):
-    """What a caller is told when something did not work. Each error is of one of the subclasses below, by what the caller must
-    do. `reason` says why, in one word that does not change (`NotHere`, `Quota`, `Digest`, ...); the text is for people."""
+    """The base of all errors. The subclass gives the caller's reaction. `reason` names the cause in one word that does not change
+    (`NotHere`, `Quota`, `Digest`, ...); the text is for people."""
 
     reason: str
     kind: Literal["miss", "retry", "refused", "invalid", "deadline", "corrupt", "read_only", "bug"]
@@ -36,25 +36,25 @@ class Error(Exception):
     def __init__(self, text: str = "", reason: str = "") -> None: ...
 
 class Miss(Error):
-    """The bytes are not here: recompute them."""
+    """The block is not stored: compute it."""
 
 class Retry(Error):
-    """Not now: ask again. A server that is away gives this, too: the connection comes back by itself with a later call."""
+    """A temporary failure: retry. Also raised while a server is away: a later call connects again by itself."""
 
 class Refused(Error):
-    """Not allowed: a quota, the budget, a right."""
+    """Not permitted: a quota, the budget, a right."""
 
 class Invalid(Error, ValueError):
-    """The request can never succeed as it is: fix it."""
+    """The request can never succeed as it is: correct it."""
 
 class Deadline(Error, TimeoutError):
-    """The time that was given passed first."""
+    """The timeout passed before the result."""
 
 class Corrupt(Error):
-    """Bytes on disk were not what was written: recompute them. It has been reported and counted."""
+    """The block is damaged on disk: compute it. The damage has been logged and counted."""
 
 class ReadOnly(Error):
-    """The store takes no writes after a fault; reads go on."""
+    """The store refuses writes after a fault; reads continue."""
 
 class Bug(Error):
     """A defect in Kvarts: report it."""
@@ -73,25 +73,27 @@ Buffer: TypeAlias = Any | _SupportsDLPack | int
 Key: TypeAlias = bytes | str
 
 def key(*parts: bytes | str | int) -> bytes:
-    """The 32 bytes that name a block, from what an engine calls it. Equal parts give equal keys on every machine, and other
-    parts other keys: `key("a", "b")` is not `key("ab")`. One single part of exactly 32 bytes is kept as it is. What has a field
-    of its own (model, revision, dtype, group, rank) does not belong into the key."""
+    """The key of a block, 32 bytes, computed from the engine's name for it. Equal parts give equal keys on every machine, and
+    different parts different keys: `key("a", "b")` is not `key("ab")`. A single part of exactly 32 bytes is used unchanged.
+    Values with a parameter of their own (model, revision, dtype, group, rank) do not belong into the key."""
 
 def chain(
     tokens: Sequence[int] | Buffer, block_tokens: int, *, parent: bytes | None = None, extra: bytes | None = None
 ) -> list[bytes]:
     """The keys of all full blocks of a text: each names its block and everything before it. `tokens` is a sequence of numbers
-    below 2**32, or a buffer of uint32. `parent` is the key of the block before, `extra` what else decides every block (an
-    adapter, a salt, an image)."""
+    below 2**32, or a buffer of uint32. `parent` is the key of the preceding block; `extra` is further data that determines every
+    block (an adapter, a salt, an image)."""
 
 def kept_windows(every: int, window: int, first: int, last: int, block_tokens: int) -> list[tuple[int, int]]:
-    """Which of the blocks `first` to `last` of a chain are to be kept of a group of which a prefix needs the last `window` tokens only: ranges.
-    Kept is what a prefix needs that ends at the first boundary at or behind a multiple of `every` tokens; 0: at every boundary."""
+    """The blocks to keep, as ranges, out of `first` to `last` of a chain, for a group of which a prefix needs only the last
+    `window` tokens. These are the blocks of prefixes that end at the first boundary at or behind a multiple of `every` tokens; 0:
+    at every boundary."""
 
 def window_interval(
     nbytes: int, block_tokens: int, tokens_per_second: int = 10_000, bytes_per_second: int = 2_000_000_000
 ) -> int:
-    """The `every` at which writing the `nbytes` of a boundary takes as long as replaying half of the way to the next; 0: at every boundary."""
+    """The `every` at which writing the `nbytes` of a boundary takes as long as replaying half of the distance to the next; 0: at
+    every boundary."""
 
 def connect(
     server: str | None = None,
@@ -109,14 +111,14 @@ def connect(
 ) -> Client:
     """A client of a server (`kvarts serve`).
 
-    `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. A
-    server on this host is reached through shared memory: name its socket. `token`: else the content of the file
-    `$KVARTS_TOKEN_FILE`. `timeout` bounds connecting and every call that does not give its own. TLS: `authority`,
-    `certificate` and `private_key` are PEM. `threads`: those of this client that copy and digest, 1 to 1024. `of_cluster`: look-ups
-    without a hold, and matches without a plan, also find what other nodes of the server's cluster have; loads take it from there.
-    A hold of a match holds what the server itself has.
+    `server`: the path of its socket, `HOST:PORT`, or `http(s)://HOST:PORT`; else `$KVARTS_SERVER`, else `127.0.0.1:7440`. For
+    shared memory with a server on this host, use its socket. `token`: else the content of the file `$KVARTS_TOKEN_FILE`.
+    `timeout`: the limit for connecting and for every call without a timeout of its own. TLS: `authority`, `certificate` and
+    `private_key` are PEM. `threads`: threads of this client that copy and digest, 1 to 1024. `of_cluster`: look-ups without a
+    hold, and matches without a plan, also find blocks of other nodes of the server's cluster, and loads fetch them from there. A
+    hold of a match covers the blocks of the server itself.
 
-    It connects again by itself after the server was away. Raises `Retry` (reason `Away`) if it is away now."""
+    The client reconnects by itself after the server was away. Raises `Retry` (reason `Away`) if the server is away now."""
 
 def open(
     dirs: str | PathLike[str] | Sequence[str | PathLike[str]],
@@ -124,23 +126,23 @@ def open(
     *,
     executors: int | None = None,
 ) -> Client:
-    """A store inside this process, without a server. While it is open, another process that opens its directories gets
-    `Refused` (reason `Locked`), and so does this call if another process has them.
+    """A store inside this process, without a server. While it is open, another process that opens its directories gets `Refused`
+    (reason `Locked`); this call raises the same if another process has them open.
 
-    `dirs`: one directory for each device, made if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
-    `with`, and at interpreter exit; a process that dies loses nothing that was acknowledged."""
+    `dirs`: one directory for each device, created if absent. `budget`: bytes on disk, never exceeded. It is closed by `close`, by
+    `with`, and at the exit of the interpreter; a process that dies loses no acknowledged block."""
 
 @final
 class Client:
-    """A store: somewhere else (`connect`), or in this process (`open`). The interface is the same."""
+    """A store: of a server (`connect`), or in this process (`open`). The interface is the same."""
 
     @property
     def path(self) -> Literal["local", "grpc", "embedded"]:
-        """The way that blocks take."""
+        """The path of blocks."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of shared memory that are kept from being used, because a connection ended while disks were writing to them."""
+        """Bytes of shared memory that are blocked because a connection ended while disks were writing to them."""
 
     def pages(
         self,
@@ -170,55 +172,59 @@ class Client:
         batches_max: int = 1024,
         timeout: float | None = None,
     ) -> Pages:
-        """A handle on the blocks of one identity. Everything from `model` to `extras` decides bytes: handles that differ in any
-        of it, in the page sizes or in `tp_size`, never see each other's blocks. What an engine does not have is "none"; model,
-        revision, dtype, engine, layout and the layout's version are always named.
+        """A handle on the blocks of one identity. All arguments from `model` to `extras` determine the bytes: handles that differ
+        in any of them, in the page sizes or in `tp_size`, never share blocks. For a feature that an engine does not have, use
+        "none"; model, revision, dtype, engine, layout and the layout's version are always required.
 
-        `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) where an engine has several groups of KV caches.
-        Each block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks
-        have layers and parts. `tp_rank` of `tp_size`: which part of the state this process has; ranks never see each other's
-        pages, unless `rank` is given with a batch. `windows`: of which groups a prefix needs only the blocks of its last tokens, and of how
-        many (`{1: 128}`); 0 is its last block alone. Of the others it needs all.
+        `page_bytes`: one size, or one for each group (`{0: 65536, 1: 4096}`) of an engine with several groups of KV caches. Each
+        block is then one opaque page. Or `spec`: the name of a shipped model or the text of a spec (TOML), whose blocks have
+        layers and parts. `tp_rank` of `tp_size`: this process's part of the state; ranks never share pages, unless a batch sets
+        `rank`. `windows`: groups of which a prefix needs only the blocks of its last tokens, with the number of tokens
+        (`{1: 128}`; 0: the last block alone). A prefix needs all blocks of the other groups.
 
-        `durable`: puts are acknowledged after a flush; else when they are written. `ttl`: seconds that a block lives at most.
-        `lanes`: three eventfds (store, lookup, load) instead of one. `timeout`: of batches that give none; `None` is the
-        client's. It registers the model: a call to the server."""
+        `durable`: puts are acknowledged after a flush, otherwise after the write. `ttl`: the time to live of blocks in seconds.
+        `lanes`: three eventfds (store, lookup, load) instead of one. `timeout`: of batches without one of their own; `None` is
+        the client's. The call registers the model with the server."""
 
     def memory(self, nbytes: int) -> Memory:
-        """Memory into which the server's disks write directly: verified where it lies, without a copy on the host. Where there is no
-        such way (gRPC), memory like any other. It stays until its last user is gone, views of it included."""
+        """Memory into which the server's disks write directly: verified in place, without a copy on the host. Without such a path
+        (gRPC), ordinary memory. It is freed with its last user, views of it included."""
 
     def shared_pool(self, nbytes: int) -> Pool:
-        """Memory that the processes of one engine share: see `Pool`. Over the local path alone. It counts once as memory of the tenant,
-        and is gone with the last process that has it."""
+        """Memory that the processes of one engine share: see `Pool`. Only over the local path. It counts once as memory of the
+        tenant, and is freed with the last process that has it."""
 
     def attach(self, name: str) -> Memory:
-        """The memory of a pool that another process of the same tenant has taken on this server."""
+        """The memory of a pool that another process of the same tenant has made on this server."""
 
     def adopt(self, buffer: Buffer, *, fd: int | None = None, offset: int = 0, nbytes: int | None = None) -> Memory:
-        """Makes memory of an engine's known, once, so that its pages can be named by buffers or addresses in it from then on
-        without being pinned and looked at one by one.
+        """Registers an engine's memory once, so that buffers or addresses in it can be used as pages without being pinned and
+        checked one by one.
 
-        `fd`: the file in memory (`memfd_create`, or a file of `/dev/shm`) that `buffer` maps from `offset` on, whole pages of
-        4 KiB. The server's disks then write into it directly, and this process verifies. It is sealed against shrinking if it
-        was made to allow that; in any case the engine must not shorten it before `Memory.close` has returned. Without `fd`, bytes are copied once on their way (embedded: not at all). `nbytes` is needed where `buffer`
-        is an address: then the caller promises that it stays mapped until `Memory.close` has returned."""
+        `fd`: the file in memory (`memfd_create`, or a file of `/dev/shm`) that `buffer` maps from `offset` on, whole pages of 4
+        KiB. The server's disks then write into it directly, and this process verifies the bytes. It is sealed against shrinking
+        if it allows seals; in any case the engine must not shorten it before `Memory.close` has returned. Without `fd`, bytes are
+        copied once on their way (embedded: not at all). `nbytes` is required if `buffer` is an address: the caller then
+        guarantees that it stays mapped until `Memory.close` has returned."""
 
     def watch(
         self, *, after: tuple[int, int] | None = None, namespace: bytes | None = None, snapshot: bool = False, runs: bool = False
     ) -> Events:
-        """What happens to the blocks of the caller's tenant, or of one model that this client has registered (`Pages.namespace`), without a
-        gap between two events; raises `Retry` (reason `EventGap`) where events were missed. It waits for the next one.
+        """Events of the blocks of the caller's tenant, or of one model that this client has registered (`Pages.namespace`),
+        without a gap between two events; raises `Retry` (reason `EventGap`) if events were missed. The iterator waits for the
+        next event.
 
-        `after`: behind this event. `snapshot`: where no event is named, and after each gap, which is told of and not raised, first what
-        is here: `present` for each block, then `complete`. `runs`: an event may be of several blocks of one column."""
+        `after`: start behind this event. `snapshot`: without `after`, and after each gap, which is then an event and not raised,
+        begin with the present blocks: `present` for each block, then `complete`. `runs`: an event may have several blocks of one
+        column."""
 
     def stats(self) -> dict[str, Any]:
-        """What the store is and has done."""
+        """The state and the counters of the store."""
 
     def models(self) -> list[dict[str, Any]]:
-        """The models of the caller's tenant that were registered since the server started, or that it has blocks of: `namespace`, `model`,
-        `revision`, `dtype`, `engine`, `layout`, `block_tokens`, `layers`, `registered`, `last_used_ms`. Of a server only."""
+        """The models of the caller's tenant that were registered since the server started, or that have blocks in the store:
+        `namespace`, `model`, `revision`, `dtype`, `engine`, `layout`, `block_tokens`, `layers`, `registered`, `last_used_ms`.
+        Only with a server."""
 
     def route(
         self,
@@ -234,17 +240,19 @@ class Client:
         token_bytes: float = 0.0,
         layers: int = 0,
     ) -> dict[str, Any]:
-        """Where a request should go. Of a server only.
+        """Chooses the node for a request. Only with a server.
 
-        Each of `nodes` says what its caller knows: `node` (its number), `store` (16 bytes: the store of the server beside it, which that
-        server says as `here`), `decodes`, `queue_ms`, `decoding`, `memory_tokens`, `device_tokens`, `memory_bytes_per_ms`; and where
-        it knows better, `disk_tokens`, `disk_bytes_per_ms`, `disk_queue_ms`, `network_bytes_per_ms`, `network_queue_ms`: what is given
-        stands, the rest the server fills in for nodes with a `store`. `namespace` and `keys` name the blocks of the prompt (of group
-        0, whole); without them the server knows of no blocks. `owner`: a node's number and the leading tokens that it has.
+        Each of `nodes` has the values that its caller knows: `node` (its number), `store` (16 bytes: the store of the server on
+        that node, which that server returns as `here`), `decodes`, `queue_ms`, `decoding`, `memory_tokens`, `device_tokens`,
+        `memory_bytes_per_ms`; and optionally `disk_tokens`, `disk_bytes_per_ms`, `disk_queue_ms`, `network_bytes_per_ms`,
+        `network_queue_ms`: the server fills in absent ones for nodes with a `store`. `namespace` and `keys` name the blocks of
+        the prompt (of group 0, replicated); without them the server knows of no blocks. `owner`: a node's number and the leading
+        tokens that it has.
 
-        The answer: `class`; `candidates`, the least `cost_ms` first, each with `node`, `action`, `cached_tokens` and the terms of its
-        cost; `nodes`, of each with a `store` its leading `blocks` (`None`: not known), what was assumed and the `trouble`; `here`, `owner`,
-        `owner_has_lease`, `leased_by`, `bucket_blocks` (`None`: not known), `unasked` (blocks that the directory was not asked for in time)."""
+        The result: `class`; `candidates` in the order of `cost_ms`, each with `node`, `action`, `cached_tokens` and the terms of
+        its cost; `nodes`, for each with a `store` its leading `blocks` (`None`: unknown), assumed values and the `trouble`;
+        `here`, `owner`, `owner_has_lease`, `leased_by`, `bucket_blocks` (`None`: unknown), `unasked` (blocks for which the
+        directory did not answer in time)."""
 
     def session(
         self,
@@ -258,16 +266,16 @@ class Client:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> Session:
-        """Opens a session: a conversation that begins with these blocks, which the server holds against eviction as far as they are
-        there. Of a server only; it needs the right to write.
+        """Opens a session: a conversation that begins with these blocks. The server protects those that are stored from eviction.
+        Only with a server; it needs the right to write.
 
-        `columns`: of which groups and ranks (`None`: this process's) blocks are held; otherwise of every group, of this rank; `[]` holds
-        nothing. `shared_blocks`: how many leading blocks are others' as well, as a system prompt is; in a cluster the chain behind them
-        is claimed for the server's node. `lease`: seconds that the session lasts without a renewal, so what it costs if this process
-        dies; more than ten minutes need the right to pin.
+        `columns`: groups and ranks (`None`: this process's) whose blocks are held; by default every group, of this rank; `[]`
+        holds no blocks. `shared_blocks`: the number of leading blocks that other sessions share, such as a system prompt; in a
+        cluster the chain behind them is claimed for the server's node. `lease`: seconds that the session lasts without a renewal,
+        and therefore after the death of this process; more than ten minutes need the right to pin.
 
-        What is said of the turn that comes decides its class and advice (`Session.told`): `prompt_tokens` (0: those of the blocks),
-        `engine_blocks` (leading blocks that the engine has in its own memory; otherwise those that the session had before) and `times`."""
+        The next turn's class and advice (`Session.told`) follow from `prompt_tokens` (0: those of the blocks), `engine_blocks`
+        (leading blocks in the engine's own memory; by default those that the session had before) and `times`."""
 
     def close(self, timeout: float | None = None) -> None:
         """Closes all handles (see `Pages.close`) and ends the connection or the store. Sessions end with their lease."""
@@ -279,13 +287,13 @@ class Client:
 
 @final
 class Session:
-    """A conversation whose blocks a server holds. It lasts until `close`, the end of `with`, or the end of its lease: no thread renews it, so
-    that a process that stands still keeps nothing. A session that is over, or whose server was started again, raises `Refused` (reason
-    `LeaseEnded`): open another one. One call at a time; others wait for it."""
+    """A conversation whose blocks a server holds. It lasts until `close`, the end of `with`, or the end of its lease: no thread
+    renews it, so that a stalled process holds no blocks. A session that has ended, or whose server was restarted, raises
+    `Refused` (reason `LeaseEnded`): open another one. One call runs at a time; others wait for it."""
 
     @property
     def id(self) -> int:
-        """The number that names it on its server, and on the one that it is handed over to."""
+        """Its number on its server, and on the server that takes it over."""
 
     @property
     def keys(self) -> list[bytes]:
@@ -293,10 +301,10 @@ class Session:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the server said last: `held` (of the blocks of that call those that are held in all columns), `class`, `tail`, `owner` (16
-        bytes: in a cluster the node that owns its chain, where its turns should go; else `None`) and `is_owner` (whether that is this
-        server's). `tail` is advice on what to keep of windows and states: `keep` ("nothing", "every_block", "every_blocks", "replay"),
-        `every_blocks`, `tip` (whether at the turn's end), `replay_tokens`, `replay_ms`, `write_ms`."""
+        """The server's last reply: `held` (blocks of that call that are held in all columns), `class`, `tail`, `owner` (16 bytes:
+        in a cluster the node that owns its chain, where its turns should go; else `None`) and `is_owner` (whether that is this
+        server's node). `tail` is advice on keeping windows and states: `keep` ("nothing", "every_block", "every_blocks",
+        "replay"), `every_blocks`, `tip` (whether at the turn's end), `replay_tokens`, `replay_ms`, `write_ms`."""
 
     def fork(
         self,
@@ -306,8 +314,8 @@ class Session:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> Session:
-        """A session that goes on from the first blocks of this one, by default from all. What both share is held once, and as long as either
-        lasts."""
+        """A session that continues from the first blocks of this one, by default from all. Shared blocks are held once, as long
+        as either session lasts."""
 
     def extend(
         self,
@@ -317,22 +325,23 @@ class Session:
         engine_blocks: int | None = None,
         times: Times | None = None,
     ) -> dict[str, Any]:
-        """Blocks that follow, and the lease anew; gives `told`. Say them before they are computed, and `hold` them when they were put."""
+        """Appends blocks and renews the lease; returns `told`. Call it before the blocks are computed, and `hold` after they were
+        put."""
 
     def hold(self, first: int = 0) -> dict[str, Any]:
-        """Holds what is there by now of its own blocks from this one on, and the lease anew; gives `told`. Say its beginning: each call that
-        begins elsewhere is another lease of the server's until one covers it."""
+        """Holds the stored blocks of the session from this one on, and renews the lease; returns `told`. `first` should be the
+        session's beginning: each call with another one is a further lease on the server until one covers it."""
 
     def renew(self) -> None:
-        """The lease anew, from now on."""
+        """Renews the lease from now on."""
 
     def hand_over(self, to: Client) -> dict[str, Any]:
-        """Goes on at another server, under the same number, with this object; gives `told`. That client must have registered the model
-        (`Client.pages`). Its chain is given up here first, and what is held here let go of last. Where the other one refuses it, it stays
-        handed over: it can be handed over again, until its lease ends."""
+        """Moves the session to another server, under the same number and with this object; returns `told`. That client must have
+        registered the model (`Client.pages`). The chain is released here first, and the held blocks last. If the other server
+        refuses the session, it stays handed over: the call can be repeated until its lease ends."""
 
     def close(self) -> bool:
-        """Ends it; false if it had ended."""
+        """Ends the session; false if it had ended."""
 
     def __enter__(self) -> Session: ...
     def __exit__(
@@ -341,11 +350,11 @@ class Session:
 
 @final
 class Memory:
-    """Memory that the store knows: `memoryview(memory.view)`, `numpy.frombuffer(memory.view, ...)`, or addresses in it."""
+    """Registered memory: `memoryview(memory.view)`, `numpy.frombuffer(memory.view, ...)`, or addresses in it."""
 
     @property
     def mode(self) -> Literal["adopted", "copied", "embedded"]:
-        """How bytes get into it: written by disks and verified here; through one copy; or by the store in this process."""
+        """The path of bytes into it: written by disks and verified here; through one copy; or by the store in this process."""
 
     @property
     def address(self) -> int: ...
@@ -356,27 +365,27 @@ class Memory:
         """The bytes. A view keeps the memory."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Forgets it: returns when no batch uses it any more (raises `Deadline` if that takes longer). Its pages are named by
-        buffers like any other memory afterwards."""
+        """Ends the registration: returns when no batch uses the memory any more (raises `Deadline` if that takes longer).
+        Afterwards its pages can be passed as buffers like any other memory."""
 
 @final
 class Pool:
-    """Memory that the processes of one engine share, and the blocks that are staged in it. The scheduler has it; workers attach to
-    its memory by its name (`Client.attach`)."""
+    """Memory that the processes of one engine share, and the blocks that are staged in it. The scheduler makes it; workers attach
+    to its memory by its name (`Client.attach`)."""
 
     @property
     def name(self) -> str:
-        """32 hexadecimal digits that cannot be guessed. Another tenant's client finds nothing by it."""
+        """32 hexadecimal digits that cannot be guessed. The name is not valid for other tenants."""
 
     @property
     def memory(self) -> Memory:
-        """All of it, as this process has it."""
+        """The whole memory, as mapped in this process."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """What it has and has done: `bytes`, `free_bytes`, and blocks: `hits` (asked for and here), `shared` (on their way for another
-        stage), `read`, `came`, `no_room`, `kept` (saved here and stored), `withdrawn` (deleted since, expired or evicted on the server), `evicted`; and stages that were
-        `silent`."""
+        """Its state and counters: `bytes`, `free_bytes`, and blocks: `hits` (found in the pool), `shared` (already being read for
+        another stage), `read`, `came`, `no_room`, `kept` (saved here and stored), `withdrawn` (deleted since, expired or evicted
+        on the server), `evicted`; and `silent` stages."""
 
     def clear(self) -> None:
         """Forgets every block that no stage holds; the next stage reads it again."""
@@ -389,8 +398,8 @@ class Pool:
         first_block: int = 0,
         silence: float = 10.0,
     ) -> Stage:
-        """Holds and reads blocks that follow each other in a chain, the same ones in every column: (handle, group, rank; `None` for the
-        handle's own). `first_block`: how many blocks of the chain stand before. It waits for nothing."""
+        """Holds and reads consecutive blocks of a chain, the same ones in every column: (handle, group, rank; `None` for the
+        handle's own). `first_block`: the index of the first block in the chain. The call does not wait."""
 
     def draft(
         self,
@@ -402,63 +411,66 @@ class Pool:
         first_block: int = 0,
         wait: bool = True,
     ) -> Draft:
-        """Room for blocks that an engine saves and that are put from there. Raises `Retry` where there is none. Without `wait` also where
-        another thread uses the pool at this moment: one that begins a read may wait there for a connection."""
+        """Room for blocks that an engine saves and then puts from there. Raises `Retry` if there is none. With `wait=False` it
+        also raises if another thread uses the pool at this moment: a thread that begins a read may wait there for a connection."""
 
 @final
 class Stage:
-    """What one request needs of a pool, held and on its way. It ends when all is here, when the next block cannot come, or when nothing has
-    come for `silence` seconds. What is staged stays where it is until `close`, whatever happens to disks, networks and servers."""
+    """The blocks of one request in a pool, held and being read. A stage ends when all blocks are present, when the next block
+    cannot be read, or when no block arrives for `silence` seconds. Staged blocks stay in place until `close`, independent of
+    disks, networks and servers."""
 
     @property
     def staged(self) -> int:
-        """Leading blocks that are here in every column, with what has arrived by now."""
+        """Leading blocks that are present in every column, including all that have arrived so far."""
 
     @property
     def is_over(self) -> bool:
-        """Whether there will not be more."""
+        """Whether the stage has ended."""
 
     @property
     def why(self) -> Error | None:
-        """Why it is over before the last block."""
+        """The cause, if the stage ended before the last block."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits until it is over, or so long; gives `staged`."""
+        """Waits for the end of the stage or for `timeout`; returns `staged`."""
 
     def stretches(self, column: int = 0) -> list[tuple[int, int, int, int]]:
-        """Where the staged blocks of a column are, in their order: (where an extent begins in the pool, blocks of the extent, the first of
-        these, how many these are). An extent lies `[part][block]`, with the parts of all layers in the order of the shape."""
+        """The positions of the staged blocks of a column, in their order: (offset of an extent in the pool, blocks of the extent,
+        index of the first of these blocks, their number). An extent has the form `[part][block]`, with the parts of all layers in
+        the order of the shape."""
 
     def places(self, part: int, column: int = 0) -> list[tuple[int, int]]:
-        """The same for one part: (where it begins in the pool, bytes), one after the other."""
+        """The same for one part: (offset in the pool, bytes), one after the other."""
 
     def close(self) -> None:
-        """Lets go of what it holds, and stops reads that no other stage waits for."""
+        """Releases its blocks, and stops reads that no other stage waits for."""
 
 @final
 class Draft:
-    """Room in a pool for blocks that an engine saves: workers write them there (`kvarts.gpu`), and when the last one has, they are put. Keep it
-    for as long as a device may write there; a save of this process that is given it keeps the room by itself."""
+    """Room in a pool for blocks that an engine saves: workers write them there (`kvarts.gpu`); after the last write they are put.
+    Keep the draft as long as a device may write there; a save of this process that has the draft keeps the room by itself."""
 
     def stretches(self) -> list[tuple[int, int, int, int]]:
-        """Where the blocks lie, in the order of the keys, as `Stage.stretches` says it."""
+        """The positions of the blocks in the order of the keys, in the form of `Stage.stretches`."""
 
     def put(
         self, *, parent: bytes | None = None, durable: bool = True, ttl: float | None = None, timeout: float | None = None
     ) -> list[bool]:
-        """Puts the blocks from where they lie, and waits for the answer: of each, whether it is stored, now or already. `parent`: the block before
-        the first; without it the first begins the prompt. What was stored here stays in the pool for later stages. Once."""
+        """Puts the blocks from the pool, and waits for the result: for each block, whether it is stored, now or already.
+        `parent`: the block before the first; without it the first begins the prompt. Blocks stored by this call stay in the pool
+        for later stages. To be called once."""
 
     @property
     def why(self) -> Error | None:
-        """Why the first block of the put that is not stored is not."""
+        """The cause for the first block of the put that is not stored."""
 
     def close(self) -> None:
-        """Gives the room back."""
+        """Releases the room."""
 
 @final
 class Completion:
-    """The answer to one batch."""
+    """The result of one batch."""
 
     @property
     def id(self) -> int: ...
@@ -466,40 +478,40 @@ class Completion:
     def kind(self) -> Literal["put", "get", "exists", "lock", "delete"]: ...
     @property
     def ok(self) -> bool:
-        """Whether every key went well."""
+        """Whether every key succeeded."""
 
     @property
     def results(self) -> list[bool]:
-        """One for each key, in the order of the request. A put: the page is stored, now or already. A get: it is complete and
-        verified in its buffer; other buffers may have been written to. Exists and lock: it can be read now. Delete: it was
-        here and is not any more."""
+        """One for each key, in the order of the request. A put: the page is stored, now or already. A get: the page is complete
+        and verified in its buffer; buffers of failed keys may have been written to. Exists and lock: the page can be read now.
+        Delete: the page was stored and is deleted."""
 
     @property
     def errors(self) -> dict[int, Error]:
-        """Why, for each key that did not go well. Of exists and delete, what is merely absent is a `Miss`."""
+        """The error of each failed key. In exists and delete, an absent page is a `Miss`."""
 
     @property
     def reasons(self) -> dict[str, tuple[Error, int]]:
-        """The same by reason: one error of each, and how many keys it concerns. `errors` makes an exception for each key, which
-        takes long where thousands are absent."""
+        """The same by reason: one error of each, and the number of keys. `errors` makes an exception for each key, which is slow
+        for thousands of absent keys."""
 
     @property
     def error(self) -> Error | None:
-        """The first of them."""
+        """The first error."""
 
     @property
     def prefix(self) -> int:
-        """How many leading keys went well."""
+        """The number of leading keys that succeeded."""
 
     @property
     def written(self) -> int:
-        """Pages that a put wrote; those that were here already are not counted."""
+        """Pages that a put wrote; pages that were already stored are not counted."""
 
 @final
 class Paged:
-    """Blocks in the slots of a pool: part `p` of block `i` lies at `parts[p][0]`, `parts[p][1] + slots[i] * parts[p][2]` bytes
-    after its beginning. A part is (buffer, offset, stride); there is one for each part of a block, in the order of the spec
-    (for pages: one). `None` for parts of layers that are not read."""
+    """Blocks in the slots of a pool: part `p` of block `i` begins at byte `parts[p][1] + slots[i] * parts[p][2]` of the buffer
+    `parts[p][0]`. A part is (buffer, offset, stride); there is one for each part of a block, in the order of the spec (for pages:
+    one), and `None` for parts of layers that are not read."""
 
     def __new__(cls, parts: Sequence[tuple[Buffer, int, int] | None], slots: Sequence[int]) -> Self: ...
 
@@ -509,17 +521,17 @@ Places: TypeAlias = Sequence[Buffer] | Buffer | Paged
 
 @final
 class Pages:
-    """Batches of blocks: submitted from any thread without waiting, answered later, each exactly once, with one result for each
-    key in the order of the keys. Beside them the same as calls that wait.
+    """Batches of blocks: submitted from any thread without waiting, completed later, each exactly once, with one result for each
+    key in the order of the keys. The same calls also exist in a form that waits.
 
-    - A batch that was refused (an exception) has no id and nothing of it was begun.
-    - Once a batch is answered, nothing touches its buffers any more.
-    - An eventfd is readable exactly while completions wait to be drained. `drain` empties it; who reads it does so before
+    - A refused batch (an exception) has no id and no effect.
+    - After the completion of a batch no thread and no disk accesses its buffers.
+    - An eventfd is readable exactly while completions can be drained. `drain` empties it; a program that reads it does so before
       draining.
-    - A key that stands again in one batch has the result of its first place; in a get it is `Invalid` (reason `Duplicate`)
-      there and that buffer is left alone.
-    - `timeout` (seconds): when it has passed, keys that are not there yet are answered with `Deadline`. That is soon after, also
-      if the server has stopped; only a get straight into memory of mode adopted waits until the disk has let go.
+    - A repeated key in one batch has the result of its first position; in a get it is `Invalid` (reason `Duplicate`) at the
+      others, and their buffers are not written.
+    - `timeout` (seconds): keys without a result by then get `Deadline`, soon after, even if the server has stopped; only a get
+      straight into memory of mode adopted waits until the disk has finished.
     - `group` (default 0) and `rank` (default: this process's): one for all keys, or a sequence with one for each.
     """
 
@@ -529,7 +541,7 @@ class Pages:
 
     @property
     def under_way(self) -> int:
-        """Batches that were submitted and not drained."""
+        """Submitted batches that were not drained."""
 
     def block_bytes(self, group: int = 0) -> int: ...
     def parts(self, group: int = 0) -> list[tuple[int, int]]:
@@ -545,8 +557,8 @@ class Pages:
         parent: bytes | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Stores a page under each key: once answered, the first that was put under a key is what every get gives. `parent`:
-        the keys are consecutive blocks of one text, and this is the key before them (`b""`: none is before them)."""
+        """Stores a page under each key. After the completion every get returns the first page that was put under the key.
+        `parent`: declares the keys as consecutive blocks of one text, and is the key before them (`b""`: they begin the text)."""
 
     def submit_get(
         self,
@@ -567,7 +579,7 @@ class Pages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Asks which pages can be read now."""
+        """Looks up which pages can be read now."""
 
     def submit_lock(
         self,
@@ -578,10 +590,10 @@ class Pages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """The same, and holds those that are here against eviction for `hold` seconds, or until `unlock`."""
+        """The same, and protects stored pages from eviction for `hold` seconds, or until `unlock`."""
 
     def unlock(self, what: int | Sequence[Key]) -> None:
-        """Ends what the batch of this id holds, or takes one lock off each key. It does not wait."""
+        """Ends the locks of the batch with this id, or one lock on each key. It does not wait."""
 
     def submit_delete(
         self,
@@ -591,30 +603,29 @@ class Pages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Deletes blocks: once answered, nothing brings them back."""
+        """Deletes blocks; after the completion they cannot return."""
 
     def cancel(self, id: int) -> bool:
-        """Ends a batch early: it is answered soon, once, with `Retry` (reason `Cancelled`) for keys that were not done. False
-        if it was answered already."""
+        """Ends a batch early: it completes soon, once, with `Retry` (reason `Cancelled`) for unfinished keys. False if it had
+        completed."""
 
     def drain(self, lane: Literal["store", "lookup", "load"] | None = None) -> list[Completion]:
-        """Takes the completions that wait, of all lanes or of one. It does not wait."""
+        """Returns the waiting completions, of all lanes or of one. It does not wait."""
 
     def wait(self, timeout: float | None = None) -> list[Completion]:
-        """Drains; if nothing waits, waits for the first. An empty list after `timeout` seconds, and where nothing is under
-        way."""
+        """Drains; without a completion it waits for the first. Returns an empty list after `timeout` seconds, or if no batch is
+        under way."""
 
     def fileno(self) -> int:
         """The eventfd (`lanes=False`), for select, poll and asyncio. It belongs to this handle: do not close it."""
 
     def event_fd(self, lane: Literal["store", "lookup", "load"]) -> int:
-        """The eventfd of a lane: three different ones with `lanes=True`, else one and the same."""
+        """The eventfd of a lane: three different ones with `lanes=True`, otherwise the same one."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels what is under way, discards completions that were not drained, ends the locks. When it returns, nothing
-        touches any buffer that was given to this handle. Raises `Deadline` if that takes longer than `timeout` (default: the
-        client's): then the module goes on holding those buffers, and `close` may be called again. Later submissions raise
-        `Retry` (reason `Closed`)."""
+        """Cancels batches under way, discards completions that were not drained, ends the locks. After its return no buffer of
+        this handle is accessed. Raises `Deadline` if that takes longer than `timeout` (default: the client's): the module then
+        keeps those buffers, and `close` may be called again. Later submissions raise `Retry` (reason `Closed`)."""
 
     # The same as calls that wait. They raise what concerns the whole call; what concerns single keys is in the answer.
 
@@ -648,8 +659,8 @@ class Pages:
     def missing(
         self, keys: Sequence[Key], *, group: int = 0, rank: int | None = None, timeout: float | None = None
     ) -> Missing:
-        """Why those of these blocks are not there that are not: for what a get did not find, as
-        `pages.missing([keys[at] for at in answer.errors])`. It is a look-up; blocks that are here count in nothing."""
+        """Counts the absent blocks among these by cause: for a get, as `pages.missing([keys[at] for at in answer.errors])`. It is
+        a look-up; stored blocks are not counted."""
 
     def delete(
         self,
@@ -660,7 +671,7 @@ class Pages:
         timeout: float | None = None,
     ) -> Completion: ...
     def delete_all(self) -> int:
-        """Deletes every block of this identity, of all groups and ranks; how many were here."""
+        """Deletes every block of this identity, of all groups and ranks; returns the number of deleted blocks."""
 
     def match(
         self,
@@ -673,14 +684,14 @@ class Pages:
         hbm_boundaries: Sequence[int] = ...,
         overlap: Literal["layers", "none"] = "layers",
     ) -> Match:
-        """How long a prefix of these consecutive blocks can be restored now: up to the last block boundary at which every
-        required part of every group and rank is here. With `hold`, the blocks that it needs are not evicted for `hold` seconds.
+        """The longest prefix of these consecutive blocks that can be restored now: up to the last block boundary at which every
+        required part of every group and rank is stored. With `hold`, its blocks are protected from eviction for `hold` seconds.
 
-        With `times` the answer has a `plan`: what of it is worth restoring with the disks as they are now, and why. The prompt
-        has `prompt_tokens` tokens (one more than the blocks, if it is not said), and of it `hbm_blocks` leading blocks are in
-        device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks. `overlap`: what the engine
-        computes of the prompt meanwhile; `layers`: each layer when it is loaded, `none`: nothing before everything is, as engines
-        do that load whole blocks."""
+        With `times` the result has a `plan`: the part of the prefix that loads faster than it computes at the present speed of
+        the disks, with the reason. The prompt has `prompt_tokens` tokens (default: one more than the blocks), and `hbm_blocks`
+        leading blocks are in device memory already; windows and states are at the boundaries `hbm_boundaries`, in blocks.
+        `overlap`: the engine's computing during the load; `layers`: each layer starts when it is loaded, `none`: computing starts
+        when all blocks are loaded, as in engines that load whole blocks."""
 
     def layers(
         self,
@@ -693,14 +704,14 @@ class Pages:
         rank: int | None = None,
         timeout: float | None = None,
     ) -> Layers:
-        """Reads blocks layer by layer: an iterator that gives each layer when it is usable. Where to: either `buffers`, or
-        `layer_buffers`, one for each layer of the blocks (`[part][block]` inside; `None` for layers that are not read). `layers`:
-        of the model, consecutive; all if none are named."""
+        """Reads blocks layer by layer: an iterator that returns each layer when it is usable. The destination is either
+        `buffers`, or `layer_buffers`, one for each layer of the blocks (`[part][block]` inside; `None` for layers that are not
+        read). `layers`: a consecutive range of the model's layers; default: all."""
 
     def pin(
         self, keys: Sequence[Key], *, hold: float, group: int = 0, rank: int | None = None, timeout: float | None = None
     ) -> Lease:
-        """Holds the blocks that are here against eviction for `hold` seconds."""
+        """Protects the stored blocks from eviction for `hold` seconds."""
 
     def __enter__(self) -> Pages: ...
     def __exit__(
@@ -709,7 +720,7 @@ class Pages:
 
 @final
 class Match:
-    """What a look-up found."""
+    """The result of a look-up."""
 
     @property
     def blocks(self) -> int:
@@ -717,30 +728,30 @@ class Match:
 
     @property
     def pending(self) -> int:
-        """Leading blocks of which puts under way, too, have the last parts."""
+        """Leading blocks that can be restored once the puts under way have finished."""
 
     @property
     def missing(self) -> Missing:
-        """Why the blocks behind those cannot be restored."""
+        """The blocks behind the prefix by cause."""
 
     @property
     def lease(self) -> Lease | None: ...
     @property
     def plan(self) -> Plan | None:
-        """If it was asked for. A lease holds all of `blocks`, whatever the plan uses of them."""
+        """Present if `times` was given. A lease holds all of `blocks`, even if the plan uses fewer."""
 
 @final
 class Missing:
-    """Why blocks cannot be restored: how many for each reason; its text names those that there are, and it is false if there is none.
-    A store remembers a bounded number of departures since it was opened: what it forgot counts as never stored."""
+    """Counts of blocks that cannot be restored, by cause; its text lists the causes with a count, and it is false without any. A
+    store remembers a bounded number of removed blocks since it was opened: older ones count as never stored."""
 
     @property
     def evicted(self) -> int:
-        """Stored, and evicted: other blocks needed their room, or their quota."""
+        """Stored, and evicted to make room or to keep a quota."""
 
     @property
     def expired(self) -> int:
-        """Stored, and their time to live is over."""
+        """Stored, and expired."""
 
     @property
     def deleted(self) -> int:
@@ -748,7 +759,7 @@ class Missing:
 
     @property
     def out_of_service(self) -> int:
-        """Damaged, or of a part of the store that failed."""
+        """Damaged, or in a part of the store that failed."""
 
     @property
     def never_stored(self) -> int:
@@ -756,14 +767,14 @@ class Missing:
 
     @property
     def cut_off(self) -> int:
-        """Of a match: here, behind a block that is not."""
+        """In a match: stored, but an earlier block of the prefix is absent."""
 
     def __bool__(self) -> bool: ...
 
 @final
 class Times:
-    """How long an engine computes a prefill: from measured ones (tokens that were there, new tokens, milliseconds), from the
-    data sheet of `devices` devices for a model whose figures are known, or from both."""
+    """The prefill times of an engine: from measurements (cached tokens, new tokens, milliseconds), from the data sheet of
+    `devices` devices for a known model, or from both."""
 
     def __new__(
         cls,
@@ -777,17 +788,17 @@ class Times:
 
 @final
 class Plan:
-    """What of a prefix is worth restoring. Times are milliseconds."""
+    """The part of a prefix that is worth restoring. Times are milliseconds."""
 
     @property
     def blocks(self) -> int:
-        """Blocks to restore; the prompt goes on behind them. 0: a load would be slower than computing, or nothing is here."""
+        """Blocks to restore; computing continues behind them. 0: a load would be slower than computing, or no block is stored."""
 
     @property
     def tokens(self) -> int: ...
     @property
     def recompute_tokens(self) -> int:
-        """Tokens before that which are run again."""
+        """Tokens before that boundary that are computed again."""
 
     @property
     def disk_bytes(self) -> int:
@@ -807,44 +818,44 @@ class Plan:
     def first_token_ms(self) -> float: ...
     @property
     def recompute_all_ms(self) -> float:
-        """To the first token with nothing restored."""
+        """Time to the first token without a restore."""
 
     @property
     def held_ms(self) -> float:
-        """To the first token with what is in device memory alone."""
+        """Time to the first token with only the blocks in device memory."""
 
     @property
     def benefit_ms(self) -> float:
-        """What `first_token_ms` is sooner than `held_ms`."""
+        """The difference of `held_ms` and `first_token_ms`."""
 
     @property
     def reason(self) -> str: ...
     @property
     def actions(self) -> list[tuple[int, int, int, str, int]]:
-        """Group, first block, the block behind the last, what is done (`use`, `disk`, `recompute`, `leave out`), bytes."""
+        """Group, first block, the block behind the last, action (`use`, `disk`, `recompute`, `leave out`), bytes."""
 
     @property
     def disk_bytes_per_second(self) -> float:
-        """What the store's disks deliver, as its reads find it."""
+        """The rate of the store's disks, as measured by its reads."""
 
     @property
     def disk_outstanding_bytes(self) -> int: ...
     @property
     def disk_reads_measured(self) -> int:
-        """0: nothing was measured, a drive is assumed."""
+        """0: no measurement yet, a typical drive is assumed."""
 
 @final
 class Lease:
-    """Blocks that are held against eviction until its time is over, or `end`. Not ended by garbage collection."""
+    """Blocks that are protected from eviction until its time is over, or `end`. Garbage collection does not end it."""
 
     @property
     def blocks(self) -> int:
-        """How many of the keys it holds. Of a match that counted other nodes (`of_cluster`), as many as the match found: of these it
-        holds what the server itself has."""
+        """Held keys. For a match that counted other nodes (`of_cluster`), the matched blocks: of these the lease holds those on
+        the server itself."""
 
     def renew(self, hold: float) -> None: ...
     def end(self) -> bool:
-        """False if it had ended by itself."""
+        """False if the lease had already ended."""
 
 @final
 class Layer:
@@ -852,23 +863,22 @@ class Layer:
 
     @property
     def layer(self) -> int:
-        """Counted in the execution order of the model."""
+        """Its index in the execution order of the model."""
 
     @property
     def blocks(self) -> int:
-        """How many leading blocks of the request are complete and verified, in this and all layers before."""
+        """Leading blocks of the request that are complete and verified, in this and all earlier layers."""
 
 @final
 class Layers(Iterator[Layer]):
-    """Layers of a read, in order. When the iteration is over (or `close` has returned), nothing touches the buffers any more.
-    It stops early where no block is usable any more, and at the deadline; `errors` says why."""
+    """Layers of a read, in order. After the end of the iteration or of `close` no buffer is accessed. It stops early if no block
+    is usable any more, and at the deadline; `errors` has the causes."""
 
     def __iter__(self) -> Layers: ...
     def __next__(self) -> Layer: ...
     @property
     def arrived(self) -> int:
-        """How many layers are usable by now: those that were given, and those that can be taken without waiting. It does not
-        wait."""
+        """Layers that are usable now: those already returned, and those that can be taken without waiting. It does not wait."""
 
     @property
     def usable_blocks(self) -> int: ...
@@ -878,22 +888,23 @@ class Layers(Iterator[Layer]):
     def errors(self) -> dict[int, Error]: ...
     @property
     def reasons(self) -> dict[str, tuple[Error, int]]:
-        """The same by reason: one error of each, and how many blocks it concerns."""
+        """The same by reason: one error of each, and the number of blocks."""
 
     def wait(self, timeout: float) -> bool:
-        """Whether anything has come of this read, or its end, waiting for `timeout` seconds at most. It takes nothing."""
+        """Waits for the next layer or the end of the read, for `timeout` seconds at most; returns whether there is one. It takes
+        nothing."""
 
     def close(self) -> None: ...
 
 @final
 class Event:
-    """Something that happened to a block."""
+    """A change of a block."""
 
     @property
     def what(self) -> Literal["stored", "evicted", "expired", "deleted", "damaged", "present", "complete", "gap"]: ...
     @property
     def namespace(self) -> bytes | None:
-        """None: of all, as `complete` and `gap` are."""
+        """None: all namespaces, as in `complete` and `gap`."""
 
     @property
     def key(self) -> bytes | None:
@@ -901,13 +912,13 @@ class Event:
 
     @property
     def keys(self) -> list[bytes]:
-        """Of a run, all; else `key`, or none."""
+        """All keys of a run; otherwise `key`, or none."""
 
     @property
     def group(self) -> int: ...
     @property
     def coordinate(self) -> tuple[int, int, int] | None:
-        """Of which heads: first, how many, of how many. None: the whole state."""
+        """The heads: first, count, total. None: the whole state."""
 
     @property
     def sequence(self) -> tuple[int, int] | None:
@@ -915,10 +926,10 @@ class Event:
 
 @final
 class Events(Iterator[Event]):
-    """Events as they happen."""
+    """Events in their order."""
 
     def __iter__(self) -> Events: ...
     def __next__(self) -> Event: ...
     def take(self, timeout: float) -> list[Event]:
-        """Those that are there, after waiting for the first for `timeout` seconds at most; a gap is one of them. Raises when they have
-        ended."""
+        """The waiting events, after a wait for the first of `timeout` seconds at most; a gap is an event. Raises when the stream
+        has ended."""

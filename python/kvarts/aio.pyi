@@ -1,5 +1,5 @@
-"""Batches of blocks and sessions for asyncio: the promises of `kvarts.Pages`, without a thread beside those that it has, and those of
-`kvarts.Session`, whose calls wait in the loop's executor."""
+"""Batches of blocks and sessions for asyncio. Batches have the guarantees of `kvarts.Pages`, and need no further thread; the
+calls of `kvarts.Session` wait in the loop's executor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,8 @@ from typing import Any
 from . import Client, Completion, Key, Pages, Places, Session, Times
 
 class AsyncPages:
-    """Batches as coroutines, on the running loop. It takes all completions of the handle: other code must not drain the
-    handle meanwhile. A task that is cancelled cancels its batch, and goes on when nothing touches its buffers any more."""
+    """Batches as coroutines, on the running loop. It takes all completions of the handle: other code must not drain the handle
+    meanwhile. Cancelling a task cancels its batch; the task continues when its buffers are no longer accessed."""
 
     def __init__(self, pages: Pages) -> None: ...
     async def put(
@@ -47,14 +47,14 @@ class AsyncPages:
         timeout: float | None = None,
     ) -> Completion: ...
     async def close(self) -> None:
-        """Gives the handle back, and closes it."""
+        """Releases the handle, and closes it."""
 
     async def __aenter__(self) -> AsyncPages: ...
     async def __aexit__(self, kind: object, error: object, trace: object) -> None: ...
 
 class AsyncSession:
-    """A session whose calls are coroutines. A task that is cancelled leaves its call to end by itself: a session that was being opened then ends
-    with its lease."""
+    """A session whose calls are coroutines. The call of a cancelled task ends by itself: a session that was being opened then
+    ends with its lease."""
 
     def __init__(self, session: Session) -> None: ...
     @classmethod
@@ -75,7 +75,7 @@ class AsyncSession:
 
     @property
     def session(self) -> Session:
-        """What it waits for: its `id`, `keys` and `told`."""
+        """The underlying session, with its `id`, `keys` and `told`."""
 
     async def fork(
         self,

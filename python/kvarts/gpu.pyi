@@ -15,35 +15,36 @@ Part: TypeAlias = tuple[int, int, int, int, Rows, Rows, int]
 
 @final
 class Device:
-    """`cuda:0` and so on, in the primary context of this process; or `emulated`: memory of this process, for engines that compute on the
-    processor and for tests. Raises `Retry` where there is none."""
+    """`cuda:0` and so on, in the primary context of this process; or `emulated`: memory of this process, for engines that compute
+    on the processor and for tests. Raises `Retry` if there is no such device."""
 
     def __new__(cls, name: str) -> Device: ...
     @property
     def name(self) -> str: ...
     def stream(self) -> Stream:
-        """A stream of its own. Engines give handles of theirs (`torch.cuda.current_stream().cuda_stream`)."""
+        """A new stream. Engines pass handles of their own (`torch.cuda.current_stream().cuda_stream`)."""
 
 @final
 class Stream:
     @property
     def handle(self) -> int: ...
     def synchronize(self) -> None:
-        """Waits until everything that it was given is done."""
+        """Waits until all work on the stream is done."""
 
 @final
 class Pages:
-    """Where an engine has blocks. Made by `Lander.pages`."""
+    """The positions of an engine's blocks. Made by `Lander.pages`."""
 
 @final
 class Lander:
-    """Moves blocks between pools and the memory of one device: one for each worker, whatever requests it has. Three times `ring_bytes`
-    of the device's memory are taken: for landings, for landings whose pages are in use when they come, and for saves. A request that takes longer than `timeout` seconds once the one before it has ended is stuck: what
-    it uses is kept for good, and every later call says so."""
+    """Moves blocks between pools and the memory of one device: one for each worker, for all of its requests. It takes three times
+    `ring_bytes` of the device's memory: for landings, for landings whose pages are in use at their start, and for saves. A
+    request is stuck if it takes longer than `timeout` seconds after the end of the one before: its resources are then kept for
+    ever, and every later call raises the cause."""
 
     def __new__(cls, device: Device, *, ring_bytes: int = ..., timeout: float = 30.0) -> Lander: ...
     def pin(self, memory: Memory) -> None:
-        """Registers a pool's memory with the device, once: copies with memory that is not may wait inside the driver."""
+        """Registers a pool's memory with the device, once: copies with unregistered memory may wait inside the driver."""
 
     def pages(
         self,
@@ -56,38 +57,39 @@ class Lander:
         group: int = 0,
         rank: int | None = None,
     ) -> Pages:
-        """Describes where the engine has blocks: its memories (address and bytes on the device, of `data_ptr()`; or buffers where the device is
-        emulated), a part for each part of a block through all layers, and `per_block` slots for each block in the order of its tokens. Raises
-        `Invalid` if a row leaves its memory, or two share a byte."""
+        """Describes the positions of the engine's blocks: its memories (address and bytes on the device, of `data_ptr()`; or
+        buffers if the device is emulated), a part for each part of a block through all layers, and `per_block` slots for each
+        block in the order of its tokens. Raises `Invalid` if a row leaves its memory, or two rows share a byte."""
 
     def land(
         self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]], *, after: int | None = None, stage: Stage | None = None
     ) -> Landed:
-        """Begins to land all layers of blocks that lie in a pool's memory. Pages are written behind what the stream `after` was given so far; without
-        it they must be idle. They are in use until the landing is done, also if it was dropped: two landings into the same pages are in no order.
-        `stage`, if it is of this process, is held until they have landed."""
+        """Begins to land all layers of blocks of a pool's memory. Pages are written behind the present work of the stream
+        `after`; without it they must be idle. They are in use until the landing is done, even if it was dropped: two landings
+        into the same pages have no order. `stage`, if it is of this process, is held until they have landed."""
 
     def save(self, memory: Memory, columns: Sequence[tuple[Stretches, Pages]], *, draft: Draft | None = None) -> Saving:
-        """Begins to take layers into a pool's memory, where a draft has room for them (`Pool.draft`). When all have left the draft is put. `draft`,
-        if it is of this process, is held until they have."""
+        """Begins to copy layers into a pool's memory, into the room of a draft (`Pool.draft`). Put the draft when all layers have
+        been copied. `draft`, if it is of this process, is held until then."""
 
 @final
 class Landed:
     def wait(self, layer: int, stream: int) -> None:
-        """What the stream is given from now on runs when this layer has landed. Raises if it is known that it cannot."""
+        """Later work on the stream runs after this layer has landed. Raises if the layer is known to have failed."""
 
     def done(self, timeout: float = 0.0) -> bool:
-        """Whether all layers have landed, by then: the pool's memory is not read any more. Raises if the device failed."""
+        """Whether all layers have landed within `timeout`; the pool's memory is then no longer read. Raises if the device failed."""
 
 @final
 class Saving:
     def layer(self, layer: int, stream: int) -> None:
-        """This layer leaves behind what the stream was given so far; what it is given from now on may write the pages. In the order of layers."""
+        """Copies this layer behind the present work of the stream; later work on it may write the pages. To be called in the
+        order of layers."""
 
     def finish(self) -> Saved:
-        """All layers are on their way. Raises if some are not."""
+        """Ends the save after its last layer. Raises if layers are missing."""
 
 @final
 class Saved:
     def done(self, timeout: float = 0.0) -> bool:
-        """Whether all layers are in the pool, by then. Raises if the device failed."""
+        """Whether all layers are in the pool within `timeout`. Raises if the device failed."""
