@@ -176,7 +176,7 @@ fn keys(file: &Path, profile: &str) -> Result<AwsCredential, BadAddress> {
     let own = |name: &str| value(&text, profile, name).map(str::to_owned);
     let (Some(key_id), Some(secret_key)) = (own("aws_access_key_id"), own("aws_secret_access_key")) else {
         return Err(BadAddress(format!(
-            "{} has no aws_access_key_id and aws_secret_access_key in [{profile}]: what a profile refers to is not followed",
+            "{} has no aws_access_key_id and aws_secret_access_key in [{profile}]: profiles that refer to others are not supported",
             file.display()
         )));
     };

@@ -171,7 +171,7 @@ impl Directory {
         if name.split('/').all(is_plain) {
             Ok(self.path.join(name))
         } else {
-            Err(Fault::Refused(format!("{name} is no name of an object")))
+            Err(Fault::Refused(format!("{name} is not a valid name of an object")))
         }
     }
 

@@ -259,7 +259,7 @@ impl KvStore for GrpcPath {
     /// Not over gRPC.
     fn snapshot(&self, _cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
         let (reply, answer) = ticket();
-        let what = "snapshots of the content are not in the contract yet: ask by Exists".to_owned();
+        let what = "this client has no snapshots yet: look blocks up with Exists".to_owned();
         // The asking end is still here.
         let _ = reply.send(Err(Error(Reason::Config(what))));
         answer

@@ -110,7 +110,7 @@ pub(super) fn found(reply: &proto::ExistsReply, keys: usize) -> Result<ContainsR
         })
         .collect();
     if presence.len() != keys {
-        return Err(Reason::Bug("the answer has another number of keys"));
+        return Err(Reason::Bug("the reply has a wrong number of keys"));
     }
     let missing = missing(reply.missing.as_ref());
     Ok(ContainsReply { presence, missing, lease: lease(reply.lease), deletes: reply.deletes })

@@ -70,7 +70,7 @@ async fn send(
         return Err(Reason::remote("the answer of the put was damaged in transit: look the blocks up"));
     }
     if found.outcomes.len() != request.keys.len() {
-        return Err(Reason::Bug("the answer has another number of blocks"));
+        return Err(Reason::Bug("the reply has a wrong number of blocks"));
     }
     Ok(PutReply { outcomes: found.outcomes.iter().map(outcome).collect() })
 }

@@ -41,7 +41,7 @@ impl fmt::Display for Fault {
             Self::Missing => f.write_str("there is no such object"),
             Self::NoBucket => f.write_str("there is no such bucket"),
             Self::Changed => f.write_str("the object was changed by another writer"),
-            Self::Busy(_) => f.write_str("the bucket asks for fewer requests"),
+            Self::Busy(_) => f.write_str("the bucket limits the rate of requests"),
             Self::Unreachable(why) => write!(f, "the bucket cannot be reached: {why}"),
             Self::Failed(why) => {
                 write!(f, "the bucket's server failed; if this repeats, its own log has the reason: {why}")

@@ -126,7 +126,7 @@ impl OpKind {
             Self::Close => "closing",
             Self::Allocate => "allocating blocks of",
             Self::PunchHole => "giving back blocks of",
-            Self::Holes => "asking for the holes of",
+            Self::Holes => "finding the holes of",
             Self::Truncate => "truncating",
             Self::Rename => "renaming",
             Self::Remove => "removing",
@@ -134,7 +134,7 @@ impl OpKind {
             Self::SyncDir => "flushing the directory",
             Self::List => "listing the directory",
             Self::Stat => "looking at",
-            Self::Space => "asking the free space of",
+            Self::Space => "reading the free space of",
             Self::Compute => "computing for",
         }
     }
@@ -202,8 +202,8 @@ impl fmt::Display for IoError {
         }
         match self.kind {
             IoErrorKind::Eof => f.write_str(": the file ends before")?,
-            IoErrorKind::Deadline => f.write_str(": not done when its time was over")?,
-            _ if self.errno == 0 => f.write_str(": the device moved fewer or more bytes than there are")?,
+            IoErrorKind::Deadline => f.write_str(": the time limit passed")?,
+            _ if self.errno == 0 => f.write_str(": the device moved a wrong number of bytes")?,
             _ => write!(f, ": {}", std::io::Error::from_raw_os_error(self.errno))?,
         }
         Ok(())

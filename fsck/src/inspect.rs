@@ -222,7 +222,7 @@ fn about_blocks(blocks: &Blocks, run: Option<&Run>, view: &mut PlaceView) {
         say("model", run.namespace.model.clone());
         say("expires_ms", run.expires_ms.to_string());
     } else {
-        say("namespace", format!("short id {}, which nothing defines", blocks.namespace));
+        say("namespace", format!("short id {} without a definition", blocks.namespace));
         say("expires_ms", blocks.expires_ms.to_string());
     }
     say("created_ms", blocks.created_ms.to_string());
@@ -321,7 +321,7 @@ fn list(
                 block.more_chunks = artifact.chunk_count().saturating_sub(CHUNKS_LISTED);
             }
             Some(Err(why)) => block.damage = Some(why.to_string()),
-            None => block.damage = Some("nothing says what its bytes are".to_owned()),
+            None => block.damage = Some("the shape of its bytes is unknown".to_owned()),
         }
         view.blocks.push(block);
     }

@@ -60,9 +60,9 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
             "Give every directory of the store, or bring the missing device back; if it is lost, `kvarts replace` takes an empty directory in its place."
         }
         Remedy::Start => {
-            "Start the server with all directories: it tells this one what was deleted without it; check again when it has stopped."
+            "Start the server with all directories: it applies the missed deletes to this one; check again when it has stopped."
         }
-        Remedy::TakeOut => "Give the directory that took its place; what is in this one can be deleted.",
+        Remedy::TakeOut => "Use the directory that replaced it; the content of this one can be deleted.",
         Remedy::Access => {
             "Files could not be opened: run this as the user whose store it is, or look at the file system's log (dmesg)."
         }

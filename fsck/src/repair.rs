@@ -143,8 +143,7 @@ impl Knowledge {
 }
 
 /// Why nothing is done where two readings are not alike.
-const DIFFERS: &str = "two readings of it differ: the device, what connects it or the memory is at fault, and nothing is given up on \
-                       its word";
+const DIFFERS: &str = "two reads of it differ: the device, its connection or the memory is faulty, so the repair discards nothing";
 
 /// Rounds of a repair: what one puts right may show what else there is, as a file that came back to its place.
 const ROUNDS_MAX: usize = 4;

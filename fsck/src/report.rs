@@ -212,7 +212,7 @@ impl Report {
             return if self.notes.is_empty() || unjudged > 0 {
                 Ok(())
             } else {
-                writeln!(out, "the notes are what a crash or a newer program legally leaves: nothing to do")
+                writeln!(out, "all notes are normal after a crash or a newer program: nothing to do")
             };
         }
         writeln!(out, "NOT clean: {} problems", self.problem_count)?;
@@ -233,20 +233,20 @@ impl Report {
         } else if self.lost.is_empty() {
             writeln!(out, "  no block is lost")?;
         }
-        writeln!(out, "Wrong bytes are never served: damage costs what it hits.")?;
+        writeln!(out, "Wrong bytes are never served: only damaged blocks are lost.")?;
         let remedies: BTreeSet<Remedy> = self.problems.iter().map(|item| remedy(item.label)).collect();
         for what in remedies.iter().filter_map(|remedy| advice(*remedy)) {
             writeln!(out, "{what}")?;
         }
         if !remedies.contains(&Remedy::Repair) {
-            return writeln!(out, "Next: that, and then this check again; a repair is of no use here.");
+            return writeln!(out, "Next: do this, then check again; a repair does not help here.");
         }
         if self.after_dry_run {
-            return writeln!(out, "Next: `kvarts fsck --repair DIR` does what stands above.");
+            return writeln!(out, "Next: `kvarts fsck --repair DIR` makes the repairs above.");
         }
         writeln!(
             out,
-            "Next: `kvarts fsck --repair --dry-run` says what can be put right, `--repair` does it."
+            "Next: `kvarts fsck --repair --dry-run` lists the possible repairs, `--repair` makes them."
         )
     }
 }
@@ -301,7 +301,7 @@ mod tests {
             (findings::MEDIA_ERROR, "smartctl"),
             (findings::DIRECTORY_MISSING, "every directory"),
             (findings::DIRECTORY_BEHIND, "Start the server"),
-            (findings::DIRECTORY_REPLACED, "took its place"),
+            (findings::DIRECTORY_REPLACED, "replaced it"),
             (findings::FILE_UNREADABLE, "as the user"),
             (findings::SUPERBLOCK_SLOT_NEWER, "newer kvarts"),
         ] {

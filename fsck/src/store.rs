@@ -93,7 +93,7 @@ impl CannotRun {
     /// What to do about it; may be empty.
     pub const fn advice(&self) -> &'static str {
         match self {
-            Self::NoStore(_) => "give the directory that `kvarts serve --dir` was given",
+            Self::NoStore(_) => "use the directory of `kvarts serve --dir`",
             Self::Unfinished(_) => "",
             Self::Newer(_) => "check it with a newer kvarts",
             Self::Older(_) => "make a new store",

@@ -113,11 +113,11 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
             }
             mode => decided(mode, why),
         },
-        Wish::Only(Mode::Staging) => decided(Mode::Staging, "asked for".to_owned()),
-        Wish::Only(mode) if mode == offered => decided(mode, "asked for".to_owned()),
+        Wish::Only(Mode::Staging) => decided(Mode::Staging, "requested".to_owned()),
+        Wish::Only(mode) if mode == offered => decided(mode, "requested".to_owned()),
         // Newer kernels do it without the module. Whether this one does, the first read says.
         Wish::Only(Mode::Direct) if offered == Mode::Compatibility => {
-            decided(Mode::Direct, format!("asked for; {why}, so the kernel itself must be able to"))
+            decided(Mode::Direct, format!("requested; {why}, so it depends on the kernel's own support"))
         }
         Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
             "compatibility reads cannot be used: nvidia-fs is loaded, so cuFile reads directly: use direct, or have cuFile \
@@ -137,7 +137,7 @@ fn cannot_digest(why: &str) -> String {
 
 /// The same of a way that was asked for by name.
 fn unverified(why: &str) -> String {
-    format!("asked for; {}: requests that verify every chunk come through the arena", cannot_digest(why))
+    format!("requested; {}: requests that verify every chunk are read through the arena", cannot_digest(why))
 }
 
 /// Makes ready what was decided: memory of a device that files are read into, or nothing where they come through the
@@ -172,7 +172,7 @@ pub fn prepare(
             }
         }),
         Err(error) if wish == Wish::Auto => {
-            let reason = format!("{} reads could not be made ready: {error}", decision.mode.name());
+            let reason = format!("{} reads could not be prepared: {error}", decision.mode.name());
             Ok((Decision { mode: Mode::Staging, reason, ..decision }, None))
         }
         Err(error) => Err(error),
@@ -246,7 +246,7 @@ mod tests {
         assert!(decision.reason.contains("has no kernel"), "{decision}");
         let (decision, arena) = ready(Wish::Only(Mode::Direct));
         assert!(arena.is_some() && decision.mode == Mode::Direct);
-        assert!(decision.reason.contains("come through the arena"), "{decision}");
+        assert!(decision.reason.contains("are read through the arena"), "{decision}");
     }
 
     #[test]

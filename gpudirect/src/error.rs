@@ -84,9 +84,9 @@ impl fmt::Display for DeviceError {
             Self::Pin(why) => write!(f, "the memory was not pinned, copies from it are slower: {why}"),
             Self::Call { call, why } => write!(f, "{call}: {why}"),
             Self::Foreign(what) => write!(f, "this device cannot use {what}"),
-            Self::Captured => f.write_str(
-                "the stream is being captured into a graph, which this must not be part of: ask when the capture has ended",
-            ),
+            Self::Captured => {
+                f.write_str("the stream is being captured into a graph: retry when the capture has ended")
+            }
         }
     }
 }
@@ -123,7 +123,7 @@ impl fmt::Display for EndReason {
         match self {
             Self::Store(reason) => reason.fmt(f),
             Self::Device(error) => error.fmt(f),
-            Self::Deadline => f.write_str("the deadline passed before every layer had come"),
+            Self::Deadline => f.write_str("the deadline passed before every layer had arrived"),
             Self::Stopped => f.write_str("the caller stopped the stream"),
         }
     }
@@ -172,7 +172,7 @@ impl fmt::Display for LandError {
             Self::Store(reason) => reason.fmt(f),
             Self::Device(error) => error.fmt(f),
             Self::ArenaFull { wanted, free } => {
-                write!(f, "the arena has {free} bytes free in one piece, {wanted} are needed: ask again soon")
+                write!(f, "the arena has {free} bytes free in one piece, {wanted} are needed: retry soon")
             }
             Self::ArenaTooSmall { wanted, total } => {
                 write!(

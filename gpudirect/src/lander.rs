@@ -91,7 +91,7 @@ impl Move {
                 }
             }
         }
-        layers.ok_or_else(|| wrong("nothing is to be moved"))
+        layers.ok_or_else(|| wrong("the request names no block"))
     }
 }
 
@@ -175,7 +175,7 @@ impl Lander {
         let mut lane = lock(&self.0.outward);
         let layers = what.layers(&*self.0.device, lane.segment_bytes())?;
         if !what.columns.iter().all(|column| column.pages.is_whole()) {
-            return Err(LandError::Request("a save of pages that have not every byte of a block".to_owned()));
+            return Err(LandError::Request("a save needs pages with every byte of a block".to_owned()));
         }
         let pool = whole(&what.pool)?;
         let open = lane.open(&what.columns)?;
@@ -290,7 +290,7 @@ impl Saving {
     /// No more layers come; the answer tells when all have left. An error where some have not been given.
     pub fn finish(mut self) -> Result<Done, LandError> {
         if self.next < self.layers {
-            return Err(LandError::Request(format!("layer {} did not leave", self.next)));
+            return Err(LandError::Request(format!("layer {} was not saved", self.next)));
         }
         let lander = self.lander.clone();
         let mut lane = lock(&lander.0.outward);

@@ -194,7 +194,7 @@ impl Pipeline {
         }
         let full = || LandError::ArenaFull { wanted: least, free: self.arena().usage().largest_free };
         let ring = self.arena().take(least, all.max(least).next_power_of_two()).ok_or_else(full)?;
-        let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
+        let bug = || LandError::Request("the layers do not fit their destination".to_owned());
         let places = places(sizes, ring.len() as u64).ok_or_else(bug)?;
         if least == all && places.iter().any(|place| place.after > 0) {
             return Err(bug());

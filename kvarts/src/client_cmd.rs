@@ -229,7 +229,7 @@ fn show_found(
         grouped(together.tokens)
     )?;
     if together.recompute_tokens > 0 {
-        writeln!(out, "  {} tokens of it have to be run again", grouped(together.recompute_tokens))?;
+        writeln!(out, "  {} tokens of it must be computed again", grouped(together.recompute_tokens))?;
     }
     if let Some(cluster) = cluster {
         beyond::show_cluster(cluster, out)?;

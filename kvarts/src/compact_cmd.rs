@@ -108,7 +108,7 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     }
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "a directory or a server: with DIR files are rewritten, without it a running server does it",
+            "DIR excludes the options of a server: with DIR the files are rewritten, without it a running server compacts",
         ));
     }
     let begin = Instant::now();

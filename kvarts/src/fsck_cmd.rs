@@ -93,7 +93,7 @@ impl FsckArgs {
 pub(crate) fn open(directories: &[PathBuf], live: bool) -> Result<Vec<Arc<dyn Disk>>, Failure> {
     let mut disks: Vec<Arc<dyn Disk>> = Vec::new();
     for directory in directories {
-        let or_live = ", or use --live, which judges sealed segments only";
+        let or_live = ", or use --live, which checks only sealed segments";
         let disk = RealDisk::open(directory, true, live);
         let disk = disk.map_err(|error| refused(directory, &error, or_live))?;
         disks.push(Arc::new(disk));
@@ -324,7 +324,7 @@ pub(crate) fn show_lines(
 /// One line: how far, how fast, how long still.
 fn progress(bytes: u64, planned: u64, seconds: f64) -> String {
     if planned == 0 {
-        return format!("finding out how much there is to do, {seconds:.0} s so far");
+        return format!("estimating the work, {seconds:.0} s so far");
     }
     let rate = if seconds > 0.0 { bytes as f64 / seconds } else { 0.0 };
     let percent = (bytes.saturating_mul(100)).checked_div(planned).unwrap_or(100).min(100);
@@ -346,7 +346,7 @@ mod tests {
     fn progress_says_how_far_how_fast_and_how_long_still() {
         assert_eq!(progress(1 << 29, 1 << 30, 2.0), "50% of 1 GiB, 256 MiB/s, at most 2 s left");
         assert_eq!(progress(0, 1 << 30, 0.0), "0% of 1 GiB, 0 B/s, just begun");
-        assert_eq!(progress(0, 0, 1.0), "finding out how much there is to do, 1 s so far");
+        assert_eq!(progress(0, 0, 1.0), "estimating the work, 1 s so far");
     }
 
     #[test]

@@ -132,7 +132,7 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
             ("version", "1", ""),
         ],
         Some(engine) => [
-            ("engine", engine.name(), "whose memory layout the bytes have"),
+            ("engine", engine.name(), "the engine that has this memory layout"),
             ("layout", "", "its name for that layout, such as NHD or HND"),
             ("version", "", "the engine's version: another one may arrange bytes in another way"),
         ],
@@ -153,8 +153,8 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
     );
     text += &field("model", &known.name, "its name, as you choose; the same wherever it is used");
     text += &field("revision", &arguments.revision, "the commit or digest of the weights, no branch");
-    text += &field("kv-dtype", &known.dtype, "the type of the cached numbers, such as bf16 or fp8");
-    text += &format!("block-tokens = {tokens}  # {says}\n\n");
+    text += &field("kv_dtype", &known.dtype, "the type of the cached numbers, such as bf16 or fp8");
+    text += &format!("block_tokens = {tokens}  # {says}\n\n");
     text += "# Absent fields mean \"none\". Remove the # of those that the engine has.\n\
              # tokenizer = \"none\"  # and its revision, where it is not the model's own\n\
              # adapter = \"none\"    # LoRA: name and revision\n\

@@ -66,9 +66,7 @@ impl Place {
         let mut found = Findings::default();
         let shown = self.directory.display();
         let Some(store) = survey(&disks, &mut found).map_err(fsck_cmd::cannot_run)? else {
-            return Err(Failure::User(format!(
-                "{shown} holds a store that was never finished: nothing is in it"
-            )));
+            return Err(Failure::User(format!("{shown} has an unfinished, empty store")));
         };
         let options =
             Options { threads: kvarts_fsck::check::default_threads(), live: self.live, ..Options::default() };
@@ -94,13 +92,13 @@ fn warn_of_problems(contents: &Contents, out: &mut dyn Write) -> Result<(), Fail
         writeln!(out, "{problems} problems found; the affected blocks are not shown. Run kvarts fsck.")?;
     }
     if let Some(what) = missing_directories(&contents.findings) {
-        writeln!(out, "Not all of it is here: {what} (--dir).")?;
+        writeln!(out, "The store is incomplete: {what} (--dir).")?;
     }
     if contents.may_have_forgotten_deletes() {
         writeln!(out, "A checkpoint cannot be read: deleted blocks may be shown.")?;
     }
     if contents.undefined > 0 {
-        writeln!(out, "{} records name a namespace that nothing defines.", contents.undefined)?;
+        writeln!(out, "{} records have a namespace without a definition.", contents.undefined)?;
     }
     Ok(())
 }

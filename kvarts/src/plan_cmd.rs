@@ -180,7 +180,7 @@ fn fault(path: &Path, what: impl std::fmt::Display) -> Failure {
 pub(crate) fn compute_of(model: &str) -> Result<Compute, Failure> {
     cost::model(model).ok_or_else(|| {
         let known: Vec<&str> = cost::MODELS.iter().map(|(name, _)| *name).collect();
-        Failure::User(format!("no times are known of a model `{model}`; there are {}", known.join(", ")))
+        Failure::User(format!("the times of model `{model}` are unknown; known are {}", known.join(", ")))
     })
 }
 
@@ -372,8 +372,8 @@ pub(crate) fn show(plan: &Plan, told: &Told, out: &mut dyn Write) -> Result<(), 
     for (name, ms) in [
         ("load: wait for the first layer", plan.load_ms),
         ("stall: waits for the others", plan.stall_ms),
-        ("recompute: tokens that are run again", plan.recompute_ms),
-        ("compute: all that is computed", plan.compute_ms),
+        ("recompute: tokens computed again", plan.recompute_ms),
+        ("compute: all computing", plan.compute_ms),
         ("to the first token", plan.ttft_ms),
         ("with nothing restored", plan.from_nothing_ms),
         ("with what the device has", plan.held_ms),

@@ -60,6 +60,6 @@ pub(crate) fn run(arguments: &ReplaceArgs, out: &mut dyn Write) -> Result<(), Fa
     for directory in &arguments.empty {
         writeln!(out, "{} is part of the store now, and empty", directory.display())?;
     }
-    writeln!(out, "{} blocks of the other directories are there", grouped(blocks))?;
+    writeln!(out, "{} blocks of the other directories remain", grouped(blocks))?;
     Ok(())
 }

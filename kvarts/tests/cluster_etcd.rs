@@ -191,7 +191,7 @@ fn nodes_join_die_leave_and_come_back_and_go_on_while_etcd_is_away() {
     // etcd is gone: everything goes on, with the members known last, for longer than a lease.
     etcd.stop();
     let told = |status: &proto::ClusterStatusReply| {
-        status.nodes.iter().any(|node| node.is_me && node.trouble.contains("etcd cannot be asked"))
+        status.nodes.iter().any(|node| node.is_me && node.trouble.contains("etcd cannot be reached"))
     };
     for node in &nodes {
         node.until("a word about etcd", told);

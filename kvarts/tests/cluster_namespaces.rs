@@ -262,7 +262,7 @@ fn a_host_that_is_cut_off_is_no_member_before_long_and_comes_back_with_what_it_h
     nodes[0].until_whole(2);
     nodes[1].until_gets(1);
     assert!(!nodes[1].gets(2), "what only the third has is a miss");
-    nodes[2].until("a word about etcd", |status| status.to_string().contains("etcd cannot be asked"));
+    nodes[2].until("a word about etcd", |status| status.to_string().contains("etcd cannot be reached"));
     nodes[2].until_gets(2);
     nodes[0].put(3);
     nodes[1].until_gets(3);
@@ -273,13 +273,13 @@ fn a_host_that_is_cut_off_is_no_member_before_long_and_comes_back_with_what_it_h
 
     // The same of etcd: everything goes on with the members that there were.
     network.wire(ETCD, false);
-    nodes[0].until("a word about etcd", |status| status.to_string().contains("etcd cannot be asked"));
+    nodes[0].until("a word about etcd", |status| status.to_string().contains("etcd cannot be reached"));
     nodes[0].put(4);
     nodes.iter().for_each(|node| node.until_gets(4));
     nodes.iter().for_each(|node| node.until_whole(3));
     network.wire(ETCD, true);
     for node in &nodes {
-        node.until("etcd to be back", |status| !status.to_string().contains("etcd cannot be asked"));
+        node.until("etcd to be back", |status| !status.to_string().contains("etcd cannot be reached"));
         node.until_whole(3);
     }
 }

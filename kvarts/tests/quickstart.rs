@@ -123,7 +123,7 @@ fn a_template_of_an_identity_says_what_is_to_be_filled_in_and_is_complete_once_i
     let shown = terminal.run("kvarts identity --model llama-3.1-8b --engine vllm");
     let fill: Vec<&str> = shown.lines().filter(|line| line.contains("# FILL IN")).collect();
     assert_eq!(fill.len(), 3, "{shown}");
-    assert!(shown.contains("block-tokens = 16  # vLLM's --block-size"), "{shown}");
+    assert!(shown.contains("block_tokens = 16  # vLLM's --block-size"), "{shown}");
     terminal.run("kvarts identity --model llama-3.1-8b --engine vllm --out ID.toml && seq 16 > TOKENS");
     assert!(
         !terminal.command("kvarts identity --model llama-3.1-8b --out ID.toml").status().unwrap().success()

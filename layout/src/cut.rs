@@ -224,7 +224,7 @@ fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requ
     let spec = match shipped::load(spec) {
         Some(spec) => spec,
         None => ModelSpec::parse(spec).map_err(|error| {
-            wrong_at("spec", format!("no shipped model of that name, and no text of a spec: {error}"))
+            wrong_at("spec", format!("neither the name of a shipped model nor a valid spec: {error}"))
         })?,
     };
     let requirements = spec.stored_requirements(block_tokens, ranks);

@@ -72,10 +72,10 @@ class Report(NamedTuple):
 
     @property
     def verdict(self):
-        """`bad`: a connector cannot work; `better`: somebody should look; `good`."""
+        """`bad`: a connector cannot work; `improve`: a person should check it; `good`."""
         if self.version is None or any(one.how in ("missing", "changed") for one in self.findings):
             return "bad"
-        return "better" if self.findings or self.version not in self.tried else "good"
+        return "improve" if self.findings or self.version not in self.tried else "good"
 
 
 class Sources:

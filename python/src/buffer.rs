@@ -113,7 +113,7 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
         }
     };
     if writable && readonly {
-        return Err(invalid(py, argument, "read-only, and it is to be read into"));
+        return Err(invalid(py, argument, "read-only, but the read writes into it"));
     }
     Ok(given)
 }

@@ -189,7 +189,7 @@ impl Client {
             mode,
             region: shared.map(|(region, _)| (region, 0)),
         };
-        Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is known already"))
+        Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
     }
 
     fn shared_pool(&self, py: Python<'_>, nbytes: usize) -> PyResult<Pool> {
@@ -250,7 +250,8 @@ impl Client {
         };
         let adopted = Adopted { address, nbytes: len, held, owner, mode, region: shared };
         let known = Memory::new(core, adopted);
-        known.ok_or_else(|| invalid(py, "buffer", "some of it is known already: close that Memory first"))
+        known
+            .ok_or_else(|| invalid(py, "buffer", "part of it is already registered: close that Memory first"))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

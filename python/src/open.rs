@@ -35,7 +35,11 @@ pub(crate) fn open(
     let segment_bytes = own.unwrap_or((1 << share.ilog2()).min(DEFAULT_SEGMENT_BYTES));
     if budget < segment_bytes.saturating_mul(SEGMENTS_MIN) {
         let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
-        return Err(invalid(py, "budget", format!("{budget}: room for four segments is {least}")));
+        return Err(invalid(
+            py,
+            "budget",
+            format!("{budget} is too small: the smallest budget is {least}, for four segments"),
+        ));
     }
     if executors == Some(0) {
         return Err(invalid(py, "executors", "at least 1"));

@@ -73,11 +73,7 @@ impl Gather<'_> {
             let len = expected.unwrap_or(room);
             let known = if len == 0 { None } else { self.registry.find(address, len) };
             let known = known.ok_or_else(|| {
-                invalid(
-                    py,
-                    argument,
-                    format!("{len} bytes at {address:#x} are not in memory that was made known"),
-                )
+                invalid(py, argument, format!("{len} bytes at {address:#x} are not in registered memory"))
             })?;
             self.found.push(Found::Known(known));
             return Ok(len);

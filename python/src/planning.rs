@@ -28,7 +28,7 @@ impl Times {
             (None, None) => None,
             (Some(model), Some(device)) => {
                 let compute = cost::model(model)
-                    .ok_or_else(|| invalid(py, "model", format!("no times are known of `{model}`")))?;
+                    .ok_or_else(|| invalid(py, "model", format!("the times of `{model}` are unknown")))?;
                 let sheet = cost::device(device)
                     .ok_or_else(|| invalid(py, "device", format!("no device is called `{device}`")))?;
                 Some(Roofline::new(compute, sheet, devices))

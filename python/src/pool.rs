@@ -40,7 +40,7 @@ pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> 
         mode: "adopted",
         region: Some((Arc::clone(region), 0)),
     };
-    Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is known already"))
+    Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
 }
 
 /// A pool: see the stub.
@@ -235,7 +235,7 @@ impl Stage {
 }
 
 fn ended(py: Python<'_>) -> PyErr {
-    invalid(py, "draft", "it was put, or let go of")
+    invalid(py, "draft", "it was put or closed")
 }
 
 /// A draft that its handle and a save hold: nothing once it was put.

@@ -37,7 +37,7 @@ fn node(py: Python<'_>, given: &Bound<'_, PyDict>) -> PyResult<proto::route_requ
             "network_bytes_per_ms" => node.network_bytes_per_ms = value.extract()?,
             "network_queue_ms" => node.network_queue_ms = value.extract()?,
             "store" => node.store = value.extract::<Option<Vec<u8>>>()?.unwrap_or_default().into(),
-            _ => return Err(invalid(py, "nodes", format!("`{name}` is nothing that is said of a node"))),
+            _ => return Err(invalid(py, "nodes", format!("`{name}` is not a field of a node"))),
         }
     }
     Ok(node)

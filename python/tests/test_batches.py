@@ -203,7 +203,7 @@ class Batches(Served):
         self.assertTrue(pages.put(keys(1), [memoryview(engine)[:PAGE]]).ok)
         self.assertTrue(pages.get(keys(1), [known.address + 2 * PAGE]).ok)
         self.assertEqual(engine[2 * PAGE : 3 * PAGE], pattern(9))
-        with self.assertRaisesRegex(kvarts.Invalid, "known already"):
+        with self.assertRaisesRegex(kvarts.Invalid, "already registered"):
             client.adopt(engine)
         known.close()
         plain = client.adopt(engine)

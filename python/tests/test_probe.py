@@ -102,10 +102,10 @@ class Looked(unittest.TestCase):
             ("what a method sets", dict(base=BASE.replace("made", "once")), "missing", "engine.base:Base.made", "bad"),
             ("what is inherited", dict(parent=PARENT.replace("inherited", "left")), "missing", "engine.base:Base.inherited", "bad"),
             ("one that must be there", dict(ours=OURS.replace("def load", "def _load")), "missing", "engine.base:Base.load", "bad"),
-            ("one that is not called", dict(parent=PARENT.replace("end", "finish")), "uncalled", "engine.base:Base.end", "better"),
+            ("one that is not called", dict(parent=PARENT.replace("end", "finish")), "uncalled", "engine.base:Base.end", "improve"),
             ("one more parameter", dict(base=BASE.replace("load(self, layer", "load(self, layer, step")), "changed", "engine.base:Base.load(step)", "bad"),
-            ("a hook", dict(base=BASE + "\n", parent=PARENT + "    def more(self): ...\n"), "new", "engine.base:Base.more", "better"),
-            ("a kind", dict(base=BASE + "class Two(One): ...\n"), "new", "engine.base:Two", "better"),
+            ("a hook", dict(base=BASE + "\n", parent=PARENT + "    def more(self): ...\n"), "new", "engine.base:Base.more", "improve"),
+            ("a kind", dict(base=BASE + "class Two(One): ...\n"), "new", "engine.base:Two", "improve"),
         ):
             with self.subTest(why):
                 found = self.found(**changes)
@@ -125,7 +125,7 @@ class Looked(unittest.TestCase):
     def test_a_version_that_was_not_tried_and_an_engine_that_is_not_there_are_told(self):
         self.write("engine-1.2.3.dist-info/METADATA", "Name: engine\nVersion: 1.3.0\n")
         self.assertEqual(self.found(), [])
-        self.assertEqual((self.report.verdict, hooks.told(self.report)), ("better", ["engine 1.3.0: not tried; tried are 1.2.3"]))
+        self.assertEqual((self.report.verdict, hooks.told(self.report)), ("improve", ["engine 1.3.0: not tried; tried are 1.2.3"]))
         report = hooks.look(hooks.Engine("engine", ("engine",), ("1",), (PART,)), os.path.join(self.place, "engine"))
         self.assertEqual((report.version, report.verdict), (None, "bad"))
         self.assertEqual(hooks.told(report), ["engine is not installed for this Python"])
@@ -159,7 +159,7 @@ class Looked(unittest.TestCase):
         code, text = ran("--place", self.place)
         self.assertEqual((code, text.splitlines()), (0, ["engine 1.2.3", "ours: is new, and the connector does not know it: engine.base:Two", "other: has all that it needs"]))
         code, text = ran("--place", self.place, "--json")
-        told = {"engine": "engine", "version": "1.2.3", "tried": ["1.2.3"], "is_tried": True, "verdict": "better"}
+        told = {"engine": "engine", "version": "1.2.3", "tried": ["1.2.3"], "is_tried": True, "verdict": "improve"}
         told["connectors"] = [{"connector": "ours", "findings": [{"how": "new", "name": "engine.base:Two"}]}]
         self.assertEqual((code, json.loads(text)), (0, told))
         code, text = ran("--place", os.path.join(self.place, "engine"), "--json")

@@ -460,9 +460,8 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
     let wanted = files.saturating_add(DESCRIPTORS_KEPT);
     (wanted > descriptors).then(|| {
         format!(
-            "open files: a full store of this budget may want {wanted}, this process may have {descriptors}: raise the \
-             limit (ulimit -n, LimitNOFILE) or make the store with larger segments; until then it empties whole \
-             segments sooner than it would"
+            "open files: a full store of this budget may need {wanted}, and this process may have {descriptors}: raise the \
+             limit (ulimit -n, LimitNOFILE) or make the store with larger segments; until then segments are emptied earlier"
         )
     })
 }

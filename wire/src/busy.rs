@@ -3,30 +3,29 @@
 
 /// No room for a model: those that are there are all in use.
 pub const MODELS_IN_USE: &str =
-    "the tenant's models that calls or leases use leave no room for another one: end some leases, or";
+    "the tenant has no room for another model, because calls or leases use the others (end some leases)";
 /// No room for a model: the store remembers as many of the tenant as it may.
-pub const MODELS_REMEMBERED: &str = "the store has or had blocks of as many models of this tenant as it remembers (a restart forgets those without): delete some, or";
+pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete some; a restart forgets models without blocks)";
 /// The tenant has as many leases as it may.
-pub const LEASES: &str = "the tenant has as many leases as it may: end some, or";
+pub const LEASES: &str = "the tenant's limit of leases is reached (end some)";
 /// The tenant has as many sessions, or leases of them, as it may.
-pub const SESSIONS: &str =
-    "the tenant has as many sessions, or leases of sessions, as it may: close some, or";
+pub const SESSIONS: &str = "the tenant's limit of sessions, or of their leases, is reached (close some)";
 /// The session has.
-pub const LEASES_OF_SESSION: &str = "the session has as many leases as it may: end some, or";
+pub const LEASES_OF_SESSION: &str = "the session's limit of leases is reached (end some)";
 /// A tenant's leases hold as many blocks as they may, as the store says it.
-pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks: unlock some, or";
+pub const BLOCKS_HELD: &str = "the tenant's leases and pins hold too many blocks (unlock some)";
 /// All tenants' leases hold as many bytes as they may, as the store says it.
-pub const HELD_BY_ALL: &str =
-    "the leases and pins of all tenants hold as much of the store as they may: end some, or";
+pub const HELD_BY_ALL: &str = "the limit for leases and pins of all tenants is reached (end some)";
 /// A tenant has as many connections as it may.
-pub const CONNECTIONS: &str = "the tenant has as many connections as it may, and each has a call under way";
+pub const CONNECTIONS: &str = "the tenant's limit of connections is reached, and each has a call under way";
 /// A connection has one of the places that are kept.
-pub const KEPT_CONNECTIONS: &str = "all places for connections are taken; what is left is for administrators";
+pub const KEPT_CONNECTIONS: &str =
+    "the limit of connections is reached; the rest is reserved for administrators";
 
 /// Only another node of the cluster has a block, and there is no connection to it.
-pub const PEER_AWAY: &str = "the node of the cluster that has it cannot be reached";
+pub const PEER_AWAY: &str = "the cluster node that has the block cannot be reached";
 /// Only another node of the cluster has a block, and nothing of it came.
-pub const PEER_SILENT: &str = "the node of the cluster that has it does not send it";
+pub const PEER_SILENT: &str = "the cluster node that has the block does not send it";
 
 /// Those that a client knows.
 const KNOWN: [&str; 10] = [

@@ -63,7 +63,9 @@ pub fn coordinate(wire: Option<&proto::Coordinate>) -> Outcome<Coordinate> {
     }
     let narrow = |number: u32| u16::try_from(number).ok();
     let heads = || Coordinate::heads(narrow(start)?, narrow(count)?, narrow(of)?);
-    heads().ok_or_else(|| Fault::malformed(format!("coordinate: heads {start}+{count} of {of} are no heads")))
+    heads().ok_or_else(|| {
+        Fault::malformed(format!("coordinate: heads {start}+{count} of {of} are not a valid range"))
+    })
 }
 
 /// A coordinate on the wire.

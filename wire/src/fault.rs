@@ -311,7 +311,7 @@ pub fn reason(error: &proto::Error) -> Reason {
 
 /// What there are too many of. Only words that this program knows: a server cannot make it keep others.
 fn counted(what: &str) -> &'static str {
-    const KNOWN: [&str; 9] = [
+    const KNOWN: [&str; 11] = [
         "blocks",
         "blocks that descend from the key",
         "layers",
@@ -321,6 +321,8 @@ fn counted(what: &str) -> &'static str {
         "leases",
         "keys times coordinates",
         "bytes in one block for this store's segments",
+        "blocks in the namespace: delete keys or the whole namespace",
+        "separate runs of blocks",
     ];
     KNOWN.into_iter().find(|known| *known == what).unwrap_or("things")
 }

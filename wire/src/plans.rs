@@ -59,7 +59,7 @@ same_names! {
 
 /// An engine's times.
 pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
-    let wire = wire.ok_or_else(|| Fault::malformed("times: samples, a roofline or both say them"))?;
+    let wire = wire.ok_or_else(|| Fault::malformed("times: samples, a roofline or both are required"))?;
     if wire.samples.len() > PLAN_SAMPLES_MAX {
         let count = wire.samples.len();
         return Err(Fault::malformed(format!("times: {count} samples, at most {PLAN_SAMPLES_MAX}")));

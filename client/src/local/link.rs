@@ -388,7 +388,9 @@ impl Link {
         pool: Option<PoolName>,
     ) -> Result<(u64, Option<OwnedFd>), Reason> {
         if pool.is_some() && !self.has_pools {
-            return Err(Reason::Config("the server is older than pools that processes share".to_owned()));
+            return Err(Reason::Config(
+                "the server is too old for shared pools: use a newer kvarts".to_owned(),
+            ));
         }
         let pool = pool.map_or_else(Bytes::new, |PoolName(name)| name.to_vec().into());
         let message = proto::ShareRequest { memory, mode: mode.to_wire(), bytes, client_verifies, pool };
@@ -533,7 +535,7 @@ fn answered(pending: Pending, body: Bytes, inbox: &mut Inbox) -> io::Result<()> 
             let found: proto::PutReply = decode(body)?;
             let outcomes: Vec<_> = found.outcomes.iter().map(upload::outcome).collect();
             let whole = outcomes.len() == blocks;
-            let wrong = Reason::Bug("the answer has another number of blocks");
+            let wrong = Reason::Bug("the reply has a wrong number of blocks");
             let told = if whole { Ok(PutReply { outcomes }) } else { Err(Error(wrong)) };
             // A caller that is gone, or was told that it is late, needs no answer.
             let _ = reply.map(|reply| reply.send(told));

@@ -164,7 +164,7 @@ impl Future for Storing {
             let all = |reason: Reason| vec![BlockOutcome::Refused(reason); *count as usize];
             *answer = Answer::Is(match reply {
                 Ok(Ok(reply)) if reply.outcomes.len() == *count as usize => reply.outcomes,
-                Ok(Ok(_)) => all(Reason::Bug("the answer has another number of blocks")),
+                Ok(Ok(_)) => all(Reason::Bug("the reply has a wrong number of blocks")),
                 Ok(Err(error)) => all(error.0),
                 Err(_) => all(Reason::Busy("the store is closing")),
             });

@@ -162,7 +162,8 @@ pub trait KvStore: Send + Sync {
     /// Where the tiles of a [`TiledRead`] of these blocks come from. A store that has none refuses.
     fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
         let _ = request;
-        let why = "this store is another process's and reads no tiles: stage blocks in a pool, and land them from there";
+        let why =
+            "tiled reads need a store in this process: stage blocks in a pool, and land them from there";
         Err(Reason::Shape(ShapeCause::Rule(why)).into())
     }
 }

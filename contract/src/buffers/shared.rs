@@ -112,7 +112,7 @@ fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> i
     let all = all.map_err(refused)?;
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE as u64);
     if !whole || bytes > all {
-        return Err(refused("what is mapped is whole pages of the file, at least one"));
+        return Err(refused("a mapping needs whole pages of the file, at least one"));
     }
     let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
     Ok((Mapping::new(file, len)?, len))

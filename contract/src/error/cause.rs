@@ -100,9 +100,11 @@ wraps!(ShapeCause as Shape: Spec(SpecError), Canonical(CanonicalError), Record(R
 
 fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     match fault {
-        ShapeCause::Layers { end, count } => write!(f, "layers up to {end} of a group with {count}"),
+        ShapeCause::Layers { end, count } => {
+            write!(f, "layers up to {end} were requested, and the group has {count}")
+        }
         ShapeCause::BlockTokens { asked, stored } => {
-            write!(f, "requirements for blocks of {asked} tokens, and stored blocks have {stored}")
+            write!(f, "the requirements are for blocks of {asked} tokens, and stored blocks have {stored}")
         }
         ShapeCause::Unfinished { offered, count } => write!(f, "the put has {offered} of {count} layers"),
         ShapeCause::Column(group, coordinate) => write!(f, "group {}, {coordinate}", group.0),
@@ -435,8 +437,7 @@ impl fmt::Display for DirectoryCause {
             }
             Self::TooFew { found, all, first } => write!(
                 f,
-                "only {found} of the store's {all} directories can be used, and what was deleted without them could come back: \
-                 half of them are needed; {first}"
+                "only {found} of the store's {all} directories can be used, and half of them are needed: otherwise deleted blocks could come back; {first}"
             ),
             Self::NotReplaced(at, why) => {
                 write!(f, "directory {at} cannot take the place of another one: {why}")

@@ -195,6 +195,18 @@ impl Reason {
     }
 }
 
+/// What there are too many of, and where, if it is not the request.
+fn too_many(what: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    match what {
+        "bytes in one block for this store's segments" => f.write_str(
+            "a block is larger than half of a segment of this store: use smaller blocks, or a store with larger segments",
+        ),
+        // These name their own bound.
+        _ if [" in ", " that ", " of "].iter().any(|word| what.contains(word)) => write!(f, "too many {what}"),
+        _ => write!(f, "too many {what} in one request"),
+    }
+}
+
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -224,11 +236,11 @@ impl fmt::Display for Reason {
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
-            Self::SpecMismatch => f.write_str("the identity names another spec than the one given with it"),
+            Self::SpecMismatch => f.write_str("the identity has the fingerprint of another spec than the given one"),
             Self::Identity(what) => write!(f, "identity refused: {what}"),
             Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
             Self::Empty => f.write_str("the request names no block or no layer"),
-            Self::TooMany(what) => write!(f, "too many {what} in one request"),
+            Self::TooMany(what) => too_many(what, f),
             Self::Duplicate(key) => write!(f, "block {key} is twice in the request"),
             Self::OutOfOrder(key) => {
                 write!(f, "block {key} has another position in its chain than in the request")
@@ -330,7 +342,7 @@ pub fn broken_invariant(what: &str) {
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
     match offset {
-        0 => "a block (the server's log says where it lies)".to_owned(),
+        0 => "a block (the server's log has its place)".to_owned(),
         offset => format!("segment {segment} at {offset}"),
     }
 }

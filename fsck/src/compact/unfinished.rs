@@ -56,7 +56,7 @@ pub(super) fn look(disks: &[Arc<dyn Disk>]) -> Result<Vec<Leftover>, Refusal> {
         let interrupted =
             |other: &Leftover| !other.superblock && other.mark.is_some() && other.mark == left.mark;
         if left.superblock && !all.iter().any(interrupted) {
-            return Err(not_empty(&**disk, SUPERBLOCK, "take an empty directory"));
+            return Err(not_empty(&**disk, SUPERBLOCK, "use an empty directory"));
         }
     }
     Ok(all)
@@ -100,12 +100,10 @@ impl Leftover {
         }
         match other {
             None => Ok(left),
-            Some(name) if left.mark.is_some() => Err(not_empty(
-                disk,
-                &name,
-                "that is not of the copy which was interrupted here; take it away first",
-            )),
-            Some(name) => Err(not_empty(disk, &name, "take an empty directory")),
+            Some(name) if left.mark.is_some() => {
+                Err(not_empty(disk, &name, "it does not belong to the interrupted copy; move it away first"))
+            }
+            Some(name) => Err(not_empty(disk, &name, "use an empty directory")),
         }
     }
 

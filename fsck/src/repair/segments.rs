@@ -101,7 +101,7 @@ impl Case<'_> {
         let Some(mut report) = self.look_twice(tally, log) else { return Fixed::Left };
         let whole = self.store.keyring.segment_bytes;
         if report.findings.times(findings::SEGMENT_TRUNCATED.name) > 0 {
-            self.site.act(log, (&path, "gets its full length back, zeros at its end".to_owned()), |writer| {
+            self.site.act(log, (&path, "is extended to its full length with zeros".to_owned()), |writer| {
                 writer.set_len(&path, whole)?;
                 writer.sync(&path)
             });
@@ -187,8 +187,7 @@ impl Case<'_> {
             }
             if verified.entwined > 0 {
                 let why = format!(
-                    "{} damaged blocks of the record at {} share every page with sound ones, which would go with them: a \
-                     read of a damaged one is a miss, and one that is put again is served",
+                    "{} damaged blocks of the record at {} share all of their pages with sound ones and cannot be removed alone: reads of them are misses until they are put again",
                     verified.entwined, met.offset
                 );
                 self.site.cannot(log, &path, &why);
@@ -219,7 +218,7 @@ impl Case<'_> {
         }
         writer.write_at(&path, at, before.bytes())?;
         writer.sync(&path)?;
-        let why = "the file system gives no single pages back: the damaged blocks stay, and every read of them is a miss";
+        let why = "the file system cannot punch single pages: the damaged blocks stay, and every read of them is a miss";
         Err(io::Error::other(why))
     }
 
@@ -230,7 +229,7 @@ impl Case<'_> {
         match &report.outcome {
             Outcome::Quarantined => self.set_aside(report, log),
             Outcome::Walked { scanned, .. } if !scanned.is_worth_sealing() && header.is_none() => {
-                let why = "neither its ends nor anything in it proves what it is";
+                let why = "none of its pages proves that it is a segment of this store";
                 quarantine::set_aside(self.site, &self.path(), why, log)
             }
             Outcome::Walked { scanned, .. } => {

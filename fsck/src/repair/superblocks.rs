@@ -29,7 +29,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
                     None => site.cannot(
                         log,
                         SUPERBLOCK,
-                        "the shards that are there do not tell which directory this was: give all directories",
+                        "the present shards do not identify this directory: give all directories",
                     ),
                 }
             }

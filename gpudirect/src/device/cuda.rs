@@ -165,7 +165,9 @@ impl Cuda {
     pub fn open(ordinal: u32) -> Result<Self, DeviceError> {
         let count = count()?;
         if ordinal >= count {
-            return Err(DeviceError::Absent(format!("cuda:{ordinal} was asked for, there are {count}")));
+            return Err(DeviceError::Absent(format!(
+                "there is no device cuda:{ordinal}: the machine has {count}"
+            )));
         }
         let context = Context::retain(ordinal)?;
         let mut methods = vec![Method::Each];

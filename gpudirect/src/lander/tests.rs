@@ -265,7 +265,7 @@ fn layers_leave_behind_what_computes_them_and_are_in_the_pool_when_all_have() {
 fn a_save_that_is_not_whole_is_none() {
     let some = world(Faults::default(), SMALL, WAIT);
     let refused = some.lander.save(some.what()).unwrap_err().to_string();
-    assert!(refused.contains("not every byte"), "{refused}");
+    assert!(refused.contains("every byte of a block"), "{refused}");
     let world = world_of((0, HEADS), Faults::default(), SMALL, WAIT);
     let engine = world.as_device.stream().unwrap();
     let mut saving = world.lander.save(world.what()).unwrap();

@@ -270,7 +270,7 @@ impl DirectRead {
         let most = request.depth_bytes.max(least).min(sum.max(least).next_power_of_two());
         let piece = path.arena.take(least, most);
         let piece = piece.ok_or_else(|| format!("no {least} bytes of device memory are free for reads"))?;
-        let places = places(&rooms, piece.len()).ok_or("layers that do not fit where they were said to")?;
+        let places = places(&rooms, piece.len()).ok_or("the layers do not fit their destination")?;
         let files = path.arena.files();
         let opened = lent.files().iter().map(|file| files.open(std::os::fd::AsFd::as_fd(file)));
         let opened = opened.collect::<Result<Vec<_>, _>>().map_err(|error| {

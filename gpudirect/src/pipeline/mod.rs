@@ -305,7 +305,7 @@ impl Pipeline {
         let most = depth.max(least).min(sum.max(least).next_power_of_two());
         let full = || LandError::ArenaFull { wanted: least, free: self.arena.usage().largest_free };
         let ring = self.arena.take(least, most).ok_or_else(full)?;
-        let bug = || LandError::Request("layers that do not fit where they were said to".to_owned());
+        let bug = || LandError::Request("the layers do not fit their destination".to_owned());
         let places = places(wanted, ring.len() as u64).ok_or_else(bug)?;
         Ok(Seating { ring, places })
     }

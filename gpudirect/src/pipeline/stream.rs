@@ -116,7 +116,7 @@ struct Bringing<'a>(&'a Shared);
 impl Drop for Bringing<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.fail(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));
+            self.0.fail(EndReason::Store(Reason::Bug("the thread that reads layers panicked")));
         }
         self.0.change(|state| state.fed = true);
     }
@@ -603,7 +603,7 @@ mod tests {
         let followed = Followed { device, timeout: Duration::from_secs(60) };
         let bring = |_: &CopyQueue| panic!("on purpose");
         let mut layers = LayerStream::start(followed, (2, 1), Box::new(()), bring).unwrap();
-        let reason = Some(EndReason::Store(Reason::Bug("the thread that brings layers panicked")));
+        let reason = Some(EndReason::Store(Reason::Bug("the thread that reads layers panicked")));
         let end = LayerEnd { usable_layers: 0, usable_blocks: 1, reason };
         assert_eq!(layers.next_layer(&stream), Next::End(end));
     }

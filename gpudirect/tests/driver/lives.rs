@@ -24,7 +24,7 @@ fn a_device_says_what_it_is_and_its_context_is_released() {
         assert_eq!(first.methods(), Method::ALL);
         assert_eq!(first.in_use(), InUse::default());
         let error = Cuda::open(2).unwrap_err();
-        assert_eq!(error, DeviceError::Absent("cuda:2 was asked for, there are 2".to_owned()));
+        assert_eq!(error, DeviceError::Absent("there is no device cuda:2: the machine has 2".to_owned()));
         // The context belongs to the process: opened twice it is retained twice.
         let again = Cuda::open(0).unwrap();
         assert_eq!(standin.live()[0], "contexts retained: 3");

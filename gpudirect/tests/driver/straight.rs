@@ -323,7 +323,7 @@ fn in_a_process_that_did_not_ask_for_it_cufile_is_told_nothing_of_detours() {
         assert_eq!((used.layers, used.staged), (0, 1), "{used:?}");
         // It made its detour, and nothing was counted. Told of detours it would have refused the read (5007).
         let why = used.last_reason.unwrap();
-        assert!(why.contains("processor") || why.contains("is not known"), "{why}");
+        assert!(why.contains("processor") || why.contains("is unknown"), "{why}");
         close();
     });
 }
@@ -336,7 +336,7 @@ fn a_cufile_that_cannot_be_told_the_way_is_held_to_what_is_counted() {
         assert!(
             used.last_reason
                 .as_ref()
-                .is_some_and(|why| why.contains("processor") || why.contains("is not known"))
+                .is_some_and(|why| why.contains("processor") || why.contains("is unknown"))
         );
         close();
     });

@@ -77,11 +77,11 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
             let asked = span(u64::try_from(arguments.hold.as_millis()).unwrap_or(u64::MAX));
             writeln!(
                 out,
-                "  {asked} were asked for: a server holds blocks for a day at most, pin them again before that"
+                "  {asked} were requested: a server holds blocks for a day at most, pin them again before that"
             )?;
         }
     } else {
-        writeln!(out, "none of the blocks is there: nothing is held")?;
+        writeln!(out, "none of the blocks is stored: no block is held")?;
     }
     if held as usize == subject.keys.len() && !is_cut { Ok(()) } else { Err(Failure::Problems) }
 }
@@ -107,7 +107,7 @@ fn release(client: &Client, pin: u64, json: bool, out: &mut dyn Write) -> Result
 /// What is said of a pin that does not exist: those that do, and the one that was probably meant.
 fn absent(pin: u64, pins: &[u64], more: bool) -> String {
     if pins.is_empty() {
-        return format!("there is no pin {pin}, nor another one: it was ended, or its time was over");
+        return format!("there is no pin {pin}, and no other: it was released, or it expired");
     }
     let digits = |pin: u64| pin.to_string().chars().collect::<Vec<char>>();
     let near = pins.iter().map(|other| (distance(&digits(pin), &digits(*other)), other));

@@ -49,7 +49,7 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
     }
     if let Some(why) = &stats.latched {
         writeln!(out, "  writes    refused: {why}")?;
-        writeln!(out, "            `kvarts resume` has them taken again once the cause is gone")?;
+        writeln!(out, "            `kvarts resume` accepts them again once the cause is removed")?;
     }
     show_ownerless(&stats.ownerless, out)?;
     show_limits(&stats.limits, out)?;
@@ -105,12 +105,12 @@ fn show_ownerless(ownerless: &[proto::stats_reply::Ownerless], out: &mut dyn Wri
 }
 
 fn show_cold(cold: &proto::stats_reply::Cold, out: &mut dyn Write) -> Result<(), Failure> {
-    let paused = if cold.paused { "; it fails, and is left alone for a while" } else { "" };
+    let paused = if cold.paused { "; requests to it fail and are paused" } else { "" };
     writeln!(out, "  cold tier {}{paused}", cold.bucket)?;
     if let Some(why) = &cold.read_only {
         writeln!(
             out,
-            "    READ-ONLY: {why}; nothing is copied there, and deletes of what it has are refused"
+            "    READ-ONLY: {why}; no block is copied there, and deletes of its blocks are refused"
         )?;
     }
     for (name, count) in &cold.counts {

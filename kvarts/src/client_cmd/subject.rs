@@ -226,7 +226,7 @@ impl Subject {
             (None, Some(bytes)) => (Geometry::opaque(bytes).map_err(Failure::user)?, None),
             (None, None) => {
                 return Err(Failure::user(
-                    "--model NAME or --page-bytes BYTES is required: it says how many bytes a block has",
+                    "--model NAME or --page-bytes BYTES is required: it sets the size of a block",
                 ));
             }
         };
@@ -295,7 +295,7 @@ fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Ident
         let (file, given) = (file.display(), model.model.as_ref().map(|name| name.display().to_string()));
         let given = given.map_or("--page-bytes".to_owned(), |name| format!("--model {name}"));
         return Err(Failure::User(format!(
-            "{file} has spec-fingerprint {said}, but {given} is {found}: correct one of them, or leave the field out"
+            "{file} has spec_fingerprint {said}, but {given} is {found}: correct one of them, or leave the field out"
         )));
     }
     // The server gives the salt.
@@ -310,7 +310,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
     let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
     let Some(other) = other else { return Ok(()) };
     Err(Failure::User(format!(
-        "{} says that the model is {}, and --model {} has other blocks: correct one of them",
+        "{} has the model {}, and --model {} has other blocks: correct one of them",
         file.display(),
         other.name(),
         given.display(),

@@ -233,7 +233,7 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         Some(asked) => {
             writeln!(
                 out,
-                "; {} requests, {} of them again",
+                "; {} requests, {} of them repeated",
                 grouped(asked.requests),
                 grouped(asked.retries)
             )?;

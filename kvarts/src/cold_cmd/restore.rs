@@ -141,7 +141,7 @@ fn restore(
 fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     writeln!(
         out,
-        "{} blocks restored, every digest verified; {} were there already; {} read beside them",
+        "{} blocks restored, every digest verified; {} were already stored; {} of other data were read",
         grouped(report.stored),
         grouped(report.already_there),
         bytes(report.over_read_bytes)

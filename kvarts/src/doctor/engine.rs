@@ -71,10 +71,10 @@ fn judge(engine: &str, python: &Path, output: std::io::Result<Output>) -> Findin
         Verdict::Better => Finding::better(
             check,
             found,
-            "try it with your model before it serves: what is new may need an answer",
+            "test it with your model before production: new hooks may need support",
         ),
         Verdict::Bad => {
-            Finding::bad(check, found, "take a version that was tried, or a Kvarts of the engine's age")
+            Finding::bad(check, found, "use a tried version, or a Kvarts release as recent as the engine")
         }
     }
 }
@@ -103,7 +103,7 @@ mod tests {
     fn an_engine_is_judged_by_what_its_connectors_find() {
         let good = probed("\"0.32.0\"", true, "good", "");
         assert_eq!((good.verdict, good.found.as_str()), (Verdict::Good, "vllm 0.32.0"));
-        let later = probed("\"0.33.0\"", false, "better", "");
+        let later = probed("\"0.33.0\"", false, "improve", "");
         assert_eq!(later.verdict, Verdict::Better);
         assert!(later.found.ends_with("0.33.0, not tried (tried: 0.32.0)"), "{}", later.found);
         let lacks = r#"{"connector": "kvarts.vllm", "findings": [{"how": "missing", "name": "vllm.a:B"}]}"#;

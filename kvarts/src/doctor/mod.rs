@@ -49,6 +49,7 @@ enum Verdict {
     /// As it should be.
     Good,
     /// A server runs, and would run better with a change.
+    #[serde(rename = "improve")]
     Better,
     /// A server does not run, or not safely.
     Bad,
@@ -58,7 +59,7 @@ impl Verdict {
     fn name(self) -> &'static str {
         match self {
             Self::Good => "good",
-            Self::Better => "better",
+            Self::Better => "improve",
             Self::Bad => "BAD",
         }
     }

@@ -60,7 +60,7 @@ impl Wanted {
         if self.all || self.namespace.is_some() || self.prefix.is_some() {
             return Ok(());
         }
-        Err(Failure::User(format!("say what to {verb}: --all, --namespace ID or --prefix KEY")))
+        Err(Failure::User(format!("choose what to {verb}: --all, --namespace ID or --prefix KEY")))
     }
 
     /// What a server is asked for: all, or a namespace.

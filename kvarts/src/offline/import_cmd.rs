@@ -324,7 +324,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     }
     writeln!(
         out,
-        "{} stored, {} here already, {} past their time, {} refused",
+        "{} stored, {} already stored, {} expired, {} refused",
         grouped(report.stored),
         grouped(report.already_there),
         grouped(report.expired),

@@ -62,7 +62,7 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
     };
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "a directory or a server: with DIR files are read, without it a server is asked",
+            "DIR excludes the options of a server: with DIR the files are read, without it a server is called",
         ));
     }
     let place = Place { directory, more: arguments.more.clone(), live: arguments.live };

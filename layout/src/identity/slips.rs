@@ -1,6 +1,6 @@
 //! Slips of the pen in an identity's file: a field that is nearly one, and a number format that is nearly one that engines use.
 //!
-//! `kv-dtype` is free text, because engines invent formats: a value is never refused for being unknown. One that differs from a
+//! `kv_dtype` is free text, because engines invent formats: a value is never refused for being unknown. One that differs from a
 //! known name as a slip does is only asked about.
 
 use crate::spec::shipped::distance;
@@ -72,8 +72,8 @@ impl fmt::Display for Doubt {
         }
         write!(
             f,
-            "kv-dtype is {:?}, a number format that no engine is known to use: is {:?} meant? It is taken as it stands, and \
-             blocks are found under an equal one only",
+            "kv_dtype is {:?}, a number format that no engine is known to use: did you mean {:?}? The value is used unchanged; \
+             only an equal one finds its blocks",
             self.said, self.meant
         )
     }
@@ -121,7 +121,7 @@ pub(super) fn field(message: &str) -> Option<String> {
     let named = known.split('`').skip(1).step_by(2);
     let scored = named.map(|name| (distance(&wanted, &plain(name)), name));
     let (_, meant) = scored.filter(|(edits, _)| *edits <= 2).min_by_key(|(edits, _)| *edits)?;
-    Some(format!("unknown field `{said}`: did you mean `{}`?", meant.replace('_', "-")))
+    Some(format!("unknown field `{said}`: did you mean `{}`?", meant.replace('-', "_")))
 }
 
 #[cfg(test)]
@@ -166,7 +166,7 @@ mod tests {
         let said = |name: &str| {
             field(&format!("unknown field `{name}`, expected one of `model`, `kv_dtype`, `rope`"))
         };
-        assert_eq!(said("kv-dtpe").unwrap(), "unknown field `kv-dtpe`: did you mean `kv-dtype`?");
+        assert_eq!(said("kv-dtpe").unwrap(), "unknown field `kv-dtpe`: did you mean `kv_dtype`?");
         assert_eq!(said("KV-DTYPE"), None);
         assert_eq!(said("colour"), None);
         assert_eq!(field("expected an equals"), None);

@@ -241,12 +241,12 @@ impl<'a> Config<'a> {
     /// Features that would change any architecture's geometry, but for those that this one `understands`.
     pub(super) fn refuse_shared_features(&self, understands: &[&str]) -> Result<(), ImportError> {
         for (field, reason) in [
-            ("attention_chunk_size", "chunked attention is not understood"),
-            ("num_kv_shared_layers", "layers that share a cache are not understood"),
-            ("cla_share_factor", "layers that share a cache are not understood"),
-            ("cross_attention_layers", "cross-attention layers are not understood"),
-            ("index_topk_freq", "an indexer shared between layers is not understood"),
-            ("index_topk_pattern", "an indexer shared between layers is not understood"),
+            ("attention_chunk_size", "chunked attention is not supported"),
+            ("num_kv_shared_layers", "layers that share a cache are not supported"),
+            ("cla_share_factor", "layers that share a cache are not supported"),
+            ("cross_attention_layers", "cross-attention layers are not supported"),
+            ("index_topk_freq", "an indexer shared between layers is not supported"),
+            ("index_topk_pattern", "an indexer shared between layers is not supported"),
         ] {
             let harmless = [Value::Null, Value::from(0), Value::from(false), Value::Array(Vec::new())];
             let refused = !understands.contains(&field);

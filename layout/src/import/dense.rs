@@ -128,13 +128,13 @@ fn refuse_other_attention(config: &Config<'_>) -> Result<(), ImportError> {
     let off = config.switch("use_sliding_window")? == Some(false);
     if config.has("sliding_window") && !off {
         return Err(
-            config.feature("sliding_window", "a sliding window is not understood for this architecture")
+            config.feature("sliding_window", "a sliding window is not supported for this architecture")
         );
     }
     match config.switch("use_sliding_window")? {
         Some(true) => {
             Err(config
-                .feature("use_sliding_window", "a sliding window is not understood for this architecture"))
+                .feature("use_sliding_window", "a sliding window is not supported for this architecture"))
         }
         _ => Ok(()),
     }

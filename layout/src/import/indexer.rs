@@ -100,7 +100,7 @@ pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result
     let sparse = config.nested("sparse_attention_config", "which layers choose blocks by an index key")?;
     if sparse.switch("use_sparse_attention")? == Some(false) {
         return Err(
-            sparse.feature("use_sparse_attention", "the architecture without its index is not understood")
+            sparse.feature("use_sparse_attention", "the architecture without its index is not supported")
         );
     }
     let flags = |field: &str, what| -> Result<Vec<u32>, ImportError> {
@@ -116,7 +116,7 @@ pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result
     let chosen = flags("sparse_attention_freq", "which layers are sparse")?;
     let keys_only = flags("sparse_disable_index_value", "which layers index by keys alone")?;
     if chosen.iter().zip(&keys_only).any(|(chosen, keys_only)| *chosen == 1 && *keys_only == 0) {
-        return Err(sparse.feature("sparse_disable_index_value", "index values are not understood"));
+        return Err(sparse.feature("sparse_disable_index_value", "index values are not supported"));
     }
     let numbers = sparse.count("sparse_index_dim", INDEX)?;
     let dtype = config.model_dtype()?;

@@ -29,7 +29,7 @@ pub(super) fn glm5_next(config: &Config<'_>, options: &ImportOptions) -> Result<
     let pool = config.count("index_kpool", "how many tokens an index key stands for")?;
     let pool = NonZeroU32::new(pool).filter(|pool| pool.get() > 1);
     let pool = pool
-        .ok_or_else(|| config.feature("index_kpool", "index keys that are not pooled are not understood"))?;
+        .ok_or_else(|| config.feature("index_kpool", "index keys that are not pooled are not supported"))?;
     let delta = Delta {
         heads_field: "linear_num_heads",
         heads: config.heads("linear_num_heads", "how many heads a delta layer has")?,

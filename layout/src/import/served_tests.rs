@@ -324,7 +324,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("minimax_m3"),
             "sparse_attention_config.sparse_disable_index_value",
             json!(vec![0; 60]),
-            "sparse_attention_config.sparse_disable_index_value: index values are not understood",
+            "sparse_attention_config.sparse_disable_index_value: index values are not supported",
         ),
         (config!("minimax_m3"), "index_topk_freq", json!(4), "index_topk_freq: an indexer shared between"),
         (

@@ -148,7 +148,7 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         }
         if sources.contains(&layer) {
             if !chooses {
-                return Err(refuse("a source that keeps no index keys is not understood"));
+                return Err(refuse("a source that keeps no index keys is not supported"));
             }
             source = Some(ratio);
             order.push(names.source);

@@ -312,10 +312,7 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
 #[test]
 fn features_that_would_change_the_geometry_are_refused() {
     let cases = [
-        (
-            with(mistral(), "sliding_window", json!(4096)),
-            "sliding_window: a sliding window is not understood",
-        ),
+        (with(mistral(), "sliding_window", json!(4096)), "sliding_window: a sliding window is not supported"),
         (with(qwen3(), "use_sliding_window", json!(true)), "use_sliding_window: a sliding window is not"),
         (with(llama(32, 4096, 32), "attention_chunk_size", json!(8192)), "attention_chunk_size: chunked"),
         (with(llama(32, 4096, 32), "kv_lora_rank", json!(512)), "kv_lora_rank: latent attention is not part"),

@@ -77,9 +77,13 @@ impl fmt::Display for FormError {
             FormFault::TooLong(limit) => write!(f, "longer than {limit} bytes"),
             FormFault::Undefined(name) => write!(f, "`{}` is not defined", printable(name)),
             FormFault::Unused => f.write_str("defined but not used by any layer"),
-            FormFault::Twice(name) => write!(f, "`{name}` stands here twice"),
+            FormFault::Twice(name) => write!(f, "`{name}` occurs here twice"),
             FormFault::NoSource(name) => {
-                write!(f, "`{}` is kept by no layer before one of these, or by one of them", printable(name))
+                write!(
+                    f,
+                    "`{}`: a layer reads it without an earlier layer that keeps it, or keeps it itself",
+                    printable(name)
+                )
             }
             FormFault::EmptyRun => f.write_str("a run needs at least one layer and one repetition"),
             FormFault::Spec(error) => error.fmt(f),

@@ -386,7 +386,7 @@ const FAULTS: &[(&str, &str, &str)] = &[
     ("of = [\"full\"]", "of = [\"fool\"]", "layers[0]: `fool` is not defined"),
     ("full = [\"kv\"]", "full = []", "layer.full: layer 0 must have 1 to 64 parts"),
     ("full = [\"kv\"]", "full = [\"kw\"]", "layer.full: `kw` is not defined"),
-    ("full = [\"kv\"]", "full = [\"kv\", \"kv\"]", "layer.full: `kv` stands here twice"),
+    ("full = [\"kv\"]", "full = [\"kv\", \"kv\"]", "layer.full: `kv` occurs here twice"),
     (
         "full = [\"kv\"]",
         "full = [\"kv\"]\nother = [\"kv\"]",

@@ -224,7 +224,7 @@ impl Changes {
         let message = self.messages.message().await.map_err(|status| status.message().to_owned())?;
         let message = message.ok_or("it ended the call")?;
         if message.canceled {
-            return Err(format!("it watches no more: {}", message.cancel_reason));
+            return Err(format!("the watch has ended: {}", message.cancel_reason));
         }
         let change = |event: kvarts_wire::etcd::Event| {
             let is_there = event.r#type() == kvarts_wire::etcd::event::EventType::Put;

@@ -43,7 +43,7 @@ struct Shared {
     members: watch::Sender<Option<Members>>,
     /// Those that the node has taken over.
     taken: watch::Sender<Option<Members>>,
-    /// Why etcd cannot be asked, or why this node is not among the members yet.
+    /// Why etcd cannot be reached, or why this node is not among the members yet.
     trouble: Mutex<String>,
 }
 
@@ -74,7 +74,7 @@ impl Registered {
         }
     }
 
-    /// Why etcd cannot be asked, or why this node is not among the members; empty if neither.
+    /// Why etcd cannot be reached, or why this node is not among the members; empty if neither.
     pub fn trouble(&self) -> String {
         self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -121,7 +121,7 @@ impl Shared {
         self.set_trouble(match is_member {
             true => String::new(),
             false => format!(
-                "this node is registered and not a member yet: a majority of the members of epoch {} has to be there",
+                "this node is registered and not a member yet: a majority of the members of epoch {} must be running",
                 members.epoch()
             ),
         });
@@ -160,7 +160,7 @@ async fn keep(shared: Arc<Shared>) {
     let (mut lease, mut at) = (0, 0);
     loop {
         if let Err(trouble) = session(&shared, &mut lease, &mut at).await {
-            shared.set_trouble(format!("etcd cannot be asked: {trouble}"));
+            shared.set_trouble(format!("etcd cannot be reached: {trouble}"));
         }
         at += 1;
         tokio::time::sleep(PAUSE).await;
@@ -199,7 +199,7 @@ async fn session(shared: &Shared, lease: &mut i64, at: &mut usize) -> Result<(),
             _ = renew.tick() => {
                 if !etcd.keep(*lease).await? {
                     *lease = 0;
-                    return Err("the registration of this node has run out".to_owned());
+                    return Err("the registration of this node has expired".to_owned());
                 }
             }
             // ends: `renew` in the arm before it, or the sender goes with the node

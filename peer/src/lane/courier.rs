@@ -77,7 +77,7 @@ impl Courier {
             }
             if told.replace(broken) != Some(broken) {
                 let Shared { address, peer, .. } = &*self.shared;
-                tracing::info!(%peer, %address, reason = %broken, "no connection to a peer: it is tried again");
+                tracing::info!(%peer, %address, reason = %broken, "no connection to a peer: retrying");
             }
             self.pause(pause);
             pause = (pause * 2).min(AGAIN.1);

@@ -171,7 +171,7 @@ impl Member {
             return Err(Broken::Refused("another node is called"));
         }
         if hello.secret != self.secret.is_some() {
-            return Err(Broken::Refused("one of both has no secret"));
+            return Err(Broken::Refused("one of the two nodes has no secret"));
         }
         let caller = <[u8; 16]>::try_from(&hello.node[..]).map_err(|_| Broken::Protocol("no node"))?;
         if !wire.is_of(StoreId(caller)) {

@@ -92,7 +92,7 @@ impl Registry {
             return Err("it is no member of the cluster");
         }
         if !has_place || self.nodes.len() >= most {
-            return Err("as many peers are connected as may be");
+            return Err("the limit of connected peers is reached");
         }
         self.nodes.insert(number, node);
         Ok(())

@@ -98,7 +98,7 @@ impl Greeting {
             [OTHER_CERTIFICATE] => {
                 return Err(refused("it refuses this node: its certificate names another node"));
             }
-            _ => return Err(refused("what answers there is no node of this version")),
+            _ => return Err(refused("the program that answers there is not a node of this version")),
         }
         match blake3::Hash::from_bytes(hear(stream).await?) == words.proof(&self.secret, Side::Called) {
             true => Ok(()),

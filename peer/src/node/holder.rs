@@ -128,7 +128,7 @@ impl ClusterNode {
     /// The member that calls: a node that is none is known by the secret alone.
     fn caller(&self, request: &Request<()>) -> Result<NodeId, Status> {
         let shown = request.extensions().get::<Shown>();
-        let Shown(from) = *shown.ok_or_else(|| Status::unauthenticated("it has not shown who it is"))?;
+        let Shown(from) = *shown.ok_or_else(|| Status::unauthenticated("it has not authenticated itself"))?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
             _ => Err(Status::permission_denied(format!("{from} is not one of the other members"))),
@@ -177,7 +177,7 @@ impl Nodes for Holder {
         if asked.version != VERSION {
             let version = asked.version;
             return Err(Status::failed_precondition(format!(
-                "version {VERSION} is spoken here, not {version}"
+                "this node has protocol version {VERSION}, not {version}"
             )));
         }
         if asked.cluster != node.options.cluster {

@@ -86,8 +86,8 @@ pub(super) fn limited(
                     }
                     (Some(Ok(Err(error))), _) => refuse(&error),
                     (Some(Ok(Ok(_))), Err(_)) => refuse(&"there are as many as may be"),
-                    (Some(Err(_)), _) => refuse(&"it did not show who it is in time"),
-                    (None, _) => refuse(&"many connect that do not show who they are"),
+                    (Some(Err(_)), _) => refuse(&"it did not authenticate itself in time"),
+                    (None, _) => refuse(&"many connections do not authenticate themselves"),
                 }
             });
         }

@@ -38,7 +38,7 @@ impl fmt::Display for SampleError {
             Self::Twice(one, other) => {
                 write!(f, "samples {one} and {other} have the same tokens: give their median once")
             }
-            Self::NoFit => write!(f, "no factor makes the data sheet's times those of the samples"),
+            Self::NoFit => write!(f, "no factor maps the data sheet's times to the samples"),
         }
     }
 }

@@ -50,7 +50,7 @@ fn a_load_that_is_faster_than_computing_hides_behind_it() {
     assert!((plan.transfer_ms - 10.5).abs() < 1e-9);
     assert!((plan.ttft_ms - (1.5 + 32.2)).abs() < 1e-9);
     assert!((plan.benefit_ms - (64.2 - 33.7)).abs() < 1e-9);
-    assert_eq!(plan.reason.to_string(), "everything that is here is worth restoring");
+    assert_eq!(plan.reason.to_string(), "all stored blocks are worth restoring");
     assert!(plan.exact);
 }
 
@@ -181,12 +181,12 @@ fn what_is_missing_is_named() {
     let bytes = [10];
     let words =
         |runs: &[Run]| ask(&[stream(&bytes, runs)], &links, 161, &Formula(0.0, 1.0, 0.0)).reason.to_string();
-    assert_eq!(words(&[]), "nothing of the prompt is here");
-    assert_eq!(words(&[run(0, 10, &[Source::Peer])]), "nothing of the prompt is here", "no way to it");
+    assert_eq!(words(&[]), "no block of the prompt is stored");
+    assert_eq!(words(&[run(0, 10, &[Source::Peer])]), "no block of the prompt is stored", "no way to it");
     assert_eq!(words(&[run(1, 10, &[Source::Disk])]), "no boundary can be used: group 0 lacks block 0");
     assert_eq!(
         words(&[run(0, 4, &[Source::Disk]), run(5, 10, &[Source::Disk])]),
-        "everything that can be used is restored; group 0 lacks block 4"
+        "all usable blocks are restored; group 0 lacks block 4"
     );
     let state =
         Part { group: Group(7), need: Need::At, absence: Absence::Required, layer_bytes: &bytes, runs: &[] };

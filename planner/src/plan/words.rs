@@ -47,13 +47,13 @@ impl Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Nothing => write!(f, "nothing of the prompt is here"),
+            Self::Nothing => write!(f, "no block of the prompt is stored"),
             Self::Unusable(group, block) => {
                 write!(f, "no boundary can be used: group {group} lacks block {block}")
             }
-            Self::All => write!(f, "everything that is here is worth restoring"),
+            Self::All => write!(f, "all stored blocks are worth restoring"),
             Self::Missing(group, block) => {
-                write!(f, "everything that can be used is restored; group {group} lacks block {block}")
+                write!(f, "all usable blocks are restored; group {group} lacks block {block}")
             }
             Self::Shorter { longest_tokens, longest_ms, ms } => write!(
                 f,

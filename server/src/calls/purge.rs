@@ -29,9 +29,9 @@ fn salt(call: &Call, wire: &proto::PurgeTenantRequest) -> Outcome<TenantSalt> {
             let known = tenants.iter().find(|tenant| tenant.name == name);
             Ok(known.map_or_else(|| salt_of(name), |tenant| tenant.salt.clone()))
         }
-        _ => {
-            Err(Fault::malformed("purge_tenant: a name, a salt of up to 64 bytes, or unsalted: one of them"))
-        }
+        _ => Err(Fault::malformed(
+            "purge_tenant: exactly one of a name, a salt of up to 64 bytes, and unsalted is required",
+        )),
     }
 }
 

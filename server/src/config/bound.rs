@@ -44,7 +44,7 @@ impl Config {
             part("large requests and their answers", None, LARGE_BYTES_MAX as u64),
             part("models of tenants", None, MODELS_MEMORY_MAX * tenants),
             part("connections", Some("limits.connections"), CONNECTION * self.connections as u64),
-            part("what is remembered of blocks that are gone", None, REMEMBERED),
+            part("reasons of removed blocks", None, REMEMBERED),
         ];
         if let Some(bytes) = self.index.or_else(sizes::index_bytes) {
             parts.insert(1, part("index of blocks", Some("limits.index"), bytes));

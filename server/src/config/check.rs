@@ -197,7 +197,7 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
         return match others.iter().any(|other| other.is_some()) {
             true => Err(Complaint::new(
                 "cluster.members",
-                "the other settings of [cluster] need it: name the file",
+                "required by the other settings of [cluster]: name the file",
             )),
             false => Ok(None),
         };
@@ -247,13 +247,13 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
     if !members.starts_with("etcd:") {
         return match access == EtcdFiles::default() {
             true => Ok(MembersFrom::File(members.into())),
-            false => Err(Complaint::new("cluster.members", "what is set of etcd needs members in etcd")),
+            false => Err(Complaint::new("cluster.members", "the settings of etcd need members in etcd")),
         };
     }
     let at = "etcd is named as etcd://HOST:PORT[,HOST:PORT]/PREFIX";
     let (endpoints, prefix) = etcd::parse(members).ok_or_else(|| Complaint::new("cluster.members", at))?;
     let address = set.cluster_address.clone().filter(|text| is_place(text));
-    let needed = "with etcd it is needed: where other nodes reach this one, a host and a port";
+    let needed = "required with etcd: the host and port at which other nodes reach this one";
     let address = address.ok_or_else(|| Complaint::new("cluster.address", needed))?;
     let lease = number("cluster.lease", &decided.or("cluster.lease", set.cluster_lease.as_ref(), 15))?;
     if !(2..=3600).contains(&lease) {
@@ -270,7 +270,7 @@ fn etcd_files(set: &Settings) -> Result<EtcdFiles, Complaint> {
         (Some(certificate), Some(key)) if authority.is_some() => Some((certificate, key)),
         (None, None) => None,
         _ => {
-            let what = "it belongs together with etcd_key and etcd_authority";
+            let what = "set it together with etcd_key and etcd_authority";
             return Err(Complaint::new("cluster.etcd_certificate", what));
         }
     };

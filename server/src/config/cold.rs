@@ -85,7 +85,7 @@ pub(super) fn cold(
         return Err(Complaint::new("cold.memory", "128 MiB at least"));
     }
     if config.rate == 0 {
-        return Err(Complaint::new("cold.rate", "more than nothing; cold.spill = \"off\" writes nothing"));
+        return Err(Complaint::new("cold.rate", "must be above 0; cold.spill = \"off\" disables uploads"));
     }
     Ok(Some(config))
 }

@@ -47,9 +47,10 @@ mod tests {
         assert!(told.contains("/mnt/a, /mnt/b") && told.contains("within 0.005 s"), "{told}");
         // Its thread is let go.
         drop(go);
-        let busy = || Err(Error(Reason::Busy("the device did not let the store close in time")));
+        let busy =
+            || Err(Error(Reason::Busy("the device did not respond, so the store could not close in time")));
         assert!(
-            closed(busy, &directories, WITHIN).await.unwrap_err().contains("did not let the store close")
+            closed(busy, &directories, WITHIN).await.unwrap_err().contains("the device did not respond")
         );
         assert_eq!(closed(|| Ok(()), &directories, WITHIN).await, Ok(()));
     }

@@ -272,7 +272,7 @@ impl Renewed {
         match (&pem, node.credentials()) {
             (Some(pem), Some(credentials)) => credentials.check_replacement(pem).map_err(told_of)?,
             (None, None) => {}
-            _ => return Err("certificates of nodes are switched on or off at the start only".to_owned()),
+            _ => return Err("certificates of nodes can be switched on or off only at a start".to_owned()),
         }
         let members = match &config.members {
             MembersFrom::File(path) => Some((members(path)?, path)),

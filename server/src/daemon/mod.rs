@@ -179,7 +179,7 @@ impl Daemon {
     pub async fn reload(&self, config: &Config) -> Result<Vec<String>, String> {
         let tls = config.tls.as_ref().map(read_tls).transpose()?;
         if tls.is_some() != self.renew.is_some() {
-            return Err("TLS is switched on or off at the start only".to_owned());
+            return Err("TLS can be switched on or off only at a start".to_owned());
         }
         self.state.gate.check(&config.gate)?;
         let cluster = match (&config.cluster, &self.state.decided.cluster) {
@@ -206,8 +206,7 @@ impl Daemon {
         if let Some(asked) = config.budget.filter(|asked| *asked != budget) {
             let (asked, budget) = (human::bytes(asked), human::bytes(budget));
             notes.push(format!(
-                "store.budget is {asked} in the configuration and {budget} here: the next start takes it, \
-                 `kvarts budget \"{asked}\"` does now"
+                "store.budget is {asked} in the configuration and {budget} in this server: it applies at the next start, or now with `kvarts budget \"{asked}\"`"
             ));
         }
         notes.extend(members.into_iter().flatten());
@@ -454,7 +453,7 @@ fn fitting_budget(
             ));
         }
         // What a store has is served, however full the disk is.
-        notes.push(format!("budget: {shown} (what a store takes at least: the disk has room for {free})"));
+        notes.push(format!("budget: {shown} (the minimum of a store; the disk has {free} free)"));
         return Ok(least);
     }
     let of = match config.budget_part {

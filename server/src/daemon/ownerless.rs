@@ -20,12 +20,12 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
     let unsalted = sums.get(&true).map(|&sum| {
         let advice = "`unsalted = true` in the [[tenants]] of one tenant makes them its own, `kvarts tenant purge --unsalted` \
                       deletes them";
-        told("were stored while no tokens were asked for", sum, advice)
+        told("were stored while no tokens were required", sum, advice)
     });
     let others = sums.get(&false).map(|&sum| {
         let what = match state.gate.is_open() {
-            true => "belong to tenants, and this server asks for no tokens",
-            false => "belong to tenants that no token of this configuration is of",
+            true => "belong to tenants, and this server requires no tokens",
+            false => "belong to tenants without a token in this configuration",
         };
         told(what, sum, "name their tenants again, or `kvarts tenant purge NAME` deletes them")
     });

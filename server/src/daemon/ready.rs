@@ -82,8 +82,9 @@ impl Ready {
 /// The memory of requests.
 async fn memory(config: &Config, store: &Store, notes: &mut Vec<String>) -> Result<Memory, String> {
     let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
-    let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache)
-        .map_err(|error| format!("limits.memory: {} cannot be had: {error}", human::bytes(config.memory)))?;
+    let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache).map_err(|error| {
+        format!("limits.memory: {} cannot be allocated: {error}", human::bytes(config.memory))
+    })?;
     for region in memory.regions() {
         // ends: an executor answers from memory, or the store is closed
         if let Err(why) = store.register_memory(region).await {

@@ -176,7 +176,7 @@ where
         let place = connection.map(ConnectionHandle::open_call);
         if let Some(None) = place {
             self.layer.state.metrics.refused("anybodys", "calls");
-            let fault = Fault::busy("a connection has only a few calls without a token at a time");
+            let fault = Fault::busy("too many calls without a token on this connection");
             return Box::pin(async move { Ok(fault.status().into_http()) });
         }
         let place = place.flatten();

@@ -35,7 +35,7 @@ pub(super) async fn keep(state: Arc<ServerState>, reporter: HealthReporter) -> I
             match (&fault, &said) {
                 (Some(reason), _) if state.is_draining() => tracing::info!(reason, "not serving any more"),
                 (Some(reason), _) => tracing::error!(reason, "the store is not well"),
-                (None, Some(_)) => tracing::info!("the store is well again"),
+                (None, Some(_)) => tracing::info!("the store is healthy again"),
                 (None, None) => {}
             }
             said = Some(fault);

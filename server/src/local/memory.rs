@@ -57,7 +57,7 @@ impl Memory {
             name => Some(Name::try_from(name).map_err(|_| malformed("pool: a name of 16 bytes"))?),
         };
         if name.is_some() && mode != Mode::Adopted {
-            return Err(malformed("pool: in adopted mode alone"));
+            return Err(malformed("pool: only in adopted mode"));
         }
         let given = match (name, file) {
             (Some(name), None) => attached((locals, tenant), name, wire.bytes)?,
@@ -103,7 +103,7 @@ fn given(
         return Err(malformed("bytes: whole pages of 4096, at least one"));
     }
     if file.is_none() && mode == Mode::Adopted {
-        return Err(malformed("adopted memory is the client's: a descriptor comes with it"));
+        return Err(malformed("adopted memory belongs to the client: a descriptor is required"));
     }
     let part = || locals.mapped.try_take(tenant, bytes).ok_or(Reason::TooMany("bytes"));
     // What is to be registered has a second one until it is.
@@ -112,7 +112,7 @@ fn given(
         let part = part()?;
         if !locals.make(bytes) {
             return Err(Fault::busy(
-                "the server makes no more memory: share a file in memory of your own, sealed against shrinking",
+                "the server allocates no more memory: share a file in memory of your own, sealed against shrinking",
             ));
         }
         let file = shared::sealed(bytes).map_err(|_| Fault::busy("the server has no memory to share"))?;

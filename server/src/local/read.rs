@@ -117,7 +117,7 @@ pub(super) fn begin(
         return Err(Reason::TooMany("bytes").into());
     }
     if let Some((number, _)) = memories.iter().find(|(_, memory)| memory.region.has_failed()) {
-        return Err(Fault::malformed(format!("memory {number} took bytes no more: {UNWRITTEN}")));
+        return Err(Fault::malformed(format!("memory {number} cannot be written to: {UNWRITTEN}")));
     }
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
     let let_go = Arc::new(OnceLock::<LetGo>::new());

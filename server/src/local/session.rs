@@ -418,7 +418,7 @@ impl Session {
             }
             Kind::Read | Kind::Put => {
                 if self.requests.contains_key(&id) {
-                    return Err(broken("a second request of the same name"));
+                    return Err(broken("a second request with the same id"));
                 }
                 if self.under_way() >= REQUESTS_MAX {
                     self.take_ended();

@@ -91,7 +91,7 @@ fn usage(out: &mut String, counted: &Counted) {
             }
         }
     };
-    let help = "Blocks that match and exists were asked for, by what was found: here, pending (being put), or why not: evicted, \
+    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of absence: evicted, \
                 expired, deleted, out_of_service (damaged), never_stored (as far as this server remembers), cut_off (here, \
                 behind a block that is not), unregistered (no model of that name since the start). The hit ratio is the rate \
                 of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 \

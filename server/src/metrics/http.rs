@@ -89,15 +89,15 @@ async fn answer(
         b"GET" => true,
         b"HEAD" => false,
         _ => {
-            let only = Answer::plain("405 Method Not Allowed", "there are GET and HEAD\n".to_owned());
+            let only =
+                Answer::plain("405 Method Not Allowed", "only GET and HEAD are supported\n".to_owned());
             // ends: `TIMEOUT` of the connection, in `serve`
             return only.with("allow: GET, HEAD\r\n").send(stream, true).await;
         }
     };
     // How the server is may be known to any page.
     if is_own && path_of(request) != b"/health" && !host::is_own(header(request, "host")) {
-        let why =
-            "this host is asked by its address or as localhost; for other names set listen.open_metrics\n";
+        let why = "use the address of this host or localhost; for other names set listen.open_metrics\n";
         // ends: `TIMEOUT` of the connection, in `serve`
         return Answer::plain("421 Misdirected Request", why.to_owned()).send(stream, has_body).await;
     }

@@ -86,7 +86,7 @@ impl fmt::Display for LeaseError {
                 )
             }
             Self::Blocks => write!(f, "more than {PINS_MAX} blocks would be held: unlock some"),
-            Self::Together => f.write_str("all tenants together pin as much as they may: unlock something"),
+            Self::Together => f.write_str("the limit of pins of all tenants is reached: unlock some"),
             Self::Expired => write!(f, "no such lease is in force: match again"),
         }
     }

@@ -47,7 +47,7 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Environment(why) => f.write_str(why),
-            Self::RingForbidden(why) => write!(f, "the ring was demanded, but {why}"),
+            Self::RingForbidden(why) => write!(f, "the ring was requested, but {why}"),
         }
     }
 }

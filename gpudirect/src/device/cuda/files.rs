@@ -86,10 +86,10 @@ fn judge(before: Option<u64>, behind: Option<u64>) -> Result<(), DeviceError> {
     match (before, behind) {
         (Some(before), Some(behind)) if behind > before => Ok(()),
         (Some(_), Some(_)) => Err(failed(
-            "it came through the processor's memory, or nvidia-fs does not count (rw_stats_enabled)".to_owned(),
+            "the read went through the processor's memory, or nvidia-fs does not count reads (rw_stats_enabled)".to_owned(),
         )),
         _ => Err(failed(
-            "whether it came straight is not known: cuFile is too old to be told so, and nvidia-fs counts nothing"
+            "whether the read was direct is unknown: this cuFile cannot be restricted to direct reads, and nvidia-fs counts nothing"
                 .to_owned(),
         )),
     }
@@ -258,7 +258,7 @@ fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
             call,
             why: format!(
                 "cuFile's error {UNKNOWN_FILE}: it asks udev for the file system of the disk (ID_FS_USAGE), and without udev, \
-                 or in a container without /run/udev, it takes no file"
+                 or in a container without /run/udev, it accepts no file"
             ),
         }),
         Said { code: 0, .. } => Ok(()),

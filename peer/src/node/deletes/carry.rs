@@ -76,8 +76,8 @@ impl ClusterNode {
             Target::Prefix(root) => *root,
         };
         let here = self.produced(namespace).await?;
-        let here =
-            here.ok_or(Error(Reason::TooMany("blocks in the namespace: delete keys, or all of it, or")))?;
+        let here = here
+            .ok_or(Error(Reason::TooMany("blocks in the namespace: delete keys or the whole namespace")))?;
         let keys: Vec<BlockKey> = descend(&[root], &here).into_iter().collect();
         Ok(keys.chunks(MAX_REQUEST_BLOCKS).map(|keys| What::Prefix(keys.to_vec())).collect())
     }

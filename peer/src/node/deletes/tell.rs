@@ -33,7 +33,7 @@ impl ClusterNode {
         join_all(links.iter().filter(is_there).map(|link| async move {
             match in_time(runner, timeout, self.tell(link)).await {
                 Some(Ok(())) => {}
-                Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "it was not told of a delete"),
+                Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "the delete could not be sent to it"),
                 None => {
                     link.is_late.store(true, Ordering::SeqCst);
                     tracing::warn!(node = %link.id(), "a node did not confirm a delete in time: it is sent again");
@@ -82,7 +82,7 @@ impl ClusterNode {
                     break;
                 }
                 if let Err(why) = node.tell(&link).await {
-                    tracing::debug!(node = %link.id(), %why, "it was not told of deletes");
+                    tracing::debug!(node = %link.id(), %why, "the deletes could not be sent to it");
                 }
             }
             link.tells_later.store(false, Ordering::SeqCst);
@@ -244,7 +244,7 @@ impl ClusterNode {
         // Who told this has given up by then: it tells it again.
         let _turn = in_time(runner, MESSAGE_TIMEOUT, taking).await.ok_or_else(|| {
             let seconds = MESSAGE_TIMEOUT.as_secs();
-            format!("what other nodes told before has been under way for {seconds} s: a disk of this node is slow, or hangs")
+            format!("earlier deletes of other nodes have been under way for {seconds} s: a disk of this node is slow, or hangs")
         })?;
         let links = self.links();
         let lacking: Vec<NodeId> = links.iter().map(|link| link.id()).filter(|id| *id != from).collect();
@@ -252,7 +252,7 @@ impl ClusterNode {
             match lock(&self.deletes.log).told(name, after) {
                 Told::New => {}
                 Told::Old => continue,
-                Told::Early => return Err("something before it is missing".to_owned()),
+                Told::Early => return Err("an earlier entry is missing".to_owned()),
             }
             let came = self.carry_out(&entry).await.map_err(|error| error.to_string())?;
             // Who numbered it has it.

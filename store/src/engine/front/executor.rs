@@ -196,7 +196,7 @@ impl Executor {
         let driver = Rc::clone(&self.driver);
         self.background(async move {
             let asking = pin!(free_space(&driver, &shared.directories));
-            let silent = Err(Reason::Busy("a disk does not say how much of it is free"));
+            let silent = Err(Reason::Busy("the free space of a disk cannot be read"));
             let _ = reply.send(with_deadline(asking, Some(until)).await.unwrap_or(silent));
         });
     }
@@ -638,7 +638,8 @@ impl Executor {
             checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
         };
         let finished = with_deadline(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
-        finished.unwrap_or(Err(Reason::Busy("the device did not let the store close in time")))
+        finished
+            .unwrap_or(Err(Reason::Busy("the device did not respond, so the store could not close in time")))
     }
 }
 

@@ -161,12 +161,10 @@ fn take_lease(
 pub(crate) fn not_given(error: LeaseError) -> Reason {
     match error {
         LeaseError::Cap { limit, wanted } => Reason::PinCap { limit, wanted },
-        LeaseError::Blocks => {
-            Reason::Busy("the tenant's leases and pins hold too many blocks: unlock some, or")
+        LeaseError::Blocks => Reason::Busy("the tenant's leases and pins hold too many blocks (unlock some)"),
+        LeaseError::Together => {
+            Reason::Busy("the limit for leases and pins of all tenants is reached (end some)")
         }
-        LeaseError::Together => Reason::Busy(
-            "the leases and pins of all tenants hold as much of the store as they may: end some, or",
-        ),
         LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
     }
 }

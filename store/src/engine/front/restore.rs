@@ -150,7 +150,7 @@ fn runs(
         let runs_so_far = runs.len();
         match runs.last_mut() {
             Some(run) if run.to == block && run.sources == sources => run.to = block + 1,
-            _ if runs_so_far == MAX_RUNS => return Err(Reason::TooMany("runs of blocks with gaps between")),
+            _ if runs_so_far == MAX_RUNS => return Err(Reason::TooMany("separate runs of blocks")),
             _ => runs.push(Run { from: block, to: block + 1, sources }),
         }
     }

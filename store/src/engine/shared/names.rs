@@ -354,7 +354,7 @@ impl Names {
         let busy = match (tables.condemned.contains(&id), tables.deleting.contains(&id)) {
             (false, _) => return None,
             (true, true) => "the namespace is being deleted",
-            (true, false) => "the delete of the namespace failed half-way: delete it again, then",
+            (true, false) => "the delete of the namespace failed half-way (repeat it first)",
         };
         Some(Reason::Busy(busy))
     }

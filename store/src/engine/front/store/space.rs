@@ -344,7 +344,7 @@ impl Store {
         );
         if !may_refuse {
             self.0.shared.set_short_of_disk(Some(format!(
-                "{what}; what it has is served, and puts find room only where blocks may go: free {} of the disk",
+                "{what}; its blocks are served, and puts must evict others: free {} of the disk",
                 mib(budget.saturating_sub(most))
             )));
             return Ok(());

@@ -163,14 +163,11 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         if !members.may_open() {
             return refuse(
                 at,
-                "fewer than half of the others can be used, and what was deleted without them could come back",
+                "fewer than half of the other directories can be used, and deleted blocks could come back",
             );
         }
         if missing.len() != plan.replace.len() - nth {
-            return refuse(
-                at,
-                "as many must be replaced as are missing, all at once, or the others brought back before",
-            );
+            return refuse(at, "replace all missing directories at once, or bring the others back first");
         }
         let number = missing.first().copied().unwrap_or(0);
         let Some(membership) = members.in_place_of(number) else {
