@@ -236,7 +236,9 @@ impl fmt::Display for Reason {
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
-            Self::SpecMismatch => f.write_str("the identity has the fingerprint of another spec than the given one"),
+            Self::SpecMismatch => {
+                f.write_str("the identity has the fingerprint of another spec than the given one")
+            }
             Self::Identity(what) => write!(f, "identity refused: {what}"),
             Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
             Self::Empty => f.write_str("the request names no block or no layer"),

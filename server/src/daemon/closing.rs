@@ -49,9 +49,7 @@ mod tests {
         drop(go);
         let busy =
             || Err(Error(Reason::Busy("the device did not respond, so the store could not close in time")));
-        assert!(
-            closed(busy, &directories, WITHIN).await.unwrap_err().contains("the device did not respond")
-        );
+        assert!(closed(busy, &directories, WITHIN).await.unwrap_err().contains("the device did not respond"));
         assert_eq!(closed(|| Ok(()), &directories, WITHIN).await, Ok(()));
     }
 }

@@ -56,8 +56,7 @@ pub const BUGS: &[Bug] = &[
         "records of a new generation are acknowledged before its header is durable",
     )
     .at(3),
-    bug("tombstones-recycled", "R22", "a segment is rewritten although no other has its tombstones")
-        .at(19),
+    bug("tombstones-recycled", "R22", "a segment is rewritten although no other has its tombstones").at(19),
     bug(
         "tombstone-forgotten-early",
         "R22",
@@ -67,12 +66,8 @@ pub const BUGS: &[Bug] = &[
     bug("first-chunk-alone", "R22", "a checkpoint lists the first chunk of its tombstones and no other")
         .at(97),
     bug("sequence-not-restored", "R22", "sequences start over after a recovery").at(12),
-    bug(
-        "move-without-compare",
-        "R22",
-        "compaction switches the index without a check of its present entry",
-    )
-    .at(266),
+    bug("move-without-compare", "R22", "compaction switches the index without a check of its present entry")
+        .at(266),
     bug("first-shard-wins", "R13", "of copies in two shards the one counts that is recovered first"),
     bug("torn-tail-adopted", "R1", "recovery adopts records without a check of their payloads"),
     bug("checkpoint-over-the-newest", "R26", "a checkpoint is written over the newest whole one").at(1),
@@ -149,8 +144,7 @@ pub const BUGS: &[Bug] = &[
     bug("short-read-taken-for-whole", "R16", "a read that ends short counts as whole").at(20),
     bug("put-over-live", "R16", "a second put of a block that is here replaces it"),
     bug("event-lost", "R16", "a delete has no event"),
-    bug("gaps-not-looked-into", "R16", "blocks behind a removed one are not found in its record")
-        .at(111),
+    bug("gaps-not-looked-into", "R16", "blocks behind a removed one are not found in its record").at(111),
     bug("pin-cap-ignored", "R16", "a tenant pins more than it may").at(1),
     bug("claim-leaked", "R14", "the claim on a block's name outlives its put"),
     bug("late-put-visible", "R14", "a put that was answered with its deadline becomes visible afterwards")
@@ -163,14 +157,13 @@ pub const BUGS: &[Bug] = &[
     bug("lease-never-ends", "R17", "a lease holds past its end").at(13),
     bug("expiry-by-the-wall-clock", "R17", "the wall clock, set back, brings expired blocks back"),
     bug("expired-served", "R17", "blocks are served past their time"),
-    bug("follower-walks-every-step", "R30", "a read that follows another one walks all its steps for each run")
-        .at(3),
     bug(
-        "footers-read-again",
+        "follower-walks-every-step",
         "R30",
-        "a search for descendants of a key reads all footers repeatedly",
+        "a read that follows another one walks all its steps for each run",
     )
-    .at(36),
+    .at(3),
+    bug("footers-read-again", "R30", "a search for descendants of a key reads all footers repeatedly").at(36),
     bug("eviction-lists-all", "R30", "every segment is listed for each choice of a block to evict").at(7),
     bug("checkpoint-looks-at-all", "R30", "a checkpoint looks at the records of all shards").at(8),
     bug("sweep-looks-at-all", "R30", "a sweep looks at segments in which nothing has expired").at(10),
@@ -183,21 +176,13 @@ pub const BUGS: &[Bug] = &[
         "a segment that buries something is recycled after a new checkpoint",
     )
     .at(14),
-    bug(
-        "tile-with-its-own-origins",
-        "R31",
-        "each tile of a read takes the production that it finds",
-    ),
+    bug("tile-with-its-own-origins", "R31", "each tile of a read takes the production that it finds"),
     bug(
         "kept-tile-not-looked-up",
         "R31",
         "a kept tile is returned without a look-up of its blocks in the index",
     ),
-    bug(
-        "kept-tile-of-a-reused-segment",
-        "R31",
-        "a kept tile of a rewritten segment is returned",
-    ),
+    bug("kept-tile-of-a-reused-segment", "R31", "a kept tile of a rewritten segment is returned"),
     bug(
         "footer-proves-nothing",
         "R32",
@@ -211,8 +196,7 @@ pub const BUGS: &[Bug] = &[
     )
     .at(14),
     bug("scan-verifies-holes", "R32", "recovery compares digests of blocks that are holes").at(14),
-    bug("holes-filled-again", "R32", "holes of evicted blocks in a scanned segment are filled again")
-        .at(14),
+    bug("holes-filled-again", "R32", "holes of evicted blocks in a scanned segment are filled again").at(14),
     bug("repair-syncs-last", "R7", "a repair flushes once, behind all that it writes").at(5),
     bug("device-not-asked", "R32", "puts evict blocks while writes fail"),
     bug("barren-segments-stay", "R32", "segments that failed at their beginning are not used again").at(237),
@@ -231,8 +215,7 @@ pub const BUGS: &[Bug] = &[
     bug("deleted-namespace-remembered", "R32", "the memory of a deleted namespace is not freed").at(6),
     bug("small-pins-are-free", "R32", "a lease counts the bytes of its blocks and not what they take").at(7),
     bug("index-limit-ignored", "R32", "the index takes more memory than its budget").at(8),
-    bug("descriptors-not-counted", "R32", "more segment files are made than descriptors are available")
-        .at(9),
+    bug("descriptors-not-counted", "R32", "more segment files are made than descriptors are available").at(9),
     bug("spare-room-kept", "R32", "a shard keeps segments that hold nothing while another one evicts").at(12),
     bug("spare-room-waits", "R32", "a shard waits for room from one that hangs").at(13),
     bug(
@@ -254,11 +237,7 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("one-lane", "R43", "requests to a silent drive use up the room of the others"),
     bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since"),
-    bug(
-        "forgotten-while-out",
-        "R44",
-        "deletes are forgotten while an absent drive may have their blocks",
-    ),
+    bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks"),
     bug(
         "unreadable-forgotten",
         "R44",
@@ -286,13 +265,10 @@ pub const BUGS: &[Bug] = &[
     bug("peer-piece-misplaced", "R33", "chunks of a peer go to the place of another block").at(1),
     bug("cancelled-bytes-owed", "R33", "cancelled bytes count as under way for ever"),
     bug("old-members-accepted", "R33", "members of an older epoch replace later ones"),
-    bug("connected-without-snapshot", "R33", "a new connection continues at the position of the broken one").at(5),
-    bug(
-        "holder-taken-for-whole",
-        "R33",
-        "a holder with an incomplete list reports that no node has a block",
-    )
-    .at(1),
+    bug("connected-without-snapshot", "R33", "a new connection continues at the position of the broken one")
+        .at(5),
+    bug("holder-taken-for-whole", "R33", "a holder with an incomplete list reports that no node has a block")
+        .at(1),
     bug("snapshot-keeps-the-gone", "R33", "the end of a snapshot keeps entries that it did not list").at(3),
     bug("departed-still-listed", "R33", "a node that left is still listed with blocks").at(9),
     bug("released-owner-listed", "R33", "an owner whose lease is over is still the owner"),
@@ -314,15 +290,18 @@ pub const BUGS: &[Bug] = &[
     bug("lease-not-asked", "R39", "a put of a chain that another node owns is stored for good"),
     bug("lease-never-over", "R39", "a put goes by a lease whose time is over"),
     bug("lease-not-looked-at-again", "R39", "a put goes on by a lease that was given up meanwhile"),
-    bug("released-after-the-answer", "R39", "a released lease counts on its node until the reply to the release"),
     bug(
-        "late-grant-counts",
+        "released-after-the-answer",
         "R39",
-        "the reply to an earlier request restores a released lease",
-    )
-    .at(2),
+        "a released lease counts on its node until the reply to the release",
+    ),
+    bug("late-grant-counts", "R39", "the reply to an earlier request restores a released lease").at(2),
     bug("owners-put-held", "R39", "an owner does not store what another node has"),
-    bug("owner-not-offered", "R39", "blocks of a chain that another node stored are not offered to its owner"),
+    bug(
+        "owner-not-offered",
+        "R39",
+        "blocks of a chain that another node stored are not offered to its owner",
+    ),
     bug("favour-before-the-chain", "R39", "blocks before the beginning of a chain are protected, too").at(4),
     bug("favour-stays", "R39", "blocks of a released chain are still protected"),
     bug("hot-at-once", "R39", "a block is copied after one read"),
@@ -333,17 +312,11 @@ pub const BUGS: &[Bug] = &[
         "a node that was away does not receive the deletes when it is connected again",
     )
     .at(5),
-    bug(
-        "read-from-who-lacks-deletes",
-        "R33",
-        "blocks are read from a node that lacks deletes",
-    )
-    .at(129),
+    bug("read-from-who-lacks-deletes", "R33", "blocks are read from a node that lacks deletes").at(129),
     bug("stale-copy-stored", "R33", "a copy that was under way is stored behind the delete of its block")
         .at(143),
     bug("copy-without-the-end", "R33", "a copy outlives its source").at(11),
-    bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node")
-        .at(1),
+    bug("shorter-times-stay", "R33", "a shorter time to live is ignored on another node").at(1),
     bug("deletes-not-noted", "R41", "a manifest does not keep deletes"),
     bug("deletes-not-compared", "R41", "a pack is named regardless of the deletes in its manifest"),
     bug("folded-deletes-forgotten", "R41", "blocks that were listed before a forgotten delete are named")
@@ -354,10 +327,15 @@ pub const BUGS: &[Bug] = &[
     bug("pool-forgets-deletes", "R42", "blocks of a pool count regardless of later deletes").at(91),
     bug("shared-extents-not-held", "R42", "a stage does not hold blocks that another stage read").at(1),
     bug("silence-not-kept", "R42", "a stage waits for ever for a read that hangs").at(9),
-    bug("draft-keeps-what-was-there", "R42", "a draft keeps blocks for which another put's bytes were stored")
-        .at(13),
+    bug(
+        "draft-keeps-what-was-there",
+        "R42",
+        "a draft keeps blocks for which another put's bytes were stored",
+    )
+    .at(13),
     bug("blocks-behind-count-too", "R42", "with the first block of an extent all of it counts as here"),
-    bug("rests-stay", "R45", "blocks that a session left to its forks stay held after the last of them").at(1),
+    bug("rests-stay", "R45", "blocks that a session left to its forks stay held after the last of them")
+        .at(1),
     // The last ones take long to be found: the merge tier does without them.
     bug(
         "duplicate-into-the-places",
