@@ -223,6 +223,14 @@ fn within(requirements: &Requirements, windows: &BTreeMap<u32, u32>) -> Result<R
 fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requirements), CutError> {
     let spec = match shipped::load(spec) {
         Some(spec) => spec,
+        None if !spec.contains(['\n', '=']) => {
+            let hint = match shipped::similar(spec) {
+                Some(similar) => format!("did you mean {similar:?}?"),
+                None => "`kvarts model list` prints them".to_owned(),
+            };
+            let name: String = spec.chars().take(64).collect();
+            return Err(wrong_at("spec", format!("there is no shipped model {name:?}; {hint}")));
+        }
         None => ModelSpec::parse(spec).map_err(|error| {
             wrong_at("spec", format!("neither the name of a shipped model nor a valid spec: {error}"))
         })?,

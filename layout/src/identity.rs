@@ -22,7 +22,7 @@ mod tests;
 
 pub use difference::{Difference, Nearest, nearest};
 pub use form::IdentityForm;
-pub use slips::Doubt;
+pub use slips::{Doubt, dtype as meant_dtype};
 
 /// What every canonical encoding begins with: a name and a version, padded with zero bytes.
 pub const IDENTITY_DOMAIN: [u8; 16] = *b"kvarts.ident.v1\0";

@@ -1,5 +1,5 @@
-"""Batches of blocks and sessions for asyncio: the promises of `kvarts.Pages`, without a thread beside those that it has, and those of
-`kvarts.Session`, whose calls wait in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with their guarantees. Batches need no further thread; look-ups, reads by layers and sessions wait
+in the loop's executor."""
 
 import asyncio
 import functools
@@ -7,8 +7,14 @@ import functools
 __all__ = ["AsyncPages", "AsyncSession"]
 
 
+async def _away(call, *args, **kwargs):
+    loop = asyncio.get_running_loop()
+    # ends: each of these calls has a timeout, its own or the client's
+    return await loop.run_in_executor(None, functools.partial(call, *args, **kwargs))
+
+
 class AsyncPages:
-    """Batches as coroutines. It takes all completions of its handle, on the running loop."""
+    """A handle whose calls are coroutines. It takes all completions of its handle, on the running loop."""
 
     def __init__(self, pages):
         self._pages = pages
@@ -51,10 +57,46 @@ class AsyncPages:
         return await self._answer(self._pages.submit_get, keys, buffers, **kwargs)
 
     async def exists(self, keys, **kwargs):
-        return await self._answer(self._pages.submit_exists, keys, **kwargs)
+        done = await self._answer(self._pages.submit_exists, keys, **kwargs)
+        # What is absent, or not there yet, is an answer; anything else is not.
+        for reason, (error, _) in done.reasons.items():
+            if reason not in ("NotHere", "InFlight"):
+                raise error
+        return done.results
 
     async def delete(self, keys, **kwargs):
         return await self._answer(self._pages.submit_delete, keys, **kwargs)
+
+    async def delete_all(self):
+        return await _away(self._pages.delete_all)
+
+    async def match(self, keys, **kwargs):
+        return await _away(self._pages.match, keys, **kwargs)
+
+    async def missing(self, keys, **kwargs):
+        return await _away(self._pages.missing, keys, **kwargs)
+
+    async def pin(self, keys, **kwargs):
+        return await _away(self._pages.pin, keys, **kwargs)
+
+    async def layers(self, keys, buffers=None, **kwargs):
+        reading = await _away(self._pages.layers, keys, buffers, **kwargs)
+        try:
+            while True:
+                # ends: the read has a timeout
+                step = self._loop.run_in_executor(None, next, reading, None)
+                try:
+                    # ends: as its step
+                    layer = await asyncio.shield(step)
+                except asyncio.CancelledError:
+                    # One call of a read at a time.
+                    await asyncio.wait([step])  # ends: as its step
+                    raise
+                if layer is None:
+                    return
+                yield layer
+        finally:
+            await _away(reading.close)
 
     async def close(self):
         """Gives the handle back, and closes it."""
@@ -63,8 +105,7 @@ class AsyncPages:
         for waiting in self._waiting.values():
             waiting.cancel()
         self._waiting.clear()
-        # ends: `close` waits for batches, which have a timeout
-        await self._loop.run_in_executor(None, self._pages.close)
+        await _away(self._pages.close)
 
     async def __aenter__(self):
         return self
@@ -79,37 +120,31 @@ class AsyncSession:
     def __init__(self, session):
         self._session = session
 
-    @staticmethod
-    async def _away(call, *args, **kwargs):
-        loop = asyncio.get_running_loop()
-        # ends: calls of a session have the client's timeout
-        return await loop.run_in_executor(None, functools.partial(call, *args, **kwargs))
-
     @classmethod
     async def open(cls, client, pages, keys, **kwargs):
-        return cls(await cls._away(client.session, pages, keys, **kwargs))
+        return cls(await _away(client.session, pages, keys, **kwargs))
 
     @property
     def session(self):
         return self._session
 
     async def fork(self, blocks=None, **kwargs):
-        return AsyncSession(await self._away(self._session.fork, blocks, **kwargs))
+        return AsyncSession(await _away(self._session.fork, blocks, **kwargs))
 
     async def extend(self, keys, **kwargs):
-        return await self._away(self._session.extend, keys, **kwargs)
+        return await _away(self._session.extend, keys, **kwargs)
 
     async def hold(self, first=0):
-        return await self._away(self._session.hold, first)
+        return await _away(self._session.hold, first)
 
     async def renew(self):
-        return await self._away(self._session.renew)
+        return await _away(self._session.renew)
 
     async def hand_over(self, to):
-        return await self._away(self._session.hand_over, to)
+        return await _away(self._session.hand_over, to)
 
     async def close(self):
-        return await self._away(self._session.close)
+        return await _away(self._session.close)
 
     async def __aenter__(self):
         return self

@@ -1,13 +1,13 @@
-"""Batches of blocks and sessions for asyncio. Batches have the guarantees of `kvarts.Pages`, and need no further thread; the
-calls of `kvarts.Session` wait in the loop's executor."""
+"""`kvarts.Pages` and `kvarts.Session` for asyncio, with their guarantees. Batches need no further thread; look-ups, reads by
+layers and sessions wait in the loop's executor."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
 
-from . import Client, Completion, Key, Pages, Places, Session, Times
+from . import Buffer, Client, Completion, Key, Layer, Lease, Match, Missing, Pages, Places, Session, Times
 
 class AsyncPages:
-    """Batches as coroutines, on the running loop. It takes all completions of the handle: other code must not drain the handle
+    """A handle whose calls are coroutines, on the running loop. It takes all completions of the handle: other code must not drain the handle
     meanwhile. Cancelling a task cancels its batch; the task continues when its buffers are no longer accessed."""
 
     def __init__(self, pages: Pages) -> None: ...
@@ -34,10 +34,12 @@ class AsyncPages:
         self,
         keys: Sequence[Key],
         *,
-        group: int | Sequence[int] = 0,
+        group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
-    ) -> Completion: ...
+    ) -> list[bool]:
+        """As `Pages.exists`."""
+
     async def delete(
         self,
         keys: Sequence[Key],
@@ -46,6 +48,46 @@ class AsyncPages:
         rank: int | Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> Completion: ...
+    async def delete_all(self) -> int:
+        """As `Pages.delete_all`."""
+
+    async def match(
+        self,
+        keys: Sequence[Key],
+        *,
+        hold: float | None = None,
+        times: Times | None = None,
+        prompt_tokens: int | None = None,
+        hbm_blocks: int = 0,
+        hbm_boundaries: Sequence[int] = ...,
+        overlap: Literal["layers", "none"] = "layers",
+    ) -> Match:
+        """As `Pages.match`. The lease of a cancelled task ends by itself, `hold` seconds later."""
+
+    async def missing(
+        self, keys: Sequence[Key], *, group: int = 0, rank: int | None = None, timeout: float | None = None
+    ) -> Missing:
+        """As `Pages.missing`."""
+
+    async def pin(
+        self, keys: Sequence[Key], *, hold: float, group: int = 0, rank: int | None = None, timeout: float | None = None
+    ) -> Lease:
+        """As `Pages.pin`."""
+
+    def layers(
+        self,
+        keys: Sequence[Key],
+        buffers: Places | None = None,
+        *,
+        layer_buffers: Sequence[Buffer | None] | None = None,
+        layers: range | None = None,
+        group: int = 0,
+        rank: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[Layer]:
+        """As `Pages.layers`: `async for layer in ...`. A loop that is left or cancelled ends the read, and the task continues
+        when its buffers are no longer written."""
+
     async def close(self) -> None:
         """Releases the handle, and closes it."""
 

@@ -26,6 +26,8 @@ class Device:
 
 @final
 class Stream:
+    """A stream of a device, for programs without streams of their own. Made by `Device.stream`."""
+
     @property
     def handle(self) -> int: ...
     def synchronize(self) -> None:
@@ -74,6 +76,8 @@ class Lander:
 
 @final
 class Landed:
+    """Layers on their way from a pool to an engine's pages. Made by `Lander.land`."""
+
     def wait(self, layer: int, stream: int) -> None:
         """Later work on the stream runs after this layer has landed. Raises if the layer is known to have failed."""
 
@@ -82,6 +86,8 @@ class Landed:
 
 @final
 class Saving:
+    """Layers on their way from an engine's pages to a pool. Made by `Lander.save`."""
+
     def layer(self, layer: int, stream: int) -> None:
         """Copies this layer behind the present work of the stream; later work on it may write the pages. To be called in the
         order of layers."""
@@ -91,5 +97,7 @@ class Saving:
 
 @final
 class Saved:
+    """A save after the copy of its last layer was queued. Made by `Saving.finish`."""
+
     def done(self, timeout: float = 0.0) -> bool:
         """Whether all layers are in the pool within `timeout`. Raises if the device failed."""

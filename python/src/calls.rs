@@ -15,7 +15,7 @@ use crate::missing::Missing;
 use crate::planning::{Plan, Times};
 use crate::{keys, waiting};
 
-/// What a look-up found: see the stub.
+#[doc = stub!("Match")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Match {
     blocks: u32,
@@ -25,7 +25,7 @@ pub(crate) struct Match {
     plan: Option<Py<Plan>>,
 }
 
-/// What a plan is asked with: see the stub.
+/// The arguments of a plan.
 pub(crate) struct PlanOf<'py> {
     pub(crate) times: Option<Bound<'py, Times>>,
     pub(crate) prompt_tokens: Option<u64>,
@@ -36,16 +36,19 @@ pub(crate) struct PlanOf<'py> {
 
 #[pymethods]
 impl Match {
+    #[doc = stub!("Match.blocks")]
     #[getter]
     fn blocks(&self) -> u32 {
         self.blocks
     }
 
+    #[doc = stub!("Match.pending")]
     #[getter]
     fn pending(&self) -> u32 {
         self.pending
     }
 
+    #[doc = stub!("Match.missing")]
     #[getter]
     fn missing(&self) -> Missing {
         Missing(self.missing)
@@ -56,6 +59,7 @@ impl Match {
         self.lease.as_ref().map(|lease| lease.clone_ref(py))
     }
 
+    #[doc = stub!("Match.plan")]
     #[getter]
     fn plan(&self, py: Python<'_>) -> Option<Py<Plan>> {
         self.plan.as_ref().map(|plan| plan.clone_ref(py))
@@ -66,7 +70,7 @@ impl Match {
     }
 }
 
-/// Blocks that are held: see the stub.
+#[doc = stub!("Lease")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Lease {
     handle: Guarded<Arc<Handle>>,
@@ -76,6 +80,7 @@ pub(crate) struct Lease {
 
 #[pymethods]
 impl Lease {
+    #[doc = stub!("Lease.blocks")]
     #[getter]
     fn blocks(&self) -> u32 {
         self.blocks
@@ -89,6 +94,7 @@ impl Lease {
         py.detach(|| handle.core.store.renew(lease, hold)).or_raise(py)
     }
 
+    #[doc = stub!("Lease.end")]
     fn end(&self, py: Python<'_>) -> PyResult<bool> {
         let handle = self.handle.get()?;
         handle.core.alive(py)?;

@@ -10,6 +10,7 @@ use kvarts_contract::buffers::shared;
 use kvarts_contract::error::{Error, Reason};
 use kvarts_layout::NamespaceId;
 use kvarts_layout::cut::{Cut, Wanted};
+use kvarts_layout::identity::meant_dtype;
 use kvarts_wire::local::limits::PINNED_BYTES_MAX;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -28,7 +29,7 @@ use crate::session::{self, Session};
 use crate::waiting;
 use crate::watching::{self, Events, Watched};
 
-/// Connects to a server.
+#[doc = stub!("connect")]
 #[pyfunction]
 #[pyo3(signature = (
     endpoint, token=None, *, via="best", timeout=60.0, authority=None, certificate=None, private_key=None, server_name=None,
@@ -79,11 +80,13 @@ pub(crate) fn connect(
 
 #[pymethods]
 impl Client {
+    #[doc = stub!("Client.path")]
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
         Ok(self.core.get()?.path)
     }
 
+    #[doc = stub!("Client.held_bytes")]
     #[getter]
     fn held_bytes(&self) -> PyResult<u64> {
         Ok(self.core.get()?.remote.as_ref().map_or(0, Remote::held_bytes))
@@ -95,6 +98,7 @@ impl Client {
         rope="none", window="none", extras=None, spec=None, tp_size=1, tp_rank=0, windows=None, durable=false,
         ttl=None, lanes=false, batches_max=1024, timeout=None,
     ))]
+    #[doc = stub!("Client.pages")]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn pages(
         &self,
@@ -146,6 +150,15 @@ impl Client {
             tp_rank,
             windows: windows.unwrap_or_default(),
         };
+        if let Some(meant) = meant_dtype(&wanted.dtype) {
+            let text = format!(
+                "dtype {:?} is a number format that no engine is known to use: did you mean {meant:?}? Only an equal value \
+                 finds its blocks",
+                wanted.dtype
+            );
+            let text = std::ffi::CString::new(text).unwrap_or_default();
+            PyErr::warn(py, &py.get_type::<pyo3::exceptions::PyUserWarning>(), &text, 1)?;
+        }
         let cut = Cut::new(page_bytes.map(sizes).transpose()?, spec, wanted).or_raise(py)?;
         let ttl = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;
         let timeout = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
@@ -159,6 +172,7 @@ impl Client {
         Ok(Pages { handle: Guarded::new(handle) })
     }
 
+    #[doc = stub!("Client.memory")]
     fn memory(&self, py: Python<'_>, nbytes: usize) -> PyResult<Memory> {
         let core = self.core.get()?;
         core.alive(py)?;
@@ -192,6 +206,7 @@ impl Client {
         Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
     }
 
+    #[doc = stub!("Client.shared_pool")]
     fn shared_pool(&self, py: Python<'_>, nbytes: usize) -> PyResult<Pool> {
         let core = self.core.get()?;
         core.alive(py)?;
@@ -199,6 +214,7 @@ impl Client {
         Pool::take(py, core, nbytes)
     }
 
+    #[doc = stub!("Client.attach")]
     fn attach(&self, py: Python<'_>, name: &str) -> PyResult<Memory> {
         let core = self.core.get()?;
         core.alive(py)?;
@@ -210,6 +226,7 @@ impl Client {
         pool::memory(py, core, &region)
     }
 
+    #[doc = stub!("Client.adopt")]
     #[pyo3(signature = (buffer, *, fd=None, offset=0, nbytes=None))]
     fn adopt(
         &self,
@@ -254,6 +271,7 @@ impl Client {
             .ok_or_else(|| invalid(py, "buffer", "part of it is already registered: close that Memory first"))
     }
 
+    #[doc = stub!("Client.stats")]
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let core = self.core.get()?;
         core.alive(py)?;
@@ -282,6 +300,7 @@ impl Client {
         Ok(found)
     }
 
+    #[doc = stub!("Client.models")]
     fn models<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let core = self.core.get()?;
         core.alive(py)?;
@@ -292,6 +311,7 @@ impl Client {
         nodes, *, times, prompt_tokens, namespace=None, keys=None, owner=None, shared_tokens=0, forked=false,
         token_bytes=0.0, layers=0,
     ))]
+    #[doc = stub!("Client.route")]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn route<'py>(
         &self,
@@ -325,6 +345,7 @@ impl Client {
     #[pyo3(signature = (
         pages, keys, *, columns=None, shared_blocks=0, lease=60.0, prompt_tokens=0, engine_blocks=None, times=None,
     ))]
+    #[doc = stub!("Client.session")]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn session(
         &self,
@@ -342,6 +363,7 @@ impl Client {
         session::open(keys.py(), self.core.get()?, pages, keys, &asked)
     }
 
+    #[doc = stub!("Client.watch")]
     #[pyo3(signature = (*, after=None, namespace=None, snapshot=false, runs=false))]
     fn watch(
         &self,
@@ -358,6 +380,7 @@ impl Client {
         watching::watch(py, core, &Watched { after, namespace, snapshot, runs })
     }
 
+    #[doc = stub!("Client.close")]
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let core = self.core.get()?;

@@ -6,7 +6,7 @@ use pyo3::types::PyDict;
 
 use crate::error::{exception, reasons};
 
-/// The answer to one batch: see the stub.
+#[doc = stub!("Completion")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Completion(pub(crate) Told);
 
@@ -28,16 +28,19 @@ impl Completion {
         }
     }
 
+    #[doc = stub!("Completion.ok")]
     #[getter]
     fn ok(&self) -> bool {
         self.0.is_ok()
     }
 
+    #[doc = stub!("Completion.results")]
     #[getter]
     pub(crate) fn results(&self) -> Vec<bool> {
         self.0.results.iter().map(Result::is_ok).collect()
     }
 
+    #[doc = stub!("Completion.errors")]
     #[getter]
     fn errors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let found = PyDict::new(py);
@@ -49,21 +52,25 @@ impl Completion {
         Ok(found)
     }
 
+    #[doc = stub!("Completion.reasons")]
     #[getter]
     fn reasons<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         reasons(py, self.0.results.iter().filter_map(|result| result.as_ref().err()))
     }
 
+    #[doc = stub!("Completion.error")]
     #[getter]
     fn error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.0.error().map(|reason| exception(py, reason).into_value(py).into_any())
     }
 
+    #[doc = stub!("Completion.prefix")]
     #[getter]
     fn prefix(&self) -> u32 {
         self.0.usable_prefix()
     }
 
+    #[doc = stub!("Completion.written")]
     #[getter]
     fn written(&self) -> u32 {
         self.0.written

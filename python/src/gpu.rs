@@ -45,7 +45,7 @@ fn of_device(error: &DeviceError) -> Error {
     Error(Reason::Passing(format!("the device: {error}")))
 }
 
-/// A device: see the stub.
+#[doc = stub!("gpu.Device")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Device {
     opened: Guarded<Opened>,
@@ -65,7 +65,7 @@ impl Device {
         Ok(self.opened.get()?.device().describe().name)
     }
 
-    /// A stream of the device's own, for engines that have none, and for tests.
+    #[doc = stub!("gpu.Device.stream")]
     fn stream(&self, py: Python<'_>) -> PyResult<Stream> {
         let opened = self.opened.get()?;
         let stream =
@@ -75,7 +75,7 @@ impl Device {
     }
 }
 
-/// A stream: see the stub.
+#[doc = stub!("gpu.Stream")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Stream {
     stream: Guarded<device::Stream>,
@@ -90,6 +90,7 @@ impl Stream {
         self.handle
     }
 
+    #[doc = stub!("gpu.Stream.synchronize")]
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let stream = self.stream.get()?;
         py.detach(|| device::drain(&*self.device.device(), stream))
@@ -98,7 +99,7 @@ impl Stream {
     }
 }
 
-/// What moves blocks: see the stub.
+#[doc = stub!("gpu.Lander")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Lander {
     lander: Guarded<lander::Lander>,
@@ -142,13 +143,14 @@ impl Lander {
         Ok(Self { lander: Guarded::new(made.map_err(raised).or_raise(py)?), device })
     }
 
-    /// Registers a pool's memory with the device, for as long as the process has it.
+    #[doc = stub!("gpu.Lander.pin")]
     fn pin(&self, py: Python<'_>, memory: &Memory) -> PyResult<()> {
         let (region, _) = memory.region(py)?;
         let device = self.device.device();
         py.detach(|| device.pin(&region)).map_err(|error| of_device(&error)).or_raise(py)
     }
 
+    #[doc = stub!("gpu.Lander.pages")]
     #[pyo3(signature = (handle, memories, parts, slots, *, per_block=1, group=0, rank=None))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn pages(
@@ -187,6 +189,7 @@ impl Lander {
         Ok(DevicePages { pages: Guarded::new(pages) })
     }
 
+    #[doc = stub!("gpu.Lander.land")]
     #[pyo3(signature = (memory, columns, *, after=None, stage=None))]
     fn land(
         &self,
@@ -207,6 +210,7 @@ impl Lander {
         Ok(Landed { landed: Guarded::new(landed.map_err(raised).or_raise(py)?), device: self.device.clone() })
     }
 
+    #[doc = stub!("gpu.Lander.save")]
     #[pyo3(signature = (memory, columns, *, draft=None))]
     fn save(
         &self,
@@ -241,13 +245,13 @@ impl Lander {
     }
 }
 
-/// Where an engine has its blocks: see the stub.
+#[doc = stub!("gpu.Pages")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct DevicePages {
     pages: Guarded<laid::Pages>,
 }
 
-/// Layers on their way to pages: see the stub.
+#[doc = stub!("gpu.Landed")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Landed {
     landed: Guarded<lander::Landed>,
@@ -256,6 +260,7 @@ pub(crate) struct Landed {
 
 #[pymethods]
 impl Landed {
+    #[doc = stub!("gpu.Landed.wait")]
     fn wait(&self, py: Python<'_>, layer: u32, stream: u64) -> PyResult<()> {
         let device = self.device.device();
         let stream = device.adopt_stream(stream).map_err(|error| of_device(&error)).or_raise(py)?;
@@ -264,13 +269,14 @@ impl Landed {
         py.detach(|| landed.wait(layer, &stream)).map_err(raised).or_raise(py)
     }
 
+    #[doc = stub!("gpu.Landed.done")]
     #[pyo3(signature = (timeout=0.0))]
     fn done(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         ended(py, self.landed.get()?.done(), timeout)
     }
 }
 
-/// Layers on their way from pages: see the stub.
+#[doc = stub!("gpu.Saving")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Saving {
     saving: Guarded<Mutex<Option<lander::Saving>>>,
@@ -279,7 +285,7 @@ pub(crate) struct Saving {
 
 #[pymethods]
 impl Saving {
-    /// A layer leaves behind what the stream was given; what it is given from now on may write the pages again.
+    #[doc = stub!("gpu.Saving.layer")]
     fn layer(&self, py: Python<'_>, layer: u32, stream: u64) -> PyResult<()> {
         let device = self.device.device();
         let stream = device.adopt_stream(stream).map_err(|error| of_device(&error)).or_raise(py)?;
@@ -295,6 +301,7 @@ impl Saving {
         left.map_err(raised).or_raise(py)
     }
 
+    #[doc = stub!("gpu.Saving.finish")]
     fn finish(&self, py: Python<'_>) -> PyResult<Saved> {
         let saving = self.saving.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
         let saving = saving.ok_or_else(|| invalid(py, "saving", "it has ended"))?;
@@ -303,7 +310,7 @@ impl Saving {
     }
 }
 
-/// A save of which all layers are on their way: see the stub.
+#[doc = stub!("gpu.Saved")]
 #[pyclass(frozen, weakref, module = "kvarts.gpu")]
 pub(crate) struct Saved {
     done: Done,
@@ -311,6 +318,7 @@ pub(crate) struct Saved {
 
 #[pymethods]
 impl Saved {
+    #[doc = stub!("gpu.Saved.done")]
     #[pyo3(signature = (timeout=0.0))]
     fn done(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         ended(py, &self.done, timeout)

@@ -41,7 +41,7 @@ pub(crate) struct Core {
     pub(crate) closed: AtomicBool,
 }
 
-/// A store: see the stub. What it does stands in `client`.
+#[doc = stub!("Client")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Client {
     pub(crate) core: Guarded<Arc<Core>>,

@@ -55,7 +55,7 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     Ok(found)
 }
 
-/// The 32 bytes that name a block, from what an engine calls it.
+#[doc = stub!("key")]
 #[pyfunction]
 #[pyo3(signature = (*parts))]
 pub(crate) fn key<'py>(parts: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyBytes>> {
@@ -115,7 +115,7 @@ pub(crate) fn parent(py: Python<'_>, bytes: &[u8]) -> PyResult<BlockKey> {
     Ok(BlockKey(key))
 }
 
-/// The keys of all full blocks of a text.
+#[doc = stub!("chain")]
 #[pyfunction]
 #[pyo3(signature = (tokens, block_tokens, *, parent=None, extra=None))]
 pub(crate) fn chain<'py>(

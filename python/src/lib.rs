@@ -10,6 +10,9 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)
 )]
 
+// `stub!`, for the modules below: docstrings of the stubs, by `build.rs`.
+include!(concat!(env!("OUT_DIR"), "/stub.rs"));
+
 mod blocks;
 mod buffer;
 mod calls;

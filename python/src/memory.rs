@@ -26,7 +26,7 @@ impl Drop for Registered {
     }
 }
 
-/// Memory that the store knows: see the stub.
+#[doc = stub!("Memory")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Memory {
     /// Nothing once it was closed.
@@ -74,6 +74,7 @@ impl Memory {
 
 #[pymethods]
 impl Memory {
+    #[doc = stub!("Memory.mode")]
     #[getter]
     fn mode(&self) -> &'static str {
         self.mode
@@ -89,6 +90,7 @@ impl Memory {
         self.nbytes
     }
 
+    #[doc = stub!("Memory.view")]
     #[getter]
     fn view<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let owner = self.owner.as_ref().ok_or_else(|| {
@@ -102,6 +104,7 @@ impl Memory {
         Ok(view.call_method1("cast", ("B",)).unwrap_or_else(|_| view.into_any()))
     }
 
+    #[doc = stub!("Memory.close")]
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         left::settle(py);

@@ -10,37 +10,43 @@ use crate::error::OrRaise;
 use crate::handle::Handle;
 use crate::{keys, waiting};
 
-/// Why blocks are not there: see the stub.
+#[doc = stub!("Missing")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Missing(pub(crate) api::Missing);
 
 #[pymethods]
 impl Missing {
+    #[doc = stub!("Missing.evicted")]
     #[getter]
     fn evicted(&self) -> u64 {
         self.0.evicted
     }
 
+    #[doc = stub!("Missing.expired")]
     #[getter]
     fn expired(&self) -> u64 {
         self.0.expired
     }
 
+    #[doc = stub!("Missing.deleted")]
     #[getter]
     fn deleted(&self) -> u64 {
         self.0.deleted
     }
 
+    #[doc = stub!("Missing.out_of_service")]
     #[getter]
     fn out_of_service(&self) -> u64 {
         self.0.out_of_service
     }
 
+    #[doc = stub!("Missing.never_stored")]
     #[getter]
     fn never_stored(&self) -> u64 {
         self.0.never_stored
     }
 
+    #[doc = stub!("Missing.cut_off")]
     #[getter]
     fn cut_off(&self) -> u64 {
         self.0.cut_off

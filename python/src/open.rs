@@ -21,7 +21,7 @@ const SEGMENTS_MIN: u64 = 4;
 /// How long a call may take that does not say.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Opens a store.
+#[doc = stub!("open")]
 #[pyfunction]
 #[pyo3(signature = (dirs, budget, *, executors=None))]
 pub(crate) fn open(

@@ -31,7 +31,7 @@ fn lane(py: Python<'_>, name: &str) -> PyResult<Lane> {
     }
 }
 
-/// A handle: see the stub.
+#[doc = stub!("Pages")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Pages {
     pub(crate) handle: Guarded<Arc<Handle>>,
@@ -120,11 +120,13 @@ fn behind<'a>(py: Python<'a>, parent: Option<&'a [u8]>) -> impl FnOnce(&mut Term
 
 #[pymethods]
 impl Pages {
+    #[doc = stub!("Pages.namespace")]
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, self.handle.get()?.namespace.as_bytes()))
     }
 
+    #[doc = stub!("Pages.under_way")]
     #[getter]
     fn under_way(&self) -> PyResult<usize> {
         Ok(self.handle.get()?.pages.under_way())
@@ -135,6 +137,7 @@ impl Pages {
         Ok(self.handle.get()?.cut.column(group, None).or_raise(py)?.2.block_bytes())
     }
 
+    #[doc = stub!("Pages.parts")]
     #[pyo3(signature = (group=0))]
     fn parts(&self, py: Python<'_>, group: u32) -> PyResult<Vec<(u32, u64)>> {
         let (_, _, shape) = self.handle.get()?.cut.column(group, None).or_raise(py)?;
@@ -142,6 +145,7 @@ impl Pages {
         Ok(parts.flat_map(|layer| layer.chunks.iter().map(|chunk| (layer.layer, chunk.bytes))).collect())
     }
 
+    #[doc = stub!("Pages.submit_put")]
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, timeout=None))]
     fn submit_put(
         &self,
@@ -156,6 +160,7 @@ impl Pages {
         self.submit(BatchKind::Put, keys, Some(buffers), (group, rank), change, timeout)
     }
 
+    #[doc = stub!("Pages.submit_get")]
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, timeout=None))]
     fn submit_get(
         &self,
@@ -168,6 +173,7 @@ impl Pages {
         self.submit(BatchKind::Get, keys, Some(buffers), (group, rank), unchanged, timeout)
     }
 
+    #[doc = stub!("Pages.submit_exists")]
     #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
     fn submit_exists(
         &self,
@@ -179,6 +185,7 @@ impl Pages {
         self.submit(BatchKind::Exists, keys, None, (group, rank), unchanged, timeout)
     }
 
+    #[doc = stub!("Pages.submit_lock")]
     #[pyo3(signature = (keys, *, hold=60.0, group=None, rank=None, timeout=None))]
     fn submit_lock(
         &self,
@@ -196,6 +203,7 @@ impl Pages {
         self.submit(BatchKind::Lock, keys, None, (group, rank), change, timeout)
     }
 
+    #[doc = stub!("Pages.submit_delete")]
     #[pyo3(signature = (keys, *, group=None, rank=None, timeout=None))]
     fn submit_delete(
         &self,
@@ -207,6 +215,7 @@ impl Pages {
         self.submit(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
     }
 
+    #[doc = stub!("Pages.unlock")]
     fn unlock(&self, what: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = what.py();
         let handle = self.handle(py)?;
@@ -219,11 +228,13 @@ impl Pages {
         Ok(())
     }
 
+    #[doc = stub!("Pages.cancel")]
     fn cancel(&self, py: Python<'_>, id: u64) -> PyResult<bool> {
         let handle = self.handle(py)?;
         Ok(py.detach(|| handle.pages.cancel(BatchId(id))))
     }
 
+    #[doc = stub!("Pages.drain")]
     #[pyo3(signature = (lane=None))]
     fn drain(&self, py: Python<'_>, lane: Option<&str>) -> PyResult<Vec<Completion>> {
         let handle = self.handle(py)?;
@@ -237,6 +248,7 @@ impl Pages {
         Ok(told.into_iter().map(Completion).collect())
     }
 
+    #[doc = stub!("Pages.wait")]
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<Completion>> {
         let handle = self.handle(py)?;
@@ -246,14 +258,17 @@ impl Pages {
         Ok(told.into_iter().map(Completion).collect())
     }
 
+    #[doc = stub!("Pages.fileno")]
     fn fileno(&self) -> PyResult<i32> {
         Ok(self.handle.get()?.pages.event_fd(Lane::Load).as_raw_fd())
     }
 
+    #[doc = stub!("Pages.event_fd")]
     fn event_fd(&self, py: Python<'_>, lane: &str) -> PyResult<i32> {
         Ok(self.handle.get()?.pages.event_fd(self::lane(py, lane)?).as_raw_fd())
     }
 
+    #[doc = stub!("Pages.close")]
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let handle = self.handle.get()?;
@@ -308,6 +323,7 @@ impl Pages {
         Ok(told.results())
     }
 
+    #[doc = stub!("Pages.missing")]
     #[pyo3(signature = (keys, *, group=0, rank=None, timeout=None))]
     fn missing(
         &self,
@@ -330,6 +346,7 @@ impl Pages {
         self.call(BatchKind::Delete, keys, None, (group, rank), unchanged, timeout)
     }
 
+    #[doc = stub!("Pages.match")]
     #[pyo3(signature = (keys, *, hold=None, times=None, prompt_tokens=None, hbm_blocks=0, hbm_boundaries=Vec::new(), overlap="layers"))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn r#match(
@@ -347,6 +364,7 @@ impl Pages {
         calls::find(self.handle(keys.py())?, keys, hold, plan)
     }
 
+    #[doc = stub!("Pages.pin")]
     #[pyo3(signature = (keys, *, hold, group=0, rank=None, timeout=None))]
     fn pin(
         &self,
@@ -359,6 +377,7 @@ impl Pages {
         calls::pin(self.handle(keys.py())?, keys, hold, (group, rank), timeout)
     }
 
+    #[doc = stub!("Pages.layers")]
     #[pyo3(signature = (keys, buffers=None, *, layer_buffers=None, layers=None, group=0, rank=None, timeout=None))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn layers(
@@ -375,6 +394,7 @@ impl Pages {
         reading::begin(self.handle(keys.py())?, wanted)
     }
 
+    #[doc = stub!("Pages.delete_all")]
     fn delete_all(&self, py: Python<'_>) -> PyResult<u64> {
         let handle = self.handle(py)?;
         let deadline = handle.terms(py, None)?.deadline;

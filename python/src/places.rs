@@ -16,7 +16,7 @@ use crate::buffer::{self, Held};
 use crate::error::{OrRaise, invalid};
 use crate::registry::Registry;
 
-/// Blocks in the slots of a pool: see the stub.
+#[doc = stub!("Paged")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Paged {
     parts: Vec<Option<(Py<PyAny>, u64, u64)>>,

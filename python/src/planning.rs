@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::error::invalid;
 
-/// How long an engine computes: see the stub.
+#[doc = stub!("Times")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Times(pub(crate) Arc<cost::Times>);
 
@@ -59,12 +59,13 @@ pub(crate) fn overlap(py: Python<'_>, text: &str) -> PyResult<Overlap> {
     }
 }
 
-/// What of a prefix is worth restoring: see the stub.
+#[doc = stub!("Plan")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Plan(pub(crate) Box<Planned>);
 
 #[pymethods]
 impl Plan {
+    #[doc = stub!("Plan.blocks")]
     #[getter]
     fn blocks(&self) -> u32 {
         self.0.plan.boundary_blocks
@@ -75,16 +76,19 @@ impl Plan {
         self.0.plan.boundary_tokens
     }
 
+    #[doc = stub!("Plan.recompute_tokens")]
     #[getter]
     fn recompute_tokens(&self) -> u64 {
         self.0.plan.recompute_tokens
     }
 
+    #[doc = stub!("Plan.disk_bytes")]
     #[getter]
     fn disk_bytes(&self) -> u64 {
         self.0.plan.bytes_from(Source::Disk)
     }
 
+    #[doc = stub!("Plan.load_ms")]
     #[getter]
     fn load_ms(&self) -> f64 {
         self.0.plan.load_ms
@@ -95,6 +99,7 @@ impl Plan {
         self.0.plan.recompute_ms
     }
 
+    #[doc = stub!("Plan.stall_ms")]
     #[getter]
     fn stall_ms(&self) -> f64 {
         self.0.plan.stall_ms
@@ -105,16 +110,19 @@ impl Plan {
         self.0.plan.ttft_ms
     }
 
+    #[doc = stub!("Plan.recompute_all_ms")]
     #[getter]
     fn recompute_all_ms(&self) -> f64 {
         self.0.plan.from_nothing_ms
     }
 
+    #[doc = stub!("Plan.held_ms")]
     #[getter]
     fn held_ms(&self) -> f64 {
         self.0.plan.held_ms
     }
 
+    #[doc = stub!("Plan.benefit_ms")]
     #[getter]
     fn benefit_ms(&self) -> f64 {
         self.0.plan.benefit_ms
@@ -125,6 +133,7 @@ impl Plan {
         self.0.plan.reason.to_string()
     }
 
+    #[doc = stub!("Plan.actions")]
     #[getter]
     fn actions(&self) -> Vec<(u32, u32, u32, String, u64)> {
         let does = |does| match does {
@@ -137,6 +146,7 @@ impl Plan {
         actions.map(|one| (one.group.0, one.from, one.to, does(one.does), one.bytes)).collect()
     }
 
+    #[doc = stub!("Plan.disk_bytes_per_second")]
     #[getter]
     fn disk_bytes_per_second(&self) -> f64 {
         self.0.disk.link.bytes_per_ms * 1000.0
@@ -147,6 +157,7 @@ impl Plan {
         self.0.disk.link.outstanding_bytes
     }
 
+    #[doc = stub!("Plan.disk_reads_measured")]
     #[getter]
     fn disk_reads_measured(&self) -> u64 {
         self.0.disk.measured

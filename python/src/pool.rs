@@ -43,7 +43,7 @@ pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> 
     Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
 }
 
-/// A pool: see the stub.
+#[doc = stub!("Pool")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Pool {
     core: Arc<Core>,
@@ -67,16 +67,19 @@ impl Pool {
 
 #[pymethods]
 impl Pool {
+    #[doc = stub!("Pool.name")]
     #[getter]
     fn name(&self) -> &str {
         &self.name
     }
 
+    #[doc = stub!("Pool.memory")]
     #[getter]
     fn memory(&self, py: Python<'_>) -> Py<Memory> {
         self.memory.clone_ref(py)
     }
 
+    #[doc = stub!("Pool.counts")]
     #[getter]
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts = self.pool.get()?.counts();
@@ -87,12 +90,14 @@ impl Pool {
         Ok(found)
     }
 
+    #[doc = stub!("Pool.clear")]
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.pool.get()?;
         py.detach(|| pool.clear());
         Ok(())
     }
 
+    #[doc = stub!("Pool.stage")]
     #[pyo3(signature = (columns, keys, *, first_block=0, silence=10.0))]
     fn stage(
         &self,
@@ -123,6 +128,7 @@ impl Pool {
         Ok(Stage { stage: Guarded::new(Mutex::new(Some(Arc::new(stage)))), shapes })
     }
 
+    #[doc = stub!("Pool.draft")]
     #[pyo3(signature = (handle, keys, *, group=0, rank=None, first_block=0, wait=true))]
     #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn draft(
@@ -155,7 +161,7 @@ impl Pool {
     }
 }
 
-/// What a request needs, held and on its way: see the stub.
+#[doc = stub!("Stage")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Stage {
     /// Nothing once it was let go of.
@@ -172,24 +178,28 @@ impl Stage {
 
 #[pymethods]
 impl Stage {
+    #[doc = stub!("Stage.staged")]
     #[getter]
     fn staged(&self, py: Python<'_>) -> PyResult<u32> {
         let stage = self.held(py)?;
         Ok(py.detach(|| stage.look()).staged)
     }
 
+    #[doc = stub!("Stage.is_over")]
     #[getter]
     fn is_over(&self, py: Python<'_>) -> PyResult<bool> {
         let stage = self.held(py)?;
         Ok(py.detach(|| stage.look()).is_over)
     }
 
+    #[doc = stub!("Stage.why")]
     #[getter]
     fn why(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         let why = self.held(py)?.why();
         Ok(why.map(|reason| exception(py, &reason).into_value(py).into_any()))
     }
 
+    #[doc = stub!("Stage.wait")]
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<u32> {
         let stage = self.held(py)?;
@@ -206,6 +216,7 @@ impl Stage {
         }
     }
 
+    #[doc = stub!("Stage.stretches")]
     #[pyo3(signature = (column=0))]
     fn stretches(&self, py: Python<'_>, column: usize) -> PyResult<Vec<(u64, u32, u32, u32)>> {
         let stage = self.held(py)?;
@@ -216,6 +227,7 @@ impl Stage {
         Ok(found.iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
     }
 
+    #[doc = stub!("Stage.places")]
     #[pyo3(signature = (part, column=0))]
     fn places(&self, py: Python<'_>, part: u32, column: usize) -> PyResult<Vec<(u64, u64)>> {
         let stage = self.held(py)?;
@@ -227,6 +239,7 @@ impl Stage {
             .ok_or_else(|| invalid(py, "part", format!("{part}: a block has {} parts", shape.chunk_count())))
     }
 
+    #[doc = stub!("Stage.close")]
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(held));
@@ -241,7 +254,7 @@ fn ended(py: Python<'_>) -> PyErr {
 /// A draft that its handle and a save hold: nothing once it was put.
 pub(crate) type SharedDraft = Arc<Mutex<Option<pool::Draft>>>;
 
-/// Room for what an engine saves: see the stub.
+#[doc = stub!("Draft")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Draft {
     core: Arc<Core>,
@@ -260,6 +273,7 @@ impl Draft {
 
 #[pymethods]
 impl Draft {
+    #[doc = stub!("Draft.stretches")]
     fn stretches(&self, py: Python<'_>) -> PyResult<Vec<(u64, u32, u32, u32)>> {
         let held = self.held(py)?;
         let held = held.lock().unwrap_or_else(PoisonError::into_inner);
@@ -272,6 +286,7 @@ impl Draft {
             .collect())
     }
 
+    #[doc = stub!("Draft.put")]
     #[pyo3(signature = (*, parent=None, durable=true, ttl=None, timeout=None))]
     fn put(
         &self,
@@ -312,12 +327,14 @@ impl Draft {
         Ok(outcomes.iter().map(is_there).collect())
     }
 
+    #[doc = stub!("Draft.why")]
     #[getter]
     fn why(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         let why = self.why.lock().unwrap_or_else(PoisonError::into_inner).clone();
         why.map(|reason| exception(py, &reason).into_value(py).into_any())
     }
 
+    #[doc = stub!("Draft.close")]
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.draft.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| drop(held));

@@ -18,7 +18,7 @@ use crate::handle::Handle;
 use crate::places::{self, Laid};
 use crate::{blocks, left, waiting};
 
-/// A layer that is usable now: see the stub.
+#[doc = stub!("Layer")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Layer {
     layer: u32,
@@ -27,11 +27,13 @@ pub(crate) struct Layer {
 
 #[pymethods]
 impl Layer {
+    #[doc = stub!("Layer.layer")]
     #[getter]
     fn layer(&self) -> u32 {
         self.layer
     }
 
+    #[doc = stub!("Layer.blocks")]
     #[getter]
     fn blocks(&self) -> u32 {
         self.blocks
@@ -73,7 +75,7 @@ struct Reading {
     numbers: BTreeMap<u32, u32>,
 }
 
-/// Layers of a read: see the stub.
+#[doc = stub!("Layers")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Layers {
     reading: Guarded<Reading>,
@@ -148,6 +150,7 @@ impl Layers {
         Ok(None)
     }
 
+    #[doc = stub!("Layers.wait")]
     fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         let reading = self.reading.get()?;
         let Some(stream) = reading.stream() else { return Ok(true) };
@@ -157,6 +160,7 @@ impl Layers {
         came
     }
 
+    #[doc = stub!("Layers.arrived")]
     #[getter]
     fn arrived(&self) -> PyResult<u32> {
         let reading = self.reading.get()?;
@@ -188,6 +192,7 @@ impl Layers {
         Ok(found)
     }
 
+    #[doc = stub!("Layers.reasons")]
     #[getter]
     fn reasons<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let end = self.reading.get()?.ended();

@@ -51,7 +51,7 @@ struct Live {
     told: SessionTold,
 }
 
-/// A session: see the stub.
+#[doc = stub!("Session")]
 #[pyclass(frozen, weakref, module = "kvarts")]
 pub(crate) struct Session {
     core: Guarded<Mutex<Arc<Core>>>,
@@ -142,22 +142,26 @@ impl Session {
 
 #[pymethods]
 impl Session {
+    #[doc = stub!("Session.id")]
     #[getter]
     fn id(&self, py: Python<'_>) -> PyResult<u64> {
         self.with(py, |live| Ok(live.session.id()))
     }
 
+    #[doc = stub!("Session.keys")]
     #[getter]
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let keys = self.with(py, |live| Ok(live.session.keys().to_vec()))?;
         Ok(keys.iter().map(|key| PyBytes::new(py, key.as_bytes())).collect())
     }
 
+    #[doc = stub!("Session.told")]
     #[getter]
     fn told<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         dict(py, &self.with(py, |live| Ok(live.told.clone()))?)
     }
 
+    #[doc = stub!("Session.fork")]
     #[pyo3(signature = (blocks=None, *, prompt_tokens=0, engine_blocks=None, times=None))]
     fn fork(
         &self,
@@ -175,6 +179,7 @@ impl Session {
         Ok(Self::new(&self.core()?, forked))
     }
 
+    #[doc = stub!("Session.extend")]
     #[pyo3(signature = (keys, *, prompt_tokens=0, engine_blocks=None, times=None))]
     fn extend<'py>(
         &self,
@@ -188,15 +193,18 @@ impl Session {
         self.say(py, |session| session.extend(&keys, turn))
     }
 
+    #[doc = stub!("Session.hold")]
     #[pyo3(signature = (first=0))]
     fn hold<'py>(&self, py: Python<'py>, first: u32) -> PyResult<Bound<'py, PyDict>> {
         self.say(py, |session| session.hold(first))
     }
 
+    #[doc = stub!("Session.renew")]
     fn renew(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |live| live.session.renew())
     }
 
+    #[doc = stub!("Session.hand_over")]
     fn hand_over<'py>(&self, py: Python<'py>, to: &Client) -> PyResult<Bound<'py, PyDict>> {
         let core = to.core.get()?;
         let remote = remote(py, core)?;
@@ -205,6 +213,7 @@ impl Session {
         Ok(told)
     }
 
+    #[doc = stub!("Session.close")]
     fn close(&self, py: Python<'_>) -> PyResult<bool> {
         self.call(py, |live| live.session.close())
     }

@@ -26,7 +26,7 @@ const SOME: usize = 256;
 /// What an event of missing events is called.
 const GAP: &str = "gap";
 
-/// Something that happened: see the stub.
+#[doc = stub!("Event")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Event {
     what: &'static str,
@@ -44,16 +44,19 @@ impl Event {
         self.what
     }
 
+    #[doc = stub!("Event.namespace")]
     #[getter]
     fn namespace<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.namespace.map(|namespace| PyBytes::new(py, namespace.as_bytes()))
     }
 
+    #[doc = stub!("Event.key")]
     #[getter]
     fn key<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.keys.first().map(|key| PyBytes::new(py, key.as_bytes()))
     }
 
+    #[doc = stub!("Event.keys")]
     #[getter]
     fn keys<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
         self.keys.iter().map(|key| PyBytes::new(py, key.as_bytes())).collect()
@@ -64,6 +67,7 @@ impl Event {
         self.group.0
     }
 
+    #[doc = stub!("Event.coordinate")]
     #[getter]
     fn coordinate(&self) -> Option<(u16, u16, u16)> {
         match self.coordinate {
@@ -72,6 +76,7 @@ impl Event {
         }
     }
 
+    #[doc = stub!("Event.sequence")]
     #[getter]
     fn sequence(&self) -> Option<(u64, u64)> {
         self.sequence.map(|sequence| (sequence.stream, sequence.number))
@@ -242,7 +247,7 @@ impl Source {
     }
 }
 
-/// Events, one after the other.
+#[doc = stub!("Events")]
 #[pyclass(frozen, module = "kvarts")]
 pub(crate) struct Events {
     source: Guarded<Mutex<Option<Source>>>,
@@ -281,7 +286,7 @@ impl Events {
         next?.or_raise(py)
     }
 
-    /// Those that are there, at once.
+    #[doc = stub!("Events.take")]
     fn take(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<Event>> {
         let within = waiting::duration(py, "timeout", timeout)?;
         let until = Nanos(self.clock.now().0.saturating_add(within.as_nanos() as u64));

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use kvarts_layout::prefix::{BYTES_PER_SECOND, TOKENS_PER_SECOND, WindowPolicy, expected_window_blocks};
 use pyo3::prelude::*;
 
-/// The blocks among `first..last` whose windows are kept: see the stub.
+#[doc = stub!("kept_windows")]
 #[pyfunction]
 pub(crate) fn kept_windows(
     every: u32,
@@ -32,7 +32,7 @@ pub(crate) fn kept_windows(
 // The stub wants numbers.
 const _: () = assert!(TOKENS_PER_SECOND == 10_000 && BYTES_PER_SECOND == 2_000_000_000);
 
-/// Tokens from one boundary whose windows are kept to the next: see the stub.
+#[doc = stub!("window_interval")]
 #[pyfunction]
 #[pyo3(signature = (nbytes, block_tokens, tokens_per_second=10000, bytes_per_second=2000000000))]
 pub(crate) fn window_interval(

@@ -338,7 +338,21 @@ class Processes(Served):
                 into = [bytearray(PAGE) for _ in range(4)]
                 self.assertTrue((await store.get(keys(4), into)).ok)
                 self.assertEqual(into, [pattern(0)] * 4)
-                self.assertEqual((await store.exists(keys(1, 4000))).results, [False])
+                self.assertEqual(await store.exists(keys(1, 4000)), [False])
+                with self.assertRaises(kvarts.Deadline):
+                    await store.exists(keys(1, 4000), timeout=0.0)
+                self.assertEqual((await store.match(keys(4))).blocks, 4)
+                self.assertEqual((await store.missing(keys(1, 4000))).never_stored, 1)
+                (await store.pin(keys(4), hold=5)).end()
+                again = [bytearray(PAGE) for _ in range(4)]
+                self.assertEqual([layer.blocks async for layer in store.layers(keys(4), again)], [4])
+                self.assertEqual(again, into)
+                reading = asyncio.ensure_future(anext(store.layers(keys(4), again)))
+                await asyncio.sleep(0)
+                reading.cancel()
+                with self.assertRaises(asyncio.CancelledError):
+                    await reading
+                again[0].append(0)
                 with self.assertRaises(kvarts.Invalid):
                     await store.get(keys(1), [b""])
                 task = asyncio.ensure_future(store.get(keys(4), into))

@@ -80,7 +80,7 @@ impl fmt::Display for Doubt {
 }
 
 /// The known number format that this one is a slip of, if it is one of none itself.
-pub(super) fn dtype(said: &str) -> Option<&'static str> {
+pub fn dtype(said: &str) -> Option<&'static str> {
     let plain = said.strip_prefix("torch.").unwrap_or(said);
     if DTYPES.contains(&plain) || plain.len() > 32 {
         return None;
