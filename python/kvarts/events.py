@@ -268,14 +268,25 @@ class Follower:
         elif not event.keys:
             self._ledger.emptied()
         elif event.group in self._groups:
-            self._ledger.happened(event.what == "stored", (event.group, event.coordinate), event.keys)
+            self._ledger.happened(event.what == "stored", *self._happened_to(event))
+
+    # What the ledger calls blocks.
+
+    def _happened_to(self, event):
+        """The column and the blocks of an event."""
+        return (event.group, event.coordinate), event.keys
+
+    def _here(self, pages, keys):
+        found = [True] * len(keys)
+        for group, rank in self._columns:
+            found = [one and other for one, other in zip(found, pages.exists(keys, group=group, rank=rank))]
+        return found
 
     def _ask(self, pages, keys):
         """Whether the server itself has these, in every column."""
-        asked, found = self._ledger.ask(), [True] * len(keys)
+        asked = self._ledger.ask()
         try:
-            for group, rank in self._columns:
-                found = [one and other for one, other in zip(found, pages.exists(keys, group=group, rank=rank))]
+            found = self._here(pages, keys)
         except BaseException:
             self._ledger.doubt(keys)
             raise

@@ -63,6 +63,9 @@ def _complete(vllm_config, kv_cache_config=None):
     """Writes the tier into the configuration: in full where the caches are known, which is where a tier is made."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra.setdefault("spec_name", "TieringOffloadingSpec")
+    if getattr(getattr(vllm_config, "kv_events_config", None), "enable_kv_cache_events", False):
+        # Without it routers are told of chunks and not of what is in them.
+        extra.setdefault("self_describing_kv_events", True)
     tiers = extra.setdefault("secondary_tiers", [])
     tier = next((tier for tier in tiers if tier.get("module_path") == __name__), None)
     if tier is not None and not tier.get("incomplete"):
@@ -185,11 +188,21 @@ class KvartsTier(SecondaryTierManager):
         self._lookups = _Lookups()
         self._failures = {}  # reason -> blocks, since the last `get_stats`
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), float(pause))
+        self._routers = None
+        if offloading_spec.kv_events_config.enable_kv_cache_events:
+            from .vllm_tier_events import Announcer
+
+            self._routers = Announcer(lambda: self._following(server, token_file), [group.group_id for group in groups], float(pause))
         self._open()
         deadline = time.monotonic() + self._timeout
         while self._opening and time.monotonic() < deadline:
             # ends: its argument; the loop, at the `deadline` above
             time.sleep(0.005)
+
+    def _following(self, server, token_file):
+        """A client and a handle for the events of this tier's own server."""
+        client = kvarts.connect(server, token_of(token_file), timeout=self._timeout)
+        return client, client.pages(timeout=self._timeout, **self._named)
 
     def _naming(self, config, identity):
         """The identity of the blocks. Engines that differ in any of it share nothing."""
@@ -279,7 +292,8 @@ class KvartsTier(SecondaryTierManager):
             within = allowed(timeout, silence.nbytes + nbytes)
             batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last])
             if batch is not None:
-                self._jobs[batch] = job, first
+                asked = self._routers.storing(job.keys[first:last]) if self._routers is not None and not job.is_load else None
+                self._jobs[batch] = job, first, asked
                 silence.began(batch, nbytes)
                 job.open += 1
         if not job.open:
@@ -326,13 +340,17 @@ class KvartsTier(SecondaryTierManager):
                     self._count(reason, count)
             if (asked := self._asked.pop(done.id, None)) is not None:
                 self._lookups.learn(asked[0], results, asked[1])
+                if self._routers is not None:
+                    self._routers.found(asked[0], results)
             else:
                 self._part_done(done.id, results)
         self._give_up()
 
     def _part_done(self, batch, results):
-        job, first = self._jobs.pop(batch)
+        job, first, asked = self._jobs.pop(batch)
         job.results[first : first + len(results)] = results
+        if asked is not None:
+            self._routers.stored(asked, job.keys[first : first + len(results)], results)
         job.open -= 1
         if not job.open:
             self._end(job)
@@ -352,13 +370,19 @@ class KvartsTier(SecondaryTierManager):
         return finished
 
     def has_pending_work(self):
-        return bool(self._asked or self._jobs)
+        return bool(self._asked or self._jobs) or self._routers is not None and self._routers.has_news
+
+    def take_events(self):
+        """What routers are to be told."""
+        return self._routers.take() if self._routers is not None else ()
 
     def drain_jobs(self):
         while self._jobs:
             self._take(wait=1.0)
 
     def shutdown(self):
+        if self._routers is not None:
+            self._routers.close(2 * self._timeout)
         self._link.stop()
         if self._pages is not None:
             self._pages.close()

@@ -43,6 +43,7 @@ _OFFLOADING = {
     "LookupResult": "vllm.v1.kv_offload.base",
     "Medium": "vllm.v1.kv_offload.base",
     "OffloadingCounterMetadata": "vllm.v1.kv_offload.base",
+    "OffloadingEvent": "vllm.v1.kv_offload.base",
     "RequestOffloadingContext": "vllm.v1.kv_offload.base",
     "SecondaryTierManager": "vllm.v1.kv_offload.tiering.base",
     "get_offload_block_hash": "vllm.v1.kv_offload.base",
@@ -74,6 +75,7 @@ _PLUGIN_READ = (
 #: Names that came later than the first version: where they are, and what takes their place before.
 _LATER = {
     # 0.32: before, vLLM does not ask where a hit came from.
+    "Locality": ("vllm.v1.kv_offload.base", types.SimpleNamespace(LOCAL=None)),
     "CacheHitSource": ("vllm.v1.metrics.cache_hit_source", types.SimpleNamespace(DISK=None)),
 }
 _NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_EVENTS, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
@@ -134,7 +136,7 @@ _LEFT_OUT = (
     "unregister_kv_caches",
 )
 #: The same of tiers.
-_TIER_LEFT_OUT = ("block_size_bytes", "bp_detector", "config_info", "config_info_keys", "serve_external_requests", "take_events", "touch")
+_TIER_LEFT_OUT = ("block_size_bytes", "bp_detector", "config_info", "config_info_keys", "serve_external_requests", "touch")
 #: Kinds of caches of which `vllm_pages` knows what a prefix needs, or that it refuses by name.
 _KINDS = (
     "AttentionSpec",

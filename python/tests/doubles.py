@@ -4,6 +4,7 @@
 that computes: arrays of numpy stand for tensors, and what an engine does around its connector is in the tests. What an engine itself
 does is tried with the real ones (scripts/engines)."""
 
+import dataclasses
 import enum
 import importlib
 import sys
@@ -310,6 +311,10 @@ class _Tier:
         self.block_size_bytes = primary_kv_view.strides[0]
 
 
+#: Fields of an event of vLLM 0.32 and 0.33, the last three with defaults.
+_EVENT = ["keys", "medium", "removed", *((name, object, None) for name in ("locality", "ownership", "removal_expected"))]
+
+
 class _Factory:
     @staticmethod
     def create_secondary_tier(config, view, spec):
@@ -362,6 +367,8 @@ def _vllm():
         offload + ".base": dict(
             LookupResult=lookups,
             Medium=media,
+            OffloadingEvent=dataclasses.make_dataclass("OffloadingEvent", _EVENT),
+            Locality=enum.Enum("Locality", "LOCAL REMOTE"),
             OffloadingCounterMetadata=lambda documentation, labelnames=(): (documentation, labelnames),
             RequestOffloadingContext=type("RequestOffloadingContext", (), {}),
             ReqContext=_Request,

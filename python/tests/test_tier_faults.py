@@ -230,8 +230,8 @@ class Faults(Seeded, unittest.TestCase):
 
     def test_planted_parts_are_written_down_in_the_wrong_place(self):
         def done(tier, batch, results):
-            job, _ = tier._jobs[batch]
-            tier._jobs[batch] = job, 0
+            job, *_ = tier._jobs[batch]
+            tier._jobs[batch] = job, 0, None
             honest(tier, batch, results)
 
         honest = vllm.KvartsTier._part_done
@@ -249,8 +249,8 @@ class Faults(Seeded, unittest.TestCase):
         def give_up(tier):
             for kind, silence in tier._silence.items():
                 for batch in silence.broken():
-                    job, first = tier._jobs.pop(batch)
-                    tier._jobs[batch] = vllm._Job(TransferJob(0, [], [], False, None), 1), 0
+                    job, first, _ = tier._jobs.pop(batch)
+                    tier._jobs[batch] = vllm._Job(TransferJob(0, [], [], False, None), 1), 0, None
                     job.open -= 1
                     tier._pages.cancel(batch)
                     if not job.open:

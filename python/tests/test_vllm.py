@@ -1,6 +1,9 @@
 """The tier for vLLM without an engine: made by vLLM's own factory, driven as its manager does; by doubles where vLLM is absent."""
 
+import os
+import shutil
 import signal
+import threading
 import time
 import unittest
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ import doubles
 
 doubles.install()
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
+from vllm.v1.kv_offload.base import LookupResult, Medium, ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
 from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -35,13 +38,13 @@ def keys(count, first=0, group=0):
     return [make_offload_key(n.to_bytes(32, "big"), group) for n in range(first, first + count)]
 
 
-def specification(model="test/model", dtype="bfloat16", tokens=16, tp=1, groups=1):
+def specification(model="test/model", dtype="bfloat16", tokens=16, tp=1, groups=1, events=False):
     parallel = dict(rank=0, world_size=tp, tp_size=tp, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0)
     parallel.update(data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False)
     config = OffloadingConfig(
         groups=tuple(OffloadingGroupConfig(tokens, (f"layer{n}",), n) for n in range(groups)),
         worker_kv_bytes_per_block=CHUNK,
-        enable_kv_cache_events=False,
+        enable_kv_cache_events=events,
         extra_config={},
         engine_id="test",
         model=OffloadingModelConfig(model, dtype),
@@ -49,7 +52,7 @@ def specification(model="test/model", dtype="bfloat16", tokens=16, tp=1, groups=
         parallel=OffloadingParallelConfig(**parallel),
         kv_cache_layout="LBHNC",
     )
-    return SimpleNamespace(config=config, kv_events_config=SimpleNamespace(enable_kv_cache_events=False), blocks_per_chunk=1)
+    return SimpleNamespace(config=config, kv_events_config=SimpleNamespace(enable_kv_cache_events=events), blocks_per_chunk=1)
 
 
 class Tier:
@@ -108,6 +111,60 @@ class VllmTier(unittest.TestCase):
         tier = Tier(self.server, **kwargs)
         self.addCleanup(tier.tier.shutdown)
         return tier
+
+    def told(self, tier, wanted):
+        """Until routers know of these chunks and of no others."""
+        deadline = time.monotonic() + SOON
+        while True:
+            for event in tier.tier.take_events():
+                self.assertIs(event.medium, Medium.STORAGE)
+                self.assertTrue(event.removal_expected)
+                for key in event.keys:
+                    self.assertEqual(key in self.routers, event.removed, "told twice, or gone and never told")
+                    (self.routers.discard if event.removed else self.routers.add)(key)
+            if self.routers == set(wanted) and not tier.tier.has_pending_work():
+                return
+            self.assertLess(time.monotonic(), deadline, f"{len(self.routers)} chunks are known, {len(wanted)} are there")
+            list(tier.tier.get_finished_jobs())
+            time.sleep(0.002)
+
+    def test_routers_are_told_of_chunks_that_are_stored_found_and_gone(self):
+        self.routers = set()
+        tier = self.tier(spec=specification(groups=2, events=True))
+        names = [*keys(3), *keys(2, 1, group=1)]
+        self.assertTrue(tier.store(names, range(5)).success)
+        self.told(tier, names)
+        # Of one key the chunks of both groups are told apart.
+        pages = tier.tier._pages
+        pages.delete([names[1][:-4]], group=0)
+        self.told(tier, [name for name in names if name != names[1]])
+        self.assertTrue(tier.store([names[1]], [7]).success)
+        self.told(tier, names)
+        # Another engine finds what it has not stored, and is told when it goes.
+        self.routers, first = set(), self.routers
+        other = self.tier(spec=specification(groups=2, events=True))
+        self.assertEqual(other.lookup([names[0], *keys(1, 9)]), [True, False])
+        self.told(other, [names[0]])
+        pages.delete_all()
+        self.told(other, [])
+        self.routers = first
+        self.told(tier, [])
+
+    def test_routers_are_told_of_what_a_start_of_the_server_has_lost(self):
+        self.routers = set()
+        tier = self.tier(spec=specification(events=True))
+        self.assertTrue(tier.store(keys(2), range(2)).success)
+        self.told(tier, keys(2))
+        self.server.kill()
+        shutil.rmtree(os.path.join(self.server.place, "d"))
+        self.server.start()
+        self.told(tier, [])
+
+    def test_without_events_in_vllm_nothing_is_followed(self):
+        tier = self.tier()
+        self.assertTrue(tier.store(keys(1), [0]).success)
+        self.assertEqual((list(tier.tier.take_events()), tier.tier.has_pending_work()), ([], False))
+        self.assertFalse([one for one in threading.enumerate() if one.name == "kvarts-events"])
 
     def test_blocks_come_back_in_a_second_engine_and_groups_are_kept_apart(self):
         first = self.tier(spec=specification(groups=2))
