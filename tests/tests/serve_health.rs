@@ -17,8 +17,12 @@ use tonic_health::pb::health_client::HealthClient;
 
 /// The status and body at the address that supervisors of processes ask for health.
 fn health(served: &served::Served) -> (u16, String) {
+    probe(served, "/health")
+}
+
+fn probe(served: &served::Served, path: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(served.daemon().metrics().unwrap()).unwrap();
-    stream.write_all(b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n").unwrap();
+    stream.write_all(format!("GET {path} HTTP/1.1\r\nhost: test\r\n\r\n").as_bytes()).unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
@@ -61,6 +65,8 @@ fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
     assert!(refused.contains("No such file"), "{refused}");
     let (status, why) = health(served);
     assert!(status == 503 && why.contains("the store is read-only") && why.contains("No such file"), "{why}");
+    // A restart would not bring the directory back, and supervisors make none.
+    assert_eq!(probe(served, "/alive"), (200, "ok\n".to_owned()));
     served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::NotServing));
     let metrics = served.metrics();
     let line = metrics.lines().find(|line| line.starts_with("kvarts_read_only{")).unwrap();
@@ -84,6 +90,7 @@ fn a_server_that_drains_says_so() {
     stage.served.daemon().state().start_drain();
     let (status, why) = health(&stage.served);
     assert_eq!((status, why.as_str()), (503, "the server is stopping\n"));
+    assert_eq!(probe(&stage.served, "/alive").0, 200, "a stop is not to be ended by a supervisor");
 }
 
 /// A page in a browser of this host can give 127.0.0.1 a name of its own (DNS rebinding).
@@ -103,7 +110,9 @@ fn a_page_of_another_name_reads_health_and_nothing_else() {
             assert_eq!(asked(path, own), 200, "{path} as {own}");
         }
     }
-    assert_eq!(asked("/health", "rebound.example:7441"), 200);
+    for probe in ["/health", "/alive"] {
+        assert_eq!(asked(probe, "rebound.example:7441"), 200, "{probe}");
+    }
 }
 
 /// Connections that say nothing, more than there are places for them: each that comes takes the place of the one that is silent longest.

@@ -48,6 +48,19 @@ fn heading(table: &str) -> String {
     format!("\n## [{table}]\n\n{columns}\n|---|---|---|---|---|---|\n")
 }
 
+/// Whether Kubernetes made this variable, of a Service of the pod's namespace whose name begins as those of a table do
+/// (`kvarts-store`). Of each Service there is a `..._SERVICE_HOST`; without it a name is one that was misspelt.
+fn is_of_a_service(name: &str, names: &[String]) -> bool {
+    let continues = |rest: &str, with: &str| {
+        rest.strip_prefix(with).is_some_and(|more| more.is_empty() || more.starts_with('_'))
+    };
+    names.iter().filter_map(|one| one.strip_suffix("_SERVICE_HOST")).any(|service| {
+        name.strip_prefix(service).is_some_and(|rest| {
+            rest == "_SERVICE_HOST" || continues(rest, "_SERVICE_PORT") || continues(rest, "_PORT")
+        })
+    })
+}
+
 macro_rules! settings {
     ($(
         #[doc = $help:literal]
@@ -87,13 +100,14 @@ macro_rules! settings {
             /// misspelt would otherwise be one that has no effect.
             pub fn refuse_unknown(names: impl IntoIterator<Item = String>) -> Result<(), Complaint> {
                 const KNOWN: &[(&str, &str)] = &[$(($table, $variable)),*];
-                for name in names {
+                let names: Vec<String> = names.into_iter().collect();
+                for name in names.iter().filter(|name| !is_of_a_service(name, &names)) {
                     let Some(table) = name.strip_prefix("KVARTS_").and_then(|rest| rest.split('_').next()) else { continue };
                     let of_table = |(known, _): &&(&str, &str)| known.eq_ignore_ascii_case(table);
                     let here: Vec<&str> = KNOWN.iter().filter(of_table).map(|(_, variable)| *variable).collect();
                     if !here.is_empty() && !here.contains(&name.as_str()) {
                         let what = format!("unknown setting; known are {}", here.join(", "));
-                        return Err(Complaint::new(&name, &what));
+                        return Err(Complaint::new(name, &what));
                     }
                 }
                 Ok(())

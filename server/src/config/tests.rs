@@ -192,6 +192,35 @@ fn metrics_on_a_network_need_plain_words() {
     assert!(resolve("", &[], words("yes")).is_err());
 }
 
+/// A Service `kvarts-store` with a port `grpc` gives these to each pod of its namespace that has service links.
+#[test]
+fn variables_of_services_are_no_settings_and_what_only_looks_like_one_is_refused() {
+    let refused = |names: &[&str]| {
+        let names = names.iter().map(|name| (*name).to_owned());
+        Settings::refuse_unknown(names).err().map(|complaint| complaint.to_string())
+    };
+    let service = [
+        "KVARTS_STORE_SERVICE_HOST",
+        "KVARTS_STORE_SERVICE_PORT",
+        "KVARTS_STORE_SERVICE_PORT_GRPC",
+        "KVARTS_STORE_PORT",
+        "KVARTS_STORE_PORT_7440_TCP",
+        "KVARTS_STORE_PORT_7440_TCP_PROTO",
+        "KVARTS_STORE_PORT_7440_TCP_PORT",
+        "KVARTS_STORE_PORT_7440_TCP_ADDR",
+    ];
+    assert_eq!(refused(&service), None);
+    // Beside a Service a slip is one all the same.
+    for slip in ["KVARTS_STORE_BUDGT", "KVARTS_STORE_PORTS", "KVARTS_CLUSTER_LANES_PORT"] {
+        let said = refused(&[&service[..], &[slip]].concat()).expect(slip);
+        assert!(said.contains(&format!("{slip}: unknown setting")), "{said}");
+    }
+    // Without its host nothing says that there is a Service.
+    for alone in &service[1..] {
+        assert!(refused(&[alone]).is_some(), "{alone}");
+    }
+}
+
 #[test]
 fn a_misspelt_variable_is_refused_and_those_of_others_are_not() {
     let refused =

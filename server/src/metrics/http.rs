@@ -1,4 +1,4 @@
-//! Plain HTTP: `/metrics` for Prometheus, `/health` for a supervisor, and `/`, the status page. It only tells. Without a token it
+//! Plain HTTP: `/metrics` for Prometheus, `/health` and `/alive` for a supervisor, and `/`, the status page. It only tells. Without a token it
 //! tells sums, as the metrics do; what names keys of blocks (`/prefixes`, `/reads`) asks for a token that may administer, where
 //! the server has tokens.
 
@@ -37,8 +37,8 @@ pub async fn serve(listener: TcpListener, is_open: bool, state: Arc<ServerState>
                     let request = guest.unless_lost(request(&mut stream)).await.ok_or(TimedOut)??;
                     drop(guest);
                     // How the server is can be asked whatever else is asked for.
-                    let place =
-                        if path_of(&request) == b"/health" { health.enter() } else { answered.enter() };
+                    let is_probe = is_probe(path_of(&request));
+                    let place = if is_probe { health.enter() } else { answered.enter() };
                     place.unless_lost(answer(&mut stream, &request, is_own, &state)).await.ok_or(TimedOut)?
                 };
                 tokio::spawn(async move {
@@ -78,6 +78,18 @@ fn path_of(request: &[u8]) -> &[u8] {
     line_of(request).1.split(|&byte| byte == b'?').next().unwrap_or_default()
 }
 
+/// What supervisors ask: whether clients should be sent here (`/health`), and whether the process should be started anew (`/alive`).
+fn is_probe(path: &[u8]) -> bool {
+    matches!(path, b"/health" | b"/alive")
+}
+
+fn probed(fault: Option<String>) -> Answer {
+    match fault {
+        None => Answer::plain("200 OK", "ok\n".to_owned()),
+        Some(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
+    }
+}
+
 async fn answer(
     stream: &mut TcpStream,
     request: &[u8],
@@ -96,7 +108,7 @@ async fn answer(
         }
     };
     // How the server is may be known to any page.
-    if is_own && path_of(request) != b"/health" && !host::is_own(header(request, "host")) {
+    if is_own && !is_probe(path_of(request)) && !host::is_own(header(request, "host")) {
         let why = "use the address of this host or localhost; for other names set listen.open_metrics\n";
         // ends: `TIMEOUT` of the connection, in `serve`
         return Answer::plain("421 Misdirected Request", why.to_owned()).send(stream, has_body).await;
@@ -107,10 +119,8 @@ async fn answer(
             kind: "text/plain; version=0.0.4; charset=utf-8",
             ..Answer::plain("200 OK", text::render(state).await)
         },
-        b"/health" => match state.fault() {
-            None => Answer::plain("200 OK", "ok\n".to_owned()),
-            Some(why) => Answer::plain("503 Service Unavailable", format!("{why}\n")),
-        },
+        b"/health" => probed(state.fault()),
+        b"/alive" => probed(state.engine.health().cured_by_a_restart()),
         b"/history" => Answer::json(&state.metrics.history.told()),
         b"/segments" => Answer::json(&segments::map(state.engine.segments(), state.engine.segment_bytes())),
         b"/reads" => match caller(state, request) {
@@ -127,7 +137,8 @@ async fn answer(
         path => page::page(path).unwrap_or_else(|| {
             Answer::plain(
                 "404 Not Found",
-                "there are /, /metrics, /health, /history, /segments, /prefixes and /reads\n".to_owned(),
+                "there are /, /metrics, /health, /alive, /history, /segments, /prefixes and /reads\n"
+                    .to_owned(),
             )
         }),
     };

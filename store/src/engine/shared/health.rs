@@ -38,6 +38,17 @@ impl Health {
     pub fn fault(&self) -> Option<&str> {
         self.latched.as_deref()
     }
+
+    /// Why the store should be opened anew, if so. A store that is read-only, and a disk that is slow, hangs or is lost, are no
+    /// reasons: opening it again cures neither, and takes the other disks away meanwhile.
+    pub fn cured_by_a_restart(&self) -> Option<String> {
+        (self.dead_executors > 0).then(|| {
+            format!(
+                "{} of the executors have died: their blocks are misses until a restart",
+                self.dead_executors
+            )
+        })
+    }
 }
 
 /// What [`Health`] is told from.
