@@ -256,17 +256,16 @@ fn said<'a>(text: &'a str, name: &str) -> &'a str {
 
 #[test]
 fn pods_of_the_daemon_set_show_their_metrics_where_they_say() {
-    let file = |name: &str| std::fs::read_to_string(root().join("packaging/kubernetes").join(name)).unwrap();
-    let (pods, monitor) = (file("daemonset.yaml"), file("podmonitor.yaml"));
+    let pods = std::fs::read_to_string(root().join("packaging/kubernetes/daemonset.yaml")).unwrap();
     let port = said(&pods, "- {name: metrics, containerPort: ");
     assert_eq!(said(&pods, "prometheus.io/port: "), port);
     assert_eq!(said(&pods, "prometheus.io/path: "), "/metrics");
-    assert_eq!((said(&monitor, "- {port: "), said(&monitor, ", path: ")), ("metrics", "/metrics"));
-    assert_eq!(said(&monitor, "matchLabels: {app: "), said(&pods, "matchLabels: {app: "));
     let settings: Vec<(&str, &str)> = pods
         .lines()
         .filter_map(|line| line.trim().strip_prefix("- {name: KVARTS_"))
         .map(|line| (line.split(',').next().unwrap(), said(line, "value: ")))
+        // Tokens are in a Secret; `scripts/kubernetes check` tries a server that has them.
+        .filter(|(name, _)| *name != "CONFIG")
         .collect();
     assert!(settings.contains(&("LISTEN_METRICS", &format!("0.0.0.0:{port}"))), "{settings:?}");
     // A server that is given all of it shows them; only places and the port are this test's.

@@ -44,7 +44,7 @@ const VAGUE_TEXTS: [&[&str]; 4] =
 const TEXT_ROOMS: [&str; 10] =
     ["bucket", "client", "cold", "contract", "kvarts", "peer", "server", "store", "terminal", "wire"];
 /// Pages for users. Those about internals are left out.
-const USER_PAGES: [&str; 24] = [
+const USER_PAGES: [&str; 25] = [
     "README.md",
     "docs/CLUSTER.md",
     "docs/EXPORT.md",
@@ -53,6 +53,7 @@ const USER_PAGES: [&str; 24] = [
     "docs/comparison.md",
     "docs/concepts.md",
     "docs/guides/cold.md",
+    "docs/guides/kubernetes.md",
     "docs/guides/one-node.md",
     "docs/guides/planning.md",
     "docs/introduction.md",

@@ -245,6 +245,7 @@ const SERVERS: &[Step] = &[
     lay("mkdir -p etc/kvarts run mnt/nvme mnt/nvme0 mnt/nvme1 nvme"),
     lay("printf '[store]\\nbudget = \"64 MiB\"\\nsegment = \"4 MiB\"\\n' > etc/kvarts/kvarts.toml"),
     step("kvarts config check --config /etc/kvarts/kvarts.toml", &["good: "]),
+    step("kvarts config token", &["token (for the client", "hash (for [[tokens]]"]),
     step("mkdir -p /run/kvarts", &[]),
     serves("kvarts serve --dir /mnt/nvme/kvarts --listen-socket /run/kvarts/kvarts.sock")
         .with("--budget 64M --segment 4M"),
@@ -436,6 +437,18 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
         ],
     ),
     ("an installed service", &["systemctl restart kvarts"]),
+    (
+        "a cluster of Kubernetes; `scripts/kubernetes check` renders the chart, builds the recipes and tries both",
+        &[
+            "kubectl create namespace kvarts",
+            "kubectl -n kvarts create secret generic kvarts-tokens --from-file=kvarts.toml",
+            "kubectl -n kvarts exec POD -- sh -c 'kill -HUP 1'",
+            "kubectl label node NODE kvarts/disks=yes",
+            "helm install kvarts packaging/kubernetes/chart -n kvarts -f my-values.yaml",
+            "kubectl apply -k packaging/kubernetes/recipes/vllm/base",
+            "helm upgrade kvarts packaging/kubernetes/chart -n kvarts -f my-values.yaml",
+        ],
+    ),
     (
         "an etcd on other machines; the tests of `kvarts/tests/cluster_etcd.rs` register programs with one of their own",
         &[

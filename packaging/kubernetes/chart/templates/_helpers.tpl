@@ -1,0 +1,37 @@
+{{- define "kvarts.name" -}}
+{{- if contains "kvarts" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvarts" (.Release.Name | trunc 45 | trimSuffix "-") }}{{ end }}
+{{- end }}
+
+{{- define "kvarts.selector" -}}
+{app: kvarts, app.kubernetes.io/instance: {{ .Release.Name }}}
+{{- end }}
+
+{{- define "kvarts.labels" -}}
+{app: kvarts, app.kubernetes.io/name: kvarts, app.kubernetes.io/instance: {{ .Release.Name }}, app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}}
+{{- end }}
+
+{{- define "kvarts.image" -}}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{/* What can be seen to be wrong before a pod is made. */}}
+{{- define "kvarts.check" -}}
+{{- with .Values }}
+{{- if and .grpc.enabled (not (and .grpc.tlsSecret .tokens.secret)) }}
+{{- fail "grpc.enabled listens to a network: set grpc.tlsSecret and tokens.secret" }}
+{{- end }}
+{{- if .cluster.enabled }}
+{{- if eq (empty .cluster.members) (empty .cluster.membersConfigMap) }}
+{{- fail "cluster.enabled: set one of cluster.members (etcd://...) and cluster.membersConfigMap" }}
+{{- end }}
+{{- if and .cluster.membersConfigMap (not .hostNetwork) }}
+{{- fail "cluster.membersConfigMap names addresses that must outlive a pod: set hostNetwork, or use etcd" }}
+{{- end }}
+{{- end }}
+{{- range $name, $value := .settings }}
+{{- if has $name (list "KVARTS_CONFIG" "KVARTS_STORE_DIRECTORIES" "KVARTS_LISTEN_SOCKET" "KVARTS_LISTEN_GRPC" "KVARTS_LISTEN_METRICS" "KVARTS_LIMITS_MEMORY" "KVARTS_LIMITS_INDEX" "KVARTS_LIMITS_SHARED") }}
+{{- fail (printf "settings.%s: the chart sets it from a value of its own" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
