@@ -233,9 +233,12 @@ class Promises(unittest.TestCase):
             self.assertLessEqual(selector["matchLabels"].items(), labels.items())
         [policy] = rendering.of_kind(rendering.render(values="open"), "NetworkPolicy")
         self.assertEqual((policy["spec"]["policyTypes"], policy["spec"].get("ingress")), (["Ingress"], None))
+        closed = rendering.render("networkPolicy.metricsFrom=[]", "networkPolicy.grpcFrom=[]", values="cluster")
+        [policy] = rendering.of_kind(closed, "NetworkPolicy")
+        self.assertEqual([rule["from"] for rule in policy["spec"]["ingress"]], [[own]])
 
     def test_the_operator_finds_pods_rules_and_dashboard(self):
-        objects = rendering.render(values="cluster")
+        objects = rendering.render(values="cluster", release="inference")
         kinds = ("PodMonitor", "PrometheusRule", "ConfigMap", "DaemonSet")
         [monitor], [rules], [dashboard], [daemon_set] = (rendering.of_kind(objects, kind) for kind in kinds)
         labels = daemon_set["spec"]["template"]["metadata"]["labels"]
