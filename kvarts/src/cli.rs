@@ -17,8 +17,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
-    client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, identity_cmd, lab_cmd,
-    model_cmd, plan_cmd, replace_cmd, serve_cmd, top,
+    client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, health_cmd, identity_cmd,
+    lab_cmd, model_cmd, plan_cmd, replace_cmd, serve_cmd, top,
 };
 
 /// What the end of the help says.
@@ -71,6 +71,8 @@ enum Command {
     Get(client_cmd::GetArgs),
     /// Describe GPU devices, and measure copies to them
     Gpu(gpu_cmd::GpuArgs),
+    /// Tell by the exit code whether a running server serves
+    Health(health_cmd::HealthArgs),
     /// Print a template of an identity, the fields that decide the bytes of blocks
     Identity(identity_cmd::IdentityArgs),
     /// Import the blocks of an exported file into a store
@@ -174,6 +176,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Fsck(arguments) => fsck_cmd::run(&arguments, out),
         Command::Get(arguments) => client_cmd::get(&arguments, out),
         Command::Gpu(arguments) => gpu_cmd::run(&arguments, out),
+        Command::Health(arguments) => health_cmd::run(&arguments, out),
         Command::Identity(arguments) => identity_cmd::run(&arguments, out),
         Command::Import(arguments) => import_cmd::run(&arguments, out),
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),

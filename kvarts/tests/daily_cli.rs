@@ -1,6 +1,7 @@
-//! What an operator runs day by day, with the built program: `doctor`, `top`, `completions`, `man`, and help that fits a terminal.
+//! What an operator runs day by day, with the built program: `doctor`, `top`, `health`, `completions`, `man`, and help that fits a terminal.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
 
 use crate::scratch::Scratch;
@@ -110,6 +111,41 @@ fn top_without_a_server_says_where_it_looked() {
     assert_eq!(output.status.code(), Some(2));
     let line = String::from_utf8(output.stderr).unwrap();
     assert!(line.contains("127.0.0.1:1") && line.contains("--listen-metrics"), "{line}");
+}
+
+/// Gives an answer to one connection, at the address that it returns.
+fn answers(text: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut request = [0; 1024];
+        let _ = stream.read(&mut request).unwrap();
+        stream.write_all(text.as_bytes()).unwrap();
+    });
+    address
+}
+
+#[test]
+fn health_is_told_by_the_exit_code_with_the_reason() {
+    let scratch = Scratch::new("health");
+    let server = Server::start(&scratch);
+    for more in [vec![], vec!["--alive"]] {
+        let arguments = [vec!["health", "--metrics", &server.1], more].concat();
+        assert_eq!(told(&kvarts(&arguments)), "well\n");
+    }
+    let unwell = "HTTP/1.1 503 Service Unavailable\r\ncontent-length: 26\r\n\r\nthe store is read-only: x\n";
+    let output = kvarts(&["health", "--metrics", &answers(unwell)]);
+    assert_eq!((output.status.code(), &*output.stdout), (Some(1), &b"the store is read-only: x\n"[..]));
+    let output = kvarts(&["health", "--json", "--metrics", &answers(unwell)]);
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(said, serde_json::json!({ "well": false, "reason": "the store is read-only: x" }));
+    // Another program at that address is no answer, and neither is none.
+    for other in ["HTTP/1.1 404 Not Found\r\n\r\n", "HTTP/1.1 200 OK\r\n\r\n<html>", "SSH-2.0-x\r\n"] {
+        let output = kvarts(&["health", "--metrics", &answers(other)]);
+        assert_eq!(output.status.code(), Some(2), "{other}: {output:?}");
+    }
+    assert_eq!(kvarts(&["health", "--metrics", "127.0.0.1:1"]).status.code(), Some(2));
 }
 
 #[test]

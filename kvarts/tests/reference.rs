@@ -57,6 +57,7 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("tenant purge", vec!["tenant", "purge", "default", "--dry-run"]),
         ("resume", vec!["resume"]),
         ("top", vec!["top", "--once", "--interval", "1", "--metrics", &metrics]),
+        ("health", vec!["health", "--metrics", &metrics]),
         ("ls DIR", vec!["ls", "kvarts-data", "--live"]),
         ("doctor", vec!["doctor", ".", "--probe", "1M"]),
         ("config show", vec!["config", "show"]),

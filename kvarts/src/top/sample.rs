@@ -1,16 +1,9 @@
 //! What a server's metrics say at one moment: the text that Prometheus reads, as numbers by name and labels.
 
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::net::SocketAddr;
 
-use crate::client_cmd::subject::hung;
-
-/// How long a server may take for an answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
-/// The most bytes of an answer: a server with a thousand tenants has less.
-const BYTES_MAX: u64 = 16 << 20;
+use crate::metrics_address::{ask, strange};
 
 /// Values of one moment, each under its name.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -33,27 +26,11 @@ impl Series {
 impl Sample {
     /// Asks a server.
     pub(super) fn fetch(address: SocketAddr) -> Result<Self, String> {
-        let said = |error: std::io::Error| match error.kind() {
-            ErrorKind::WouldBlock => hung(&format!("http://{address}/metrics"), TIMEOUT),
-            _ => format!(
-                "no metrics from http://{address}/metrics: {error}; is the server running, with --listen-metrics?"
-            ),
-        };
-        let mut stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(said)?;
-        stream.set_read_timeout(Some(TIMEOUT)).map_err(said)?;
-        let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).map_err(said)?;
-        let mut bytes = Vec::new();
-        stream.take(BYTES_MAX).read_to_end(&mut bytes).map_err(said)?;
-        let text = String::from_utf8_lossy(&bytes);
-        let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
-        if !head.starts_with("HTTP/1.1 200") {
-            let first = head.lines().next().unwrap_or("nothing");
-            return Err(format!(
-                "http://{address}/metrics answers {first:?}: is that the metrics address of a Kvarts server?"
-            ));
+        let answer = ask(address, "/metrics")?;
+        if !answer.is("200") {
+            return Err(strange(address, "/metrics", &answer));
         }
-        let sample = Self::parse(body);
+        let sample = Self::parse(&answer.body);
         if sample.0.contains_key("kvarts_build_info") {
             Ok(sample)
         } else {
