@@ -1,7 +1,11 @@
 //! An engine beside which a server is to run: whether it has what Kvarts' connectors use of it, as the module's own probe says.
 
+use std::io::{self, Read};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
@@ -30,14 +34,53 @@ struct Hook {
     name: String,
 }
 
+/// How long the probe may take. It reads some dozens of files.
+const LONGEST: Duration = Duration::from_secs(60);
+
 /// Asks the module that this Python has.
 pub(super) fn look(engine: &str, python: &Path) -> Finding {
     // It reads sources, and neither imports nor starts the engine.
-    let output = Command::new(python).args(["-m", "kvarts.probe", engine, "--json"]).output();
-    judge(engine, python, output)
+    let mut probe = Command::new(python);
+    probe.args(["-m", "kvarts.probe", engine, "--json"]);
+    judge(engine, python, output_within(&mut probe, LONGEST))
 }
 
-fn judge(engine: &str, python: &Path, output: std::io::Result<Output>) -> Finding {
+/// The output of a program, which is killed if it runs for longer.
+fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output> {
+    let mut child =
+        program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let pipes: [Option<Box<dyn Read + Send>>; 2] = [
+        child.stdout.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),
+        child.stderr.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),
+    ];
+    let (tell, told) = mpsc::channel();
+    for (number, pipe) in pipes.into_iter().enumerate() {
+        let tell = tell.clone();
+        thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let read = pipe.map_or(Ok(0), |mut pipe| pipe.read_to_end(&mut bytes));
+            // A receiver that is gone has waited for too long.
+            tell.send((number, read.map(|_| bytes))).ok();
+        });
+    }
+    let (deadline, mut outputs) = (Instant::now() + longest, [Vec::new(), Vec::new()]);
+    for _ in 0..2 {
+        let Ok((number, read)) = told.recv_timeout(deadline.saturating_duration_since(Instant::now())) else {
+            child.kill()?;
+            child.wait()?; // ends: it was killed
+            let text = format!("it was still running after {} s", longest.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        };
+        if let Some(output) = outputs.get_mut(number) {
+            *output = read?;
+        }
+    }
+    let [stdout, stderr] = outputs;
+    // ends: both of its outputs have ended
+    Ok(Output { status: child.wait()?, stdout, stderr })
+}
+
+fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
     let (check, python) = (format!("engine {engine}"), python.display());
     let output = match output {
         Ok(output) => output,
@@ -81,7 +124,6 @@ fn judge(engine: &str, python: &Path, output: std::io::Result<Output>) -> Findin
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::os::unix::process::ExitStatusExt;
     use std::process::ExitStatus;
 
@@ -113,6 +155,19 @@ mod tests {
         let absent = probed("null", false, "bad", "");
         assert!(absent.found.contains("not installed for python3"), "{}", absent.found);
         assert_eq!(absent.verdict, Verdict::Bad);
+    }
+
+    #[test]
+    fn a_probe_that_hangs_is_killed() {
+        let mut hung = Command::new("sh");
+        hung.args(["-c", "echo begun; exec sleep 1000"]);
+        let found = output_within(&mut hung, Duration::from_millis(50));
+        assert_eq!(found.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let mut both = Command::new("sh");
+        both.args(["-c", "head -c 300000 /dev/zero; echo over >&2; exit 3"]);
+        let found = output_within(&mut both, LONGEST).unwrap();
+        let expected = (300_000, b"over\n".to_vec(), Some(3));
+        assert_eq!((found.stdout.len(), found.stderr, found.status.code()), expected);
     }
 
     #[test]
