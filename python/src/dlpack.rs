@@ -95,7 +95,7 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
     }
     let dimensions = usize::try_from(tensor.ndim).unwrap_or(usize::MAX);
     if dimensions > DIMENSIONS_MAX || (dimensions > 0 && tensor.shape.is_null()) {
-        return wrong("a tensor of no known shape");
+        return wrong("a tensor without a known shape");
     }
     let element = u64::from(tensor.bits) * u64::from(tensor.lanes);
     if !element.is_multiple_of(8) {
@@ -110,17 +110,17 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
                 if tensor.strides.is_null() { None } else { Some(*tensor.strides.add(at)) },
             )
         };
-        let Ok(count) = u64::try_from(count) else { return wrong("a tensor of no known shape") };
+        let Ok(count) = u64::try_from(count) else { return wrong("a tensor without a known shape") };
         let expected = i64::try_from(bytes * 8 / element.max(1)).ok();
         if count > 1 && stride.is_some() && stride != expected {
             return wrong("not contiguous");
         }
-        let Some(all) = bytes.checked_mul(count) else { return wrong("a tensor of no known shape") };
+        let Some(all) = bytes.checked_mul(count) else { return wrong("a tensor without a known shape") };
         bytes = all;
     }
     let start = tensor.data.addr().checked_add(usize::try_from(tensor.byte_offset).unwrap_or(usize::MAX));
     match (start, usize::try_from(bytes)) {
         (Some(start), Ok(bytes)) => Ok((owned, start, bytes)),
-        _ => wrong("a tensor of no known shape"),
+        _ => wrong("a tensor without a known shape"),
     }
 }

@@ -251,8 +251,8 @@ fn a_model_with_windows_states_or_tails_is_refused_and_it_is_said_why_and_which_
             Ok(()) => taken.push(name),
             Err(why) if keeps > 0 => {
                 let begins =
-                    format!("model: {name} keeps windows, states or tails, {keeps} bytes at each boundary");
-                assert!(why.starts_with(&begins) && why.contains("it takes models"), "{why}");
+                    format!("model: {name} keeps windows, states or tails ({keeps} bytes at each boundary");
+                assert!(why.starts_with(&begins) && why.contains("supported models are"), "{why}");
             }
             Err(why) => panic!("{name}: {why}"),
         }

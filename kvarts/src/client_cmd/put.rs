@@ -125,8 +125,8 @@ fn source(path: &Path, subject: &Subject) -> Result<File, Failure> {
     let what = if found > expected { "is longer than" } else { "ends before" };
     let has = if found > expected { "more".to_owned() } else { grouped(found) };
     Err(Failure::User(format!(
-        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, it has {has}: nothing was stored; check \
-         --model, --tp and --rank, and which tokens or keys are named",
+        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, it has {has}. No block was stored: check \
+         --model, --tp and --rank, and the tokens or keys",
         grouped(expected)
     )))
 }

@@ -90,12 +90,12 @@ fn show_ownerless(ownerless: &[proto::stats_reply::Ownerless], out: &mut dyn Wri
         match one.unsalted {
             true => writeln!(
                 out,
-                "  no token  of {blocks} blocks, {size}, stored while none were asked for: give them to a tenant by `unsalted = \
+                "  no owner  {blocks} blocks, {size}, stored while no tokens were required: assign them to a tenant by `unsalted = \
                  true`, or `kvarts tenant purge --unsalted`"
             )?,
             false => writeln!(
                 out,
-                "  no token  of {blocks} blocks, {size}, of {} tenants that are not in the configuration: `kvarts tenant purge \
+                "  no owner  {blocks} blocks, {size}, of {} tenants that are not in the configuration: `kvarts tenant purge \
                  NAME`",
                 one.tenants
             )?,

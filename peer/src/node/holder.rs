@@ -250,7 +250,7 @@ impl Nodes for Holder {
         let asked = request.into_inner();
         // A node speaks for itself alone.
         if wire::node(&asked.node) != Ok(from) {
-            return Err(Status::permission_denied("a node asks for itself alone"));
+            return Err(Status::permission_denied("a node may act only for itself"));
         }
         self.0.decide(&asked).map(Response::new)
     }
@@ -309,7 +309,7 @@ impl ClusterNode {
                 let mut directory = self.directory();
                 let asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
                 if !asking.get(&from).is_some_and(|now| now.to.same_channel(over)) {
-                    return Some(Status::aborted("the node is heard over another connection"));
+                    return Some(Status::aborted("the node has a newer connection"));
                 }
                 drop(asking);
                 self.take(&mut directory, from, &message);

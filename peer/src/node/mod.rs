@@ -232,7 +232,7 @@ impl ClusterNode {
             host: Arc::clone(&footing.host),
         };
         let lane_server = serving(store.clone(), lane_member.clone(), options.serve)
-            .map_err(|error| format!("connections that carry bytes: {error}"))?;
+            .map_err(|error| format!("the port for reads of other nodes: {error}"))?;
         let lane_memory = Arc::clone(lane_server.memory());
         let others: Vec<NodeId> =
             members.list().iter().map(|member| member.id).filter(|id| *id != me).collect();

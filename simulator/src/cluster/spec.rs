@@ -565,9 +565,7 @@ impl Cluster {
         };
         let taken: Vec<&str> = shipped::names().filter(has_streams_alone).collect();
         SpecError(format!(
-            "model: {} keeps windows, states or tails, {boundary} bytes at each boundary beside {streams} bytes of a block, which a \
-             cluster's run does not have yet; it takes models whose blocks are all that they keep: {}. `kvarts plan restore` plans \
-             boundaries of this model",
+            "model: {} keeps windows, states or tails ({boundary} bytes at each boundary, {streams} bytes of a block), and a cluster's run does not support these yet; supported models are {}. `kvarts plan restore` plans boundaries of this model",
             self.model,
             taken.join(", ")
         ))

@@ -35,7 +35,7 @@ use kvarts_contract::{
 };
 
 /// What is said of writes to a directory that is out.
-pub(crate) const OUT: &str = "the directory that it would go to was lost";
+pub(crate) const OUT: &str = "the directory for the block was lost";
 
 /// Runs a task of a shard beside what else its executor does.
 pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;
