@@ -43,15 +43,24 @@ const VAGUE_TEXTS: [&[&str]; 4] =
 /// Rooms whose string literals are texts for users: errors, logs, metrics, outputs.
 const TEXT_ROOMS: [&str; 10] =
     ["bucket", "client", "cold", "contract", "kvarts", "peer", "server", "store", "terminal", "wire"];
-/// Pages for users. Those about internals are left out.
-const USER_PAGES: [&str; 25] = [
+/// Pages of the book.
+const USER_PAGES: [&str; 34] = [
     "README.md",
     "docs/CLUSTER.md",
+    "docs/COLD.md",
+    "docs/EVENTS.md",
     "docs/EXPORT.md",
+    "docs/FAULT_MODEL.md",
+    "docs/FORMAT.md",
     "docs/GLOSSARY.md",
+    "docs/GPU.md",
+    "docs/LOCAL.md",
+    "docs/RELIABILITY.md",
     "docs/SERVER.md",
     "docs/comparison.md",
     "docs/concepts.md",
+    "docs/engines.md",
+    "docs/grpc.md",
     "docs/guides/cold.md",
     "docs/guides/kubernetes.md",
     "docs/guides/one-node.md",

@@ -28,10 +28,11 @@ pub const PEER_AWAY: &str = "the cluster node that has the block cannot be reach
 pub const PEER_SILENT: &str = "the cluster node that has the block does not send it";
 
 /// Those that a client knows.
-const KNOWN: [&str; 10] = [
+const KNOWN: [&str; 11] = [
     MODELS_IN_USE,
     MODELS_REMEMBERED,
     LEASES,
+    SESSIONS,
     LEASES_OF_SESSION,
     BLOCKS_HELD,
     HELD_BY_ALL,
