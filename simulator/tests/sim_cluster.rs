@@ -322,13 +322,13 @@ fn what_goes_between_nodes_needs_a_network() {
     // Nodes that have nothing to do with each other need none.
     assert_eq!(with(&[]), Ok(()));
     let apart = ["nodes.mixed=0", "nodes.prefill=1", "nodes.decode=1"];
-    let moved = "nodes: state goes from those that prefill to those that decode";
+    let moved = "nodes: state moves from prefilling to decoding nodes";
     assert_eq!(with(&apart), no(moved));
     assert_eq!(with(&["nodes.prefill=1", "nodes.decode=1"]), no(moved));
     assert_eq!(with(&[&apart[..], &["network.gb_per_s=25"]].concat()), Ok(()));
-    let owned = "disk.single_owner: nodes read what another one owns from there";
+    let owned = "disk.single_owner: nodes read each other's blocks";
     assert_eq!(with(&["disk.single_owner=true"]), no(owned));
-    assert_eq!(with(&["dual_path=true"]), no("dual_path: reads by another node's way come from there"));
+    assert_eq!(with(&["dual_path=true"]), no("dual_path: nodes read through each other's paths"));
     assert_eq!(with(&["dual_path=true", "disk.single_owner=true", "nodes.mixed=1"]), Ok(()));
 }
 

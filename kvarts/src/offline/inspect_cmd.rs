@@ -32,7 +32,7 @@ impl FromStr for At {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
-            || format!("{text:?} is no place: write SHARD/SEGMENT or SHARD/SEGMENT/OFFSET, in decimal");
+            || format!("{text:?} is not a place: write SHARD/SEGMENT or SHARD/SEGMENT/OFFSET, in decimal");
         let mut parts = text.split('/');
         let mut next = || parts.next();
         let shard = next().and_then(|part| part.parse().ok()).ok_or_else(wrong)?;

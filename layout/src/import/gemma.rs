@@ -28,7 +28,9 @@ fn periodic(config: &Config<'_>, options: &ImportOptions, own: (u32, &str)) -> R
         return windowed(config, options, order, String::new());
     }
     let (period, note) = match config.has("sliding_window_pattern") {
-        true => (config.count("sliding_window_pattern", "every how many layers one is full")?, String::new()),
+        true => {
+            (config.count("sliding_window_pattern", "the interval of full-attention layers")?, String::new())
+        }
         false => (own.0, own.1.to_owned()),
     };
     let order = (1u32..)

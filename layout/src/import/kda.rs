@@ -75,7 +75,7 @@ pub(super) fn kimi(config: &Config<'_>, options: &ImportOptions) -> Result<Built
 /// Ling-3.0: latent attention is the last of every `layer_group_size` layers, and all layers of an unfinished group.
 pub(super) fn bailing(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
-    let size = config.count("layer_group_size", "every how many layers one is latent attention")? as usize;
+    let size = config.count("layer_group_size", "the interval of latent-attention layers")? as usize;
     let whole = layers.saturating_sub(layers.checked_rem(size).unwrap_or(0));
     let order = (0..layers)
         .map(|layer| {

@@ -67,7 +67,7 @@ pub(super) fn delta_parts(
 pub(super) fn order(config: &Config<'_>, other: &str) -> Result<Vec<&'static str>, ImportError> {
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
-        let interval = config.count("full_attention_interval", "every how many layers one is full")?;
+        let interval = config.count("full_attention_interval", "the interval of full-attention layers")?;
         let kind = |layer: u32| if layer.checked_rem(interval) == Some(0) { "full" } else { "linear" };
         return Ok((1u32..).take(layers).map(kind).collect());
     };

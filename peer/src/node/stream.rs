@@ -30,7 +30,7 @@ fn told(error: io::Error) -> io::Error {
     match tls {
         Some(tls) => io::Error::other(format!("{} ({tls})", credentials::told(tls))),
         None if error.kind() == io::ErrorKind::UnexpectedEof => io::Error::other(
-            "it ends the connection: it refuses this node, or one of both has no certificate",
+            "it ends the connection: it refuses this node, or one of the two has no certificate",
         ),
         None => error,
     }

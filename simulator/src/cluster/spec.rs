@@ -478,11 +478,11 @@ impl Cluster {
         }
         let nodes = &self.nodes;
         let what = if nodes.prefill > 0 || nodes.decode > 0 {
-            "nodes: state goes from those that prefill to those that decode"
+            "nodes: state moves from prefilling to decoding nodes"
         } else if self.disk.is_some_and(|disk| disk.single_owner) {
-            "disk.single_owner: nodes read what another one owns from there"
+            "disk.single_owner: nodes read each other's blocks"
         } else if self.dual_path {
-            "dual_path: reads by another node's way come from there"
+            "dual_path: nodes read through each other's paths"
         } else {
             return Ok(());
         };
