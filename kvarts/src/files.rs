@@ -39,20 +39,20 @@ pub(crate) fn read_text(path: &Path, limit: usize, what: &str) -> Result<String,
 /// Writes a file. One that is there is refused, unless it is to be replaced.
 pub(crate) fn write_text(path: &Path, text: &str, replace: bool) -> Result<(), Failure> {
     if !replace {
-        refuse_existing(path)?;
+        refuse_existing(path, true)?;
     }
     let partial = Partial::new(path)?;
     partial.file().write_all(text.as_bytes()).map_err(|error| cannot(path, &error))?;
     partial.finish(replace)
 }
 
-/// Refuses a target that exists.
-pub(crate) fn refuse_existing(path: &Path) -> Result<(), Failure> {
+/// Refuses a target that exists; `may_replace` where the command has `--force`.
+pub(crate) fn refuse_existing(path: &Path, may_replace: bool) -> Result<(), Failure> {
+    let advice = if may_replace { "replace it with --force" } else { "remove it" };
     match path.symlink_metadata() {
-        Ok(_) => Err(Failure::User(format!(
-            "{} exists already: choose another name, or remove it",
-            path.display()
-        ))),
+        Ok(_) => {
+            Err(Failure::User(format!("{} exists already: choose another name, or {advice}", path.display())))
+        }
         Err(_) => Ok(()),
     }
 }

@@ -56,7 +56,7 @@ impl<'a> Sink<'a> {
             ));
         }
         if !force {
-            refuse_existing(to)?;
+            refuse_existing(to, true)?;
         }
         Ok(Self::File(Partial::new(to)?))
     }

@@ -195,8 +195,15 @@ fn report(
     } else {
         let held = if elsewhere > 0 { format!("{elsewhere} held by another node, ") } else { String::new() };
         writeln!(out, "{stored} blocks stored, {there} were there already, {held}{other} not stored")?;
-        for line in refused.iter().take(SHOWN) {
-            writeln!(out, "  block {}: {}", line["block"], line["why"].as_str().unwrap_or_default())?;
+        let alike = alike(&refused);
+        for (first, last, why) in alike.iter().take(SHOWN) {
+            match first == last {
+                true => writeln!(out, "  block {first}: {why}")?,
+                false => writeln!(out, "  blocks {first} to {last}: {why}")?,
+            }
+        }
+        if alike.len() > SHOWN {
+            writeln!(out, "  {} more lines like these: `--json` has all", alike.len() - SHOWN)?;
         }
         for block in differing.iter().take(SHOWN) {
             writeln!(out, "  block {block}: the server has other bytes under its key than the file")?;
@@ -205,10 +212,37 @@ fn report(
     if other == 0 && differing.is_empty() { Ok(()) } else { Err(Failure::Problems) }
 }
 
+/// Runs of blocks that were refused for the same reason: the first of each, the last, and why.
+fn alike(refused: &[serde_json::Value]) -> Vec<(u64, u64, &str)> {
+    let mut runs: Vec<(u64, u64, &str)> = Vec::new();
+    for line in refused {
+        let (block, why) =
+            (line["block"].as_u64().unwrap_or_default(), line["why"].as_str().unwrap_or_default());
+        match runs.last_mut() {
+            Some((_, last, of_run)) if *last + 1 == block && *of_run == why => *last = block,
+            _ => runs.push((block, block, why)),
+        }
+    }
+    runs
+}
+
 fn refusal(block: u32, outcome: &BlockOutcome) -> Option<serde_json::Value> {
     match outcome {
         BlockOutcome::Stored | BlockOutcome::AlreadyThere | BlockOutcome::HeldElsewhere => None,
         BlockOutcome::InFlight => Some(json!({"block": block, "why": "another put of it is under way"})),
         BlockOutcome::Refused(reason) => Some(json!({"block": block, "why": reason.to_string()})),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_that_were_refused_for_one_reason_are_told_in_one_line() {
+        let lines = [(3, "full"), (4, "full"), (5, "late"), (7, "late"), (8, "full")];
+        let lines = lines.map(|(block, why)| json!({"block": block, "why": why}));
+        assert_eq!(alike(&lines), [(3, 4, "full"), (5, 5, "late"), (7, 7, "late"), (8, 8, "full")]);
+        assert!(alike(&[]).is_empty());
     }
 }

@@ -101,7 +101,7 @@ struct Report {
 /// Runs the command.
 pub(crate) fn run(arguments: &ExportArgs, out: &mut dyn Write) -> Result<(), Failure> {
     arguments.wanted.expect_some("export")?;
-    files::refuse_existing(&arguments.to)?;
+    files::refuse_existing(&arguments.to, false)?;
     let tally = Tally::default();
     let source = Source::of(arguments, &tally)?;
     let partial = files::Partial::new(&arguments.to)?;
