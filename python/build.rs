@@ -14,7 +14,8 @@ fn main() {
         println!("cargo::rerun-if-changed={stub}");
         let text = fs::read_to_string(stub).expect("a stub can be read");
         for (name, doc) in documented(&text) {
-            writeln!(arms, "    (\"{prefix}{name}\") => {{ r###\"{doc}\"### }};").expect("a string takes text");
+            writeln!(arms, "    (\"{prefix}{name}\") => {{ r###\"{doc}\"### }};")
+                .expect("a string takes text");
         }
     }
     let out = env::var_os("OUT_DIR").expect("cargo says where to write");
@@ -40,7 +41,9 @@ fn documented(text: &str) -> Vec<(String, String)> {
         }
         // A signature may have several lines.
         begun |= line.ends_with(':');
-        let (Some(of), Some(first)) = (&name, inner.strip_prefix("\"\"\"").filter(|_| begun)) else { continue };
+        let (Some(of), Some(first)) = (&name, inner.strip_prefix("\"\"\"").filter(|_| begun)) else {
+            continue;
+        };
         let mut doc = first.to_owned();
         while !doc.ends_with("\"\"\"") {
             let next = lines.next().expect("a docstring has an end");

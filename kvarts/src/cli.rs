@@ -18,7 +18,7 @@ use crate::exit_codes::EXIT_CODES;
 use crate::offline::{export_cmd, import_cmd, inspect_cmd, ls_cmd};
 use crate::{
     client_cmd, cold_cmd, compact_cmd, config_cmd, demo, doctor, fsck_cmd, gpu_cmd, health_cmd, identity_cmd,
-    lab_cmd, model_cmd, plan_cmd, replace_cmd, serve_cmd, top,
+    init_cmd, lab_cmd, model_cmd, plan_cmd, replace_cmd, serve_cmd, top,
 };
 
 /// What the end of the help says.
@@ -77,6 +77,8 @@ enum Command {
     Identity(identity_cmd::IdentityArgs),
     /// Import the blocks of an exported file into a store
     Import(import_cmd::ImportArgs),
+    /// Create a store without serving it, and print its id, which names the node in a cluster
+    Init(init_cmd::InitArgs),
     /// Show the segments and records of a store
     Inspect(inspect_cmd::InspectArgs),
     /// List the blocks in the files of a directory, or without one the models of a running server
@@ -179,6 +181,7 @@ fn run(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write) -> Re
         Command::Health(arguments) => health_cmd::run(&arguments, out),
         Command::Identity(arguments) => identity_cmd::run(&arguments, out),
         Command::Import(arguments) => import_cmd::run(&arguments, out),
+        Command::Init(arguments) => init_cmd::run(&arguments, out),
         Command::Inspect(arguments) => inspect_cmd::run(&arguments, out),
         Command::Ls(arguments) => ls_cmd::run(&arguments, out),
         Command::Man(arguments) => clap_mangen::generate_to(Cli::command(), &arguments.directory)

@@ -9,7 +9,6 @@ use serde_json::json;
 
 use crate::serve_cmd::ServeArgs;
 use kvarts_server::config::Config;
-use kvarts_server::daemon::{check_group, read_tls};
 use kvarts_server::human;
 use kvarts_server::state::auth::{Gate, TOKEN_PREFIX, TokenHash};
 use kvarts_terminal::Failure;
@@ -53,18 +52,14 @@ pub(crate) fn run(arguments: &ConfigArgs, out: &mut dyn Write) -> Result<(), Fai
     match &arguments.command {
         ConfigCommand::Check(check) => {
             let config = check.serve.resolve()?;
-            if let Some(files) = &config.tls {
-                read_tls(files).map_err(Failure::User)?;
-            }
-            if let Some(group) = &config.socket_group {
-                check_group(group).map_err(Failure::User)?;
-            }
-            let (settings, access) = (config.origins.len(), doors(&config));
+            kvarts_server::daemon::check(&config).map_err(Failure::User)?;
+            let settings = config.origins.iter().filter(|setting| setting.from != "default").count();
+            let access = doors(&config);
             if check.json {
                 let told = json!({ "good": true, "settings": settings, "access": access });
                 return Ok(writeln!(out, "{told:#}")?);
             }
-            Ok(writeln!(out, "good: {settings} settings, {access}")?)
+            Ok(writeln!(out, "good: {settings} settings are set, {access}")?)
         }
         ConfigCommand::Show(show) => show_settings(show, out),
         ConfigCommand::Token(token) => new_token(token.json, out),

@@ -13,6 +13,7 @@ mod fsck_cmd;
 mod gpu_cmd;
 mod health_cmd;
 mod identity_cmd;
+mod init_cmd;
 mod lab_cmd;
 mod metrics_address;
 mod model_cmd;

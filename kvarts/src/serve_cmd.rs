@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
+use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -23,7 +24,7 @@ const START_ENDS_WITHIN: Duration = Duration::from_secs(3);
 const CONFIG_BYTES_MAX: usize = 1 << 20;
 
 /// Arguments of `kvarts serve`, and of whatever needs its configuration.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub(crate) struct ServeArgs {
     /// The configuration, a TOML file [default: $KVARTS_CONFIG, or none]
     #[arg(long, value_name = "FILE")]
@@ -68,38 +69,8 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
         _ = terminate.recv() => return starting.stop("told to stop").await,
         _ = interrupt.recv() => return starting.stop("interrupted").await,
     };
-    // Settings that were given stand before what they made of the store; defaults are for readers who look for them.
-    let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
-    for setting in set {
-        tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
-    }
-    for setting in defaults {
-        tracing::debug!("{} = {} (default)", setting.name, setting.value);
-    }
-    for note in &daemon.state().decided.notes {
-        tracing::info!("{note}");
-    }
-    tracing::info!("kvarts {}, {}", env!("CARGO_PKG_VERSION"), daemon.opened());
-    if let Some(warning) = daemon.opened().warning(&config.directories) {
-        tracing::warn!("{warning}");
-    }
-    if let Some(warning) = daemon.ownerless() {
-        tracing::warn!("{warning}");
-    }
-    for lost in daemon.state().lost_directories() {
-        tracing::warn!("{lost}");
-    }
-    if let Some(short) = daemon.state().engine.health().short_of_disk {
-        tracing::warn!("{short}");
-    }
-    let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
-    let socket = shown(daemon.socket().map(|path| path.display().to_string()));
-    let grpc = shown(daemon.grpc().map(|address| address.to_string()));
-    let metrics = shown(daemon.metrics().map(|address| address.to_string()));
-    // One line that programs can wait for and read.
-    writeln!(out, "serving grpc={grpc} metrics={metrics} socket={socket}")?;
-    out.flush()?;
-    notify::tell("READY=1");
+    tell_start(config, &daemon);
+    announce(config, &daemon, out)?;
     let mut reloads = daemon.state().reloads.take();
     let served = loop {
         tokio::select! {
@@ -127,10 +98,70 @@ async fn serve(arguments: &ServeArgs, config: &Config, out: &mut dyn Write) -> R
         }
     };
     notify::tell("STOPPING=1");
+    if served.is_ok() {
+        tokio::select! {
+            () = daemon.lame_duck() => {}
+            // One who says it twice does not want to wait.
+            // ends: `lame_duck`, the arm before these
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    }
     daemon.stop().await.map_err(Failure::User)?;
     tracing::info!("stopped, with a checkpoint");
     // What was acknowledged is safe; that no client was served any more is a failure all the same.
     served.map_err(Failure::User)
+}
+
+/// The log's lines of a start: settings, what was decided, what the store is.
+fn tell_start(config: &Config, daemon: &Daemon) {
+    // Settings that were given stand before what they made of the store; defaults are for readers who look for them.
+    let (defaults, set): (Vec<_>, Vec<_>) = config.origins.iter().partition(|one| one.from == "default");
+    for setting in set {
+        tracing::info!("{} = {} ({})", setting.name, setting.value, setting.from);
+    }
+    for setting in defaults {
+        tracing::debug!("{} = {} (default)", setting.name, setting.value);
+    }
+    for note in &daemon.state().decided.notes {
+        tracing::info!("{note}");
+    }
+    tracing::info!("kvarts {}, {}", env!("CARGO_PKG_VERSION"), daemon.opened());
+    if let Some(warning) = daemon.opened().warning(&config.directories) {
+        tracing::warn!("{warning}");
+    }
+    if let Some(warning) = daemon.ownerless() {
+        tracing::warn!("{warning}");
+    }
+    for lost in daemon.state().lost_directories() {
+        tracing::warn!("{lost}");
+    }
+    if let Some(short) = daemon.state().engine.health().short_of_disk {
+        tracing::warn!("{short}");
+    }
+}
+
+/// Says that it serves, and where: to who started it, and to the service manager.
+fn announce(config: &Config, daemon: &Daemon, out: &mut dyn Write) -> Result<(), Failure> {
+    let shown = |place: Option<String>| place.unwrap_or_else(|| "none".to_owned());
+    let socket = shown(daemon.socket().map(|path| path.display().to_string()));
+    let grpc = shown(daemon.grpc().map(|address| address.to_string()));
+    let metrics = shown(daemon.metrics().map(|address| address.to_string()));
+    // One line that programs can wait for and read, of the same form as the log's beside it.
+    let serving = format!("serving grpc={grpc} metrics={metrics} socket={socket}");
+    match config.log_format {
+        LogFormat::Text => writeln!(out, "{serving}")?,
+        LogFormat::Json => {
+            writeln!(
+                out,
+                "{}",
+                json!({ "level": "INFO", "fields": { "message": serving }, "target": "kvarts" })
+            )?;
+        }
+    }
+    out.flush()?;
+    notify::tell("READY=1");
+    Ok(())
 }
 
 /// A start under way, beside which signals are heard.

@@ -63,6 +63,7 @@ fn each_field_of_a_json_output_is_on_its_page_and_each_on_the_page_is_in_the_out
         ("config show", vec!["config", "show"]),
         ("config check", vec!["config", "check"]),
         ("config token", vec!["config", "token"]),
+        ("init", vec!["init", "node", "--budget", "256M"]),
         ("model list", vec!["model", "list"]),
         ("model show", vec!["model", "show", "llama-3.1-8b"]),
         (

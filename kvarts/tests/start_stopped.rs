@@ -4,11 +4,13 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FileType, Mode};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::scratch::Scratch;
+use crate::served::Server;
 
 /// A server that starts; killed when dropped.
 struct Starting(Child);
@@ -104,4 +106,35 @@ fn a_start_that_joins_a_cluster_ends_when_it_is_told_to_and_takes_its_store_back
     assert!(!store.exists(), "a store was left that nothing was served from: {log}");
     let left: Vec<_> = std::fs::read_dir(&scratch.0).unwrap().flatten().map(|entry| entry.path()).collect();
     assert!(left.is_empty(), "{left:?}");
+}
+
+/// At one stage of a start after the other, as far as its threads show them: it ends in time, and the next start finds all that was stored.
+#[test]
+fn a_start_that_is_told_to_stop_at_any_stage_damages_nothing() {
+    let mut server = Server::start(Scratch::new("stopped-stages"), &[]);
+    server.store_pages();
+    // Killed, so that each start has something to recover.
+    server.end();
+    let folder = server.path(".");
+    let (mut before_serving, mut stages) = (0, 0);
+    for threads in 1..=16 {
+        let mut starting = Starting::begin(&folder, &["--dir", "kvarts-data"]);
+        let task = Path::new("/proc").join(starting.0.id().to_string()).join("task");
+        let many = || std::fs::read_dir(&task).map_or(0, Iterator::count) >= threads;
+        let begun = Instant::now();
+        // A machine may have fewer.
+        starting.until(|| (many() || begun.elapsed() > Duration::from_secs(1)).then_some(()));
+        let told = Instant::now();
+        let (code, out, log) = starting.end(Signal::TERM);
+        assert!(told.elapsed() < Duration::from_secs(20), "{threads}: {:?} {log}", told.elapsed());
+        // Before it hears signals one ends it; then nothing was opened.
+        assert!(code == Some(0) || (code.is_none() && log.is_empty()), "{threads}: {code:?} {out} {log}");
+        before_serving += usize::from(log.contains("stopped before serving"));
+        stages += 1;
+        let (code, out, error) = server.kvarts(&["fsck", "kvarts-data"]);
+        assert_eq!(code, 0, "{threads}: {out}{error}");
+        let (code, out, error) = server.kvarts(&["ls", "kvarts-data", "--json"]);
+        assert!(code == 0 && out.contains("\"blocks\": 10"), "{threads}: {out}{error}");
+    }
+    assert!(before_serving > 0, "none of {stages} was stopped during its start");
 }

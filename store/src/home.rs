@@ -6,6 +6,7 @@
 mod answered;
 mod made;
 mod stop;
+mod usable;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,6 +19,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use fs2::FileExt;
+use kvarts_layout::StoreId;
 use kvarts_layout::format::DEFAULT_SEGMENT_BYTES;
 use kvarts_layout::format::superblock::{FILE_BYTES, Superblock};
 use rustix::fs::OFlags;
@@ -32,9 +34,10 @@ use kvarts_contract::clock::{OsEntropy, SystemClock};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
 use answered::{Asking, WITHIN, answered};
+pub use made::make;
 use made::{Before, LOCK};
-pub use made::{make, refuse_absent};
 pub use stop::Stop;
+pub use usable::{free_bytes, refuse_unusable, writable};
 
 /// Segments that a budget should have, and the least size to which they shrink for it.
 const SEGMENTS_WANTED: u64 = 64;
@@ -438,12 +441,51 @@ fn take(directory: &Path) -> Result<File, Error> {
         |facts: std::io::Result<std::fs::Metadata>| facts.map(|facts| (facts.dev(), facts.ino())).ok();
     match FileExt::try_lock_exclusive(&file) {
         Ok(()) if number(file.metadata()) == number(path.metadata()) => Ok(file),
-        Ok(()) => Err(Error(Reason::Locked(shown.to_string()))),
+        Ok(()) => Err(held_by(directory, None)),
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
-            Err(Error(Reason::Locked(shown.to_string())))
+            Err(held_by(directory, holder(&file)))
         }
         Err(error) => Err(refuse(format!("cannot lock {shown}: {error}"))),
     }
+}
+
+fn held_by(directory: &Path, process: Option<u32>) -> Error {
+    let process = process.map_or_else(String::new, |number| format!(" ({number})"));
+    Error(Reason::Locked(format!("{} is open in another process{process}", directory.display())))
+}
+
+/// Where the kernel says which process holds which lock.
+const LOCKS: &str = "/proc/locks";
+
+/// The process that holds the lock of this file, where the kernel says so; none for this one, and for one of another container.
+fn holder(file: &File) -> Option<u32> {
+    let (facts, locks) = (file.metadata().ok()?, std::fs::read_to_string(LOCKS).ok()?);
+    let (device, own) = (facts.dev(), std::process::id());
+    let place =
+        format!("{:02x}:{:02x}:{}", rustix::fs::major(device), rustix::fs::minor(device), facts.ino());
+    // NUMBER: FLOCK ADVISORY WRITE PROCESS DEVICE:FILE FROM TO
+    let fields = locks.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let mut found =
+        fields.filter(|line| line.get(1) == Some(&"FLOCK") && line.get(5) == Some(&place.as_str()));
+    found.find_map(|line| line.get(4)?.parse().ok()).filter(|number| *number != 0 && *number != own)
+}
+
+/// Refuses directories of which another process has one, if it can be told without making or taking anything.
+#[allow(clippy::disallowed_methods, reason = "locks are outside the seam: a simulated disk has one user")]
+pub fn refuse_taken(directories: &[PathBuf]) -> Result<(), Error> {
+    for directory in directories {
+        let plain = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let mut open = File::options();
+        let file = open.write(true).custom_flags(plain.bits().cast_signed()).open(directory.join(LOCK));
+        // What is no lock is for opening to judge.
+        let Ok(file) = file else { continue };
+        if let Err(error) = FileExt::try_lock_exclusive(&file)
+            && error.kind() == fs2::lock_contended_error().kind()
+        {
+            return Err(held_by(directory, holder(&file)));
+        }
+    }
+    Ok(())
 }
 
 /// Whether there is something else than a plain file.
@@ -469,15 +511,24 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
 /// Bytes of a segment file of the store that one of these directories holds; none if none of them holds one that can be
 /// read, which is for opening to judge, or if the start is told to stop before.
 pub fn segment_bytes(directories: &[PathBuf], stop: &Stop) -> Option<u64> {
-    directories.iter().find_map(|directory| within_limit(directory, stop, segment_bytes_in)?)
+    superblock(directories, stop).map(|superblock| superblock.segment_bytes)
+}
+
+/// The id of the store that one of these directories holds, which is the node's in a cluster; none as with [`segment_bytes`].
+pub fn store_id(directories: &[PathBuf], stop: &Stop) -> Option<StoreId> {
+    superblock(directories, stop).map(|superblock| superblock.store)
+}
+
+fn superblock(directories: &[PathBuf], stop: &Stop) -> Option<Superblock> {
+    directories.iter().find_map(|directory| within_limit(directory, stop, superblock_in)?)
 }
 
 #[allow(clippy::disallowed_methods, reason = "asked before a store is opened: outside the seam")]
-fn segment_bytes_in(directory: &Path) -> Option<u64> {
+fn superblock_in(directory: &Path) -> Option<Superblock> {
     let mut bytes = Vec::new();
     let file = File::open(directory.join(kvarts_layout::format::names::SUPERBLOCK)).ok()?;
     file.take(FILE_BYTES as u64).read_to_end(&mut bytes).ok()?;
-    Some(Superblock::decode_pair(&bytes, None).ok()?.superblock.segment_bytes)
+    Some(Superblock::decode_pair(&bytes, None).ok()?.superblock)
 }
 
 /// Bytes of a segment of a store that is made: the usual size, less where a budget has few of those.

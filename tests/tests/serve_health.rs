@@ -32,16 +32,19 @@ fn probe(served: &served::Served, path: &str) -> (u16, String) {
 /// What is said over gRPC of the server and of its services, if it is the same of all.
 fn serving(served: &served::Served) -> Option<ServingStatus> {
     let endpoint = served.endpoint();
-    let names = ["", "kvarts.v1.Store", "kvarts.v1.Reads", "kvarts.v1.Models", "kvarts.v1.Admin"];
-    let said = names.map(|name| {
-        // One connection lets in only a few calls without a token.
-        served.runtime.block_on(async {
-            let endpoint = tonic::transport::Endpoint::from_shared(endpoint.clone()).unwrap();
-            let mut client = HealthClient::new(endpoint.connect().await.unwrap());
-            let request = HealthCheckRequest { service: name.to_owned() };
-            client.check(request).await.unwrap().into_inner().status()
+    let services = ["Store", "Reads", "Models", "Admin", "Directory", "Sessions", "Plans"];
+    let names = services.iter().map(|name| format!("kvarts.v1.{name}")).chain([String::new()]);
+    let said: Vec<_> = names
+        .map(|name| {
+            // One connection lets in only a few calls without a token.
+            served.runtime.block_on(async {
+                let endpoint = tonic::transport::Endpoint::from_shared(endpoint.clone()).unwrap();
+                let mut client = HealthClient::new(endpoint.connect().await.unwrap());
+                let request = HealthCheckRequest { service: name };
+                client.check(request).await.unwrap().into_inner().status()
+            })
         })
-    });
+        .collect();
     said.iter().all(|one| *one == said[0]).then_some(said[0])
 }
 
@@ -82,6 +85,17 @@ fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
     for n in 300..340 {
         stage.put(desk.request(pages(), &desk.keys(n..n + 1), 1)).expect("it takes writes again");
     }
+}
+
+#[test]
+fn a_lame_duck_says_so_and_serves_who_still_comes() {
+    let stage = ClientStage::open("lame");
+    let (served, desk) = (&stage.served, Desk::new(&stage, "lame"));
+    served.daemon().state().start_leaving();
+    assert_eq!(health(served), (503, "the server is stopping\n".to_owned()));
+    served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::NotServing));
+    stage.put(desk.request(pages(), &desk.keys(0..1), 1)).expect("calls are taken");
+    desk.expect(pages(), &desk.keys(0..1), 1);
 }
 
 #[test]

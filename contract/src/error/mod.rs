@@ -268,9 +268,7 @@ impl fmt::Display for Reason {
             }
             Self::Directory(what) => what.fmt(f),
             Self::Config(what) => f.write_str(what),
-            Self::Locked(path) => {
-                write!(f, "{path} is open in another process: stop it, or use another directory")
-            }
+            Self::Locked(what) => write!(f, "{what}: stop it, or use another directory"),
             Self::Newer { found } => {
                 write!(f, "the store has format version {found}, newer than this program: use a newer kvarts")
             }

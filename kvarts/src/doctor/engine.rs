@@ -47,8 +47,7 @@ pub(super) fn look(engine: &str, python: &Path) -> Finding {
 
 /// The output of a program, which is killed if it runs for longer.
 fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output> {
-    let mut child =
-        program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut child = program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pipes: [Option<Box<dyn Read + Send>>; 2] = [
         child.stdout.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),
         child.stderr.take().map(|pipe| Box::new(pipe) as Box<dyn Read + Send>),

@@ -30,7 +30,14 @@ fn address(name: &str, text: &str) -> Result<Option<SocketAddr>, Complaint> {
     if text == "none" {
         return Ok(None);
     }
-    let refuse = |_| Complaint::new(name, &format!("{text:?} is no address: write 127.0.0.1:7440, or none"));
+    let refuse = |_| {
+        Complaint::new(
+            name,
+            &format!(
+                "{text:?} is no address: write an IP address and a port such as 127.0.0.1:7440, or none"
+            ),
+        )
+    };
     text.parse().map(Some).map_err(refuse)
 }
 
@@ -86,6 +93,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
     let scrub_hours = decided.or("scrub.hours", set.scrub_hours.as_ref(), 24);
     let scrub_hours: u32 = number("scrub.hours", &scrub_hours)?;
     let scrub_pace = decided.or("scrub.pace", set.scrub_pace.as_ref(), "32 MiB");
+    let lame_duck = decided.or("listen.lame_duck", set.lame_duck.as_ref(), 0);
     let format = decided.or("log.format", set.log_format.as_ref(), "text");
     let (budget, budget_part) = budget(set.budget.as_deref())?;
     let config = Config {
@@ -106,6 +114,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         socket_group: set.socket_group.clone(),
         metrics: address("listen.metrics", &metrics)?,
         open_metrics: set.open_metrics.is_some(),
+        lame_duck: Duration::from_secs(number("listen.lame_duck", &lame_duck)?),
         tls: tls(set)?,
         memory: sized("limits.memory", &memory)?,
         cache: sized("limits.cache", &cache)?.min(sized("limits.memory", &memory)?),
@@ -121,7 +130,7 @@ pub(super) fn complete(set: &Settings, gate: Gate, mut origins: Vec<Setting>) ->
         log_format: log_format(&format)?,
         log_level: levels(decided.or("log.level", set.log_level.as_ref(), "info"))?,
         directories,
-        origins: decided.0,
+        origins: Settings::with_defaults(decided.0),
     };
     bounds(&config)?;
     network(&config, set.open_network.as_deref())?;
@@ -295,15 +304,31 @@ fn node_tls(set: &Settings) -> Result<Option<NodeTlsFiles>, Complaint> {
     }
 }
 
+/// No store is smaller: its segments alone are larger.
+const BUDGET_MIN: u64 = 1 << 20;
+
 /// The budget in bytes, or as a part of the disks.
 fn budget(text: Option<&str>) -> Result<(Option<u64>, Option<u32>), Complaint> {
     let name = "store.budget";
     match text.map(|text| (text, size::percent(text))) {
         None => Ok((None, None)),
-        Some((text, None)) => Ok((Some(sized(name, text)?), None)),
+        Some((text, None)) => match sized(name, text)? {
+            // A unit or a per cent sign was forgotten: no store is that small.
+            bytes if bytes < BUDGET_MIN => {
+                let (shown, number) =
+                    (text.trim(), text.trim().trim_end_matches(|c: char| !c.is_ascii_digit()));
+                let what =
+                    format!("{shown} is {}: write {number}% of the disks, or {number}G", human::bytes(bytes));
+                Err(Complaint::new(name, &what))
+            }
+            bytes => Ok((Some(bytes), None)),
+        },
         Some((_, Some(part))) => Ok((None, Some(part.map_err(|fault| Complaint::new(name, fault.what()))?))),
     }
 }
+
+/// With what a stop takes beside it, it is over before supervisors lose patience.
+const LAME_DUCK_MAX: Duration = Duration::from_secs(30);
 
 fn bounds(config: &Config) -> Result<(), Complaint> {
     if !(1..=256).contains(&config.executors) {
@@ -320,6 +345,9 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     }
     if !(16..=1 << 20).contains(&config.connections) {
         return Err(Complaint::new("limits.connections", "16 to 1048576"));
+    }
+    if config.lame_duck > LAME_DUCK_MAX {
+        return Err(Complaint::new("listen.lame_duck", "0 to 30 seconds"));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));

@@ -14,6 +14,10 @@ impl Complaint {
         Self { place: place.to_owned(), what: what.to_owned() }
     }
 
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
     /// What is wrong, without its place.
     pub fn what(&self) -> &str {
         &self.what

@@ -135,6 +135,17 @@ macro_rules! settings {
                 all
             }
 
+            /// These and all others, which are at their defaults.
+            pub(super) fn with_defaults(mut some: Vec<Setting>) -> Vec<Setting> {
+                const DEFAULTS: &[(&str, &str)] = &[$((concat!($table, ".", $key), $default)),*];
+                for &(name, value) in DEFAULTS {
+                    if some.iter().all(|one| one.name != name) {
+                        some.push(Setting { name, value: value.to_owned(), from: "default" });
+                    }
+                }
+                some
+            }
+
             /// Every setting, by its table and its name there.
             const NAMES: &[(&str, &str)] = &[$(($table, $key)),*];
 
@@ -182,6 +193,8 @@ settings! {
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
     /// Required to serve metrics on a network, or under other names than localhost: the words "anyone may read metrics"
     open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
+    /// Seconds in which calls are still served while health already says NOT_SERVING, at a stop; 0 to 30
+    lame_duck, "listen", "lame_duck", "KVARTS_LISTEN_LAME_DUCK", "lame-duck", "SECONDS", "0";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
     /// The server's key, a PEM file
@@ -323,6 +336,12 @@ pub(super) fn read(path: &Path, text: &str) -> Result<Form, Complaint> {
         }
     }
     Ok(Form { settings, tenants, tokens })
+}
+
+/// The place of a setting in a file, if it stands there: the file, the line and the name.
+pub(super) fn place_of(path: &Path, text: &str, setting: &str) -> Option<String> {
+    let (table, key) = setting.split_once('.')?;
+    Some(format!("{}:{}: {setting}", path.display(), line_of(text, table, key)?))
 }
 
 /// The line of a name in a table of a file, if it stands at the beginning of one.

@@ -33,6 +33,7 @@ use crate::cold::ColdConfig;
 use crate::state::auth::{Gate, Token, TokenHash};
 use crate::state::tenant::{Tenant, TenantLimits};
 use crate::state::{Right, Rights};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -167,6 +168,8 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// Whether they are shown by whatever name is asked, as words said; else a listener of this host is asked by its address.
     pub open_metrics: bool,
+    /// How long calls are taken after health says that the server stops.
+    pub lame_duck: Duration,
     /// For the network.
     pub tls: Option<TlsFiles>,
     /// Memory that requests share.
@@ -226,7 +229,15 @@ impl Config {
         settings.overlay(&around);
         settings.overlay(flags);
         let gate = gate(&tenants, &tokens)?;
-        check::complete(&settings, gate, origins)
+        let from: BTreeMap<&str, &str> = origins.iter().map(|setting| (setting.name, setting.from)).collect();
+        check::complete(&settings, gate, origins.clone()).map_err(|complaint| {
+            let is_of_file = from.get(complaint.place()) == Some(&"file");
+            let place = file.filter(|_| is_of_file);
+            match place.and_then(|(path, text)| form::place_of(path, text, complaint.place())) {
+                Some(place) => Complaint::new(&place, complaint.what()),
+                None => complaint,
+            }
+        })
     }
 
     /// The configuration without any file, environment or flag.

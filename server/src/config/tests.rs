@@ -46,6 +46,33 @@ fn flags_win_over_the_environment_and_that_over_the_file() {
 }
 
 #[test]
+fn every_setting_has_a_value_and_a_source_whatever_is_set() {
+    let known = reference().lines().filter(|line| line.starts_with("| `")).count();
+    for file in
+        ["", "[cold]\nbucket = 'file:///b'\n[cluster]\nmembers = 'm.toml'\n[store]\nbudget = '1 TiB'\n"]
+    {
+        let config = resolve(file, &[], Settings::default()).unwrap();
+        let names: std::collections::BTreeSet<_> =
+            config.origins.iter().map(|setting| setting.name).collect();
+        assert_eq!((names.len(), config.origins.len()), (known, known), "{file}: each once");
+        assert!(config.origins.iter().all(|setting| !setting.value.is_empty()), "{:?}", config.origins);
+        let set = config.origins.iter().filter(|setting| setting.from != "default").count();
+        assert_eq!(set, file.matches('=').count(), "{file}");
+    }
+}
+
+#[test]
+fn a_budget_whose_unit_was_forgotten_is_refused_with_what_was_meant() {
+    for wrong in ["90", "'90'", "'900 B'", "'512K'"] {
+        let told = complaint(&format!("[store]\nbudget = {wrong}\n"));
+        assert!(told.contains("store.budget: ") && told.contains("% of the disks, or "), "{told}");
+    }
+    let told = complaint("[store]\nbudget = 90\n");
+    assert!(told.ends_with("store.budget: 90 is 90 B: write 90% of the disks, or 90G"), "{told}");
+    assert!(resolve("[store]\nbudget = 1048576\n", &[], Settings::default()).is_ok());
+}
+
+#[test]
 fn a_server_with_little_memory_for_requests_has_little_for_its_bucket() {
     let of = |memory: &str, rest: &str| {
         let file =
@@ -101,6 +128,23 @@ fn what_is_no_setting_is_refused_by_name() {
     for good in ["off", "warn", "info,h2=warn", "kvarts_server=debug, audit=info"] {
         assert!(resolve(&format!("[log]\nlevel = '{good}'\n"), &[], Settings::default()).is_ok(), "{good}");
     }
+}
+
+#[test]
+fn a_value_that_cannot_be_is_told_with_its_line_if_it_is_the_files() {
+    let file = "[log]\nlevel = 'info'\nformat = 'xml'\n[store]\nbudget = '190%'\n";
+    assert_eq!(
+        complaint(&file.replace("190", "90")),
+        "configuration: kvarts.toml:3: log.format: text or json"
+    );
+    let told = complaint(&file.replace("xml", "json"));
+    assert!(told.starts_with("configuration: kvarts.toml:5: store.budget: \"190%\" is no part"), "{told}");
+    let told =
+        resolve(file, &[("KVARTS_LOG_FORMAT", "yaml"), ("KVARTS_STORE_BUDGET", "90%")], Settings::default());
+    assert_eq!(told.unwrap_err().to_string(), "configuration: log.format: text or json");
+    assert!(
+        complaint("[listen]\nlame_duck = 31\n").contains("kvarts.toml:2: listen.lame_duck: 0 to 30 seconds")
+    );
 }
 
 const TENANT: &str = "[[tenants]]\nname = 'a'\npin = '1 GiB'\n";

@@ -179,8 +179,7 @@ pub(super) struct Named {
 
 impl Named {
     /// Refused where a file does not name the node of this store: then an operator needs the name, and the store that has it.
-    pub(super) fn of(config: &ClusterConfig, store: &Store) -> Result<Self, String> {
-        let me = store.stats().store;
+    pub(super) fn of(config: &ClusterConfig, me: NodeId) -> Result<Self, String> {
         let (all, own) = known(config, me)?;
         let read = |files| Credentials::new(me, &read_pem(files)?).map_err(told_of);
         Ok(Self { all, own, credentials: config.tls.as_ref().map(read).transpose()? })

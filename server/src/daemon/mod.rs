@@ -7,10 +7,12 @@
     reason = "the daemon stands outside the simulation: sockets and key files"
 )]
 
+mod checked;
 mod closing;
 mod cluster;
 mod deletes_file;
 mod devices;
+mod init;
 pub mod notify;
 mod opened;
 mod ownerless;
@@ -29,22 +31,22 @@ use std::time::Duration;
 use kvarts_contract::clock::Entropy;
 use kvarts_contract::clock::OsEntropy;
 use kvarts_layout::format::names::SUPERBLOCK;
-use kvarts_store::engine::{Options, SEGMENTS_MIN};
-use kvarts_store::home::{Home, HomeOptions, Stop};
-use rustix::fs::Gid;
+use kvarts_store::home::{self, Home, Stop};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::config::{Config, TlsFiles};
-use crate::grpc::{self, Identity, Listeners, Tls};
+use crate::config::Config;
+use crate::grpc::{self, Listeners, Tls};
 use crate::human;
 use crate::metrics;
-use crate::sizes;
 use crate::state::locals::{LocalLimits, Locals};
 use crate::state::{Decided, ServerState, SetLimit};
 use kvarts_wire::local::limits::{SESSIONS_MAX, UNKNOWN_MAX};
 
+pub use checked::check;
+use checked::{Checked, read_tls};
+pub use init::init;
 pub use opened::Opened;
 use ports::Ports;
 use ready::Ready;
@@ -93,25 +95,16 @@ impl Daemon {
     }
 
     async fn begin(config: &Config, stop: &Stop) -> Result<Self, String> {
-        let tls = config.tls.as_ref().map(read_tls).transpose()?;
-        let files = devices::decide(config.cufile)?;
-        let (ports, group) = places(config).await?;
-        config.cluster.as_ref().map_or(Ok(()), |cluster| cluster::check(cluster, &config.gate))?;
-        // A store is opened without directories that are absent; none is made without their disks.
-        let is_made = kvarts_store::home::segment_bytes(&config.directories, stop).is_some();
-        for directory in config.directories.iter().filter(|_| !is_made) {
-            kvarts_store::home::refuse_absent(directory)
-                .map_err(|error| format!("store.directories: {}: {error}", directory.display()))?;
-        }
-        let mut notes = vec![files.to_string(), memory_note(config)];
-        let options = home_options(config, stop, &mut notes)?;
+        let Checked { tls, files, group, options, mut notes } = Checked::of(config, stop)?;
+        let ports = ports(config).await?;
         let begun = std::time::Instant::now();
         // ends: a directory has 30 s, and transfers `OVERDUE`: it is opened without those that hang
         let opened = tokio::task::spawn_blocking(move || Home::open(&options)).await;
         let home = opened.map_err(|error| error.to_string())?.map_err(|error| error.to_string())?;
         let opened = Opened::of(home.store(), begun.elapsed());
         notes.extend(home.notes().iter().cloned());
-        let named = config.cluster.as_ref().map(|config| cluster::Named::of(config, home.store()));
+        let me = home.store().stats().store;
+        let named = config.cluster.as_ref().map(|config| cluster::Named::of(config, me));
         let named = match named.transpose() {
             Ok(named) => named,
             Err(why) => {
@@ -141,7 +134,8 @@ impl Daemon {
         let limits = LocalLimits { mapped_max: config.shared, files_max: memories, threads: config.threads };
         let locals = Locals::new(limits, &tenants, instance);
         let directories = config.directories.clone();
-        let decided = Decided { notes, files, limits: uncounted(config), directories, cluster, cold };
+        let (limits, lame_duck) = (uncounted(config), config.lame_duck);
+        let decided = Decided { notes, files, lame_duck, limits, directories, cluster, cold };
         let state = ServerState::new(store, gate, memory, locals, connections, OsEntropy::new(), decided);
         let (renew, renewed) = mpsc::channel(1);
         let renew = tls.is_some().then_some(renew);
@@ -238,6 +232,17 @@ impl Daemon {
         self.socket.as_ref().map(socket::Bound::path)
     }
 
+    /// Tells clients by its health that they should go elsewhere, and serves those that still come for `listen.lame_duck`. It may be
+    /// stopped at any time.
+    pub async fn lame_duck(&self) {
+        self.state.start_leaving();
+        let most = self.state.decided.lame_duck;
+        if !most.is_zero() && !self.state.is_draining() {
+            tracing::info!("calls are taken for {} s more; health says NOT_SERVING", most.as_secs());
+            let _ = tokio::time::timeout(most, self.state.drain_asked()).await;
+        }
+    }
+
     /// Stops cleanly: drains, writes a checkpoint, lets go of the directories.
     pub async fn stop(self) -> Result<(), String> {
         let Self {
@@ -289,7 +294,7 @@ impl Daemon {
         // A task that has given its result must not be asked for it again.
         if !self.over {
             tokio::select! {
-                () = self.state.drain_asked() => return Ok(()),
+                () = self.state.leave_asked() => return Ok(()),
                 // ends: a drain in the arm before it, or a signal, which drops this
                 served = &mut self.serving => {
                     self.over = true;
@@ -303,11 +308,6 @@ impl Daemon {
         }
         self.fault.clone().map_or(Ok(()), Err)
     }
-}
-
-/// Refuses a group of the local socket that this machine does not have.
-pub fn check_group(name: &str) -> Result<(), String> {
-    socket::group(name).map(drop)
 }
 
 /// Which of these directories hold a store.
@@ -329,17 +329,19 @@ fn left(directories: &[PathBuf], had: &[bool]) -> String {
     }
 }
 
-/// Where the server will serve, before a store is made: one that cannot be served is not to be left behind. The ports, and
-/// the group of the socket.
-async fn places(config: &Config) -> Result<(Ports, Option<Gid>), String> {
-    let ports = Ports::take(config)?;
-    let group = config.socket_group.as_deref().map(socket::group).transpose()?;
+/// Where the server will serve, taken before a store is made: one that cannot be served is not to be left behind.
+async fn ports(config: &Config) -> Result<Ports, String> {
+    // Two servers of one configuration meet at a port first; what is wrong is that there are two.
+    let first = |told| match home::refuse_taken(&config.directories) {
+        Ok(()) => told,
+        Err(taken) => taken.to_string(),
+    };
+    let ports = Ports::take(config).map_err(first)?;
     // Of a socket in the store's own directory opening the store says more: whose store it is.
-    let is_inside = |path: &Path| config.directories.iter().any(|directory| path.starts_with(directory));
-    if let Some(path) = config.socket.as_deref().filter(|path| !is_inside(path)) {
+    if let Some(path) = config.socket.as_deref().filter(|path| !checked::is_inside(path, config)) {
         socket::refuse_taken(path).await?;
     }
-    Ok((ports, group))
+    Ok(ports)
 }
 
 /// Looks at all blocks again and again, if that is wanted.
@@ -365,66 +367,6 @@ async fn ended<T>(task: &mut JoinHandle<T>) {
     }
 }
 
-fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result<HomeOptions, String> {
-    let own = kvarts_store::home::segment_bytes(&config.directories, stop);
-    if let Some((own, asked)) = own.zip(config.segment_bytes)
-        && own != asked
-    {
-        let (own, asked) = (human::bytes(own), human::bytes(asked));
-        notes.push(format!(
-            "store.segment: {asked} has no effect: this store was made with segments of {own}, and keeps them"
-        ));
-    }
-    let segment_bytes =
-        own.or(config.segment_bytes).unwrap_or_else(|| kvarts_store::home::fitting_segment(config.budget));
-    notes.push(format!("segments of {}", human::bytes(segment_bytes)));
-    let budget = match config.budget {
-        Some(budget) => budget,
-        None => fitting_budget(config, segment_bytes, own.is_some(), notes)?,
-    };
-    let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
-    if budget < least {
-        let (budget, least) = (human::bytes(budget), human::bytes(least));
-        return Err(format!(
-            "store.budget: {budget} is too small: four segments need {least}, as with --budget \"{least}\""
-        ));
-    }
-    let shards =
-        config.shards.unwrap_or_else(|| sizes::shards(budget, config.directories.len(), segment_bytes));
-    let index_bytes_max = config.index.or_else(sizes::index_bytes);
-    if let Some(bytes) = index_bytes_max {
-        notes.push(format!("the index may take {} of memory", human::bytes(bytes)));
-    }
-    Ok(HomeOptions {
-        directories: config.directories.clone(),
-        io: config.io,
-        features: config.io_disable.clone(),
-        runtime: config.runtime,
-        replace: Vec::new(),
-        cores: Vec::new(),
-        stop: stop.clone(),
-        store: Options {
-            segment_bytes,
-            shards_per_directory: shards,
-            budget_bytes: budget,
-            index_bytes_max,
-            eviction: config.policy,
-            endurance_bytes_per_day: config.endurance,
-            executors: config.executors,
-            ..Options::default()
-        },
-    })
-}
-
-/// How much memory this configuration allows in all.
-fn memory_note(config: &Config) -> String {
-    let all = config.memory_parts().iter().map(|part| part.bytes).fold(0, u64::saturating_add);
-    format!(
-        "memory: {} at most, beside what local clients share; `kvarts config show` has its parts",
-        human::bytes(all)
-    )
-}
-
 /// Limits without a count of their use.
 fn uncounted(config: &Config) -> Vec<SetLimit> {
     let set = |name, most, bytes| SetLimit { name, most, bytes };
@@ -433,45 +375,6 @@ fn uncounted(config: &Config) -> Vec<SetLimit> {
         set("store.endurance", config.endurance, true),
         set("scrub.pace", Some(config.scrub_pace), true),
     ]
-}
-
-/// A budget that fits: most of what is free, and what the store has already.
-fn fitting_budget(
-    config: &Config,
-    segment_bytes: u64,
-    is_made: bool,
-    notes: &mut Vec<String>,
-) -> Result<u64, String> {
-    let total = sizes::budget(&config.directories, config.budget_part)?;
-    let least = segment_bytes.saturating_mul(SEGMENTS_MIN);
-    if total < least {
-        let (free, shown) = (human::bytes(total), human::bytes(least));
-        if !is_made {
-            return Err(format!(
-                "the disk has {free} free, and the store needs {shown}: free space, or create the store with a smaller \
-                 --segment"
-            ));
-        }
-        // What a store has is served, however full the disk is.
-        notes.push(format!("budget: {shown} (the minimum of a store; the disk has {free} free)"));
-        return Ok(least);
-    }
-    let of = match config.budget_part {
-        Some(part) => format!("{part}% of the disk"),
-        None => format!("{}% of the free disk, plus what the store has already", sizes::FREE_SHARE),
-    };
-    notes.push(format!("budget: {} ({of})", human::bytes(total)));
-    Ok(total)
-}
-
-/// Who the server is, read and checked. Says in one line what is wrong.
-pub fn read_tls(files: &TlsFiles) -> Result<Tls, String> {
-    let read = |path: &PathBuf| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
-    Tls::new(&Identity {
-        certificate: read(&files.certificate)?,
-        key: read(&files.key)?,
-        client_authority: files.client_authority.as_ref().map(read).transpose()?,
-    })
 }
 
 #[cfg(test)]

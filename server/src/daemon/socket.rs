@@ -44,20 +44,61 @@ impl Bound {
 
 /// Removes a socket. Any other file at its path stays.
 fn remove(path: &Path) -> std::io::Result<()> {
-    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-        return Err(std::io::Error::other("the path exists and is no socket: choose another path"));
-    }
+    refuse_other(path)?;
     std::fs::remove_file(path)
 }
 
-/// The group of a name, or of a number.
+/// Refuses a path at which something else than a socket is.
+fn refuse_other(path: &Path) -> std::io::Result<()> {
+    match std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        true => Ok(()),
+        false => Err(std::io::Error::other("the path exists and is no socket: choose another path")),
+    }
+}
+
+/// Refuses a path at which this process can make no socket, without making one.
+pub(super) fn refuse_unusable(path: &Path) -> Result<(), String> {
+    let fault = |error: std::io::Error| format!("listen.socket: {}: {error}", path.display());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        let shown = folder.display();
+        let what =
+            format!("{shown} does not exist: `mkdir -p {shown}`; under systemd RuntimeDirectory= makes it");
+        return Err(fault(std::io::Error::other(what)));
+    }
+    kvarts_store::home::writable(folder).map_err(fault)?;
+    if path.symlink_metadata().is_ok() { refuse_other(path).map_err(fault) } else { Ok(()) }
+}
+
+/// Where the kernel says what this process may do.
+const STATUS: &str = "/proc/self/status";
+
+/// Whether this process may give its files to a group that it is not in.
+fn may_give_away(status: &str) -> bool {
+    let of = |line: &str| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok();
+    // CAP_CHOWN.
+    status.lines().find_map(of).is_some_and(|rights| rights & 1 != 0)
+}
+
+/// The group of a name, or of a number, to which this process may give a socket.
 pub(super) fn group(name: &str) -> Result<Gid, String> {
     let known = std::fs::read_to_string(GROUPS).unwrap_or_default();
     let number = name.parse().ok().or_else(|| number(&known, name));
     let number = number.filter(|number| *number != u32::MAX);
-    number
-        .map(Gid::from_raw)
-        .ok_or_else(|| format!("listen.socket_group: there is no group {name:?} in {GROUPS}"))
+    let group = number.map(Gid::from_raw).ok_or_else(|| {
+        format!("listen.socket_group: there is no group {name:?} in {GROUPS}: `groupadd {name}` makes it")
+    })?;
+    let own = rustix::process::getgroups().unwrap_or_default();
+    let is_own = rustix::process::getegid() == group || own.contains(&group);
+    let status = std::fs::read_to_string(STATUS).unwrap_or_default();
+    if is_own || may_give_away(&status) {
+        return Ok(group);
+    }
+    let user = rustix::process::geteuid().as_raw();
+    Err(format!(
+        "listen.socket_group: the server's user ({user}) is not in the group {name:?}: `usermod -aG {name} USER`, or \
+         SupplementaryGroups={name} in its unit"
+    ))
 }
 
 /// The number of a group in a list of them.
@@ -144,7 +185,15 @@ mod tests {
         let known = "root:x:0:\nengines:x:1234:vllm,sglang\nbroken\n";
         assert_eq!((number(known, "engines"), number(known, "root")), (Some(1234), Some(0)));
         assert_eq!((number(known, "engine"), number(known, "broken")), (None, None));
-        assert_eq!(group("4321").unwrap().as_raw(), 4321);
-        assert!(group("no such group").unwrap_err().contains("listen.socket_group"));
+        let own = rustix::process::getegid().as_raw();
+        assert_eq!(group(&own.to_string()).unwrap().as_raw(), own);
+        let told = group("no such group").unwrap_err();
+        assert!(
+            told.contains("listen.socket_group: there is no group") && told.contains("groupadd"),
+            "{told}"
+        );
+        let status = |rights: &str| format!("Name:\tkvarts\nCapPrm:\t00000000000001ff\nCapEff:\t{rights}\n");
+        assert!(may_give_away(&status("00000000000001ff")) && !may_give_away(&status("00000000000001fe")));
+        assert!(!may_give_away(""));
     }
 }

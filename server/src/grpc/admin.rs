@@ -242,7 +242,11 @@ pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
 /// Begins the end of the server.
 pub(super) fn drain(call: &Call) -> proto::DrainReply {
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, "drain asked for");
-    call.state.start_drain();
+    match call.state.decided.lame_duck.is_zero() {
+        true => call.state.start_drain(),
+        // What runs the server ends it when that is over.
+        false => call.state.start_leaving(),
+    }
     proto::DrainReply {}
 }
 

@@ -14,11 +14,14 @@ use kvarts_wire::proto;
 const EVERY: Duration = Duration::from_secs(1);
 
 /// What can be asked about: the server, and its services.
-const NAMES: [&str; 5] = [
+const NAMES: [&str; 8] = [
     "",
     proto::models_server::SERVICE_NAME,
     proto::store_server::SERVICE_NAME,
     proto::reads_server::SERVICE_NAME,
+    proto::directory_server::SERVICE_NAME,
+    proto::sessions_server::SERVICE_NAME,
+    proto::plans_server::SERVICE_NAME,
     proto::admin_server::SERVICE_NAME,
 ];
 
@@ -33,16 +36,33 @@ pub(super) async fn keep(state: Arc<ServerState>, reporter: HealthReporter) -> I
                 reporter.set_service_status(name, status).await;
             }
             match (&fault, &said) {
-                (Some(reason), _) if state.is_draining() => tracing::info!(reason, "not serving any more"),
+                (Some(reason), _) if state.is_leaving() => tracing::info!(reason, "not serving any more"),
                 (Some(reason), _) => tracing::error!(reason, "the store is not well"),
                 (None, Some(_)) => tracing::info!("the store is healthy again"),
                 (None, None) => {}
             }
             said = Some(fault);
         }
-        match state.is_draining() {
+        match state.is_leaving() {
             true => tokio::time::sleep(EVERY).await,
-            false => drop(tokio::time::timeout(EVERY, state.drain_asked()).await),
+            false => drop(tokio::time::timeout(EVERY, state.leave_asked()).await),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::calls::methods::METHODS;
+
+    #[test]
+    fn each_service_with_a_method_can_be_asked_about() {
+        let service = |path: &&'static str| path.split('/').nth(1).unwrap();
+        let served: BTreeSet<&str> = METHODS.iter().map(|method| service(&method.path)).collect();
+        let told: BTreeSet<&str> = NAMES.into_iter().filter(|name| !name.is_empty()).collect();
+        assert_eq!(told, served);
+        assert!(NAMES.contains(&""), "the server as a whole");
     }
 }

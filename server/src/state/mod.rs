@@ -122,6 +122,9 @@ pub struct ServerState {
     /// What was decided at the start.
     pub decided: Decided,
     entropy: Arc<dyn Entropy>,
+    /// Clients are told to go elsewhere; calls are still taken until `draining`.
+    leaving: AtomicBool,
+    leave: Notify,
     draining: AtomicBool,
     drain: Notify,
     /// Calls that have begun and not ended.
@@ -136,6 +139,8 @@ pub struct Decided {
     pub notes: Vec<String>,
     /// How files reach the memory of devices on this host.
     pub files: kvarts_gpudirect::cufile::Decision,
+    /// How long calls are taken after clients were told to go elsewhere.
+    pub lame_duck: Duration,
     /// Limits without a count of their use.
     pub limits: Vec<SetLimit>,
     /// Where the store is.
@@ -204,6 +209,8 @@ impl ServerState {
             metrics: Arc::new(Metrics::default()),
             decided,
             entropy,
+            leaving: AtomicBool::new(false),
+            leave: Notify::new(),
             draining: AtomicBool::new(false),
             drain: Notify::new(),
             calls: AtomicU64::new(0),
@@ -316,8 +323,30 @@ impl ServerState {
         (!self.draining.load(Ordering::SeqCst)).then_some(under_way)
     }
 
+    /// Tells clients from now on, by its health, that they should go elsewhere. Calls are taken as before.
+    pub fn start_leaving(&self) {
+        self.leaving.store(true, Ordering::SeqCst);
+        self.leave.notify_waiters();
+    }
+
+    /// Whether clients are told to go elsewhere.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::SeqCst)
+    }
+
+    /// Returns when clients are told to go elsewhere.
+    pub async fn leave_asked(&self) {
+        // Made before the look, so that an asking in between is heard.
+        let asked = self.leave.notified();
+        if !self.is_leaving() {
+            // ends: a stop or a drain; each caller waits beside work of its own
+            asked.await;
+        }
+    }
+
     /// Takes no more calls from now on.
     pub fn start_drain(&self) {
+        self.start_leaving();
         self.draining.store(true, Ordering::SeqCst);
         self.drain.notify_waiters();
     }
@@ -329,7 +358,7 @@ impl ServerState {
 
     /// Why no client should be sent here, if so.
     pub fn fault(&self) -> Option<String> {
-        if self.is_draining() {
+        if self.is_leaving() {
             return Some("the server is stopping".to_owned());
         }
         self.engine.health().fault().map(|why| format!("the store is read-only: {why}"))

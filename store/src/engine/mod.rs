@@ -26,7 +26,7 @@ pub use front::memory_audit::Table;
 pub use front::produced::{Produced, ProducedPage};
 pub use front::store::{
     Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, SEGMENTS_MIN, Stats, Store,
-    StoreTiles,
+    StoreTiles, refuse_beyond_disk,
 };
 pub use read::tile_identity::{TileIdentity, TileRuns};
 pub use recover::{Problem, RecoveryReport};

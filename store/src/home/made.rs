@@ -119,7 +119,7 @@ pub fn make(directory: &Path) -> io::Result<bool> {
 
 /// Refuses a directory of a store where the directory above it is absent: a disk that is not mounted gets no store on the root disk
 /// in its place. Says what to do.
-pub fn refuse_absent(directory: &Path) -> io::Result<()> {
+pub(super) fn refuse_absent(directory: &Path) -> io::Result<()> {
     let above = above(directory);
     if above.exists() {
         return Ok(());
@@ -132,7 +132,7 @@ pub fn refuse_absent(directory: &Path) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::NotFound, what))
 }
 
-fn above(directory: &Path) -> &Path {
+pub(super) fn above(directory: &Path) -> &Path {
     directory.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

@@ -56,7 +56,7 @@ use kvarts_contract::ticket::{Ticket, ticket};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
-pub use space::{KnownNamespace, OfTenant, SEGMENTS_MIN};
+pub use space::{KnownNamespace, OfTenant, SEGMENTS_MIN, refuse_beyond_disk};
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
 #[derive(Clone, Debug)]

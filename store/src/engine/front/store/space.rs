@@ -332,31 +332,46 @@ impl Store {
             self.0.shared.set_short_of_disk(None);
             return Ok(());
         }
-        // A start asks for no less.
-        let least =
-            self.0.shared.budget_floor().max(self.0.shared.segment_bytes.saturating_mul(SEGMENTS_MIN));
-        let mib = |bytes: u64| format!("{} MiB", bytes.div_ceil(1 << 20));
-        let what = format!(
-            "the budget of {} is more than the disk can hold: {} are free and the store has {}",
-            exact_units(budget),
-            exact_units(free),
-            exact_units(allocated)
-        );
         if !may_refuse {
+            let what = more_than_there_is(budget, free, allocated);
             self.0.shared.set_short_of_disk(Some(format!(
                 "{what}; its blocks are served, and puts must evict others: free {} of the disk",
                 mib(budget.saturating_sub(most))
             )));
             return Ok(());
         }
-        Err(Error(Reason::Config(match most >= least {
-            true => format!("{what}; lower the budget to {} at most", whole_units(most)),
-            false => {
-                let (least, missing) = (mib(least), mib(least.saturating_sub(most)));
-                format!(
-                    "{what}; a store of these segments takes {least} at least: free {missing} of the disk"
-                )
-            }
-        })))
+        // A start asks for no less.
+        let least =
+            self.0.shared.budget_floor().max(self.0.shared.segment_bytes.saturating_mul(SEGMENTS_MIN));
+        refuse_beyond_disk(budget, free, allocated, least)
     }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+fn more_than_there_is(budget: u64, free: u64, allocated: u64) -> String {
+    format!(
+        "the budget of {} is more than the disk can hold: {} are free and the store has {}",
+        exact_units(budget),
+        exact_units(free),
+        exact_units(allocated)
+    )
+}
+
+/// Refuses a budget that is more than its disks have free and its store has allocated; `least` is the least that the store takes.
+pub fn refuse_beyond_disk(budget: u64, free: u64, allocated: u64, least: u64) -> Result<(), Error> {
+    let most = free.saturating_add(allocated);
+    if budget <= most {
+        return Ok(());
+    }
+    let what = more_than_there_is(budget, free, allocated);
+    Err(Error(Reason::Config(match most >= least {
+        true => format!("{what}; lower the budget to {} at most", whole_units(most)),
+        false => {
+            let (least, missing) = (mib(least), mib(least.saturating_sub(most)));
+            format!("{what}; a store of these segments takes {least} at least: free {missing} of the disk")
+        }
+    })))
 }
