@@ -122,9 +122,14 @@ fn commands_of_servers_are_run_as_they_stand() {
 }
 
 #[test]
+fn commands_of_three_nodes_are_run_as_they_stand() {
+    run_named("three nodes");
+}
+
+#[test]
 fn every_scene_of_now_has_a_test() {
     let names: Vec<&str> = NOW.iter().map(|scene| scene.name).collect();
-    assert_eq!(names, ["clients", "planning", "offline tools", "bucket", "servers"]);
+    assert_eq!(names, ["clients", "planning", "offline tools", "bucket", "servers", "three nodes"]);
 }
 
 /// With `KVARTS_SCENE=NAME` one scene of them.

@@ -93,6 +93,7 @@ pub(super) const NOW: &[Scene] = &[
     Scene { name: "offline tools", steps: OFFLINE },
     Scene { name: "bucket", steps: BUCKET },
     Scene { name: "servers", steps: SERVERS },
+    Scene { name: "three nodes", steps: THREE_NODES },
 ];
 
 const CLIENTS: &[Step] = &[
@@ -202,6 +203,9 @@ const OFFLINE: &[Step] = &[
     lay(BLOCKS),
     lay(STORED),
     lay("mv kvarts-data DIR"),
+    step("kvarts init DIR", &["there is a store in DIR", "its id, which is the node's in a cluster: "]),
+    lay("kvarts init new --budget 256M | grep 'a store was made in new' && kvarts fsck new"),
+    step("kvarts config show", &["listen.lame_duck", "cold.bucket", "no cold tier"]),
     step("kvarts fsck DIR", &["clean"]),
     step("kvarts inspect DIR", &["4 blocks in "]),
     step("kvarts ls DIR", &["llama-3.1-8b"]),
@@ -264,6 +268,46 @@ const SERVERS: &[Step] = &[
     serves("kvarts serve --dir /nvme/kvarts --cluster members.toml --cluster-secret /etc/kvarts/secret")
         .with("--budget 64M --segment 4M --listen-socket kvarts.sock"),
     step("kvarts cluster status", &["epoch 1, 1 nodes"]).with("--server kvarts.sock"),
+    STOP,
+];
+
+/// The guide as typed: servers in other terminals stay until the end.
+const THREE_NODES: &[Step] = &[
+    step("echo 'epoch = 1' > members.toml", &[]),
+    step("kvarts init n1 --budget 1G --member 127.0.0.1:7401 >> members.toml", &[]),
+    step("kvarts init n2 --budget 1G --member 127.0.0.1:7402 >> members.toml", &[]),
+    step("kvarts init n3 --budget 1G --member 127.0.0.1:7403 >> members.toml", &[]),
+    lay("kvarts init n3 | grep $(tail -n 2 members.toml | grep -o '[0-9a-f]\\{32\\}')"),
+    serves(
+        "kvarts serve --dir n1 --budget 1G --cluster members.toml --listen-grpc none --listen-metrics none",
+    ),
+    serves(
+        "kvarts serve --dir n2 --budget 1G --cluster members.toml --listen-grpc none --listen-metrics none",
+    ),
+    serves(
+        "kvarts serve --dir n3 --budget 1G --cluster members.toml --listen-grpc none --listen-metrics none",
+    ),
+    lay("until kvarts cluster status --server n2/kvarts.sock; do sleep 0.05; done"),
+    lay("until kvarts cluster status --server n1/kvarts.sock; do sleep 0.05; done"),
+    step("kvarts cluster status --server n1/kvarts.sock", &["epoch 1, 3 nodes", "127.0.0.1:7403"]),
+    lay(BLOCKS),
+    step(
+        "kvarts put BLOCKS --identity ID.toml --model llama-3.1-8b --tokens TOKENS --server n1/kvarts.sock",
+        &["4 blocks stored"],
+    ),
+    // The directory hears of them in a moment.
+    lay(
+        "until kvarts match --identity ID.toml --model llama-3.1-8b --tokens TOKENS --server n2/kvarts.sock | grep '^4 of 4 '; do sleep 0.05; done",
+    ),
+    step(
+        "kvarts match --identity ID.toml --model llama-3.1-8b --tokens TOKENS --server n2/kvarts.sock",
+        &["4 of 4 blocks", "127.0.0.1:7401"],
+    ),
+    step(
+        "kvarts get --to BACK --identity ID.toml --model llama-3.1-8b --tokens TOKENS --server n2/kvarts.sock",
+        &["4 of 4 blocks, 8 MiB"],
+    ),
+    lay("cmp BLOCKS BACK"),
     STOP,
 ];
 
@@ -436,6 +480,21 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
             "python -m kvarts.route --listen 0.0.0.0:8080 --engine http://10.0.0.1:8000,server=10.0.0.1:7440 --engine http://10.0.0.2:8000,server=10.0.0.2:7440",
         ],
     ),
+    (
+        "users, units and disks of a machine: `scripts/package trial` runs them as they stand, in a root of its own",
+        &[
+            "useradd --system --user-group --home-dir /var/lib/kvarts --no-create-home --shell /usr/sbin/nologin kvarts",
+            "install -m 755 kvarts /usr/local/bin/kvarts",
+            "install -D -m 644 kvarts.toml /etc/kvarts/kvarts.toml",
+            "install -D -m 644 kvarts.service /etc/systemd/system/kvarts.service",
+            "groupadd --force inference",
+            "usermod -aG inference kvarts",
+            "install -d -o kvarts -g kvarts -m 750 /mnt/nvme0/kvarts /mnt/nvme1/kvarts",
+            "systemctl daemon-reload",
+            "systemctl enable --now kvarts",
+            "kvarts stat --server /run/kvarts/kvarts.sock",
+        ],
+    ),
     ("an installed service", &["systemctl restart kvarts"]),
     (
         "a cluster of Kubernetes; `scripts/kubernetes check` renders the chart, builds the recipes and tries both",
@@ -447,6 +506,13 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
             "helm install kvarts packaging/kubernetes/chart -n kvarts -f my-values.yaml",
             "kubectl apply -k packaging/kubernetes/recipes/vllm/base",
             "helm upgrade kvarts packaging/kubernetes/chart -n kvarts -f my-values.yaml",
+        ],
+    ),
+    (
+        "a release: `scripts/release` runs them on what it has signed, in a test of `tests/tests/releases.rs`",
+        &[
+            "ssh-keygen -Y verify -f allowed_signers -I release@kvarts -n kvarts-release -s SHA256SUMS.sig < SHA256SUMS",
+            "sha256sum --check --strict SHA256SUMS",
         ],
     ),
     (
