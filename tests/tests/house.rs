@@ -3,6 +3,7 @@
 mod circles;
 mod licences;
 mod pages;
+mod releases;
 mod rooms;
 mod scripts;
 mod tidy;
