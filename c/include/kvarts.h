@@ -4,13 +4,16 @@
  * pool by its name (kvarts_attach), describes its pages once a request (kvarts_pages_describe) and lands layers (kvarts_land,
  * kvarts_landed_wait). What was computed goes back the same way: kvarts_draft, kvarts_save, kvarts_draft_put.
  *
+ * Where blocks are opaque pages and nothing is staged, a queue (kvarts_queue_open) moves them: puts, gets, look-ups and deletes of many keys are
+ * posted, with a descriptor of registered memory for each block, and their completions polled.
+ *
  * - A call that may fail returns a status; kvarts_why says in a sentence why the last call of this thread failed, and what to do.
  * - Every pointer is to memory that is valid for the call; out-parameters are written where the status is KVARTS_OK, and only there. Where null is
  *   allowed it is said. Text is UTF-8, ended by a zero.
  * - A handle may be used by several threads, but for the call that frees it. Handles may be freed in any order: what a device or a disk may still
  *   use is kept until it does not. Freeing null does nothing.
- * - Calls on one of the engine's threads that enqueue work (kvarts_land, kvarts_landed_wait, kvarts_save, kvarts_saving_layer) wait for
- *   nothing. Those that wait say so.
+ * - Calls on one of the engine's threads that enqueue work (kvarts_land, kvarts_landed_wait, kvarts_save, kvarts_saving_layer, those that post
+ *   a transfer, kvarts_queue_poll) wait for nothing. Those that wait say so.
  * - A process that was forked connects anew: no handle is of use in it.
  */
 #ifndef KVARTS_H
@@ -39,6 +42,8 @@ typedef enum kvarts_status {
 
 /* Of this thread's last call that failed. The text lives until the thread's next call. */
 const char *kvarts_why(void);
+/* The library's version, for example "0.1.0". */
+const char *kvarts_version(void);
 
 /* -- A server, and the blocks of a model there ------------------------------------------------------------------------------------------- */
 
@@ -75,10 +80,35 @@ typedef struct kvarts_column {
  * where `room` is 0. */
 kvarts_status kvarts_column_parts(const kvarts_column *column, uint64_t *bytes, size_t room, size_t *count);
 
+/* -- Names of blocks ---------------------------------------------------------------------------------------------------------------------- */
+
+/* A key is 32 bytes. These make the ones that every other client of Kvarts makes: `name` of 32 bytes is kept as it is, of any other length up to
+ * 4096 it is digested. */
+kvarts_status kvarts_key(const void *name, size_t nbytes, uint8_t *key);
+/* The keys of all full blocks of a text: each names its block and everything before it. `parent`: 32 bytes, the key of the block before the first
+ * token; null: none is before it. At most `room` keys are written, 32 bytes each; `count` is how many there are. */
+kvarts_status kvarts_chain(const uint32_t *tokens, size_t token_count, uint32_t block_tokens, const uint8_t *parent, uint8_t *keys, size_t room,
+                           size_t *count);
+
+/* -- Memory that blocks lie in ------------------------------------------------------------------------------------------------------------- */
+
+typedef struct kvarts_memory kvarts_memory;
+
+/* Memory of this process alone, at least `nbytes` of it, into which the server's disks write directly. Waits for the server. */
+kvarts_status kvarts_memory_take(const kvarts_client *client, size_t nbytes, kvarts_memory **memory);
+/* The first `nbytes`, whole pages, of a file in memory (memfd_create, /dev/shm) that the engine has, mapped once more: the server's disks write into
+ * it directly. The descriptor stays the caller's; the file is sealed against shrinking if it was made to allow that, and is not shortened in any
+ * case. Waits for the server. */
+kvarts_status kvarts_memory_adopt(const kvarts_client *client, int file, size_t nbytes, kvarts_memory **memory);
+/* Memory of any kind, read and written through a copy. It stays mapped until the handle is freed and each transfer that it was given to was polled. */
+kvarts_status kvarts_memory_register(void *address, size_t nbytes, kvarts_memory **memory);
+void kvarts_memory_free(kvarts_memory *memory);
+/* Where it is in this process. `nbytes` may be null. It is there for as long as the handle is. */
+void *kvarts_memory_address(const kvarts_memory *memory, size_t *nbytes);
+
 /* -- A pool: memory that the processes of one engine share ------------------------------------------------------------------------------- */
 
 typedef struct kvarts_pool kvarts_pool;
-typedef struct kvarts_memory kvarts_memory;
 
 /* Takes at least `nbytes` of memory from the server. */
 kvarts_status kvarts_pool_take(const kvarts_client *client, size_t nbytes, kvarts_pool **pool);
@@ -90,9 +120,6 @@ kvarts_status kvarts_pool_memory(const kvarts_pool *pool, kvarts_memory **memory
 
 /* The memory of a pool that another process of the same tenant has taken. */
 kvarts_status kvarts_attach(const kvarts_client *client, const char *name, kvarts_memory **memory);
-void kvarts_memory_free(kvarts_memory *memory);
-/* Where it is in this process. `nbytes` may be null. It is there for as long as the handle is. */
-void *kvarts_memory_address(const kvarts_memory *memory, size_t *nbytes);
 
 /* Blocks of a pool that lie beside each other: of an extent of `blocks` blocks at offset `at`, `[part][block]`, `count` from `first` on. It means the
  * same in every process that has the pool. */
@@ -100,6 +127,88 @@ typedef struct kvarts_stretch {
   uint64_t at;
   uint32_t blocks, first, count;
 } kvarts_stretch;
+
+/* -- Transfers: many keys at once, posted and polled --------------------------------------------------------------------------------------- */
+
+typedef struct kvarts_queue kvarts_queue;
+
+/* `nbytes` from `at` on of a memory. Of a pool's memory only where nothing is staged or drafted in the pool. */
+typedef struct kvarts_descriptor {
+  const kvarts_memory *memory;
+  uint64_t at, nbytes;
+} kvarts_descriptor;
+
+/* The most keys of a transfer. */
+#define KVARTS_TRANSFER_KEYS 65536
+
+/* Transfers of blocks of one column. `depth`: the most that may be posted and not polled, 0 for as many as there are by default; `ttl_ms`: as of
+ * kvarts_draft_put. */
+kvarts_status kvarts_queue_open(const kvarts_client *client, const kvarts_column *column, uint32_t depth, uint64_t ttl_ms, kvarts_queue **queue);
+/* Cancels what is under way. Of it no completion tells when its memory is free: memory that was registered stays mapped then, so cancel and poll
+ * before. */
+void kvarts_queue_free(kvarts_queue *queue);
+/* A descriptor for poll(2), readable exactly while completions wait; it is the queue's, and nothing is read from it. -1 of null. */
+int kvarts_queue_eventfd(const kvarts_queue *queue);
+
+/* These post a transfer: `keys` has `count` keys, and `transfer` is the number by which its completion names it. What is wrong as it is, or does not fit
+ * into the queue (KVARTS_RETRY), is refused here and has no completion; every other transfer has one, also where the server is away. With a
+ * descriptor for each key, of exactly the bytes of a block: its memory is left alone until the transfer is polled. `timeout_ms`: after it, keys that
+ * have no answer are answered KVARTS_DEADLINE; 0 leaves it to the client.
+ *
+ * Stores the blocks that are missing, durably: KVARTS_OK of a key says that it is stored, now or already. The first put of a key wins. */
+kvarts_status kvarts_put(const kvarts_queue *queue, const uint8_t *keys, const kvarts_descriptor *from, size_t count, uint64_t timeout_ms,
+                         uint64_t *transfer);
+/* Reads blocks. KVARTS_OK of a key says that its block is complete and verified in its memory; of another status the bytes there mean nothing. */
+kvarts_status kvarts_get(const kvarts_queue *queue, const uint8_t *keys, const kvarts_descriptor *into, size_t count, uint64_t timeout_ms,
+                         uint64_t *transfer);
+/* KVARTS_OK of a key says that it can be read now, KVARTS_MISS that it is not here, KVARTS_RETRY that its put has not ended. */
+kvarts_status kvarts_exists(const kvarts_queue *queue, const uint8_t *keys, size_t count, uint64_t timeout_ms, uint64_t *transfer);
+/* KVARTS_OK of a key says that it was here and does not come back, KVARTS_MISS that it was not here. */
+kvarts_status kvarts_delete(const kvarts_queue *queue, const uint8_t *keys, size_t count, uint64_t timeout_ms, uint64_t *transfer);
+/* Ends a transfer early: keys without an answer are answered KVARTS_RETRY, as soon as nothing uses its memory. One that has ended stays as it is. */
+kvarts_status kvarts_cancel(const kvarts_queue *queue, uint64_t transfer);
+
+typedef enum kvarts_kind { KVARTS_PUT = 0, KVARTS_GET = 1, KVARTS_EXISTS = 2, KVARTS_DELETE = 3 } kvarts_kind;
+
+typedef struct kvarts_completion {
+  uint64_t transfer;
+  kvarts_kind kind;
+  uint32_t count;      /* keys */
+  uint32_t good;       /* those that went well */
+  uint32_t prefix;     /* leading ones that went well */
+  uint32_t written;    /* blocks that a put wrote; those that were here already are not counted */
+  kvarts_status first; /* of the first key that did not go well; KVARTS_OK where all did */
+} kvarts_completion;
+
+/* Takes the completion of the transfer that was posted first of those that have ended; `is_there` says whether there is one. `results` gets a
+ * kvarts_status for each key, in their order, at most `room`; null where `room` is 0. Where a key did not go well kvarts_why says what the first such
+ * one met. */
+kvarts_status kvarts_queue_poll(const kvarts_queue *queue, kvarts_completion *completion, uint8_t *results, size_t room, bool *is_there);
+
+/* -- What a prefix costs ------------------------------------------------------------------------------------------------------------------- */
+
+/* A prefill of the engine's that was measured: `computed` tokens behind `cached` ones took so long. */
+typedef struct kvarts_sample {
+  uint64_t cached, computed;
+  double ms;
+} kvarts_sample;
+
+typedef struct kvarts_cost {
+  uint32_t here;                    /* leading blocks that can be restored */
+  uint32_t blocks;                  /* those of them that are worth it: load these, and compute the rest */
+  uint64_t disk_bytes;              /* what is loaded for that */
+  double load_ms;                   /* how long that takes */
+  double recompute_ms;              /* how long the rest is computed */
+  double first_token_ms;            /* until the first token, both together */
+  double recompute_all_ms;          /* until the first token with nothing loaded */
+  double disk_bytes_per_second;     /* as the server's reads find its disks */
+  uint64_t disk_outstanding_bytes;  /* asked of them and not delivered yet */
+} kvarts_cost;
+
+/* What the server says of a prompt of `prompt_tokens` whose leading full blocks have these keys, by its own reads and by the engine's `samples` (at
+ * least one). It remembers the samples as this model's. Waits for the server. */
+kvarts_status kvarts_estimate(const kvarts_client *client, const kvarts_blocks *blocks, const uint8_t *keys, size_t count, uint64_t prompt_tokens,
+                              const kvarts_sample *samples, size_t sample_count, kvarts_cost *cost);
 
 /* -- Staging: what a request needs, before the engine promises it ------------------------------------------------------------------------ */
 

@@ -60,8 +60,8 @@ struct Identity {
 
 /// `kvarts_blocks`.
 pub(crate) struct Blocks {
-    cut: Cut,
-    namespace: NamespaceId,
+    pub(crate) cut: Cut,
+    pub(crate) namespace: NamespaceId,
 }
 
 fn cannot_be(error: CutError) -> Error {

@@ -15,7 +15,8 @@ use kvarts_gpudirect::lander::{self, Done, Move};
 use kvarts_gpudirect::pages::{self, PagePart};
 
 use crate::blocks::Column;
-use crate::pool::{Draft, Memory, Stage, Stretch};
+use crate::memory::Memory;
+use crate::pool::{Draft, Stage, Stretch};
 use crate::said::{Status, call, free, given, hand_over, leave, milliseconds, perhaps, several, text, wrong};
 
 fn of_device(error: DeviceError) -> Error {
@@ -88,7 +89,7 @@ extern "C" fn kvarts_lander_free(lander: *mut Lander) {
 #[unsafe(no_mangle)]
 extern "C" fn kvarts_lander_pin(lander: *const Lander, memory: *const Memory) -> Status {
     call(|| {
-        let region = &given(memory, "memory")?.region;
+        let region = given(memory, "memory")?.region();
         given(lander, "lander")?.opened.device().pin(region).map_err(of_device)
     })
 }
@@ -219,7 +220,7 @@ fn what(
         Ok::<_, Error>(lander::Column { stretches, pages: given(one.pages, "pages")?.pages.clone() })
     };
     let columns = several(moves, count, "moves")?.iter().map(column).collect::<Result<Vec<_>, _>>()?;
-    Ok(Move { pool: Arc::clone(&given(memory, "memory")?.region), columns, keeps })
+    Ok(Move { pool: Arc::clone(given(memory, "memory")?.of_pool()?), columns, keeps })
 }
 
 /// `kvarts_landed`.

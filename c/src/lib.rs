@@ -4,6 +4,10 @@
 //! be checked (null, text, lengths, handles' states) is checked.
 
 mod blocks;
+mod cost;
 mod gpu;
+mod memory;
+mod names;
 mod pool;
 mod said;
+mod transfers;

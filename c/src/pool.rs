@@ -1,6 +1,6 @@
 //! Pools, stages and drafts.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CString, c_char};
 use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
@@ -9,12 +9,12 @@ use std::thread::Thread;
 use kvarts_client::PoolName;
 use kvarts_client::pool::{self, DraftTerms, StageRequest};
 use kvarts_contract::api::{BlockOutcome, Durability, Parent};
-use kvarts_contract::buffers::Region;
 use kvarts_contract::class::Class;
 use kvarts_contract::clock::Clock;
 use kvarts_contract::error::Error;
 
 use crate::blocks::{Client, Column, keys};
+use crate::memory::Memory;
 use crate::said::{
     Status, call, free, given, hand_over, leave_if_wanted, leave_several, milliseconds, perhaps, several,
     text, wrong,
@@ -25,11 +25,6 @@ pub(crate) struct Pool {
     pool: pool::Pool,
     clock: Arc<dyn Clock>,
     name: CString,
-}
-
-/// `kvarts_memory`.
-pub(crate) struct Memory {
-    pub(crate) region: Arc<Region>,
 }
 
 #[unsafe(no_mangle)]
@@ -58,7 +53,7 @@ extern "C" fn kvarts_pool_name(pool: *const Pool) -> *const c_char {
 extern "C" fn kvarts_pool_memory(pool: *const Pool, memory: *mut *mut Memory) -> Status {
     call(|| {
         let region = Arc::clone(given(pool, "pool")?.pool.region());
-        hand_over(memory, Memory { region }, "memory")
+        hand_over(memory, Memory::whole(region), "memory")
     })
 }
 
@@ -67,20 +62,8 @@ extern "C" fn kvarts_attach(client: *const Client, name: *const c_char, memory: 
     call(|| {
         let Client { remote } = given(client, "client")?;
         let name = text(name, "name")?.ok_or_else(|| wrong("name is null"))?.parse::<PoolName>()?;
-        hand_over(memory, Memory { region: remote.attach(name)? }, "memory")
+        hand_over(memory, Memory::whole(remote.attach(name)?), "memory")
     })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn kvarts_memory_free(memory: *mut Memory) {
-    free(memory);
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn kvarts_memory_address(memory: *const Memory, nbytes: *mut usize) -> *mut c_void {
-    let Some(Memory { region }) = perhaps(memory) else { return std::ptr::null_mut() };
-    leave_if_wanted(nbytes, region.len());
-    region.base().cast()
 }
 
 /// `kvarts_stretch`.

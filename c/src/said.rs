@@ -47,11 +47,16 @@ pub(crate) fn call(work: impl FnOnce() -> Result<(), Error>) -> Status {
     match ended.unwrap_or(Err(Error(Reason::Bug("a panic inside of libkvarts")))) {
         Ok(()) => Status::Ok,
         Err(error) => {
-            let text = error.to_string().replace('\0', " ");
-            WHY.with(|why| *why.borrow_mut() = CString::new(text).unwrap_or_default());
+            remember(&error);
             error.kind().into()
         }
     }
+}
+
+/// What `kvarts_why` says from now on.
+pub(crate) fn remember(error: &Error) {
+    let text = error.to_string().replace('\0', " ");
+    WHY.with(|why| *why.borrow_mut() = CString::new(text).unwrap_or_default());
 }
 
 #[unsafe(no_mangle)]

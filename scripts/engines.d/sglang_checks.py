@@ -193,6 +193,14 @@ class Sglang:
             self.server.stop()
 
 
+class Mooncake(Sglang):
+    """SGLang's own storage of Mooncake, with Kvarts in Mooncake's place."""
+
+    PREFIX = "mooncake-"
+    CHECKS = ("pools",)
+    RUN = "sglang_mooncake_run.py"
+
+
 class Linker(Course, Sglang):
     """The same with the linker, which lands layer by layer."""
 

@@ -168,6 +168,22 @@ fn one_eventfd_stays_readable_until_the_last_lane_is_drained() {
 }
 
 #[test]
+fn for_a_caller_with_room_for_one_completions_come_by_the_order_of_their_batches() {
+    let (store, pages) = scripted(|options| options.batches_max = 2);
+    *store.presence.lock().unwrap() = vec![Presence::Here];
+    let get = pages.submit_get(&[key(1)], &placed(&memory(1))).unwrap();
+    let asked = pages.submit_exists(&[key(1)]).unwrap();
+    assert!(pages.submit_exists(&[key(1)]).is_err(), "no seat");
+    store.reads.lock().unwrap()[0].1.send(ReadEvent::End(ReadEnd::default()));
+    assert_eq!(pages.drain_one().unwrap().id, get, "the lane of its kind does not count");
+    assert!(readable(pages.event_fd(Lane::Load), 0), "another one waits");
+    assert_eq!(pages.under_way(), 1);
+    assert_eq!(pages.drain_one().unwrap().id, asked);
+    assert!(!readable(pages.event_fd(Lane::Load), 0));
+    assert_eq!((pages.drain_one(), pages.under_way()), (None, 0));
+}
+
+#[test]
 fn what_can_be_refused_at_once_is_and_takes_no_seat() {
     let (store, pages) = scripted(|options| options.batches_max = 2);
     let reason = |refused: Result<BatchId, Error>| refused.unwrap_err().0;

@@ -1,5 +1,6 @@
 //! Rules of the house that a script can check.
 
+mod c_interface;
 mod circles;
 mod licences;
 mod pages;

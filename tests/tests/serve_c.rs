@@ -1,5 +1,5 @@
-//! An engine in C: a scheduler and two workers, processes of their own, over `libkvarts` and a real server. Its workers' devices are emulated, and
-//! `cuda:0` over the stand-in for NVIDIA's driver.
+//! `libkvarts` as it is installed, and programs over it with a real server: an engine in C (a scheduler and two workers, processes of their own, whose
+//! devices are emulated, and `cuda:0` over the stand-in for NVIDIA's driver), the examples in C and C++, and what is refused.
 
 #![allow(clippy::disallowed_methods, reason = "starts a compiler and processes, outside the simulation")]
 
@@ -9,6 +9,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use kvarts_tests::stage::Scratch;
 
+use crate::elf::exported;
 use crate::served::Served;
 
 // Cargo builds the library for that.
@@ -23,12 +24,27 @@ fn built() -> PathBuf {
     std::env::current_exe().unwrap().parent().unwrap().to_owned()
 }
 
+fn succeeds(command: &mut Command) -> String {
+    let output = command.output().expect("tests need a C and a C++ compiler");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// A compiler that takes no warning.
+fn compiler(variable: &str, otherwise: &str) -> Command {
+    let mut command = Command::new(std::env::var(variable).unwrap_or_else(|_| otherwise.to_owned()));
+    command.args(["-O1", "-Wall", "-Wextra", "-Werror"]);
+    command
+}
+
 fn compile(arguments: &[&str], sources: &[PathBuf], to: &Path) {
-    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-    let mut command = Command::new(compiler);
-    command.args(["-std=c11", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]).args(sources);
-    let output = command.args(arguments).arg("-o").arg(to).output().expect("tests need a C compiler");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut command = compiler("CC", "cc");
+    succeeds(command.args(["-std=c11", "-D_GNU_SOURCE"]).args(sources).args(arguments).arg("-o").arg(to));
+}
+
+/// Makes the shared library as packages have it, from the archive that was built with this test.
+fn link_library(folder: &Path) {
+    succeeds(Command::new(of_the_house("c/link")).arg(built().join("libkvarts.a")).arg(folder));
 }
 
 /// A process of the engine.
@@ -91,15 +107,16 @@ fn an_engine(device: &str, libraries: &Path, program: &Path) {
 fn an_engine_in_c_saves_puts_stages_and_lands_in_two_workers_on_each_device() {
     let scratch = Scratch::new("c-engine");
     std::fs::create_dir_all(scratch.path()).unwrap();
-    let program = scratch.path().join("engine");
-    let (include, library) = (of_the_house("c/include").display().to_string(), built().display().to_string());
+    let (program, plain) = (scratch.path().join("engine"), scratch.path().join("plain"));
+    link_library(&plain);
+    let (include, library) = (of_the_house("c/include").display().to_string(), plain.display().to_string());
     let flags = ["-I", &include, "-L", &library, "-lkvarts", "-ldl"];
     compile(&flags, &[of_the_house("tests/tests/c/engine.c")], &program);
-    an_engine("emulated", &built(), &program);
+    an_engine("emulated", &plain, &program);
     // The driver's double, before any other one on this machine.
     let stand_in = scratch.path().join("stand-in");
     std::fs::create_dir_all(&stand_in).unwrap();
-    std::fs::copy(built().join("libkvarts.so"), stand_in.join("libkvarts.so")).unwrap();
+    std::fs::copy(plain.join("libkvarts.so.1"), stand_in.join("libkvarts.so.1")).unwrap();
     let sources = ["state.c", "memory.c", "stream.c", "copy.c", "kernel.c"];
     let sources = sources.map(|name| of_the_house("gpudirect/tests/driver/library").join(name));
     let shared = ["-g", "-fPIC", "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-ldl"];
@@ -108,22 +125,66 @@ fn an_engine_in_c_saves_puts_stages_and_lands_in_two_workers_on_each_device() {
     an_engine("cuda:0", &stand_in, &program);
 }
 
-/// What the header declares and what the library has are the same calls.
+/// Compiles a program, as strictly as a compiler can be, and runs it over the library with the server.
+fn runs(mut compiler: Command, source: &str, (scratch, library): (&Path, &Path), socket: &str) -> String {
+    let program = scratch.join(Path::new(source).file_name().unwrap()).with_extension("program");
+    compiler.arg("-pedantic").arg("-I").arg(of_the_house("c/include")).arg(of_the_house(source));
+    succeeds(compiler.arg("-L").arg(library).args(["-lkvarts", "-o"]).arg(&program));
+    succeeds(Command::new(&program).arg(socket).env("LD_LIBRARY_PATH", library))
+}
+
 #[test]
-fn the_header_has_each_call_of_the_library_and_no_other() {
+fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
+    let served = Served::start("c-examples", "");
+    let socket = served.daemon().socket().unwrap().display().to_string();
+    let scratch = Scratch::new("c-programs");
+    let library = scratch.path().join("library");
+    link_library(&library);
+    let places = (scratch.path(), library.as_path());
+    let c11 = || {
+        let mut command = compiler("CC", "cc");
+        command.arg("-std=c11");
+        command
+    };
+    let told = runs(c11(), "c/examples/pages.c", places, &socket);
+    let lines = [
+        "put: 8 blocks written",
+        "exists: the first 8 are here",
+        "get: 8 are complete and verified",
+        "delete: 8 were here",
+        "exists: 0 are here, the first one: status 1, ",
+    ];
+    assert_eq!(told.lines().count(), lines.len(), "{told}");
+    assert!(told.lines().zip(lines).all(|(line, expected)| line.starts_with(expected)), "{told}");
+    let mut cpp = compiler("CXX", "c++");
+    cpp.arg("-std=c++17");
+    let told = runs(cpp, "c/examples/pages.cpp", places, &socket);
+    let lines = [
+        "put: 4 pages written",
+        "get: 3 of 4 pages; of the second one: ",
+        "delete: 3 pages",
+        "refused: status 4, ",
+    ];
+    assert_eq!(told.lines().count(), lines.len(), "{told}");
+    assert!(told.lines().zip(lines).all(|(line, expected)| line.starts_with(expected)), "{told}");
+    runs(c11(), "tests/tests/c/refusals.c", places, &socket);
+}
+
+/// What loaders see of the installed library: its name, and each call of the header with its version.
+#[test]
+fn the_shared_library_exports_the_calls_of_the_header_with_versions_and_nothing_else() {
+    let scratch = Scratch::new("c-symbols");
+    link_library(scratch.path());
+    let found = exported(&std::fs::read(scratch.path().join("libkvarts.so.1")).unwrap());
+    assert_eq!(found.name, "libkvarts.so.1");
     let header = std::fs::read_to_string(of_the_house("c/include/kvarts.h")).unwrap();
-    let word = |text: &str| {
+    let declared = header.split("kvarts_").skip(1).filter_map(|text| {
         let name: String =
             text.chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect();
-        Some(format!("kvarts_{name}")).filter(|_| text[name.len()..].starts_with('('))
-    };
-    let declared: std::collections::BTreeSet<String> =
-        header.split("kvarts_").skip(1).filter_map(word).collect();
-    let mut made = std::collections::BTreeSet::new();
-    for source in std::fs::read_dir(of_the_house("c/src")).unwrap() {
-        let text = std::fs::read_to_string(source.unwrap().path()).unwrap();
-        made.extend(text.split("extern \"C\" fn kvarts_").skip(1).filter_map(word));
-    }
-    assert_eq!(declared, made);
-    assert!(made.len() > 30, "{made:?}");
+        let is_call = text[name.len()..].starts_with('(');
+        is_call.then(|| (format!("kvarts_{name}"), "KVARTS_0.1".to_owned()))
+    });
+    let declared: std::collections::BTreeSet<_> = declared.collect();
+    assert!(declared.len() > 50, "{declared:?}");
+    assert_eq!(found.calls, declared);
 }

@@ -2,6 +2,7 @@
 
 #[path = "../../peer/tests/common/certificates.rs"]
 mod certificates;
+mod elf;
 mod plain;
 mod proxied;
 mod raw;

@@ -8,7 +8,7 @@
 //! those held, but possibly with locks of the store; so nothing here calls the store under the lock, and what is
 //! cancelled is dropped outside of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, Weak};
 use std::task::{Poll, Wake, Waker};
@@ -62,7 +62,7 @@ struct State {
     open: usize,
     under_way: BTreeMap<BatchId, UnderWay>,
     /// By lane.
-    ended: [Vec<Ended>; 3],
+    ended: [VecDeque<Ended>; 3],
     closed: bool,
 }
 
@@ -182,7 +182,7 @@ impl Desk {
     /// Lists a batch that ended and rings. Under the lock: see the module's documentation.
     fn list(&self, state: &mut State, ended: Ended) {
         let lane = ended.batch.kind.lane();
-        state.ended[lane.index()].push(ended);
+        state.ended[lane.index()].push_back(ended);
         // Each one rings, although one would do: a caller that reads the eventfd at the wrong moment is rung for
         // again. The write can fail only at a count of 2^64 - 2, where the eventfd is readable anyway.
         let _ = rustix::io::write(self.bell(lane), &one());
@@ -237,12 +237,23 @@ impl Desk {
         let mut ended = Vec::new();
         let mut state = self.lock();
         for lane in lanes {
-            ended.append(&mut state.ended[lane.index()]);
+            ended.extend(state.ended[lane.index()].drain(..));
         }
         state.open -= ended.len();
         self.hush(&state);
         drop(state);
         ended.into_iter().map(Ended::tell).collect()
+    }
+
+    /// The oldest batch that ended, of any lane.
+    pub(super) fn drain_one(&self) -> Option<(Completion, Held)> {
+        let mut state = self.lock();
+        let oldest = state.ended.iter_mut().filter(|lane| !lane.is_empty());
+        let ended = oldest.min_by_key(|lane| lane.front().map(|ended| ended.id))?.pop_front()?;
+        state.open -= 1;
+        self.hush(&state);
+        drop(state);
+        Some(ended.tell())
     }
 
     /// Ends everything; gives the leases that were not reported.
@@ -251,7 +262,7 @@ impl Desk {
         state.closed = true;
         let cancelled = std::mem::take(&mut state.under_way);
         let discarded = std::mem::take(&mut state.ended);
-        state.open -= cancelled.len() + discarded.iter().map(Vec::len).sum::<usize>();
+        state.open -= cancelled.len() + discarded.iter().map(VecDeque::len).sum::<usize>();
         self.hush(&state);
         drop(state);
         drop(cancelled);

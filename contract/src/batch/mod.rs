@@ -41,7 +41,7 @@ use crate::error::{Error, Reason, ShapeCause};
 use crate::{class::Class, clock::Nanos};
 use asked::{Asked, Piece};
 pub use asked::{CANCELLED, CLOSED};
-use desk::{Batch, Desk};
+use desk::{Batch, Desk, Held};
 use locks::Locks;
 use split::Split;
 use touched::{InUse, Touched};
@@ -432,16 +432,23 @@ impl Pages {
         self.drain_lanes(&[lane], out)
     }
 
+    /// Gives the completion of the batch that was submitted first of those that wait, for callers with room for one.
+    pub fn drain_one(&self) -> Option<Completion> {
+        self.desk.drain_one().map(|(completion, held)| self.handed_out(completion, held))
+    }
+
     fn drain_lanes(&self, lanes: &[Lane], out: &mut Vec<Completion>) -> usize {
         let drained = self.desk.drain(lanes);
         let count = drained.len();
-        out.extend(drained.into_iter().map(|(completion, held)| {
-            if !held.leases.is_empty() {
-                self.locks.insert(completion.id, held.leases, held.keys);
-            }
-            completion
-        }));
+        out.extend(drained.into_iter().map(|(completion, held)| self.handed_out(completion, held)));
         count
+    }
+
+    fn handed_out(&self, completion: Completion, held: Held) -> Completion {
+        if !held.leases.is_empty() {
+            self.locks.insert(completion.id, held.leases, held.keys);
+        }
+        completion
     }
 
     /// Readable exactly while completions of this lane (of any, if there is one eventfd) wait to be drained.

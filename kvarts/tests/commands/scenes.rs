@@ -461,6 +461,10 @@ pub(super) const NOT_HERE: &[(&str, &[&str])] = &[
         ],
     ),
     (
+        "`scripts/wheel check` has the module write that package, into a folder of the test's own",
+        &["python -m kvarts.mooncake /opt/kvarts-as-mooncake"],
+    ),
+    (
         "a real engine and its packages: `scripts/engines` runs each with what these lines configure",
         &[
             "vllm serve MODEL --kv-transfer-config '{\"kv_connector\": \"Kvarts\", \"kv_connector_module_path\": \"kvarts.vllm\", \"kv_role\": \"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000, \"server\": \"/run/kvarts/kvarts.sock\"}}'",

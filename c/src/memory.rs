@@ -1,0 +1,110 @@
+//! Memory that blocks lie in: of a pool, of this process, or an engine's own.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use kvarts_contract::buffers::region::PAGE;
+use kvarts_contract::buffers::{Region, SharedBuf};
+use kvarts_contract::error::{Error, Reason};
+
+use crate::blocks::Client;
+use crate::said::{Status, call, free, given, hand_over, leave_if_wanted, perhaps, wrong};
+
+/// `kvarts_memory`: bytes of a region.
+pub(crate) struct Memory {
+    region: Arc<Region>,
+    at: usize,
+    len: usize,
+}
+
+impl Memory {
+    /// All of a region.
+    pub(crate) fn whole(region: Arc<Region>) -> Self {
+        let len = region.len();
+        Self { region, at: 0, len }
+    }
+
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// The region, where offsets of stretches mean the same in it: a pool is a region of its own.
+    pub(crate) fn of_pool(&self) -> Result<&Arc<Region>, Error> {
+        match self.at {
+            0 => Ok(&self.region),
+            _ => Err(wrong("memory: a pool's is needed")),
+        }
+    }
+
+    /// `nbytes` from `at` on.
+    pub(crate) fn part(&self, at: u64, nbytes: u64) -> Result<SharedBuf, Error> {
+        let outside = Error(Reason::OutOfBounds);
+        let (Ok(at), Ok(nbytes)) = (usize::try_from(at), usize::try_from(nbytes)) else {
+            return Err(outside);
+        };
+        if nbytes == 0 || at.checked_add(nbytes).is_none_or(|end| end > self.len) {
+            return Err(outside);
+        }
+        SharedBuf::new(&self.region, self.at + at, nbytes).ok_or(outside)
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn kvarts_memory_take(client: *const Client, nbytes: usize, memory: *mut *mut Memory) -> Status {
+    call(|| {
+        let Client { remote } = given(client, "client")?;
+        hand_over(memory, Memory::whole(remote.pool(nbytes)?), "memory")
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn kvarts_memory_adopt(
+    client: *const Client,
+    file: c_int,
+    nbytes: usize,
+    memory: *mut *mut Memory,
+) -> Status {
+    call(|| {
+        let Client { remote } = given(client, "client")?;
+        if file < 0 {
+            return Err(wrong("file: no descriptor"));
+        }
+        // SAFETY: the header: a descriptor that is open during the call. One that is not is an error of the call below.
+        let file = unsafe { BorrowedFd::borrow_raw(file) };
+        let file = file.try_clone_to_owned().map_err(|error| wrong(format!("file: {error}")))?;
+        hand_over(memory, Memory::whole(remote.adopt(file, nbytes as u64)?), "memory")
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn kvarts_memory_register(
+    address: *mut c_void,
+    nbytes: usize,
+    memory: *mut *mut Memory,
+) -> Status {
+    call(|| {
+        let (start, cannot) =
+            (address.expose_provenance(), || wrong(format!("{nbytes} bytes at {address:p}")));
+        let base = start / PAGE * PAGE;
+        let end = start.checked_add(nbytes).and_then(|end| end.checked_next_multiple_of(PAGE));
+        let end = end.filter(|_| start > 0 && nbytes > 0).ok_or_else(cannot)?;
+        // SAFETY: the header: these bytes stay mapped for as long as a transfer may use them; a page of which some bytes are mapped is mapped
+        // whole, and `Memory::part` gives these bytes alone.
+        let region =
+            unsafe { Region::adopt(std::ptr::with_exposed_provenance_mut(base), end - base, Box::new(())) };
+        hand_over(memory, Memory { region, at: start - base, len: nbytes }, "memory")
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn kvarts_memory_free(memory: *mut Memory) {
+    free(memory);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn kvarts_memory_address(memory: *const Memory, nbytes: *mut usize) -> *mut c_void {
+    let Some(Memory { region, at, len }) = perhaps(memory) else { return std::ptr::null_mut() };
+    leave_if_wanted(nbytes, *len);
+    region.base().wrapping_add(*at).cast()
+}
