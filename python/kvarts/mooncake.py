@@ -460,7 +460,7 @@ def write(folder):
             file.write(text)
 
 
-if __name__ == "__main__":
+def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python -m kvarts.mooncake FOLDER")
     try:
@@ -468,3 +468,7 @@ if __name__ == "__main__":
     except OSError as error:
         sys.exit(f"error: {error}")
     print(f"PYTHONPATH={os.path.abspath(sys.argv[1])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
 
 use kvarts_tests::stage::Scratch;
 
@@ -42,9 +43,14 @@ fn compile(arguments: &[&str], sources: &[PathBuf], to: &Path) {
     succeeds(command.args(["-std=c11", "-D_GNU_SOURCE"]).args(sources).args(arguments).arg("-o").arg(to));
 }
 
-/// Makes the shared library as packages have it, from the archive that was built with this test.
-fn link_library(folder: &Path) {
-    succeeds(Command::new(of_the_house("c/link")).arg(built().join("libkvarts.a")).arg(folder));
+/// Where the shared library is as packages have it, made once from the archive that was built with this test.
+fn library() -> &'static Path {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libkvarts");
+        succeeds(Command::new(of_the_house("c/link")).arg(built().join("libkvarts.a")).arg(&folder));
+        folder
+    })
 }
 
 /// A process of the engine.
@@ -107,16 +113,15 @@ fn an_engine(device: &str, libraries: &Path, program: &Path) {
 fn an_engine_in_c_saves_puts_stages_and_lands_in_two_workers_on_each_device() {
     let scratch = Scratch::new("c-engine");
     std::fs::create_dir_all(scratch.path()).unwrap();
-    let (program, plain) = (scratch.path().join("engine"), scratch.path().join("plain"));
-    link_library(&plain);
-    let (include, library) = (of_the_house("c/include").display().to_string(), plain.display().to_string());
-    let flags = ["-I", &include, "-L", &library, "-lkvarts", "-ldl"];
+    let program = scratch.path().join("engine");
+    let (include, made) = (of_the_house("c/include").display().to_string(), library().display().to_string());
+    let flags = ["-I", &include, "-L", &made, "-lkvarts", "-ldl"];
     compile(&flags, &[of_the_house("tests/tests/c/engine.c")], &program);
-    an_engine("emulated", &plain, &program);
+    an_engine("emulated", library(), &program);
     // The driver's double, before any other one on this machine.
     let stand_in = scratch.path().join("stand-in");
     std::fs::create_dir_all(&stand_in).unwrap();
-    std::fs::copy(plain.join("libkvarts.so.1"), stand_in.join("libkvarts.so.1")).unwrap();
+    std::fs::copy(library().join("libkvarts.so.1"), stand_in.join("libkvarts.so.1")).unwrap();
     let sources = ["state.c", "memory.c", "stream.c", "copy.c", "kernel.c"];
     let sources = sources.map(|name| of_the_house("gpudirect/tests/driver/library").join(name));
     let shared = ["-g", "-fPIC", "-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-ldl"];
@@ -126,11 +131,11 @@ fn an_engine_in_c_saves_puts_stages_and_lands_in_two_workers_on_each_device() {
 }
 
 /// Compiles a program, as strictly as a compiler can be, and runs it over the library with the server.
-fn runs(mut compiler: Command, source: &str, (scratch, library): (&Path, &Path), socket: &str) -> String {
+fn runs(mut compiler: Command, source: &str, scratch: &Path, socket: &str) -> String {
     let program = scratch.join(Path::new(source).file_name().unwrap()).with_extension("program");
     compiler.arg("-pedantic").arg("-I").arg(of_the_house("c/include")).arg(of_the_house(source));
-    succeeds(compiler.arg("-L").arg(library).args(["-lkvarts", "-o"]).arg(&program));
-    succeeds(Command::new(&program).arg(socket).env("LD_LIBRARY_PATH", library))
+    succeeds(compiler.arg("-L").arg(library()).args(["-lkvarts", "-o"]).arg(&program));
+    succeeds(Command::new(&program).arg(socket).env("LD_LIBRARY_PATH", library()))
 }
 
 #[test]
@@ -138,15 +143,13 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     let served = Served::start("c-examples", "");
     let socket = served.daemon().socket().unwrap().display().to_string();
     let scratch = Scratch::new("c-programs");
-    let library = scratch.path().join("library");
-    link_library(&library);
-    let places = (scratch.path(), library.as_path());
+    std::fs::create_dir_all(scratch.path()).unwrap();
     let c11 = || {
         let mut command = compiler("CC", "cc");
         command.arg("-std=c11");
         command
     };
-    let told = runs(c11(), "c/examples/pages.c", places, &socket);
+    let told = runs(c11(), "c/examples/pages.c", scratch.path(), &socket);
     let lines = [
         "put: 8 blocks written",
         "exists: the first 8 are here",
@@ -158,7 +161,7 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     assert!(told.lines().zip(lines).all(|(line, expected)| line.starts_with(expected)), "{told}");
     let mut cpp = compiler("CXX", "c++");
     cpp.arg("-std=c++17");
-    let told = runs(cpp, "c/examples/pages.cpp", places, &socket);
+    let told = runs(cpp, "c/examples/pages.cpp", scratch.path(), &socket);
     let lines = [
         "put: 4 pages written",
         "get: 3 of 4 pages; of the second one: ",
@@ -167,15 +170,13 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     ];
     assert_eq!(told.lines().count(), lines.len(), "{told}");
     assert!(told.lines().zip(lines).all(|(line, expected)| line.starts_with(expected)), "{told}");
-    runs(c11(), "tests/tests/c/refusals.c", places, &socket);
+    runs(c11(), "tests/tests/c/refusals.c", scratch.path(), &socket);
 }
 
 /// What loaders see of the installed library: its name, and each call of the header with its version.
 #[test]
 fn the_shared_library_exports_the_calls_of_the_header_with_versions_and_nothing_else() {
-    let scratch = Scratch::new("c-symbols");
-    link_library(scratch.path());
-    let found = exported(&std::fs::read(scratch.path().join("libkvarts.so.1")).unwrap());
+    let found = exported(&std::fs::read(library().join("libkvarts.so.1")).unwrap());
     assert_eq!(found.name, "libkvarts.so.1");
     let header = std::fs::read_to_string(of_the_house("c/include/kvarts.h")).unwrap();
     let declared = header.split("kvarts_").skip(1).filter_map(|text| {
