@@ -73,7 +73,8 @@ pub(crate) fn exported(file: &[u8]) -> Exported {
     let dynamic = of(DYNAMIC).expect("a shared library");
     let entries = (0..dynamic.bytes / 16).map(|entry| dynamic.at + entry * 16);
     let name = entries.map(|at| (number::<8>(file, at), number::<8>(file, at + 8)));
-    let name = name.filter(|(tag, _)| *tag == SONAME).map(|(_, at)| text(file, sections[dynamic.link], at));
+    let mut name =
+        name.filter(|(tag, _)| *tag == SONAME).map(|(_, at)| text(file, sections[dynamic.link], at));
     let (symbols, versions) = (of(DYNSYM).expect("symbols"), versions(file, &sections));
     let mut calls = BTreeSet::new();
     for symbol in 1..symbols.bytes / 24 {
@@ -88,5 +89,5 @@ pub(crate) fn exported(file: &[u8]) -> Exported {
         let version = version.map(|(_, name)| name.clone()).unwrap_or_default();
         calls.insert((text(file, sections[symbols.link], number::<4>(file, at)), version));
     }
-    Exported { name: name.last().unwrap_or_default(), calls }
+    Exported { name: name.next().unwrap_or_default(), calls }
 }
