@@ -92,7 +92,7 @@ fn what_is_pinned_is_listed_until_it_ends() {
     let (code, out, _) = server.client(&["pin", "--hold", "48h"], &TOKENS);
     assert_eq!(code, 1, "{out}");
     assert!(out.starts_with("10 of 10 blocks are held for 24 h 0 min;"), "{out}");
-    assert!(out.contains("48 h 0 min were asked for: a server holds blocks for a day at most"), "{out}");
+    assert!(out.contains("48 h 0 min were requested: a server holds blocks for a day at most"), "{out}");
     let (code, pin) = json(server.client(&["pin", "--hold", "2d", "--json"], &TOKENS));
     assert_eq!((code, &pin["hold_ms"], &pin["held_blocks"]), (1, &86_400_000.into(), &10.into()));
     let (code, pin) = json(server.client(&["pin", "--hold", "24h", "--json"], &TOKENS));

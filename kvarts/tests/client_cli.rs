@@ -219,7 +219,7 @@ fn nothing_is_stored_of_a_file_that_is_not_exactly_its_blocks() {
     std::fs::write(ground.path.join("long"), [&bytes()[..], &[0]].concat()).unwrap();
     for (name, what) in [("short", "ends before its 10 blocks"), ("long", "is longer than its 10 blocks")] {
         let (code, _, err) = ground.of(&["put", name], &TOKENS);
-        assert!(code == 2 && err.contains(what) && err.contains("nothing was stored"), "{err}");
+        assert!(code == 2 && err.contains(what) && err.contains("No block was stored"), "{err}");
         let piped = std::fs::File::open(ground.path.join(name)).unwrap();
         let (code, err) = ground.put_from(piped, &[]);
         assert!(code == 2 && err.contains(what), "{err}");

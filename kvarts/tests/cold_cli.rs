@@ -361,7 +361,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let (store, _) = filled(&scratch);
     let other = "ab".repeat(32);
     for (arguments, says) in [
-        (vec!["push", store.as_str()], "say what to push"),
+        (vec!["push", store.as_str()], "choose what to push"),
         (vec!["push", &store, "--namespace", &other], "the store has no matching blocks"),
         (vec!["stat", "--namespace", &other], "no namespace"),
         (vec!["push", "/nowhere", "--all"], "/nowhere"),

@@ -78,9 +78,9 @@ fn a_server_says_at_its_start_and_in_its_metrics_how_files_reach_devices_and_why
     let line = metrics.lines().find(|line| line.starts_with("kvarts_device_path{"));
     let line = line.unwrap_or_else(|| panic!("{metrics}"));
     assert!(line.starts_with("kvarts_device_path{mode=\"staging\",offered=\""), "{line}");
-    assert!(line.ends_with(",reason=\"asked for\"} 1"), "{line}");
+    assert!(line.ends_with(",reason=\"requested\"} 1"), "{line}");
     assert!(told.contains("device.cufile = staging (flag)"), "{told}");
-    assert!(told.contains("layers reach the device by staging: asked for"), "{told}");
+    assert!(told.contains("layers reach the device by staging: requested"), "{told}");
 }
 
 /// A driver that hangs cannot be left again: the store's lock would stay with the process.

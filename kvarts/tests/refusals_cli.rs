@@ -58,7 +58,7 @@ fn of_a_pin_that_does_not_exist_those_are_named_that_do() {
     let server = Server::start(Scratch::new("pins"), &[]);
     server.store_pages();
     let (code, out, _) = server.kvarts(&["pin", "--release", "7"]);
-    assert!(code == 1 && out.contains("there is no pin 7, nor another one"), "{out}");
+    assert!(code == 1 && out.contains("there is no pin 7, and no other"), "{out}");
     let (code, out, error) = server.client(&["pin", "--json"], &["--tokens", "tokens"]);
     assert_eq!(code, 0, "{out}{error}");
     let report: Value = serde_json::from_str(&out).unwrap();

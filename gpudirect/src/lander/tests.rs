@@ -291,7 +291,7 @@ fn what_cannot_be_is_refused_before_anything_is_enqueued() {
         change(&mut what);
         what
     };
-    refused(with(&|what| what.columns.clear()), "nothing");
+    refused(with(&|what| what.columns.clear()), "names no block");
     refused(with(&|what| what.columns[0].stretches[0].count = 3), "5 blocks for pages of 6");
     refused(with(&|what| what.columns[0].stretches[0].first = 2), "leaves the pool");
     refused(with(&|what| what.columns[0].stretches[0].at = (1 << 20) - 4096), "leaves the pool");

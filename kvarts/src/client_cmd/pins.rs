@@ -185,7 +185,7 @@ mod tests {
             "{told}"
         );
         let told = absent(7, &[], false);
-        assert!(told.contains("no pin 7, nor another one"), "{told}");
+        assert!(told.contains("no pin 7, and no other"), "{told}");
     }
 
     #[test]

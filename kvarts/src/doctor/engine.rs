@@ -46,6 +46,7 @@ pub(super) fn look(engine: &str, python: &Path) -> Finding {
 }
 
 /// The output of a program, which is killed if it runs for longer.
+#[allow(clippy::disallowed_methods, reason = "a program of this machine, for which a person waits")]
 fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output> {
     let mut child = program.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let pipes: [Option<Box<dyn Read + Send>>; 2] = [

@@ -562,7 +562,7 @@ mod tests {
         let mut out = String::new();
         device_path(&mut out, &decide(&found, Wish::Only(kvarts_gpudirect::cufile::Mode::Staging)).unwrap());
         device_path(&mut out, &decide(&found, Wish::Auto).unwrap());
-        assert!(out.contains("reason=\"asked for\""), "{out}");
+        assert!(out.contains("reason=\"requested\""), "{out}");
         assert!(out.ends_with("reason=\"a \\\"driver\\\"\\nin two lines\"} 1\n"), "{out}");
     }
 }
