@@ -89,8 +89,6 @@ def connect(
     threads=2,
     of_cluster=False,
 ):
-    """A client of a server (`kvarts serve`), named by its socket's path, `HOST:PORT` or a URL; else `$KVARTS_SERVER`, else
-    127.0.0.1:7440. A server on this host is reached through shared memory: name its socket."""
     if server is None:
         server = _os.environ.get("KVARTS_SERVER") or "127.0.0.1:7440"
     server = _os.fspath(server)
@@ -120,8 +118,12 @@ _builtin_open = open
 
 
 def open(dirs, budget, *, executors=None):  # noqa: A001, as the stub says
-    """A store inside this process, in these directories, which never has more than `budget` bytes on disk."""
     if isinstance(dirs, (str, bytes, _os.PathLike)):
         dirs = [dirs]
     dirs = [_os.fsdecode(one) for one in dirs]
     return _kept(_kvarts.open(dirs, budget, executors=executors))
+
+
+# As the stub has them.
+for _made in (connect, open):
+    _made.__doc__ = getattr(_kvarts, _made.__name__).__doc__

@@ -13,6 +13,15 @@ async def _away(call, *args, **kwargs):
     return await loop.run_in_executor(None, functools.partial(call, *args, **kwargs))
 
 
+async def _ended(step):
+    """What a call in the executor gives; a task that is cancelled goes on when the call has ended, because it has the task's buffers."""
+    try:
+        return await asyncio.shield(step)  # ends: as the call does
+    except asyncio.CancelledError:
+        await asyncio.wait([step])  # ends: as the call does
+        raise
+
+
 class AsyncPages:
     """A handle whose calls are coroutines. It takes all completions of its handle, on the running loop."""
 
@@ -80,23 +89,21 @@ class AsyncPages:
         return await _away(self._pages.pin, keys, **kwargs)
 
     async def layers(self, keys, buffers=None, **kwargs):
-        reading = await _away(self._pages.layers, keys, buffers, **kwargs)
+        reading = None
         try:
-            while True:
-                # ends: the read has a timeout
-                step = self._loop.run_in_executor(None, next, reading, None)
-                try:
-                    # ends: as its step
-                    layer = await asyncio.shield(step)
-                except asyncio.CancelledError:
-                    # One call of a read at a time.
-                    await asyncio.wait([step])  # ends: as its step
-                    raise
-                if layer is None:
-                    return
+            # ends: it begins a read, and waits for none
+            begun = self._loop.run_in_executor(None, functools.partial(self._pages.layers, keys, buffers, **kwargs))
+            try:
+                reading = await _ended(begun)
+            except asyncio.CancelledError:
+                reading = begun.result()
+                raise
+            # ends: the read has a timeout
+            while (layer := await _ended(self._loop.run_in_executor(None, next, reading, None))) is not None:
                 yield layer
         finally:
-            await _away(reading.close)
+            if reading is not None:
+                await _away(reading.close)
 
     async def close(self):
         """Gives the handle back, and closes it."""

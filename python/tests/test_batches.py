@@ -180,7 +180,7 @@ class Batches(Served):
         self.assertTrue(pages.get(keys(2), [memory.address + 3 * PAGE - 77, memory.address]).ok)
         self.assertEqual(view[3 * PAGE - 77 :][:PAGE].tobytes(), pattern(1))
         self.assertEqual(view[:PAGE].tobytes(), pattern(2))
-        with self.assertRaisesRegex(kvarts.Invalid, r"buffers\[0\].*made known"):
+        with self.assertRaisesRegex(kvarts.Invalid, r"buffers\[0\].*are not in registered memory"):
             pages.submit_get(keys(1), [memory.address + 4 * PAGE])
         memory.close()
         with self.assertRaises(kvarts.Invalid):
