@@ -390,6 +390,10 @@ class Program(unittest.TestCase):
             spec, container = server_of(rendering.render(values=name))
             environment, arguments = self.laid(spec, container)
             self.assertEqual(arguments[0], "serve")
+            budget = arguments.index("--budget") + 1
+            if not arguments[budget].endswith("%"):
+                # Of a larger disk than this one.
+                arguments[budget] = "1GiB"
             with self.subTest(values=name):
                 checked = json.loads(self.ran(environment, "config", "check", "--json", *arguments[1:]))
                 self.assertEqual(checked["access"], "open to everyone who can reach it" if name == "open" else "1 tokens")
