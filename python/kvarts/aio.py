@@ -96,7 +96,7 @@ class AsyncPages:
             try:
                 reading = await _ended(begun)
             except asyncio.CancelledError:
-                reading = begun.result()
+                reading = begun.result()  # ends: it has ended
                 raise
             # ends: the read has a timeout
             while (layer := await _ended(self._loop.run_in_executor(None, next, reading, None))) is not None:
