@@ -14,6 +14,8 @@ import kvarts
 LEASE = 600.0
 #: Open sessions, and their blocks together, that one engine knows at most; the session whose last turn was the earliest is closed first.
 SESSIONS, BLOCKS = 4096, 1 << 20
+#: How often a turn is tried again after others have made way.
+_TRIES = 16
 
 
 class Turn(NamedTuple):
@@ -27,13 +29,20 @@ class Turn(NamedTuple):
 
 
 class _Open:
-    """A session on the server. `keys`: its blocks; `until`: when its lease ends."""
+    """A session on the server. `keys`: its blocks, of which the first `base` are its parent's; `until`: when its lease ends."""
 
-    def __init__(self, client, session, keys):
-        self.client, self.session, self.keys, self.until = client, session, keys, time.monotonic() + LEASE
+    def __init__(self, client, session, keys, base=0):
+        self.client, self.session, self.keys, self.base, self.until = client, session, keys, base, time.monotonic() + LEASE
 
     def is_usable(self, client):
         return self.client is client and time.monotonic() < self.until
+
+    def close(self):
+        try:
+            self.session.close()
+        except kvarts.Error:
+            # Then its lease ends it.
+            pass
 
 
 class Sessions:
@@ -46,44 +55,76 @@ class Sessions:
     def go_on(self, client, pages, keys, turn):
         """A turn is over and has these blocks, by keys of 32 bytes. Says whether the session was `opened`, `forked` or `extended` for it. Raises what
         the server answers."""
-        try:
-            how = self._gone_on(client, pages, keys, turn)
-        except kvarts.Refused as error:
-            if error.reason != "LeaseEnded":
-                raise
-            # The lease of this session or of its parent ended meanwhile, or the server was started again.
-            for name in (turn.name, turn.parent):
-                self._forgotten(name)
+        for tried in range(_TRIES):
+            try:
+                how = self._gone_on(client, pages, keys, turn)
+                break
+            except kvarts.Refused as error:
+                if not self._made_way(client, turn, error.reason, tried):
+                    raise
+        else:
             how = self._gone_on(client, pages, keys, turn)
         if turn.ends:
-            self._end(client, turn.name)
+            self.end(client, turn.name)
         while self._open and (len(self._open) > self._sessions or self._count > self._blocks):
-            self._end(client, next(iter(self._open)))
+            self.end(client, next(iter(self._open)))
         return how
 
+    def _made_way(self, client, turn, reason, tried):
+        """Whether a turn that was refused may succeed now."""
+        if reason == "LeaseEnded":
+            # This session's ended meanwhile, or the server was started again; or, as it seems then, its parent's.
+            if tried:
+                self._forgotten(turn.parent)
+            return True
+        # Conversations that went on more recently are worth more than others.
+        oldest = next((name for name in self._open if name != turn.parent), None) if reason == "PinCap" else None
+        if oldest is not None:
+            self.end(client, oldest)
+        return oldest is not None
+
     def _gone_on(self, client, pages, keys, turn):
-        # While a session is used it is in no table: where a call fails, its lease is what ends it.
         known = self._forgotten(turn.name)
-        parent = self._open.get(turn.parent)
-        if known is not None and known.is_usable(client):
-            how, shared = "extended", _common(known.keys, keys)
-            if shared < len(known.keys):
+        if known is not None and not known.is_usable(client):
+            known = None
+        how, before = "extended", None
+        try:
+            if known is not None and _common(known.keys, keys) < len(known.keys):
                 # The conversation goes on from an earlier place than its end.
-                known, before = _Open(client, known.session.fork(shared), known.keys[:shared]), known
-                before.session.close()
-        elif parent is not None and parent.is_usable(client) and (shared := _common(parent.keys, keys)):
-            how, known = "forked", _Open(client, parent.session.fork(shared), parent.keys[:shared])
-        else:
-            how, shared = "opened", len(keys)
-            session = client.session(pages, keys, columns=self._columns, shared_blocks=min(turn.shared, len(keys)), lease=LEASE)
-            known = _Open(client, session, keys)
-        if shared < len(keys):
-            known.session.extend(keys[shared:])
-        known.session.hold()
+                before, known = known, None
+                known = self._forked(client, before, keys)
+            parent = self._open.get(turn.parent)
+            if known is None and parent is not None and parent.is_usable(client):
+                how, known = "forked", self._forked(client, parent, keys)
+            if known is None:
+                # Behind the shared blocks there must be one of its own.
+                how, shared = "opened", min(turn.shared, len(keys) - 1)
+                known = _Open(client, client.session(pages, keys, columns=self._columns, shared_blocks=shared, lease=LEASE), keys)
+            if len(known.keys) < len(keys):
+                known.session.extend(keys[len(known.keys) :])
+            # What is its parent's is held for as long as either lasts.
+            known.session.hold() if known.base < len(keys) else known.session.renew()
+        except (kvarts.Refused, kvarts.Invalid):
+            # Nothing is held for a session that does not go on.
+            if known is not None:
+                known.close()
+            raise
+        finally:
+            if before is not None:
+                before.close()
         known.keys, known.until = keys, time.monotonic() + LEASE
         self._open[turn.name] = known
         self._count += len(keys)
         return how
+
+    @staticmethod
+    def _forked(client, parent, keys):
+        """A session that goes on from what both begin with; `None` where that is nothing, or where forks of forks are too many."""
+        shared = _common(parent.keys, keys)
+        try:
+            return _Open(client, parent.session.fork(shared), parent.keys[:shared], shared) if shared else None
+        except kvarts.Invalid:
+            return None
 
     def _forgotten(self, name):
         known = self._open.pop(name, None)
@@ -91,10 +132,11 @@ class Sessions:
             self._count -= len(known.keys)
         return known
 
-    def _end(self, client, name):
+    def end(self, client, name):
+        """The conversation has no further turn."""
         known = self._forgotten(name)
-        if known.is_usable(client):
-            known.session.close()
+        if known is not None and known.is_usable(client):
+            known.close()
 
 
 def _common(one, other):

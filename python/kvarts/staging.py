@@ -273,11 +273,22 @@ class Desk:
         def go_on(client):
             if self._pages is None:
                 return done(None, kvarts.Retry("no pool yet", "Away"))
-            how = self._sessions.go_on(client, self._pages, [key if len(key) == 32 else kvarts.key(key) for key in keys], turn)
+            keyed = [key if len(key) == 32 else kvarts.key(key) for key in keys]
+            try:
+                how = self._sessions.go_on(client, self._pages, keyed, turn)
+            except kvarts.Retry as error:
+                if error.reason != "Busy":
+                    raise
+                # There is no room for sessions; the server is there.
+                return done(None, error)
             self._link.answered()
             done(how, None)
 
         self._link.do(go_on, lambda error: done(None, error))
+
+    def end_session(self, name):
+        """The conversation of this name has no further turn."""
+        self._link.do(lambda client: self._sessions.end(client, name), lambda error: None)
 
     def close(self, timeout):
         self._putters.shutdown(wait=False, cancel_futures=True)
@@ -388,8 +399,9 @@ class Desk:
         """What the store has, held until it is read. A tenant that may hold no more loads without: what is evicted before it is read is a miss."""
         try:
             return self._pages.match(keys, hold=2 * self._timeout)
-        except kvarts.Refused as error:
-            if error.reason != "PinCap":
+        except (kvarts.Refused, kvarts.Retry) as error:
+            # `Busy`: there are too many leases together, of this tenant or of all.
+            if error.reason not in ("PinCap", "Busy"):
                 raise
             return self._pages.match(keys)
 

@@ -17,7 +17,7 @@ from .staging import Desk
 from .uses import Uses
 from .vllm_messages import Move, Step
 from .vllm_stats import Stats
-from .vllm_terms import Terms, terms_of
+from .vllm_terms import terms_of
 
 #: Bytes that leave in a step; what is more waits for the next one. Windows do not count: they cannot wait.
 _STEP_BYTES = 256 << 20
@@ -42,7 +42,7 @@ class _Known:
         self.asked = None  # a look-up of which of its blocks the store has
         self.sent = set()  # saves that the workers have
         self.putting = 0  # blocks that are on their way from the pool to the store: how many saves
-        self.held = 0  # of how many blocks those that the request wants held are, when all of them are stored
+        self.held = None  # how many of its blocks are held, if it wants that, when it is over and they are stored
         self.is_gone = False  # whether nothing of it leaves any more
         self.tries = 0
         self.last = None  # its places once it is over
@@ -493,7 +493,7 @@ class Finder:
         name = request.request_id
         self._nothing(name)
         self._unasked.pop(name, None)
-        terms = self._terms.pop(name, None) or Terms()
+        terms = self._terms.pop(name, None) or terms_of(request)
         is_let_in = self._computing.pop(name, None) is not None
         is_measured = self._used.pop(name, None) is not None
         self.settings.steps.forget(name)
@@ -507,8 +507,7 @@ class Finder:
             self._uses.use(self.plan.keys(request, request.num_prompt_tokens // self.plan.block_tokens, computed))
         known = self._known.get(name)
         if known is None:
-            if is_let_in:
-                self._hold(request, computed, terms)
+            self._hold(request, computed if is_let_in else 0, terms)
             return False
         known.held = computed
         self._learn_stored(known)
@@ -532,12 +531,16 @@ class Finder:
 
     def _hold_stored(self, known):
         """What a request wants held is held when all of it that is to be stored is."""
-        if known.is_gone and not known.putting and known.held:
-            blocks, known.held = known.held, 0
+        if known.is_gone and not known.putting and known.held is not None:
+            blocks, known.held = known.held, None
             self._hold(known.request, blocks, known.terms)
 
     def _hold(self, request, blocks, terms):
-        if self._desk is None or not blocks:
+        if self._desk is None:
+            return
+        if not blocks:
+            if terms.session_ends and terms.session:
+                self._desk.end_session(terms.session)
             return
         if terms.pin:
             self._desk.pin(self.plan.keys(request, 0, blocks), terms.pin, lambda held, why: self._held.append((blocks, held, why)))

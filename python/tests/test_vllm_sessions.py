@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 import unittest
+from unittest import mock
 
 import doubles
 
@@ -70,6 +71,23 @@ class Named(unittest.TestCase):
         self.assertIn((4, 3), self.sessions())
         self.assertNotIn(5, [blocks for blocks, _ in self.sessions()])
 
+    def test_turns_that_begin_otherwise_and_forks_without_blocks_of_their_own(self):
+        self.turn("opened", "a", [(1, 3)], session="s", session_shared_tokens=10_000)
+        # A fork that adds nothing, and a turn that is shorter than the one before.
+        self.turn("forked", "b", [(1, 3)], session="t", session_of="s")
+        self.turn("extended", "c", [(1, 3), (2, 1)], session="t")
+        self.turn("extended", "d", [(1, 2)], session="s")
+        # Another beginning: nothing of the session is of use.
+        self.turn("opened", "e", [(3, 2)], session="s")
+        self.assertEqual([blocks for blocks, _ in self.sessions() if blocks == 2], [2])
+        # A last turn of less than a block, or one that never ran, ends its session, too.
+        for name, conversation in (("f", "s"), ("g", "t")):
+            before = len(self.sessions())
+            self.engine.scheduler.request_finished_all_groups(Request(name, 0, session=conversation, session_ends=True), ([],))
+            deadline = time.monotonic() + SOON
+            while len(self.sessions()) >= before:
+                self.assertLess(time.monotonic(), deadline)
+
     def test_a_server_that_was_started_again_has_the_session_anew(self):
         self.turn("opened", "a", [(1, 3)], session="s")
         self.server.kill()
@@ -101,6 +119,7 @@ class Session:
         self.client.log.append((what, self.name, count))
 
     def fork(self, blocks):
+        assert blocks, "on the wire that is all of them"
         self._say("fork", blocks)
         return Session(self.client)
 
@@ -109,6 +128,9 @@ class Session:
 
     def hold(self):
         self._say("hold")
+
+    def renew(self):
+        self._say("renew")
 
     def close(self):
         self._say("close")
@@ -125,8 +147,8 @@ class Known(unittest.TestCase):
                 self.assertEqual(sessions.go_on(client, None, [b"a", b"b"], Turn("s", "parent")), "forked")
                 client.ended.add(ended)
                 name, parent = ("parent", None) if ended == 0 else ("s", "parent")
-                self.assertEqual(sessions.go_on(client, None, [b"a", b"b", b"c"], Turn(name, parent, shared=9)), "opened")
-                self.assertEqual(client.log[-2:], [("open", 3, 3), ("hold", 2, 0)])
+                self.assertEqual(sessions.go_on(client, None, [b"a", b"b", b"c"], Turn(name, parent, shared=9)), "forked" if ended else "opened")
+                self.assertEqual(client.log[-2:], [("extend", 2, 2), ("hold", 2, 0)] if ended else [("open", 3, 2), ("hold", 2, 0)])
 
     def test_of_a_connection_that_is_gone_nothing_is_used(self):
         before, client, sessions = Client(), Client(), Sessions([(0, 0)])
@@ -160,9 +182,32 @@ class Known(unittest.TestCase):
         sessions.go_on(client, None, [b"a"], Turn("s"))
         with self.assertRaises(kvarts.Refused):
             sessions.go_on(client, None, [b"a", b"b"], Turn("s"))
-        self.assertEqual([what for what, *_ in client.log], ["hold", "extend"])
+        # Of these all that is left to make way is closed, and what did not go on.
+        self.assertEqual([what for what, *_ in client.log], ["hold", "extend", "close"])
         self.assertEqual(sessions._count, 0)
         self.assertLess(LEASE, 601)
+
+    def test_where_a_tenant_may_hold_no_more_the_conversation_that_went_on_earliest_makes_way(self):
+        class Bounded(Client):
+            held = 0
+
+            def session(self, *of, **kwargs):
+                if self.held >= 2:
+                    raise kvarts.Refused("too much", "PinCap")
+                self.held += 1
+                return super().session(*of, **kwargs)
+
+        class Counted(Session):
+            def close(self):
+                super().close()
+                self.client.held -= 1
+
+        client, sessions = Bounded(), Sessions([(0, 0)])
+        with mock.patch.dict(globals(), Session=Counted):
+            for name in "abca":
+                self.assertEqual(sessions.go_on(client, None, [name.encode()], Turn(name)), "opened")
+        self.assertEqual([one for one in client.log if one[0] == "close"], [("close", 0, 0), ("close", 1, 0)])
+        self.assertEqual(list(sessions._open), ["c", "a"])
 
 
 if __name__ == "__main__":
