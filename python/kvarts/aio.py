@@ -18,7 +18,12 @@ async def _ended(step):
     try:
         return await asyncio.shield(step)  # ends: as the call does
     except asyncio.CancelledError:
-        await asyncio.wait([step])  # ends: as the call does
+        # However often it is cancelled.
+        while not step.done():
+            try:
+                await asyncio.wait([step])  # ends: as the call does
+            except asyncio.CancelledError:
+                pass
         raise
 
 
@@ -96,14 +101,15 @@ class AsyncPages:
             try:
                 reading = await _ended(begun)
             except asyncio.CancelledError:
-                reading = begun.result()  # ends: it has ended
+                # ends: it has ended
+                reading = begun.result() if begun.exception() is None else None
                 raise
             # ends: the read has a timeout
             while (layer := await _ended(self._loop.run_in_executor(None, next, reading, None))) is not None:
                 yield layer
         finally:
             if reading is not None:
-                await _away(reading.close)
+                await _ended(self._loop.run_in_executor(None, reading.close))  # ends: `close` has the client's timeout
 
     async def close(self):
         """Gives the handle back, and closes it."""

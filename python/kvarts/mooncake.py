@@ -94,17 +94,17 @@ class _Values:
 
     def __init__(self, client, tenant):
         self._client, self._tenant = client, tenant
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), threading.Lock()
         self._handles = {}
         self._asked_at = None
 
-    def of(self, size):
-        """The handle on values of this size."""
+    def of(self, size, is_stored=False):
+        """The handle on values of this size. `is_stored`: the server has some."""
         with self._lock:
             if size not in self._handles:
                 if not 0 < size:
                     raise kvarts.Invalid("a value without bytes")
-                if len(self._handles) >= SIZES_MAX:
+                if len(self._handles) >= SIZES_MAX and not is_stored:
                     raise kvarts.Invalid(f"values of more than {SIZES_MAX} sizes")
                 identity = dict(model="mooncake", revision=self._tenant, dtype="bytes", engine="mooncake", layout=f"{_LAYOUT}{size}")
                 self._handles[size] = self._client.pages(size, **identity, durable=True)
@@ -114,19 +114,24 @@ class _Values:
         with self._lock:
             return list(self._handles)
 
-    def refresh(self):
-        """Learns which sizes others have stored; whether there is a new one."""
-        with self._lock:
-            now = time.monotonic()
-            if self._asked_at is not None and now < self._asked_at + REFRESH:
+    def refresh(self, now=False):
+        """Learns which sizes others have stored; whether there is a new one. It asks once in `REFRESH` seconds, or `now`."""
+        with self._asking:
+            if not now and self._asked_at is not None and time.monotonic() < self._asked_at + REFRESH:
                 return False
-            self._asked_at = now
-        stored = [one["layout"] for one in self._client.models() if (one["model"], one["engine"], one["revision"]) == ("mooncake", "mooncake", self._tenant)]
-        known = set(self.sizes())
-        new = [int(layout[len(_LAYOUT) :]) for layout in stored if layout.startswith(_LAYOUT) and int(layout[len(_LAYOUT) :]) not in known]
+            models = self._client.models()
+            self._asked_at = time.monotonic()
+        own = [one["layout"] for one in models if (one["model"], one["engine"], one["revision"]) == ("mooncake", "mooncake", self._tenant)]
+        sizes = {int(layout[len(_LAYOUT) :]) for layout in own if layout.startswith(_LAYOUT) and layout[len(_LAYOUT) :].isdecimal()}
+        new = sizes - {0} - set(self.sizes())
         for size in new:
-            self.of(size)
+            self.of(size, is_stored=True)
         return bool(new)
+
+    def sizes_of(self, key):
+        """All sizes under which there is a value of this key: as a rule one, and two where processes stored it at the same time."""
+        self.refresh(now=True)
+        return [size for size in self.sizes() if self.of(size).exists([key])[0]]
 
     def find(self, keys):
         """The size of each value; `None` where there is none."""
@@ -352,21 +357,22 @@ class MooncakeDistributedStore:
 
     def remove(self, key, force=False):
         """0 if it was there; it does not come back."""
-        size = self.get_size(key)
-        if size < 0:
-            return size
+        if self._values is None:
+            return INVALID_PARAMS
         try:
-            done = self._values.of(size).delete([key])
+            sizes = self._values.sizes_of(key)
+            done = [self._values.of(size).delete([key]) for size in sizes]
         except kvarts.Error as error:
             return _code(error)
-        return 0 if done.ok else _code(done.error)
+        failed = next((one for one in done if not one.ok), None)
+        return _code(failed.error) if failed is not None else 0 if done else OBJECT_NOT_FOUND
 
     def remove_all(self, force=False):
         """Deletes every value of the tenant; how many there were."""
         if self._values is None:
             return INVALID_PARAMS
         try:
-            self._values.refresh()
+            self._values.refresh(now=True)
             return sum(self._values.of(size).delete_all() for size in self._values.sizes())
         except kvarts.Error as error:
             return _code(error)
@@ -379,7 +385,12 @@ class MooncakeDistributedStore:
             return codes
         try:
             # One that is there under another size stays, too: so say engines that put what they have not looked for.
-            there = self._values.find(keys) if set(self._values.sizes()) - set(sizes) else [None] * len(keys)
+            there = self._values.find(keys) if self._values.refresh() or len({*self._values.sizes(), *sizes}) > 1 else [None] * len(keys)
+            first = {}
+            for at, key in enumerate(keys):
+                # Of a key that stands again the first one counts.
+                if known[at] and first.setdefault(key, at) != at:
+                    there[at] = sizes[first[key]]
             for size in {size for size, is_known in zip(sizes, known) if is_known}:
                 wanted = [at for at, one in enumerate(sizes) if one == size and known[at]]
                 for at in wanted:
@@ -390,6 +401,8 @@ class MooncakeDistributedStore:
                     done = self._values.of(size).put([keys[at] for at in some], [values[at] for at in some])
                     for at, error in done.errors.items():
                         codes[some[at]] = _code(error)
+            for at, key in enumerate(keys):
+                codes[at] = codes[first[key]] if known[at] else codes[at]
         except kvarts.Error as error:
             logger.warning("kvarts: %s", error)
             return [_code(error)] * len(keys)

@@ -290,9 +290,9 @@ class KvartsTier(SecondaryTierManager):
             nbytes = (last - first) * self.block_size_bytes
             # In a queue behind what is under way already.
             within = allowed(timeout, silence.nbytes + nbytes)
+            asked = self._routers.storing(job.keys[first:last]) if self._routers is not None and not job.is_load else None
             batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last])
             if batch is not None:
-                asked = self._routers.storing(job.keys[first:last]) if self._routers is not None and not job.is_load else None
                 self._jobs[batch] = job, first, asked
                 silence.began(batch, nbytes)
                 job.open += 1

@@ -72,10 +72,14 @@ class Announcer:
         """A look-up has found that many leading blocks, somewhere."""
         keys = self._keys(request, 0, blocks)
         if lacking := self._ledger.lacks(keys):
-            missing, first = [keys[at] for at in lacking], lacking[0]
-            described = self._described(request, first, lacking[-1] + 1)
-            self._ledger.describe([(key, described[at - first]) for key, at in zip(missing, lacking)])
-            self._ledger.doubt(missing)
+            begin = 0
+            for at in range(1, len(lacking) + 1):
+                # A run has no blocks of which nothing is to be known: it is kept as a whole.
+                if at == len(lacking) or lacking[at] != lacking[at - 1] + 1:
+                    first, last = lacking[begin], lacking[at - 1] + 1
+                    self._ledger.describe(zip(keys[first:last], self._described(request, first, last)))
+                    begin = at
+            self._ledger.doubt([keys[at] for at in lacking])
 
     def look(self, manager):
         """Takes notice of what vLLM itself is about to tell."""

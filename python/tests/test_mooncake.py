@@ -89,6 +89,22 @@ class Mooncake(Served):
         self.assertEqual(store.batch_get_into(["twice", "twice"], places, [512, 512]), [512, 512])
         self.assertEqual((memory[:512], memory[4096:4608]), (pattern(4, 512), pattern(4, 512)))
 
+    def test_a_removed_key_does_not_come_back_under_another_size(self):
+        store = self.store()
+        self.assertEqual(store.put("a", bytes(200)), 0)
+        # In a batch that has both sizes, and with a key that stands again with another one.
+        self.assertEqual(store.put_batch(["a", "b", "b"], [bytes(100), bytes(200), bytes(100)]), [0, 0, 0])
+        self.assertEqual([store.get_size(key) for key in "ab"], [200, 200])
+        # Two processes that stored it at the same moment: neither knew of the other one's size.
+        other = self.store()
+        other._values.of(300).put(["a"], [bytes(300)])
+        self.assertEqual(store.remove("a"), 0)
+        self.assertEqual([one.is_exist("a") for one in (store, other, self.store())], [0, 0, 0])
+        # What another process has brought just now goes with all others.
+        other._values.of(400).put(["c"], [bytes(400)])
+        self.assertEqual(store.remove_all(), 2)
+        self.assertEqual(self.store().batch_is_exist(["b", "c"]), [0, 0])
+
     def test_memory_of_another_length_and_memory_that_is_not_registered(self):
         store, memory = self.store(nbytes=1 << 20)
         self.assertEqual(store.put("key", pattern(1, 4096)), 0)
