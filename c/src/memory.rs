@@ -16,24 +16,31 @@ pub(crate) struct Memory {
     region: Arc<Region>,
     at: usize,
     len: usize,
+    /// Whether offsets of stretches are offsets in it.
+    is_pool: bool,
 }
 
 impl Memory {
     /// All of a region.
-    pub(crate) fn whole(region: Arc<Region>) -> Self {
+    fn whole(region: Arc<Region>) -> Self {
         let len = region.len();
-        Self { region, at: 0, len }
+        Self { region, at: 0, len, is_pool: false }
+    }
+
+    /// All of a pool.
+    pub(crate) fn pool(region: Arc<Region>) -> Self {
+        Self { is_pool: true, ..Self::whole(region) }
     }
 
     pub(crate) fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// The region, where offsets of stretches mean the same in it: a pool is a region of its own.
+    /// A pool's region: stretches of a pool name places in no other memory.
     pub(crate) fn of_pool(&self) -> Result<&Arc<Region>, Error> {
-        match self.at {
-            0 => Ok(&self.region),
-            _ => Err(wrong("memory: a pool's is needed")),
+        match self.is_pool {
+            true => Ok(&self.region),
+            false => Err(wrong("memory: a pool's is needed")),
         }
     }
 
@@ -93,7 +100,7 @@ extern "C" fn kvarts_memory_register(
         // whole, and `Memory::part` gives these bytes alone.
         let region =
             unsafe { Region::adopt(std::ptr::with_exposed_provenance_mut(base), end - base, Box::new(())) };
-        hand_over(memory, Memory { region, at: start - base, len: nbytes }, "memory")
+        hand_over(memory, Memory { region, at: start - base, len: nbytes, is_pool: false }, "memory")
     })
 }
 
@@ -104,7 +111,7 @@ extern "C" fn kvarts_memory_free(memory: *mut Memory) {
 
 #[unsafe(no_mangle)]
 extern "C" fn kvarts_memory_address(memory: *const Memory, nbytes: *mut usize) -> *mut c_void {
-    let Some(Memory { region, at, len }) = perhaps(memory) else { return std::ptr::null_mut() };
+    let Some(Memory { region, at, len, .. }) = perhaps(memory) else { return std::ptr::null_mut() };
     leave_if_wanted(nbytes, *len);
     region.base().wrapping_add(*at).cast()
 }

@@ -53,7 +53,7 @@ extern "C" fn kvarts_pool_name(pool: *const Pool) -> *const c_char {
 extern "C" fn kvarts_pool_memory(pool: *const Pool, memory: *mut *mut Memory) -> Status {
     call(|| {
         let region = Arc::clone(given(pool, "pool")?.pool.region());
-        hand_over(memory, Memory::whole(region), "memory")
+        hand_over(memory, Memory::pool(region), "memory")
     })
 }
 
@@ -62,7 +62,7 @@ extern "C" fn kvarts_attach(client: *const Client, name: *const c_char, memory: 
     call(|| {
         let Client { remote } = given(client, "client")?;
         let name = text(name, "name")?.ok_or_else(|| wrong("name is null"))?.parse::<PoolName>()?;
-        hand_over(memory, Memory::whole(remote.attach(name)?), "memory")
+        hand_over(memory, Memory::pool(remote.attach(name)?), "memory")
     })
 }
 

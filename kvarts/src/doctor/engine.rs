@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -63,21 +63,42 @@ fn output_within(program: &mut Command, longest: Duration) -> io::Result<Output>
             tell.send((number, read.map(|_| bytes))).ok();
         });
     }
-    let (deadline, mut outputs) = (Instant::now() + longest, [Vec::new(), Vec::new()]);
+    let output = gathered(&mut child, &told, Instant::now() + longest);
+    if output.is_err() {
+        child.kill()?;
+        child.wait()?; // ends: it was killed
+    }
+    output
+}
+
+/// What a program has said once it has ended.
+#[allow(clippy::disallowed_methods, reason = "a program of this machine, for which a person waits")]
+fn gathered(
+    child: &mut Child,
+    told: &mpsc::Receiver<(usize, io::Result<Vec<u8>>)>,
+    deadline: Instant,
+) -> io::Result<Output> {
+    let late = || io::Error::new(io::ErrorKind::TimedOut, "it was still running after its time");
+    let mut outputs = [Vec::new(), Vec::new()];
     for _ in 0..2 {
-        let Ok((number, read)) = told.recv_timeout(deadline.saturating_duration_since(Instant::now())) else {
-            child.kill()?;
-            child.wait()?; // ends: it was killed
-            let text = format!("it was still running after {} s", longest.as_secs());
-            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
-        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (number, read) = told.recv_timeout(left).map_err(|_| late())?;
         if let Some(output) = outputs.get_mut(number) {
             *output = read?;
         }
     }
     let [stdout, stderr] = outputs;
-    // ends: both of its outputs have ended
-    Ok(Output { status: child.wait()?, stdout, stderr })
+    // It may go on without outputs.
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Output { status, stdout, stderr });
+        }
+        if Instant::now() >= deadline {
+            return Err(late());
+        }
+        // ends: at once; the loop, at `deadline`
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
@@ -159,10 +180,12 @@ mod tests {
 
     #[test]
     fn a_probe_that_hangs_is_killed() {
-        let mut hung = Command::new("sh");
-        hung.args(["-c", "echo begun; exec sleep 1000"]);
-        let found = output_within(&mut hung, Duration::from_millis(50));
-        assert_eq!(found.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        for script in ["echo begun; exec sleep 1000", "exec >&- 2>&-; exec sleep 1000"] {
+            let mut hung = Command::new("sh");
+            hung.args(["-c", script]);
+            let found = output_within(&mut hung, Duration::from_millis(50));
+            assert_eq!(found.unwrap_err().kind(), io::ErrorKind::TimedOut, "{script}");
+        }
         let mut both = Command::new("sh");
         both.args(["-c", "head -c 300000 /dev/zero; echo over >&2; exit 3"]);
         let found = output_within(&mut both, LONGEST).unwrap();
