@@ -55,12 +55,22 @@ class Sessions:
     def go_on(self, client, pages, keys, turn):
         """A turn is over and has these blocks, by keys of 32 bytes. Says whether the session was `opened`, `forked` or `extended` for it. Raises what
         the server answers."""
+        # Others make way for no more blocks than this turn has.
+        left = len(keys)
         for tried in range(_TRIES):
             try:
                 how = self._gone_on(client, pages, keys, turn)
                 break
             except kvarts.Refused as error:
-                if not self._made_way(client, turn, error.reason, tried):
+                if error.reason == "LeaseEnded":
+                    # This session's ended meanwhile, or the server was started again; or, as it seems then, its parent's.
+                    if tried:
+                        self._forgotten(turn.parent)
+                elif error.reason == "PinCap" and left > 0 and (oldest := self._oldest_but(turn.parent)) is not None:
+                    # Conversations that went on more recently are worth more.
+                    left -= len(self._open[oldest].keys)
+                    self.end(client, oldest)
+                else:
                     raise
         else:
             how = self._gone_on(client, pages, keys, turn)
@@ -70,18 +80,8 @@ class Sessions:
             self.end(client, next(iter(self._open)))
         return how
 
-    def _made_way(self, client, turn, reason, tried):
-        """Whether a turn that was refused may succeed now."""
-        if reason == "LeaseEnded":
-            # This session's ended meanwhile, or the server was started again; or, as it seems then, its parent's.
-            if tried:
-                self._forgotten(turn.parent)
-            return True
-        # Conversations that went on more recently are worth more than others.
-        oldest = next((name for name in self._open if name != turn.parent), None) if reason == "PinCap" else None
-        if oldest is not None:
-            self.end(client, oldest)
-        return oldest is not None
+    def _oldest_but(self, name):
+        return next((other for other in self._open if other != name), None)
 
     def _gone_on(self, client, pages, keys, turn):
         known = self._forgotten(turn.name)

@@ -209,6 +209,20 @@ class Known(unittest.TestCase):
         self.assertEqual([one for one in client.log if one[0] == "close"], [("close", 0, 0), ("close", 1, 0)])
         self.assertEqual(list(sessions._open), ["c", "a"])
 
+    def test_a_conversation_that_is_too_large_alone_does_not_end_all_others(self):
+        class Full(Client):
+            def session(self, pages, keys, *of, **kwargs):
+                if len(keys) > 2:
+                    raise kvarts.Refused("too much", "PinCap")
+                return super().session(pages, keys, *of, **kwargs)
+
+        client, sessions = Full(), Sessions([(0, 0)])
+        for name in "abcdef":
+            sessions.go_on(client, None, [name.encode()], Turn(name))
+        with self.assertRaises(kvarts.Refused):
+            sessions.go_on(client, None, [b"1", b"2", b"3"], Turn("large"))
+        self.assertEqual(list(sessions._open), ["d", "e", "f"])
+
 
 if __name__ == "__main__":
     unittest.main()

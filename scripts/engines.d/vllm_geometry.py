@@ -84,11 +84,14 @@ def pretend():
 
 
 def world():
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 
     if not torch.distributed.is_initialized():
         init_distributed_environment(1, 0, "file://" + tempfile.mktemp(), 0, "gloo")
-        initialize_model_parallel(1, 1)
+    else:
+        # A model with experts has a group that others have not.
+        destroy_model_parallel()
+    initialize_model_parallel(1, 1)
 
 
 def without_experts(config):

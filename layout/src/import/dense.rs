@@ -157,7 +157,16 @@ pub(super) fn windowed(
     order: Vec<&'static str>,
     note: String,
 ) -> Result<Built, ImportError> {
-    let window = config.count("sliding_window", WINDOW)?;
+    windows_of(config, options, (order, note), config.count("sliding_window", WINDOW)?)
+}
+
+/// Full layers, and windows of this many tokens.
+pub(super) fn windows_of(
+    config: &Config<'_>,
+    options: &ImportOptions,
+    (order, note): (Vec<&'static str>, String),
+    window: u32,
+) -> Result<Built, ImportError> {
     let mut sliding = window_part(config, options, window)?;
     sliding.absence = replay(window, order.iter().filter(|kind| **kind == "sliding").count());
     Ok(Built {

@@ -2,30 +2,38 @@
 //! others (Gemma 3n's form of Gemma 4).
 
 use super::config::Config;
-use super::dense::{WINDOW, heads_part, replay, sliding_or_full, window_part, windowed};
+use super::dense::{WINDOW, heads_part, replay, sliding_or_full, window_part, windowed, windows_of};
 use super::{Built, ImportError, ImportOptions};
 
 /// Gemma 2: `layer_types`, or every second layer is full, as the architecture has it.
 pub(super) fn gemma2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    periodic(config, options, (2, "Every second layer is full attention, as the architecture has it."))
+    let (order, note) =
+        periodic(config, (2, "Every second layer is full attention, as the architecture has it."))?;
+    windowed(config, options, order, note)
 }
 
 /// Gemma 3: `layer_types`, or `sliding_window_pattern`, whose last layer of each period is full. The architecture
 /// itself makes the period 6 if the file says neither.
 pub(super) fn gemma3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    periodic(config, options, (6, "Every sixth layer is full attention, as the architecture has it."))
+    let (order, note) =
+        periodic(config, (6, "Every sixth layer is full attention, as the architecture has it."))?;
+    windowed(config, options, order, note)
 }
 
-/// Command R7B: the same with a period of 4.
+/// Command R7B: the same with a period of 4. A window has the token itself beside the `sliding_window` before it.
 pub(super) fn cohere2(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
-    periodic(config, options, (4, "Every fourth layer is full attention, as the architecture has it."))
+    let layers = periodic(config, (4, "Every fourth layer is full attention, as the architecture has it."))?;
+    let window = config.count("sliding_window", WINDOW)?.saturating_add(1);
+    windows_of(config, options, layers, window)
 }
 
-fn periodic(config: &Config<'_>, options: &ImportOptions, own: (u32, &str)) -> Result<Built, ImportError> {
+/// Which layers are windows, and what the spec says of it. `own`: every how many layers one is full where the file does
+/// not say.
+fn periodic(config: &Config<'_>, own: (u32, &str)) -> Result<(Vec<&'static str>, String), ImportError> {
     let layers = config.layer_count()?;
     if let Some(types) = config.layer_types(layers)? {
         let order = sliding_or_full(config, &types)?;
-        return windowed(config, options, order, String::new());
+        return Ok((order, String::new()));
     }
     let (period, note) = match config.has("sliding_window_pattern") {
         true => {
@@ -37,7 +45,7 @@ fn periodic(config: &Config<'_>, options: &ImportOptions, own: (u32, &str)) -> R
         .take(layers)
         .map(|layer| if layer.checked_rem(period) == Some(0) { "full" } else { "sliding" })
         .collect();
-    windowed(config, options, order, note)
+    Ok((order, note))
 }
 
 /// Gemma 4: full layers have heads of `global_head_dim`, and `num_global_key_value_heads` of them where
