@@ -73,6 +73,12 @@ class Part:
                 time.sleep(0.2)
 
 
+def _blocks_for(model):
+    """Groups of a model with windows share the blocks."""
+    with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
+        return CACHE_BLOCKS * (2 if json.load(file).get("sliding_window") else 1)
+
+
 class Engine(Part):
     """`vllm serve`, without a tokenizer: prompts and answers are tokens."""
 
@@ -81,7 +87,7 @@ class Engine(Part):
         self.url = f"http://127.0.0.1:{self.port}"
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "2048", "--block-size", str(BLOCK), "--seed", "0"]
-        command += ["--dtype", "float32", "--max-num-seqs", "4", "--num-gpu-blocks-override", str(CACHE_BLOCKS)]
+        command += ["--dtype", "float32", "--max-num-seqs", "4", "--num-gpu-blocks-override", str(_blocks_for(model))]
         if node is None:
             command += ["--no-enable-prefix-caching"]
         else:
