@@ -464,7 +464,7 @@ fn two_servers_do_not_share_a_directory() {
     assert_eq!(second.status.code(), Some(2));
     let told = text(&second.stderr);
     assert!(told.contains("is open in another process"), "{told}");
-    // They meet at a port first; what is wrong is told all the same, with the process where the kernel names it.
+    // The port is taken as well; the error still names the directory, with the process if the kernel names it.
     let mut second = Command::new(env!("CARGO_BIN_EXE_kvarts"));
     second.current_dir(&scratch.0).args(["serve", "--listen-grpc", &first.grpc, "--listen-metrics", "none"]);
     let told = text(&second.args(["--budget", "32 MiB"]).output().unwrap().stderr);
