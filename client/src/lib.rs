@@ -373,11 +373,12 @@ impl Client {
         self.remote.ask(async move { admin.checkpoint(request).await }).map(drop)
     }
 
-    /// Has a server whose store latched read-only take writes again, if it can; gives why it took none.
-    pub fn resume(&self) -> Result<String, Error> {
+    /// Has a server whose store latched read-only take writes again, if it can, and use directories again that were out. Gives why it took
+    /// none, and what came of each directory.
+    pub fn resume(&self) -> Result<proto::ResumeReply, Error> {
         let mut admin = self.remote.admin();
         let request = self.remote.request(proto::ResumeRequest {}, None);
-        self.remote.ask(async move { admin.resume(request).await }).map(|reply| reply.reason)
+        self.remote.ask(async move { admin.resume(request).await })
     }
 
     /// Reads everything on the server in the lowest class and compares it with its digests.

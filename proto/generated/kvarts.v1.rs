@@ -4410,11 +4410,26 @@ pub struct ScrubReply {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResumeRequest {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ResumeReply {
     /// The reason why the store refused writes; empty if it accepted them.
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
+    /// Each directory that was out of use, with the result of the attempt to use it again.
+    #[prost(message, repeated, tag = "2")]
+    pub directories: ::prost::alloc::vec::Vec<ReturnedDirectory>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ReturnedDirectory {
+    /// The path of the directory.
+    #[prost(string, tag = "1")]
+    pub directory: ::prost::alloc::string::String,
+    /// The number of blocks that are found in it again.
+    #[prost(uint64, tag = "2")]
+    pub blocks: u64,
+    /// The reason why it stays out of use; empty if it is in use again.
+    #[prost(string, tag = "3")]
+    pub refused: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DrainRequest {}
@@ -4645,7 +4660,8 @@ pub mod admin_client {
             self.inner.unary(req, path, codec).await
         }
         /// Makes a store writable again that became read-only after a fault. Each shard first writes its state durably. If one
-        /// of them fails, the store stays read-only and the error names the cause.
+        /// of them fails, the store stays read-only and the error names the cause. Directories that are out of use are checked
+        /// first and used again where their disks are back; deletes are refused for as long as their segments are read.
         pub async fn resume(
             &mut self,
             request: impl tonic::IntoRequest<super::ResumeRequest>,
@@ -4853,7 +4869,8 @@ pub mod admin_server {
             request: tonic::Request<super::CheckpointRequest>,
         ) -> std::result::Result<tonic::Response<super::CheckpointReply>, tonic::Status>;
         /// Makes a store writable again that became read-only after a fault. Each shard first writes its state durably. If one
-        /// of them fails, the store stays read-only and the error names the cause.
+        /// of them fails, the store stays read-only and the error names the cause. Directories that are out of use are checked
+        /// first and used again where their disks are back; deletes are refused for as long as their segments are read.
         async fn resume(
             &self,
             request: tonic::Request<super::ResumeRequest>,

@@ -11,5 +11,6 @@ pub mod grpc;
 pub mod human;
 pub mod local;
 pub mod metrics;
+pub(crate) mod returned;
 pub(crate) mod sizes;
 pub mod state;

@@ -5,6 +5,7 @@
 
 mod answered;
 mod made;
+mod places;
 mod stop;
 mod usable;
 
@@ -33,9 +34,11 @@ use kvarts_contract::blocking::block_on;
 use kvarts_contract::clock::{OsEntropy, SystemClock};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
-use answered::{Asking, WITHIN, answered};
+use answered::{WITHIN, answered};
 pub use made::make;
 use made::{Before, LOCK};
+use places::Held;
+pub use places::Places;
 pub use stop::Stop;
 pub use usable::{free_bytes, refuse_unusable, writable};
 
@@ -95,7 +98,7 @@ pub struct Home {
     store: Store,
     executors: Vec<Joined>,
     /// Held for as long as the store is open.
-    locks: Vec<Lock>,
+    held: Arc<Held>,
     notes: Vec<String>,
 }
 
@@ -108,14 +111,9 @@ impl std::fmt::Debug for Joined {
 }
 
 impl Home {
-    /// Its directories, for a task that notices when one is taken away.
+    /// Its directories, for a task that notices when one is taken away, and takes it again when it is back.
     pub fn places(&self) -> Places {
-        let known = self.locks.iter().filter_map(|lock| {
-            let facts = lock.file.metadata().ok()?;
-            let (directory, device, inode) = (lock.before.directory.clone(), facts.dev(), facts.ino());
-            Some(Place { at: lock.at, directory, device, inode, asking: Asking::default() })
-        });
-        Places { store: self.store.clone(), known: known.collect() }
+        Places::new(self.store.clone(), Arc::clone(&self.held))
     }
 
     /// Opens or makes a store in one directory, with at most `budget_bytes` on its disk and everything else as it is by default.
@@ -140,12 +138,9 @@ impl Home {
         let mut locks = Vec::new();
         match Self::open_locked(options, &mut locks) {
             Ok((store, executors, notes)) => {
-                let home = Self { store, executors, locks, notes };
-                let places = home.places();
-                let known = places.known;
-                let named = |place: &Place| (place.at, place.directory.clone());
-                home.store.look_before_resuming(Box::new(move || gone(&known).map(named).collect()));
-                Ok(home)
+                let held = Arc::new(Held::new(options.directories.clone(), locks));
+                store.stands_in(Arc::clone(&held) as _);
+                Ok(Self { store, executors, held, notes })
             }
             Err(refused) => {
                 made::remove(locks, &[]);
@@ -218,13 +213,13 @@ impl Home {
     }
 
     fn end(self) -> Vec<Lock> {
-        let Self { store, executors, locks, .. } = self;
+        let Self { store, executors, held, .. } = self;
         drop(store);
         for executor in executors {
             // An executor that panicked has been reported by its thread already.
             let _ = executor.0.join();
         }
-        locks
+        held.let_go_of_all()
     }
 }
 
@@ -278,51 +273,6 @@ struct Lock {
     /// Which of the store's directories it is, in the order in which they were given.
     at: u16,
     before: Before,
-}
-
-/// The directories of an open store, to be looked at now and then.
-#[derive(Clone, Debug)]
-pub struct Places {
-    store: Store,
-    known: Vec<Place>,
-}
-
-/// A directory, with device and number of the lock in it.
-#[derive(Clone, Debug)]
-struct Place {
-    at: u16,
-    directory: PathBuf,
-    device: u64,
-    inode: u64,
-    asking: Asking,
-}
-
-impl Place {
-    /// Whether it was removed, renamed, or is another now. One on a drive that hangs is not known to be.
-    fn is_gone(&self) -> bool {
-        let (lock, here) = (self.directory.join(LOCK), (self.device, self.inode));
-        let is_gone = move || match lock.metadata() {
-            Ok(facts) => (facts.dev(), facts.ino()) != here,
-            // Others say nothing about where the directory is.
-            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-        };
-        self.asking.answered(WITHIN, is_gone) == Some(true)
-    }
-}
-
-/// Those of these that were removed, renamed, or are others now.
-fn gone(known: &[Place]) -> impl Iterator<Item = &Place> {
-    known.iter().filter(|place| place.is_gone())
-}
-
-impl Places {
-    /// Notices if directories of the store were removed, renamed, or are others now, as where a file system was mounted over one: what is
-    /// written there reaches no restart. A store of several goes on without them, one of this directory alone takes no more writes.
-    /// Gives the first of them.
-    pub fn look(&self) -> Option<&Path> {
-        gone(&self.known).for_each(|place| self.store.take_as_gone(place.at, &place.directory));
-        gone(&self.known).next().map(|place| &*place.directory)
-    }
 }
 
 impl Drop for Lock {
@@ -603,7 +553,7 @@ mod tests {
         let places = home.places();
         assert!(places.look().is_none() && home.store().health().latched.is_none());
         std::fs::rename(&store, &other).unwrap();
-        assert_eq!(places.look(), Some(store.as_path()));
+        assert_eq!(places.look().as_deref(), Some(store.as_path()));
         let latched = home.store().health().latched.unwrap();
         assert!(latched.contains("store") && latched.contains("after the store was opened"), "{latched}");
         // What is written down reaches the directory by its files, and no restart.
@@ -612,7 +562,7 @@ mod tests {
         // Another directory in its place is not the one that was there.
         std::fs::create_dir(&store).unwrap();
         File::create(store.join("lock")).unwrap();
-        assert_eq!(places.look(), Some(store.as_path()));
+        assert_eq!(places.look().as_deref(), Some(store.as_path()));
         std::fs::remove_dir_all(&store).unwrap();
         std::fs::rename(&other, &store).unwrap();
         assert_eq!(places.look(), None);
@@ -630,7 +580,7 @@ mod tests {
         let home = Home::open(&options).unwrap();
         let places = home.places();
         std::fs::rename(&second, &other).unwrap();
-        assert_eq!(places.look(), Some(second.as_path()));
+        assert_eq!(places.look().as_deref(), Some(second.as_path()));
         let out = |home: &Home| home.store().health().out.get(&1).cloned().unwrap_or_default();
         assert!(
             out(&home).contains("after the store was opened") && home.store().health().latched.is_none(),
@@ -651,6 +601,44 @@ mod tests {
         std::fs::rename(&other, &second).unwrap();
         let home = Home::open(&options).unwrap();
         assert_eq!(out(&home), "");
+        home.close().unwrap();
+        std::fs::remove_dir_all(&scratch).unwrap();
+    }
+
+    #[test]
+    #[allow(clippy::disallowed_methods, reason = "a test takes the directory away")]
+    fn a_directory_that_is_back_is_used_again_by_the_store_that_lost_it() {
+        let (scratch, options) = scratch("returned", &["first", "second"]);
+        let (second, other) = (options.directories[1].clone(), scratch.join("other"));
+        let home = Home::open(&options).unwrap();
+        let (store, places) = (home.store(), home.places());
+        let refused = |why: &str| {
+            let told = block_on(store.bring_back(1)).unwrap_err().to_string();
+            assert!(told.contains(why), "{told}");
+        };
+        refused("directory 1 of the store is in use");
+        std::fs::rename(&second, &other).unwrap();
+        assert_eq!(places.look().as_deref(), Some(second.as_path()));
+        refused("second holds no store: mount its disk");
+        // Nor by itself: nothing is there.
+        assert!(places.bring_back().is_empty() && !second.exists());
+        std::fs::create_dir(&second).unwrap();
+        refused("second holds no store: mount its disk");
+        std::fs::remove_dir(&second).unwrap();
+        // Another store is none of this one's.
+        let foreign = HomeOptions { directories: vec![second.clone()], ..options.clone() };
+        Home::open(&foreign).unwrap().close().unwrap();
+        refused("belongs to store");
+        assert!(store.health().out.contains_key(&1));
+        // What was refused is let go: another process may look at it.
+        Home::open(&foreign).unwrap().close().unwrap();
+        std::fs::remove_dir_all(&second).unwrap();
+        std::fs::rename(&other, &second).unwrap();
+        let resumed = block_on(store.resume()).unwrap();
+        assert!(matches!(resumed[..], [(1, Ok(0))]), "{resumed:?}");
+        assert_eq!((store.health().out.len(), places.look()), (0, None));
+        // It is this process's again.
+        assert!(matches!(lock(&second), Err(Error(Reason::Locked(_)))));
         home.close().unwrap();
         std::fs::remove_dir_all(&scratch).unwrap();
     }

@@ -79,7 +79,7 @@ fn a_latched_store_is_told_of_wherever_somebody_asks_until_it_resumes() {
     desk.expect(pages(), &first, 1);
     stage.client.resume().expect_err("the directory is gone");
     std::fs::rename(&away, &shard).unwrap();
-    assert!(stage.client.resume().unwrap().contains("No such file"));
+    assert!(stage.client.resume().unwrap().reason.contains("No such file"));
     assert_eq!(health(served), (200, "ok\n".to_owned()));
     served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::Serving));
     for n in 300..340 {

@@ -6,6 +6,7 @@
 #![allow(clippy::result_large_err, reason = "the contract's error, as it came")]
 
 mod raw;
+mod read_allocations;
 mod served;
 
 use std::sync::{Mutex, PoisonError};

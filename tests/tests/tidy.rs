@@ -88,6 +88,7 @@ const UNSAFE_FILES: &[&str] = &[
     // Count what a test allocates, and pass every call on.
     "cluster/tests/session_memory.rs",
     "fsck/tests/memory.rs",
+    "tests/tests/read_allocations.rs",
     // The CUDA driver's entry points, looked up by name.
     "gpudirect/src/device/cuda/calls.rs",
     // Calls into the CUDA driver, whose handles live exactly as long as their owners.

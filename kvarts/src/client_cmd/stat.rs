@@ -171,14 +171,26 @@ fn report(store: &str, stats: &proto::StatsReply) -> Value {
 pub(crate) fn resume(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
     let why = |error: &kvarts_contract::error::Error| format!("the store is still read-only: {error}");
-    let before = client.resume().map_err(|error| Failure::user(why(&error)))?;
+    let reply = client.resume().map_err(|error| Failure::user(why(&error)))?;
+    let given = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
     if arguments.server.json {
-        let before = Some(before).filter(|before| !before.is_empty());
-        return print(out, &json!({"resumed": before.is_some(), "before": before}));
+        let before = given(&reply.reason);
+        let of = |one: &proto::ReturnedDirectory| json!({"directory": one.directory, "blocks": one.blocks, "refused": given(&one.refused)});
+        let directories: Vec<_> = reply.directories.iter().map(of).collect();
+        return print(
+            out,
+            &json!({"resumed": before.is_some(), "before": before, "directories": directories}),
+        );
     }
-    match before.as_str() {
+    match reply.reason.as_str() {
         "" => writeln!(out, "the store already accepts writes")?,
         before => writeln!(out, "the store accepts writes again; the cause was: {before}")?,
+    }
+    for proto::ReturnedDirectory { directory, blocks, refused } in &reply.directories {
+        match refused.as_str() {
+            "" => writeln!(out, "{directory} is in use again, with {blocks} blocks")?,
+            why => writeln!(out, "{directory} stays out of use: {why}")?,
+        }
     }
     Ok(())
 }

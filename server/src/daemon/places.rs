@@ -1,4 +1,4 @@
-//! Notices that a directory of the store was taken away while it is in use.
+//! Notices that a directory of the store was taken away while it is in use, and brings it back when its disk is there again.
 //!
 //! Files that are open go on as if nothing had happened: puts would be acknowledged as durable, and a restart finds nothing of them.
 
@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use kvarts_store::home::Places;
 use tokio::time::sleep;
+
+use crate::returned;
 
 /// What is acknowledged in between is lost with the directory.
 const EVERY: Duration = Duration::from_secs(2);
@@ -20,7 +22,13 @@ pub(super) async fn keep(places: Places) {
             // ends: the file system answers, or the task is aborted at a stop: one thread waits, once
             tokio::task::spawn_blocking(move || here.look().map(|path| path.display().to_string())).await;
         let gone = looked.ok().flatten();
-        if let Some(directory) = gone.as_ref().filter(|_| !was_gone) {
+        let news = gone.as_ref().filter(|_| !was_gone);
+        if let Some(directory) = news.filter(|_| !places.is_alone()) {
+            tracing::error!(
+                directory,
+                "a directory of the store was removed, renamed or mounted over: its blocks are misses until it is back"
+            );
+        } else if let Some(directory) = news {
             tracing::error!(
                 directory,
                 "the store's directory was removed, renamed or mounted over: puts are refused; stop the server, put the \
@@ -28,6 +36,12 @@ pub(super) async fn keep(places: Places) {
             );
         }
         was_gone = gone.is_some();
+        let out = places.clone();
+        // ends: bringing back a directory ends within a minute, or the task is aborted at a stop
+        let tried = tokio::task::spawn_blocking(move || out.bring_back()).await.unwrap_or_default();
+        tried
+            .iter()
+            .for_each(|(directory, outcome)| returned::tell(&directory.display().to_string(), outcome));
         sleep(EVERY).await;
     }
 }

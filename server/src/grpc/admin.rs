@@ -1,6 +1,7 @@
 //! Watching and running a server.
 
 use kvarts_cold::Spent;
+use kvarts_contract::blocking::block_on;
 use kvarts_contract::error::Reason;
 use kvarts_layout::StoreId;
 use kvarts_store::engine::{SEGMENTS_MIN, Stats};
@@ -9,6 +10,7 @@ use super::fault::{Fault, Outcome};
 use crate::calls::call::Call;
 use crate::cold::{ColdTier, Copied};
 use crate::human;
+use crate::returned;
 use crate::sizes;
 use crate::state::ServerState;
 use kvarts_wire::limits::SHORT_OF_DISK;
@@ -147,9 +149,22 @@ pub(super) async fn checkpoint(call: &Call) -> Outcome<proto::CheckpointReply> {
 /// Has a store that latched read-only take writes again, if it can.
 pub(super) async fn resume(call: &Call) -> Outcome<proto::ResumeReply> {
     let before = call.state.engine.health().latched;
-    call.state.engine.resume().await?;
+    let engine = call.state.engine.clone();
+    // On a thread of its own: it looks at file systems that may hang.
+    // ends: each look at a directory has a limit of 30 s, and each of the engine's steps one of its own
+    let resumed = tokio::task::spawn_blocking(move || block_on(engine.resume())).await;
+    let tried = resumed.map_err(|_| Reason::Busy("the attempt to resume was stopped"))??;
     tracing::info!(target: "audit", tenant = call.caller.tenant.name, after = before, "the store accepts writes again");
-    Ok(proto::ResumeReply { reason: before.unwrap_or_default() })
+    let directories = tried.into_iter().map(|(at, outcome)| {
+        let directory = call.state.directory(at);
+        returned::tell(&directory, &outcome);
+        let (blocks, refused) = match outcome {
+            Ok(blocks) => (blocks, String::new()),
+            Err(why) => (0, why.to_string()),
+        };
+        proto::ReturnedDirectory { directory, blocks, refused }
+    });
+    Ok(proto::ResumeReply { reason: before.unwrap_or_default(), directories: directories.collect() })
 }
 
 /// Moves live blocks together and merges small records, with the engine's usual bounds.

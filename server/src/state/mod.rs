@@ -382,7 +382,8 @@ impl ServerState {
         silent.map(told).collect()
     }
 
-    fn directory(&self, at: u16) -> String {
+    /// The path of the store's `at`th directory.
+    pub(crate) fn directory(&self, at: u16) -> String {
         let directory = self.decided.directories.get(usize::from(at));
         directory.map_or_else(|| at.to_string(), |path| path.display().to_string())
     }

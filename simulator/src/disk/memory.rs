@@ -210,7 +210,7 @@ impl Media {
             }
             MetaOp::Remove { name } => said(self.names.remove(&name).is_some()),
             MetaOp::MakeDir { name } => (if self.folders.insert(name) { 0 } else { EEXIST }, None),
-            MetaOp::SyncDir { .. } => (0, None),
+            MetaOp::SyncDir { .. } | MetaOp::Reopen { .. } => (0, None),
             MetaOp::List { name } => self.list(&name),
             MetaOp::Stat { file } => self
                 .on(file, |file| (0, Some(Reply::Stat { len: file.len, allocated: file.allocated.bytes() }))),

@@ -389,6 +389,11 @@ impl Driver {
         self.shared.core.borrow().is_silent_alone(usize::from(dir.0), now)
     }
 
+    /// Whether the device of a directory has answered everything, and nothing waits for it.
+    pub(crate) fn is_idle(&self, dir: DirId) -> bool {
+        self.shared.core.borrow().is_idle(usize::from(dir.0))
+    }
+
     /// Completes at this time.
     pub(crate) fn sleep_until(&self, at: Nanos) -> LocalTask {
         self.shared.rt.sleep_until(at)

@@ -390,6 +390,11 @@ impl Core {
         loads
     }
 
+    /// Whether a lane has no operation.
+    pub(super) fn is_idle(&self, lane: usize) -> bool {
+        self.lanes.get(lane).is_none_or(|lane| lane.slots == 0)
+    }
+
     /// Whether the device of a lane has not answered something for too long.
     pub(super) fn is_silent(&self, lane: usize, now: Nanos) -> bool {
         self.slots.iter().any(|(_, slot)| slot.lane == lane && slot.is_overdue(now))

@@ -24,6 +24,7 @@ pub use compact::{CompactOptions, CompactReport};
 pub use front::limits::Limits;
 pub use front::memory_audit::Table;
 pub use front::produced::{Produced, ProducedPage};
+pub(crate) use front::store::DirectoryPlaces;
 pub use front::store::{
     Executors, Holding, KnownNamespace, OfTenant, Options, PlannedExtent, SEGMENTS_MIN, Stats, Store,
     StoreTiles, refuse_beyond_disk,

@@ -22,6 +22,7 @@ pub(crate) fn describe(op: &MetaOp) -> (OpKind, Subject, u64, u64) {
         MetaOp::Stat { file } => (OpKind::Stat, Subject::File(*file), 0, 0),
         MetaOp::Holes { file, .. } => (OpKind::Holes, Subject::File(*file), 0, 0),
         MetaOp::Space { dir } => (OpKind::Space, home(*dir), 0, 0),
+        MetaOp::Reopen { dir } => (OpKind::Open, home(*dir), 0, 0),
         MetaOp::Compute { dir, .. } => (OpKind::Compute, home(*dir), 0, 0),
     }
 }

@@ -1,14 +1,14 @@
 //! Executes [`MetaOp`]s, those of one directory one at a time, on a thread of its own: a device that hangs holds up its own. Only
 //! questions about holes are asked by several: a start asks one of each segment.
 //!
-//! Names are resolved one component at a time below a directory that was opened once, and no symbolic link is
+//! Names are resolved one component at a time below a directory that is open, and no symbolic link is
 //! followed on the way or at its end, so that a user who can write into a store's directory cannot lead the store
 //! out of it. Files are made readable by their owner alone: they hold what users said to a model.
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use rustix::fs::{
     AtFlags, CWD, Dir, FallocateFlags, FileType, Mode, OFlags, RawMode, SeekFrom, StatxFlags, fallocate,
@@ -82,7 +82,7 @@ impl MetaThreads {
             | MetaOp::MakeDir { name }
             | MetaOp::SyncDir { name }
             | MetaOp::List { name } => name.dir,
-            MetaOp::Space { dir } | MetaOp::Compute { dir, .. } => *dir,
+            MetaOp::Space { dir } | MetaOp::Reopen { dir } | MetaOp::Compute { dir, .. } => *dir,
             MetaOp::Close { file }
             | MetaOp::Allocate { file, .. }
             | MetaOp::PunchHole { file, .. }
@@ -98,11 +98,40 @@ impl MetaThreads {
     }
 }
 
+/// One of the directories.
+#[derive(Debug)]
+struct Root {
+    path: PathBuf,
+    /// One that could not be opened keeps the error: nothing in it can be.
+    opened: RwLock<Result<Arc<OwnedFd>, Errno>>,
+}
+
+impl Root {
+    fn open(path: &Path) -> Self {
+        Self { path: path.to_owned(), opened: RwLock::new(Self::look(path)) }
+    }
+
+    fn look(path: &Path) -> Result<Arc<OwnedFd>, Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        openat(CWD, path, flags, Mode::empty()).map(Arc::new)
+    }
+
+    fn get(&self) -> Result<Arc<OwnedFd>, Errno> {
+        self.opened.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What is there now takes the place of what was there; where nothing is, that stays.
+    fn reopen(&self) -> Result<(), Errno> {
+        let opened = Self::look(&self.path)?;
+        *self.opened.write().unwrap_or_else(PoisonError::into_inner) = Ok(opened);
+        Ok(())
+    }
+}
+
 /// What is needed to execute: the directories and the table of open files.
 #[derive(Clone, Debug)]
 pub(super) struct Meta {
-    /// One that could not be opened keeps the error: nothing in it can be.
-    dirs: Arc<[Result<OwnedFd, Errno>]>,
+    dirs: Arc<[Root]>,
     files: Arc<Files>,
     direct: bool,
 }
@@ -110,17 +139,15 @@ pub(super) struct Meta {
 impl Meta {
     /// Opens the directories. `direct` says whether direct I/O may be used at all.
     pub(super) fn new(dirs: &[PathBuf], files: &Arc<Files>, direct: bool) -> Result<Self, String> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened: Arc<[_]> = dirs.iter().map(|path| openat(CWD, path, flags, Mode::empty())).collect();
-        let failed = opened.iter().zip(dirs).filter_map(|(dir, path)| Some((dir.as_ref().err()?, path)));
+        let dirs: Arc<[Root]> = dirs.iter().map(|path| Root::open(path)).collect();
+        let failed = dirs.iter().filter_map(|dir| Some((dir.get().err()?, &dir.path)));
         let mut failed =
             failed.map(|(errno, path)| format!("cannot open the directory {}: {errno}", path.display()));
         // Some may be out, but not all.
-        if let Some(why) = failed.next().filter(|_| opened.iter().all(Result::is_err)) {
+        if let Some(why) = failed.next().filter(|_| dirs.iter().all(|dir| dir.get().is_err())) {
             return Err(why);
         }
         drop(failed);
-        let dirs = opened;
         Ok(Self { dirs, files: Arc::clone(files), direct })
     }
 
@@ -155,6 +182,7 @@ impl Meta {
             MetaOp::List { name } => return list(self.dir(name)?.as_fd()).map(Some),
             MetaOp::Stat { file } => return self.on(*file, stat).map(Some),
             MetaOp::Space { dir } => return self.space(*dir).map(Some),
+            MetaOp::Reopen { dir } => self.reopen(*dir)?,
             MetaOp::Compute { work, .. } => work.run(),
         }
         Ok(None)
@@ -164,9 +192,12 @@ impl Meta {
         act(self.files.get(file).ok_or(Errno::BADF)?.as_fd())
     }
 
-    fn root(&self, dir: DirId) -> Result<BorrowedFd<'_>, Errno> {
-        let dir = self.dirs.get(usize::from(dir.0)).ok_or(Errno::BADF)?;
-        dir.as_ref().map(AsFd::as_fd).map_err(|errno| *errno)
+    fn root(&self, dir: DirId) -> Result<Arc<OwnedFd>, Errno> {
+        self.dirs.get(usize::from(dir.0)).ok_or(Errno::BADF)?.get()
+    }
+
+    fn reopen(&self, dir: DirId) -> Result<(), Errno> {
+        self.dirs.get(usize::from(dir.0)).ok_or(Errno::BADF)?.reopen()
     }
 
     /// The directory that holds the last component of `name`, and that component.

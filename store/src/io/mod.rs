@@ -107,6 +107,9 @@ pub enum MetaOp {
     Stat { file: FileId },
     /// Result: 0, and [`Reply::Space`].
     Space { dir: DirId },
+    /// Names in this directory mean from now on what is below its path now: another file system may have been mounted there.
+    /// Result: 0.
+    Reopen { dir: DirId },
     /// Work for this directory that is no operation at all, and takes too long for an executor. Several may be under way at once.
     /// Result: 0.
     Compute { dir: DirId, work: Computation },

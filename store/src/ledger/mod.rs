@@ -105,6 +105,17 @@ impl Ledger {
         }
     }
 
+    /// Forgets the books of all segments of a shard, and gives the bytes of the budget that they had.
+    pub(crate) fn close_all_of(&self, shard: u32) -> u64 {
+        let mut tables = self.write();
+        let books = tables.books.extract_if((shard, 0)..=(shard, u32::MAX), |_, _| true);
+        let closed = books.map(|(_, book)| {
+            book.close();
+            book.allocated()
+        });
+        closed.sum()
+    }
+
     /// Bytes of a shard's segments that hold nothing.
     pub(crate) fn spare_of(&self, shard: u32) -> u64 {
         self.read().spare.get(&shard).map_or(0, |spare| spare.load(Relaxed))

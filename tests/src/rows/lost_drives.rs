@@ -1,17 +1,20 @@
-//! Drives that fail, are absent at a start, are replaced and come back: in any order, over several lives of a store, while
-//! blocks are put and deleted.
+//! Drives that fail, are absent at a start, are replaced and come back, with a start or while the store is open: in any order, over
+//! several lives of a store, while blocks are put and deleted.
 //!
 //! What was acknowledged as deleted is not found, in no life and with no set of drives; what is read is what one producer put since; with half of
 //! the drives the store opens; with more than half deletes are acknowledged; and when all are back, what was never deleted is there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteRequest, Presence, PutRequest, Target,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Presence, PutRequest, Target,
 };
-use kvarts_contract::error::Reason;
+use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::io_error::DirId;
+use kvarts_contract::ticket::Ticket;
 use kvarts_fsck::disk::MemoryDisk;
 use kvarts_layout::BlockKey;
 use kvarts_store::engine::{CompactOptions, Limits, Options};
@@ -65,6 +68,9 @@ struct Story {
     next: u64,
 }
 
+/// The answer to a delete.
+type Deleted = Result<DeleteReply, Error>;
+
 /// What a drive does in a life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fate {
@@ -83,6 +89,8 @@ struct Life<'a> {
     desks: [Desk<'a>; 2],
     /// Drives that are not in use.
     out: BTreeSet<u16>,
+    /// Those of them that cannot come back in this life: one that was replaced, or has operations that it never answers.
+    for_good: BTreeSet<u16>,
 }
 
 impl Story {
@@ -184,7 +192,9 @@ impl Story {
         };
         ensure(found * 2 >= usize::from(self.drives), "it opens with fewer than half", found)?;
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
-        let mut life = Life { stage: &stage, desks, out };
+        let silent = (0u16..).zip(&fates).filter(|(_, fate)| **fate == Fate::Silent).map(|(at, _)| at);
+        let for_good = silent.chain(ghost.iter().map(|(at, _)| *at as u16)).collect();
+        let mut life = Life { stage: &stage, desks, out, for_good };
         self.look_at_all(&life)?;
         let told: BTreeSet<u16> = stage.engine().health().out.into_keys().collect();
         ensure(told == life.out, "health says that others are out", (&told, &life.out))?;
@@ -258,8 +268,75 @@ impl Story {
                 written.map(drop).map_err(|hang| hang.to_string())
             }
             16 => self.compact(life),
+            17 => self.bring_back(life, tenant),
             _ => self.look(life, tenant, keys),
         }
+    }
+
+    /// A drive that is out is well again, and comes back while blocks are put and deleted beside it.
+    fn bring_back(&mut self, life: &mut Life<'_>, tenant: usize) -> Result<(), String> {
+        // One that never answers is waited for: too many steps where checkpoints are written all the while.
+        let is_hasty = self.options.limits.checkpoint_every < Duration::from_secs(1);
+        let may_be_tried = |at: &u16| !is_hasty || !life.for_good.contains(at);
+        let out: Vec<u16> = life.stage.engine().health().out.into_keys().filter(may_be_tried).collect();
+        let Some(&at) = self.rng.pick(&out) else { return self.look(life, tenant, 0..KEYS) };
+        life.stage.world().disk().heal_one(DirId(at));
+        let engine = life.stage.engine().clone();
+        let mut returning = Box::pin(async move { engine.bring_back(at).await });
+        let mut context = Context::from_waker(Waker::noop());
+        let mut back = None;
+        // Some of it is done, a delete comes in between, and the rest is done.
+        let steps = *self.rng.pick(&[0, 20, 60, 120, 240, 480]).unwrap_or(&0);
+        for _ in 0..steps + self.rng.below(20) {
+            if let Poll::Ready(ended) = returning.as_mut().poll(&mut context) {
+                back = Some(ended);
+                break;
+            }
+            life.stage.world().step();
+        }
+        // The delete ends before, or is under way all the while.
+        let beside = self.rng.coin().then(|| self.begin_delete(life, tenant));
+        let ends_before = self.rng.coin();
+        let (ended, beside) = match beside {
+            Some((range, deleted)) if ends_before => (Some((range, stage::ask(life.stage, deleted))), None),
+            beside => (None, beside),
+        };
+        let back = match back {
+            Some(back) => back,
+            None => stage::drive(life.stage.world(), returning).map_err(|hang| hang.to_string())?,
+        };
+        let ended = ended.or_else(|| beside.map(|(range, ticket)| (range, stage::ask(life.stage, ticket))));
+        let deleted = ended.map(|(range, reply)| self.note_delete(tenant, range, reply));
+        self.log.push(format!("drive {at} comes back, beside it {deleted:?}"));
+        let may_fail = life.for_good.contains(&at);
+        ensure(may_fail || back.is_ok(), "a drive that is well does not come back", (at, &back))?;
+        if back.is_ok() {
+            life.out.remove(&at);
+        }
+        self.look_at_all(life)
+    }
+
+    /// A delete of some keys begins.
+    fn begin_delete(&mut self, life: &Life<'_>, tenant: usize) -> (Range<u64>, Ticket<Deleted>) {
+        let (desk, from) = (&life.desks[tenant], self.rng.below(KEYS));
+        let range = from..(from + 4).min(KEYS);
+        let target = Target::Keys { column: None, keys: desk.keys(range.clone()) };
+        let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+        (range, life.stage.store().delete(request))
+    }
+
+    /// What a delete of some keys says, refused or not. Gives the keys and whether it was not.
+    fn note_delete(&mut self, tenant: usize, range: Range<u64>, reply: Deleted) -> (Range<u64>, bool) {
+        let is_done = |one: &DeleteOutcome| !matches!(one, DeleteOutcome::Refused(_));
+        let done = reply.is_ok_and(|reply| reply.outcomes.iter().all(is_done));
+        for n in range.clone() {
+            let known = self.known[tenant].entry(n).or_default();
+            (known.must, known.deleted) = (false, true);
+            if done {
+                known.may.clear();
+            }
+        }
+        (range, done)
     }
 
     /// Segments are emptied, and what kills nothing any more is forgotten.
@@ -326,7 +403,7 @@ impl Story {
 
         let stage = open(&world_of(2, &self.disks), &self.options)?;
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
-        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        let life = Life { stage: &stage, desks, out: BTreeSet::new(), for_good: BTreeSet::new() };
         self.look(&life, 0, 0..KEYS)
     }
 
@@ -388,7 +465,7 @@ impl Story {
         let world = crate::rows::lost_drives::world(seed.nth(1), self.drives, Some(media(&self.disks)));
         let stage = SimStage::open(&world, &self.options).map_err(|error| error.to_string())?;
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
-        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        let life = Life { stage: &stage, desks, out: BTreeSet::new(), for_good: BTreeSet::new() };
         for n in KEYS / 2..KEYS {
             let mut known = Known::default();
             known.may.insert(1);
@@ -511,7 +588,7 @@ impl Story {
         let stage = SimStage::open(&world, &self.options).map_err(|error| error.to_string())?;
         ensure(stage.engine().health().out.is_empty(), "a drive is out", stage.engine().health())?;
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
-        let life = Life { stage: &stage, desks, out: BTreeSet::new() };
+        let life = Life { stage: &stage, desks, out: BTreeSet::new(), for_good: BTreeSet::new() };
         self.look_at_all(&life)?;
         for (tenant, known) in self.known.iter().enumerate() {
             for (n, _) in known.iter().filter(|(_, known)| known.must) {

@@ -237,6 +237,16 @@ pub const BUGS: &[Bug] = &[
     ),
     bug("one-lane", "R43", "requests to a silent drive use up the room of the others"),
     bug("behind-not-told", "R44", "a drive that returns does not receive the deletes since"),
+    bug(
+        "deletes-beside-a-return",
+        "R44",
+        "deletes are acknowledged while a drive comes back that was told before them",
+    ),
+    bug(
+        "delete-spans-a-return",
+        "R44",
+        "a delete that began before a drive came back is acknowledged without a part for it",
+    ),
     bug("forgotten-while-out", "R44", "deletes are forgotten while an absent drive may have their blocks"),
     bug(
         "unreadable-forgotten",

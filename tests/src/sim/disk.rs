@@ -197,6 +197,11 @@ impl SimDisk {
         self.lock().rules.clear();
     }
 
+    /// Forgets the rules of one device: it is well again. What is stuck stays stuck.
+    pub fn heal_one(&self, dir: DirId) {
+        self.lock().rules.retain(|(rule, ..)| rule.dir != Some(dir));
+    }
+
     /// How often rules have struck.
     pub fn struck(&self) -> u64 {
         self.lock().struck
@@ -413,7 +418,7 @@ fn shape_or_name(pending: &Pending, media: &mut Media) -> Result<Option<(Ino, Op
         MetaOp::Rename { from, to } => media.rename(from.dir, &from.path, (to.dir, &to.path))?,
         MetaOp::Remove { name } => media.remove(name.dir, &name.path)?,
         MetaOp::MakeDir { name } => media.make_dir(name.dir, &name.path)?,
-        MetaOp::Close { .. } | MetaOp::SyncDir { .. } | MetaOp::List { .. } => {}
+        MetaOp::Close { .. } | MetaOp::SyncDir { .. } | MetaOp::List { .. } | MetaOp::Reopen { .. } => {}
         MetaOp::Stat { .. } | MetaOp::Space { .. } | MetaOp::Holes { .. } | MetaOp::Compute { .. } => {}
     }
     Ok(None)
@@ -438,7 +443,7 @@ fn subject(op: &Op, io: &IoState) -> (Result<Option<OpenFile>, i32>, Option<DirI
                 let text = format!("{}/{} to {}", from.dir.0, from.path, to.path);
                 (Ok(None), Some(from.dir), text.into())
             }
-            MetaOp::Space { dir } | MetaOp::Compute { dir, .. } => {
+            MetaOp::Space { dir } | MetaOp::Reopen { dir } | MetaOp::Compute { dir, .. } => {
                 (Ok(None), Some(*dir), dir.0.to_string().into())
             }
         },
@@ -691,6 +696,7 @@ impl Machine {
                 self.computed.push(work.clone());
                 Ok(None)
             }
+            (MetaOp::Reopen { dir }, _) => self.media.look_up(*dir, "").map(|_| None),
             (MetaOp::Space { dir }, _) => {
                 self.media.look_up(*dir, "")?;
                 let (free, total) = self.media.space();

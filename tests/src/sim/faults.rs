@@ -60,7 +60,7 @@ impl OpKind {
             Op::Write { .. } | Op::WriteV { .. } => Self::Write,
             Op::Flush { .. } => Self::Flush,
             Op::Meta(op) => match op {
-                MetaOp::Open { .. } => Self::Open,
+                MetaOp::Open { .. } | MetaOp::Reopen { .. } => Self::Open,
                 MetaOp::Close { .. } => Self::Close,
                 MetaOp::Allocate { .. } => Self::Allocate,
                 MetaOp::PunchHole { .. } => Self::Punch,

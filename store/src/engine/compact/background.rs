@@ -10,7 +10,8 @@
 //! ends it after the record that it is at. It appends to logs, so nothing that makes room for an append may wait for
 //! it; it begins nothing for which there is no room.
 
-use std::collections::VecDeque;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,18 +101,18 @@ impl Compaction {
     }
 }
 
+/// The shards of an executor.
+type Own = Rc<RefCell<BTreeMap<u32, Rc<Shard>>>>;
+
 /// Runs until the executor stops. `merging` is given to one executor of a store.
 pub(crate) async fn keep(
     rt: Rc<dyn Runtime>,
     stopping: Rc<std::cell::Cell<bool>>,
-    (own, compaction): (Vec<Rc<Shard>>, Compaction),
+    (own, compaction): (Own, Compaction),
     merging: Option<(Arc<Shared>, Arc<dyn Shards>)>,
 ) {
-    let (Some(every), Some(shared)) =
-        (compaction.every, own.first().map(|shard| Arc::clone(&shard.volume.shared)))
-    else {
-        return;
-    };
+    let first = own.borrow().values().next().map(|shard| Arc::clone(&shard.volume.shared));
+    let (Some(every), Some(shared)) = (compaction.every, first) else { return };
     let (mut merged_at, mut noted) = (0, VecDeque::new());
     // One for all rounds: what a round did, the next one waits for.
     let mut pace = Pace::new(&rt, &compaction.options(Need::default(), every), Rc::clone(&stopping));
@@ -132,7 +133,9 @@ pub(crate) async fn keep(
             };
         }
         if need.empty || need.encode {
-            let _ = segments::empty_all(&own, &options, &mut pace).await;
+            // Those that there are now: a directory may have come back.
+            let shards: Vec<_> = own.borrow().values().map(Rc::clone).collect();
+            let _ = segments::empty_all(&shards, &options, &mut pace).await;
         }
     }
 }

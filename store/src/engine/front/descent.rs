@@ -131,7 +131,7 @@ pub(crate) async fn delete_prefix(
     (rt, turn): (&dyn Runtime, &FairTurn<TenantSalt>),
 ) {
     let mut finding = pin!(async {
-        let namespace = delete::check(shared, &request)?;
+        let (namespace, began) = delete::check(shared, &request)?;
         let _turn = turn.take(&namespace.salt).await;
         let mut search = Search::new(root, delete::keys_max(shared.shards));
         search.run(shared, router, &namespace).await?;
@@ -141,7 +141,7 @@ pub(crate) async fn delete_prefix(
             keys.push(key);
             section.spend(1).await;
         }
-        Ok::<_, Reason>((namespace, keys))
+        Ok::<_, Reason>(((namespace, began), keys))
     });
     let deadline = request.deadline.map(|at| rt.sleep_until(at));
     match with_deadline(finding.as_mut(), deadline).await.unwrap_or(Err(Reason::DeadlinePassed)) {

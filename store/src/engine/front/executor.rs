@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,20 +28,21 @@ use crate::engine::shared::directories::forget_gone;
 use crate::engine::shared::health::Vigil;
 use crate::engine::tasks::fair_turn::FairTurn;
 use crate::engine::tasks::notify::{Turn, with_deadline, yield_now};
+use crate::engine::volume::Volume;
 use crate::engine::volume::checkpoint;
 use crate::engine::volume::directory::{self, Way, terms};
 use crate::engine::volume::tombstones::Graves;
 use crate::engine::write::delete::{self, DeletePart};
 use crate::engine::write::put::layers::{self, LayersPart};
 use crate::engine::write::put::{self, PutPart};
-use crate::io::IoFacts;
+use crate::io::{IoFacts, MetaOp};
 use crate::rt::mailbox::Mailbox;
 use crate::rt::{Body, ExecutorContext, LocalTask, Runtime};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{
     buffers::{Arena, Region},
-    io_error::DirId,
+    io_error::{DirId, FileId},
 };
 use kvarts_contract::{class::Class, clock::Nanos};
 
@@ -64,6 +65,8 @@ struct Executor {
     /// The staging memory until it is registered, and why it could not be.
     unregistered: Cell<Option<Arc<Region>>>,
     not_registered: Rc<RefCell<Option<String>>>,
+    /// What it gave up of directories that are to come back, with the files of it that are still open.
+    leaving: RefCell<Vec<(Weak<Volume>, Rc<RefCell<Vec<FileId>>>)>>,
     vigil: Vigil,
 }
 
@@ -93,9 +96,11 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, directories: u16, 
                 io: Rc::clone(&context.io),
                 unregistered: Cell::new(limits.register.then(|| Arc::clone(&region))),
                 not_registered: Rc::default(),
+                leaving: RefCell::default(),
                 vigil: Vigil::new(context.index),
             };
-            executor.serve(mailbox).await;
+            let executor = Rc::new(executor);
+            Rc::clone(&executor).serve(mailbox).await;
             executor.vigil.end();
         })
     })
@@ -105,6 +110,10 @@ pub(crate) fn body(mailbox: Mailbox<Message>, limits: Limits, directories: u16, 
 const SPACE_WITHIN: Duration = Duration::from_secs(5);
 /// How long a look at an executor waits for what a file system makes of holes.
 const HOLES_WITHIN: Duration = Duration::from_secs(1);
+
+/// How long what is under way in a directory may take to end before it comes back, and how often that is looked at.
+const GIVEN_UP_WITHIN: Duration = Duration::from_secs(10);
+const GIVEN_UP_LOOK: Duration = Duration::from_millis(10);
 
 /// Staging memory of each directory at least.
 const ARENA_MIN: usize = 1 << 20;
@@ -116,7 +125,7 @@ impl Executor {
         &self.arenas[usize::from(dir.0) % self.arenas.len()]
     }
 
-    async fn serve(&self, mailbox: Mailbox<Message>) {
+    async fn serve(self: Rc<Self>, mailbox: Mailbox<Message>) {
         while let Some(message) = mailbox.recv(&*self.rt).await {
             match message {
                 Message::OpenDirectories { plan, reply } => {
@@ -124,8 +133,12 @@ impl Executor {
                     // A caller that is gone needs no answer, here and below.
                     let _ = reply.send(directory::open(&way, &plan).await);
                 }
-                Message::Adopt { shared, shards, told, reply } => {
-                    let _ = reply.send(self.adopt(&shared, shards, told.as_deref()).await);
+                Message::Adopt { shared, shards, told, beside: false, reply } => {
+                    let batch = Batch::new(shards.len());
+                    let _ = reply.send(self.adopt(&shared, shards, (told.as_deref(), batch)).await);
+                }
+                message @ (Message::Adopt { .. } | Message::GiveUp { .. } | Message::LookAgain { .. }) => {
+                    self.bring_back(message);
                 }
                 Message::Graves(reply) => drop(reply.send(self.graves())),
                 Message::Settle(shared, reply) => self.settle(shared, reply),
@@ -248,20 +261,81 @@ impl Executor {
         of_shards.chain(memory_audit::of_driver(&self.driver)).collect()
     }
 
+    /// Does a part of what brings a directory back, while it goes on serving. A caller that is gone needs no answer.
+    fn bring_back(self: &Rc<Self>, message: Message) {
+        let own = Rc::clone(self);
+        self.background(async move {
+            match message {
+                Message::Adopt { shared, shards, told, reply, .. } => {
+                    let batch = Batch::beside(shards.len());
+                    let _ = reply.send(own.adopt(&shared, shards, (told.as_deref(), batch)).await);
+                }
+                Message::GiveUp { shared, dir, reply } => drop(reply.send(own.give_up(&shared, dir).await)),
+                Message::LookAgain { shared, dir, reply } => {
+                    let way = Way { driver: &own.driver, arenas: &own.arenas, rt: &*own.rt };
+                    let _ = reply.send(directory::look_again(&way, &shared, dir).await);
+                }
+                _ => {}
+            }
+        });
+    }
+
+    /// A shard without segments.
+    fn new_shard(&self, shared: &Arc<Shared>, (shard, dir): (u32, DirId)) -> Rc<Shard> {
+        let rt = Rc::clone(&self.rt);
+        let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
+        let path = (Rc::clone(&self.driver), self.arena(dir).clone());
+        Shard::new((shard, dir), Arc::clone(shared), path, spawn, compact::thin::in_background)
+    }
+
+    /// Gives up its shards of a directory that is out. When the last task that knows of them has ended and the device has answered
+    /// everything, nothing that was begun before can reach their files; then the directory is opened again by its path.
+    async fn give_up(&self, shared: &Arc<Shared>, dir: DirId) -> Result<(), Reason> {
+        let own: Vec<Rc<Shard>> =
+            self.shards.borrow().values().filter(|shard| shard.volume.dir == dir).map(Rc::clone).collect();
+        for old in own {
+            let files = old.volume.abandon();
+            old.reads.headers.forget();
+            let empty = self.new_shard(shared, (old.volume.shard, dir));
+            empty.volume.abandon();
+            self.shards.borrow_mut().insert(old.volume.shard, empty);
+            self.leaving.borrow_mut().push((Rc::downgrade(&old.volume), files));
+        }
+        let give_up = self.rt.clock().now().plus(GIVEN_UP_WITHIN);
+        while !self.has_given_up(dir) {
+            if self.rt.clock().now() >= give_up {
+                return Err(Reason::Busy(
+                    "the disk of the directory has not answered everything from before",
+                ));
+            }
+            self.rt.sleep_until(self.rt.clock().now().plus(GIVEN_UP_LOOK)).await;
+        }
+        let is_over = |(volume, _): &mut (Weak<Volume>, _)| volume.strong_count() == 0;
+        let over: Vec<_> = self.leaving.borrow_mut().extract_if(.., is_over).collect();
+        for file in over.into_iter().flat_map(|(_, files)| files.take()) {
+            // One that cannot be closed is open until the store is.
+            let _ = self.driver.meta(MetaOp::Close { file }).await;
+        }
+        let reopened = self.driver.meta(MetaOp::Reopen { dir }).await;
+        reopened.map(drop).map_err(|error| directory::refused(&error))
+    }
+
+    /// Whether nothing is left of what it gave up of a directory.
+    fn has_given_up(&self, dir: DirId) -> bool {
+        let is_known = |volume: &Weak<Volume>| volume.upgrade().is_some_and(|volume| volume.dir == dir);
+        self.driver.is_idle(dir) && !self.leaving.borrow().iter().any(|(volume, _)| is_known(volume))
+    }
+
     async fn adopt(
         &self,
         shared: &Arc<Shared>,
         shards: Vec<(u32, DirId)>,
-        told: Option<&Graves>,
+        (told, mut batch): (Option<&Graves>, Batch),
     ) -> Result<Vec<RecoveryReport>, Reason> {
-        let (mut reports, mut batch) = (Vec::new(), Batch::new(shards.len()));
+        let mut reports = Vec::new();
         self.vigil.begin(shared, shards.iter().map(|(shard, _)| *shard).collect());
         for (shard, dir) in shards {
-            let rt = Rc::clone(&self.rt);
-            let spawn = Box::new(move |task| rt.spawn(Class::Put, task));
-            let path = (Rc::clone(&self.driver), self.arena(dir).clone());
-            let begun = compact::thin::in_background;
-            let adopted = Shard::new((shard, dir), Arc::clone(shared), path, spawn, begun);
+            let adopted = self.new_shard(shared, (shard, dir));
             if !adopted.volume.is_out() {
                 let recovering = pin!(recover::recover_told(&adopted.log, told, &mut batch));
                 // A device that hangs now costs its own blocks, and not the start.
@@ -277,7 +351,10 @@ impl Executor {
                     {
                         adopted.volume.lose(&why.to_string(), true);
                     }
-                    Err(why) => return Err(why),
+                    Err(why) => {
+                        adopted.volume.abandon();
+                        return Err(why);
+                    }
                 }
             }
             self.upkeep_periodically(&adopted);
@@ -336,7 +413,7 @@ impl Executor {
     /// Lets go of shards whose directory is gone.
     fn let_go(&self) {
         for shard in self.shards.borrow().values() {
-            if shard.volume.shared.directories.is_gone(shard.volume.dir) {
+            if shard.volume.shared.directories.has_lost(shard.volume.dir) {
                 shard.volume.let_go();
                 shard.reads.headers.forget();
             }
@@ -376,12 +453,14 @@ impl Executor {
     /// Periodic upkeep of a shard, every `checkpoint_every`: leases that ended are swept up, the clock of recency goes on, a
     /// checkpoint is written if records were added, and what is cut off is counted, by the first shard whose turn it is.
     fn upkeep_periodically(&self, shard: &Rc<Shard>) {
-        let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let (own, rt, stopping) = (Rc::downgrade(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.checkpoint_every;
+        let mut written = shard.volume.sequence.get();
         let keeping = async move {
-            let mut written = shard.volume.sequence.get();
             while !stopping.get() {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
+                // A shard that was opened anew has an upkeep of its own.
+                let Some(shard) = own.upgrade() else { return };
                 let shared = &shard.volume.shared;
                 while shared.index.expire(rt.clock().now()).more {
                     yield_now().await;
@@ -413,11 +492,12 @@ impl Executor {
 
     /// Takes out what has expired, by the clock.
     fn sweep_expired(&self, shard: &Rc<Shard>) {
-        let (shard, rt, stopping) = (Rc::clone(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
+        let (own, rt, stopping) = (Rc::downgrade(shard), Rc::clone(&self.rt), Rc::clone(&self.stopping));
         let every = self.limits.expiry_sweep_every;
         let keeping = async move {
             while !stopping.get() {
                 rt.sleep_until(rt.clock().now().plus(every)).await;
+                let Some(shard) = own.upgrade() else { return };
                 if !stopping.get() {
                     expiry::sweep(&shard.reads).await;
                     // The executor to be asked for it may have been too busy to be asked.
@@ -430,8 +510,7 @@ impl Executor {
 
     /// Compacts by need until it stops.
     fn keep_compact(&self, merging: Option<(Arc<Shared>, Arc<Router>)>) {
-        let shards: Vec<_> = self.shards.borrow().values().map(Rc::clone).collect();
-        let work = (shards, self.limits.compaction);
+        let work = (Rc::clone(&self.shards), self.limits.compaction);
         let merging = merging.map(|(shared, router)| (shared, router as Arc<dyn Shards>));
         let keeping =
             compact::background::keep(Rc::clone(&self.rt), Rc::clone(&self.stopping), work, merging);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvarts_layout::BlockKey;
+use kvarts_layout::format::superblock::Chosen;
 
 use super::links::{Ask, Links};
 use super::memory_audit::Table;
@@ -41,8 +42,14 @@ pub(crate) enum Message {
         shared: Arc<Shared>,
         shards: Vec<(u32, DirId)>,
         told: Option<Arc<Graves>>,
+        /// The store is open: the executor goes on serving.
+        beside: bool,
         reply: Reply<Result<Vec<RecoveryReport>, Reason>>,
     },
+    /// Give up what there is of a directory that is out, so that its shards can be opened anew, and open it again by its path.
+    GiveUp { shared: Arc<Shared>, dir: DirId, reply: Reply<Result<(), Reason>> },
+    /// Read the superblock of a directory that is out, and compare it with those of the others.
+    LookAgain { shared: Arc<Shared>, dir: DirId, reply: Reply<Result<Chosen, Reason>> },
     /// Do a part of a put.
     Put(u32, PutPart),
     /// Write layers as they come.
@@ -161,19 +168,21 @@ impl Router {
         }
     }
 
-    /// Has executors recover their shards of these, each of which is told what the others know to be deleted, if anything.
+    /// Has executors recover their shards of these, each of which is told what the others know to be deleted, if anything; `beside` what
+    /// else they do.
     pub(crate) async fn adopt(
         &self,
         shared: &Arc<Shared>,
         shards: &[(u32, DirId)],
-        told: Option<Arc<Graves>>,
+        (told, beside): (Option<Arc<Graves>>, bool),
     ) -> Result<Vec<RecoveryReport>, Reason> {
         let mut answers = Vec::new();
         for (index, sender) in self.executors.iter().enumerate() {
             let is_own = |(shard, _): &&(u32, DirId)| self.owner(*shard) == index;
             let shards = shards.iter().filter(is_own).copied().collect();
             let (reply, answer) = ticket();
-            let message = Message::Adopt { shared: Arc::clone(shared), shards, told: told.clone(), reply };
+            let (shared, told) = (Arc::clone(shared), told.clone());
+            let message = Message::Adopt { shared, shards, told, beside, reply };
             sender.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;
             answers.push(answer);
         }
@@ -182,6 +191,30 @@ impl Router {
             reports.extend(answer.await.map_err(|_| Reason::Busy(CLOSING))??);
         }
         Ok(reports)
+    }
+
+    /// Has executors give up what they have of a directory that is out.
+    pub(crate) async fn give_up(&self, shared: &Arc<Shared>, dir: DirId) -> Result<(), Reason> {
+        let mut answers = Vec::new();
+        for sender in &self.executors {
+            let (reply, answer) = ticket();
+            let message = Message::GiveUp { shared: Arc::clone(shared), dir, reply };
+            sender.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;
+            answers.push(answer);
+        }
+        for answer in answers {
+            answer.await.map_err(|_| Reason::Busy(CLOSING))??;
+        }
+        Ok(())
+    }
+
+    /// The superblock of a directory that is out, if it can come back.
+    pub(crate) async fn look_again(&self, shared: &Arc<Shared>, dir: DirId) -> Result<Chosen, Reason> {
+        let first = self.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let (reply, answer) = ticket();
+        let message = Message::LookAgain { shared: Arc::clone(shared), dir, reply };
+        first.try_send(message).map_err(|_| Reason::Busy(CLOSING))?;
+        answer.await.map_err(|_| Reason::Busy(CLOSING))?
     }
 
     /// What all shards that were recovered know to be deleted.

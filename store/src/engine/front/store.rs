@@ -6,13 +6,14 @@ mod leaving;
 mod lending;
 mod measure;
 mod reading;
+mod returning;
 mod space;
 
 pub use reading::StoreTiles;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -56,6 +57,7 @@ use kvarts_contract::ticket::{Ticket, ticket};
 
 pub use holding::Holding;
 pub use measure::PlannedExtent;
+pub(crate) use returning::DirectoryPlaces;
 pub use space::{KnownNamespace, OfTenant, SEGMENTS_MIN, refuse_beyond_disk};
 
 /// How a store is opened. What concerns the shape on disk counts only when the store is made.
@@ -146,11 +148,8 @@ struct Inner {
     router: Arc<Router>,
     reports: Vec<RecoveryReport>,
     closed: AtomicBool,
-    look: OnceLock<Look>,
+    places: OnceLock<Arc<dyn DirectoryPlaces>>,
 }
-
-/// Says which directories are not where they were, each with its number.
-type Look = Box<dyn Fn() -> Vec<(u16, PathBuf)> + Send + Sync>;
 
 impl Inner {
     /// The way to have executors tell of what a quota takes out.
@@ -219,10 +218,10 @@ impl Store {
         let router = Arc::new(Router { executors, owners });
         let (behind, current): (Vec<_>, Vec<_>) =
             found.shards.iter().partition(|(_, dir)| found.behind.contains(dir));
-        let mut reports = router.adopt(&shared, &current, None).await?;
+        let mut reports = router.adopt(&shared, &current, (None, false)).await?;
         if !behind.is_empty() {
             let told = Arc::new(router.graves().await?);
-            reports.extend(router.adopt(&shared, &behind, Some(told)).await?);
+            reports.extend(router.adopt(&shared, &behind, (Some(told), false)).await?);
         }
         shared.check_directories()?;
         // Of a directory that was lost on the way nothing is there.
@@ -231,8 +230,8 @@ impl Store {
         let closed = AtomicBool::new(false);
         shared.set_others(&router);
         router.settle(&shared).await?;
-        let store = Self(Arc::new(Inner { shared, router, reports, closed, look: OnceLock::new() }));
-        store.finish_deletes().await;
+        let store = Self(Arc::new(Inner { shared, router, reports, closed, places: OnceLock::new() }));
+        store.finish_deletes(&store.0.reports).await;
         if !options.budget_beyond_disk {
             store.check_room(found.is_new, options.budget_bytes).await?;
         }
@@ -244,9 +243,9 @@ impl Store {
 
     /// Finishes deletes of namespaces that a crash stopped between two shards. Where that cannot be done now, nothing
     /// of the namespace is found, and nothing can be put in it before it is deleted again.
-    async fn finish_deletes(&self) {
+    async fn finish_deletes(&self, reports: &[RecoveryReport]) {
         let half: BTreeSet<NamespaceId> =
-            self.0.reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
+            reports.iter().flat_map(|report| report.half_deleted.iter().copied()).collect();
         for namespace in half {
             self.0.shared.names.condemn(namespace);
             let request = DeleteRequest { namespace, target: Target::Namespace, deadline: None };
@@ -420,20 +419,25 @@ impl Store {
         }
     }
 
-    /// Looks at the places of the directories before it resumes: this says which of them are gone.
-    pub(crate) fn look_before_resuming(&self, look: Look) {
-        let _ = self.0.look.set(look);
+    /// Where its directories are: looked at before it resumes, and when one of them comes back.
+    pub(crate) fn stands_in(&self, places: Arc<dyn DirectoryPlaces>) {
+        let _ = self.0.places.set(places);
     }
 
     /// Has a store that latched read-only take writes again, if it can: each shard writes down, durably, all that it
     /// knows, and only if all of them have done so the latch is lifted. Segments in which a write or flush failed stay
-    /// as they are. Where an executor has died the store must be opened again.
-    pub async fn resume(&self) -> Result<(), Error> {
+    /// as they are. Where an executor has died the store must be opened again. Directories that are out are brought back where that goes;
+    /// gives what came of each.
+    pub async fn resume(&self) -> Result<Vec<(u16, Result<u64, Error>)>, Error> {
         if let Some(reason) = self.0.shared.latched().filter(|_| self.health().dead_executors > 0) {
             return Err(reason.into());
         }
         let latches = self.0.shared.latches();
-        for (at, gone) in self.0.look.get().map(|look| look()).unwrap_or_default() {
+        let mut back = Vec::new();
+        for at in self.health().out.into_keys() {
+            back.push((at, self.bring_back(at).await));
+        }
+        for (at, gone) in self.0.places.get().map(|places| places.gone()).unwrap_or_default() {
             if self.0.shared.directories.count() <= 1 {
                 return Err(self.0.shared.latch_taken_away(&gone).into());
             }
@@ -443,7 +447,8 @@ impl Store {
             self.checkpoint_all(true).await?;
         }
         self.0.shared.lift_latch(latches)?;
-        self.shrink()
+        self.shrink()?;
+        Ok(back)
     }
 
     /// Compacts now: merges chains of small records, and moves live blocks out of segments that are mostly dead. Reads

@@ -24,12 +24,18 @@ use crate::engine::shared::recency::{AGE_MAX, EPOCH_S, steps_before};
 use crate::engine::shared::record_class::{RecordClass, RecordForm};
 use crate::engine::space::evict::batch::range_of;
 use crate::engine::space::evict::pages::{Holes, Lying, touched};
+use crate::engine::tasks::notify::yield_now;
 use crate::engine::volume::pages::{CLASS, memory};
 use crate::engine::volume::segment::Segment;
 use crate::index::{
     EPOCHS, Entry as Indexed, Gathering, Heat, Location, Lookup, RecordId, RecordInfo, Recovered,
 };
 use kvarts_contract::error::{Reason, SpaceCause};
+
+/// Blocks that are taken into the index at once while the store is open: about a millisecond's.
+const BLOCKS_BESIDE: usize = 4096;
+/// Records of a segment that are taken in before others have their turn.
+const RECORDS_AT_ONCE: usize = 256;
 
 /// Blocks on their way into the index, of all shards that an executor recovers: the more go there at once, the less each costs.
 pub(crate) struct Batch {
@@ -41,6 +47,10 @@ pub(crate) struct Batch {
     has_empty: bool,
     /// Shards that are still to come, this one included.
     shards_left: usize,
+    /// Blocks that go there at once, at most.
+    most: usize,
+    /// The store is open: a copy that others serve already stays.
+    is_beside: bool,
     counts: BTreeMap<u32, Counts>,
 }
 
@@ -62,8 +72,15 @@ impl Batch {
             last: None,
             has_empty: false,
             shards_left: shards,
+            most: usize::MAX,
+            is_beside: false,
             counts: BTreeMap::new(),
         }
+    }
+
+    /// The same while the store is open: little at a time, for others look into the index meanwhile.
+    pub(crate) fn beside(shards: usize) -> Self {
+        Self { most: BLOCKS_BESIDE, is_beside: true, ..Self::new(shards) }
     }
 
     /// A shard begins that has about this number of blocks.
@@ -72,7 +89,8 @@ impl Batch {
         self.shards_left = self.shards_left.saturating_sub(1);
         self.counts.entry(shard).or_default();
         if self.found.is_none() && blocks > 0 {
-            self.found = Some(shared.index.gathering(all.min(shared.batches.recovered_blocks)));
+            let most = shared.batches.recovered_blocks.min(self.most);
+            self.found = Some(shared.index.gathering(all.min(most)));
         }
     }
 
@@ -92,7 +110,7 @@ impl Batch {
     }
 
     fn flush_if_full(&mut self, shared: &Shared) -> Result<(), Reason> {
-        let most = shared.batches.recovered_blocks.max(1);
+        let most = shared.batches.recovered_blocks.min(self.most).max(1);
         let is_full = self.found.as_ref().is_some_and(|found| found.len() >= most);
         if is_full { self.flush(shared) } else { Ok(()) }
     }
@@ -133,7 +151,8 @@ impl Batch {
             let Lookup::Live(at) = there.state else { continue };
             // Its own shard's recovery may be about to free it.
             let Some(info) = shared.index.records().hold(at.record) else { continue };
-            let moved = (u32::from(info.shard) > mine && !kvarts_layout::planted!("first-shard-wins"))
+            let is_ours = u32::from(info.shard) > mine && !self.is_beside;
+            let moved = (is_ours && !kvarts_layout::planted!("first-shard-wins"))
                 .then(|| shared.index.replace_location(found.print, at, found.location));
             match moved {
                 Some(Ok(Some(_))) => shared.supersede(at.record),
@@ -176,11 +195,17 @@ impl Recovery<'_> {
         for (entry, namespace) in entries.iter().zip(&namespaces) {
             self.bury(entry, namespace);
         }
-        for (entry, namespace) in entries.iter().zip(&namespaces).rev() {
-            let Content::Blocks(blocks) = &entry.content else { continue };
-            match namespace.first() {
-                Some(Some(namespace)) => self.record(segment, entry, blocks, namespace)?,
-                _ => self.report.undefined += 1,
+        let all: Vec<_> = entries.iter().zip(&namespaces).rev().collect();
+        for some in all.chunks(RECORDS_AT_ONCE) {
+            for (entry, namespace) in some {
+                let Content::Blocks(blocks) = &entry.content else { continue };
+                match namespace.first() {
+                    Some(Some(namespace)) => self.record(segment, entry, blocks, namespace)?,
+                    _ => self.report.undefined += 1,
+                }
+            }
+            if self.batch.is_beside {
+                yield_now().await;
             }
         }
         Ok(())

@@ -44,6 +44,8 @@ pub(crate) struct Budget {
     /// Directories of the store, and those that were out when it was opened.
     roots: AtomicU64,
     absent: AtomicU64,
+    /// What the budget is with all of them.
+    asked: AtomicU64,
     segment_bytes: u64,
     /// Segment files that the process has descriptors for.
     files_cap: AtomicU64,
@@ -70,6 +72,7 @@ impl Budget {
             shards: u64::from(birth.shards),
             roots: AtomicU64::new(0),
             absent: AtomicU64::new(0),
+            asked: AtomicU64::new(birth.budget),
             segment_bytes: birth.segment_bytes,
             files_cap: AtomicU64::new(u64::MAX),
             shrinking: AtomicBool::new(false),
@@ -93,6 +96,7 @@ impl Budget {
 
     fn set_limit(&self, bytes: u64) {
         let (roots, absent) = (self.roots.load(Relaxed).max(1), self.absent.load(Relaxed));
+        self.asked.store(bytes, Relaxed);
         let bytes = bytes - bytes / roots * absent;
         let most = directory_bytes(self.roots.load(Relaxed), self.shards, self.files_max(bytes));
         let before = self.directories.swap(most, Relaxed);
@@ -127,6 +131,12 @@ impl Shared {
         self.budget.absent.store(absent as u64, Relaxed);
         self.charge(superblocks);
         self.set_budget(self.space().1)
+    }
+
+    /// A directory that was absent when the store was opened is back: its part of the budget may be used.
+    pub(crate) fn add_absent_part(&self) {
+        self.budget.absent.fetch_sub(1, Relaxed);
+        self.budget.set_limit(self.budget.asked.load(Relaxed));
     }
 
     /// Takes the bytes of a new segment, leaving room for the checkpoints of everything that is here.

@@ -1,9 +1,9 @@
 //! Which directories of the store are in use, and which are out: not there when the store was opened, or lost since.
 //!
 //! A directory that is out takes no puts, and what would have gone there goes to shards of others. If it is gone, its blocks are not
-//! found; if only writes fail there, they are read for as long as that goes. It comes back with a start that finds it, which tells
-//! it first what was deleted meanwhile (`format::members`). Until then no shard forgets a tombstone, and deletes are acknowledged
-//! only when the directories in use have begun a term without it.
+//! found; if only writes fail there, they are read for as long as that goes. It comes back with a start that finds it, or while the store
+//! is open (`front::store::returning`); either tells it first what was deleted meanwhile (`format::members`). Until then no shard
+//! forgets a tombstone, and deletes are acknowledged only when the directories in use have begun a term without it.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -43,6 +43,10 @@ pub(crate) struct Directories {
 struct Lost {
     out: AtomicBool,
     gone: AtomicBool,
+    /// It was out when the store was opened, and its part of the budget is not used.
+    absent: AtomicBool,
+    /// Its shards are being opened anew: they read and write, and nothing is found in them yet.
+    returning: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +56,10 @@ struct State {
     /// The superblocks of those in use.
     superblocks: BTreeMap<DirId, Chosen>,
     deletes: Deletes,
+    /// The directory that comes back now, if one does, and whether deletes are held for it.
+    back: Option<(DirId, bool)>,
+    /// How often deletes were held: a delete that began before has no part for what came back.
+    returns: u64,
 }
 
 /// Whether deletes are acknowledged.
@@ -78,7 +86,7 @@ impl Directories {
         let all = out.keys().chain(superblocks.keys()).map(|dir| usize::from(dir.0) + 1).max().unwrap_or(0);
         let lost = |at: usize| {
             let is_out = || AtomicBool::new(out.keys().any(|dir| usize::from(dir.0) == at));
-            Lost { out: is_out(), gone: is_out() }
+            Lost { out: is_out(), gone: is_out(), absent: is_out(), returning: AtomicBool::new(false) }
         };
         Self {
             of_shard: shards.iter().map(|(_, dir)| *dir).collect(),
@@ -87,7 +95,7 @@ impl Directories {
             any_out: AtomicBool::new(!out.is_empty()),
             behind: AtomicBool::new(behind),
             unreadable: AtomicBool::new(false),
-            state: Mutex::new(State { out, superblocks, deletes: Deletes::Unsettled }),
+            state: Mutex::new(State { out, superblocks, ..State::default() }),
         }
     }
 
@@ -143,6 +151,43 @@ impl Directories {
             && self.each.get(usize::from(dir.0)).is_some_and(|one| one.gone.load(Ordering::Acquire))
     }
 
+    /// The same, but for one whose shards are being opened anew.
+    pub(crate) fn has_lost(&self, dir: DirId) -> bool {
+        self.is_gone(dir) && !self.is_returning(dir)
+    }
+
+    /// Whether shards of this one neither read nor write.
+    pub(crate) fn is_idle(&self, dir: DirId) -> bool {
+        self.is_out(dir) && !self.is_returning(dir)
+    }
+
+    fn is_returning(&self, dir: DirId) -> bool {
+        self.each.get(usize::from(dir.0)).is_some_and(|one| one.returning.load(Ordering::Acquire))
+    }
+
+    /// Whether this one was out when the store was opened, asked for the first time.
+    fn was_absent(&self, dir: DirId) -> bool {
+        self.each.get(usize::from(dir.0)).is_some_and(|one| one.absent.swap(false, Ordering::AcqRel))
+    }
+
+    /// The shards of this one, each with it.
+    pub(crate) fn shards_of(&self, dir: DirId) -> Vec<(u32, DirId)> {
+        (0..).zip(&self.of_shard).filter(|(_, of)| **of == dir).map(|(shard, of)| (shard, *of)).collect()
+    }
+
+    /// One that is out begins to come back. Refused if it is not out, or if another one comes back now.
+    pub(crate) fn begin_return(&self, dir: DirId) -> Result<Returning<'_>, Reason> {
+        let mut state = self.lock();
+        if state.back.is_some() {
+            return Err(Reason::Busy("another directory of the store is coming back"));
+        }
+        if !state.out.contains_key(&dir) {
+            return Err(Reason::Config(format!("directory {} of the store is in use", dir.0)));
+        }
+        state.back = Some((dir, false));
+        Ok(Returning(self, dir))
+    }
+
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
         self.each.len()
@@ -190,6 +235,61 @@ impl Directories {
     }
 }
 
+/// A directory comes back, or stays out as it was when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Returning<'a>(&'a Directories, DirId);
+
+impl Returning<'_> {
+    /// Nothing in it is found from here on, where it was still read.
+    pub(crate) fn hide(&self) {
+        if let Some(one) = self.0.each.get(usize::from(self.1.0)) {
+            one.gone.store(true, Ordering::Release);
+        }
+    }
+
+    /// Deletes are refused from here on, also those that have begun, and the shards of the directory may be opened anew.
+    pub(crate) fn hold_deletes(&self) {
+        let Self(directories, dir) = self;
+        let mut state = directories.lock();
+        state.back = Some((*dir, true));
+        state.returns += 1;
+        directories.behind.store(true, Ordering::Release);
+        if let Some(one) = directories.each.get(usize::from(dir.0)) {
+            one.returning.store(true, Ordering::Release);
+        }
+    }
+
+    /// It is in use, and what it holds is found. Refused if it was lost meanwhile.
+    pub(crate) fn rejoin(self, superblock: Chosen) -> Result<(), Reason> {
+        let Self(directories, dir) = &self;
+        let mut state = directories.lock();
+        let one = directories.each.get(usize::from(dir.0));
+        let one = one.filter(|one| one.returning.swap(false, Ordering::AcqRel));
+        let one = one.ok_or(Reason::Busy("the directory was lost again as it came back"))?;
+        state.out.remove(dir);
+        state.superblocks.insert(*dir, superblock);
+        // Until a term has begun with it.
+        state.deletes = Deletes::Unsettled;
+        directories.behind.store(true, Ordering::Release);
+        one.out.store(false, Ordering::Release);
+        one.gone.store(false, Ordering::Release);
+        directories.any_out.store(!state.out.is_empty(), Ordering::Release);
+        drop(state);
+        Ok(())
+    }
+}
+
+impl Drop for Returning<'_> {
+    fn drop(&mut self) {
+        let Self(directories, dir) = self;
+        let mut state = directories.lock();
+        state.back = None;
+        if let Some(one) = directories.each.get(usize::from(dir.0)) {
+            one.returning.store(false, Ordering::Release);
+        }
+    }
+}
+
 impl Shared {
     /// A directory of the store is lost: no more is written there, and if `is_gone`, nothing is found there either. False if that was
     /// known.
@@ -199,7 +299,11 @@ impl Shared {
         let Some(lost) = directories.each.get(usize::from(dir.0)) else { return false };
         let was_gone = lost.gone.fetch_or(is_gone, Ordering::AcqRel);
         if lost.out.swap(true, Ordering::AcqRel) {
-            return is_gone && !was_gone;
+            let was_returning = lost.returning.swap(false, Ordering::AcqRel);
+            if was_returning {
+                state.out.insert(dir, why.to_owned());
+            }
+            return was_returning || (is_gone && !was_gone);
         }
         directories.any_out.store(true, Ordering::Release);
         state.out.insert(dir, why.to_owned());
@@ -221,11 +325,17 @@ impl Shared {
         Err(Reason::Directory(DirectoryCause::TooFew { found, all, first }))
     }
 
-    /// Whether deletes are acknowledged now, or why not.
-    pub(crate) fn may_delete(&self) -> Result<(), Reason> {
-        let deletes = self.directories.lock().deletes;
+    /// Whether deletes are acknowledged now, or why not. Gives a number that changes when a directory comes back: a delete that began under
+    /// another one is not acknowledged, for it has no part there.
+    pub(crate) fn may_delete(&self) -> Result<u64, Reason> {
+        let state = self.directories.lock();
+        let (deletes, back, returns) = (state.deletes, state.back, state.returns);
+        drop(state);
+        if back.is_some_and(|(_, holds)| holds) && !planted!("deletes-beside-a-return") {
+            return Err(Reason::Busy("a directory of the store is coming back"));
+        }
         match deletes {
-            Deletes::Acknowledged => Ok(()),
+            Deletes::Acknowledged => Ok(returns),
             Deletes::Unsettled => Err(Reason::Busy("a directory of the store was just lost")),
             Deletes::Refused => {
                 let (in_use, all) = (self.directories.in_use() as u64, self.directories.count() as u64);
@@ -244,6 +354,19 @@ impl Shared {
     pub(crate) fn is_gone(&self, shard: u32) -> bool {
         let dir = self.directories.of_shard.get(shard as usize);
         dir.is_some_and(|dir| self.directories.is_gone(*dir))
+    }
+
+    /// Whether that is so, and it is not being opened anew.
+    fn has_lost(&self, shard: u32) -> bool {
+        let dir = self.directories.of_shard.get(shard as usize);
+        dir.is_some_and(|dir| self.directories.has_lost(*dir))
+    }
+
+    /// A directory is about to come back: what it may take of the budget is the store's again.
+    pub(crate) fn add_part_of(&self, dir: DirId) {
+        if self.directories.was_absent(dir) {
+            self.add_absent_part();
+        }
     }
 
     /// The shards whose directories are in use.
@@ -280,7 +403,7 @@ pub(crate) async fn forget_gone(shared: &Shared) {
             for entry in &entries {
                 let Lookup::Live(at) = entry.state else { continue };
                 let record = index.records().get(at.record);
-                if record.is_some_and(|record| shared.is_gone(u32::from(record.shard)))
+                if record.is_some_and(|record| shared.has_lost(u32::from(record.shard)))
                     && let Some(left) = index.remove(entry.print, at)
                 {
                     shared.free_if_empty(at.record, left);

@@ -25,8 +25,7 @@ pub struct Health {
     /// Shards that refuse puts because their device fails writes wherever it was asked, and what it said last. Reads
     /// go on, and each put asks again.
     pub failing: BTreeMap<u32, String>,
-    /// Directories that are out, by the order in which they were given, each with why: what lies there is not here until the store is
-    /// opened with it again.
+    /// Directories that are out, by the order in which they were given, each with why: what lies there is not here until it is back.
     pub out: BTreeMap<u16, String>,
     /// What the disks lack for the budget, if they lacked it when the store was opened or its budget changed. It serves what it
     /// has; puts find room where blocks may go.

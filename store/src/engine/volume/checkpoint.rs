@@ -12,6 +12,7 @@ mod write;
 
 use std::cell::Cell;
 
+use crate::engine::shared::Shared;
 use crate::engine::tasks::notify::Notify;
 
 pub(crate) use read::{Checkpoint, read};
@@ -37,6 +38,11 @@ impl Slots {
     /// Whether the newest checkpoint says everything that was buried up to this version of the tombstones.
     pub(crate) fn cover(&self, version: u64) -> bool {
         self.buried.get() >= version
+    }
+
+    /// What the files have of the budget counts no more.
+    pub(crate) fn give_back(&self, shared: &Shared) {
+        self.charged.iter().for_each(|charged| shared.give_checkpoint_budget(charged.take()));
     }
 
     /// Completes when none is being written.

@@ -21,7 +21,7 @@ use kvarts_layout::format::superblock::{Chosen, FILE_BYTES, PairUnsound, Superbl
 use kvarts_layout::format::{self, Unsound};
 
 use crate::driver::Driver;
-use crate::engine::shared::Birth;
+use crate::engine::shared::{Birth, Shared};
 use crate::engine::tasks::notify::with_deadline;
 use crate::io::{EntryKind, MetaOp, OpenMode};
 use crate::rt::Runtime;
@@ -162,6 +162,32 @@ pub(crate) fn is_lost(why: &Reason) -> bool {
             Io(_) | Unusable(_) | Silent(_) | LostSuperblock(..) | LostShard(..) | Superblock(..)
         )
     )
+}
+
+/// The superblock of a directory of an open store, beside those of the directories in use: an error if it is another's, was replaced, has
+/// other shards than this process took for its own, or cannot be written again.
+pub(crate) async fn look_again(way: &Way<'_>, shared: &Shared, dir: DirId) -> Result<Chosen, Reason> {
+    let unusable = |why: &str| Reason::Directory(DirectoryCause::Unusable(why.to_owned()));
+    let deadline = Some(way.rt.sleep_until(way.rt.clock().now().plus(ANSWER_WITHIN)));
+    let reading = read(way.driver, way.arena(dir), dir);
+    let silent = || Err(Reason::Directory(DirectoryCause::Silent(dir.0)));
+    let read = with_deadline(pin!(reading), deadline).await.unwrap_or_else(silent)?;
+    let found =
+        read.ok_or_else(|| unusable("the directory is empty: mount its disk, or start with --replace"))?;
+    let (mut superblocks, _) = shared.directories.superblocks();
+    superblocks.insert(dir, found.clone());
+    let members = members_of(&superblocks)?;
+    let standing = superblocks.keys().zip(&members.standings).find(|(at, _)| **at == dir);
+    if standing.is_none_or(|(_, standing)| *standing == Standing::Replaced) {
+        return Err(Reason::Directory(DirectoryCause::Replaced(dir.0)));
+    }
+    let expected = shared.directories.shards_of(dir);
+    if !found.superblock.shards.iter().eq(expected.iter().map(|(shard, _)| shard)) {
+        return Err(unusable(
+            "the directory has other shards than were taken for its own: restart the server",
+        ));
+    }
+    terms::write_next(way, dir, &found, found.superblock.membership).await
 }
 
 /// The superblock of a directory, `None` if nothing was ever stored in it.

@@ -31,7 +31,7 @@ use crate::rt::LocalTask;
 use kvarts_contract::error::{MediaCause, Reason};
 use kvarts_contract::{
     buffers::{Arena, BufMut},
-    io_error::{DirId, IoError, Name},
+    io_error::{DirId, FileId, IoError, Name},
 };
 
 /// What is said of writes to a directory that is out.
@@ -64,6 +64,10 @@ pub(crate) struct Volume {
     pub(crate) noted: Noted,
     /// Wakes those who wait for something of the shard to be over.
     pub(crate) changed: Notify,
+    /// The shard was, or is to be, opened anew: this one is no more.
+    abandoned: Cell<bool>,
+    /// Files of segments that were let go, to be closed with the shard.
+    left: Rc<RefCell<Vec<FileId>>>,
     spawn: Spawn,
 }
 
@@ -90,13 +94,15 @@ impl Volume {
             checkpoints: Slots::default(),
             noted: Noted::default(),
             changed: Notify::default(),
+            abandoned: Cell::default(),
+            left: Rc::default(),
             spawn,
         }
     }
 
     /// Whether its directory is out: nothing is found here and nothing is written.
     pub(crate) fn is_out(&self) -> bool {
-        self.shared.directories.is_out(self.dir)
+        self.abandoned.get() || self.shared.directories.is_idle(self.dir)
     }
 
     /// Why nothing is written here, if so.
@@ -148,8 +154,17 @@ impl Volume {
     pub(crate) fn let_go(&self) {
         for segment in std::mem::take(&mut *self.segments.borrow_mut()).into_values() {
             segment.break_off(Reason::Busy(OUT));
+            self.left.borrow_mut().push(segment.file);
         }
         self.changed.wake_all();
+    }
+
+    /// The shard is to be opened anew by another one: this one does nothing any more. Gives its files, which are all there when the last
+    /// task that knows this one has ended.
+    pub(crate) fn abandon(&self) -> Rc<RefCell<Vec<FileId>>> {
+        self.abandoned.set(true);
+        self.let_go();
+        Rc::clone(&self.left)
     }
 
     /// The position of an offset in a segment.
@@ -269,6 +284,20 @@ impl Volume {
         change(&mut dead);
         let after = dead.len() as u64;
         self.shared.buried.fetch_add(after.wrapping_sub(before), Relaxed);
+    }
+}
+
+impl Drop for Volume {
+    /// One that was given up is in no account any more: only now nothing is added to them.
+    fn drop(&mut self) {
+        if !self.abandoned.get() {
+            return;
+        }
+        self.let_go();
+        self.shared.buried.fetch_sub(self.tombstones.borrow().len() as u64, Relaxed);
+        self.checkpoints.give_back(&self.shared);
+        let unreadable = self.unreadable.borrow().len() as u64;
+        self.shared.give_budget(unreadable * self.shared.segment_bytes);
     }
 }
 

@@ -50,20 +50,26 @@ async fn round(
 ) -> Result<(), (DirId, Reason)> {
     for (&dir, chosen) in superblocks {
         let membership = knows(chosen.superblock.membership);
-        let next = Superblock {
-            sequence: chosen.superblock.sequence.saturating_add(1),
-            membership,
-            ..chosen.superblock.clone()
-        };
-        let deadline = Some(way.rt.sleep_until(way.rt.clock().now().plus(ANSWER_WITHIN)));
-        let writing = write(way, dir, &next, 1 - chosen.slot.min(1));
-        let written = with_deadline(pin!(writing), deadline).await;
-        written.unwrap_or(Err(Reason::Directory(DirectoryCause::Silent(dir.0)))).map_err(|why| (dir, why))?;
-        *chosen =
-            Chosen { other: Ok(chosen.superblock.sequence), slot: 1 - chosen.slot.min(1), superblock: next };
+        *chosen = write_next(way, dir, chosen, membership).await.map_err(|why| (dir, why))?;
         shared.directories.note(dir, chosen);
     }
     Ok(())
+}
+
+/// Writes what a directory knows from now on. Gives its superblocks as they are then.
+pub(super) async fn write_next(
+    way: &Way<'_>,
+    dir: DirId,
+    known: &Chosen,
+    membership: Membership,
+) -> Result<Chosen, Reason> {
+    let sequence = known.superblock.sequence.saturating_add(1);
+    let superblock = Superblock { sequence, membership, ..known.superblock.clone() };
+    let (slot, other) = (1 - known.slot.min(1), Ok(known.superblock.sequence));
+    let deadline = Some(way.rt.sleep_until(way.rt.clock().now().plus(ANSWER_WITHIN)));
+    let written = with_deadline(pin!(write(way, dir, &superblock, slot)), deadline).await;
+    written.unwrap_or(Err(Reason::Directory(DirectoryCause::Silent(dir.0))))?;
+    Ok(Chosen { other, slot, superblock })
 }
 
 /// Writes a state into the slot that does not hold the one before.
