@@ -90,7 +90,7 @@ def reason_of(error):
     return getattr(error, "reason", None) or type(error).__name__
 
 
-def _of_server(error):
+def of_server(error):
     """Whether an error says that the server does not answer. One of a block that another process is storing right now (`InFlight`) is
     an answer."""
     return isinstance(error, (kvarts.Retry, kvarts.Deadline)) and error.reason not in ("Cancelled", "Closed", "InFlight")
@@ -124,7 +124,7 @@ class Link:
 
     def failed(self, error):
         """Takes notice of an error of a look-up or a load. Only one that says that the server does not answer counts."""
-        if not _of_server(error):
+        if not of_server(error):
             return
         if not self._was_away:
             logger.warning("kvarts: the server is away, the engine goes on without it: %s", error)
@@ -133,7 +133,7 @@ class Link:
 
     def put_failed(self, error):
         """The same of a put."""
-        if not _of_server(error):
+        if not of_server(error):
             return
         if time.monotonic() >= self._puts_until + self.pause:
             logger.warning("kvarts: the server does not take what is to be stored: %s", error)

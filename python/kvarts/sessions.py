@@ -1,7 +1,7 @@
 """Sessions that requests name: the server holds a conversation's blocks from one turn to the next, counts once what its forks share, and in a
 cluster gives the conversation's chain an owner.
 
-A turn counts when its request is over and its blocks are stored. All of this runs in the link's thread.
+A turn counts when its request is over and its blocks are stored. All of this runs in one thread (`session_calls`).
 """
 
 import time

@@ -1,7 +1,8 @@
 """The scheduler's side of a connector: what a request needs comes into a pool before it is promised, and leaves from there when it was
 saved.
 
-Nothing here makes a scheduler wait: what may wait for the server is done in the link's thread, puts in threads of their own. What holds:
+Nothing here makes a scheduler wait: what may wait for the server is done in the link's thread, puts and calls for sessions in threads of their own. What
+holds:
 
 - A staging that is over with `blocks` has every part of these blocks in the pool, verified, and held until it is let go of. Nothing that
   happens to disks, networks or servers afterwards takes them away.
@@ -21,6 +22,7 @@ import kvarts
 from .link import allowed, logger, reason_of
 from .pace import Pace
 from .pins import Pins
+from .session_calls import Calls
 from .sessions import Sessions
 
 #: How long the link's thread waits for what arrives before it looks for other work.
@@ -185,7 +187,7 @@ class Desk:
         self._timeout, self._durable = settings.timeout, settings.durable
         self._steps, self._plans, self._told = settings.steps, settings.plans, None
         self._pool_bytes, self._when_opened = settings.pool_bytes, opened
-        self._pool = self._pages = None
+        self._pool = self._pages = self._client = None
         #: The pool's name, for the workers, and that of the blocks' namespace, once there is one.
         self.name = self.namespace = None
         self._opening, self._again, self._knocked, self._why = False, 0.0, 0.0, None
@@ -195,6 +197,7 @@ class Desk:
         self.found = self.came = 0
         self._pins, self._pace = Pins(), Pace()
         self._sessions = Sessions([(group.number, rank) for group in groups for rank in group.ranks])
+        self._calls = Calls(link)
         self._putters = concurrent.futures.ThreadPoolExecutor(_PUTTERS, thread_name_prefix="kvarts-put")
         self.open()
 
@@ -268,31 +271,26 @@ class Desk:
         self._link.do(pin, lambda error: done(0, error))
 
     def go_on(self, keys, turn, done):
-        """A turn of a session is over and stored. `done(how, error)` is called in the link's thread."""
+        """A turn of a session is over and stored. `done(how, error)` is called in the sessions' thread, or at once where too many turns wait."""
 
-        def go_on(client):
+        def go_on():
             if self._pages is None:
                 return done(None, kvarts.Retry("no pool yet", "Away"))
             keyed = [key if len(key) == 32 else kvarts.key(key) for key in keys]
-            try:
-                how = self._sessions.go_on(client, self._pages, keyed, turn)
-            except kvarts.Retry as error:
-                if error.reason != "Busy":
-                    raise
-                # There is no room for sessions; the server is there.
-                return done(None, error)
-            self._link.answered()
-            done(how, None)
+            done(self._sessions.go_on(self._client, self._pages, keyed, turn), None)
 
-        self._link.do(go_on, lambda error: done(None, error))
+        self._calls.give(go_on, lambda error: done(None, error), len(keys))
 
-    def end_session(self, name):
-        """The conversation of this name has no further turn."""
-        self._link.do(lambda client: self._sessions.end(client, name), lambda error: None)
+    def end_session(self, name, dropped):
+        """The conversation of this name has no further turn. `dropped(error)`: is called where that could not be said; then its lease ends it."""
+        self._calls.give(lambda: self._pages is not None and self._sessions.end(self._client, name), dropped)
 
     def close(self, timeout):
+        deadline = time.monotonic() + timeout
         self._putters.shutdown(wait=False, cancel_futures=True)
+        self._calls.end()
         self._link.stop(timeout)
+        self._calls.join(max(0.0, deadline - time.monotonic()))
         self._pool = None
         self._link.close(timeout)
 
@@ -309,6 +307,7 @@ class Desk:
         stage.wait(self._timeout / 2)
         stage.close()
         self._when_opened(pages, pool)
+        self._client = client
         self._pages, self._pool, self.name, self.namespace = pages, pool, pool.name, pages.namespace
         self._opening = False
         self._settled.set()

@@ -84,7 +84,7 @@ class Finder:
         self._saves = {}  # number -> _Save
         self._putting, self._answers = 0, deque()  # of threads that put
         self._held = deque()  # of the link's thread: (blocks, how many are held, why not more)
-        self._turns = deque()  # of the link's thread: (how a session went on, why not)
+        self._turns = deque()  # of the sessions' thread: (how a session went on, why not)
         self._terms = {}  # request -> what it says
         self._unasked = {}  # request -> (why, blocks) for which nothing was asked
         self._used = {}  # request -> how many of its blocks were used often enough
@@ -540,7 +540,7 @@ class Finder:
             return
         if not blocks:
             if terms.session_ends and terms.session:
-                self._desk.end_session(terms.session)
+                self._desk.end_session(terms.session, lambda why: self._turns.append((None, why)))
             return
         if terms.pin:
             self._desk.pin(self.plan.keys(request, 0, blocks), terms.pin, lambda held, why: self._held.append((blocks, held, why)))
