@@ -1,55 +1,25 @@
 """SGLang's storage on a real pool of the host, for each of its layouts: `sglang_run.py SOCKET`. Run by scripts/engines."""
 
 import sys
-from types import SimpleNamespace
 
+import sglang_host
 import torch
-from sglang.srt import runtime_context
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang_host import LAYERS, PAGE, PAGES, keys, where
 
-# No engine has said yet what it runs with.
-runs_with = SimpleNamespace(model_path="test/model", revision="1", dtype="bfloat16", quantization=None, kv_cache_dtype="auto")
-runtime_context.get_model = lambda: runs_with
-
-PAGE, PAGES, LAYERS = 16, 32, 4
 extra = {"backend_name": "kvarts", "module_path": "kvarts.sglang", "class_name": "Kvarts", "interface_v1": 1}
 extra.update(server=sys.argv[1], revision="1", timeout=30)
-settings = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False)
-config = HiCacheStorageConfig(
-    **settings, enable_storage_metrics=False, is_page_first_layout=True, model_name="test/model", extra_config=extra
-)
-device = MHATokenToKVPool(PAGE * PAGES, PAGE, torch.bfloat16, 2, 32, LAYERS, "cpu", False)
-keys = [f"{n:064x}" for n in range(PAGES)]
-where = torch.arange(PAGE * PAGES)
 
 
 def storage(layout):
-    """A storage, as in a process of its own, and its pool."""
-    pool = MHATokenToKVPoolHost(
-        device._mha_buffer_info(),
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=PAGE * PAGES,
-        start_layer=0,
-        end_layer=LAYERS,
-    )
-    made = StorageBackendFactory.create_backend("dynamic", config, pool)
-    made.register_mem_pool_host(pool)
-    return made, pool
+    return sglang_host.storage("dynamic", extra, layout)
 
 
 for layout in ("layer_first", "page_first", "page_first_direct"):
     first, pool = storage(layout)
-    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, dtype=torch.float32).to(pool.kv_buffer.dtype))
+    sglang_host.filled(pool)
     assert first.batch_exists(keys) == 0, "pages of another layout were found"
     assert first.batch_set_v1(keys, where) == [True] * PAGES, "not stored"
     second, other = storage(layout)
