@@ -555,10 +555,12 @@ class Pages:
         group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         parent: bytes | None = None,
+        ttl: float | None = None,
         timeout: float | None = None,
     ) -> int:
         """Stores a page under each key. After the completion every get returns the first page that was put under the key.
-        `parent`: declares the keys as consecutive blocks of one text, and is the key before them (`b""`: they begin the text)."""
+        `parent`: declares the keys as consecutive blocks of one text, and is the key before them (`b""`: they begin the text).
+        `ttl`: the time to live of these blocks in seconds (default: the handle's)."""
 
     def submit_get(
         self,
@@ -637,6 +639,7 @@ class Pages:
         group: int | Sequence[int] | None = None,
         rank: int | Sequence[int] | None = None,
         parent: bytes | None = None,
+        ttl: float | None = None,
         timeout: float | None = None,
     ) -> Completion: ...
     def get(

@@ -19,6 +19,7 @@ class AsyncPages:
         group: int | Sequence[int] = 0,
         rank: int | Sequence[int] | None = None,
         parent: bytes | None = None,
+        ttl: float | None = None,
         timeout: float | None = None,
     ) -> Completion: ...
     async def get(

@@ -106,9 +106,14 @@ fn unchanged(_: &mut Terms) -> PyResult<()> {
     Ok(())
 }
 
-/// Says that the blocks follow each other.
-fn behind<'a>(py: Python<'a>, parent: Option<&'a [u8]>) -> impl FnOnce(&mut Terms) -> PyResult<()> + 'a {
+/// What is said of a put: that its blocks follow each other, and how long they live.
+fn stored<'a>(
+    py: Python<'a>,
+    parent: Option<&'a [u8]>,
+    ttl: Option<f64>,
+) -> impl FnOnce(&mut Terms) -> PyResult<()> + 'a {
     move |terms| {
+        terms.expires_after = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;
         terms.parent = match parent {
             None => Parent::Unknown,
             Some([]) => Parent::Root,
@@ -146,7 +151,7 @@ impl Pages {
     }
 
     #[doc = stub!("Pages.submit_put")]
-    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, timeout=None))]
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
     fn submit_put(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -154,9 +159,10 @@ impl Pages {
         group: Given<'_, '_>,
         rank: Given<'_, '_>,
         parent: Option<&[u8]>,
+        ttl: Option<f64>,
         timeout: Option<f64>,
     ) -> PyResult<u64> {
-        let change = behind(keys.py(), parent);
+        let change = stored(keys.py(), parent, ttl);
         self.submit(BatchKind::Put, keys, Some(buffers), (group, rank), change, timeout)
     }
 
@@ -279,7 +285,7 @@ impl Pages {
         if free { Ok(()) } else { Err(late(py, "a disk or a thread still uses buffers of a batch")) }
     }
 
-    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, timeout=None))]
+    #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
     fn put(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -287,9 +293,10 @@ impl Pages {
         group: Given<'_, '_>,
         rank: Given<'_, '_>,
         parent: Option<&[u8]>,
+        ttl: Option<f64>,
         timeout: Option<f64>,
     ) -> PyResult<Completion> {
-        let change = behind(keys.py(), parent);
+        let change = stored(keys.py(), parent, ttl);
         self.call(BatchKind::Put, keys, Some(buffers), (group, rank), change, timeout)
     }
 

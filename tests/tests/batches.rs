@@ -305,6 +305,24 @@ fn where_it_was_asked_for_a_batch_is_answered_when_its_memory_is_nobodys() {
 }
 
 #[test]
+fn pages_of_a_put_live_as_long_as_it_says_and_else_as_long_as_its_handle_says() {
+    let (of_handle, of_put) = (Duration::from_secs(60), Duration::from_secs(5));
+    for usual in [None, Some(of_handle)] {
+        let (store, pages) = scripted(|options| options.expires_after = usual);
+        for expires_after in [None, Some(of_put)] {
+            let terms = Terms { expires_after, ..Terms::default() };
+            let block = Block { group: Group(0), coordinate: Coordinate::Replicated, key: key(1) };
+            let shapes = [(block.group, block.coordinate, BlockShape::opaque(PAGE as u64).unwrap())];
+            let places = [memory(1)];
+            let memory = Memory::Anywhere(&places, &shapes);
+            pages.submit(BatchKind::Put, &[block], &memory, &terms).unwrap();
+            let (request, _reply) = store.puts.lock().unwrap().pop().unwrap();
+            assert_eq!(request.expires_after, expires_after.or(usual));
+        }
+    }
+}
+
+#[test]
 fn blocks_of_several_columns_that_lie_anywhere_are_one_batch() {
     let (store, pages) = scripted(|_| ());
     let (shape, small) = (BlockShape::opaque(PAGE as u64).unwrap(), BlockShape::opaque(100).unwrap());

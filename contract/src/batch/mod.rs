@@ -236,13 +236,15 @@ pub struct Terms {
     pub parent: Parent,
     /// How long a lock holds.
     pub hold: Duration,
+    /// How long the pages of a put may live; `None`: as the handle says.
+    pub expires_after: Option<Duration>,
     /// When the caller stops waiting.
     pub deadline: Option<Nanos>,
 }
 
 impl Default for Terms {
     fn default() -> Self {
-        Self { parent: Parent::Unknown, hold: Duration::ZERO, deadline: None }
+        Self { parent: Parent::Unknown, hold: Duration::ZERO, expires_after: None, deadline: None }
     }
 }
 
@@ -370,7 +372,7 @@ impl Pages {
                 parent: terms.parent,
                 layout: options.layout,
                 durability: options.durability,
-                expires_after: options.expires_after,
+                expires_after: terms.expires_after.or(options.expires_after),
                 deadline,
                 ..PutRequest::new(namespace, group, coordinate, keys.to_vec(), placed()?)
             })),
