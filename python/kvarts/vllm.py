@@ -21,37 +21,82 @@ import kvarts
 
 from .link import PART, Link, Silence, allowed, brief, logger, revision_of, token_of
 from .shared import adopt
+from .steps import Steps
 from .vllm_compat import (
     JobResult,
+    KVConnectorRole,
     LookupResult,
     Medium,
     OffloadingConnector,
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
+    OffloadingWorkerMetadata,
     RequestOffloadingContext,
     SecondaryTierManager,
     get_offload_block_hash,
     get_offload_group_idx,
     probe,
+    tiers_of,
 )
 from .vllm_identity import identity_of, layout_version
+from .vllm_steps import Watch
+from .vllm_tier_requests import Held, Requests
 
 #: What the connector takes from its configuration and hands to the tier.
-_FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity", "backpressure")
+_FOR_THE_TIER = ("server", "token_file", "timeout", "pause", "durable", "identity", "backpressure", "times")
 _BLOCKS = "vllm:kv_offload_kvarts_failed_blocks"
+_PINNED, _UNPINNED = "vllm:kv_offload_kvarts_pinned_blocks", "vllm:kv_offload_kvarts_unpinned_blocks"
+#: Seconds after which the store is told again how long the engine computes: one that was started anew does not know.
+_TOLD = 60.0
+#: A block that nobody has.
+_NONE = kvarts.key("kvarts", "none")
 #: Parts of one load or store at most, and batches under way.
 _PARTS, _BATCHES = 64, 8192
 
 
 class Kvarts(OffloadingConnector):
     """vLLM's offloading connector with Kvarts behind it. `kv_connector_extra_config` takes what `OffloadingConnector` takes
-    (`cpu_bytes_to_use` at least), and `server`, `token_file`, `timeout`, `pause`, `durable` of `KvartsTier`, `revision` where
+    (`cpu_bytes_to_use` at least), and `server`, `token_file`, `timeout`, `pause`, `durable`, `times` of `KvartsTier`, `revision` where
     the model's name does not say it, and `identity` for whatever else decides bytes. `backpressure`: as vLLM takes it of a tier, the
     detector that leaves stores out while they take too long."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         _complete(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        tiers = tiers_of(self, KvartsTier) if role is KVConnectorRole.SCHEDULER and OffloadingWorkerMetadata is not None else []
+        self._watch = Watch(tiers[0].steps) if tiers else None
+
+    # A tier does not see steps; the connector does.
+
+    def update_state_after_alloc(self, request, *args, **kwargs):
+        if self._watch is not None:
+            self._watch.let_in(request)
+        return super().update_state_after_alloc(request, *args, **kwargs)
+
+    def build_connector_meta(self, scheduler_output):
+        if self._watch is not None:
+            self._watch.begin(scheduler_output.num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
+
+    def build_connector_worker_meta(self):
+        # The scheduler is told of the end of a step without a pass only where there is something to tell.
+        told = super().build_connector_worker_meta()
+        return told if told is not None or OffloadingWorkerMetadata is None else OffloadingWorkerMetadata()
+
+    def update_connector_output(self, connector_output):
+        if self._watch is not None:
+            self._watch.end()
+        return super().update_connector_output(connector_output)
+
+    def request_finished(self, request, *args, **kwargs):
+        if self._watch is not None:
+            self._watch.over(request)
+        return super().request_finished(request, *args, **kwargs)
+
+    def request_finished_all_groups(self, request, *args, **kwargs):
+        if self._watch is not None:
+            self._watch.over(request)
+        return super().request_finished_all_groups(request, *args, **kwargs)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config, *args, **kwargs):
@@ -83,8 +128,9 @@ def _complete(vllm_config, kv_cache_config=None):
 class _Job:
     """A load or a store that is under way, in parts."""
 
-    def __init__(self, job, page_bytes):
+    def __init__(self, job, page_bytes, request=None):
         self.id = job.job_id
+        self.request = request  # of a store, where something is said of it
         self.keys = list(job.keys)
         self.is_load = job.is_promotion
         self.began = time.monotonic()
@@ -120,9 +166,9 @@ class _Lookups:
         self._askers = {}  # key -> how many requests
 
     def of(self, key, request):
-        keys = self._requests.setdefault(request, set())
+        keys = self._requests.setdefault(request, {})
         if key not in keys:
-            keys.add(key)
+            keys[key] = True
             self._askers[key] = self._askers.get(key, 0) + 1
         if key not in self.found:
             self.found[key] = None
@@ -137,11 +183,14 @@ class _Lookups:
             self.found.pop(key, None)
 
     def forget(self, request):
-        for key in self._requests.pop(request, ()):
+        """It is over; what it asked for."""
+        keys = self._requests.pop(request, ())
+        for key in keys:
             self._askers[key] -= 1
             if not self._askers[key]:
                 del self._askers[key], self.found[key]
                 self.forgotten += 1
+        return keys
 
 
 class KvartsTier(SecondaryTierManager):
@@ -150,7 +199,9 @@ class KvartsTier(SecondaryTierManager):
 
     `server`, `token_file`: as for `kvarts.connect`. `identity`: what decides bytes beside the offloading configuration; a
     `revision` of the model must be in it, unless the model is a directory. `timeout`: seconds of silence for a look-up and a load together.
-    `pause`: seconds for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
+    `pause`: seconds for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush. `times`: what `kvarts.Times` takes,
+    beside what the steps of the connector `Kvarts` tell: the store takes blocks to be worth what they spare. What a request's
+    `kv_transfer_params` may have is in `vllm_tier_requests`."""
 
     medium = Medium.STORAGE
 
@@ -167,6 +218,7 @@ class KvartsTier(SecondaryTierManager):
         durable=False,
         identity=None,
         incomplete=False,
+        times=None,
     ):
         if incomplete:
             raise ValueError("identity: vLLM made a tier before it knew its caches")
@@ -186,6 +238,8 @@ class KvartsTier(SecondaryTierManager):
         self._asked = {}  # batch -> keys, and how many had been forgotten
         self._finished = []
         self._lookups = _Lookups()
+        self._requests, self._held = Requests(self._hold), Held()
+        self.steps, self._told = Steps(times), (None, 0.0)
         self._failures = {}  # reason -> blocks, since the last `get_stats`
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), float(pause))
         self._routers = None
@@ -223,6 +277,7 @@ class KvartsTier(SecondaryTierManager):
             revision=revision,
             dtype=str(config.model.dtype),
             engine="vllm",
+            block_tokens=groups[0][1] * config.cache.blocks_per_chunk,
             layout=f"{config.kv_cache_layout}{'-canonical' if config.canonical_layout else ''}",
             layout_version=layout_version(groups, identity.get("caches"), config.kv_cache_layout),
             extras=brief({**identity, **facts}),
@@ -260,6 +315,7 @@ class KvartsTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context):
+        self._tell_times()
         keys, self._lookups.to_ask = self._lookups.to_ask, []
         keys = [key for key in keys if key in self._lookups.found]
         if not keys:
@@ -270,28 +326,56 @@ class KvartsTier(SecondaryTierManager):
         else:
             self._asked[batch] = keys, self._lookups.forgotten
 
+    def _tell_times(self):
+        """Tells the store how long the engine computes what is in a chunk."""
+        (told, until), times = self._told, self.steps.times
+        if times is None or times is told and time.monotonic() < until or not self._usable("get"):
+            return
+        self._told, pages = (times, time.monotonic() + _TOLD), self._pages
+        self._link.do(lambda client: pages.match([_NONE], times=times) and None, lambda error: None)
+
+    # Requests.
+
     def on_new_request(self, req_context):
+        self._requests.begin(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context):
-        self._lookups.forget(req_context.req_id)
+        self._requests.end(req_context, self._lookups.forget(req_context.req_id))
+
+    def _hold(self, keys, seconds):
+        pages = self._pages
+
+        def hold(client):
+            if pages is None:
+                raise kvarts.Retry("no store yet", "Away")
+            self._held.hold(pages, keys, seconds)
+
+        self._link.do(hold, lambda error: self._held.failed(keys, error))
 
     # Transfers.
 
     def submit_store(self, job_metadata):
-        self._transfer("put", job_metadata, self._timeout)
+        terms = self._requests.terms_of(job_metadata.req_context)
+        if terms.skip_save:
+            # It stays in vLLM's host memory, for as long as that has room.
+            self._finished.append(JobResult(job_id=job_metadata.job_id, success=True, transfer_time=0.0, transfer_bytes=0))
+            return
+        request = self._requests.storing(job_metadata.req_context, job_metadata.keys)
+        lives = {} if terms.ttl is None else {"ttl": terms.ttl}
+        self._transfer("put", _Job(job_metadata, self.block_size_bytes, request), job_metadata, self._timeout, **lives)
 
     def submit_load(self, job_metadata):
-        self._transfer("get", job_metadata, self._timeout / 2)
+        self._transfer("get", _Job(job_metadata, self.block_size_bytes), job_metadata, self._timeout / 2)
 
-    def _transfer(self, kind, job_metadata, timeout):
-        job, silence = _Job(job_metadata, self.block_size_bytes), self._silence[kind]
+    def _transfer(self, kind, job, job_metadata, timeout, **terms):
+        silence = self._silence[kind]
         for first, last in job.parts():
             nbytes = (last - first) * self.block_size_bytes
             # In a queue behind what is under way already.
             within = allowed(timeout, silence.nbytes + nbytes)
             asked = self._routers.storing(job.keys[first:last]) if self._routers is not None and not job.is_load else None
-            batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last])
+            batch = self._submit(kind, job.keys[first:last], within, job_metadata.chunk_ids[first:last], **terms)
             if batch is not None:
                 self._jobs[batch] = job, first, asked
                 silence.began(batch, nbytes)
@@ -299,7 +383,7 @@ class KvartsTier(SecondaryTierManager):
         if not job.open:
             self._end(job)
 
-    def _submit(self, kind, keys, timeout, chunks=None):
+    def _submit(self, kind, keys, timeout, chunks=None, **terms):
         """The batch's number, or `None` where nothing can be asked now."""
         if not self._usable(kind):
             self._count("away", len(keys))
@@ -311,6 +395,7 @@ class KvartsTier(SecondaryTierManager):
                 *places,
                 group=self._group if self._group is not None else list(map(get_offload_group_idx, keys)),
                 timeout=timeout,
+                **terms,
             )
         except kvarts.Error as error:
             (self._link.put_failed if kind == "put" else self._link.failed)(error)
@@ -323,6 +408,7 @@ class KvartsTier(SecondaryTierManager):
             # Asked again, they would be found again: this request does without.
             bad = [key for key, good in zip(job.keys, job.results) if not good]
             self._lookups.learn(bad, [False] * len(bad))
+        self._requests.stored(job.request)
         self._finished.append(job.result())
 
     def _take(self, wait=None):
@@ -398,16 +484,26 @@ class KvartsTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config):
         text = "Blocks that Kvarts did not store, find or load for another reason than that they are not there."
-        return {_BLOCKS: OffloadingCounterMetadata(documentation=text, labelnames=("reason",))}
+        held = "Blocks that are held against eviction because a request asked for it."
+        unheld = "Blocks that a request wanted held against eviction and that are not, by why."
+        return {
+            _BLOCKS: OffloadingCounterMetadata(documentation=text, labelnames=("reason",)),
+            _PINNED: OffloadingCounterMetadata(documentation=held),
+            _UNPINNED: OffloadingCounterMetadata(documentation=unheld, labelnames=("reason",)),
+        }
 
     def _count(self, reason, blocks):
         self._failures[reason] = self._failures.get(reason, 0) + blocks
 
     def get_stats(self):
-        if not self._failures:
+        counts = [(_BLOCKS, blocks, (reason,)) for reason, blocks in self._failures.items()]
+        self._failures = {}
+        for held, unheld, why in self._held.take():
+            counts += [(_PINNED, held, ()), (_UNPINNED, unheld, (why,))]
+        counts = [count for count in counts if count[1]]
+        if not counts:
             return None
-        failures, self._failures = self._failures, {}
         stats = OffloadingConnectorStats()
-        for reason, blocks in failures.items():
-            stats.increase_counter(_BLOCKS, blocks, (reason,))
+        for count in counts:
+            stats.increase_counter(*count)
         return stats

@@ -77,6 +77,8 @@ _LATER = {
     # 0.32: before, vLLM does not ask where a hit came from.
     "Locality": ("vllm.v1.kv_offload.base", types.SimpleNamespace(LOCAL=None)),
     "CacheHitSource": ("vllm.v1.metrics.cache_hit_source", types.SimpleNamespace(DISK=None)),
+    # Without it no step is measured.
+    "OffloadingWorkerMetadata": (f"{_CONNECTOR}.offloading.common", None),
 }
 _NAMES = {**_BOTH, **_LAYERS, **_OFFLOADING, **_EVENTS, **_PLUGIN, **{name: module for name, (module, _) in _LATER.items()}}
 
@@ -221,6 +223,17 @@ def _version():
 def probe(part):
     """Tells what of this connector's hooks is not as it is known, when an engine starts. It never raises."""
     hooks.tell(ENGINE, part, logging.getLogger("kvarts"))
+
+
+def keys_of(context):
+    """The keys of all chunks of a request, in the order of its prompt; none where vLLM does not keep them with it."""
+    return list(getattr(context, "_offload_key_positions", ()))
+
+
+def tiers_of(connector, kind):
+    """The tiers of this class behind an offloading connector, on the scheduler's side."""
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    return [tier for tier in getattr(manager, "secondary_tiers", ()) if isinstance(tier, kind)]
 
 
 def runs_by_layer(forward_context, kwargs):

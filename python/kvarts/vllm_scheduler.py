@@ -17,6 +17,7 @@ from .staging import Desk
 from .uses import Uses
 from .vllm_messages import Move, Step
 from .vllm_stats import Stats
+from .vllm_steps import measure
 from .vllm_terms import terms_of
 
 #: Bytes that leave in a step; what is more waits for the next one. Windows do not count: they cannot wait.
@@ -256,7 +257,7 @@ class Finder:
 
     def step(self, output):
         step, self._loads = Step(loads=self._loads), []
-        self._measure(output.num_scheduled_tokens, bool(step.loads))
+        measure(self.settings.steps, self._computing, output.num_scheduled_tokens, bool(step.loads))
         if self._desk is None:
             return step
         self._desk.open()
@@ -279,12 +280,6 @@ class Finder:
                 step.over.add(name)
                 self._forget(name)
         return step
-
-    def _measure(self, counts, loads):
-        """How long prompts take is told by the steps that compute them."""
-        computed = {name: request.num_computed_tokens for name in counts if (request := self._computing.get(name)) is not None}
-        left = lambda name: self._computing[name].num_prompt_tokens - computed[name] if name in computed else 0  # noqa: E731
-        self.settings.steps.begin(counts, computed.get, left, loads)
 
     def ran(self):
         """The oldest step whose end was not told has run."""

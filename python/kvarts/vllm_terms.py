@@ -1,4 +1,4 @@
-"""What a request says of its blocks in vLLM's `kv_transfer_params`.
+"""What a request says of its blocks in vLLM's `kv_transfer_params`, to either connector.
 
     {"max_load_tokens": 4096, "max_offload_tokens": 8192, "ttl": 3600, "pin": 600, "skip_save": false,
      "session": "agent-7", "session_of": "agent-3", "session_shared_tokens": 320, "session_ends": false}
@@ -97,7 +97,7 @@ def terms_of(request):
         if value is None:
             continue
         if (good := made(value)) is None:
-            _complain(f"kv_transfer_params: {name}: {_brief(value)} is ignored; it must be {right}")
+            complain(f"kv_transfer_params: {name}: {_brief(value)} is ignored; it must be {right}")
         else:
             found[name] = good
     return Terms(**found)
@@ -111,7 +111,8 @@ def _brief(value):
         return f"a {type(value).__name__}"
 
 
-def _complain(text):
+def complain(text):
+    """Tells it once."""
     if text not in _told:
         if len(_told) >= _TOLD:
             del _told[next(iter(_told))]

@@ -145,7 +145,7 @@ class _Stats:
 
 class _Offloaded(_Stats):
     def increase_counter(self, name, count, labels):
-        self.data[(name, *labels)] = count
+        self.data[(name, *labels)] = self.data.get((name, *labels), 0) + count
 
 
 class _PromMetrics:
@@ -304,6 +304,45 @@ class _JobResult:
 @dataclass
 class _Request:
     req_id: str
+    kv_transfer_params: dict | None = None
+    _offload_key_positions: dict = dataclasses.field(default_factory=dict, init=False)
+
+    def set_offload_key_position(self, key, end):
+        self._offload_key_positions[key] = end
+
+
+@dataclass
+class _WorkerMetadata:
+    completed_jobs: dict = dataclasses.field(default_factory=dict)
+
+
+class _OffloadingConnector(_Connector):
+    """vLLM's, as far as a connector above it is asked. `manager`: of the scheduler's side."""
+
+    manager = None
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.connector_scheduler = types.SimpleNamespace(manager=self.manager)
+        self.asked, self.worker_meta = [], None
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self.asked.append(("let in", request.request_id))
+
+    def build_connector_meta(self, scheduler_output):
+        self.asked.append(("step", len(scheduler_output.num_scheduled_tokens)))
+
+    def build_connector_worker_meta(self):
+        return self.worker_meta
+
+    def update_connector_output(self, connector_output):
+        self.asked.append(("ran",))
+
+    def request_finished(self, request, block_ids):
+        return False, None
+
+    def request_finished_all_groups(self, request, block_ids):
+        return False, None
 
 
 class _Tier:
@@ -337,8 +376,9 @@ def _vllm():
             KVConnectorRole=enum.Enum("KVConnectorRole", "SCHEDULER WORKER"),
         ),
         connector + ".metrics": dict(KVConnectorPromMetrics=_PromMetrics, KVConnectorStats=_Stats),
+        connector + ".offloading.common": dict(OffloadingWorkerMetadata=_WorkerMetadata),
         connector + ".offloading.metrics": dict(OffloadingConnectorStats=_Offloaded),
-        connector + ".offloading_connector": dict(OffloadingConnector=_Connector),
+        connector + ".offloading_connector": dict(OffloadingConnector=_OffloadingConnector),
         "vllm.distributed.kv_events": dict(
             MEDIUM_STORAGE="STORAGE",
             BlockStored=BlockStored,

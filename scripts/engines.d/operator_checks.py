@@ -1,4 +1,4 @@
-"""Checks of what operators and requests ask of vLLM's layerwise connector: switched on by name or by one variable, terms of requests, a slow disk
+"""Checks of what operators and requests ask of vLLM's connectors: switched on by name or by one variable, terms of requests, a slow disk, measured steps
 (scripts/engines)."""
 
 import contextlib
@@ -10,7 +10,7 @@ import time
 import tomllib
 
 from common import BLOCK, DEADLINE, PATIENCE, PLACE, ROOT, Server, Skipped, environment, expect, full_of, model_of, prompts_of
-from vllm_checks import PROMPTS, Engine, Layers
+from vllm_checks import PROMPTS, Engine, Layers, Vllm
 
 #: Where reads of a group of processes are bounded.
 _BLKIO = "/sys/fs/cgroup/blkio"
@@ -211,3 +211,61 @@ class Operator(Layers):
         expect(tokens == right, "other tokens than without a cache")
         engine.end()
         return seconds
+
+
+class Tier(Vllm):
+    """The same of vLLM's own tiers."""
+
+    PREFIX = "tier-"
+    CHECKS = ("terms",)
+    PINNED = "vllm:kv_offload_kvarts_pinned_blocks"
+
+    def check_terms(self):
+        """What requests say of their blocks reaches the store through vLLM's tiers, and so does how long its steps take."""
+        server = Server("vllm", "vllm-tier-terms")
+        try:
+            engine = Engine("vllm-tier-terms", self.model, self.kvarts(server))
+
+            def asked(prompts, **terms):
+                before = engine.from_disk()
+                found = engine.ask(do="generate", prompts=prompts, tokens=8, transfer=[terms] * len(prompts))["tokens"]
+                expect(found == [self.right["more"][PROMPTS["more"].index(prompt)] for prompt in prompts], f"other tokens with {terms}")
+                return engine.from_disk() - before
+
+            def until(what, is_so):
+                deadline = time.monotonic() + PATIENCE
+                while not is_so():
+                    expect(time.monotonic() < deadline, f"{what}: {engine.counters()}")
+                    engine.generate([[1, 2, 3]], tokens=2)
+
+            skipped, short, pinned, plain = ([prompt] for prompt in PROMPTS["more"][:4])
+            full = full_of(short, BLOCK)
+            asked(skipped, skip_save=True)
+            asked(short, ttl=4)
+            asked(pinned, pin=300)
+            asked(plain, session="s")
+            until("held", lambda: engine.counters().get(self.PINNED, 0) >= full // BLOCK)
+            until("expired", lambda: server.metric("kvarts_engine_blocks_expired_total") >= full // BLOCK)
+            command = [server.program, "pin", "--list", "--server", server.socket, "--json"]
+            pins = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["pins"]
+            held = [pin["blocks"] for pin in pins if pin["ends_in_ms"] > 100_000]
+            expect(held == [full // BLOCK], f"{pins}")
+            engine.reset()
+            disk = [asked(prompts, skip_save=True) for prompts in (skipped, short, pinned, plain)]
+            expect(disk == [0, 0, full, full], f"from disk: {disk}")
+            with open(engine.log, encoding="utf-8", errors="replace") as log:
+                expect(any("session: it has no effect" in line for line in log), "not told that there are no sessions")
+            measured = self.measured(engine)
+            engine.end()
+        finally:
+            server.stop()
+        return f"{full} tokens of a prompt: not stored with `skip_save`, expired with `ttl`, held as {held[0]} blocks with `pin`; {measured}; the same output"
+
+    @staticmethod
+    def measured(engine):
+        """Prompts of several lengths tell how long the engine computes one of a thousand tokens."""
+        for at in range(17):
+            engine.generate(prompts_of(1, 100 + at, tokens=100 + 45 * at), tokens=1)
+        ms = engine.ask(do="measured")["ms"]
+        expect(ms is not None and 0 < ms < 60_000, f"measured: {ms}")
+        return f"its steps say {ms:.0f} ms for 1,000 tokens"

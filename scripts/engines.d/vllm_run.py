@@ -96,6 +96,12 @@ def reset(host):
     return {"reset": engine.llm_engine.reset_prefix_cache(reset_connector=host)}
 
 
+def measured():
+    """How long the connector `Kvarts` takes a prompt of a thousand tokens to be computed, by the engine's own steps."""
+    times = engine.llm_engine.engine_core.engine_core.scheduler.connector._watch._steps.times
+    return {"ms": times and times.prefill_ms(0, 1000)}
+
+
 def answer(document):
     print(json.dumps(document), file=answers, flush=True)
 
@@ -109,6 +115,8 @@ for line in sys.stdin:
         answer(reset(command.get("host", True)))
     elif command["do"] == "counters":
         answer(counters())
+    elif command["do"] == "measured":
+        answer(measured())
     else:
         break
 engine.llm_engine.engine_core.shutdown()
