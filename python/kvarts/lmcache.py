@@ -25,7 +25,7 @@ import time
 
 import kvarts
 
-from .link import Link, allowed, contract, logger, token_of
+from .link import Link, allowed, contract, logger, token_of, whole_number
 from .lmcache_compat import probe, version
 from .shared import Pools
 
@@ -34,6 +34,12 @@ _SIZES = 16
 _RECORD = 4096
 #: Seconds after which sizes are read again, because another process may have stored objects of a new one.
 _FRESH = 5.0
+#: Tokens of an object where LMCache's settings say nothing.
+_CHUNK_TOKENS = 256
+#: Seconds after which the store is told again of an engine's times: one that was started anew does not know them.
+_TOLD = 60.0
+#: A block that nobody has.
+_NONE = kvarts.key("kvarts", "none")
 
 
 class _Unready(Exception):
@@ -100,7 +106,9 @@ class Kvarts:
     `server`, `token_file`: as for `kvarts.connect`. `revision`: of the model, or `{model: revision}`. `dtype`: of the KV cache.
     `identity`: whatever else decides bytes (`{"quantisation": "fp8-v2"}`). `timeout`: seconds for each batch, beside those that
     its bytes take. `pause`: seconds
-    for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush."""
+    for which a server that did not answer is left alone. `durable`: stores are acknowledged after a flush. `times`: what
+    `kvarts.Times` takes, for what the store takes objects to be worth: LMCache does not tell a plug-in of an engine's steps.
+    `chunk_tokens`: tokens of an object, as LMCache's `chunk_size` has it."""
 
     def __init__(
         self,
@@ -112,6 +120,8 @@ class Kvarts:
         timeout=2.0,
         pause=1.0,
         durable=False,
+        times=None,
+        chunk_tokens=_CHUNK_TOKENS,
     ):
         if not isinstance(revision, dict) and not revision:
             raise ValueError("revision: name the model's revision, or one for each model")
@@ -122,6 +132,9 @@ class Kvarts:
         self._identity = {str(name): str(value) for name, value in (identity or {}).items()}
         self._timeout = float(timeout)
         self._durable = bool(durable)
+        self._times = kvarts.Times(**times) if times else None
+        self._told = {}  # (model, size of objects) -> when the store is told of the times again
+        self._chunk_tokens = whole_number({"chunk_tokens": chunk_tokens}, "chunk_tokens", 1)
         self._version = version()
         probe(__name__)
         self._link = Link(lambda: kvarts.connect(server, token_of(token_file), timeout=self._timeout, of_cluster=True), pause)
@@ -264,7 +277,10 @@ class Kvarts:
         if not noted:
             self._read_sizes(model, group, client).add(size)
         if pages is None:
-            pages = client.pages(size, layout="lmcache-object", durable=self._durable, **self._identity_of(model))
+            pages = client.pages(
+                size, layout="lmcache-object", block_tokens=self._chunk_tokens, durable=self._durable, **self._identity_of(model)
+            )
+            self._tell_times(model, size, pages)
             with self._lock:
                 self._handles[model, size] = pages
                 self._poll.register(pages.fileno(), select.EPOLLIN)
@@ -287,7 +303,16 @@ class Kvarts:
             sizes = _Sizes(client.pages(_RECORD, layout="lmcache-sizes", **self._identity_of(model)), group)
         sizes.read()
         self._sizes[model, group] = sizes
+        for size in sizes.known:
+            if (pages := self._handles.get((model, size))) is not None:
+                self._tell_times(model, size, pages)
         return sizes
+
+    def _tell_times(self, model, size, pages):
+        """Tells the store how long the engine computes what is in an object, where that is known. In the link's thread."""
+        if self._times is not None and time.monotonic() >= self._told.get((model, size), 0.0):
+            pages.match([_NONE], times=self._times)
+            self._told[model, size] = time.monotonic() + _TOLD
 
     def _identity_of(self, model):
         revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision

@@ -8,6 +8,7 @@ import select
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 import kvarts
 from kvarts.link import Link, revision_of
@@ -63,7 +64,26 @@ class Adapter:
         return self.answer(self.plugin.submit_batch_delete(keys))
 
 
+class Recorded:
+    """A client, and handles of it, of which it is remembered what times they tell the store."""
+
+    def __init__(self, of, told):
+        self._of, self._told = of, told
+
+    def __getattr__(self, name):
+        return getattr(self._of, name)
+
+    def pages(self, *of, **kwargs):
+        return Recorded(self._of.pages(*of, **kwargs), [*self._told, kwargs["layout"], kwargs.get("block_tokens")])
+
+    def match(self, keys, times):
+        Lmcache.told.append((*self._told, times.prefill_ms(0, 4000)))
+        return self._of.match(keys, times=times)
+
+
 class Lmcache(Served):
+    told: list = []
+
     def adapter(self, **kwargs):
         adapter = Adapter(server=self.server.socket, **{"revision": self.id(), **kwargs})
         self.addCleanup(adapter.plugin.close)
@@ -81,6 +101,26 @@ class Lmcache(Served):
         self.assertEqual(adapter.delete(keys)[2], [True] * 6 + [False] * 2)
         self.assertEqual(adapter.exists(keys), [False] * 8)
         self.assertEqual(adapter.poll.poll(0), [])
+
+    def test_the_store_is_told_how_long_the_engine_computes_an_object_where_the_operator_says_it(self):
+        del Lmcache.told[:]
+        connect = kvarts.connect
+        with mock.patch.object(kvarts, "connect", lambda *of, **kwargs: Recorded(connect(*of, **kwargs), [])):
+            adapter, keys = self.adapter(times={"samples": [(0, 1000, 100.0), (0, 8000, 800.0)]}, chunk_tokens=64), names(3)
+            self.assertTrue(adapter.set(keys)[0])
+            self.assertTrue(adapter.get(keys)[0])
+            self.assertEqual(Lmcache.told, [("lmcache-object", 64, 400.0)])
+            # A server that was started anew is told again.
+            adapter.plugin._told.clear()
+            with mock.patch("kvarts.lmcache._FRESH", -1.0):
+                self.assertEqual(adapter.exists(keys), [True] * 3)
+            self.assertEqual(Lmcache.told, [("lmcache-object", 64, 400.0)] * 2)
+            self.assertEqual(self.adapter().exists(keys), [False] * 3)
+            self.assertTrue(self.adapter().set(keys)[0])
+            self.assertEqual(len(Lmcache.told), 2)
+        for wrong in (dict(chunk_tokens=0), dict(chunk_tokens="256")):
+            with self.assertRaisesRegex(ValueError, "chunk_tokens"):
+                Kvarts(**{**PARAMETERS, **wrong})
 
     def test_disks_write_into_a_pool_for_as_long_as_it_is_mapped_where_it_was(self):
         adapter, keys, size = self.adapter(), names(4), 8192
