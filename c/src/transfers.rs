@@ -102,6 +102,12 @@ struct Asked {
     timeout_ms: u64,
 }
 
+impl Asked {
+    fn moved(keys: *const u8, places: *const Descriptor, count: usize, timeout_ms: u64) -> Self {
+        Self { keys, count, places: Some(places), timeout_ms }
+    }
+}
+
 fn post(queue: *const Queue, kind: BatchKind, asked: Asked, transfer: *mut u64) -> Status {
     call(|| {
         let Queue { pages, shapes, clock } = given(queue, "queue")?;
@@ -135,8 +141,7 @@ extern "C" fn kvarts_put(
     timeout_ms: u64,
     transfer: *mut u64,
 ) -> Status {
-    let asked = Asked { keys, count, places: Some(from), timeout_ms };
-    post(queue, BatchKind::Put, asked, transfer)
+    post(queue, BatchKind::Put, Asked::moved(keys, from, count, timeout_ms), transfer)
 }
 
 #[unsafe(no_mangle)]
@@ -148,8 +153,7 @@ extern "C" fn kvarts_get(
     timeout_ms: u64,
     transfer: *mut u64,
 ) -> Status {
-    let asked = Asked { keys, count, places: Some(into), timeout_ms };
-    post(queue, BatchKind::Get, asked, transfer)
+    post(queue, BatchKind::Get, Asked::moved(keys, into, count, timeout_ms), transfer)
 }
 
 #[unsafe(no_mangle)]
