@@ -101,7 +101,8 @@ kvarts_status kvarts_memory_take(const kvarts_client *client, size_t nbytes, kva
  * case. Waits for the server. */
 kvarts_status kvarts_memory_adopt(const kvarts_client *client, int file, size_t nbytes, kvarts_memory **memory);
 /* Memory of any kind, read and written through a copy. It stays mapped until the handle is freed and each transfer that it was given to was polled.
- * Memory of two handles does not overlap: two blocks of one get that lie on the same bytes through different handles are not noticed. */
+ * Bytes that another registered memory of this process has are refused (KVARTS_INVALID). Memory of a handle of another kind must not be registered:
+ * two blocks of one get that lie on the same bytes through different handles are not noticed. */
 kvarts_status kvarts_memory_register(void *address, size_t nbytes, kvarts_memory **memory);
 void kvarts_memory_free(kvarts_memory *memory);
 /* Where it is in this process. `nbytes` may be null. It is there for as long as the handle is. */

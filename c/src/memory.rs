@@ -1,8 +1,10 @@
 //! Memory that blocks lie in: of a pool, of this process, or an engine's own.
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvarts_contract::buffers::region::PAGE;
 use kvarts_contract::buffers::{Region, SharedBuf};
@@ -18,13 +20,42 @@ pub(crate) struct Memory {
     len: usize,
     /// Whether offsets of stretches are offsets in it.
     is_pool: bool,
+    /// Of registered memory alone.
+    #[allow(dead_code, reason = "its end is what it is for")]
+    registered: Option<Registered>,
+}
+
+/// Memory that is registered, by its first address: its end. Two blocks of one get that lie on the same bytes are noticed within one
+/// memory, so none may lie in two.
+static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+/// Bytes that no other registered memory has.
+struct Registered(usize);
+
+impl Registered {
+    /// `None` if another has some of them.
+    fn new(bytes: Range<usize>) -> Option<Self> {
+        let mut all = REGISTERED.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = all.range(..bytes.end).next_back();
+        if before.is_some_and(|(_, end)| *end > bytes.start) {
+            return None;
+        }
+        all.insert(bytes.start, bytes.end);
+        Some(Self(bytes.start))
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        REGISTERED.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+    }
 }
 
 impl Memory {
     /// All of a region.
     fn whole(region: Arc<Region>) -> Self {
         let len = region.len();
-        Self { region, at: 0, len, is_pool: false }
+        Self { region, at: 0, len, is_pool: false, registered: None }
     }
 
     /// All of a pool.
@@ -96,11 +127,15 @@ extern "C" fn kvarts_memory_register(
         let base = start / PAGE * PAGE;
         let end = start.checked_add(nbytes).and_then(|end| end.checked_next_multiple_of(PAGE));
         let end = end.filter(|_| start > 0 && nbytes > 0).ok_or_else(cannot)?;
+        let registered = Registered::new(start..start + nbytes).ok_or_else(|| {
+            wrong(format!("{nbytes} bytes at {address:p}: another registered memory has some of them"))
+        })?;
         // SAFETY: the header: these bytes stay mapped for as long as a transfer may use them; a page of which some bytes are mapped is mapped
         // whole, and `Memory::part` gives these bytes alone.
         let region =
             unsafe { Region::adopt(std::ptr::with_exposed_provenance_mut(base), end - base, Box::new(())) };
-        hand_over(memory, Memory { region, at: start - base, len: nbytes, is_pool: false }, "memory")
+        let registered = Some(registered);
+        hand_over(memory, Memory { region, at: start - base, len: nbytes, is_pool: false, registered }, "memory")
     })
 }
 

@@ -124,6 +124,18 @@ class Mooncake(Served):
         self.assertEqual(store.register_buffer(memory.address, 1 << 20), 0)
         self.assertEqual(store.register_buffer(memory.address, 4096), mooncake.INVALID_PARAMS)
         self.assertEqual(store.register_buffer(4096, 4096), mooncake.INVALID_PARAMS)
+        # So is memory of which another one has some bytes, until that one is unregistered.
+        apart = mmap.mmap(-1, 1 << 20)
+        place = ctypes.addressof(ctypes.c_char.from_buffer(apart))
+        self.assertEqual(store.register_buffer(place + 4096, 8192), 0)
+        for begin, size in [(0, 4097), (0, 1 << 20), (8192, 4096), (12287, 1), (8192, 8192)]:
+            with self.subTest(begin), self.assertLogs("kvarts", "ERROR") as said:
+                self.assertEqual(store.register_buffer(place + begin, size), mooncake.INVALID_PARAMS)
+            self.assertIn("already registered", said.output[-1])
+        for begin in (0, 12288):
+            self.assertEqual(store.register_buffer(place + begin, 4096), 0)
+        self.assertEqual(store.unregister_buffer(place + 4096), 0)
+        self.assertEqual(store.register_buffer(place + 4096, 4096), 0)
         library = ctypes.CDLL(None).mmap
         library.restype, library.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         nothing = library(None, 8192, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)

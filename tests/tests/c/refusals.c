@@ -95,6 +95,22 @@ static void memories(kvarts_memory **page) {
   IS(kvarts_memory_register(own + 33, PAGES * PAGE, page), KVARTS_OK);
   IS(kvarts_memory_address(*page, &nbytes) == own + 33, true);
   IS(nbytes, PAGES * PAGE);
+  // What another memory has some bytes of is refused, and what lies beside it is not.
+  size_t overlaps[][2] = {{0, 34}, {33, PAGES * PAGE}, {33 + PAGE, PAGE}, {32 + PAGES * PAGE, 2}, {0, sizeof own}};
+  for (size_t n = 0; n < sizeof overlaps / sizeof *overlaps; n++) {
+    IS(kvarts_memory_register(own + overlaps[n][0], overlaps[n][1], &none), KVARTS_INVALID);
+    SAYS("another registered memory");
+  }
+  IS(none == NULL, true);
+  size_t beside[][2] = {{0, 33}, {33 + PAGES * PAGE, 31}};
+  for (size_t n = 0; n < 2; n++) {
+    // Freed, it is no other's any more.
+    for (int again = 0; again < 2; again++) {
+      IS(kvarts_memory_register(own + beside[n][0], beside[n][1], &none), KVARTS_OK);
+      kvarts_memory_free(none);
+    }
+    none = NULL;
+  }
 }
 
 static void refused(kvarts_queue *queue, kvarts_memory *memory) {
