@@ -1336,7 +1336,8 @@ pub mod route_request {
         /// 32 bytes each, one after the other, in the order of the prompt.
         #[prost(bytes = "bytes", tag = "2")]
         pub keys: ::prost::bytes::Bytes,
-        /// Absent: all blocks of group 0, replicated.
+        /// Absent: what the latest match of this model on this server required; before the first one, all blocks of its
+        /// first group, in as many parts as it can have. Keys beyond the bound of a route are then left out.
         #[prost(message, repeated, tag = "3")]
         pub requirements: ::prost::alloc::vec::Vec<super::Requirement>,
     }

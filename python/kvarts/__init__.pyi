@@ -246,8 +246,9 @@ class Client:
         that node, which that server returns as `here`), `decodes`, `queue_ms`, `decoding`, `memory_tokens`, `device_tokens`,
         `memory_bytes_per_ms`; and optionally `disk_tokens`, `disk_bytes_per_ms`, `disk_queue_ms`, `network_bytes_per_ms`,
         `network_queue_ms`: the server fills in absent ones for nodes with a `store`. `namespace` and `keys` name the blocks of
-        the prompt (of group 0, replicated); without them the server knows of no blocks. `owner`: a node's number and the leading
-        tokens that it has.
+        the prompt: of those groups and ranks that the latest `match` of this model on the server required (before the first one:
+        of its first group). Without them the server knows of no blocks. `owner`: a node's number and the leading tokens that
+        it has.
 
         The result: `class`; `candidates` in the order of `cost_ms`, each with `node`, `action`, `cached_tokens` and the terms of
         its cost; `nodes`, for each with a `store` its leading `blocks` (`None`: unknown), assumed values and the `trouble`;

@@ -628,7 +628,32 @@ fn a_route_knows_which_node_has_how_much_of_a_prompt_and_says_what_it_does_not_k
         unknown.prompt.as_mut().unwrap().namespace = vec![9; 32].into();
         assert!(cluster.client(asked).route_filled(unknown).is_err());
     }
+    as_engines_look_up(&cluster, &desks, &keys);
     owner_by_lease(&cluster, &desks, &keys);
+}
+
+/// A route that says nothing of a prompt's columns is of those that the latest match required.
+fn as_engines_look_up(cluster: &Cluster, desks: &[Desk<'_>], keys: &[BlockKey]) {
+    let blocks = |requirements: Vec<proto::Requirement>| -> Vec<Option<u32>> {
+        let mut request = routing(cluster, &desks[0], keys, 0.0);
+        request.prompt.as_mut().unwrap().requirements = requirements;
+        let filled = cluster.client(0).route_filled(request).unwrap().filled.unwrap();
+        filled.nodes.iter().map(|node| node.blocks).collect()
+    };
+    assert_eq!(blocks(Vec::new()), [Some(0), Some(0)], "nothing has said yet what engines need");
+    let said = routing(cluster, &desks[0], keys, 0.0).prompt.unwrap().requirements;
+    let requirements = convert::requirements(BLOCK_TOKENS, &said).unwrap();
+    let matching = MatchRequest {
+        namespace: desks[0].namespace,
+        keys: &keys[..1],
+        requirements: &requirements,
+        recompute_tokens_max: 0,
+        lease: None,
+        plan: None,
+    };
+    cluster.client(0).match_prefix(&matching).unwrap();
+    assert_eq!(blocks(Vec::new()), [Some(6), Some(2)]);
+    assert_eq!(blocks(said), [Some(6), Some(2)]);
 }
 
 /// The node with the lease of a chain is its owner, also where another node has more of it.

@@ -72,12 +72,17 @@ fn store_of(node: &proto::route_request::Node) -> Outcome<Option<NodeId>> {
 
 /// Asks the directory who has the blocks of a prompt.
 async fn located(call: &Call, asked: &proto::route_request::Prompt, stores: usize) -> Outcome<Prompt> {
-    let keys = convert::keys(&asked.keys)?;
+    let mut keys = convert::keys(&asked.keys)?;
     // Of a model that is another tenant's nothing is told.
     let model = call.state.models.get(&call.caller, convert::namespace(&asked.namespace)?)?;
     let requirements = match &asked.requirements[..] {
-        [] => Requirements::new(model.identity.block_tokens, vec![whole_group()])
-            .map_err(|error| Fault::malformed(format!("prompt: {error}")))?,
+        [] => {
+            let usual = usual_requirements(&model)?;
+            // How many parts a block has the caller need not know.
+            let columns: usize = usual.groups().iter().map(|one| one.coordinates.len()).sum();
+            keys.truncate(MAX_MATCH_ENTRIES / columns.saturating_mul(stores).max(1));
+            usual
+        }
         some => convert::requirements(model.identity.block_tokens, some)?,
     };
     entries::check_entries(keys.len(), &requirements)?;
@@ -104,9 +109,20 @@ async fn located(call: &Call, asked: &proto::route_request::Prompt, stores: usiz
     Ok(prompt)
 }
 
-fn whole_group() -> Requirement {
-    let (need, absence) = (Need::All, Absence::Required);
-    Requirement { group: Group(0), coordinates: vec![Coordinate::Replicated], need, absence }
+/// What engines of a model have required last; before that, all blocks of its first group, in as many parts as it can have.
+fn usual_requirements(model: &Model) -> Outcome<Requirements> {
+    let first_group = || {
+        let first = model.geometry.groups().iter().min_by_key(|known| known.group);
+        let (group, heads) = first.map_or((Group(0), 0), |known| (known.group, known.heads));
+        let coordinates = model.geometry.coordinates(group, heads.max(1));
+        let coordinates = coordinates.unwrap_or_else(|_| vec![Coordinate::Replicated]);
+        let (need, absence) = (Need::All, Absence::Required);
+        Requirements::new(
+            model.identity.block_tokens,
+            vec![Requirement { group, coordinates, need, absence }],
+        )
+    };
+    model.required().map_or_else(first_group, Ok).map_err(|error| Fault::malformed(format!("prompt: {error}")))
 }
 
 impl Prompt {

@@ -100,6 +100,7 @@ pub(crate) fn match_prefix(
     let namespace = model.namespace;
     let requirements = convert::requirements(wire.block_tokens, &wire.requirements)?;
     check_entries(keys.len(), &requirements)?;
+    model.requires(&requirements);
     let lease = terms(call, convert::hold(wire.lease_ms), wire.lease_cap_bytes)?;
     let times = wire.plan.as_ref().map(|plan| call.state.times.of(plan.times.as_ref())).transpose()?;
     let request = MatchRequest {

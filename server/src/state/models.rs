@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use kvarts_contract::api::KvStore;
 use kvarts_contract::error::{Error, Reason};
-use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId};
+use kvarts_layout::{BlockShape, Coordinate, Geometry, Group, Identity, NamespaceId, Requirements};
 
 use super::Caller;
 use kvarts_store::engine::Store;
@@ -30,6 +30,8 @@ pub struct Model {
     last_used: AtomicU64,
     /// When it was last registered.
     registered: AtomicU64,
+    /// What the latest match of it required.
+    required: Mutex<Option<Requirements>>,
 }
 
 /// What a tenant may have of models.
@@ -68,6 +70,19 @@ impl Model {
     /// When it last was, in milliseconds since 1970; 0 if it was not since it was registered.
     pub fn last_used(&self) -> u64 {
         self.last_used.load(Ordering::Relaxed)
+    }
+
+    /// A match requires this: which groups, which parts of them, and of which only the last blocks.
+    pub fn requires(&self, requirements: &Requirements) {
+        let mut required = self.required.lock().unwrap_or_else(PoisonError::into_inner);
+        if required.as_ref() != Some(requirements) {
+            *required = Some(requirements.clone());
+        }
+    }
+
+    /// What the latest match of it required: what its engines need of a prefix. `None` where none came since it was registered.
+    pub fn required(&self) -> Option<Requirements> {
+        self.required.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// When it was last used or registered.
@@ -128,7 +143,10 @@ impl Models {
         }
         let namespace = store.register(&identity, &geometry)?;
         let (last_used, registered) = (AtomicU64::new(0), AtomicU64::new(now_ms));
-        let model = Arc::new(Model { namespace, identity, geometry, listed, memory, last_used, registered });
+        let required = Mutex::default();
+        let model =
+            Model { namespace, identity, geometry, listed, memory, last_used, registered, required };
+        let model = Arc::new(model);
         tables.models.insert((caller.tenant.number, namespace), Arc::clone(&model));
         Ok(model)
     }
@@ -224,6 +242,16 @@ pub(crate) mod tests {
         );
         let identity = identity.unwrap().of(&geometry).unwrap();
         let (namespace, last_used, registered) = (NamespaceId([3; 32]), AtomicU64::new(0), AtomicU64::new(0));
-        Arc::new(Model { namespace, identity, geometry, listed: 64, memory: 64, last_used, registered })
+        let required = Mutex::default();
+        Arc::new(Model {
+            namespace,
+            identity,
+            geometry,
+            listed: 64,
+            memory: 64,
+            last_used,
+            registered,
+            required,
+        })
     }
 }
