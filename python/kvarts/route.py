@@ -4,7 +4,7 @@
 
 It passes on `/v1/completions`, `/v1/chat/completions` and `/v1/models`, answers as they come, byte for byte. It keeps nothing but what is under way. An engine
 that fails before the first byte of its answer is left out for a while, and the request goes to another one; after that byte the client gets
-the answer as it broke off. `/health` says whether there is an engine, `/status` what went where, and why.
+the answer as it broke off. `/health` says whether there is an engine, `/status` what went where, and why, and `/metrics` the same for Prometheus.
 """
 
 import argparse
@@ -19,9 +19,10 @@ import uuid
 import kvarts
 
 from . import route_http as http
+from . import route_metrics
 from .route_choice import PAUSE, Chooser, Choice, Engine, Prompt, Server, Turn
 
-_PATHS = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET", "/status": "GET"}
+_PATHS = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/health": "GET", "/status": "GET", "/metrics": "GET"}
 #: Answers of an engine that another one may give better.
 _FAILED = (502, 503, 504)
 #: The longest answer to a tokenisation or of a prefill, and the most tokens of a prompt.
@@ -42,9 +43,14 @@ class Proxy:
                 server = servers.setdefault(server, Server(server, settings.token, settings.ask_timeout))
             self.engines.append(Engine(number, url, server, role))
         self.chooser = Chooser(self.engines, list(servers.values()), settings)
-        self._servers = list(servers.values())
+        self.servers = list(servers.values())
         self.refused, self.broken, self.gone, self.prompts = {}, 0, 0, {"tokens": 0, "text": 0}
+        self.retried, self.handed = 0, {"handed": 0, "alone": 0}
         self._open, self._room = set(), http.Room(settings.bodies_max)
+
+    @property
+    def connections(self):
+        return len(self._open)
 
     # Connections.
 
@@ -96,6 +102,8 @@ class Proxy:
             raise http.Refused(405, f"{request.path} takes {method}")
         if request.path == "/status":
             return await http.send(writer, http.answer(200, self.status()))
+        if request.path == "/metrics":
+            return await http.send(writer, http.answer(200, route_metrics.text(self)))
         if request.path == "/health":
             up = [engine for engine in self.engines if not engine.is_away()]
             return await http.send(writer, http.answer(200 if up else 503, {"engines": len(self.engines), "up": len(up)}))
@@ -130,6 +138,7 @@ class Proxy:
         decoders = [engine for engine in self.engines if engine.role != "prefill"]
         if prefills and decoders:
             handed = await self._prefilled(request, fields, body, prompt, prefills)
+            self.handed["handed" if handed else "alone"] += 1
             if handed is not None:
                 data = json.dumps({**body, "kv_transfer_params": {**_terms_of(body), **handed}}).encode()
             choices = [Choice(engine, "decode" if handed else "decode-alone") for engine in sorted(decoders, key=Engine.load)]
@@ -146,12 +155,13 @@ class Proxy:
     async def _answered(self, request, fields, data, choices, writer):
         """The answer of the first of these that gives one, as it comes."""
         why = "there is no engine"
-        for choice in choices:
+        for tried, choice in enumerate(choices):
+            self.retried += tried > 0
             turn = Turn(choice.engine, choice.ms)
             try:
                 answered = await self._begun(choice.engine, request, fields, data)
             except http.Lost as error:
-                why = self._lost(choice.engine, str(error))
+                why = self._lost(choice.engine, error)
                 continue
             else:
                 self._count(choice.engine.answered, choice.reason)
@@ -160,6 +170,9 @@ class Proxy:
                     await http.send(writer, answered.begin())
                     async for piece in answered.pieces(self.settings.stall):
                         await http.send(writer, piece)
+                except http.Lost as error:
+                    self._count(choice.engine.failures, error.kind)
+                    raise
                 finally:
                     answered.close()
                 return
@@ -168,17 +181,18 @@ class Proxy:
         raise http.Refused(502, f"no engine answered: {why}"[:500], "server_error")
 
     async def _begun(self, engine, request, fields, data):
-        answered = await http.ask(engine.url, request.method, request.path, fields, data, self.settings.first_byte)
+        answered = await http.ask(engine.url, request.method, request.path, fields, data, self.settings.first_byte, self.settings.tls)
         if answered.status in _FAILED:
             answered.close()
-            raise http.Lost(f"it answered {answered.status}")
+            raise http.Lost(f"it answered {answered.status}", str(answered.status))
         engine.away_until = 0.0
         return answered
 
-    def _lost(self, engine, why):
+    def _lost(self, engine, error):
         engine.away_until = time.monotonic() + PAUSE
-        self._count(engine.failed, why[:80])
-        return f"{engine.url}: {why}"
+        self._count(engine.failed, str(error)[:80])
+        self._count(engine.failures, error.kind if isinstance(error, http.Lost) else "answer")
+        return f"{engine.url}: {error}"
 
     @staticmethod
     def _count(counts, name):
@@ -193,7 +207,8 @@ class Proxy:
         if "max_completion_tokens" in body:
             asked["max_completion_tokens"] = 1
         data = json.dumps(asked).encode()
-        for choice in await self._choices(prompt, prefills):
+        for tried, choice in enumerate(await self._choices(prompt, prefills)):
+            self.retried += tried > 0
             turn = Turn(choice.engine, choice.ms)
             try:
                 answered = await self._begun(choice.engine, request, fields, data)
@@ -204,12 +219,13 @@ class Proxy:
                 if answered.status != 200:
                     # What is wrong with the request the one that decodes says.
                     self._count(choice.engine.failed, f"prefill answered {answered.status}")
+                    self._count(choice.engine.failures, "prefill")
                     return None
                 self._count(choice.engine.answered, f"prefill: {choice.reason}")
                 handed = http.parsed(told).get("kv_transfer_params")
                 return handed if isinstance(handed, dict) else None
             except (http.Lost, http.Refused) as error:
-                self._lost(choice.engine, str(error))
+                self._lost(choice.engine, error)
             finally:
                 turn.ends()
         return None
@@ -236,7 +252,7 @@ class Proxy:
         for engine in sorted(engines, key=Engine.load)[:1]:
             fields = [("Content-Type", "application/json"), ("Accept", "application/json")]
             try:
-                answered = await http.ask(engine.url, "POST", "/tokenize", fields, json.dumps(asked).encode(), _TOKENIZE_TIMEOUT)
+                answered = await http.ask(engine.url, "POST", "/tokenize", fields, json.dumps(asked).encode(), _TOKENIZE_TIMEOUT, self.settings.tls)
                 try:
                     if answered.status in (404, 405, 501):
                         engine.tokenises = False
@@ -253,7 +269,7 @@ class Proxy:
         return {
             "policy": self.settings.policy,
             "engines": [engine.told() for engine in self.engines],
-            "servers": [{"server": one.endpoint, "is_away": one.is_away(), "why": one.why} for one in self._servers],
+            "servers": [{"server": one.endpoint, "is_away": one.is_away(), "why": one.why} for one in self.servers],
             "prompts": self.prompts,
             "refused": self.refused,
             "broken": self.broken,
@@ -347,6 +363,9 @@ def arguments():
        help="cost: the least time to the first token, as the Kvarts server counts it from stores, queues and paths; owner: beside the store that "
             "owns the prefix or has most of it; the others look at nothing [cost]")
     of("--listen", type=_listen, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen; port 0 takes a free one [127.0.0.1:8080]")
+    of("--certificate", metavar="FILE", help="the listener speaks TLS: its certificate and those between it and the authority (PEM)")
+    of("--key", metavar="FILE", help="the certificate's key (PEM)")
+    of("--engine-ca", metavar="FILE", help="the authority of the engines' certificates (PEM); else those that this machine trusts")
     of("--keys", choices=["chain", "vllm", "sglang"], default="vllm",
        help="how the blocks' names follow from tokens: as vLLM's connectors make them (hash sha256, PYTHONHASHSEED not set), as SGLang's do, or "
             "by kvarts.chain. Prompts with adapters, salts or images have other names: nothing is found of them [vllm]")
@@ -365,8 +384,27 @@ def arguments():
     return parser
 
 
+def _of_files(option, made, *files):
+    try:
+        return made(*files)
+    except OSError as error:
+        # Which file it is, a library of TLS does not say.
+        raise OSError(f"{option}: {', '.join(filter(None, files))}: {error}") from None
+
+
 def _settings(given):
-    settings = arguments().parse_args(given)
+    parser = arguments()
+    settings = parser.parse_args(given)
+    secure = any(url.startswith("https:") for url, *_ in settings.engines)
+    if (settings.certificate is None) != (settings.key is None):
+        parser.error("--certificate and --key belong together")
+    if settings.engine_ca and not secure:
+        parser.error("--engine-ca: no engine has an https:// address")
+    settings.listener_tls = settings.tls = None
+    if settings.certificate:
+        settings.listener_tls = _of_files("--certificate, --key", http.listener_tls, settings.certificate, settings.key)
+    if secure:
+        settings.tls = _of_files("--engine-ca", http.engine_tls, settings.engine_ca)
     settings.token = None
     if settings.token_file:
         with open(settings.token_file) as file:
@@ -378,10 +416,12 @@ def _settings(given):
 
 async def _run(settings):
     proxy = Proxy(settings)
+    tls = settings.listener_tls
+    more = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": http.HEAD_TIMEOUT}
     # ends: it binds a socket, and waits for nothing else
-    server = await asyncio.start_server(proxy.serve, *settings.listen, limit=http.HEAD_MAX)
+    server = await asyncio.start_server(proxy.serve, *settings.listen, limit=http.HEAD_MAX, **more)
     host, port = server.sockets[0].getsockname()[:2]
-    told = {"listen": f"http://{host}:{port}", "policy": settings.policy, "engines": len(settings.engines)}
+    told = {"listen": f"{'http' if tls is None else 'https'}://{host}:{port}", "policy": settings.policy, "engines": len(settings.engines)}
     print(json.dumps(told) if settings.json else f"serving {told['listen']} by {settings.policy} to {told['engines']} engines", flush=True)
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -35,6 +35,7 @@ class Engine:
         self.waiting, self.decoding, self.queue_ms = 0, 0, 0.0
         self.away_until, self.tokenises = 0.0, True
         self.answered, self.failed = {}, {}
+        self.failures = {}  # by kind
 
     def is_away(self):
         return time.monotonic() < self.away_until

@@ -36,7 +36,11 @@ class Refused(Exception):
 
 
 class Lost(Exception):
-    """An engine that did not answer."""
+    """An engine that did not answer. `kind`: as metrics call it."""
+
+    def __init__(self, text, kind="answer"):
+        super().__init__(text)
+        self.kind = kind
 
 
 class Gone(Exception):
@@ -157,9 +161,10 @@ async def send(writer, data):
 
 
 def answer(status, told):
-    """An answer of the proxy's own."""
-    body = json.dumps(told).encode()
-    head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Error')}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    """An answer of the proxy's own: JSON, or text as metrics are."""
+    body, kind = (told, "text/plain; version=0.0.4") if isinstance(told, str) else (json.dumps(told), "application/json")
+    body = body.encode()
+    head = f"HTTP/1.1 {status} {_REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return (head + "Connection: close\r\n\r\n").encode() + body
 
 
@@ -197,15 +202,27 @@ class Answered:
         return (" ".join(self.head.first) + "\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields) + "\r\n").encode("latin-1")
 
     async def pieces(self, stall):
-        """The body as it comes, its framing included; raises `Lost` where it breaks off."""
+        """The body as it comes, its framing included; raises `Lost` where it breaks off, or ends before its end."""
+        came, tail = 0, b""
         while True:
             try:
                 piece = await within(stall, self.reader.read(_PIECE))
             except (OSError, asyncio.TimeoutError) as error:
-                raise Lost(f"the answer broke off: {error or 'nothing came'}") from None
+                raise Lost(f"the answer broke off: {error or 'nothing came'}", "broken") from None
             if not piece:
+                if self._is_cut(came, tail):
+                    raise Lost("the answer broke off", "broken")
                 return
+            came, tail = came + len(piece), (tail + piece[-4:])[-4:]
             yield piece
+
+    def _is_cut(self, came, tail):
+        if self.length is not None:
+            return str(came) != self.length
+        return self._is_chunked() and tail != b"\r\n\r\n"
+
+    def _is_chunked(self):
+        return "chunked" in (self.head.get("transfer-encoding") or "").lower()
 
     async def whole(self, most, stall):
         """The body of a short answer, without framing."""
@@ -214,9 +231,7 @@ class Answered:
             data += piece
             if len(data) > most:
                 raise Lost(f"the answer is longer than {most} bytes")
-        if self.length is not None and str(len(data)) != self.length:
-            raise Lost("the answer broke off")
-        return _unframed(data) if "chunked" in (self.head.get("transfer-encoding") or "").lower() else data
+        return _unframed(data) if self._is_chunked() else data
 
     def close(self):
         self.writer.close()
@@ -231,22 +246,35 @@ def _unframed(data):
         except ValueError:
             raise Lost("the answer's framing is none") from None
         if not line or len(data) < size:
-            raise Lost("the answer broke off")
+            raise Lost("the answer broke off", "broken")
         if size == 0:
             return found
         found, data = found + data[:size], data[size + 2 :]
 
 
-async def ask(url, method, path, fields, body, timeout):
-    """Sends a request to an engine and waits for the head of its answer; raises `Lost`."""
+def listener_tls(certificate, key):
+    """Of the proxy's own listener; raises `OSError` where a file is none of that."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+def engine_tls(authority):
+    """Towards engines: their certificates are of this authority (a file), or of one that this machine trusts."""
+    return ssl.create_default_context(cafile=authority)
+
+
+async def ask(url, method, path, fields, body, timeout, tls=None):
+    """Sends a request to an engine and waits for the head of its answer; raises `Lost`. `tls`: for `https://`."""
     place = urllib.parse.urlsplit(url)
-    secure = ssl.create_default_context() if place.scheme == "https" else None
+    secure = tls if place.scheme == "https" else None
     port = place.port or (443 if secure else 80)
     try:
         connecting = asyncio.open_connection(place.hostname, port, ssl=secure, limit=HEAD_MAX)
         reader, writer = await within(CONNECT_TIMEOUT, connecting)
     except (OSError, asyncio.TimeoutError) as error:
-        raise Lost(f"no connection: {error or 'not in time'}") from None
+        raise Lost(f"no connection: {error or 'not in time'}", "connection") from None
     try:
         lines = [f"{method} {place.path.rstrip('/')}{path} HTTP/1.1", f"Host: {place.netloc}", "Connection: close"]
         lines += [f"Content-Length: {len(body)}"] if body or method == "POST" else []

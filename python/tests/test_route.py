@@ -23,14 +23,14 @@ SOON = 30
 class Double:
     """An engine that speaks OpenAI's interface and streams. Its tokens are the numbers of the prompt's words."""
 
-    def __init__(self, name, tokenises=True):
-        self.name, self.tokenises = name, tokenises
+    def __init__(self, name, tokenises=True, tls=None):
+        self.name, self.tokenises, self.tls = name, tokenises, tls
         self.asked, self.gone, self.hangs, self.dies, self.breaks, self.fails = [], 0, False, False, False, 0
         self.params = None
 
     async def start(self):
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:%d" % self.server.sockets[0].getsockname()[1]
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0, ssl=self.tls)
+        self.url = f"http{'s' if self.tls else ''}://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def serve(self, reader, writer):
@@ -92,6 +92,8 @@ class Engines:
 
     def __init__(self, *doubles):
         self.loop = asyncio.new_event_loop()
+        # It tells of each connection on which TLS ends early.
+        self.loop.set_debug(False)
         import threading
 
         self.thread = threading.Thread(target=self.loop.run_forever)
@@ -117,6 +119,9 @@ class Engines:
 
 
 class Proxied(unittest.TestCase):
+    #: Of the proxy's clients, where it speaks TLS.
+    tls = None
+
     def engines(self, *doubles):
         engines = Engines(*doubles)
         self.addCleanup(engines.close)
@@ -143,11 +148,12 @@ class Proxied(unittest.TestCase):
         self.addCleanup(stop)
         log.seek(0)
         self.assertTrue(line, log.read())
-        self.address = json.loads(line)["listen"].removeprefix("http://")
+        self.scheme, _, self.address = json.loads(line)["listen"].partition("://")
 
     def ask(self, path, body=None, method=None):
         """Status and body."""
-        with contextlib.closing(http.client.HTTPConnection(self.address, timeout=SOON)) as connection:
+        connecting = http.client.HTTPConnection if self.scheme == "http" else lambda *of, **kw: http.client.HTTPSConnection(*of, context=self.tls, **kw)
+        with contextlib.closing(connecting(self.address, timeout=SOON)) as connection:
             data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
             connection.request(method or ("GET" if body is None else "POST"), path, data)
             answer = connection.getresponse()
@@ -161,6 +167,13 @@ class Proxied(unittest.TestCase):
 
     def status(self):
         return json.loads(self.ask("/status")[1])
+
+    def metrics(self):
+        """Name with labels -> value, without the names' beginning."""
+        status, told = self.ask("/metrics")
+        self.assertEqual(status, 200)
+        lines = [line for line in told.decode().splitlines() if not line.startswith("#")]
+        return {name.removeprefix("kvarts_route_"): float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def raw(self, data, shut=False):
         """What a client gets that sends these bytes."""
@@ -357,6 +370,50 @@ class Beside(Proxied):
             pages = client.pages(PAGE, model=MODEL, revision="1", dtype="bf16", engine="test", layout="pages", block_tokens=BLOCK)
             keys = kvarts.chain(tokens, BLOCK)
             self.assertTrue(pages.put(keys, [bytes(PAGE)] * len(keys)).ok)
+            pages.close()
+
+    def test_prefixes_of_several_ranks_and_windows_go_where_all_of_them_is(self):
+        servers = self.servers(2, True)
+        engines = self.engines(Double("a"), Double("b"))
+        identity = dict(model=MODEL, revision="1", dtype="bf16", engine="test", layout="ranks", block_tokens=BLOCK)
+        tokens = [list(range(n * 1000, n * 1000 + 8 * BLOCK + 3)) for n in range(4)]
+        for n, server in enumerate(servers):
+            with kvarts.connect(server.socket) as client:
+                pages = client.pages({0: PAGE, 1: PAGE}, tp_size=2, windows={1: 2 * BLOCK}, **identity)
+                for at, prompt in enumerate(tokens):
+                    keys = kvarts.chain(prompt, BLOCK)
+                    # Of each the other server has one rank alone.
+                    for rank in (0, 1) if at % 2 == n else (0,):
+                        self.assertTrue(pages.put(keys, [bytes(PAGE)] * 8, rank=rank).ok)
+                        self.assertTrue(pages.put(keys[6:], [bytes(PAGE)] * 2, group=1, rank=rank).ok)
+                    # As engines ask before they load.
+                    self.assertEqual(pages.match(keys).blocks, 8 if at % 2 == n else 0)
+                pages.close()
+        self.proxy(engines, "--policy", "owner", "--ask-timeout", "5", beside=[server.socket for server in servers])
+        where = lambda prompt: self.complete([*prompt, 5, 6, 7])  # noqa: E731
+        for n, prompt in enumerate(tokens):
+            self.until(f"prompt {n} goes where it is", lambda: where(prompt) == "ab"[n % 2])
+        self.assertEqual([where(prompt) for prompt in tokens], list("abab"))
+        found = self.metrics()
+        self.assertEqual({name.rpartition("reason=")[2] for name in found if name.startswith("requests_total")}, {'"most-of-it"}'})
+
+    def test_a_prompt_of_more_parts_than_a_route_may_look_at_is_looked_at_as_far(self):
+        [server] = self.servers(1, False)
+        identity = dict(model=MODEL, revision="1", dtype="bf16", engine="test", layout="many", block_tokens=BLOCK)
+        keys = [kvarts.key("many", n) for n in range(17_000)]
+        times = kvarts.Times(samples=[(0, 100, 10.0), (0, 10_000, 1000.0)])
+        with kvarts.connect(server.socket) as client:
+            # 64 parts of each block: 16,384 blocks are as many as a route looks at.
+            pages = client.pages(PAGE, tp_size=64, **identity)
+            for rank in range(64):
+                self.assertTrue(pages.put(keys[:2], [bytes(PAGE)] * 2, rank=rank).ok)
+            here = client.route([], times=times, prompt_tokens=1)["here"]
+            asked = dict(times=times, prompt_tokens=17_000 * BLOCK + 1, namespace=pages.namespace, keys=keys)
+            # Before an engine has looked for any, and behind that.
+            for _ in range(2):
+                [node] = client.route([{"node": 1, "store": here}], **asked)["nodes"]
+                self.assertEqual(node["blocks"], 2)
+                self.assertEqual(pages.match(keys[:3]).blocks, 2)
             pages.close()
 
     def prefixes_go_where_they_are(self, in_cluster, policy):
