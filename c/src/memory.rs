@@ -134,8 +134,8 @@ extern "C" fn kvarts_memory_register(
         // whole, and `Memory::part` gives these bytes alone.
         let region =
             unsafe { Region::adopt(std::ptr::with_exposed_provenance_mut(base), end - base, Box::new(())) };
-        let registered = Some(registered);
-        hand_over(memory, Memory { region, at: start - base, len: nbytes, is_pool: false, registered }, "memory")
+        let (at, registered) = (start - base, Some(registered));
+        hand_over(memory, Memory { region, at, len: nbytes, is_pool: false, registered }, "memory")
     })
 }
 

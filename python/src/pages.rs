@@ -152,6 +152,7 @@ impl Pages {
 
     #[doc = stub!("Pages.submit_put")]
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn submit_put(
         &self,
         keys: &Bound<'_, PyAny>,
@@ -286,6 +287,7 @@ impl Pages {
     }
 
     #[pyo3(signature = (keys, buffers, *, group=None, rank=None, parent=None, ttl=None, timeout=None))]
+    #[allow(clippy::too_many_arguments, reason = "the keyword arguments of the stub")]
     fn put(
         &self,
         keys: &Bound<'_, PyAny>,

@@ -122,7 +122,8 @@ fn usual_requirements(model: &Model) -> Outcome<Requirements> {
             vec![Requirement { group, coordinates, need, absence }],
         )
     };
-    model.required().map_or_else(first_group, Ok).map_err(|error| Fault::malformed(format!("prompt: {error}")))
+    let found = model.required().map_or_else(first_group, Ok);
+    found.map_err(|error| Fault::malformed(format!("prompt: {error}")))
 }
 
 impl Prompt {

@@ -144,8 +144,7 @@ impl Models {
         let namespace = store.register(&identity, &geometry)?;
         let (last_used, registered) = (AtomicU64::new(0), AtomicU64::new(now_ms));
         let required = Mutex::default();
-        let model =
-            Model { namespace, identity, geometry, listed, memory, last_used, registered, required };
+        let model = Model { namespace, identity, geometry, listed, memory, last_used, registered, required };
         let model = Arc::new(model);
         tables.models.insert((caller.tenant.number, namespace), Arc::clone(&model));
         Ok(model)
