@@ -1,6 +1,8 @@
 //! What a server decides by the size of its disk and of its machine, where nothing was set: shards, and the memory of the
 //! index.
 
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use kvarts_layout::format::names::SUPERBLOCK;
@@ -46,30 +48,49 @@ fn total(text: &str) -> Option<u64> {
 pub(super) const FREE_SHARE: u64 = 80;
 
 /// A budget that the disks of these directories have room for: this part of them in hundredths, or most of what is free; what
-/// the store has there already counts as free.
+/// the store has there already counts as free. Directories on one file system share its room.
 pub(crate) fn budget(directories: &[PathBuf], part: Option<u32>) -> Result<u64, String> {
-    let mut total = 0u64;
     // Of a store that is there, an absent directory counts as much as the others: its share waits for it.
     let is_store = |directory: &&PathBuf| directory.join(SUPERBLOCK).exists();
     let there: Vec<&PathBuf> = directories.iter().filter(is_store).collect();
     let counted = if there.is_empty() { directories.iter().collect() } else { there };
+    let mut disks: BTreeMap<u64, Room> = BTreeMap::new();
     for directory in counted.iter().copied() {
-        // One that is absent will be made on the disk of the directory above.
-        let above = directory.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let space = rustix::fs::statvfs(if directory.exists() { directory } else { above });
-        let space = space.map_err(|error| format!("{}: {error}", directory.display()))?;
-        let free = space.f_bavail.saturating_mul(space.f_frsize);
-        let here = bytes_below(directory);
-        let share = match part {
-            // No more than there is: other programs may have a part of the disk.
-            Some(part) => (space.f_blocks.saturating_mul(space.f_frsize) / 100)
-                .saturating_mul(part.into())
-                .min(free.saturating_add(here)),
-            None => (free / 100 * FREE_SHARE).saturating_add(here),
-        };
-        total = total.saturating_add(share);
+        let (number, room) = room(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
+        let here = disks.entry(number).or_default();
+        *here = Room { own: here.own.saturating_add(room.own), ..room };
     }
+    let total = disks.values().map(|room| room.share(part)).fold(0, u64::saturating_add);
     Ok(total / counted.len().max(1) as u64 * directories.len() as u64)
+}
+
+/// Bytes of a file system, those of them that are free, and those that the store has there.
+#[derive(Clone, Copy, Default)]
+struct Room {
+    all: u64,
+    free: u64,
+    own: u64,
+}
+
+impl Room {
+    fn share(self, part: Option<u32>) -> u64 {
+        let Self { all, free, own } = self;
+        match part {
+            // No more than there is: other programs may have a part of the disk.
+            Some(part) => (all / 100).saturating_mul(part.into()).min(free.saturating_add(own)),
+            None => (free / 100 * FREE_SHARE).saturating_add(own),
+        }
+    }
+}
+
+/// The number of the file system that a directory is on, or will be made on, and its room.
+fn room(directory: &Path) -> std::io::Result<(u64, Room)> {
+    // One that is absent will be made on the disk of the directory above.
+    let above = directory.parent().filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let place = if directory.exists() { directory } else { above };
+    let space = rustix::fs::statvfs(place)?;
+    let [all, free] = [space.f_blocks, space.f_bavail].map(|blocks| blocks.saturating_mul(space.f_frsize));
+    Ok((place.metadata()?.dev(), Room { all, free, own: bytes_below(directory) }))
 }
 
 /// Bytes of the files below a directory. What cannot be read counts as nothing.
@@ -77,10 +98,7 @@ fn bytes_below(directory: &Path) -> u64 {
     let Ok(entries) = std::fs::read_dir(directory) else { return 0 };
     let size = |entry: std::fs::DirEntry| match entry.file_type() {
         Ok(kind) if kind.is_dir() => bytes_below(&entry.path()),
-        Ok(kind) if kind.is_file() => {
-            use std::os::unix::fs::MetadataExt;
-            entry.metadata().map_or(0, |data| data.blocks().saturating_mul(512))
-        }
+        Ok(kind) if kind.is_file() => entry.metadata().map_or(0, |data| data.blocks().saturating_mul(512)),
         _ => 0,
     };
     entries.flatten().map(size).fold(0, u64::saturating_add)
@@ -102,6 +120,35 @@ mod tests {
         assert_eq!(shards(512 << 30, 8, segment), 8);
         assert_eq!(shards(32 << 20, 2, 256 << 10), 2);
         assert_eq!(shards(32 << 20, 1, 256 << 10), 4);
+    }
+
+    #[test]
+    fn directories_on_one_file_system_share_it_and_those_on_two_have_both() {
+        let of = |directories: &[&str], part| {
+            let directories: Vec<PathBuf> = directories.iter().map(PathBuf::from).collect();
+            budget(&directories, part).unwrap()
+        };
+        // Two of them are still to be made, both beside this package.
+        let (one, two) = (of(&["none-1"], Some(1)), of(&["none-1", "none-2"], Some(1)));
+        // Each of two directories has half, and a byte may be cut off.
+        assert!(one > 0 && one.abs_diff(two) < 2, "{one} {two}");
+        // Other programs write meanwhile.
+        let (one, two) = (of(&["none-1"], None), of(&["none-1", "none-2"], None));
+        assert!(two < one + one / 2, "{one} {two}");
+        // Where a second file system is at hand, both count.
+        let other = Path::new("/dev/shm")
+            .metadata()
+            .is_ok_and(|facts| facts.dev() != Path::new(".").metadata().unwrap().dev());
+        if other {
+            let (here, there) = (of(&["none-1"], Some(1)), of(&["/dev/shm/none"], Some(1)));
+            assert!((here + there).abs_diff(of(&["none-1", "/dev/shm/none"], Some(1))) < 2);
+        }
+    }
+
+    #[test]
+    fn a_part_is_of_all_and_at_most_what_is_free_or_the_stores() {
+        let room = Room { all: 1000, free: 300, own: 100 };
+        assert_eq!([Some(10), Some(90), None].map(|part| room.share(part)), [100, 400, 340]);
     }
 
     #[test]

@@ -314,16 +314,24 @@ fn budget(text: Option<&str>) -> Result<(Option<u64>, Option<u32>), Complaint> {
         None => Ok((None, None)),
         Some((text, None)) => match sized(name, text)? {
             // A unit or a per cent sign was forgotten: no store is that small.
-            bytes if bytes < BUDGET_MIN => {
-                let (shown, number) =
-                    (text.trim(), text.trim().trim_end_matches(|c: char| !c.is_ascii_digit()));
-                let what =
-                    format!("{shown} is {}: write {number}% of the disks, or {number}G", human::bytes(bytes));
-                Err(Complaint::new(name, &what))
-            }
+            bytes if bytes < BUDGET_MIN => Err(Complaint::new(name, &too_small(text.trim(), bytes))),
             bytes => Ok((Some(bytes), None)),
         },
         Some((_, Some(part))) => Ok((None, Some(part.map_err(|fault| Complaint::new(name, fault.what()))?))),
+    }
+}
+
+/// What is wrong with a budget that no store could have, and what was probably meant by it.
+fn too_small(text: &str, bytes: u64) -> String {
+    let such = "or a part of the disks such as 90%";
+    // With a unit, or as nothing, it was meant: another unit would be a guess.
+    if bytes == 0 || text.contains(|c: char| !c.is_ascii_digit()) {
+        return format!("{text} is smaller than any store: write a size such as 64G, {such}");
+    }
+    let shown = human::bytes(bytes);
+    match size::percent(&format!("{text}%")) {
+        Some(Ok(part)) => format!("{text} is {shown}: write {part}% of the disks, or {text}G"),
+        _ => format!("{text} is {shown}: write a unit, such as {text}G, {such}"),
     }
 }
 

@@ -63,12 +63,21 @@ fn every_setting_has_a_value_and_a_source_whatever_is_set() {
 
 #[test]
 fn a_budget_whose_unit_was_forgotten_is_refused_with_what_was_meant() {
-    for wrong in ["90", "'90'", "'900 B'", "'512K'"] {
+    let such = "or a part of the disks such as 90%";
+    let smaller =
+        |shown: &str| format!("{shown} is smaller than any store: write a size such as 64G, {such}");
+    for (wrong, what) in [
+        ("90", "90 is 90 B: write 90% of the disks, or 90G".to_owned()),
+        ("'90'", "90 is 90 B: write 90% of the disks, or 90G".to_owned()),
+        ("900", format!("900 is 900 B: write a unit, such as 900G, {such}")),
+        ("'900 B'", smaller("900 B")),
+        ("'900B'", smaller("900B")),
+        ("'512K'", smaller("512K")),
+        ("0", smaller("0")),
+    ] {
         let told = complaint(&format!("[store]\nbudget = {wrong}\n"));
-        assert!(told.contains("store.budget: ") && told.contains("% of the disks, or "), "{told}");
+        assert!(told.ends_with(&format!("store.budget: {what}")), "{told}");
     }
-    let told = complaint("[store]\nbudget = 90\n");
-    assert!(told.ends_with("store.budget: 90 is 90 B: write 90% of the disks, or 90G"), "{told}");
     assert!(resolve("[store]\nbudget = 1048576\n", &[], Settings::default()).is_ok());
 }
 
