@@ -1,5 +1,5 @@
-/* Pages of a cache in C, from beginning to end: put from memory of one's own, look up, get into a pool's memory, delete. Transfers are posted, and
- * their completions polled when an eventfd says that there are some.
+/* Pages of a cache in C, from beginning to end: put from memory of one's own, look up, estimate, get into a pool's memory, delete. Transfers are
+ * posted, and their completions polled when an eventfd says that there are some.
  *
  *   cc pages.c $(pkg-config --cflags --libs kvarts) -o pages && ./pages SOCKET
  */
@@ -84,6 +84,12 @@ int main(int argc, char **argv) {
   printf("put: %u blocks written\n", answer(queue, transfer).written);
   check(kvarts_exists(queue, keys, BLOCKS, MINUTE, &transfer), "kvarts_exists");
   printf("exists: the first %u are here\n", answer(queue, transfer).prefix);
+
+  /* Whether loading them is faster than computing them: by prefills that this engine measured, and by the server's reads. */
+  kvarts_sample measured[] = {{.computed = BLOCKS * TOKENS, .ms = 2000}, {.computed = 8 * BLOCKS * TOKENS, .ms = 20000}};
+  kvarts_cost cost;
+  check(kvarts_estimate(client, blocks, keys, BLOCKS, (BLOCKS + 1) * TOKENS, measured, 2, &cost), "kvarts_estimate");
+  printf("estimate: %u of %u are worth loading\n", cost.blocks, cost.here);
   check(kvarts_get(queue, keys, into, BLOCKS, MINUTE, &transfer), "kvarts_get");
   printf("get: %u are complete and verified\n", answer(queue, transfer).good);
   const uint8_t *there = kvarts_memory_address(target, NULL);

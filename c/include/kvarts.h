@@ -31,7 +31,7 @@ extern "C" {
 typedef enum kvarts_status {
   KVARTS_OK = 0,
   KVARTS_MISS = 1,      /* not here: compute it */
-  KVARTS_RETRY = 2,     /* not now: ask again */
+  KVARTS_RETRY = 2,     /* not now: call again later */
   KVARTS_REFUSED = 3,   /* a quota, a bound, a right */
   KVARTS_INVALID = 4,   /* the call is wrong as it is */
   KVARTS_DEADLINE = 5,  /* the time was over first */
@@ -55,7 +55,7 @@ kvarts_status kvarts_connect(const char *endpoint, const char *token, kvarts_cli
 void kvarts_client_free(kvarts_client *client);
 
 /* What decides the bytes of blocks. The first line of words is needed; null in the second stands for "none". Of `spec` (the name of a shipped model, or a spec's text) and `page_bytes` (a block is
- * one flat page of so many bytes on each rank) one is given, the other null or 0. */
+ * one flat page of this size on each rank) one is given, the other null or 0. */
 typedef struct kvarts_identity {
   const char *model, *revision, *dtype, *engine, *layout, *layout_version;
   const char *tokenizer, *adapter, *quantisation, *scales, *rope, *window;

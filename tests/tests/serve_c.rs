@@ -153,6 +153,7 @@ fn the_examples_in_c_and_cpp_run_as_they_stand_and_wrong_uses_are_refused() {
     let lines = [
         "put: 8 blocks written",
         "exists: the first 8 are here",
+        "estimate: 8 of 8 are worth loading",
         "get: 8 are complete and verified",
         "delete: 8 were here",
         "exists: 0 are here, the first one: status 1, ",
