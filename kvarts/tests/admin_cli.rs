@@ -245,10 +245,13 @@ fn a_token_that_is_added_works_after_a_reload_and_sees_its_own_pins_and_reads_al
     assert!(found.0 == 0 && found.1.starts_with("0 of 10"), "{found:?}");
 
     assert_eq!(server.kvarts(&[&["pin", "--list"][..], &as_blue].concat()).1, "nothing is held\n");
+    let (code, _, error) = server.kvarts(&["drain"]);
+    assert!(code == 2 && error.contains("token") && !error.contains("--yes"), "{error}");
     let all = server.kvarts(&[&["pin", "--list", "--all-tenants"][..], &as_blue].concat());
     assert!(all.0 == 2 && all.2.contains("right to admin"), "{all:?}");
     assert!(server.kvarts(&[&["pin", "--list"][..], &as_red].concat()).1.contains("red"));
-    for command in ["scrub", "checkpoint", "budget", "reload"] {
+    // A drain refuses a token that may not do it before it asks for a confirmation.
+    for command in ["scrub", "checkpoint", "budget", "reload", "drain"] {
         let (code, _, error) = server.kvarts(&[&[command][..], &as_blue].concat());
         assert!(code == 2 && error.contains("right to admin"), "{command}: {error}");
     }

@@ -127,6 +127,10 @@ pub(crate) fn budget(arguments: &BudgetArgs, out: &mut dyn Write) -> Result<(), 
 /// Runs `drain`.
 pub(crate) fn drain(arguments: &DrainArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let client = arguments.server.connect(Via::Grpc)?;
+    if arguments.sure.will_ask() {
+        // It needs the same right: what the server refuses is refused before the question.
+        client.stats().map_err(Failure::user)?;
+    }
     arguments.sure.ask("the server accepts no more calls and stops")?;
     client.drain().map_err(Failure::user)?;
     match arguments.server.json {

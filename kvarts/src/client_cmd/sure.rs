@@ -16,6 +16,11 @@ pub(crate) struct Sure {
 }
 
 impl Sure {
+    /// Whether it was not said beforehand.
+    pub(crate) fn will_ask(&self) -> bool {
+        !self.yes
+    }
+
     /// Returns if it is meant. `what` is what will happen.
     pub(crate) fn ask(&self, what: &str) -> Result<(), Failure> {
         if self.yes {
