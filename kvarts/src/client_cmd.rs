@@ -148,7 +148,7 @@ fn read(
     block_on(client.get_into(request)).map_err(Failure::user)
 }
 
-/// Runs `match`.
+/// Runs `match`. Exit code 1 where fewer blocks than were asked for can be restored, from wherever they are: as of a `get` of them.
 pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     // What is wrong with the arguments is told also where no server is.
     let subject = Subject::described(&arguments.model, &arguments.keys)?;
@@ -161,6 +161,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         return nothing_of_it(&subject, meant.as_deref(), arguments.server.json, out);
     }
     let subject = subject.registered(&client)?;
+    let asked = subject.keys.len();
     let request = MatchRequest {
         namespace: subject.namespace,
         keys: &subject.keys,
@@ -171,12 +172,14 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     };
     let Beyond { own: found, in_cluster, in_cold } = client.match_beyond(&request).map_err(Failure::user)?;
     let (longest, cheapest) = (&found.usable.longest, &found.usable.cheapest);
+    let restorable = beyond::restorable(&found, in_cluster.as_ref(), in_cold.as_ref());
+    let verdict = move || if restorable as usize >= asked { Ok(()) } else { Err(Failure::Problems) };
     // An identity with a typo is known as soon as an engine has registered it.
     let meant = || if longest.blocks == 0 { strangers::meant(&client, &subject.identity) } else { None };
     if arguments.server.json {
         let boundary = |one: &kvarts_layout::prefix::Boundary| json!({"blocks": one.blocks, "tokens": one.tokens, "recompute_tokens": one.recompute_tokens});
         let mut report = json!({
-            "namespace": subject.namespace.to_string(), "asked_blocks": subject.keys.len(),
+            "namespace": subject.namespace.to_string(), "asked_blocks": asked,
             "longest": boundary(longest), "cheapest": boundary(cheapest), "pending": found.pending,
             "missing": missing::report(&found.missing),
         });
@@ -192,19 +195,21 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
         if let (Some(meant), Some(report)) = (meant(), report.as_object_mut()) {
             report.insert("why".to_owned(), meant.into());
         }
-        return print(out, &report);
+        print(out, &report)?;
+        return verdict();
     }
-    show_found(&found, in_cluster.as_ref(), (subject.keys.len(), meant()), out)?;
+    show_found(&found, in_cluster.as_ref(), (asked, meant()), out)?;
     if let Some(cold) = &in_cold {
         beyond::show_cold(cold, out)?;
     }
     match &found.plan {
-        Some(planned) => planned::show(planned, out),
+        Some(planned) => planned::show(planned, out)?,
         None if times.is_some() => {
-            Err(Failure::user("the server is older than this program and cannot plan"))
+            return Err(Failure::user("the server is older than this program and cannot plan"));
         }
-        None => Ok(()),
+        None => {}
     }
+    verdict()
 }
 
 /// How much of a prefix of `asked` blocks can be restored, from where, and why the rest cannot. `meant`: which other identity probably was.
@@ -259,7 +264,7 @@ fn count_stranger(client: &Client, subject: &Subject) {
     let _ = client.match_prefix(&request);
 }
 
-/// The answer of a match whose identity nothing is stored of.
+/// The answer of a match whose identity nothing is stored of: a miss.
 fn nothing_of_it(
     subject: &Subject,
     meant: Option<&str>,
@@ -273,16 +278,17 @@ fn nothing_of_it(
             "namespace": null, "asked_blocks": asked, "longest": none, "cheapest": none, "pending": 0, "why": meant,
             "missing": missing::report(&Missing { never_stored: asked as u64, ..Missing::default() }),
         });
-        return print(out, &report);
+        print(out, &report)?;
+        return Err(Failure::Problems);
     }
     writeln!(
         out,
         "0 of {asked} blocks (0 tokens) can be restored: this server stores nothing of this identity"
     )?;
-    match meant {
-        Some(meant) => Ok(writeln!(out, "  {meant}")?),
-        None => Ok(()),
+    if let Some(meant) = meant {
+        writeln!(out, "  {meant}")?;
     }
+    Err(Failure::Problems)
 }
 
 /// Runs `ls` of a server.

@@ -128,7 +128,7 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
         .spawn()
         .unwrap();
     let (code, report) = ground.json(&["match"], &TOKENS);
-    assert_eq!((code, &report["longest"]["blocks"]), (0, &Value::from(0)));
+    assert_eq!((code, &report["longest"]["blocks"]), (1, &Value::from(0)), "a miss");
     let (code, report) = ground.json(&["put", "blocks"], &TOKENS);
     assert_eq!((code, &report["stored"], &report["path"]), (0, &Value::from(10), &Value::from("local")));
     let (code, out, _) = ground.of(&["put", "blocks", "--relaxed"], &TOKENS);
@@ -178,6 +178,8 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     std::fs::write(ground.path.join("some"), format!("{}\n\n{}\n", keys[4], keys[7])).unwrap();
     let (code, report) = ground.json(&["delete", "--keys", "some"], &[]);
     assert_eq!((code, &report["deleted_blocks"]), (0, &Value::from(2)));
+    let (code, report) = ground.json(&["match"], &TOKENS);
+    assert_eq!((code, &report["longest"]["blocks"]), (1, &Value::from(4)), "as of a `get` of them");
     let (code, _, err) = ground.of(&["get", "--to", "back"], &TOKENS);
     assert!(code == 2 && err.contains("back exists already"), "{err}");
     let (code, report) = ground.json(&["get", "--force", "--to", "back"], &TOKENS);
@@ -260,13 +262,17 @@ fn a_match_of_one_rank_asks_for_what_that_rank_has() {
     let of = |command: &[&str], more: &[&str]| {
         let model = ["--identity", "llama.json", "--model", "llama-3.1-8b", "--tp", "2", "--tokens", "two"];
         let (code, out, err) = ground.kvarts(&[command, &model[..], more].concat());
-        assert_eq!(code, 0, "{err}");
-        out
+        assert_eq!(err, "");
+        (code, out)
     };
-    of(&["put", "half"], &["--rank", "0"]);
-    assert!(of(&["match"], &["--rank", "0"]).starts_with("2 of 2 blocks"));
-    assert!(of(&["match"], &["--rank", "1"]).starts_with("0 of 2 blocks"));
-    assert!(of(&["match"], &[]).starts_with("0 of 2 blocks"), "without a rank, all of them are needed");
+    assert_eq!(of(&["put", "half"], &["--rank", "0"]).0, 0);
+    let (code, out) = of(&["match"], &["--rank", "0"]);
+    assert!(code == 0 && out.starts_with("2 of 2 blocks"), "{out}");
+    for (rank, why) in [(&["--rank", "1"][..], "of another"), (&[], "without a rank, all of them are needed")]
+    {
+        let (code, out) = of(&["match"], rank);
+        assert!(code == 1 && out.starts_with("0 of 2 blocks"), "{why}: {out}");
+    }
 }
 
 #[test]
@@ -399,7 +405,7 @@ fn a_token_comes_from_a_file_and_decides_what_may_be_done() {
     let (code, _, err) = ground.of(&["match"], &TOKENS);
     assert!(code == 2 && err.contains("token"), "{err}");
     let with = [&TOKENS[..], &["--token-file", "token"]].concat();
-    assert_eq!(ground.of(&["match"], &with).0, 0);
+    assert_eq!(ground.of(&["match"], &with).0, 1, "a miss is an answer");
     let (code, _, err) = ground.of(&["put", "blocks"], &with);
     assert!(code == 2 && err.contains("right to write"), "{err}");
     assert!(!err.contains("kvarts_reader") && Path::new(&ground.path).exists());

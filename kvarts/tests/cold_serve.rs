@@ -65,8 +65,8 @@ fn whatever_the_bucket_answers_hits_are_lost_and_no_byte_is_wrong() {
     assert_eq!(code, 0, "{out}{error}");
     let proxy = Proxy::start(moto.port);
     let well = node("cold-well", &proxy, &first);
-    let (_, out, _) = well.client(&["match", "--json"], &["--tokens", "tokens"]);
-    assert!(out.contains("\"cold\"") && out.contains("\"blocks\": 10"), "{out}");
+    let (code, out, _) = well.client(&["match", "--json"], &["--tokens", "tokens"]);
+    assert!(code == 0 && out.contains("\"cold\"") && out.contains("\"blocks\": 10"), "{out}");
     assert!(get(&well), "nothing is wrong yet");
     // Blocks are given while they are being stored, and counted when they are.
     let begun = Instant::now();

@@ -88,13 +88,13 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
     // The typo that the page tells of: nothing is found, the field is named, and nothing was registered.
     terminal.run("sed 's/\"demo\"/\"demi\"/' ID.toml > TYPO.toml");
     let asked = "--identity TYPO.toml --model llama-3.1-8b --tokens TOKENS";
-    let told = terminal.run(&format!("kvarts match {asked}"));
+    let told = terminal.run(&format!("kvarts match {asked}; test $? = 1"));
     assert!(
         told.starts_with("0 of 4 blocks (0 tokens) can be restored: this server stores nothing of"),
         "{told}"
     );
     assert!(told.contains("revision is \"demo\" there and \"demi\" here"), "{told}");
-    let json = terminal.run(&format!("kvarts match {asked} --json"));
+    let json = terminal.run(&format!("kvarts match {asked} --json; test $? = 1"));
     assert!(json.contains("\\\"demi\\\" here") && json.contains("\"namespace\": null"), "{json}");
     let models = terminal.run("kvarts ls");
     assert!(models.contains("demo") && !models.contains("demi"), "a match registers nothing: {models}");
@@ -108,7 +108,7 @@ fn the_quick_start_ends_with_equal_bytes_as_it_stands_on_its_page() {
         models.contains("llama-3.1-8b demo, 32 layers, blocks of 16 tokens: 4 blocks, 8 MiB, not used since"),
         "{models}"
     );
-    let told = terminal.run(&format!("kvarts match {asked}"));
+    let told = terminal.run(&format!("kvarts match {asked}; test $? = 1"));
     assert!(told.contains("revision is \"demo\" there"), "{told}");
     assert!(
         terminal

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use kvarts_client::Client;
-use kvarts_contract::api::MatchRequest;
+use kvarts_contract::api::{MatchReply, MatchRequest};
 use kvarts_layout::prefix::Boundary;
 use kvarts_server::human::{bytes, grouped};
 use kvarts_terminal::Failure;
@@ -48,6 +48,13 @@ pub(super) fn together(cluster: Option<&InCluster>, own: &Boundary) -> Boundary 
     let longest = cluster.and_then(|cluster| cluster.longest.clone());
     let longest = longest.map(|one| convert::boundary(Some(one)));
     longest.filter(|longest| longest.blocks > own.blocks).unwrap_or_else(|| own.clone())
+}
+
+/// How many blocks of a prefix can be read here: from this server's store, from other nodes, or from the cold tier.
+pub(super) fn restorable(found: &MatchReply, cluster: Option<&InCluster>, cold: Option<&InCold>) -> u32 {
+    let own = &found.usable.longest;
+    let cold = cold.and_then(|cold| cold.longest.as_ref()).map_or(0, |longest| longest.blocks);
+    together(cluster, own).blocks.max(cold)
 }
 
 /// What the cluster says of a subject's blocks, if the server belongs to one.
