@@ -205,7 +205,8 @@ impl Report {
                         if is_quick { "; payloads were not read: without --quick they are" } else { "" };
                     writeln!(
                         out,
-                        "clean as far as it was checked: {segments} segments in use were not{payloads}"
+                        "clean as far as it was checked: {segments} segments in use were not; `kvarts scrub` has the server \
+                         check their blocks{payloads}"
                     )?;
                 }
             }
@@ -311,7 +312,9 @@ mod tests {
             assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
         }
         let live = text(&[findings::LIVE_TAIL_SKIPPED, findings::PADDING_TORN]);
-        assert!(live.contains("clean as far as it was checked: 1 segments in use were not\n"), "{live}");
+        let unchecked = "clean as far as it was checked: 1 segments in use were not; `kvarts scrub` has the server check \
+                         their blocks\n";
+        assert!(live.contains(unchecked), "{live}");
         assert!(!live.contains("nothing to do"), "an unchecked segment counts as sound: {live}");
         let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();
         assert!(quick.ends_with("clean, but payloads were not read: without --quick they are\n"), "{quick}");
