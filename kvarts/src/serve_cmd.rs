@@ -130,7 +130,7 @@ fn tell_start(config: &Config, daemon: &Daemon) {
     if let Some(warning) = daemon.opened().warning(&config.directories) {
         tracing::warn!("{warning}");
     }
-    if let Some(warning) = daemon.ownerless() {
+    for warning in daemon.in_memory().into_iter().chain(daemon.ownerless()) {
         tracing::warn!("{warning}");
     }
     for lost in daemon.state().lost_directories() {

@@ -1,6 +1,10 @@
 //! What administrators tell a running server, with the built program: scrub, checkpoint, budget, reload, drain; what is pinned; and
 //! what the log of a server says of normal clients, which is nothing.
 
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
 use crate::scratch::Scratch;
 use crate::served::{Server, http};
 use serde_json::Value;
@@ -306,7 +310,7 @@ fn what_was_stored_before_there_were_tokens_is_told_and_given_away_or_deleted() 
     assert!(code == 0 && stat.contains("10 blocks") && stat.contains("unsalted"), "{stat}");
     std::fs::write(server.path("server.toml"), tenant("unsalted = true\n")).unwrap();
     server.start_again(&with_tokens);
-    assert!(!server.log().contains(" WARN "), "{}", server.log());
+    assert_eq!(loud(&server.log()), Vec::<String>::new());
     assert!(found(&server).starts_with("10 of 10"));
     let purge = |more: &[&str]| server.kvarts(&[&["tenant", "purge"], more, &as_red].concat());
     let (code, out, _) = purge(&["read"]);
@@ -342,9 +346,41 @@ fn the_log_says_at_the_start_what_is_here_and_nothing_of_normal_clients() {
     for part in [concat!("kvarts ", env!("CARGO_PKG_VERSION"), ", store "), ": 0 blocks, ", "budget 64 MiB"] {
         assert!(opened.contains(part), "{part} is not in {opened}");
     }
-    let loud: Vec<&str> =
-        log.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR")).collect();
-    assert!(loud.is_empty(), "{loud:#?}");
+    assert_eq!(loud(&log), Vec::<String>::new());
+}
+
+/// Warnings and errors of a log, but that a store is where these tests have their temporary files.
+fn loud(log: &str) -> Vec<String> {
+    let those = log.lines().filter(|line| line.contains(" WARN ") || line.contains("ERROR"));
+    those.filter(|line| !line.contains("the store is in memory (tmpfs)")).map(str::to_owned).collect()
+}
+
+/// Whether a folder is in memory, by what the machine says of its mounts.
+fn is_tmpfs(folder: &Path) -> bool {
+    let kind = Command::new("stat").args(["-f", "-c", "%T"]).arg(folder).output().unwrap();
+    String::from_utf8(kind.stdout).unwrap().trim() == "tmpfs"
+}
+
+#[test]
+fn a_store_in_memory_is_a_warning_at_each_start_and_one_on_a_disk_is_none() {
+    let mut tried = BTreeSet::new();
+    let folders = [Path::new("/dev/shm"), Path::new(env!("CARGO_TARGET_TMPDIR"))];
+    for (at, folder) in folders.into_iter().enumerate().filter(|(_, folder)| folder.is_dir()) {
+        let scratch = Scratch(folder.join(format!("kvarts-in-memory-{}-{at}", std::process::id())));
+        std::fs::create_dir_all(&scratch.0).unwrap();
+        let server = Server::start(scratch, &["--index-memory", "64M"]);
+        let (log, is_tmpfs) = (server.log(), is_tmpfs(folder));
+        let warned = log.lines().find(|line| line.contains("the store is in memory (tmpfs), in "));
+        assert_eq!(
+            warned.is_some_and(|line| line.contains(" WARN ")),
+            is_tmpfs,
+            "{}: {log}",
+            folder.display()
+        );
+        assert!(warned.is_none_or(|line| line.contains("kvarts-data: a reboot loses")), "{log}");
+        tried.insert(is_tmpfs);
+    }
+    assert!(!tried.is_empty());
 }
 
 #[test]

@@ -31,6 +31,7 @@ use crate::rt::Launcher;
 use crate::rt::glommio::GlommioLauncher;
 use crate::rt::threads::{MakeIo, ThreadLauncher};
 use kvarts_contract::blocking::block_on;
+use kvarts_contract::buffers::shared;
 use kvarts_contract::clock::{OsEntropy, SystemClock};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 
@@ -180,6 +181,12 @@ impl Home {
     /// The store.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// Those of its directories that are in memory (tmpfs): everything in them is lost at a reboot, also what was put as durable.
+    pub fn in_memory(&self) -> impl Iterator<Item = &Path> {
+        let those = self.locks.iter().filter(|lock| shared::is_in_memory(&lock.file).is_ok());
+        those.map(|lock| lock.before.directory.as_path())
     }
 
     /// What was decided at the start, a line each, for the operator.
