@@ -159,7 +159,14 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
         assert!(limit(name).is_some_and(|one| one["most"].as_u64().is_some()), "{name}: {out}");
     }
     let text = ground.kvarts(&["stat"]).1;
-    assert!(text.contains("blocks stored") && text.contains("limits.connections"), "{text}");
+    let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("no {words} in {text}"));
+    let order =
+        ["blocks looked up and found", "and absent", "blocks stored", "blocks evicted", "limits.connections"];
+    assert!(order.windows(2).all(|two| at(two[0]) < at(two[1])), "what is looked for first is first: {text}");
+    assert!(text.contains("more counters are 0"), "{text}");
+    // Ten before the put, and ten after it.
+    let counts = &stat["counts"];
+    assert_eq!((&counts["lookup_blocks_here"], &counts["lookup_blocks_absent"]), (&10.into(), &10.into()));
     assert!(text.lines().any(|line| line.contains("limits.index") && line.contains(" of ")), "{text}");
     let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
     let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);

@@ -1,5 +1,6 @@
 //! `kvarts stat` and `kvarts resume`: what a running server is and has done, and writes taken again after a fault.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use clap::Args;
@@ -52,6 +53,7 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         writeln!(out, "            `kvarts resume` accepts them again once the cause is removed")?;
     }
     show_ownerless(&stats.ownerless, out)?;
+    show_first_counts(&stats.counts, out)?;
     show_limits(&stats.limits, out)?;
     let sum = |field: fn(&proto::stats_reply::Recovery) -> u64| stats.recovery.iter().map(field).sum::<u64>();
     let (blocks, problems) = (sum(|one| one.blocks), sum(|one| one.problems));
@@ -61,9 +63,7 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
         grouped(blocks),
         grouped(problems)
     )?;
-    for (name, count) in &stats.counts {
-        writeln!(out, "  {:<24} {:>20}", name.replace('_', " "), grouped(*count))?;
-    }
+    show_other_counts(&stats.counts, out)?;
     if let Some(cold) = &stats.cold {
         show_cold(cold, out)?;
     }
@@ -79,6 +79,42 @@ pub(crate) fn stat(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), Fai
             one.requests_under_way,
             one.leases
         )?;
+    }
+    Ok(())
+}
+
+/// The counters that are looked for first, each with its words, in this order: what look-ups found, and where blocks went.
+const FIRST: [(&str, &str); 8] = [
+    ("lookup_blocks_here", "blocks looked up and found"),
+    ("lookup_blocks_absent", "blocks looked up and absent"),
+    ("blocks_read", "blocks read"),
+    ("blocks_stored", "blocks stored"),
+    ("blocks_evicted", "blocks evicted"),
+    ("blocks_expired", "blocks expired"),
+    ("blocks_deleted", "blocks deleted"),
+    ("blocks_quarantined", "blocks found damaged"),
+];
+
+type Counts = BTreeMap<String, u64>;
+
+fn show_first_counts(counts: &Counts, out: &mut dyn Write) -> Result<(), Failure> {
+    // A server that is older than this program has not all of them.
+    for (count, words) in FIRST.iter().filter_map(|(name, words)| Some((counts.get(*name)?, words))) {
+        writeln!(out, "  {words:<28} {:>16}", grouped(*count))?;
+    }
+    Ok(())
+}
+
+/// The other counters, but those that have counted nothing.
+fn show_other_counts(counts: &Counts, out: &mut dyn Write) -> Result<(), Failure> {
+    let is_first = |name: &str| FIRST.iter().any(|(first, _)| *first == name);
+    let others = counts.iter().filter(|(name, _)| !is_first(name));
+    let (counted, zeros): (Vec<_>, Vec<_>) = others.partition(|(_, count)| **count > 0);
+    for (name, count) in counted {
+        writeln!(out, "  {:<28} {:>16}", name.replace('_', " "), grouped(*count))?;
+    }
+    if !zeros.is_empty() {
+        writeln!(out, "  {} more counters are 0: --json has all", zeros.len())?;
     }
     Ok(())
 }
@@ -193,4 +229,37 @@ pub(crate) fn resume(arguments: &AdminArgs, out: &mut dyn Write) -> Result<(), F
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_looked_for_first_comes_first_and_counters_of_nothing_are_one_line() {
+        let count = |name: &str, count| (name.to_owned(), count);
+        let counts: Counts = [
+            count("blocks_deduplicated", 3),
+            count("blocks_evicted", 0),
+            count("blocks_moved", 0),
+            count("bytes_punched", 0),
+            count("lookup_blocks_absent", 1234),
+            count("lookup_blocks_here", 7),
+        ]
+        .into();
+        let mut out = Vec::new();
+        show_first_counts(&counts, &mut out).unwrap();
+        show_other_counts(&counts, &mut out).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        let lines: Vec<String> =
+            text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        let expected = [
+            "blocks looked up and found 7",
+            "blocks looked up and absent 1,234",
+            "blocks evicted 0",
+            "blocks deduplicated 3",
+            "2 more counters are 0: --json has all",
+        ];
+        assert_eq!(lines, expected);
+    }
 }

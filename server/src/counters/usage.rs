@@ -116,12 +116,17 @@ impl Usages {
         })
     }
 
-    /// What all lookups found, also those whose names are gone. Time goes on with it.
-    pub(crate) fn sample(&mut self) -> Lookup {
-        self.tick += 1;
+    /// What all lookups found, also those whose names are gone.
+    pub(crate) fn lookups(&self) -> Lookup {
         let mut sum = self.past;
         self.each().for_each(|(_, _, usage)| sum.add(&usage.lookups));
         sum
+    }
+
+    /// The same for the history: time goes on with it.
+    pub(crate) fn sample(&mut self) -> Lookup {
+        self.tick += 1;
+        self.lookups()
     }
 
     /// Tells a tenant apart no more.

@@ -38,14 +38,17 @@ pub(super) async fn stats(call: &Call) -> proto::StatsReply {
         requests_under_way: facts.under_way,
         leases: facts.leases,
     };
-    let counts = stats.counts.named();
+    let looked_up = state.metrics.lock().usages.lookups();
+    let absent = looked_up.asked() - looked_up.here - looked_up.pending;
+    let lookups = [("lookup_blocks_here", looked_up.here), ("lookup_blocks_absent", absent)];
+    let counts = stats.counts.named().into_iter().chain(lookups);
     proto::StatsReply {
         store: store.to_vec().into(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         budget_bytes: stats.budget_bytes,
         allocated_bytes: stats.allocated_bytes,
         index_bytes: stats.index.bytes as u64,
-        counts: counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        counts: counts.map(|(name, count)| (name.to_owned(), count)).collect(),
         notes,
         recovery: state.engine.recovery().iter().map(recovery).collect(),
         space: Some(proto::stats_reply::Space {
