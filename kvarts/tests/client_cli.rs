@@ -145,29 +145,7 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     let name = pin["pin"].as_u64().unwrap().to_string();
     assert_eq!(ground.kvarts(&["pin", "--release", &name]).0, 0);
     assert_eq!(ground.kvarts(&["pin", "--release", &name]).0, 1, "it has ended");
-    let (code, out, _) = ground.kvarts(&["stat", "--json"]);
-    let stat: Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((code, &stat["counts"]["blocks_stored"]), (0, &Value::from(10)));
-    let limit =
-        |name: &str| stat["limits"].as_array().unwrap().iter().find(|one| one["name"] == name).cloned();
-    let index = limit("limits.index").unwrap();
-    assert!(
-        index["used"].as_u64() < index["most"].as_u64() && stat["index_bytes"] == index["used"],
-        "{index}"
-    );
-    for name in ["store.budget", "limits.memory", "limits.shared", "limits.connections", "limits.threads"] {
-        assert!(limit(name).is_some_and(|one| one["most"].as_u64().is_some()), "{name}: {out}");
-    }
-    let text = ground.kvarts(&["stat"]).1;
-    let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("no {words} in {text}"));
-    let order =
-        ["blocks looked up and found", "and absent", "blocks stored", "blocks evicted", "limits.connections"];
-    assert!(order.windows(2).all(|two| at(two[0]) < at(two[1])), "what is looked for first is first: {text}");
-    assert!(text.contains("more counters are 0"), "{text}");
-    // Ten before the put, and ten after it.
-    let counts = &stat["counts"];
-    assert_eq!((&counts["lookup_blocks_here"], &counts["lookup_blocks_absent"]), (&10.into(), &10.into()));
-    assert!(text.lines().any(|line| line.contains("limits.index") && line.contains(" of ")), "{text}");
+    says_what_it_has_done(&ground);
     let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
     let keys = text_keys(&(0..160).collect::<Vec<u32>>(), 16);
     let mut seen: Vec<String> = (0..10)
@@ -201,6 +179,33 @@ fn what_is_put_from_a_file_is_matched_got_pinned_watched_and_deleted() {
     assert_eq!((code, &report["usable_blocks"]), (1, &Value::from(0)));
     assert_eq!(std::fs::read(ground.path.join("back")).unwrap(), bytes()[..4 * PAGE]);
     assert!(!ground.path.join("back.partial").exists());
+}
+
+/// What `stat` says after ten blocks were looked up, put, and looked up again.
+fn says_what_it_has_done(ground: &Ground) {
+    let (code, out, _) = ground.kvarts(&["stat", "--json"]);
+    let stat: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &stat["counts"]["blocks_stored"]), (0, &Value::from(10)));
+    let limit =
+        |name: &str| stat["limits"].as_array().unwrap().iter().find(|one| one["name"] == name).cloned();
+    let index = limit("limits.index").unwrap();
+    assert!(
+        index["used"].as_u64() < index["most"].as_u64() && stat["index_bytes"] == index["used"],
+        "{index}"
+    );
+    for name in ["store.budget", "limits.memory", "limits.shared", "limits.connections", "limits.threads"] {
+        assert!(limit(name).is_some_and(|one| one["most"].as_u64().is_some()), "{name}: {out}");
+    }
+    let text = ground.kvarts(&["stat"]).1;
+    let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("no {words} in {text}"));
+    let order =
+        ["blocks looked up and found", "and absent", "blocks stored", "blocks evicted", "limits.connections"];
+    assert!(order.windows(2).all(|two| at(two[0]) < at(two[1])), "what is looked for first is first: {text}");
+    assert!(text.contains("more counters are 0"), "{text}");
+    // Ten before the put, and ten after it.
+    let counts = &stat["counts"];
+    assert_eq!((&counts["lookup_blocks_here"], &counts["lookup_blocks_absent"]), (&10.into(), &10.into()));
+    assert!(text.lines().any(|line| line.contains("limits.index") && line.contains(" of ")), "{text}");
 }
 
 /// A `get` of which two blocks were deleted tells that.

@@ -95,6 +95,17 @@ fn the_page_shows_what_the_server_does_while_it_does_it() {
     browser.until("Number(document.body.dataset.looks) >= 1");
     assert_eq!(browser.run("document.getElementById('state').textContent"), "Well");
     assert_eq!(browser.run("document.getElementById('version').textContent"), env!("CARGO_PKG_VERSION"));
+    // Which server this is: of two pages in two tabs each says its own.
+    let store = server.metrics().lines().find_map(|line| {
+        Some(line.strip_prefix("kvarts_store_info{store=\"")?.strip_suffix("\"} 1")?.to_owned())
+    });
+    let store = store.unwrap();
+    let which = browser.run("document.getElementById('which').textContent");
+    let begin = format!("store {store}, asked at {}, running for ", server.metrics_address());
+    assert!(which.as_str().unwrap().starts_with(&begin), "{which}");
+    assert!(server.kvarts(&["stat"]).1.starts_with(&format!("store {store}, ")));
+    let title = browser.run("document.title");
+    assert_eq!(title, format!("Kvarts {} {}", server.metrics_address(), &store[..8]));
     // The first look is since the start: all that was asked for was here.
     browser.until("document.querySelector('#models-table tbody th') !== null");
     assert_eq!(browser.run("document.querySelector('#models-table tbody th').textContent"), MODEL);
@@ -349,4 +360,9 @@ fn the_page_reckons_as_top_does() {
         "0 B", "1.50 KiB", "64.0 MiB", "none", "50.0%", "none", "64 us", "250.0 ms", "long", "12,345"
     ]);
     assert_eq!(browser.run(shown), expected);
+    let said = "import('/figures.js').then((all) => [all.span(5), all.span(119), all.span(120), all.span(7200), all.span(400000),
+                 all.model('unregistered').startsWith('unregistered: look-ups of'), all.model('constructor')])";
+    let expected = json!(["5 s", "119 s", "2 min", "2 h", "4 days", true, "constructor"]);
+    assert_eq!(browser.run(said), expected);
+    assert_eq!((&seen["store"], &seen["uptime"]), (&json!(""), &Value::Null));
 }

@@ -92,10 +92,12 @@ pub(super) async fn render(state: &ServerState) -> String {
     out
 }
 
+const STORE_INFO: &str = "Id of the store, as a label; in a cluster it is the id of the node.";
+
 fn engine(out: &mut String, state: &ServerState) {
     // What the store tells and is not told here does not compile.
     let Stats {
-        store: _,
+        store,
         counts,
         index,
         index_bytes_max,
@@ -105,6 +107,8 @@ fn engine(out: &mut String, state: &ServerState) {
         tombstones,
         space,
     } = state.engine.stats();
+    head(out, "kvarts_store_info", "gauge", STORE_INFO);
+    let _ = writeln!(out, "kvarts_store_info{{store=\"{store}\"}} 1");
     for ((name, value), help) in counts.named().into_iter().zip(Counts::helps()) {
         let name = format!("kvarts_engine_{name}_total");
         one(out, &name, "counter", help, value);

@@ -106,6 +106,8 @@ export function figures(before, now) {
   const readOnly = of(now, "kvarts_read_only").find((series) => series.value > 0);
   return {
     version: of(now, "kvarts_build_info")[0]?.labels.get("version") ?? "",
+    store: of(now, "kvarts_store_info")[0]?.labels.get("store") ?? "",
+    uptime: of(now, "process_start_time_seconds").length ? sum(now, "kvarts_time_seconds") - sum(now, "process_start_time_seconds") : null,
     seconds: passed > 0 ? passed : 0,
     readOnly: readOnly ? readOnly.labels.get("reason") ?? "" : null,
     deadExecutors: sum(now, "kvarts_dead_executors"),
@@ -173,3 +175,15 @@ export function time(seconds) {
   if (seconds < 0.001) return `${Math.round(seconds * 1e6)} us`;
   return seconds < 1 ? `${(seconds * 1e3).toFixed(1)} ms` : `${seconds.toFixed(1)} s`;
 }
+// A long time, in its largest whole unit.
+export function span(seconds) {
+  const units = [["days", 86_400], ["h", 3600], ["min", 60]];
+  const [unit, each] = units.find(([, one]) => seconds >= 2 * one) ?? ["s", 1];
+  return `${Math.floor(Math.max(0, seconds) / each)} ${unit}`;
+}
+// Names that the server gives to what has none of its own, in words.
+const WORDS = new Map([
+  ["unregistered", "unregistered: look-ups of models that no client has registered"],
+  ["other", "other: all models that are not counted by name"],
+]);
+export const model = (name) => WORDS.get(name) ?? name;

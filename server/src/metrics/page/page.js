@@ -1,5 +1,5 @@
 // Puts the figures on the page. Names come from clients: they are set as text, never as markup.
-import { parse, figures, past, size, count, percent, time } from "/figures.js";
+import { parse, figures, past, size, count, percent, time, span, model } from "/figures.js";
 import { mapOf, branchesOf, readsOf, layersOf } from "/inside.js";
 
 const find = (id) => document.getElementById(id);
@@ -103,6 +103,9 @@ function plots() {
 function show(seen, ever) {
   const { disk, requests, hits } = seen;
   say(find("version"), seen.version);
+  const known = [seen.store && `store ${seen.store}`, `asked at ${location.host}`, seen.uptime !== null && `running for ${span(seen.uptime)}`];
+  say(find("which"), known.filter(Boolean).join(", "));
+  document.title = `Kvarts ${location.host} ${seen.store.slice(0, 8)}`.trim();
   let state = "Well";
   if (seen.failingShards > 0) state = `${seen.failingShards} shards refuse puts: their device fails writes`;
   if (seen.deadExecutors > 0) state = `${seen.deadExecutors} executors have died: restart the server`;
@@ -123,7 +126,7 @@ function show(seen, ever) {
     seen.calls.map((one) => [one.name, one.calls.toFixed(1), amount(one.into), amount(one.out), time(one.p50), time(one.p99)]));
   const now = new Map(seen.models.map((one) => [one.name, one.hits]));
   table("models-table", ["Model", "Hit ratio now", "Blocks looked up", "Hit ratio since the start", "Blocks looked up"],
-    ever.models.map((one) => [one.name, ...[now.get(one.name), one.hits].flatMap((hits) => [percent(hits.rate), count(hits.asked)])]));
+    ever.models.map((one) => [model(one.name), ...[now.get(one.name), one.hits].flatMap((hits) => [percent(hits.rate), count(hits.asked)])]));
   table("tenants-table", ["Tenant", "Calls/s", "Bytes/s", "On disk", "Hit ratio"],
     seen.tenants.map((one) => [one.name, one.calls.toFixed(1), amount(one.bytes), size(one.disk), percent(one.hits.rate)]));
   table("peers-table", ["Path", "Bytes/s", "Outstanding"],
