@@ -43,6 +43,43 @@ fn a_store_inside_a_process_gives_back_what_was_put() {
 }
 
 #[test]
+fn the_example_of_the_page_runs_as_it_stands_there_with_the_dependencies_that_it_names() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let read = |name: &str| std::fs::read_to_string(root.join(name)).unwrap();
+    let (path, page, source) =
+        (root.join("docs/using.md"), read("docs/using.md"), read("store/examples/first.rs"));
+    let shown = |begin: &str, end: &str| {
+        let (_, behind) = page.split_once(begin).unwrap_or_else(|| panic!("no {begin:?}"));
+        behind.split_once(end).unwrap().0.to_owned()
+    };
+    let program = shown("<!-- store/examples/first.rs -->\n```rust\n", "```\n<!-- end -->");
+    if std::env::var_os("KVARTS_BLESS").is_some() && program != source {
+        std::fs::write(path, page.replace(&program, &source)).unwrap();
+        return;
+    }
+    assert!(program == source, "docs/using.md shows another example: KVARTS_BLESS=1 writes it anew");
+    // What it uses is what the page says to depend on, each a crate of this name in this folder.
+    let manifest = shown("<!-- dependencies of store/examples/first.rs -->\n```toml\n", "```");
+    let (_, dependencies) = manifest.split_once("[dependencies]\n").unwrap();
+    let named: Vec<&str> = dependencies.lines().filter_map(|line| line.split(" = ").next()).collect();
+    let used = source.lines().filter_map(|line| line.strip_prefix("use kvarts_")?.split("::").next());
+    assert_eq!(named, used.map(|name| format!("kvarts-{name}")).collect::<Vec<_>>());
+    for name in named {
+        let folder = name.trim_start_matches("kvarts-");
+        assert!(read(&format!("{folder}/Cargo.toml")).contains(&format!("name = \"{name}\"\n")), "{name}");
+    }
+    assert!(page.contains("Rust 1.95 or newer") && read("Cargo.toml").contains("rust-version = \"1.95\""));
+
+    let directory = scratch("first");
+    let said = example("first", directory.to_str().unwrap());
+    std::fs::remove_dir_all(&directory).unwrap();
+    assert_eq!(said[..2], ["put: [Stored, Stored]", "match: 2 of 4 blocks"], "{said:?}");
+    let layers = (0..32).map(|layer| format!("layer {layer}: 2 blocks, 524288 bytes"));
+    assert_eq!(said[2..34], layers.collect::<Vec<_>>());
+    assert_eq!(said[34..], ["read: 2 blocks"]);
+}
+
+#[test]
 fn clients_of_a_server_read_what_they_put_as_blocks_and_as_pages() {
     let directory = scratch("served");
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvarts"));

@@ -12,8 +12,9 @@ use kvarts_client::{Client, ConnectOptions, Via};
 use kvarts_contract::api::{
     BlockOutcome, ContainsRequest, KvStore, MatchRequest, Order, Presence, ReadRequest,
 };
-use kvarts_contract::buffers::{Arena, SharedBuf};
+use kvarts_contract::buffers::{Arena, BufMut, SharedBuf};
 use kvarts_contract::error::Reason;
+use kvarts_contract::model::ModelBlocks;
 use kvarts_tests::conformance::{Desk, all, pages};
 use kvarts_tests::fixture;
 use rustix::fs::MemfdFlags;
@@ -217,4 +218,25 @@ fn damage_on_disk_is_a_miss_in_each_mode_and_the_block_goes_out_of_service() {
     }
     let counts = stage.served.daemon().state().engine.stats().counts;
     assert_eq!(counts.blocks_quarantined, 3);
+}
+
+/// The shortest way into a store is the same over a client, which takes the store's place.
+#[test]
+fn blocks_of_a_model_are_put_matched_and_read_by_layers_over_both_paths() {
+    let served = Served::start("model-blocks", "");
+    let prompt: Vec<u32> = (0..18).collect();
+    for (client, revision) in [(served.local(None), "r1"), (served.client(None), "r2")] {
+        let blocks = ModelBlocks::new(client, "one", "llama-3.1-8b", revision, "bf16", 4).unwrap();
+        assert_eq!(blocks.matched(&prompt).unwrap(), 0, "{revision}");
+        let mut state = BufMut::zeroed(4 * blocks.block_bytes()).unwrap();
+        state.fill(0x5a);
+        assert_eq!(blocks.put(&prompt, state).unwrap().outcomes, vec![BlockOutcome::Stored; 4]);
+        assert_eq!(blocks.matched(&prompt).unwrap(), 4, "{revision}");
+        let mut layers = blocks.read_layers(&prompt, 4).unwrap();
+        for (at, layer) in layers.by_ref().enumerate() {
+            assert_eq!((layer.layer, layer.blocks), (at as u32, 4));
+            assert!(layer.bytes.to_vec().iter().all(|byte| *byte == 0x5a), "{revision}: layer {at}");
+        }
+        assert_eq!(layers.end().unwrap().usable_layers, 32);
+    }
 }
