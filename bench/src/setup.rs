@@ -134,7 +134,7 @@ impl Common {
 /// A shipped model.
 pub(super) fn model(name: &str) -> Result<ModelSpec, Failure> {
     shipped::load(name).ok_or_else(|| {
-        Failure::User(format!("no shipped model is called `{name}`; `kvarts model list` lists them"))
+        Failure::User(format!("no shipped model is named `{name}`; `kvarts model list` lists them"))
     })
 }
 

@@ -159,7 +159,7 @@ pub(crate) fn from_files(
         Some(Err(_)) | None if !is_asked_for => Ok(builder),
         Some(Err(error)) => Err(error),
         None => {
-            Err(BadAddress("AWS_PROFILE is set, and HOME is not: set AWS_SHARED_CREDENTIALS_FILE".to_owned()))
+            Err(BadAddress("AWS_PROFILE is set, but HOME is not: set AWS_SHARED_CREDENTIALS_FILE".to_owned()))
         }
     }
 }
@@ -176,7 +176,8 @@ fn keys(file: &Path, profile: &str) -> Result<AwsCredential, BadAddress> {
     let own = |name: &str| value(&text, profile, name).map(str::to_owned);
     let (Some(key_id), Some(secret_key)) = (own("aws_access_key_id"), own("aws_secret_access_key")) else {
         return Err(BadAddress(format!(
-            "{} has no aws_access_key_id and aws_secret_access_key in [{profile}]: profiles that refer to others are not supported",
+            "the profile [{profile}] in {} has no aws_access_key_id and aws_secret_access_key: profiles that \
+            refer to other profiles are not supported",
             file.display()
         )));
     };

@@ -207,7 +207,8 @@ impl Directory {
                 Err(TryLockError::WouldBlock) if since.elapsed() >= self.lock_most => {
                     let (path, seconds) = (path.display(), self.lock_most.as_secs_f64());
                     let why = format!(
-                        "another process has held {path} for {seconds} s and may hang: `fuser -v {path}` names it on its machine"
+                        "the file {path} has been locked by another process for {seconds} s, which may hang: \
+                        `fuser -v {path}` on its machine shows the process"
                     );
                     return Err(io::Error::new(io::ErrorKind::TimedOut, why));
                 }

@@ -48,17 +48,21 @@ pub fn open(address: &str) -> Result<Arc<dyn Bucket>, BadAddress> {
     if let Some(path) = address.strip_prefix("file://").filter(|path| path.starts_with('/')) {
         return Ok(Arc::new(directory::Directory::new(path)));
     }
-    Err(BadAddress(format!("{address}: use s3://BUCKET/PREFIX or file:///DIRECTORY")))
+    Err(BadAddress(format!(
+        "the address {address} is not valid: use s3://BUCKET/PREFIX or file:///DIRECTORY"
+    )))
 }
 
 /// What to say and do where the bucket at an address is not there.
 pub fn absent(address: &str) -> String {
     match address.strip_prefix("file://") {
         Some(path) => format!(
-            "{address}: there is no such directory: mount its disk if it is on one (`findmnt` shows what is mounted), else `mkdir -p {path}`"
+            "{address}: the directory does not exist: mount its disk if it is on one (`findmnt` lists \
+            mounted disks), else run `mkdir -p {path}`"
         ),
         None => format!(
-            "{address}: there is no such bucket: look at its name, at AWS_REGION and AWS_ENDPOINT_URL, or make the bucket"
+            "{address}: the bucket does not exist: check its name, AWS_REGION and AWS_ENDPOINT_URL, or \
+            create the bucket"
         ),
     }
 }

@@ -56,7 +56,7 @@ extern "C" fn kvarts_estimate(
             plan: Some(PlanTerms::new(prompt_tokens, &times)),
         })?;
         let here = found.usable.longest.blocks;
-        let planned = found.plan.ok_or(Error(Reason::Passing("the server made no plan".to_owned())))?;
+        let planned = found.plan.ok_or(Error(Reason::Passing("the server returned no plan".to_owned())))?;
         let (plan, link) = (&planned.plan, &planned.disk.link);
         let cost = Cost {
             here,

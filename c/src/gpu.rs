@@ -175,7 +175,11 @@ extern "C" fn kvarts_pages_describe(
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         let parts = several(parts, part_count, "parts")?;
         if parts.len() != chunks.len() {
-            return Err(wrong(format!("{} parts, and a block has {}", parts.len(), chunks.len())));
+            return Err(wrong(format!(
+                "{} parts were given, and a block has {} parts",
+                parts.len(),
+                chunks.len()
+            )));
         }
         let part = |(part, chunk): (&Part, u64)| PagePart {
             memory: part.memory,
@@ -313,7 +317,7 @@ extern "C" fn kvarts_saving_free(saving: *mut Saving) {
 }
 
 fn no_more() -> Error {
-    wrong("the save has ended: no layer leaves any more")
+    wrong("the save has ended: no more layers can be saved")
 }
 
 #[unsafe(no_mangle)]

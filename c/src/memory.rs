@@ -71,7 +71,7 @@ impl Memory {
     pub(crate) fn of_pool(&self) -> Result<&Arc<Region>, Error> {
         match self.is_pool {
             true => Ok(&self.region),
-            false => Err(wrong("memory: a pool's is needed")),
+            false => Err(wrong("memory: the memory of a pool is required")),
         }
     }
 

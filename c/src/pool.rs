@@ -32,7 +32,8 @@ extern "C" fn kvarts_pool_take(client: *const Client, nbytes: usize, pool: *mut 
     call(|| {
         let Client { remote } = given(client, "client")?;
         let (region, name) = remote.shared_pool(nbytes)?;
-        let name = CString::new(name.to_string()).map_err(|_| wrong("a name with a zero"))?;
+        let name =
+            CString::new(name.to_string()).map_err(|_| wrong("the name must not contain a zero byte"))?;
         let clock = Arc::clone(remote.clock());
         let taken = pool::Pool::new(remote.store(), &clock, &region);
         hand_over(pool, Pool { pool: taken, clock, name }, "pool")
@@ -163,7 +164,10 @@ extern "C" fn kvarts_stage_stretches(
     call(|| {
         let Stage { stage } = given(stage, "stage")?;
         if column >= stage.columns() {
-            return Err(wrong(format!("column {column}: there are {}", stage.columns())));
+            return Err(wrong(format!(
+                "column {column} does not exist: the number of columns is {}",
+                stage.columns()
+            )));
         }
         leave_stretches(stage.stretches(column), (stretches, room), count)
     })
@@ -237,7 +241,7 @@ extern "C" fn kvarts_draft_put(
             deadline: Some(clock.now().plus(milliseconds(timeout_ms))),
         };
         if Arc::strong_count(draft) > 1 {
-            return Err(wrong("a save still writes to the draft: wait until it is done"));
+            return Err(wrong("a save still writes to the draft: wait until the save has ended"));
         }
         let taken = draft.lock().unwrap_or_else(PoisonError::into_inner).take();
         let told = run(taken.ok_or_else(was_put)?.put(&terms));

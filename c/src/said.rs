@@ -104,7 +104,7 @@ pub(crate) fn text<'a>(pointer: *const c_char, name: &str) -> Result<Option<&'a 
     }
     // SAFETY: the header: text that a zero ends, for the call.
     let text = unsafe { CStr::from_ptr(pointer) };
-    text.to_str().map(Some).map_err(|_| wrong(format!("{name} is no UTF-8")))
+    text.to_str().map(Some).map_err(|_| wrong(format!("{name} is not valid UTF-8")))
 }
 
 /// Leaves a value where a caller wants it.

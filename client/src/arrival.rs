@@ -230,7 +230,7 @@ impl<'a> Arrival<'a> {
 }
 
 /// What is said and is not so, though its digest is right.
-const UNTRUE: &str = "the server announced data that has not arrived";
+const UNTRUE: &str = "the server reported data that has not arrived";
 
 fn read_end(wire: &proto::ReadEnd, keys: &[BlockKey]) -> ReadEnd {
     let failure = |failure: &proto::read_end::Failure| {

@@ -42,18 +42,19 @@ pub(super) fn of_io(server: impl fmt::Display, error: &io::Error) -> Reason {
 #[allow(clippy::disallowed_methods, reason = "a socket's owner is asked for after the kernel refused it")]
 fn how_to_get_in(socket: &Path) -> String {
     let Ok(found) = std::fs::symlink_metadata(socket) else {
-        return "a directory above it does not let this user in: allow that (chmod +x), or have the server make its socket \
-                elsewhere (--listen-socket PATH)"
+        return "this user has no access to a directory above it: allow it (chmod +x), or create the socket \
+            elsewhere (--listen-socket PATH of the server)"
             .to_owned();
     };
     let (uid, gid, mode) = (found.uid(), found.gid(), found.mode() & 0o777);
     let (user, group) = (named("/etc/passwd", uid), named("/etc/group", gid));
     let join = match mode & 0o020 {
-        0 => "start the server with --socket-group GROUP (listen.socket_group) and be a member of that group"
-            .to_owned(),
-        _ => format!("be a member of group {group}"),
+        0 => {
+            "start the server with --socket-group GROUP (listen.socket_group) and join that group".to_owned()
+        }
+        _ => format!("join the group {group}"),
     };
-    format!("the socket belongs to user {user}, mode {mode:04o}: be that user, or {join}")
+    format!("the socket belongs to user {user}, mode {mode:04o}: use that user, or {join}")
 }
 
 /// A user or group by its name and number, as far as the file of them knows it.

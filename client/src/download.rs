@@ -79,7 +79,7 @@ async fn begin(
 fn broken(status: &Status) -> Reason {
     match status.code() {
         Code::OutOfRange | Code::Unimplemented if status.details().is_empty() => {
-            Reason::remote(format!("a message of the read cannot be read: {}", status.message()))
+            Reason::remote(format!("a message of the read is not valid: {}", status.message()))
         }
         _ => fault::reason_of(status),
     }

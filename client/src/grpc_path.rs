@@ -58,7 +58,10 @@ fn delete_outcome(wire: &proto::delete_reply::Outcome) -> DeleteOutcome {
         (What::NotHere, None) => DeleteOutcome::NotHere,
         (What::Deleted, None) => DeleteOutcome::Deleted,
         (_, Some(error)) => DeleteOutcome::Refused(fault::reason(error)),
-        (What::Refused, None) => DeleteOutcome::Refused(Reason::Bug("the server refused without a reason")),
+        (What::Refused, None) => DeleteOutcome::Refused(Reason::Bug(
+            "the server refused the request without \
+            a reason",
+        )),
     }
 }
 
@@ -259,7 +262,7 @@ impl KvStore for GrpcPath {
     /// Not over gRPC.
     fn snapshot(&self, _cursor: Option<SnapshotCursor>) -> Ticket<Result<SnapshotPage, Error>> {
         let (reply, answer) = ticket();
-        let what = "this client has no snapshots yet: look blocks up with Exists".to_owned();
+        let what = "this client does not support snapshots yet: look blocks up with Exists".to_owned();
         // The asking end is still here.
         let _ = reply.send(Err(Error(Reason::Config(what))));
         answer

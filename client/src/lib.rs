@@ -105,7 +105,7 @@ pub trait Path: KvStore + fmt::Debug {
 /// What other paths than the local one say of pools that processes share.
 fn only_local() -> Error {
     let why =
-        "processes share a pool over the local path alone: connect with unix:PATH, on the server's host";
+        "processes can share a pool only over the local path: connect with unix:PATH, on the server's host";
     Error(Reason::Config(why.to_owned()))
 }
 
@@ -217,7 +217,10 @@ impl Client {
             Via::Grpc => None,
             Via::Local => Some(LocalPath::connect(options, &remote)?),
             Via::Best if options.endpoint.starts_with("unix:") => LocalPath::connect(options, &remote)
-                .inspect_err(|why| tracing::info!(%why, "the local path is not available: blocks use gRPC"))
+                .inspect_err(|why| {
+                    tracing::info!(%why, "the local path is not available: blocks are sent \
+                    over gRPC")
+                })
                 .ok(),
             Via::Best => None,
         };

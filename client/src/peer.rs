@@ -31,7 +31,10 @@ pub(super) fn connect(path: &Path, within: Duration) -> io::Result<UnixStream> {
             Err(Errno::INTR) if until > clock.now() => {}
             Err(Errno::AGAIN | Errno::INTR) => {
                 let seconds = within.as_secs_f64();
-                let what = format!("it has accepted no connection for {seconds} s: it is stopped, or hangs");
+                let what = format!(
+                    "the server has accepted no connection for {seconds} s: its process is \
+                    stopped or hangs"
+                );
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
             Err(error) => return Err(error.into()),
@@ -50,8 +53,9 @@ pub(super) fn check(socket: impl AsFd, server_uid: Option<u32>) -> io::Result<()
         return Ok(());
     }
     let what = format!(
-        "a process of user {uid} answers there, which gets no token: if that is the server's user, say so \
-         (--server-uid {uid}, KVARTS_SERVER_UID={uid}, or `server_uid` of a connection)",
+        "the socket belongs to a process of user {uid}, and a token is sent only to a trusted server: if \
+        that is the server's user, give it (--server-uid {uid}, KVARTS_SERVER_UID={uid}, or `server_uid` of \
+        a connection)",
         uid = uid.as_raw()
     );
     Err(io::Error::new(io::ErrorKind::PermissionDenied, what))

@@ -117,7 +117,7 @@ pub(super) async fn in_time<T>(
     let left = left.min(LONGEST).saturating_add(GRACE);
     let late = |_| {
         let seconds = left.as_secs_f64();
-        Err(Status::deadline_exceeded(format!("the server has not answered within {seconds:.1} s")))
+        Err(Status::deadline_exceeded(format!("the server has not responded within {seconds:.1} s")))
     };
     tokio::time::timeout(left, call).await.unwrap_or_else(late)
 }
@@ -130,7 +130,7 @@ pub(super) fn lease(name: u64) -> Option<LeaseId> {
 impl Remote {
     pub(super) fn connect(options: &ConnectOptions) -> Result<Self, Error> {
         if options.threads == 0 || options.threads > THREADS_MAX {
-            return Err(config(format!("threads: 1 to {THREADS_MAX}")));
+            return Err(config(format!("threads: the value must be 1 to {THREADS_MAX}")));
         }
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime =
@@ -148,8 +148,9 @@ impl Remote {
         let connecting = async move { tokio::time::timeout(within, endpoint.connect()).await };
         // ends: `within`, the task's own
         let channel = block_on(runtime.spawn(connecting)).map_err(config)?;
-        let late =
-            |_| Reason::Away(format!("{}: no connection in {} s", options.endpoint, within.as_secs_f64()));
+        let late = |_| {
+            Reason::Away(format!("{}: no connection within {} s", options.endpoint, within.as_secs_f64()))
+        };
         let channel = channel.map_err(late)?.map_err(|error| {
             tracing::debug!(?error, "connecting failed");
             away::of_transport(&options.endpoint, &error)
@@ -272,7 +273,7 @@ impl Remote {
 
     pub(super) fn register(&self, identity: &Identity, geometry: &Geometry) -> Result<NamespaceId, Error> {
         if !identity.tenant_salt.is_empty() {
-            let rule = IdentityCause::Rule("tenant_salt: the server sets it, leave it out");
+            let rule = IdentityCause::Rule("tenant_salt: leave it out, because the server sets it");
             return Err(Error(Reason::Identity(rule)));
         }
         let mut models = self.models();
@@ -426,6 +427,6 @@ mod tests {
             ..ConnectOptions::to(format!("https://{address}"))
         };
         let told = Remote::connect(&options).unwrap_err().to_string();
-        assert!(told.contains(&format!("https://{address}: no connection in 0.05 s")), "{told}");
+        assert!(told.contains(&format!("https://{address}: no connection within 0.05 s")), "{told}");
     }
 }

@@ -83,7 +83,10 @@ pub(super) fn outcome(wire: &proto::PutOutcome) -> BlockOutcome {
         (What::InFlight, None) => BlockOutcome::InFlight,
         (What::HeldElsewhere, None) => BlockOutcome::HeldElsewhere,
         (_, Some(error)) => BlockOutcome::Refused(fault::reason(error)),
-        (What::Refused, None) => BlockOutcome::Refused(Reason::Bug("the server refused without a reason")),
+        (What::Refused, None) => BlockOutcome::Refused(Reason::Bug(
+            "the server refused the put without a \
+            reason",
+        )),
     }
 }
 

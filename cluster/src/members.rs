@@ -69,11 +69,19 @@ impl fmt::Display for MembersError {
         match self {
             Self::Syntax(what) => write!(f, "{what}"),
             Self::Field { node, what } => write!(f, "node {node}: {what}"),
-            Self::Count(count) => write!(f, "{count} nodes: a cluster has 1 to {MEMBERS_MAX}"),
+            Self::Count(count) => write!(
+                f,
+                "the list of members has {count} nodes: a cluster has 1 to \
+                {MEMBERS_MAX}"
+            ),
             Self::Epoch(epoch) => {
-                write!(f, "epoch {epoch}: at most {EPOCH_MAX}; count the changes of the members")
+                write!(
+                    f,
+                    "the epoch is {epoch}, and the limit is {EPOCH_MAX}: count the changes of the list \
+                    of members"
+                )
             }
-            Self::Twice(what) => write!(f, "two nodes have {what}"),
+            Self::Twice(what) => write!(f, "two nodes have the same {what}"),
         }
     }
 }
@@ -125,7 +133,10 @@ impl Members {
     /// Those that a file names.
     pub fn parse(text: &str) -> Result<Self, MembersError> {
         if text.len() > FILE_BYTES_MAX {
-            return Err(MembersError::Syntax(format!("longer than {FILE_BYTES_MAX} bytes")));
+            return Err(MembersError::Syntax(format!(
+                "the list of members is longer than {FILE_BYTES_MAX} \
+                bytes"
+            )));
         }
         let file: File = toml::from_str(text).map_err(|error| MembersError::Syntax(error.to_string()))?;
         if file.node.len() > MEMBERS_MAX {
@@ -192,7 +203,8 @@ fn member(wire: FileNode) -> Result<Member, String> {
     let id = id.parse().map_err(|error| format!("id: {error}"))?;
     if !is_address(&address) {
         return Err(format!(
-            "address {address:?}: write a host and a port, as in \"10.0.0.1:7400\" or \"[2001:db8::1]:7400\""
+            "the address {address:?} is not valid: write a host and a port, as in \"10.0.0.1:7400\" or \
+            \"[2001:db8::1]:7400\""
         ));
     }
     Ok(Member { id, address, zone })
@@ -225,7 +237,7 @@ mod tests {
     fn what_is_wrong_with_a_file_is_said_with_its_place() {
         let error = |text: &str| Members::parse(text).unwrap_err().to_string();
         assert!(error("epoch = 1\nnodes = 3\n").contains("line 2"), "{}", error("epoch = 1\nnodes = 3\n"));
-        assert_eq!(error("epoch = 1\n"), "0 nodes: a cluster has 1 to 1024");
+        assert_eq!(error("epoch = 1\n"), "the list of members has 0 nodes: a cluster has 1 to 1024");
         assert_eq!(error(&file(&[(A, "a:1"), ("12", "b:1")])), "node 2: id: expected 32 hexadecimal digits");
         for address in [
             "",

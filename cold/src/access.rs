@@ -341,7 +341,7 @@ impl Access {
                 Either::Left((outcome, _)) => outcome,
                 Either::Right(_) => {
                     let seconds = patience.as_secs_f64();
-                    Err(Fault::Unreachable(format!("the bucket has not answered within {seconds:.1} s")))
+                    Err(Fault::Unreachable(format!("the bucket has not responded within {seconds:.1} s")))
                 }
             };
             self.answered(outcome.as_ref().err(), begun, takes);

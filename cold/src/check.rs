@@ -53,14 +53,15 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Manifest(why) => write!(f, "the manifest is damaged: {why}"),
-            Self::MissingPack(pack) => write!(f, "pack {pack} is not there"),
+            Self::MissingPack(pack) => write!(f, "pack {pack} does not exist"),
             Self::PackLength(pack, is, right) => write!(f, "pack {pack} has {is} bytes instead of {right}"),
             Self::DamagedPack(pack, why) => write!(f, "pack {pack} is damaged: {why}"),
             Self::MissingIndex(pack) => write!(f, "pack {pack} has no index"),
             Self::DamagedIndex(pack, why) => write!(f, "the index of pack {pack} is damaged: {why}"),
             Self::DeletedBlocks(pack, blocks) => write!(
                 f,
-                "pack {pack} has {blocks} blocks that were deleted: a writer ignored the deletes, or the bucket a condition"
+                "pack {pack} has {blocks} blocks that were deleted: a writer ignored the deletes, or the \
+                bucket ignored a condition"
             ),
         }
     }
@@ -288,7 +289,11 @@ async fn read_pack(
         Err(error) => return Err(error),
     };
     Ok(Some(verify(&read).and_then(|(index, bytes)| {
-        if index.id() == pack { Ok(bytes.into()) } else { Err(FormatError::Rule("it is another pack")) }
+        if index.id() == pack {
+            Ok(bytes.into())
+        } else {
+            Err(FormatError::Rule("the object is another pack"))
+        }
     })))
 }
 

@@ -46,35 +46,41 @@ impl fmt::Display for ColdError {
             Self::Budget(what) => write!(f, "the daily budget of {what} is used up"),
             Self::Object(name, error) => write!(f, "{name}: {error}"),
             Self::Full(namespace) => {
-                write!(f, "namespace {namespace}: its manifest has no room for more packs")
+                write!(f, "namespace {namespace}: the manifest is full: it cannot list more packs")
             }
             Self::Waiting(namespace) => write!(
                 f,
-                "namespace {namespace}: its manifest has no room for more packs that wait for deletion: run `kvarts cold gc`, \
-                 with a shorter --grace if theirs has not passed"
+                "namespace {namespace}: the manifest is full of packs that wait for deletion: run `kvarts \
+                cold gc`, with a shorter --grace if their time has not passed"
             ),
             Self::Contended(namespace) => {
-                write!(f, "namespace {namespace}: other writers changed its manifest at each attempt: retry")
+                write!(
+                    f,
+                    "namespace {namespace}: the manifest was changed by other writers during each \
+                    attempt: retry"
+                )
             }
             Self::Clocks(apart_ms) => {
                 let seconds = apart_ms / 1000;
                 write!(
                     f,
-                    "the local clock and the bucket's differ by {seconds} s: set the clock; nothing was changed"
+                    "the local clock and the bucket's clock differ by {seconds} s: set the clock; nothing \
+                    was changed"
                 )
             }
             Self::Store(why) => write!(f, "the store: {why}"),
             Self::Withdrawn => f.write_str("blocks of the pack were deleted during the push"),
             Self::Anew(namespace) => write!(
                 f,
-                "namespace {namespace}: its manifest was recreated after the blocks were listed, and deletes since then are \
-                 unknown: retry"
+                "namespace {namespace}: the manifest was created again after the blocks were listed, so \
+                deletes since then are unknown: retry"
             ),
             Self::ReadOnly(why) => write!(
                 f,
-                "the bucket is read-only for kvarts: {why}, so writers could undo each other's changes and deletes"
+                "the bucket is read-only for kvarts: {why}, so writers could overwrite each other's changes \
+                and deletes"
             ),
-            Self::Condemned => f.write_str("a pack of this name is to be deleted"),
+            Self::Condemned => f.write_str("a pack of this name waits for its deletion"),
         }
     }
 }

@@ -38,22 +38,27 @@ impl Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Missing => f.write_str("there is no such object"),
-            Self::NoBucket => f.write_str("there is no such bucket"),
+            Self::Missing => f.write_str("the object does not exist"),
+            Self::NoBucket => f.write_str("the bucket does not exist"),
             Self::Changed => f.write_str("the object was changed by another writer"),
             Self::Busy(_) => f.write_str("the bucket limits the rate of requests"),
             Self::Unreachable(why) => write!(f, "the bucket cannot be reached: {why}"),
             Self::Failed(why) => {
-                write!(f, "the bucket's server failed; if this repeats, its own log has the reason: {why}")
+                write!(
+                    f,
+                    "the request failed in the bucket's server; if this repeats, see the log of that \
+                    server: {why}"
+                )
             }
-            Self::Denied(why) => write!(f, "the bucket refuses the credentials: {why}"),
+            Self::Denied(why) => write!(f, "the bucket refused the credentials: {why}"),
             Self::Forbidden(why) => write!(
                 f,
-                "the bucket refuses this object: {why}; the rights to get, put and delete objects and to list the bucket are needed \
-                 (without the last one a missing object is refused, too)"
+                "the bucket refused access to this object: {why}; the rights to get, put and delete objects \
+                and to list the bucket are needed (without the right to list, access to a missing object is \
+                refused, too)"
             ),
             Self::Length => f.write_str("the answer has the wrong length"),
-            Self::Refused(why) => write!(f, "the bucket refuses: {why}"),
+            Self::Refused(why) => write!(f, "the bucket refused the request: {why}"),
         }
     }
 }

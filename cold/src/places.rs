@@ -34,7 +34,9 @@ impl Places {
     /// Memory of its own for a whole range.
     pub fn of_own(bytes: u64) -> Result<(Self, SharedBuf), Fault> {
         let memory = usize::try_from(bytes).ok().and_then(|bytes| BufMut::zeroed(bytes).ok());
-        let memory = memory.ok_or_else(|| Fault::Refused("no memory for the answer".to_owned()))?.share();
+        let memory = memory
+            .ok_or_else(|| Fault::Refused("the memory for the answer could not be allocated".to_owned()))?
+            .share();
         // A region has a page at least.
         let memory = memory.slice(0, bytes as usize).unwrap_or(memory);
         Ok((Self::whole(memory.clone()), memory))

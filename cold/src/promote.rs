@@ -451,7 +451,7 @@ impl Putting<'_> {
             }
             None => {
                 restored.refused += count;
-                restored.tell("a run that cannot be placed in memory");
+                restored.tell("a run of blocks has no place in memory");
             }
         }
     }

@@ -271,7 +271,14 @@ impl Tier {
             Ok((bytes, tag)) => {
                 let manifest = Manifest::decode(&bytes).and_then(|manifest| {
                     let is_it = manifest.namespace == namespace;
-                    if is_it { Ok(manifest) } else { Err(FormatError::Rule("it is another's manifest")) }
+                    if is_it {
+                        Ok(manifest)
+                    } else {
+                        Err(FormatError::Rule(
+                            "the manifest belongs to another \
+                        namespace",
+                        ))
+                    }
                 });
                 let manifest = manifest.map_err(|error| ColdError::Object(name, error))?;
                 Known::new(manifest, Some(tag), seen(self.step()))

@@ -133,7 +133,10 @@ impl Entropy for OsEntropy {
             match rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()) {
                 Ok(n) => done += n,
                 Err(rustix::io::Errno::INTR) => {}
-                Err(why) => panic!("getrandom failed ({why}): the store needs a kernel with a random source"),
+                Err(why) => panic!(
+                    "the call getrandom failed ({why}): the store needs a kernel with a \
+                    source of random numbers"
+                ),
             }
         }
     }

@@ -125,7 +125,7 @@ impl OpKind {
             Self::Open => "opening",
             Self::Close => "closing",
             Self::Allocate => "allocating blocks of",
-            Self::PunchHole => "giving back blocks of",
+            Self::PunchHole => "freeing blocks of",
             Self::Holes => "finding the holes of",
             Self::Truncate => "truncating",
             Self::Rename => "renaming",

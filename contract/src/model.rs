@@ -48,11 +48,11 @@ impl ModelBlocks {
         dtype: &str,
         block_tokens: u32,
     ) -> Result<Self, Error> {
-        let unknown = || Reason::Config(format!("no shipped model is called `{model}`"));
+        let unknown = || Reason::Config(format!("no shipped model is named `{model}`"));
         let spec = shipped::load(model).ok_or_else(unknown)?;
         let geometry = spec.geometry();
         let [only] = geometry.groups() else {
-            let rule = "this model has several groups of blocks: make a request for each";
+            let rule = "the model has several groups of blocks: use one request for each group";
             return Err(Reason::Shape(ShapeCause::Rule(rule)).into());
         };
         let group = only.group;
@@ -60,7 +60,7 @@ impl ModelBlocks {
         let shape = geometry.shape(group, coordinate, block_tokens).map_err(Reason::from)?;
         let requirements = spec.stored_requirements(block_tokens, 1);
         let requirements = requirements
-            .map_err(|_| Reason::Shape(ShapeCause::Rule("blocks of this size cannot be matched")))?;
+            .map_err(|_| Reason::Shape(ShapeCause::Rule("blocks of this size cannot be looked up")))?;
         let arrangement = Arrangement::new(engine, "canonical", "1");
         let identity = Identity::new(model, revision, dtype, arrangement, geometry, block_tokens);
         let namespace = store.register(&identity, geometry)?;
@@ -107,7 +107,12 @@ impl ModelBlocks {
         let mut memory = Vec::new();
         for layer in self.shape.layers() {
             let bytes = layer.chunks.iter().map(|chunk| chunk.bytes).sum::<u64>() * u64::from(blocks);
-            let no_room = |_| Reason::Passing(format!("no memory for {bytes} bytes of a layer"));
+            let no_room = |_| {
+                Reason::Passing(format!(
+                    "the {bytes} bytes of memory for a layer could not be \
+                allocated"
+                ))
+            };
             memory
                 .push(BufMut::zeroed(usize::try_from(bytes).unwrap_or(usize::MAX)).map_err(no_room)?.share());
         }

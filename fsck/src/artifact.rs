@@ -37,11 +37,11 @@ pub enum Unreadable {
 impl fmt::Display for Unreadable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Header => f.write_str("its header is damaged"),
-            Self::Unknown(what) => write!(f, "its {what} is of a newer program"),
+            Self::Header => f.write_str("the header of the artifact is damaged"),
+            Self::Unknown(what) => write!(f, "the {what} of the artifact is from a newer program"),
             Self::Encrypted => f.write_str("it is encrypted"),
-            Self::Malformed(what) => write!(f, "its {what} contradicts its model"),
-            Self::TooLarge => write!(f, "one block of it is larger than {BLOCK_BYTES_MAX} bytes"),
+            Self::Malformed(what) => write!(f, "the {what} of the artifact contradicts its model"),
+            Self::TooLarge => write!(f, "a block of the artifact is larger than {BLOCK_BYTES_MAX} bytes"),
             Self::Damaged(block, chunk) => write!(f, "chunk {chunk} of block {block} is damaged"),
         }
     }

@@ -57,8 +57,12 @@ pub enum Failed {
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Write(error) => write!(f, "the export cannot be written: {error}"),
-            Self::Format(error) => write!(f, "the export has no room for this store: {error}"),
+            Self::Write(error) => write!(f, "the export could not be written: {error}"),
+            Self::Format(error) => write!(
+                f,
+                "the export could not be written, because its disk has no space \
+                for this store: {error}"
+            ),
         }
     }
 }

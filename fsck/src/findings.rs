@@ -41,7 +41,7 @@ labels! {
         "one superblock slot is damaged, although slots are written atomically; the other slot is sound";
     /// A zeroed slot.
     SUPERBLOCK_SLOT_LOST = "superblock-slot-lost", Problem,
-        "one superblock slot is zero though it had been written: a zeroed sector";
+        "one superblock slot is zero although it had been written: a zeroed sector";
     /// Only one state was ever written.
     SUPERBLOCK_ONE_SLOT = "superblock-one-slot", Note,
         "the second slot was never written: power was cut while the store was being made, or the sector was zeroed";
@@ -53,31 +53,33 @@ labels! {
         "bytes follow the superblock's two slots; they are never read";
     /// Neither slot is sound.
     SUPERBLOCK_LOST = "superblock-lost", Problem,
-        "neither superblock slot is sound; the segments still name the store and its secret";
+        "neither superblock slot is valid; the segments still contain the store's id and secret";
     /// The slots contradict each other.
     SUPERBLOCK_CONFLICT = "superblock-conflict", Problem,
-        "both superblock slots are sound and contradict each other: another program wrote one of them";
+        "both superblock slots are valid and contradict each other: another program wrote one of them";
     /// A slot of a newer version beside a known one.
     SUPERBLOCK_SLOT_NEWER = "superblock-slot-newer", Problem,
         "one superblock slot needs a newer program, the other does not";
     /// A directory in which making a store was cut short.
     STORE_HALF_MADE = "store-half-made", Note,
-        "power was cut while the store was being made here; nothing was ever stored in it";
+        "power was cut while the store was being created here; no block was ever stored in it";
     /// Not all directories are here.
     DIRECTORY_MISSING = "directory-missing", Problem,
-        "a directory of the store is not among the arguments: a lost device or a forgotten argument";
+        "a directory of the store was not given: a disk is missing, or an argument";
     /// A directory that was out.
     DIRECTORY_BEHIND = "directory-behind", Problem,
-        "the store was opened without this directory, and may have deleted blocks in it: its content does not count before the next start";
+        "the store was opened without this directory, and may have deleted blocks in it: its content is not \
+        used before the next start";
     /// A directory whose place another one has taken.
     DIRECTORY_REPLACED = "directory-replaced", Problem,
-        "another directory replaced this one: its content does not count";
+        "another directory replaced this one: its content is not used";
     /// A shard's folder is gone.
     SHARD_MISSING = "shard-missing", Problem,
-        "the folder of a shard is gone: it was durable before the superblock was written";
+        "the folder of a shard is missing: it had been flushed before the superblock was written";
     /// A shard that the superblock does not have.
     SHARD_UNEXPECTED = "shard-unexpected", Problem,
-        "a folder of a shard that this directory does not have: a copy, or it belongs to another directory";
+        "the directory has a folder of a shard that belongs elsewhere: a copy, or a folder of another \
+        directory";
     /// A listing that failed.
     FOLDER_UNREADABLE = "folder-unreadable", Problem,
         "a folder of the store cannot be listed: its content was not checked";
@@ -86,22 +88,23 @@ labels! {
         "a file of the store cannot be opened: its content was not checked";
     /// A data name that is no plain file.
     NOT_A_FILE = "not-a-file", Problem,
-        "a file of the store is a link, a folder or a device; it was not read";
+        "a file of the store is a link, a folder or a device; its content was not read";
     /// Names of others.
     STRAY_FILES = "stray-files", Note,
-        "files with names that the format does not have; they are never read";
+        "files have names that the format does not use; a store never reads them";
     /// Pages that the device does not give.
     MEDIA_ERROR = "media-error", Problem,
-        "the device refuses to read these pages";
+        "reads of these pages fail on the device";
     /// A segment that a checkpoint knows.
     SEGMENT_MISSING = "segment-missing", Problem,
-        "the checkpoint lists a segment as used, but its file is absent";
+        "the checkpoint lists a segment as used, but its file is missing";
     /// A number without a file.
     SEGMENT_NUMBER_UNUSED = "segment-number-unused", Note,
-        "there is no file for a number below that of the last segment: a crash, an upgrade, an eviction or a smaller budget";
+        "the file of a segment number below the last one is missing: after a crash, an upgrade, an eviction \
+        or a smaller budget";
     /// A used file that is too short.
     SEGMENT_TRUNCATED = "segment-truncated", Problem,
-        "the file of a segment in use is shorter than a segment";
+        "the file of a segment in use is shorter than a segment must be";
     /// A fresh file that is too short.
     SEGMENT_HALF_MADE = "segment-half-made", Note,
         "power was cut before the file of a segment was first flushed; nothing in it had been acknowledged as durable";
@@ -119,10 +122,10 @@ labels! {
         "a newer program wrote the checkpoint in a version this one does not know";
     /// The header of a listed record and the footer differ.
     FOOTER_DISAGREES = "footer-disagrees", Problem,
-        "footer and record are both proven and disagree: a writer's defect";
+        "footer and record are both valid and contradict each other: a writer's defect";
     /// The trailer's totals are not those of the footer.
     TRAILER_DISAGREES = "trailer-disagrees", Problem,
-        "trailer and footer are both proven and disagree: a writer's defect";
+        "trailer and footer are both valid and contradict each other: a writer's defect";
     /// A good record that the footer leaves out.
     RECORD_NOT_LISTED = "record-not-listed", Problem,
         "the footer of a segment that was sealed in order lacks a complete record of this generation";
@@ -134,13 +137,14 @@ labels! {
         "power was cut before the record's definitions arrived; it had not been acknowledged as durable";
     /// A definition that is not what its id says.
     DEFINITION_DAMAGED = "definition-damaged", Problem,
-        "a definition is proven and contradicts itself: a writer's defect";
+        "a definition is valid and contradicts itself: a writer's defect";
     /// A payload length that the spec does not give.
     PAYLOAD_LENGTH = "payload-length", Problem,
-        "the length of the payload does not agree with spec, layout and blocks: a writer's defect";
+        "the length of the payload does not match its spec, layout and blocks: a writer's defect";
     /// Blocks of a namespace that a newer program defined.
     DEPENDS_ON_NEWER = "depends-on-newer", Note,
-        "a newer program wrote the definition of the record's namespace or spec: not verified, and left as it is";
+        "a newer program wrote the definition of the record's namespace or spec: not verified, and left \
+        unchanged";
     /// A layout or encoding of later.
     UNKNOWN_ENCODING = "unknown-encoding", Note,
         "a newer program wrote the payload in a layout or encoding that this one skips: not verified";
@@ -158,31 +162,32 @@ labels! {
         "the padding behind a complete payload was not written before a power cut; blocks are not affected";
     /// Two records under one sequence.
     SEQUENCE_REPEATED = "sequence-repeated", Problem,
-        "two records of one shard have one sequence: a writer's defect or a copied record";
+        "two records of one shard have the same sequence number: a writer's defect or a copied record";
     /// Two copies that ought to be equal.
     ORIGIN_CONTENT_DIFFERS = "origin-content-differs", Problem,
         "two copies of a block have one origin id and different bytes: one of them is wrong";
     /// Two copies of one production.
     COPY_OF_ORIGIN = "copy-of-origin", Note,
-        "two copies of one production of a block: an interrupted compaction left both";
+        "two copies of a block from one put exist: an interrupted compaction left both";
     /// A block that was put again.
     SUPERSEDED_COPY = "superseded-copy", Note,
-        "an older production of a block; the newer one counts";
+        "an older copy of a block from another put exists; the store uses the newer one";
     /// A block in two shards.
     COPY_IN_TWO_SHARDS = "copy-in-two-shards", Note,
-        "two shards hold productions of one block; the store serves one of them";
+        "two shards have copies of one block from different puts; the store uses one of them";
     /// A parent that is not here.
     PARENT_ABSENT = "parent-absent", Note,
-        "blocks whose parent is named but absent: it was evicted, or is in another store";
+        "the parent of these blocks is absent: it was evicted, or is in another store";
     /// The checkpoint lists what is not there.
     CHECKPOINT_DISAGREES = "checkpoint-disagrees", Problem,
         "the checkpoint lists a record that its sealed segment does not have: a writer's defect";
     /// A tail of a store that is in use.
     LIVE_TAIL_SKIPPED = "live-tail-skipped", Note,
-        "the store is open and writes this segment: its end was not checked";
+        "the store is open, and its process writes this segment: its end was not checked";
     /// A segment that changed under the check.
     LIVE_CHANGED = "live-changed", Note,
-        "the store is open and changed this file while it was read: findings in it do not count";
+        "the store is open, and its process changed this file during the check: findings in it are not \
+        reliable";
 }
 
 /// The severity and cause of a label of either half.

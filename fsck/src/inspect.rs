@@ -102,7 +102,8 @@ pub fn place(
 ) -> Result<PlaceView, String> {
     let at = store.shards.iter().position(|one| one.number == shard).ok_or("the store has no such shard")?;
     let home = store.shards.get(at).ok_or("the store has no such shard")?;
-    let directory = store.directories.get(home.directory).ok_or("its directory was not given")?;
+    let directory =
+        store.directories.get(home.directory).ok_or("the directory of this shard was not given")?;
     let path = format!("{}/{}", shard_name(shard), segment_name(segment));
     let file = directory.disk.open(&path).map_err(|error| format!("{path}: {error}"))?;
     if !offset.is_multiple_of(PAGE_BYTES) || offset >= store.keyring.segment_bytes {
@@ -128,7 +129,7 @@ pub fn place(
     let seen = look(&mut window, &position, &store.keyring.secret);
     view.found = match crate::holes::touched(window.holes(), offset, PAGE_BYTES) {
         // Of an unsealed segment nothing was ever written here.
-        true => "a hole: nothing was written here, or a record that was evicted".to_owned(),
+        true => "a hole: these pages were never written, or a record was evicted".to_owned(),
         false => in_words(seen.found).to_owned(),
     };
     if let Some(prefix) = &seen.prefix {
@@ -191,18 +192,18 @@ fn in_words(found: Found) -> &'static str {
     match found {
         Found::RecordWhole | Found::RecordUnread => "a record",
         Found::RecordBroken => "a record whose payload is damaged",
-        Found::OutOfOrder => "a record out of order",
-        Found::Empty => "nothing was written here",
-        Found::Torn => "a record that is torn",
+        Found::OutOfOrder => "a record that is out of order",
+        Found::Empty => "pages that were never written",
+        Found::Torn => "a record that was written only in part",
         Found::Newer => "a record of a newer version",
         Found::UnknownKind => "a record of an unknown kind",
         Found::UnknownExtension => "a record with an unknown critical extension",
         Found::Malformed => "a record that breaks the format",
-        Found::Stale => "left over from an earlier generation",
+        Found::Stale => "a remainder of an earlier generation",
         Found::Ahead => "a record of a later generation",
-        Found::Misdirected => "a record of another place",
+        Found::Misdirected => "a record that belongs to another place",
         Found::Foreign => "a structure of another store",
-        _ => "no record: part of a payload, another structure, or damage",
+        _ => "not the start of a record: part of a payload, another structure, or damage",
     }
 }
 
@@ -222,7 +223,7 @@ fn about_blocks(blocks: &Blocks, run: Option<&Run>, view: &mut PlaceView) {
         say("model", run.namespace.model.clone());
         say("expires_ms", run.expires_ms.to_string());
     } else {
-        say("namespace", format!("short id {} without a definition", blocks.namespace));
+        say("namespace", format!("the definition of the short id {} is missing", blocks.namespace));
         say("expires_ms", blocks.expires_ms.to_string());
     }
     say("created_ms", blocks.created_ms.to_string());
@@ -321,7 +322,7 @@ fn list(
                 block.more_chunks = artifact.chunk_count().saturating_sub(CHUNKS_LISTED);
             }
             Some(Err(why)) => block.damage = Some(why.to_string()),
-            None => block.damage = Some("the shape of its bytes is unknown".to_owned()),
+            None => block.damage = Some("the shape of the block's bytes is unknown".to_owned()),
         }
         view.blocks.push(block);
     }

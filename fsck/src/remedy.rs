@@ -54,17 +54,23 @@ pub fn advice(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Repair => return None,
         Remedy::Device => {
-            "The device refuses reads: look at its log (dmesg, smartctl) and replace it before anything else."
+            "The device fails reads: look at its log (dmesg, smartctl) and replace it before anything else."
         }
         Remedy::Directories => {
-            "Give every directory of the store, or bring the missing device back; if it is lost, `kvarts replace` takes an empty directory in its place."
+            "Give all directories of the store, or mount the missing disk again; if it is lost, `kvarts \
+            replace` puts an empty directory in its place."
         }
         Remedy::Start => {
-            "Start the server with all directories: it applies the missed deletes to this one; check again when it has stopped."
+            "Start the server with all directories: it applies the missed deletes to this directory; check \
+            again when the server has stopped."
         }
-        Remedy::TakeOut => "Use the directory that replaced it; the content of this one can be deleted.",
+        Remedy::TakeOut => {
+            "Use the directory that replaced this one; the content of this one can be \
+            deleted."
+        }
         Remedy::Access => {
-            "Files could not be opened: run this as the user whose store it is, or look at the file system's log (dmesg)."
+            "Files could not be opened: run this command as the user that owns the store, or look at the log \
+            of the file system (dmesg)."
         }
         Remedy::Newer => "A newer program wrote part of the store: use a newer kvarts.",
     })
@@ -76,7 +82,7 @@ pub fn missing_directories(findings: &Findings) -> Option<String> {
     let one = findings.problems.iter().find(is_missing)?;
     let (wanted, given) =
         (one.expected.as_deref().unwrap_or("more"), one.found.as_deref().unwrap_or("fewer"));
-    Some(format!("the store has {wanted} and {given} was given: give all of them"))
+    Some(format!("the store has {wanted}, and only {given} was given: give all of them"))
 }
 
 #[cfg(test)]
@@ -108,6 +114,6 @@ mod tests {
         let missing = Finding::at(findings::DIRECTORY_MISSING, Place::default());
         found.take(missing.expected("2 directories").found(1));
         let said = missing_directories(&found).unwrap();
-        assert_eq!(said, "the store has 2 directories and 1 was given: give all of them");
+        assert_eq!(said, "the store has 2 directories, and only 1 was given: give all of them");
     }
 }

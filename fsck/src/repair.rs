@@ -89,7 +89,7 @@ impl Site {
     /// Says what cannot be done.
     fn cannot(&self, log: &mut Vec<Action>, file: &str, why: &str) {
         let file = format!("{}/{file}", self.disk.name());
-        log.push(Action { file, what: "is left as it is".to_owned(), failed: Some(why.to_owned()) });
+        log.push(Action { file, what: "is left unchanged".to_owned(), failed: Some(why.to_owned()) });
     }
 }
 
@@ -143,7 +143,8 @@ impl Knowledge {
 }
 
 /// Why nothing is done where two readings are not alike.
-const DIFFERS: &str = "two reads of it differ: the device, its connection or the memory is faulty, so the repair discards nothing";
+const DIFFERS: &str = "two reads of it returned different bytes: the device, its connection or the memory is \
+    faulty, so the repair discards nothing";
 
 /// Rounds of a repair: what one puts right may show what else there is, as a file that came back to its place.
 const ROUNDS_MAX: usize = 4;

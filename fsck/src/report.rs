@@ -187,7 +187,7 @@ impl Report {
         write!(out, "{} records, {} blocks; {gib:.2} GiB read", self.records, self.blocks)?;
         writeln!(out, " in {:.1} s ({:.2} GiB/s), {} check", self.seconds, self.gib_per_s, self.level)?;
         if let (Some(ratio), Some(bare)) = (self.device_ratio, self.bare_gib_per_s) {
-            writeln!(out, "{ratio:.2} of the bare read of a part of these files, which had {bare:.2} GiB/s")?;
+            writeln!(out, "{ratio:.2} of the speed of bare reads of a part of these files, {bare:.2} GiB/s")?;
         }
         self.write_verdict(out)
     }
@@ -199,13 +199,20 @@ impl Report {
             let is_quick = self.level == Level::Quick.name();
             match (unjudged, is_quick) {
                 (0, false) => writeln!(out, "clean")?,
-                (0, true) => writeln!(out, "clean, but payloads were not read: without --quick they are")?,
+                (0, true) => writeln!(
+                    out,
+                    "clean, but payloads were not read: run it without --quick to \
+                    read them"
+                )?,
                 (segments, _) => {
-                    let payloads =
-                        if is_quick { "; payloads were not read: without --quick they are" } else { "" };
+                    let payloads = if is_quick {
+                        "; payloads were not read: run it without --quick to read them"
+                    } else {
+                        ""
+                    };
                     writeln!(
                         out,
-                        "clean as far as it was checked: {segments} segments in use were not; `kvarts scrub` has the server \
+                        "clean as far as it was checked: {segments} segments in use were not checked; `kvarts scrub` has the server \
                          check their blocks{payloads}"
                     )?;
                 }
@@ -213,7 +220,7 @@ impl Report {
             return if self.notes.is_empty() || unjudged > 0 {
                 Ok(())
             } else {
-                writeln!(out, "all notes are normal after a crash or a newer program: nothing to do")
+                writeln!(out, "all notes are normal after a crash or a newer program: no action is needed")
             };
         }
         writeln!(out, "NOT clean: {} problems", self.problem_count)?;
@@ -243,7 +250,7 @@ impl Report {
             return writeln!(out, "Next: do this, then check again; a repair does not help here.");
         }
         if self.after_dry_run {
-            return writeln!(out, "Next: `kvarts fsck --repair DIR` makes the repairs above.");
+            return writeln!(out, "Next: `kvarts fsck --repair DIR` makes these repairs.");
         }
         writeln!(
             out,
@@ -312,12 +319,15 @@ mod tests {
             assert!(both.contains(says) && both.contains("fsck --repair --dry-run"), "{both}");
         }
         let live = text(&[findings::LIVE_TAIL_SKIPPED, findings::PADDING_TORN]);
-        let unchecked = "clean as far as it was checked: 1 segments in use were not; `kvarts scrub` has the server check \
+        let unchecked = "clean as far as it was checked: 1 segments in use were not checked; `kvarts scrub` has the server check \
                          their blocks\n";
         assert!(live.contains(unchecked), "{live}");
         assert!(!live.contains("nothing to do"), "an unchecked segment counts as sound: {live}");
         let quick = Report::new(&Checked::default(), Level::Quick, (0, 0.0)).text();
-        assert!(quick.ends_with("clean, but payloads were not read: without --quick they are\n"), "{quick}");
+        assert!(
+            quick.ends_with("clean, but payloads were not read: run it without --quick to read them\n"),
+            "{quick}"
+        );
         assert!(text(&[]).ends_with("\nclean\n"), "{}", text(&[]));
         assert!(!text(&[findings::PADDING_TORN]).contains("--repair"), "a note is nothing to repair");
     }

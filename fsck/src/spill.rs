@@ -47,7 +47,7 @@ impl<const N: usize> Sorter<N> {
             self.rows.push(row);
             if self.rows.len() >= self.most {
                 if self.runs.len() >= RUNS_MAX {
-                    return Err(io::Error::other("more memory is needed for so large a store"));
+                    return Err(io::Error::other("a store of this size needs more memory"));
                 }
                 let run = write_run(&mut self.rows, &self.below)?;
                 self.runs.push(run);

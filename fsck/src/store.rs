@@ -74,18 +74,21 @@ impl CannotRun {
     /// What is the matter.
     pub fn what(&self) -> String {
         match self {
-            Self::NoStore(directory) => format!("{directory} holds no store"),
+            Self::NoStore(directory) => format!("the directory {directory} has no store"),
             Self::Unfinished(directory) => {
                 format!(
-                    "{directory} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it \
-                     again, or delete the directory"
+                    "the directory {directory} has an unfinished copy of a store: `kvarts compact --to` was \
+                    interrupted; run it again, or delete the directory"
                 )
             }
-            Self::Newer(version) => format!("the store needs a program of format version {version}"),
+            Self::Newer(version) => format!(
+                "the store has format version {version}, which this program does \
+                not support"
+            ),
             Self::Older(version) => {
                 format!("the store has format version {version}, from before the format was frozen")
             }
-            Self::Mixed(what) => format!("the directories do not belong together: {what}"),
+            Self::Mixed(what) => format!("the directories do not belong to one store: {what}"),
             Self::Refused(what) => what.clone(),
         }
     }
@@ -96,7 +99,7 @@ impl CannotRun {
             Self::NoStore(_) => "use the directory of `kvarts serve --dir`",
             Self::Unfinished(_) => "",
             Self::Newer(_) => "check it with a newer kvarts",
-            Self::Older(_) => "make a new store",
+            Self::Older(_) => "create a new store",
             Self::Mixed(_) => "give the directories of one store, each once",
             Self::Refused(_) => "",
         }
@@ -160,7 +163,7 @@ pub fn survey(disks: &[Arc<dyn Disk>], into: &mut Findings) -> Result<Option<Sto
             Seen::Older(version) => return Err(CannotRun::Older(*version)),
             Seen::Unreadable(why) => {
                 return Err(CannotRun::Refused(format!(
-                    "{}: the superblock cannot be opened: {why}",
+                    "{}: the superblock could not be opened: {why}",
                     disk.name()
                 )));
             }
@@ -260,7 +263,8 @@ impl Top {
             _ if HARMLESS.contains(&node.name.as_str()) => top.unfinished |= node.name == UNFINISHED_COPY,
             _ => strays.take(node.name),
         });
-        listed.map_err(|error| CannotRun::Refused(format!("{} cannot be listed: {error}", disk.name())))?;
+        listed
+            .map_err(|error| CannotRun::Refused(format!("{} could not be listed: {error}", disk.name())))?;
         for (name, kind) in odd {
             into.take(not_a_file(format!("{}/{name}", disk.name()), kind));
         }
@@ -324,7 +328,7 @@ fn agreed(seen: &[(&Arc<dyn Disk>, Seen, Top)]) -> Result<Option<Keyring>, Canno
         if let Some((known, first)) = &keyring {
             if *known != own {
                 return Err(CannotRun::Mixed(format!(
-                    "{} is of store {}, {first} of store {}",
+                    "{} belongs to store {}, and {first} to store {}",
                     disk.name(),
                     own.store,
                     known.store

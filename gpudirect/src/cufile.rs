@@ -58,7 +58,7 @@ impl FromStr for Wish {
             "direct" => Ok(Self::Only(Mode::Direct)),
             "compatibility" => Ok(Self::Only(Mode::Compatibility)),
             "staging" => Ok(Self::Only(Mode::Staging)),
-            _ => Err(format!("unknown mode {name:?}; there are auto, direct, compatibility and staging")),
+            _ => Err(format!("the mode {name:?} does not exist: use auto, direct, compatibility or staging")),
         }
     }
 }
@@ -87,7 +87,7 @@ pub struct Decision {
 
 impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "layers reach the device by {}: {}", self.mode.name(), self.reason)
+        write!(f, "the path of layers to the device is {}: {}", self.mode.name(), self.reason)
     }
 }
 
@@ -103,41 +103,52 @@ pub fn decide(found: &Found, wish: Wish) -> Result<Decision, String> {
         Found { device: Err(why), .. } => (Mode::Staging, why.clone()),
         Found { library: false, .. } => (Mode::Staging, "libcufile cannot be loaded".to_owned()),
         Found { module: false, .. } => (Mode::Compatibility, "the nvidia-fs module is not loaded".to_owned()),
-        _ => (Mode::Direct, "nvidia-fs and libcufile are here".to_owned()),
+        _ => (Mode::Direct, "nvidia-fs and libcufile are available".to_owned()),
     };
     let decided = |mode, reason| Ok(Decision { mode, offered, reason });
     match wish {
         Wish::Auto => match offered {
-            Mode::Compatibility => {
-                decided(Mode::Staging, format!("{why}, and cuFile would only copy as the arena does"))
-            }
+            Mode::Compatibility => decided(
+                Mode::Staging,
+                format!(
+                    "{why}, so cuFile would copy through host memory as staging \
+                    does"
+                ),
+            ),
             mode => decided(mode, why),
         },
         Wish::Only(Mode::Staging) => decided(Mode::Staging, "requested".to_owned()),
         Wish::Only(mode) if mode == offered => decided(mode, "requested".to_owned()),
         // Newer kernels do it without the module. Whether this one does, the first read says.
-        Wish::Only(Mode::Direct) if offered == Mode::Compatibility => {
-            decided(Mode::Direct, format!("requested; {why}, so it depends on the kernel's own support"))
-        }
+        Wish::Only(Mode::Direct) if offered == Mode::Compatibility => decided(
+            Mode::Direct,
+            format!(
+                "requested; {why}, so reads are direct only if the kernel itself \
+                supports it"
+            ),
+        ),
         Wish::Only(Mode::Compatibility) if offered == Mode::Direct => Err(
-            "compatibility reads cannot be used: nvidia-fs is loaded, so cuFile reads directly: use direct, or have cuFile \
-             itself forced to compatibility"
+            "compatibility reads cannot be used, because nvidia-fs is loaded and cuFile reads directly: use \
+            direct, or force compatibility in cuFile's own configuration"
                 .to_owned(),
         ),
         Wish::Only(mode) => {
-            Err(format!("{} reads cannot be used: {why}: use auto or staging", mode.name()))
+            Err(format!("reads in the mode {} cannot be used: {why}: use auto or staging", mode.name()))
         }
     }
 }
 
 /// Why a device is of no use for verifying what it reads.
 fn cannot_digest(why: &str) -> String {
-    format!("{why}, so the device cannot digest what it reads")
+    format!("{why}, so digests cannot be computed on the device")
 }
 
 /// The same of a way that was asked for by name.
 fn unverified(why: &str) -> String {
-    format!("requested; {}: requests that verify every chunk are read through the arena", cannot_digest(why))
+    format!(
+        "requested; {}: requests that verify every chunk are read through host memory",
+        cannot_digest(why)
+    )
 }
 
 /// Makes ready what was decided: memory of a device that files are read into, or nothing where they come through the
@@ -172,7 +183,7 @@ pub fn prepare(
             }
         }),
         Err(error) if wish == Wish::Auto => {
-            let reason = format!("{} reads could not be prepared: {error}", decision.mode.name());
+            let reason = format!("reads in the mode {} could not be prepared: {error}", decision.mode.name());
             Ok((Decision { mode: Mode::Staging, reason, ..decision }, None))
         }
         Err(error) => Err(error),

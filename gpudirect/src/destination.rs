@@ -86,14 +86,14 @@ impl Destination {
                 memory.base() < other.base().saturating_add(other.len()) && other.base() < end
             };
             if memories.iter().skip(at + 1).any(shares) {
-                return Err(wrong("two memories of the destination share bytes".to_owned()));
+                return Err(wrong("two memories of the destination overlap".to_owned()));
             }
         }
         for span in places.spans() {
             let memory = memories.get(span.memory.0 as usize);
             if memory.is_none_or(|memory| span.end > memory.len()) {
                 return Err(wrong(format!(
-                    "the destination ends at {} of memory {}, which does not reach that far",
+                    "the destination ends at byte {} of memory {}, and that memory is shorter",
                     span.end, span.memory.0
                 )));
             }

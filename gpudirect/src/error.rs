@@ -68,24 +68,31 @@ impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Absent(why) => write!(f, "no CUDA device: {why}"),
-            Self::Lost(why) => write!(f, "the device is lost: {why}: restart the process that owns it"),
+            Self::Lost(why) => write!(
+                f,
+                "the connection to the device is lost: {why}: restart the process \
+                that uses it"
+            ),
             Self::Stuck { millis } => write!(
                 f,
-                "a copy was not done after {millis} ms: its memory is kept until it is, or the device is declared lost"
+                "a copy did not end within {millis} ms: its memory is not freed before it ends, or the \
+                device is declared lost"
             ),
             Self::Partial { wanted, moved } => write!(f, "a copy moved {moved} of {wanted} bytes"),
             Self::Misaligned { at, align } => {
-                write!(f, "offset {at} is no multiple of {align}, which this device asks for")
+                write!(f, "the offset {at} must be a multiple of {align} on this device")
             }
-            Self::OutOfBounds => f.write_str("a piece leaves the device memory that it was given"),
+            Self::OutOfBounds => f.write_str("a piece does not fit into its device memory"),
             Self::NoMemory(bytes) => {
-                write!(f, "no device memory for {bytes} bytes: free some or ask for less")
+                write!(f, "{bytes} bytes of device memory could not be allocated: free some, or use less")
             }
-            Self::Pin(why) => write!(f, "the memory was not pinned, copies from it are slower: {why}"),
+            Self::Pin(why) => {
+                write!(f, "the memory could not be pinned, so copies from it are slower: {why}")
+            }
             Self::Call { call, why } => write!(f, "{call}: {why}"),
             Self::Foreign(what) => write!(f, "this device cannot use {what}"),
             Self::Captured => {
-                f.write_str("the stream is being captured into a graph: retry when the capture has ended")
+                f.write_str("the stream is being captured into a graph: retry after the capture")
             }
         }
     }
@@ -172,12 +179,17 @@ impl fmt::Display for LandError {
             Self::Store(reason) => reason.fmt(f),
             Self::Device(error) => error.fmt(f),
             Self::ArenaFull { wanted, free } => {
-                write!(f, "the arena has {free} bytes free in one piece, {wanted} are needed: retry soon")
+                write!(
+                    f,
+                    "the host memory for layers has only {free} bytes free in one piece, and {wanted} \
+                    are needed: retry soon"
+                )
             }
             Self::ArenaTooSmall { wanted, total } => {
                 write!(
                     f,
-                    "the arena has {total} bytes, {wanted} are needed: make it larger or read fewer blocks"
+                    "the host memory for layers has {total} bytes, and {wanted} are needed: make it larger, \
+                    or read fewer blocks"
                 )
             }
             Self::Request(what) => f.write_str(what),

@@ -104,7 +104,7 @@ impl Follower {
                 Err(_) => {
                     // No thread follows the device any more, so it is unknown when the device is done with what is kept.
                     keep_for_good(keeps);
-                    let why = "the thread that follows the device panicked".to_owned();
+                    let why = "the thread that waits for the device panicked".to_owned();
                     let told = || tell(Err(DeviceError::Call { call: "follow", why }));
                     // If `tell` itself panicked, it wakes the threads that wait before it panics again.
                     let _ = catch_unwind(AssertUnwindSafe(told));

@@ -70,28 +70,36 @@ impl Move {
             let shape = pages.shape();
             let own = shape.layers().len() as u32;
             if *layers.get_or_insert(own) != own {
-                return Err(wrong("columns of different numbers of layers"));
+                return Err(wrong(
+                    "the columns have different numbers of layers: give columns with the same \
+                    number of layers",
+                ));
             }
             let blocks: u64 = stretches.iter().map(|stretch| u64::from(stretch.count)).sum();
             if blocks != u64::from(pages.blocks()) {
-                return Err(LandError::Request(format!("{blocks} blocks for pages of {}", pages.blocks())));
+                return Err(LandError::Request(format!(
+                    "{blocks} blocks were given, and the pages are for {} \
+                    blocks",
+                    pages.blocks()
+                )));
             }
             pages.memories().iter().try_for_each(|memory| device.owns(memory))?;
             for (part, chunk) in (0..own).flat_map(|layer| pages.parts_of(layer)) {
                 if chunk > segment {
                     return Err(LandError::Request(format!(
-                        "a chunk of {chunk} bytes: the ring has {segment} at a time"
+                        "a chunk has {chunk} bytes, and the ring copies at most {segment} bytes at a time: \
+                        use a larger ring"
                     )));
                 }
                 let inside = |stretch: &Stretch| {
                     stretch.part(shape, part).is_some_and(|(at, bytes)| at + bytes <= self.pool.len() as u64)
                 };
                 if !stretches.iter().all(inside) {
-                    return Err(wrong("a stretch that leaves the pool"));
+                    return Err(wrong("a range of blocks lies outside the pool"));
                 }
             }
         }
-        layers.ok_or_else(|| wrong("the request names no block"))
+        layers.ok_or_else(|| wrong("the request has no block"))
     }
 }
 
@@ -175,7 +183,9 @@ impl Lander {
         let mut lane = lock(&self.0.outward);
         let layers = what.layers(&*self.0.device, lane.segment_bytes())?;
         if !what.columns.iter().all(|column| column.pages.is_whole()) {
-            return Err(LandError::Request("a save needs pages with every byte of a block".to_owned()));
+            return Err(LandError::Request(
+                "the pages lack bytes of a block: a save needs all of them".to_owned(),
+            ));
         }
         let pool = whole(&what.pool)?;
         let open = lane.open(&what.columns)?;
@@ -233,7 +243,7 @@ impl Landed {
             return Err(LandError::Device(error));
         }
         let event = self.events.get(layer as usize);
-        let event = event.ok_or_else(|| LandError::Request(format!("there is no layer {layer}")))?;
+        let event = event.ok_or_else(|| LandError::Request(format!("layer {layer} does not exist")))?;
         if planted!("landed-layer-not-awaited") {
             return Ok(());
         }

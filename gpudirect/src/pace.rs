@@ -71,7 +71,7 @@ impl Worker {
     #[allow(clippy::disallowed_methods, reason = "this is the seam")]
     pub(crate) fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Self, String> {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
-        Ok(Self(Some(thread.map_err(|error| format!("no thread {name}: {error}"))?)))
+        Ok(Self(Some(thread.map_err(|error| format!("the thread {name} could not be started: {error}"))?)))
     }
 
     /// Leaves it to itself: it ends when what it waits for does.

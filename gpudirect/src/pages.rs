@@ -55,44 +55,56 @@ impl Pages {
         let chunks: Vec<u64> =
             shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
         if chunks.len() != parts.len() {
-            return Err(wrong(format!("{} parts for a block that has {}", parts.len(), chunks.len())));
+            return Err(wrong(format!(
+                "{} parts were given, and a block has {} parts",
+                parts.len(),
+                chunks.len()
+            )));
         }
         let largest = slots.iter().copied().max().ok_or_else(|| wrong("none"))?;
         if per_block == 0 || !slots.len().is_multiple_of(per_block as usize) {
-            return Err(wrong(format!("{} slots for blocks of {per_block} pages", slots.len())));
+            return Err(wrong(format!(
+                "{} slots were given, which is not a multiple of the {per_block} pages \
+                of a block",
+                slots.len()
+            )));
         }
         if slots.iter().collect::<BTreeSet<_>>().len() != slots.len() {
-            return Err(wrong("a slot stands twice"));
+            return Err(wrong("a slot was given twice"));
         }
         for (part, bytes) in parts.iter().zip(&chunks) {
             let rows = &part.rows;
             let (ring, pool) =
-                rows.reach().filter(|_| rows.bytes() > 0).ok_or_else(|| wrong("a page without rows"))?;
+                rows.reach().filter(|_| rows.bytes() > 0).ok_or_else(|| wrong("a page has no rows"))?;
             if !bytes.is_multiple_of(u64::from(per_block)) || rows.ring_stride != bytes / u64::from(per_block)
             {
                 return Err(wrong(format!(
-                    "a chunk of {bytes} bytes is not {per_block} pages of {}",
+                    "a chunk has {bytes} bytes, which is not {per_block} pages of {} bytes",
                     rows.ring_stride
                 )));
             }
             if ring > rows.ring_stride {
-                return Err(wrong("rows that leave their page of the chunk"));
+                return Err(wrong("the rows lie outside their page of the chunk"));
             }
             if rows.pool_stride == 0 && largest > 0 {
-                return Err(wrong("slots that are no bytes apart"));
+                return Err(wrong("the distance between slots is 0 bytes"));
             }
-            let memory =
-                memories.get(part.memory as usize).ok_or_else(|| wrong("a memory that is not given"))?;
+            let memory = memories
+                .get(part.memory as usize)
+                .ok_or_else(|| wrong("the memory of a part was not given"))?;
             let last = u64::from(largest)
                 .checked_mul(rows.pool_stride)
                 .and_then(|at| at.checked_add(rows.pool_base));
             if last.and_then(|at| at.checked_add(pool)).is_none_or(|end| end > memory.len()) {
-                return Err(wrong(format!("slot {largest} leaves its memory of {} bytes", memory.len())));
+                return Err(wrong(format!(
+                    "slot {largest} lies outside its memory of {} bytes",
+                    memory.len()
+                )));
             }
         }
         let rows = parts.iter().fold(0u64, |rows, part| rows.saturating_add(part.rows.row_count()));
         if rows > ROWS_MAX {
-            return Err(wrong(format!("{rows} rows in a slot: at most {ROWS_MAX}")));
+            return Err(wrong(format!("a slot has {rows} rows, and the limit is {ROWS_MAX}")));
         }
         apart(&memories, &parts, largest)?;
         let is_whole = parts.iter().all(|part| is_whole(&part.rows));
@@ -172,7 +184,7 @@ fn is_whole(rows: &SlotShape) -> bool {
 /// Each row stands once for every slot, a stride apart. Rows of one stride are compared slot by slot, also where the rows of a page lie further
 /// apart than slots do (heads that have a pool of their own each); those of different strides by all that they cover.
 fn apart(memories: &[Memory], parts: &[PagePart], largest: u32) -> Result<(), LandError> {
-    let shared = || wrong("two rows share a byte");
+    let shared = || wrong("two rows overlap in memory");
     let mut by_stride: BTreeMap<u64, Vec<Range<u64>>> = BTreeMap::new();
     for part in parts {
         let base = memories.get(part.memory as usize).map_or(0, |memory| memory.base());

@@ -134,7 +134,7 @@ impl Pipeline {
     pub fn store_layers(&self, request: StoreRequest) -> Result<LayerSink, LandError> {
         if request.keys.len() != request.from.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.from.blocks());
-            return Err(LandError::Request(format!("{keys} keys for {places} places")));
+            return Err(LandError::Request(format!("{keys} keys were given for {places} places")));
         }
         let sizes = request.from.layer_bytes();
         let all: u64 = sizes.iter().map(|bytes| bytes.next_multiple_of(ALIGN)).sum();
@@ -271,7 +271,7 @@ impl LayerSink {
             return Err(LandError::Request(format!("layer {} is next, not layer {layer}", self.taken)));
         }
         let place = self.places.get(layer as usize).copied();
-        let place = place.ok_or_else(|| LandError::Request(format!("the shape has no layer {layer}")))?;
+        let place = place.ok_or_else(|| LandError::Request(format!("layer {layer} does not exist")))?;
         self.wait_for(place.after)?;
         let host = self.ring.slice(place.offset as usize, place.bytes as usize);
         let host = host.ok_or(LandError::Device(DeviceError::OutOfBounds))?;
@@ -334,7 +334,7 @@ impl LayerSink {
     pub fn seal(mut self) -> Result<Ticket<Result<PutReply, Error>>, LandError> {
         let layers = self.places.len() as u32;
         if self.taken < layers {
-            return Err(LandError::Request(format!("layer {} was not taken", self.taken)));
+            return Err(LandError::Request(format!("layer {} was not read", self.taken)));
         }
         self.events = None;
         while !self.follower.leave_within(LOOK) {
@@ -377,7 +377,7 @@ fn why(ended: Result<PutReply, Error>) -> Reason {
                 kvarts_contract::api::BlockOutcome::Refused(reason) => Some(reason),
                 _ => None,
             });
-            refused.unwrap_or(Reason::Bug("a put that ended by itself"))
+            refused.unwrap_or(Reason::Bug("a put ended without a call"))
         }
     }
 }

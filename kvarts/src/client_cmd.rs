@@ -205,7 +205,7 @@ pub(crate) fn matching(arguments: &MatchArgs, out: &mut dyn Write) -> Result<(),
     match &found.plan {
         Some(planned) => planned::show(planned, out)?,
         None if times.is_some() => {
-            return Err(Failure::user("the server is older than this program and cannot plan"));
+            return Err(Failure::user("this server is older than this program and cannot make plans"));
         }
         None => {}
     }
@@ -409,7 +409,7 @@ pub(crate) fn delete(arguments: &DeleteArgs, out: &mut dyn Write) -> Result<(), 
     } else {
         writeln!(out, "{} blocks deleted", grouped(reply.blocks))?;
         for one in &away {
-            writeln!(out, "not yet on the node at {}: {}", one.address, one.trouble)?;
+            writeln!(out, "not yet deleted on the node at {}: {}", one.address, one.trouble)?;
         }
     }
     if refused == 0 { Ok(()) } else { Err(Failure::Problems) }

@@ -104,7 +104,12 @@ impl BucketArgs {
     fn open(&self) -> Result<Bucket, Failure> {
         let bucket = kvarts_bucket::open(&self.bucket).map_err(Failure::user)?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        let runtime = runtime.map_err(|error| Failure::User(format!("no threads for requests: {error}")))?;
+        let runtime = runtime.map_err(|error| {
+            Failure::User(format!(
+                "the threads for requests could not be \
+            started: {error}"
+            ))
+        })?;
         // Waits of several programs that were refused at once are spread.
         let seed = now_ms() ^ (u64::from(std::process::id()) << 32);
         let access = Access::new(bucket, Arc::new(TokioTime::start()), Limits::default(), seed);
@@ -118,7 +123,7 @@ pub(crate) fn tried(address: &str) -> Result<(Conditions, bool), String> {
     let arguments = BucketArgs { bucket: address.to_owned(), json: false };
     let bucket = arguments.open().map_err(|failure| match failure {
         Failure::User(why) => why,
-        _ => "it cannot be opened".to_owned(),
+        _ => "the bucket cannot be opened".to_owned(),
     })?;
     let tried = bucket.runtime.block_on(bucket.tier.conditions()).map_err(|error| bucket.told(&error))?;
     Ok((tried, bucket.tier.access().keeps_versions()))
@@ -155,7 +160,7 @@ impl Bucket {
             let told = self.told(&error);
             let what = match (is_last, left) {
                 (false, _) | (true, 0) => told,
-                (true, left) => format!("{told}; {left} more namespaces were left as they are"),
+                (true, left) => format!("{told}; {left} other namespaces were not changed"),
             };
             troubles.push(Trouble { namespace: namespace.to_string(), what });
             if is_last {
@@ -171,9 +176,10 @@ impl Bucket {
         match named {
             None => Ok(all),
             Some(named) if all.contains(&named) => Ok(vec![named]),
-            Some(named) => {
-                Err(Failure::User(format!("the bucket has no namespace {named}: kvarts cold ls lists them")))
-            }
+            Some(named) => Err(Failure::User(format!(
+                "the bucket has no namespace {named}: `kvarts cold ls` lists its \
+                    namespaces"
+            ))),
         }
     }
 

@@ -108,7 +108,8 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
     }
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR excludes the options of a server: with DIR the files are rewritten, without it a running server compacts",
+            "DIR cannot be used with the options for a server: with DIR this program rewrites the files \
+            itself, without DIR a running server compacts its store",
         ));
     }
     let begin = Instant::now();
@@ -157,7 +158,7 @@ pub(crate) fn run(arguments: &CompactArgs, out: &mut dyn Write) -> Result<(), Fa
 fn damaged(what: &str, json: bool, out: &mut dyn Write) -> Result<(), Failure> {
     let refusal = Refusal::Damaged(what.to_owned());
     if json {
-        let said = serde_json::json!({ "damaged": what, "hint": "run kvarts fsck --repair, then go on" });
+        let said = serde_json::json!({ "damaged": what, "hint": "run kvarts fsck --repair, then continue" });
         return Ok(writeln!(out, "{said:#}")?);
     }
     Ok(writeln!(out, "{refusal}")?)
@@ -175,8 +176,8 @@ fn open_store(directories: &[PathBuf]) -> Result<Vec<Arc<dyn Disk>>, Failure> {
 
 fn in_use(directory: &Path) -> Failure {
     Failure::User(format!(
-        "{} is in use by another process: stop it; or, if that is a server, have it compact: `kvarts compact` without a \
-         directory",
+        "{} is in use by another process: stop it; or, if it is a server, run `kvarts compact` without a \
+        directory, and the server compacts its store",
         directory.display()
     ))
 }
@@ -308,7 +309,7 @@ fn watch(progress: &Progress, work: impl FnOnce() -> Done + Send) -> Result<Done
             result
         });
         show_progress(begin, &|| (progress.done(), progress.planned()), &is_done);
-        work.join().map_err(|_| Failure::user("the compaction ended with a defect of this program"))
+        work.join().map_err(|_| Failure::user("the compaction ended because of a defect of this program"))
     })
 }
 
@@ -350,7 +351,7 @@ fn text(report: &Report) -> String {
     ];
     if report.segments_fixed > 0 {
         lines.push(format!(
-            "{} segments are unchanged: they have records that this program does not know",
+            "{} segments were not changed, because this program does not know some of their records",
             human::grouped(report.segments_fixed)
         ));
     }

@@ -266,7 +266,7 @@ fn read_back(prefix: &Prefix<'_>) -> Result<Read, Failure> {
     let waiting = waiting.map_err(Failure::user)?;
     let (mut layers, mut differing) = (Vec::new(), 0);
     let end = loop {
-        let (event, at) = arrived.recv().map_err(|_| Failure::user("the read ended without an end"))?;
+        let (event, at) = arrived.recv().map_err(|_| Failure::user("the read ended without a result"))?;
         match event {
             ReadEvent::Layer { layer, .. } => {
                 let began = since();
@@ -280,7 +280,7 @@ fn read_back(prefix: &Prefix<'_>) -> Result<Read, Failure> {
     // It has sent the end.
     let _ = waiting.join();
     if end.usable_blocks as usize != ground.keys.len() {
-        return Err(Failure::User(format!("the prefix did not come back whole: {end:?}")));
+        return Err(Failure::User(format!("the prefix was read back incomplete: {end:?}")));
     }
     Ok(Read { layers, total: since(), differing })
 }

@@ -28,11 +28,11 @@ pub(crate) fn read_text(path: &Path, limit: usize, what: &str) -> Result<String,
         file.take(limit_read).read_to_end(&mut bytes).map_err(|error| fault(&error))?;
     }
     if bytes.len() > limit {
-        return Err(Failure::User(format!("{shown}: {what} has at most {limit} bytes")));
+        return Err(Failure::User(format!("{shown}: {what} can have at most {limit} bytes")));
     }
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        Failure::User(format!("{shown}: not a text: byte {at} is not UTF-8"))
+        Failure::User(format!("{shown}: the file is not text: byte {at} is not UTF-8"))
     })
 }
 
@@ -134,7 +134,10 @@ pub(crate) fn temporary() -> Result<File, Failure> {
     let file = without_name(&folder, OFlags::RDWR).or_else(|_| removed(&folder));
     file.map_err(|error| {
         let (folder, why) = (folder.display(), reason(&error));
-        Failure::User(format!("no temporary file in {folder}: {why}; TMPDIR names another folder"))
+        Failure::User(format!(
+            "a temporary file in {folder} could not be created: {why}; set TMPDIR to \
+            another folder"
+        ))
     })
 }
 
@@ -177,7 +180,7 @@ fn open(path: &Path) -> io::Result<File> {
 fn reason(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::NotFound => "no such file".to_owned(),
-        io::ErrorKind::IsADirectory => "a directory, not a file".to_owned(),
+        io::ErrorKind::IsADirectory => "the path is a directory, not a file".to_owned(),
         io::ErrorKind::PermissionDenied => "permission denied".to_owned(),
         _ => error.to_string(),
     }

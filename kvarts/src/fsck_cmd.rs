@@ -182,7 +182,7 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
         return Ok(writeln!(out)?);
     }
     let heading = match (report.actions.is_empty(), report.dry_run) {
-        (true, _) => "There is nothing to repair.",
+        (true, _) => "No repair is needed.",
         (false, true) => "A repair would do this:",
         (false, false) => "Repaired:",
     };
@@ -200,7 +200,7 @@ fn write_repair(report: &RepairReport, json: bool, out: &mut dyn Write) -> Resul
 fn write_counts(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
     let mut counts = report.counts().peekable();
     if counts.peek().is_none() {
-        return Ok(writeln!(out, "By label: nothing is left.")?);
+        return Ok(writeln!(out, "By label: no finding remains.")?);
     }
     writeln!(out, "By label:")?;
     for (label, times, severity) in counts {

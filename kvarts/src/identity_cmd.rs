@@ -134,7 +134,7 @@ fn template(arguments: &IdentityArgs, known: &Known) -> Result<String, Failure> 
         Some(engine) => [
             ("engine", engine.name(), "the engine that has this memory layout"),
             ("layout", "", "its name for that layout, such as NHD or HND"),
-            ("version", "", "the engine's version: another one may arrange bytes in another way"),
+            ("version", "", "the engine's version: another version may arrange bytes differently"),
         ],
     };
     let field = |name: &str, value: &str, comment: &str| {

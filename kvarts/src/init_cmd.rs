@@ -39,7 +39,9 @@ pub(crate) fn run(arguments: &InitArgs, out: &mut dyn Write) -> Result<(), Failu
     let mut serve = ServeArgs::clone(&arguments.serve);
     if let Some(at) = &arguments.at {
         if let Some(dir) = &serve.settings.directories {
-            return Err(Failure::User(format!("{at} and --dir {dir}: name the directories once")));
+            return Err(Failure::User(format!(
+                "{at} and --dir {dir} are both given: give the directories once"
+            )));
         }
         serve.settings = Settings { directories: Some(at.clone()), ..serve.settings };
     }

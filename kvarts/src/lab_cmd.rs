@@ -30,8 +30,9 @@ pub(crate) fn run(command: &str, handed: &HandedOver) -> Result<(), Failure> {
         let place = beside.map_or_else(String::new, |beside| format!(" in {} and", beside.display()));
         return Err(Failure::Refused(Refusal::new(
             "no_lab",
-            format!("`kvarts {command}` is a part of {PROGRAM}, and there is none{place} in PATH"),
-            "in a checkout `cargo build --release -p kvarts-bench` makes it, `cargo install --path bench` installs it",
+            format!("`kvarts {command}` needs the program {PROGRAM}, which was not found{place} in PATH"),
+            "in a checkout `cargo build --release -p kvarts-bench` builds it, `cargo install --path bench` \
+            installs it",
         )));
     };
     match become_program(&program, command, handed) {

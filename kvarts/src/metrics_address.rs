@@ -31,7 +31,8 @@ pub(crate) fn ask(address: SocketAddr, path: &str) -> Result<Answer, String> {
     let said = |error: std::io::Error| match error.kind() {
         ErrorKind::WouldBlock => hung(&format!("http://{address}{path}"), TIMEOUT),
         _ => format!(
-            "no answer from http://{address}{path}: {error}; is the server running, with --listen-metrics?"
+            "http://{address}{path} sent no answer: {error}; check that the server runs, with \
+            --listen-metrics"
         ),
     };
     let mut stream = TcpStream::connect_timeout(&address, TIMEOUT).map_err(said)?;
@@ -49,5 +50,8 @@ pub(crate) fn ask(address: SocketAddr, path: &str) -> Result<Answer, String> {
 /// An answer that no server of Kvarts gives.
 pub(crate) fn strange(address: SocketAddr, path: &str, answer: &Answer) -> String {
     let first = &answer.first;
-    format!("http://{address}{path} answers {first:?}: is that the metrics address of a Kvarts server?")
+    format!(
+        "http://{address}{path} answered {first:?}: check that this is the metrics address of a Kvarts \
+        server"
+    )
 }

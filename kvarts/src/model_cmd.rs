@@ -171,7 +171,7 @@ pub(crate) fn find(model: &Path) -> Result<ModelSpec, Failure> {
         Some(similar) => format!("did you mean `{similar}`?"),
         None => "`kvarts model list` lists them".to_owned(),
     };
-    Err(Failure::User(format!("no shipped model and no file is called `{name}`; {hint}")))
+    Err(Failure::User(format!("no shipped model and no file is named `{name}`; {hint}")))
 }
 
 fn load(file: &Path) -> Result<ModelSpec, Failure> {
@@ -180,8 +180,8 @@ fn load(file: &Path) -> Result<ModelSpec, Failure> {
         let shown = file.display();
         match text.trim_start().starts_with('{') {
             true => Failure::User(format!(
-                "{shown} is JSON, and a model spec is TOML: `kvarts model import {shown} --out SPEC.toml` makes one of a \
-                 Hugging Face configuration"
+                "{shown} is JSON, and a model spec must be TOML: `kvarts model import {shown} --out \
+                SPEC.toml` makes a spec from a Hugging Face configuration"
             )),
             false => Failure::User(format!("{shown}: {error}")),
         }

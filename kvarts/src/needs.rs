@@ -37,13 +37,14 @@ pub(crate) fn tell((command, task): (&str, Task), store: &Store, options: &Optio
     }
     let (wanted, free) = (bytes(need.temporary), bytes(free));
     Err(Failure::User(format!(
-        "{command} takes up to {wanted} of temporary files, and {folder} has {free} free: set TMPDIR to a folder with more"
+        "{command} needs up to {wanted} for temporary files, and {folder} has only {free} free: set TMPDIR \
+        to a folder with more space"
     )))
 }
 
 fn line(command: &str, sizes: &Sizes, need: &Need, options: &Options, available: Option<u64>) -> String {
     let mut line = format!(
-        "kvarts: {command} will take up to {} of memory for {} records and {} blocks",
+        "kvarts: {command} will use up to {} of memory for {} records and {} blocks",
         bytes(need.memory),
         grouped(sizes.records),
         grouped(sizes.blocks)
@@ -53,7 +54,7 @@ fn line(command: &str, sizes: &Sizes, need: &Need, options: &Options, available:
     }
     if let Some(available) = available.filter(|available| need.memory > *available) {
         line += &format!(
-            "; this machine has {} available, so it may be ended for want of memory",
+            "; only {} are available on this machine, so the kernel may kill the process",
             bytes(available)
         );
     }

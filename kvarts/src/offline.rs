@@ -66,7 +66,7 @@ impl Place {
         let mut found = Findings::default();
         let shown = self.directory.display();
         let Some(store) = survey(&disks, &mut found).map_err(fsck_cmd::cannot_run)? else {
-            return Err(Failure::User(format!("{shown} has an unfinished, empty store")));
+            return Err(Failure::User(format!("the store in {shown} is unfinished and empty")));
         };
         let options =
             Options { threads: kvarts_fsck::check::default_threads(), live: self.live, ..Options::default() };

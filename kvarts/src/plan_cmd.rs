@@ -114,7 +114,7 @@ fn windows(text: &str) -> Result<Windows, String> {
         "zero" => Ok(Windows(WindowPolicy::Zero)),
         number => match number.parse() {
             Ok(tokens) => Ok(Windows(WindowPolicy::Periodic { tokens })),
-            Err(_) => Err("write full, zero, or a number of tokens".to_owned()),
+            Err(_) => Err("the value must be full, zero, or a number of tokens".to_owned()),
         },
     }
 }
@@ -124,7 +124,7 @@ pub(crate) fn overlap(text: &str) -> Result<Overlap, String> {
     match text {
         "layers" => Ok(Overlap::Layers),
         "none" => Ok(Overlap::None),
-        _ => Err("write layers or none".to_owned()),
+        _ => Err("the value must be layers or none".to_owned()),
     }
 }
 
@@ -180,14 +180,18 @@ fn fault(path: &Path, what: impl std::fmt::Display) -> Failure {
 pub(crate) fn compute_of(model: &str) -> Result<Compute, Failure> {
     cost::model(model).ok_or_else(|| {
         let known: Vec<&str> = cost::MODELS.iter().map(|(name, _)| *name).collect();
-        Failure::User(format!("the times of model `{model}` are unknown; known are {}", known.join(", ")))
+        Failure::User(format!(
+            "the compute times of model `{model}` are unknown; the times of these models \
+            are known: {}",
+            known.join(", ")
+        ))
     })
 }
 
 pub(crate) fn device_of(device: &str) -> Result<Device, Failure> {
     cost::device(device).ok_or_else(|| {
         let known: Vec<&str> = cost::DEVICES.iter().map(|(name, _)| *name).collect();
-        Failure::User(format!("no device is called `{device}`; there are {}", known.join(", ")))
+        Failure::User(format!("no device is named `{device}`; the devices are {}", known.join(", ")))
     })
 }
 
@@ -207,7 +211,7 @@ pub(crate) fn samples(path: &Path) -> Result<Vec<Sample>, Failure> {
             continue;
         }
         if samples.len() == MAX_SAMPLES {
-            return Err(fault(path, format!("more than {MAX_SAMPLES} samples")));
+            return Err(fault(path, format!("the file has more than {MAX_SAMPLES} samples")));
         }
         let sample = serde_json::from_str(&line).map_err(|error| {
             let text = error.to_string();
@@ -321,7 +325,7 @@ fn parts(spec: &ModelSpec, policy: WindowPolicy, places: &[(u32, Source)]) -> Re
 fn restore(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let name = &arguments.engine.model;
     let spec =
-        shipped::load(name).ok_or_else(|| Failure::User(format!("no shipped model is called `{name}`")))?;
+        shipped::load(name).ok_or_else(|| Failure::User(format!("no shipped model is named `{name}`")))?;
     let roofline = arguments.engine.roofline()?;
     let measured = match &arguments.samples {
         Some(path) => Some(Interpolated::new(&samples(path)?).map_err(|error| fault(path, error))?),
@@ -409,7 +413,7 @@ fn routed(arguments: &RouteArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let Some(best) = route.best() else {
         return Err(fault(
             path,
-            "no node can serve the request: a node that decodes, or one with a network, is required",
+            "no node can take the request: give a node that decodes, or one with a network",
         ));
     };
     if arguments.json {
@@ -466,11 +470,12 @@ mod tests {
                 json: false,
             };
             assert!(
-                told(PlanCommand::Restore(Box::new(arguments(100.0)))).contains("worth restoring"),
+                told(PlanCommand::Restore(Box::new(arguments(100.0))))
+                    .contains("all stored blocks are restored"),
                 "{name}"
             );
             assert!(
-                told(PlanCommand::Restore(Box::new(arguments(0.0001)))).contains("would be slower"),
+                told(PlanCommand::Restore(Box::new(arguments(0.0001)))).contains("the shorter load"),
                 "{name}"
             );
         }
@@ -485,7 +490,7 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             format!("{:?}", calibrate(&file, &engine(), false, &mut Vec::new()).unwrap_err())
         };
-        assert!(told("").contains("there are no samples"));
+        assert!(told("").contains("the list of samples is empty"));
         assert!(
             told("{\"cached\": 0, \"new\": 1, \"ms\": 2}\n{\"cached\": 0, \"mew\": 1}")
                 .contains("line 2: unknown field `mew`")

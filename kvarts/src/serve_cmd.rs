@@ -223,7 +223,8 @@ async fn reload(daemon: &Daemon, arguments: &ServeArgs) -> Reloaded {
             notes.iter().for_each(|note| tracing::info!("{note}"));
         }
         Err(why) => {
-            tracing::error!(target: "audit", "the configuration was not read again, and nothing was changed: {why}");
+            tracing::error!(target: "audit", "the configuration was not reloaded, and no setting was \
+                changed: {why}");
         }
     }
     reloaded
@@ -251,5 +252,5 @@ fn log(config: &Config) -> Result<(), Failure> {
         LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).boxed(),
     };
     let set = tracing_subscriber::registry().with(lines.with_filter(filter_fn(may_be_written))).with(filter);
-    set.try_init().map_err(|error| Failure::User(format!("logs cannot be written: {error}")))
+    set.try_init().map_err(|error| Failure::User(format!("the log cannot be written: {error}")))
 }

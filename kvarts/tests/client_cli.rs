@@ -348,7 +348,10 @@ fn mistakes_are_told_on_one_line() {
     assert!(fault(&with(&["match", "--keys", "words"])).contains("line 1"));
     assert!(fault(&["stat", "--server", "./no.sock"]).contains("./no.sock"));
     assert!(fault(&["resume", "--server", "./no.sock"]).contains("./no.sock"));
-    assert!(fault(&["ls", "kvarts-data", "--server", "x"]).contains("DIR excludes the options of a server"));
+    assert!(
+        fault(&["ls", "kvarts-data", "--server", "x"])
+            .contains("DIR cannot be used with the options for a server")
+    );
     assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("no unit"));
 }
 

@@ -106,7 +106,7 @@ fn the_same_over_a_server_that_keeps_objects_in_files() {
     cold.url += "/some/prefix";
     let (code, _, error) = cold.run(&["push", &scratch.path("new").display().to_string(), "--all"]);
     assert!(
-        code == 2 && error.contains("its own log has the reason: ") && error.contains("500"),
+        code == 2 && error.contains("see the log of that server: ") && error.contains("500"),
         "{code}: {error}"
     );
 }
@@ -286,7 +286,7 @@ fn a_store_in_use_is_pushed_by_its_server_and_its_files_are_read_only_where_that
     let checked = json(&["fsck", "--bucket", &own]);
     assert_eq!((&checked["clean"], &checked["condemned"]), (&true.into(), &1.into()), "{checked}");
     let (code, _, error) = server.kvarts(&["cold", "push", "--prefix", &"ab".repeat(32)]);
-    assert!(code == 2 && error.contains("--prefix goes with DIR"), "{error}");
+    assert!(code == 2 && error.contains("--prefix needs DIR"), "{error}");
     let without = Server::start(Scratch::new("cold-by-none"), &[]);
     let (code, _, error) = without.kvarts(&["cold", "push", "--all"]);
     assert!(code == 2 && error.contains("no cold tier"), "{error}");
@@ -347,11 +347,11 @@ fn a_bucket_that_is_not_there_is_an_error_of_every_command_and_is_not_made() {
     assert_eq!(empty.run(&["ls"]).0, 0);
     let into = scratch.path("new").display().to_string();
     let (code, _, err) = empty.run(&["restore", "--all", "--into", &into, "--create", "--segment-mib", "1"]);
-    assert!(code == 2 && err.contains("nothing was restored") && !scratch.path("new").exists(), "{err}");
+    assert!(code == 2 && err.contains("no block was restored") && !scratch.path("new").exists(), "{err}");
     let Some(server) = s3::Server::start() else { return };
     let environment = server.environment();
     let away = Cold { url: "s3://no-such-bucket/here".to_owned(), environment };
-    expect_no_bucket(&away, &scratch, "there is no such bucket");
+    expect_no_bucket(&away, &scratch, "the bucket does not exist");
 }
 
 #[test]
@@ -361,7 +361,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     let (store, _) = filled(&scratch);
     let other = "ab".repeat(32);
     for (arguments, says) in [
-        (vec!["push", store.as_str()], "choose what to push"),
+        (vec!["push", store.as_str()], "the blocks to push are not given"),
         (vec!["push", &store, "--namespace", &other], "the store has no matching blocks"),
         (vec!["stat", "--namespace", &other], "no namespace"),
         (vec!["push", "/nowhere", "--all"], "/nowhere"),

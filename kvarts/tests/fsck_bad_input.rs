@@ -126,12 +126,12 @@ fn expect(scratch: &Scratch, code: i32, words: &[&str]) {
 #[test]
 fn what_is_no_store_has_exit_code_2() {
     let scratch = Scratch::new("none");
-    expect(&scratch, 2, &["holds no store"]);
+    expect(&scratch, 2, &["has no store"]);
     write(&scratch, "a file", b"text");
     std::fs::create_dir(scratch.0.join("shard-0000")).unwrap();
-    expect(&scratch, 2, &["holds no store"]);
+    expect(&scratch, 2, &["has no store"]);
     write(&scratch, SEGMENT, &noise(SEGMENT_BYTES as usize));
-    expect(&scratch, 2, &["holds no store"]);
+    expect(&scratch, 2, &["has no store"]);
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn superblocks_that_were_cut_have_exit_code_1_as_long_as_a_segment_names_the_sto
     }
     std::fs::remove_file(store.0.join(SEGMENT)).unwrap();
     write(&store, "superblock", &noise(2 * PAGE));
-    expect(&store, 2, &["holds no store"]);
+    expect(&store, 2, &["has no store"]);
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn files_that_may_not_be_read_have_exit_code_1_where_the_user_is_not_allowed_eve
         expect(&store, 1, &["folder-unreadable"]);
         close("shard-0000", 0o700);
         close("superblock", 0);
-        expect(&store, 2, &["cannot be opened"]);
+        expect(&store, 2, &["could not be opened"]);
     }
     close(SEGMENT, 0o600);
 }

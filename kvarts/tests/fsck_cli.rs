@@ -84,7 +84,7 @@ fn what_cannot_be_checked_has_exit_code_2_and_one_line() {
     let empty = Scratch::new("empty");
     let (code, out, err) = fsck(&empty.0, &[]);
     assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{err}");
-    assert!(err.contains("holds no store"), "{err}");
+    assert!(err.contains("has no store"), "{err}");
     let (code, _, err) = fsck(&empty.0.join("absent"), &[]);
     assert_eq!((code, err.lines().count()), (2, 1), "{err}");
     std::fs::write(empty.0.join("file"), "text").unwrap();
@@ -123,8 +123,8 @@ fn a_repair_says_what_it_would_do_does_it_and_is_clean_then() {
     assert_eq!(json["actions"].as_array().unwrap().len(), 1, "{out}");
     assert_eq!(std::fs::read(&path).unwrap(), whole);
     let (code, out, _) = fsck(&store.0, &["--repair"]);
-    assert!(code == 0 && out.contains("nothing to repair"), "{out}");
-    assert!(out.ends_with("By label: nothing is left.\n"), "{out}");
+    assert!(code == 0 && out.contains("No repair is needed"), "{out}");
+    assert!(out.ends_with("By label: no finding remains.\n"), "{out}");
     assert_eq!(fsck(&store.0, &["--dry-run"]).0, 2);
 }
 
@@ -140,7 +140,7 @@ fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
         for dry in [&["--repair"][..], &["--repair", "--dry-run"]] {
             let (code, out, err) = fsck(&empty.0, dry);
             assert_eq!((code, out.as_str(), err.lines().count()), (2, "", 1), "{what}: {err}");
-            assert!(err.contains("holds no store"), "{what}: {err}");
+            assert!(err.contains("has no store"), "{what}: {err}");
             assert_eq!(names(), before, "{what}");
         }
         match what {
@@ -152,7 +152,7 @@ fn a_repair_of_what_is_no_store_leaves_nothing_behind() {
     let store = store("repair-link");
     std::os::unix::fs::symlink("elsewhere", store.0.join("lock")).unwrap();
     let (code, _, err) = fsck(&store.0, &["--repair"]);
-    assert!(code == 2 && err.contains("no plain file") && !store.0.join("elsewhere").exists(), "{err}");
+    assert!(code == 2 && err.contains("not a regular file") && !store.0.join("elsewhere").exists(), "{err}");
 }
 
 #[test]
@@ -162,7 +162,10 @@ fn a_lost_folder_of_a_shard_is_a_problem_and_made_again_by_a_repair() {
     let (code, out, _) = fsck(&store.0, &[]);
     assert!(code == 1 && out.contains("shard-missing") && out.contains("is not known"), "{out}");
     let (code, out, _) = fsck(&store.0, &["--repair", "--dry-run"]);
-    assert!(code == 1 && out.contains("made again") && !store.0.join("shard-0000").exists(), "{out}");
+    assert!(
+        code == 1 && out.contains("an empty folder for the shard") && !store.0.join("shard-0000").exists(),
+        "{out}"
+    );
     assert_eq!(fsck(&store.0, &["--repair"]).0, 0);
     assert!(store.0.join("shard-0000").is_dir());
     assert_eq!(fsck(&store.0, &[]).0, 0);

@@ -225,7 +225,11 @@ fn a_faulty_spec_is_refused_with_the_place_of_the_fault() {
         ("unknown-key", SPEC.replace("dtype", "type"), "line 13, column 1: unknown field `type`"),
         ("not-toml", "this is not TOML at all".to_owned(), "line 1, column "),
         ("empty", String::new(), "line 1, column 1: missing field `name`"),
-        ("huge", format!("{SPEC}#{}", "x".repeat(10 << 20)), "a model spec has at most 1048576 bytes"),
+        (
+            "huge",
+            format!("{SPEC}#{}", "x".repeat(10 << 20)),
+            "the model spec is longer than the limit of 1048576 bytes",
+        ),
     ];
     for (name, text, expected) in cases {
         let path = file(&format!("{name}.toml"), text);
@@ -236,7 +240,7 @@ fn a_faulty_spec_is_refused_with_the_place_of_the_fault() {
     let binary = file("binary.toml", b"name = \"\xff\xfe\"");
     assert_eq!(
         refusal(kvarts(&["model", "check", &binary])),
-        format!("{binary}: not a text: byte 8 is not UTF-8")
+        format!("{binary}: the file is not text: byte 8 is not UTF-8")
     );
 }
 
@@ -246,15 +250,15 @@ fn files_that_cannot_be_read_and_names_that_are_unknown_are_refused() {
     for command in ["check", "show", "import"] {
         assert_eq!(
             refusal(kvarts(&["model", command, folder])),
-            format!("{folder}: a directory, not a file")
+            format!("{folder}: the path is a directory, not a file")
         );
         let missing = format!("{folder}/no-such.toml");
         assert_eq!(refusal(kvarts(&["model", command, &missing])), format!("{missing}: no such file"));
     }
     let line = refusal(kvarts(&["model", "show", "lama-3.1-8b"]));
-    assert_eq!(line, "no shipped model and no file is called `lama-3.1-8b`; did you mean `llama-3.1-8b`?");
+    assert_eq!(line, "no shipped model and no file is named `lama-3.1-8b`; did you mean `llama-3.1-8b`?");
     let line = refusal(kvarts(&["model", "show", "xyzzy"]));
-    assert_eq!(line, "no shipped model and no file is called `xyzzy`; `kvarts model list` lists them");
+    assert_eq!(line, "no shipped model and no file is named `xyzzy`; `kvarts model list` lists them");
     let line = refusal(kvarts(&["model", "show", "two\nlines"]));
     assert!(line.contains("`two lines`"), "{line}");
 }
@@ -264,11 +268,11 @@ fn questions_that_have_no_answer_are_refused() {
     let show = |arguments: &[&str]| refusal(kvarts(&[&["model", "show"], arguments].concat()));
     assert_eq!(
         show(&["deepseek-v4-pro", "--block-tokens", "100"]),
-        "deepseek-v4-pro: 100 tokens a block, where a multiple of 128 up to 1048576 is needed"
+        "deepseek-v4-pro: a block has 100 tokens: use a multiple of 128, up to 1048576"
     );
     assert_eq!(
         show(&["llama-3.1-8b", "--tokens", "18446744073709551615"]),
-        "llama-3.1-8b: the number of bytes does not fit 64 bits"
+        "llama-3.1-8b: the number of bytes does not fit into 64 bits"
     );
     assert!(show(&["llama-3.1-8b", "--tp", "3"]).starts_with("llama-3.1-8b: "));
     assert!(show(&["llama-3.1-8b", "--tp", "0"]).contains("'0'"));
@@ -281,13 +285,19 @@ fn questions_that_have_no_answer_are_refused() {
 fn a_faulty_configuration_is_refused_with_the_missing_fact() {
     let import = |name: &str, text: &str| refusal(kvarts(&["model", "import", &file(name, text)]));
     let line = import("headless.json", &CONFIG.replace("num_key_value_heads", "heads"));
-    assert!(line.ends_with("num_key_value_heads: missing; it says how many KV heads there are"), "{line}");
+    assert!(
+        line.ends_with("num_key_value_heads: the field is missing; it gives the number of KV heads"),
+        "{line}"
+    );
     let line = import("unknown.json", &CONFIG.replace("\"qwen3_moe\"", "\"zamba9\""));
-    assert!(line.contains("architecture `zamba9` is not known; missing facts: "), "{line}");
+    assert!(
+        line.contains("the architecture `zamba9` is not known. These facts about it are missing: "),
+        "{line}"
+    );
     let line = import("broken.json", "{\"model_type\": ");
     assert!(line.contains("line 1, column 15: not JSON"), "{line}");
     let line = import("huge.json", &" ".repeat(10 << 20));
-    assert!(line.ends_with("a model configuration has at most 1048576 bytes"), "{line}");
+    assert!(line.ends_with("the model configuration is larger than the limit of 1048576 bytes"), "{line}");
 }
 
 #[test]

@@ -74,8 +74,8 @@ fn nothing_of_a_damaged_file_becomes_visible() {
     for (bad, says) in [
         (payload, "digest"),
         (end, "damaged"),
-        (sound[..sound.len() - 1].to_vec(), "cut short"),
-        (longer, "follow its end"),
+        (sound[..sound.len() - 1].to_vec(), "incomplete"),
+        (longer, "follow the end"),
         (
             b"no export at all, but long enough to have a head of its own, as it were".to_vec(),
             "not an export",
@@ -189,7 +189,9 @@ fn a_check_that_measures_tells_its_rate_beside_that_of_reading_the_same_files_al
     // What was only read for the comparison is not in the check's own bytes.
     assert_eq!((&measured["blocks"], &measured["clean"]), (&plain["blocks"], &true.into()));
     assert_eq!(json(&["fsck", store, "--measure", "--json"])["bytes_scanned"], plain["bytes_scanned"]);
-    assert!(good(&["fsck", store, "--measure"]).contains("of the bare read of a part of these files"));
+    assert!(
+        good(&["fsck", store, "--measure"]).contains("of the speed of bare reads of a part of these files")
+    );
     for other in ["--quick", "--repair"] {
         assert_eq!(kvarts(&["fsck", store, "--measure", other]).0, 2, "{other}");
     }

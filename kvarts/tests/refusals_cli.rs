@@ -58,7 +58,7 @@ fn of_a_pin_that_does_not_exist_those_are_named_that_do() {
     let server = Server::start(Scratch::new("pins"), &[]);
     server.store_pages();
     let (code, out, _) = server.kvarts(&["pin", "--release", "7"]);
-    assert!(code == 1 && out.contains("there is no pin 7, and no other"), "{out}");
+    assert!(code == 1 && out.contains("the pin 7 does not exist, and the server has no other"), "{out}");
     let (code, out, error) = server.client(&["pin", "--json"], &["--tokens", "tokens"]);
     assert_eq!(code, 0, "{out}{error}");
     let report: Value = serde_json::from_str(&out).unwrap();
@@ -66,7 +66,8 @@ fn of_a_pin_that_does_not_exist_those_are_named_that_do() {
     // The last digit is another one.
     let wrong = (pin ^ 1).to_string();
     let (code, out, _) = server.kvarts(&["pin", "--release", &wrong]);
-    let expected = [format!("there is no pin {wrong}; there are {pin} "), format!("did you mean {pin}?")];
+    let expected =
+        [format!("the pin {wrong} does not exist; the pins are {pin} "), format!("did you mean {pin}?")];
     assert!(code == 1 && expected.iter().all(|part| out.contains(part)), "{out}");
     let (_, out, _) = server.kvarts(&["pin", "--release", &wrong, "--json"]);
     let report: Value = serde_json::from_str(&out).unwrap();
@@ -95,7 +96,7 @@ fn a_server_that_accepts_and_does_not_answer_is_told_apart_from_one_that_is_away
             let (code, out, error) = asked.join().unwrap();
             assert_eq!(code, 2, "{command:?}: {out}{error}");
             let expected =
-                ["accepts connections and has answered nothing for", "its process is stopped", "`dmesg`"];
+                ["accepts connections and has sent no answer for", "its process is stopped", "`dmesg`"];
             assert!(expected.iter().all(|part| error.contains(part)), "{command:?}: {error}");
         }
     });

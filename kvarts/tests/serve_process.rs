@@ -303,7 +303,7 @@ fn damage_that_a_read_meets_is_told_by_the_log() {
     // The line is written after the answer is sent.
     let told = || std::fs::read_to_string(&log).unwrap();
     let mut waits = 0..1000;
-    while !told().contains("a damaged block was served as a miss") && waits.next().is_some() {
+    while !told().contains("a read returned a miss for a damaged block") && waits.next().is_some() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     let text = told();
@@ -347,7 +347,7 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
         ("listen.metrics", ["--listen-grpc", free, "--listen-metrics", &address]),
     ] {
         let taken = serve(&[&["--budget", "64M"][..], &at].concat());
-        let advice = format!("another program has port {}", other.local_addr().unwrap().port());
+        let advice = format!("port {} is in use by another program", other.local_addr().unwrap().port());
         assert!(
             taken.contains(&format!("{name}: {address}"))
                 && taken.contains(&advice)
@@ -359,7 +359,7 @@ fn a_taken_port_and_a_budget_too_small_are_told_with_what_to_do() {
     let answering = std::os::unix::net::UnixListener::bind(&elsewhere).unwrap();
     let socket = ["--listen-socket", elsewhere.to_str().unwrap(), "--listen-metrics", "none"];
     let taken = serve(&[&["--budget", "64M", "--listen-grpc", free][..], &socket].concat());
-    assert!(taken.contains("another server answers there: stop it"), "{taken}");
+    assert!(taken.contains("another server listens there: stop it"), "{taken}");
     drop(answering);
     std::fs::remove_file(&elsewhere).unwrap();
     let small = serve(&["--budget", "1M", "--listen-grpc", free, "--listen-metrics", "none"]);
@@ -399,8 +399,8 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
         (&["--tls-certificate", &garbage, "--tls-key", &garbage][..], "tls: "),
         (&["--cluster", &format!("{here}/none")], "cluster.members: "),
         (&["--cluster", &garbage], "cluster.members: "),
-        (&["--cluster", &remote], "cluster.certificate: members on other hosts need certificates"),
-        (&["--cluster", &remote, "--cluster-secret", &garbage], "32 random ones are needed"),
+        (&["--cluster", &remote], "cluster.certificate: members on other hosts require certificates"),
+        (&["--cluster", &remote, "--cluster-secret", &garbage], "32 random bytes are required"),
         (
             &[
                 "--cluster",
@@ -412,7 +412,7 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
                 "--cluster-authority",
                 &garbage,
             ],
-            "cluster.certificate: there is no certificate in it",
+            "cluster.certificate: the file has no certificate",
         ),
         // Known only once there is a store.
         (&["--listen-socket", &precious], "listen.socket"),
@@ -420,14 +420,16 @@ fn a_start_that_is_refused_leaves_nothing_and_says_so() {
     ] {
         let told = serve(&[arguments, &["--dir", "one,two"][..]].concat());
         assert!(
-            told.contains(why) && told.contains("; no store was made in one, two"),
+            told.contains(why) && told.contains("; no store was created in one, two"),
             "{arguments:?}: {told}"
         );
         assert_eq!(names(), before, "{arguments:?}: {told}");
     }
     let told = serve(&["--dir", "one,no disk/kvarts"]);
-    let expected =
-        ["store.directories: no disk/kvarts: no disk does not exist: mount its disk", "`mkdir -p no disk`"];
+    let expected = [
+        "store.directories: no disk/kvarts: the directory no disk does not exist: mount its disk",
+        "`mkdir -p no disk`",
+    ];
     assert!(expected.iter().all(|part| told.contains(part)), "{told}");
     assert_eq!(names(), before);
 }
@@ -447,7 +449,7 @@ fn a_refused_start_keeps_a_store_that_it_tells_the_name_of_and_one_that_was_ther
     assert_eq!(id(&told), id(&again));
     // A store that was there is one afterwards, and nothing is said of it.
     let told = serve(&["--dir", "one", "--listen-socket", &precious]);
-    assert!(told.contains("no socket") && !told.contains("store was made"), "{told}");
+    assert!(told.contains("not a socket") && !told.contains("store was created"), "{told}");
     assert_eq!(std::fs::read_to_string(&precious).unwrap(), "of another");
     let mut command = command(&scratch.0);
     command.args(["--dir", "one"]);
@@ -463,13 +465,13 @@ fn two_servers_do_not_share_a_directory() {
     let second = command(&scratch.0).output().unwrap();
     assert_eq!(second.status.code(), Some(2));
     let told = text(&second.stderr);
-    assert!(told.contains("is open in another process"), "{told}");
+    assert!(told.contains("is in use by another process"), "{told}");
     // The port is taken as well; the error still names the directory, with the process if the kernel names it.
     let mut second = Command::new(env!("CARGO_BIN_EXE_kvarts"));
     second.current_dir(&scratch.0).args(["serve", "--listen-grpc", &first.grpc, "--listen-metrics", "none"]);
     let told = text(&second.args(["--budget", "32 MiB"]).output().unwrap().stderr);
     assert!(
-        told.contains("is open in another process") && !told.contains("another program has port"),
+        told.contains("is in use by another process") && !told.contains("is in use by another program"),
         "{told}"
     );
     let facts = std::fs::metadata(scratch.0.join("kvarts-data/lock")).unwrap();
@@ -494,7 +496,7 @@ fn a_server_that_leaves_says_so_before_it_stops_and_a_second_signal_ends_the_wai
             false => server.client().drain().unwrap(),
         }
         let told = || std::fs::read_to_string(scratch.0.join("log")).unwrap();
-        while !told().contains("calls are taken for 30 s more") {
+        while !told().contains("calls are accepted for 30 s more") {
             assert!(begun.elapsed().as_secs() < 25, "{}", told());
             std::thread::yield_now();
         }
@@ -533,15 +535,24 @@ fn a_check_refuses_what_a_start_refuses() {
     let nowhere = ["--listen-grpc", "none", "--listen-metrics", "none"];
     std::fs::write(scratch.0.join("file"), "").unwrap();
     for (arguments, expected) in [
-        (&["--budget", "90"][..], "store.budget: 90 is 90 B: write 90% of the disks, or 90G"),
+        (
+            &["--budget", "90"][..],
+            "store.budget: the budget 90 means only 90 B: write 90% for a part of the disks, or 90G",
+        ),
         (&["--budget", "16M"], "store.budget: 16 MiB is too small: four segments need 128 MiB"),
-        (&["--budget", "1000 TiB"], "is more than the disk can hold"),
+        (&["--budget", "1000 TiB"], "does not fit on the disk"),
         (
             &["--budget", "128M", "--dir", "no/disk"],
-            "store.directories: no/disk: no does not exist: mount its disk",
+            "store.directories: no/disk: the directory no does not exist: mount its disk",
         ),
-        (&["--budget", "128M", "--dir", "file"], "store.directories: file: is a file, and no directory"),
-        (&["--budget", "128M", "--listen-socket", "no/sock"], "no does not exist: `mkdir -p no`"),
+        (
+            &["--budget", "128M", "--dir", "file"],
+            "store.directories: file: the path is a file, not a directory",
+        ),
+        (
+            &["--budget", "128M", "--listen-socket", "no/sock"],
+            "the directory no does not exist: run `mkdir -p no`",
+        ),
         (
             &["--budget", "128M", "--listen-socket", "file"],
             "listen.socket: file: the path exists and is no socket",
@@ -588,12 +599,15 @@ fn a_check_is_made_with_the_rights_of_its_user() {
     assert_eq!(code, Some(0), "{told}");
     for directories in [ours.to_owned(), format!("{ours}/new")] {
         let (code, told) = own(&["--dir", &directories]);
-        let expected =
-            [format!("cannot write in {ours}"), "belongs to user 0".to_owned(), "`chown 65534".to_owned()];
+        let expected = [
+            format!("the directory {ours} is not writable"),
+            "belongs to user 0".to_owned(),
+            "`chown 65534".to_owned(),
+        ];
         assert!(code == Some(2) && expected.iter().all(|part| told.contains(part)), "{told}");
     }
     let (code, told) = own(&["--dir", theirs, "--listen-socket", &format!("{ours}/sock")]);
-    assert!(code == Some(2) && told.contains("listen.socket") && told.contains("cannot write in"), "{told}");
+    assert!(code == Some(2) && told.contains("listen.socket") && told.contains("is not writable"), "{told}");
     let (code, told) = own(&["--dir", theirs, "--socket-group", "root"]);
     let expected = "the server's user (65534) is not in the group \"root\": `usermod -aG root USER`";
     assert!(code == Some(2) && told.contains(expected), "{told}");

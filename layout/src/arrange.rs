@@ -102,10 +102,14 @@ impl fmt::Display for RunLayoutError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Version { found } => {
-                write!(f, "layout version {found} is unknown: this build reads version {LAYOUT_VERSION}")
+                write!(
+                    f,
+                    "the layout version of the record is {found}: this program reads only version \
+                    {LAYOUT_VERSION}"
+                )
             }
             Self::Blocks { found } => {
-                write!(f, "a record holds 1 to {MAX_RUN_BLOCKS} blocks, not {found}")
+                write!(f, "the record has {found} blocks: a record has 1 to {MAX_RUN_BLOCKS} blocks")
             }
         }
     }

@@ -74,9 +74,13 @@ impl fmt::Display for CodecError {
         match self {
             Self::Damaged => f.write_str("the stored chunk cannot be decoded"),
             Self::Length { expected, found } => {
-                write!(f, "the stored chunk decodes to {found} bytes, the model says {expected}")
+                write!(
+                    f,
+                    "the stored chunk decodes to {found} bytes instead of the {expected} bytes of the \
+                    model"
+                )
             }
-            Self::NoMemory => f.write_str("no memory for a compressor"),
+            Self::NoMemory => f.write_str("the memory for a compressor could not be allocated"),
         }
     }
 }

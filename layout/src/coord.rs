@@ -82,13 +82,18 @@ pub enum TpError {
 impl fmt::Display for TpError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoRanks => write!(f, "tensor parallelism over 0 ranks: use at least 1"),
+            Self::NoRanks => write!(f, "the number of tensor-parallel ranks is 0: use at least 1"),
             Self::Rank { rank, ranks } => {
-                write!(f, "rank {rank} of {ranks}: ranks count from 0, use one below {ranks}")
+                write!(
+                    f,
+                    "rank {rank} does not exist among {ranks} ranks: ranks count from 0, use a number \
+                    below {ranks}"
+                )
             }
             Self::Uneven { heads, ranks } => write!(
                 f,
-                "{heads} heads do not split evenly over {ranks} ranks: use a divisor or a multiple of {heads}"
+                "{heads} heads cannot be split evenly over {ranks} ranks: use a divisor or a multiple of \
+                {heads}"
             ),
         }
     }

@@ -87,9 +87,9 @@ impl Cut {
         match found {
             Some((group, _, coordinate, shape)) => Ok((*group, *coordinate, shape)),
             None if self.columns.iter().any(|(known, ..)| known.0 == group) => {
-                Err(wrong_at("rank", format!("{}: there is no such rank", wanted.1)))
+                Err(wrong_at("rank", format!("the rank {} does not exist", wanted.1)))
             }
-            None => Err(wrong_at("group", format!("{group}: this handle has no such group"))),
+            None => Err(wrong_at("group", format!("the handle has no group {group}"))),
         }
     }
 
@@ -106,13 +106,13 @@ impl Cut {
         if wanted.tp_rank >= ranks {
             return Err(wrong_at(
                 "tp_rank",
-                format!("{}: ranks count from 0 to {}", wanted.tp_rank, ranks.saturating_sub(1)),
+                format!("the rank is {}: ranks count from 0 to {}", wanted.tp_rank, ranks.saturating_sub(1)),
             ));
         }
         let (geometry, requirements) = match (page_bytes, spec) {
             (Some(sizes), None) => paged(&sizes, wanted.block_tokens, ranks)?,
             (None, Some(spec)) => modelled(spec, wanted.block_tokens, ranks)?,
-            _ => return Err(wrong_at("page_bytes", "give either page_bytes or spec")),
+            _ => return Err(wrong_at("page_bytes", "exactly one of page_bytes and spec is required")),
         };
         let requirements = within(&requirements, &wanted.windows)?;
         let mut columns = Vec::new();
@@ -181,7 +181,7 @@ fn paged(
 ) -> Result<(Geometry, Requirements), CutError> {
     let wrong = |what: &dyn fmt::Display| wrong_at("page_bytes", what);
     if sizes.is_empty() || sizes.len() > GROUPS_MAX {
-        return Err(wrong(&format!("1 to {GROUPS_MAX} groups")));
+        return Err(wrong(&format!("the number of groups must be 1 to {GROUPS_MAX}")));
     }
     let kind = Kind::new("opaque").ok_or_else(|| wrong(&"no pages"))?;
     let heads = if ranks == 1 { 0 } else { ranks };
@@ -212,8 +212,7 @@ fn within(requirements: &Requirements, windows: &BTreeMap<u32, u32>) -> Result<R
     let mut groups = requirements.groups().to_vec();
     for (wanted, &tokens) in windows {
         let group = groups.iter_mut().find(|known| known.group.0 == *wanted);
-        let group =
-            group.ok_or_else(|| wrong_at("windows", format!("{wanted}: this handle has no such group")))?;
+        let group = group.ok_or_else(|| wrong_at("windows", format!("the handle has no group {wanted}")))?;
         group.need = if tokens == 0 { Need::At } else { Need::Last { tokens } };
     }
     Requirements::new(requirements.block_tokens(), groups).map_err(|error| wrong_at("windows", error))
@@ -226,13 +225,19 @@ fn modelled(spec: &str, block_tokens: u32, ranks: u16) -> Result<(Geometry, Requ
         None if !spec.contains(['\n', '=']) => {
             let hint = match shipped::similar(spec) {
                 Some(similar) => format!("did you mean {similar:?}?"),
-                None => "`kvarts model list` prints them".to_owned(),
+                None => "run `kvarts model list` for the names".to_owned(),
             };
             let name: String = spec.chars().take(64).collect();
-            return Err(wrong_at("spec", format!("there is no shipped model {name:?}; {hint}")));
+            return Err(wrong_at("spec", format!("no shipped model is named {name:?}; {hint}")));
         }
         None => ModelSpec::parse(spec).map_err(|error| {
-            wrong_at("spec", format!("neither the name of a shipped model nor a valid spec: {error}"))
+            wrong_at(
+                "spec",
+                format!(
+                    "the text is not the name of a shipped model, and not a valid spec: \
+                {error}"
+                ),
+            )
         })?,
     };
     let requirements = spec.stored_requirements(block_tokens, ranks);

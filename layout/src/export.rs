@@ -88,12 +88,15 @@ pub enum ExportError {
 impl fmt::Display for ExportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotAnExport => f.write_str("not an export of Kvarts"),
+            Self::NotAnExport => f.write_str("the file is not an export of Kvarts"),
             Self::Newer(version) => {
-                write!(f, "written in export version {version}: import it with a newer kvarts")
+                write!(f, "the file has export version {version}: import it with a newer kvarts")
             }
-            Self::Damaged => f.write_str("damaged: the bytes are not what was exported; copy the file again"),
-            Self::Field(field) => write!(f, "field {field} breaks a rule of the format"),
+            Self::Damaged => f.write_str(
+                "the file is damaged, because its bytes do not match their digest: \
+                copy it again",
+            ),
+            Self::Field(field) => write!(f, "the field {field} of the export breaks a rule of the format"),
         }
     }
 }
@@ -269,7 +272,7 @@ impl Reading {
     /// Proves the next frame. The payload of a run is proven by [`Run::verify`].
     pub fn frame(&mut self, head: &Head, body: &[u8]) -> Result<Frame, ExportError> {
         if self.ended {
-            return Err(ExportError::Field("a frame behind the last"));
+            return Err(ExportError::Field("a frame follows the last frame"));
         }
         let chain = chained(&self.chain, &head.encode(), body);
         if body.len() != head.body_bytes() || chain != head.chain || head.number != self.number {

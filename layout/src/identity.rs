@@ -215,35 +215,43 @@ impl fmt::Display for IdentityError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Missing { field } => {
-                let name = "name it, or write \"none\" where the field may say so and the model has none";
+                let name = "enter a value, or \"none\" if the field allows it and the model has none";
                 write!(f, "identity: {field} is empty: {name}")
             }
-            Self::Unnamed { field } => write!(f, "identity: {field} cannot be \"none\": name it"),
+            Self::Unnamed { field } => write!(f, "identity: {field} cannot be \"none\": enter a value"),
             Self::Untidy { field } => {
-                write!(f, "identity: {field} has control characters or outer spaces: remove them")
+                write!(f, "identity: {field} has control characters, or spaces at its ends: remove them")
             }
             Self::TooLong { field, max } => {
-                write!(f, "identity: {field} is past its limit of {max}: shorten it")
+                write!(f, "identity: {field} is longer than {max}: shorten it")
             }
             Self::BlockTokens { found } => {
                 write!(f, "identity: block_tokens is {found}: use 1 to {MAX_BLOCK_TOKENS}")
             }
             Self::TooLarge => {
-                write!(f, "identity: larger than {MAX_IDENTITY_BYTES} bytes in all: shorten it")
+                write!(
+                    f,
+                    "identity: all fields together have more than {MAX_IDENTITY_BYTES} bytes: shorten \
+                    some"
+                )
             }
-            Self::Version => write!(f, "identity: not a version this program reads: use one that wrote it"),
+            Self::Version => write!(
+                f,
+                "identity: this program cannot read the version of the encoding: use \
+                the program that wrote it"
+            ),
             Self::Truncated { field } => {
-                write!(f, "identity: the bytes end inside {field}: fetch them again")
+                write!(f, "identity: the bytes end inside {field}: copy them again")
             }
             Self::Width { field } => write!(f, "identity: {field} has the wrong size: encode it again"),
             Self::Utf8 { field } => write!(f, "identity: {field} is not UTF-8: encode it again"),
-            Self::ExtrasOrder => write!(f, "identity: extras repeat or are out of order: sort them by name"),
-            Self::Trailing => write!(f, "identity: bytes follow the last field: cut them off"),
+            Self::ExtrasOrder => write!(f, "identity: extras are repeated or not sorted: sort them by name"),
+            Self::Trailing => write!(f, "identity: bytes follow the last field: remove them"),
             Self::File { line: 0, message } => write!(f, "identity: {message}"),
             Self::File { line, message } => write!(f, "identity: line {line}: {message}"),
             Self::Incomplete { fields } => {
                 let fields: Vec<String> = fields.iter().map(Lacking::to_string).collect();
-                write!(f, "identity: these fields have no default, name them: {}", fields.join(", "))
+                write!(f, "identity: these fields are required and have no default: {}", fields.join(", "))
             }
         }
     }

@@ -229,14 +229,16 @@ pub enum ForeignKeyError {
 impl fmt::Display for ForeignKeyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => write!(f, "a foreign key has no bytes: pass the engine's block hash"),
+            Self::Empty => write!(f, "the foreign key is empty: use the engine's block hash"),
             Self::TooLong { bytes } => write!(
                 f,
-                "a foreign key has {bytes} bytes: hash it to 32 bytes yourself, the most is {MAX_FOREIGN_KEY_BYTES}"
+                "the foreign key has {bytes} bytes, and the limit is {MAX_FOREIGN_KEY_BYTES}: hash it to 32 \
+                bytes first"
             ),
             Self::NoGroup { bytes } => write!(
                 f,
-                "an offload key has {bytes} bytes: pass a block hash of at least one byte and 4 bytes of group"
+                "the offload key has {bytes} bytes: it needs a block hash of at least one byte, and 4 bytes \
+                of the group"
             ),
         }
     }

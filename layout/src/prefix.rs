@@ -115,16 +115,20 @@ pub enum RequirementsError {
 impl fmt::Display for RequirementsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::BlockTokens => write!(f, "blocks have no tokens: set block_tokens to at least 1"),
-            Self::NoGroups => write!(f, "no group is required: list at least one"),
-            Self::TooManyGroups => write!(f, "more than {MAX_GROUPS} groups: merge those of equal needs"),
-            Self::NoCoordinates(group) => write!(f, "group {group} has no coordinates: ask for `replicated`"),
+            Self::BlockTokens => write!(f, "block_tokens is 0: set it to at least 1"),
+            Self::NoGroups => write!(f, "the list of groups is empty: give at least one group"),
+            Self::TooManyGroups => write!(
+                f,
+                "the request has more than {MAX_GROUPS} groups: merge groups \
+                with the same requirements"
+            ),
+            Self::NoCoordinates(group) => write!(f, "group {group} has no coordinates: use `replicated`"),
             Self::TooManyCoordinates(group) => {
-                write!(f, "group {group} has more than {MAX_COORDINATES} coordinates: ask for fewer at once")
+                write!(f, "group {group} has more than {MAX_COORDINATES} coordinates: use several requests")
             }
             Self::RepeatedGroup(group) => write!(f, "group {group} is listed twice: merge its coordinates"),
             Self::RepeatedCoordinate(group, coordinate) => {
-                write!(f, "group {group} lists {coordinate} twice: list it once")
+                write!(f, "group {group} has {coordinate} twice: give it once")
             }
             Self::EmptyWindow(group) => {
                 write!(f, "group {group} has a window of 0 tokens: leave the group out")

@@ -83,11 +83,11 @@ pub enum ShapeError {
 impl fmt::Display for ShapeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Empty => "a shape needs at least one layer, and each layer at least one chunk",
-            Self::Order => "layer indices must increase",
-            Self::ZeroChunk => "a chunk needs at least one byte",
-            Self::Align => "an alignment must be a power of two up to 4096",
-            Self::TooLarge => "a chunk, a block or the number of chunks is past its limit",
+            Self::Empty => "the shape of a block has no layer, or a layer without chunks",
+            Self::Order => "the layer indices of the shape do not increase",
+            Self::ZeroChunk => "the shape has a chunk of 0 bytes",
+            Self::Align => "the alignment of the shape is not a power of two up to 4096",
+            Self::TooLarge => "a chunk, a block or the number of chunks is larger than its limit",
         })
     }
 }

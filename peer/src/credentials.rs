@@ -128,7 +128,7 @@ pub(crate) fn certificates(pem: &[u8], what: &str) -> Result<Vec<CertificateDer<
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
     match found {
         Ok(found) if !found.is_empty() => Ok(found),
-        Ok(_) => Err(format!("{what}: there is no certificate in it")),
+        Ok(_) => Err(format!("{what}: the file has no certificate")),
         Err(error) => Err(format!("{what}: {error}")),
     }
 }
@@ -139,7 +139,10 @@ fn sides(node: Option<NodeId>, pem: &Pem, purpose: Purpose) -> Result<Sides, Str
     if let Some(node) = node
         && !chain.first().is_some_and(|own| names(own, node))
     {
-        return Err(format!("certificate: it does not name this node: it needs the DNS name {}", name(node)));
+        return Err(format!(
+            "certificate: the certificate is for another node: it needs the DNS name {}",
+            name(node)
+        ));
     }
     let key = || PrivateKeyDer::from_pem_slice(&pem.key).map_err(|error| format!("key: {error}"));
     let mut roots = RootCertStore::empty();
@@ -175,26 +178,29 @@ pub(crate) fn told(error: &Error) -> &'static str {
     match error {
         Error::InvalidCertificate(wrong) => match wrong {
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
-                "its certificate has expired"
+                "the certificate of the other node has expired"
             }
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
-                "its certificate is not valid yet: compare the clocks"
+                "the certificate of the other node is not valid yet: compare the clocks"
             }
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
-                "its certificate names another node"
+                "the certificate of the other node is for another name"
             }
             // One authority may have the name of another one, and not its key.
             CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                "its certificate is of another authority"
+                "the certificate of the other node is from another authority"
             }
             CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
-                "its certificate is not for both sides of a connection"
+                "the certificate of the other node is not valid for both sides of a connection"
             }
-            _ => "its certificate is not valid",
+            _ => "the certificate of the other node is not valid",
         },
-        Error::NoCertificatesPresented => "it shows no certificate",
-        Error::AlertReceived(_) => "it refuses this node's certificate, or does not speak TLS 1.3",
-        Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => "it does not speak TLS",
+        Error::NoCertificatesPresented => "the other node sent no certificate",
+        Error::AlertReceived(_) => {
+            "the other node refused this node's certificate, or does not support TLS \
+            1.3"
+        }
+        Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => "the other node does not use TLS",
         _ => "TLS between the nodes failed",
     }
 }

@@ -435,9 +435,9 @@ async fn a_node_without_a_certificate_for_itself_is_told_nothing_and_not_believe
     let (ours, theirs) = (Authority::new(), Authority::new());
     // What the second node has, and what each of both says of the other one.
     let cases = [
-        ("plain", "does not speak TLS", ""),
+        ("plain", "does not use TLS", ""),
         ("stranger", "another authority", "another authority"),
-        ("impostor", "names another node", "names another node"),
+        ("impostor", "for another name", "for another name"),
     ];
     for (case, here, there) in cases {
         let [a, b] = ["a", "b"].map(|node| Stage::new(&format!("tls-{case}-{node}")));

@@ -144,5 +144,5 @@ async fn a_node_that_never_answers_is_named_with_its_address_and_the_time_that_i
         assert!(begun.elapsed() < Duration::from_secs(30), "nothing is told of it");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert_eq!(trouble(), format!("node {id} at 10.1.2.3:7442 has not answered within 4.0 s"));
+    assert_eq!(trouble(), format!("node {id} at 10.1.2.3:7442 has not responded within 4.0 s"));
 }

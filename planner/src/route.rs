@@ -244,10 +244,18 @@ pub enum RouteError {
 impl fmt::Display for RouteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooManyNodes => write!(f, "more than {MAX_NODES} nodes"),
+            Self::TooManyNodes => write!(f, "the request has more than {MAX_NODES} nodes"),
             Self::Prompt => write!(f, "the prompt has no tokens, or more than {MAX_TOKENS}"),
-            Self::Request => write!(f, "`token_bytes` and the weights must be numbers of at least 0"),
-            Self::Node(node) => write!(f, "node {node}: its times, rates and tokens must be at least 0"),
+            Self::Request => write!(
+                f,
+                "`token_bytes` or a weight is wrong: each must be a number of at \
+                least 0"
+            ),
+            Self::Node(node) => write!(
+                f,
+                "node {node} has a wrong figure: its times, rates and tokens must \
+                be at least 0"
+            ),
             Self::Twice(node) => write!(f, "node {node} is listed twice"),
         }
     }

@@ -1,22 +1,22 @@
 """What a connector counts of the four acts (staged, promised, landed, saved), and what an operator's metrics call it."""
 
 COUNTERS = {
-    "promised": ("promised_blocks", "Blocks that were in the pool and that a request was let in with."),
-    "waited": ("waited_seconds", "Seconds from when such a request was first asked for until it was let in."),
-    "landed": ("landed_blocks", "Blocks that workers have landed, each of its own part."),
+    "promised": ("promised_blocks", "Blocks that were in the pool when their request was scheduled."),
+    "waited": ("waited_seconds", "Seconds from the first look-up of such a request until it was scheduled."),
+    "landed": ("landed_blocks", "Blocks that workers copied into the engine's memory; each worker counts its own part."),
     "layers": ("layers", "Layers of loads."),
-    "layered": ("overlapped_layers", "Of these, layers that only their own computation waited for."),
-    "saved": ("saved_blocks", "Blocks that Kvarts has taken, or had already."),
-    "pinned": ("pinned_blocks", "Blocks that are held against eviction because a request asked for it."),
-    "handed": ("handed_blocks", "Blocks that another engine had computed for a request of this one, and that came in time."),
+    "layered": ("overlapped_layers", "Layers of these blocks that were copied while the engine computed earlier layers."),
+    "saved": ("saved_blocks", "Blocks that Kvarts stored, or had stored already."),
+    "pinned": ("pinned_blocks", "Blocks that are pinned because their request demanded it."),
+    "handed": ("handed_blocks", "Blocks that another engine computed for a request of this engine and that arrived in time."),
 }
 LABELLED = {
-    "staged": ("staged_blocks", "Blocks that were brought for requests, of each rank its part: `pool` had them, or `read`.", "source"),
-    "unstaged": ("unstaged_blocks", "Blocks that requests asked for and did not get, by why.", "reason"),
-    "unhanded": ("unhanded_blocks", "Blocks that another engine had computed for a request of this one, and that did not come, by why.", "reason"),
-    "unpinned": ("unpinned_blocks", "Blocks that a request wanted held against eviction and that are not, by why.", "reason"),
-    "turns": ("session_turns", "Turns of sessions: `opened`, `forked` or `extended` one, or why none went on.", "outcome"),
-    "dropped": ("dropped_blocks", "Blocks that were computed and not saved, by why.", "reason"),
+    "staged": ("staged_blocks", "Blocks fetched for requests; each rank counts its part: from the `pool`, or `read` from the store.", "source"),
+    "unstaged": ("unstaged_blocks", "Blocks that requests needed and did not get, by reason.", "reason"),
+    "unhanded": ("unhanded_blocks", "Blocks that another engine computed for a request of this engine and that did not arrive, by reason.", "reason"),
+    "unpinned": ("unpinned_blocks", "Blocks that could not be pinned although their request demanded it, by reason.", "reason"),
+    "turns": ("session_turns", "Turns of sessions: the turn `opened`, `forked` or `extended` a session, or the reason why no session was continued.", "outcome"),
+    "dropped": ("dropped_blocks", "Blocks that were computed and not saved, by reason.", "reason"),
 }
 
 

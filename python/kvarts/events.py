@@ -235,10 +235,10 @@ class Follower:
                 self._follow()
             except kvarts.Error as error:
                 if str(error) != self._why:
-                    logger.warning("kvarts: the server's events are not followed, routers are told nothing: %s", error)
+                    logger.warning("kvarts: the server's events cannot be read, so routers get no events of the store: %s", error)
                 self._why = str(error)
             except Exception:  # a defect here must not end the thread
-                logger.exception("kvarts: the server's events are not followed")
+                logger.exception("kvarts: the server's events cannot be read")
             if not self._is_away and time.monotonic() > self._heard + _AWAY:
                 self._is_away = True
                 self._ledger.away()

@@ -8,7 +8,7 @@ import sysconfig as _sysconfig
 import typing as _typing
 
 if _sysconfig.get_config_var("Py_GIL_DISABLED"):
-    raise ImportError("kvarts.gpu has not been tried with a free-threaded Python: use one that has the interpreter lock")
+    raise ImportError("kvarts.gpu is not tested with a free-threaded Python: use a Python with the interpreter lock")
 
 from ._kvarts import Device, Landed, Lander, Saved, Saving, Stream
 from ._kvarts import DevicePages as Pages

@@ -253,10 +253,10 @@ def told(report):
     if report.version is None:
         return [f"{report.engine} is not installed for this Python"]
     tried = ", ".join(report.tried)
-    lines = [f"{report.engine} {report.version}" + ("" if report.version in report.tried else f": not tried; tried are {tried}")]
+    lines = [f"{report.engine} {report.version}" + ("" if report.version in report.tried else f": this version is not tested; tested: {tried}")]
     words = {
-        "missing": "lacks what is needed",
-        "changed": "is called with more than the connector takes",
+        "missing": "lacks an interface that the connector needs",
+        "changed": "is called with arguments that the connector does not support",
         "uncalled": "is not called any more",
         "new": "is new, and the connector does not know it",
     }
@@ -276,4 +276,4 @@ def tell(engine, module, logger):
         for line in lines:
             tell_it("kvarts: %s", line)
     except Exception:
-        logger.exception("kvarts: what the engine has could not be looked at")
+        logger.exception("kvarts: the interfaces of the engine could not be checked")

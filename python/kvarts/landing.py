@@ -44,7 +44,7 @@ def rows_of(sizes, strides, item):
     if merged[-1][0] == item:
         row_bytes *= merged.pop()[1]
     if len(merged) > 2:
-        raise ValueError(f"a page in rows of {row_bytes} bytes that lie in {len(merged)} ways")
+        raise ValueError(f"the rows of a page, {row_bytes} bytes each, have {len(merged)} different strides: one or two are supported")
     levels, packed = [], row_bytes
     for stride, count in reversed(merged):
         levels.append((count, packed, stride))

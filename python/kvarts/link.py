@@ -28,7 +28,7 @@ def whole_number(extra, name, least):
     """A setting of a connector; `least` where it is not set."""
     value = extra.get(name, least)
     if type(value) is not int or value < least:
-        raise ValueError(f"{name}: {value!r}; name a whole number, {least} or more")
+        raise ValueError(f"{name}: {value!r} is not valid: set a whole number, {least} or more")
     return value
 
 
@@ -36,7 +36,7 @@ def seconds(extra, name, plain):
     """A setting of a connector; `plain` where it is not set."""
     value = extra.get(name, plain)
     if type(value) not in (int, float) or not 0 <= value < 1e9:
-        raise ValueError(f"{name}: {value!r}; name seconds, 0 or more")
+        raise ValueError(f"{name}: {value!r} is not valid: set seconds, 0 or more")
     return float(value)
 
 
@@ -127,7 +127,7 @@ class Link:
         if not of_server(error):
             return
         if not self._was_away:
-            logger.warning("kvarts: the server is away, the engine goes on without it: %s", error)
+            logger.warning("kvarts: the server cannot be reached, the engine continues without it: %s", error)
         self._was_away = True
         self._away_until = time.monotonic() + self.pause
 
@@ -136,13 +136,13 @@ class Link:
         if not of_server(error):
             return
         if time.monotonic() >= self._puts_until + self.pause:
-            logger.warning("kvarts: the server does not take what is to be stored: %s", error)
+            logger.warning("kvarts: the server refused to store blocks: %s", error)
         self._puts_until = time.monotonic() + self.pause
 
     def answered(self):
         """Takes notice of an answer."""
         if self._was_away:
-            logger.warning("kvarts: the server is back")
+            logger.warning("kvarts: the server can be reached again")
         self._was_away = False
 
     def learn(self, good, reasons, put=False):
@@ -177,7 +177,7 @@ class Link:
             try:
                 is_watching = self._watched()
             except Exception:  # a defect here must not end the thread
-                logger.exception("kvarts: what is under way is looked at no more")
+                logger.exception("kvarts: the thread that completes requests has ended")
                 is_watching = False
             if not is_watching:
                 self._watched = None
@@ -241,7 +241,7 @@ def told(value):
             return sorted(map(told, value))
         text = str(value)
         if callable(value) or " at 0x" in text:
-            raise ValueError(f"{value!r} has another name in every process; say what it does as values")
+            raise ValueError(f"{value!r} has a different name in every process: replace it by the values that it sets")
         return text
 
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=other)
@@ -318,4 +318,4 @@ def revision_of(model, revision=None):
         return os.path.basename(os.path.dirname(file))
     if revision:
         return revision
-    raise ValueError(f"revision: nothing says which revision of {model!r} this is; name it")
+    raise ValueError(f"revision: the revision of {model!r} is unknown: set it")

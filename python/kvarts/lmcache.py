@@ -97,7 +97,7 @@ class _Sizes:
             done = self._pages.put([self._keys[free[0]]], [b"%020d" % size + bytes(_RECORD - 20)])
             if not done.ok:
                 raise done.error
-        raise kvarts.Refused(f"objects of more than {_SIZES} sizes in one group of a model")
+        raise kvarts.Refused(f"the objects in one group of a model have more than {_SIZES} different sizes")
 
 
 class Kvarts:
@@ -124,9 +124,9 @@ class Kvarts:
         chunk_tokens=_CHUNK_TOKENS,
     ):
         if not isinstance(revision, dict) and not revision:
-            raise ValueError("revision: name the model's revision, or one for each model")
+            raise ValueError("revision: the setting is missing: set the model's revision, or one for each model")
         if not dtype:
-            raise ValueError("dtype: name the type of the KV cache's elements")
+            raise ValueError("dtype: the setting is missing: set the type of the KV cache's elements")
         self._revision = revision
         self._dtype = str(dtype)
         self._identity = {str(name): str(value) for name, value in (identity or {}).items()}
@@ -193,7 +193,7 @@ class Kvarts:
     def _submit(self, kind, keys, buffers):
         task = _Task(next(self._futures), kind, list(keys), None if buffers is None else list(buffers))
         if buffers is not None and len(task.buffers) != len(task.keys):
-            raise ValueError("memoryviews: one for each key")
+            raise ValueError("memoryviews: the number of views differs from the number of keys")
         if self._closed or (self._link.puts_away if kind == "put" else self._link.away):
             self._answer(task, kvarts.Retry("the server is away"))
             return task.future
@@ -259,7 +259,7 @@ class Kvarts:
     def _answer(self, task, error):
         """Answers a batch that did not begin."""
         if not isinstance(error, (kvarts.Retry, kvarts.Deadline)):  # those are the link's to tell
-            logger.warning("kvarts: %s of %d objects was not begun: %s", task.kind, len(task.keys), error)
+            logger.warning("kvarts: %s of %d objects could not be started: %s", task.kind, len(task.keys), error)
         task.errors = [error]
         with self._lock:
             if not self._closed:
@@ -317,7 +317,7 @@ class Kvarts:
     def _identity_of(self, model):
         revision = self._revision.get(model) if isinstance(self._revision, dict) else self._revision
         if not revision:
-            raise kvarts.Invalid(f"revision: none is named for {model!r}")
+            raise kvarts.Invalid(f"revision: the setting has no revision for {model!r}")
         return dict(
             model=model,
             revision=str(revision),

@@ -103,9 +103,9 @@ class _Values:
         with self._lock:
             if size not in self._handles:
                 if not 0 < size:
-                    raise kvarts.Invalid("a value without bytes")
+                    raise kvarts.Invalid("the value is empty")
                 if len(self._handles) >= SIZES_MAX and not is_stored:
-                    raise kvarts.Invalid(f"values of more than {SIZES_MAX} sizes")
+                    raise kvarts.Invalid(f"the values have more than {SIZES_MAX} different sizes")
                 identity = dict(model="mooncake", revision=self._tenant, dtype="bytes", engine="mooncake", layout=f"{_LAYOUT}{size}")
                 self._handles[size] = self._client.pages(size, **identity, durable=True)
             return self._handles[size]
@@ -192,7 +192,7 @@ class MooncakeDistributedStore:
         if (master_server_addr or "").startswith(_SERVER):
             server = master_server_addr[len(_SERVER) :]
         if not server:
-            logger.error("kvarts: no server is named: set KVARTS_SERVER, or write kvarts:SERVER for the address of Mooncake's master")
+            logger.error("kvarts: the server is not configured: set KVARTS_SERVER, or write kvarts:SERVER for the address of Mooncake's master")
             return INVALID_PARAMS
         try:
             client = kvarts.connect(server)
@@ -222,7 +222,7 @@ class MooncakeDistributedStore:
         if self._client is None or size <= 0:
             return INVALID_PARAMS
         if not _is_of_host(buffer_ptr, size):
-            logger.error("kvarts: %d bytes at %#x are no memory of this host that can be written to: blocks of a device go by the connectors", size, buffer_ptr)
+            logger.error("kvarts: %d bytes at %#x are not writable memory of this host: use the connectors for blocks in device memory", size, buffer_ptr)
             return INVALID_PARAMS
         with self._lock:
             if buffer_ptr in self._buffers:
@@ -466,7 +466,7 @@ def write(folder):
     told = '"""Kvarts in the place of Mooncake\'s store, written by `python -m kvarts.mooncake`."""\n'
     files = {"__init__.py": told, "store.py": told + "from kvarts.mooncake import MooncakeDistributedStore, ReplicateConfig  # noqa: F401\n"}
     if os.path.isdir(package) and set(os.listdir(package)) - set(files) - {"__pycache__"}:
-        raise FileExistsError(f"{package} is another package")
+        raise FileExistsError(f"the folder {package} has another package")
     os.makedirs(package, exist_ok=True)
     for name, text in files.items():
         with open(os.path.join(package, name), "w", encoding="utf-8") as file:

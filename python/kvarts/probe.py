@@ -54,7 +54,7 @@ def _good(engine, report):
     """Connectors of which there is nothing to tell."""
     if report.version is None:
         return []
-    return [f"{part.module}: has all that it needs" for part in engine.parts if not report.of(part.module)]
+    return [f"{part.module}: the engine has all interfaces that the connector needs" for part in engine.parts if not report.of(part.module)]
 
 
 if __name__ == "__main__":

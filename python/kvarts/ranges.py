@@ -32,13 +32,13 @@ def expect_count(given, heads, ranks):
     """Refuses a count that an operator has given, if it cannot be used."""
     possible = counts_of(heads, ranks)
     if given not in possible:
-        instead = f"name one of {', '.join(map(str, possible))}" if possible else "leave it out"
-        raise ValueError(f"head_ranges: {given!r} ranges of {heads} heads do not go with {ranks} ranks; {instead}")
+        instead = f"set one of {', '.join(map(str, possible))}" if possible else "remove the setting"
+        raise ValueError(f"head_ranges: {given!r} ranges of {heads} heads cannot be divided among {ranks} ranks; {instead}")
 
 
 def expect_number(given):
     if given is not None and (type(given) is not int or given < 1):
-        raise ValueError(f"head_ranges: a number of ranges of heads, and not {given!r}")
+        raise ValueError(f"head_ranges: {given!r} is not a number of ranges of heads")
 
 
 def expect_even(configuration, heads):
@@ -46,7 +46,7 @@ def expect_even(configuration, heads):
     layer has: which ranks have the same one, its caches do not say. `configuration`: the model's."""
     found = list(_numbers(configuration))
     if not found or any(number != heads for number in found):
-        raise ValueError(f"head_ranges: its configuration does not say that every layer has {heads} heads; name as many ranges as there are ranks at least")
+        raise ValueError(f"head_ranges: the model's configuration does not give {heads} heads for every layer; set at least as many ranges as there are ranks")
 
 
 def _numbers(configuration, is_named=False):

@@ -60,7 +60,7 @@ class Proxy:
         self._open.add(task)
         try:
             if len(self._open) > self.settings.connections:
-                raise http.Refused(503, "the proxy has as many connections as it may", "overloaded_error")
+                raise http.Refused(503, "the limit of connections of the proxy is reached", "overloaded_error")
             request = await http.read_head(reader)
             if request is not None:
                 await self._with_body(request, reader, writer)
@@ -97,9 +97,9 @@ class Proxy:
     async def _handled(self, request, reader, writer):
         method = _PATHS.get(request.path)
         if method is None:
-            raise http.Refused(404, f"{request.path[:200]} is no path of this proxy's")
+            raise http.Refused(404, f"{request.path[:200]} is not a path of this proxy")
         if request.method != method:
-            raise http.Refused(405, f"{request.path} takes {method}")
+            raise http.Refused(405, f"{request.path} supports only {method}")
         if request.path == "/status":
             return await http.send(writer, http.answer(200, self.status()))
         if request.path == "/metrics":
@@ -113,7 +113,7 @@ class Proxy:
             # ends: the work has limits of its own, and a client that goes away ends it
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise http.Gone("the client is gone")
+                raise http.Gone("the client closed the connection")
             # ends: it is done
             work.result()
         finally:
@@ -184,7 +184,7 @@ class Proxy:
         answered = await http.ask(engine.url, request.method, request.path, fields, data, self.settings.first_byte, self.settings.tls)
         if answered.status in _FAILED:
             answered.close()
-            raise http.Lost(f"it answered {answered.status}", str(answered.status))
+            raise http.Lost(f"the engine answered with status {answered.status}", str(answered.status))
         engine.away_until = 0.0
         return answered
 
@@ -306,7 +306,7 @@ def _engine(text):
     url, *rest = text.split(",")
     place = urllib.parse.urlsplit(url)
     if place.scheme not in ("http", "https") or not place.hostname:
-        raise argparse.ArgumentTypeError(f"{url!r} is no http:// or https:// address")
+        raise argparse.ArgumentTypeError(f"{url!r} is not an http:// or https:// address")
     server, role = None, "both"
     for one in rest:
         name, _, value = one.partition("=")
@@ -339,7 +339,7 @@ def _namespace(text):
     except ValueError:
         found = b""
     if len(found) != 32:
-        raise argparse.ArgumentTypeError("64 hexadecimal digits name one")
+        raise argparse.ArgumentTypeError("a namespace has 64 hexadecimal digits")
     return found
 
 
@@ -353,34 +353,34 @@ def _listen(text):
 def arguments():
     parser = argparse.ArgumentParser(
         prog="python -m kvarts.route",
-        description="A reference proxy before engines that speak OpenAI's HTTP interface: it sends each request to where its prefix is.",
+        description="A reference proxy before engines that speak OpenAI's HTTP interface: it sends each request to the engine whose store has its prefix.",
     )
     of = parser.add_argument
     of("--engine", dest="engines", action="append", type=_engine, required=True, metavar="URL[,server=S][,role=R]",
        help="an engine; S: the Kvarts server beside it, as HOST:PORT or the path of its socket; R: prefill, decode or both [both]. "
-            "Where there are engines that prefill, each request goes to one of them first, and then to one that decodes")
+            "With engines of the role prefill, each request is sent to one of them first, and then to one that decodes")
     of("--policy", choices=["cost", "owner", "round-robin", "random"], default="cost",
        help="cost: the least time to the first token, as the Kvarts server counts it from stores, queues and paths; owner: beside the store that "
-            "owns the prefix or has most of it; the others look at nothing [cost]")
-    of("--listen", type=_listen, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="where to listen; port 0 takes a free one [127.0.0.1:8080]")
+            "owns the prefix or has most of it; random and round do not look at prefixes [cost]")
+    of("--listen", type=_listen, default=("127.0.0.1", 8080), metavar="HOST:PORT", help="the address to listen on; port 0 selects a free port [127.0.0.1:8080]")
     of("--certificate", metavar="FILE", help="the listener speaks TLS: its certificate and those between it and the authority (PEM)")
     of("--key", metavar="FILE", help="the certificate's key (PEM)")
     of("--engine-ca", metavar="FILE", help="the authority of the engines' certificates (PEM); else those that this machine trusts")
     of("--keys", choices=["chain", "vllm", "sglang"], default="vllm",
        help="how the blocks' names follow from tokens: as vLLM's connectors make them (hash sha256, PYTHONHASHSEED not set), as SGLang's do, or "
-            "by kvarts.chain. Prompts with adapters, salts or images have other names: nothing is found of them [vllm]")
+            "by kvarts.chain. Blocks of prompts with adapters, salts or images have other names, and are not found [vllm]")
     of("--namespace", type=_namespace, metavar="HEX", help="the model's name in stores; else the one of the request's model that was used last")
     of("--times", type=_times, metavar="FILE|MODEL@DEVICE[xN]",
-       help="how long engines compute: samples as for `kvarts plan calibrate`, or a data sheet, as llama-3.1-8b@h100x2; else 10,000 tokens a second")
+       help="the compute times of the engines: samples as for `kvarts plan calibrate`, or a data sheet, as llama-3.1-8b@h100x2; else 10,000 tokens a second")
     of("--token-file", metavar="FILE", help="the token for the Kvarts servers")
-    of("--ask-timeout", type=float, default=0.5, metavar="SECONDS", help="for each question to a Kvarts server [0.5]")
-    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="until an engine begins to answer [600]")
-    of("--stall", type=float, default=120.0, metavar="SECONDS", help="between two pieces of an answer [120]")
+    of("--ask-timeout", type=float, default=0.5, metavar="SECONDS", help="the limit of each call to a Kvarts server [0.5]")
+    of("--first-byte", type=float, default=600.0, metavar="SECONDS", help="the limit until an engine begins to answer [600]")
+    of("--stall", type=float, default=120.0, metavar="SECONDS", help="the limit between two pieces of an answer [120]")
     of("--body-max", type=int, default=32 << 20, metavar="BYTES", help="the longest body of a request [33554432]")
-    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="of all requests' bodies at once [1073741824]")
-    of("--connections", type=int, default=1024, metavar="N", help="clients at once [1024]")
-    of("--seed", type=int, help="of the policy random")
-    of("--json", action="store_true", help="say where it listens as JSON")
+    of("--bodies-max", type=int, default=1 << 30, metavar="BYTES", help="the limit of all bodies in memory together [1073741824]")
+    of("--connections", type=int, default=1024, metavar="N", help="the limit of connections of clients [1024]")
+    of("--seed", type=int, help="the seed of the policy random")
+    of("--json", action="store_true", help="print the address as JSON")
     return parser
 
 

@@ -59,20 +59,20 @@ class Head:
         lines = data.decode("latin-1").split("\r\n")
         self.first, self.fields = lines[0].split(" ", 2), []
         if len(lines) > LINES_MAX:
-            raise Refused(431, f"more than {LINES_MAX} header fields")
+            raise Refused(431, f"the request has more than {LINES_MAX} header fields")
         for line in lines[1:]:
             if not line:
                 continue
             name, colon, value = line.partition(":")
             if not colon or not name or name != name.strip() or "\n" in line or "\r" in line or "\0" in line:
-                raise Refused(400, "a header field that is none")
+                raise Refused(400, "a header field is not valid")
             self.fields.append((name, value.strip()))
 
     def get(self, name):
         """The one value of a field."""
         found = {value for known, value in self.fields if known.lower() == name}
         if len(found) > 1:
-            raise Refused(400, f"{name} is said twice")
+            raise Refused(400, f"the header field {name} is given twice")
         return found.pop() if found else None
 
     def passed_on(self):
@@ -92,7 +92,7 @@ class Room:
 
     def take(self, nbytes):
         if nbytes > self.left:
-            raise Refused(503, "other requests have the memory for bodies", "overloaded_error")
+            raise Refused(503, "the memory for bodies is full", "overloaded_error")
         self.left -= nbytes
 
     def give_back(self, nbytes):
@@ -103,14 +103,14 @@ def length_of(request, body_max):
     """Of the request's body; 0 for none."""
     head = request.head
     if head.get("transfer-encoding") is not None:
-        raise Refused(411, "bodies need a Content-Length")
+        raise Refused(411, "a body needs a Content-Length")
     length = head.get("content-length")
     if length is None:
         if request.method == "POST":
-            raise Refused(411, "bodies need a Content-Length")
+            raise Refused(411, "a body needs a Content-Length")
         return 0
     if not (length.isascii() and length.isdigit()) or len(length) > 18:
-        raise Refused(400, "Content-Length is no number")
+        raise Refused(400, "Content-Length is not a number")
     if int(length) > body_max:
         raise Refused(413, f"the body is longer than {body_max} bytes")
     return int(length)
@@ -127,10 +127,10 @@ async def read_head(reader):
     except asyncio.LimitOverrunError:
         raise Refused(431, f"the head is longer than {HEAD_MAX} bytes") from None
     except asyncio.TimeoutError:
-        raise Refused(408, "the head did not come in time") from None
+        raise Refused(408, "the head of the request did not arrive in time") from None
     head = Head(data)
     if len(head.first) != 3 or not head.first[2].startswith("HTTP/1.") or not head.first[1].startswith("/"):
-        raise Refused(400, "no request of HTTP/1")
+        raise Refused(400, "the request is not HTTP/1")
     return Request(head.first[0], head.first[1].partition("?")[0], head)
 
 
@@ -142,7 +142,7 @@ async def read_body(request, length, reader, writer):
     except asyncio.IncompleteReadError:
         raise Refused(400, "the body is shorter than its Content-Length") from None
     except asyncio.TimeoutError:
-        raise Refused(408, "the body did not come in time") from None
+        raise Refused(408, "the body did not arrive in time") from None
 
 
 async def until_gone(reader):
@@ -178,9 +178,9 @@ def parsed(body):
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}"[:200]) from None
+        raise Refused(400, f"the body is not valid JSON: {error}"[:200]) from None
     if not isinstance(found, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise Refused(400, "the body is not a JSON object")
     return found
 
 
@@ -192,7 +192,7 @@ class Answered:
         try:
             self.status, self.length = int(head.first[1]), head.get("content-length")
         except (IndexError, ValueError):
-            raise Lost("no answer of HTTP/1") from None
+            raise Lost("the answer is not HTTP/1") from None
 
     def begin(self):
         """The head, as the client gets it."""
@@ -208,10 +208,10 @@ class Answered:
             try:
                 piece = await within(stall, self.reader.read(_PIECE))
             except (OSError, asyncio.TimeoutError) as error:
-                raise Lost(f"the answer broke off: {error or 'nothing came'}", "broken") from None
+                raise Lost(f"the answer is incomplete: {error or 'no data arrived'}", "broken") from None
             if not piece:
                 if self._is_cut(came, tail):
-                    raise Lost("the answer broke off", "broken")
+                    raise Lost("the answer is incomplete", "broken")
                 return
             came, tail = came + len(piece), (tail + piece[-4:])[-4:]
             yield piece
@@ -244,9 +244,9 @@ def _unframed(data):
         try:
             size = int(size.split(b";")[0], 16)
         except ValueError:
-            raise Lost("the answer's framing is none") from None
+            raise Lost("the framing of the answer is not valid") from None
         if not line or len(data) < size:
-            raise Lost("the answer broke off", "broken")
+            raise Lost("the answer is incomplete", "broken")
         if size == 0:
             return found
         found, data = found + data[:size], data[size + 2 :]

@@ -63,7 +63,7 @@ class _Pool:
         sample = host.get_dummy_flat_data_page()
         # Types of eight bits are kept as bytes: which one it is, the pool does not say.
         if not dtype and not host.dtype.is_floating_point:
-            raise ValueError(f"dtype: name the type of the cache; that of pool {name} has eight bits")
+            raise ValueError(f"dtype: the setting is missing: set the type of the cache, because the type of pool {name} has only eight bits")
         self.dtype = sample.dtype
         self.page_bytes = sample.numel() * sample.element_size()
         self.named = dict(
@@ -131,7 +131,7 @@ class Kvarts(HiCacheStorage):
 
     def _register(self, name, host):
         if str(name).startswith("draft") and not self._draft:
-            raise ValueError(f"draft: name the revision of the draft model, of which pool {name} is")
+            raise ValueError(f"draft: the setting is missing: set the revision of the draft model of pool {name}")
         # Ranks of a model with latent attention have the same bytes, but for recurrent states.
         replicated = self._config.is_mla_model and name != PoolName.MAMBA
         pool = _Pool(name, host, replicated, self._dtype)
@@ -291,7 +291,7 @@ class Kvarts(HiCacheStorage):
             return pool.holds.hold(names, self._timeout)
         except kvarts.Error as error:
             self._link.failed(error)
-            logger.debug("kvarts: %d pages are not held: %s", len(names), error)
+            logger.debug("kvarts: %d pages could not be leased: %s", len(names), error)
             return False
 
     def _moved(self, kind, name, keys, host_indices, prefix=None):
@@ -302,7 +302,7 @@ class Kvarts(HiCacheStorage):
         if not self._usable(pool, kind == "put"):
             return results
         if host_indices is None or host_indices.numel() != len(keys) * pool.page_size:
-            logger.error("kvarts: %s: not %d pages of %d places", name, len(keys), pool.page_size)
+            logger.error("kvarts: %s: the places do not match %d pages of %d places each", name, len(keys), pool.page_size)
             return results
         first = host_indices[:: pool.page_size].tolist()
         staging, names = pool.staging[kind], names_of(keys)

@@ -98,7 +98,7 @@ def needed(module, name):
     except ImportError:
         found = None
     if found is None:
-        raise ValueError(f"sglang {version()}: it has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
+        raise ValueError(f"sglang {version()}: this version has no {module}.{name}; kvarts.sglang needs {_SINCE} or later")
     return found
 
 
@@ -109,7 +109,7 @@ def __getattr__(name):
     try:
         return needed(module, name)
     except ValueError as error:
-        raise ImportError(f"{error}; python -m kvarts.probe sglang names all") from None
+        raise ImportError(f"{error}; python -m kvarts.probe sglang lists all missing interfaces") from None
 
 
 def probe(part):
@@ -125,7 +125,7 @@ class Shard:
         if None in self.dcp:
             parallel = needed("sglang.srt.runtime_context", "get_parallel")()
             if getattr(parallel, "attn_dcp_size", 1) != 1:
-                raise ValueError("dcp_size: this version of SGLang does not say which part of a page a worker has")
+                raise ValueError("dcp_size: this version of SGLang does not give the part of a page that a worker has")
             self.dcp = (1, 0)
         parts = ("pp_size", "pp_rank", "attn_cp_size", "attn_cp_rank")
         self.parts = {part: str(getattr(config, part)) for part in parts}

@@ -30,12 +30,12 @@ def settings():
     model = needed("sglang.srt.runtime_context", "get_model")()
     path = getattr(model, "model_path", None)
     if not path:
-        raise ValueError("model_path: SGLang's settings do not say which model this is")
+        raise ValueError("model_path: the setting is missing in SGLang's settings")
     found = {}
     for name, absent in _SETTINGS.items():
         value = getattr(model, name, _LACKS)
         if value is _LACKS and absent is None and name in ("dtype", "quantization", "kv_cache_dtype"):
-            raise ValueError(f"{name}: SGLang's settings do not have it, and it decides bytes")
+            raise ValueError(f"{name}: the setting is missing in SGLang's settings, and the bytes of blocks depend on it")
         found[name] = told(absent if value is _LACKS else value) or "none"
     _expect_one_rope(model, path)
     return path, getattr(model, "revision", None), found
@@ -51,7 +51,7 @@ def _expect_one_rope(model, path):
             if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in ("longrope", "su"):
                 trained = rope.get("original_max_position_embeddings") or one.get("original_max_position_embeddings") or 0
                 if not getattr(model, "context_length", None) or model.context_length > trained:
-                    raise ValueError(f"context_length: with LongRoPE SGLang's keys depend on the batch; name {trained} at most")
+                    raise ValueError(f"context_length: with LongRoPE the keys of SGLang depend on the batch; set at most {trained}")
 
 
 def expect_namespaces():

@@ -44,7 +44,7 @@ def assembled(params, components):
     else:
         return needed(ASSEMBLER, "resolve_hybrid_device_pool_group")(kvcache=cache, page_size=page, params=params, components=components)
     if params.mtp_draft_device_pools:
-        raise ValueError("draft layers packed with a model's own: kvarts.sglang_linker does not know this kind of pool; kvarts.sglang takes it")
+        raise ValueError("draft layers packed with a model's own: kvarts.sglang_linker does not support this kind of pool; kvarts.sglang does")
     for draft in params.sidecar_draft_device_pools:
         # What a draft reads it reads when all of a load has come.
         entries.append(dense(PoolName.DRAFT, draft, {layer: layer for layer in range(draft.layer_num)}, page, PoolName.KV))
@@ -63,13 +63,13 @@ def _count_of(made, ranks, given):
     for entry in made.entries:
         heads = _heads_of(entry)
         if heads is None:
-            raise ValueError(f"head_ranges: pool {entry.name} is not split by heads; leave it out: engines of as many ranks share what they store")
+            raise ValueError(f"head_ranges: pool {entry.name} is not split by heads; remove the setting: engines with the same number of ranks share their blocks anyway")
         # A rank with one head may share it with others.
         is_shared = heads == 1 and given < ranks
         expect_count(given, given if is_shared else heads * ranks, ranks)
         if is_shared:
             if entry.name == PoolName.DRAFT:
-                raise ValueError(f"head_ranges: nothing says how many heads the draft model has; name {ranks} at least")
+                raise ValueError(f"head_ranges: the number of heads of the draft model is unknown; set at least {ranks}")
             path, revision, _ = settings()
             found = configuration_of(path, revision) or {}
             expect_even(found.get("text_config") or found, given)
@@ -117,7 +117,7 @@ class Pools:
         self.saves = self._ranges.saves
         has_draft = params.mtp_draft_device_pools or params.sidecar_draft_device_pools
         if has_draft and not extra.get("draft"):
-            raise ValueError("draft: name the revision of the draft model")
+            raise ValueError("draft: the setting is missing: set the revision of the draft model")
         self._windows = {PoolName.SWA: getattr(params, "swa_retain_window", None), PoolName.MAMBA: self.block_tokens}
         self.device, self.memories, self.columns, self._pools, self._facts = None, [], {}, {}, []
         #: Of every layer of SGLang's the groups that have it, and which of their layers it is.
@@ -155,10 +155,10 @@ class Pools:
                 own.append([self._page(entry, view, nbytes // len(columns), spans) for view, nbytes in zip(of_range, sizes)])
             facts.append([layer, *(f"{view.dtype} {list(view.shape[1:])} {nbytes // len(columns)}" for (view, *_), nbytes in zip(views, sizes))])
         if len(spans) != 1:
-            raise ValueError(f"pool {entry.name}: pages of {sorted(spans)} rows")
+            raise ValueError(f"pool {entry.name}: the pages have different numbers of rows: {sorted(spans)}")
         window = self._windows.get(entry.indices_from_pool)
         if window is None and entry.indices_from_pool != PoolName.KV:
-            raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not know what a prefix needs of it; see whether kvarts.sglang takes it")
+            raise ValueError(f"pool {entry.name}: kvarts.sglang_linker does not support this pool; try kvarts.sglang")
         self._pools[entry.name] = Pool(Group(number, window, tuple(columns)), entry, spans.pop())
         self.columns[number] = Columned(number, columns, self.saves)
         # Types of eight bits are kept as bytes: which one it is, the pool says.
@@ -181,14 +181,14 @@ class Pools:
         span = nbytes // (size * math.prod(buffer.shape[1:]))
         spans.add(span)
         if span > 1 and buffer.shape[0] < getattr(entry.device_pool, "size", 0):
-            raise ValueError(f"pool {entry.name}: its layout has no row for each token; kvarts.sglang takes it")
+            raise ValueError(f"pool {entry.name}: its layout has no row for each token; kvarts.sglang supports it")
         page = buffer[:span]
         try:
             rows = rows_of(list(page.shape), [page.stride(at) for at in range(page.dim())], size)
         except ValueError as error:
             raise ValueError(f"pool {entry.name}: {error}") from None
         if rows.nbytes != nbytes:
-            raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, and SGLang says {nbytes}")
+            raise ValueError(f"pool {entry.name}: a page has {rows.nbytes} bytes, and {nbytes} according to SGLang")
         return Page(self._numbers[storage.data_ptr()], buffer.storage_offset() * size, buffer.stride(0) * size * span, rows)
 
     def naming(self, draft):

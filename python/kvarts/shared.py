@@ -96,7 +96,7 @@ def adopt(client, buffer):
         try:
             return client.adopt(buffer, fd=fd, offset=offset)
         except kvarts.Error as error:
-            logger.warning("kvarts: memory of the engine's is copied by this process: %s", error)
+            logger.warning("kvarts: the server cannot use the engine's memory, so this process copies the blocks: %s", error)
         finally:
             os.close(fd)
     return client.adopt(buffer)
@@ -141,16 +141,16 @@ class Pools:
         fd = _opened(mapping, name.tobytes().split(b"\0", 1)[0].decode(errors="replace"))
         try:
             if fd is None:
-                raise kvarts.Invalid("its file cannot be opened")
+                raise kvarts.Invalid("the file of the memory cannot be opened")
             nbytes = mapping.last - mapping.first
             memory = client.adopt(mapping.first, fd=fd, offset=mapping.offset, nbytes=nbytes)
             with self._lock:
                 self._known[mapping] = memory
-            logger.info("kvarts: disks write into the engine's memory, %d MiB", nbytes >> 20)
+            logger.info("kvarts: the server reads blocks from disk directly into the engine's memory, %d MiB", nbytes >> 20)
         except kvarts.Error as error:
             if isinstance(error, (kvarts.Retry, kvarts.Deadline)):
                 raise
-            logger.warning("kvarts: memory of the engine's is copied by this process: %s", error)
+            logger.warning("kvarts: the server cannot use the engine's memory, so this process copies the blocks: %s", error)
             with self._lock:
                 self._refused.add((mapping.device, mapping.inode))
         finally:

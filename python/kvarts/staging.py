@@ -157,7 +157,7 @@ def cut(stretches, first, last):
             found.append((place, blocks, begin + low - at, high - low))
         at += count
     if sum(count for *_, count in found) != max(0, last - first):
-        raise ValueError(f"blocks {first} to {last} of {at}")
+        raise ValueError(f"the blocks {first} to {last} do not exist: the stage has {at}")
     return found
 
 
@@ -317,7 +317,7 @@ class Desk:
         self._opening = False
         self._settled.set()
         if str(error) != self._why:
-            logger.warning("kvarts: no pool, nothing is loaded or saved: %s", error)
+            logger.warning("kvarts: the shared memory could not be opened, so no block is loaded or saved: %s", error)
         self._why = str(error)
 
     def _failed(self, staging, error):

@@ -221,7 +221,7 @@ class KvartsTier(SecondaryTierManager):
         times=None,
     ):
         if incomplete:
-            raise ValueError("identity: vLLM made a tier before it knew its caches")
+            raise ValueError("identity: vLLM created the tier before its KV caches were configured")
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         probe(__name__)
         self._timeout = float(timeout)
@@ -400,7 +400,7 @@ class KvartsTier(SecondaryTierManager):
         except kvarts.Error as error:
             (self._link.put_failed if kind == "put" else self._link.failed)(error)
             self._count(error.reason, len(keys))
-            logger.warning("kvarts: %s of %d blocks was not begun: %s", kind, len(keys), error)
+            logger.warning("kvarts: %s of %d blocks could not be started: %s", kind, len(keys), error)
             return None
 
     def _end(self, job):
@@ -445,7 +445,7 @@ class KvartsTier(SecondaryTierManager):
         """Ends what has been silent for too long: its batches are answered soon, and not before their memory is let go."""
         for kind, silence in self._silence.items():
             if parts := silence.broken():
-                error = kvarts.Deadline(f"{kind}: nothing comes any more", "Silence")
+                error = kvarts.Deadline(f"{kind}: no data arrived for too long", "Silence")
                 (self._link.put_failed if kind == "put" else self._link.failed)(error)
                 for batch in parts:
                     self._pages.cancel(batch)
@@ -483,7 +483,7 @@ class KvartsTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config):
-        text = "Blocks that Kvarts did not store, find or load for another reason than that they are not there."
+        text = "Blocks that Kvarts failed to store, find or load; misses are not counted."
         held = "Blocks that are held against eviction because a request asked for it."
         unheld = "Blocks that a request wanted held against eviction and that are not, by why."
         return {

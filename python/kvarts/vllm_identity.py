@@ -57,9 +57,9 @@ def identity_of(vllm_config, revision=None, kv_cache_config=None):
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     if getattr(cache, "calculate_kv_scales", False):
-        raise ValueError("calculate_kv_scales: the scales are those of this process's first prompts, and no other's")
+        raise ValueError("calculate_kv_scales: the scales depend on the first prompts of this process, so no other process can use the blocks")
     if callable(model.hf_overrides):
-        raise ValueError("hf_overrides: a function has no name that another process knows; give the values that it sets")
+        raise ValueError("hf_overrides: a function has no name that is the same in every process; give the values that it sets")
     found = {
         "revision": revision_of(model.model, revision or model.revision),
         "weights": str(model.dtype),
@@ -115,7 +115,7 @@ def _long_rope(model):
                     trained = one.get("original_max_position_embeddings")
                     trained = trained or getattr(config, "original_max_position_embeddings", None)
                     if not trained:
-                        raise ValueError("original_max_position_embeddings: the model's configuration does not say it")
+                        raise ValueError("original_max_position_embeddings: the field is missing in the model's configuration")
                     chosen.add("yes" if model.max_model_len > trained else "no")
     return ",".join(sorted(chosen)) or "none"
 

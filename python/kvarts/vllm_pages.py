@@ -39,7 +39,7 @@ def _kind_of(number, group):
     specs = list(layers.values()) or list(inner.values()) or [spec]
     windows = {_window_of(one) for one in specs}
     if len(windows) != 1:
-        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds; kvarts.vllm takes this model")
+        raise ValueError(f"kv_cache_groups: group {number} has layers of several kinds, which is not supported here; kvarts.vllm supports this model")
     is_state = isinstance(specs[0], kinds.MambaSpec)
     return Kind(number, windows.pop(), is_state, spec.block_size, specs, layers)
 
@@ -49,7 +49,7 @@ def _window_of(spec):
     name = type(spec).__name__
     if isinstance(spec, kinds.MambaSpec):
         if spec.mamba_cache_mode != "align":
-            raise ValueError(f"mamba_cache_mode: {spec.mamba_cache_mode!r} keeps no states at boundaries that kvarts.vllm_layers knows; name align")
+            raise ValueError(f"mamba_cache_mode: {spec.mamba_cache_mode!r} stores no states at block boundaries; set align")
         return 1  # the state behind the last token
     is_known = name not in _STRANGE and not getattr(spec, "prefix_replay_tokens", 0) and getattr(spec, "prefix_cacheable", True)
     if is_known and isinstance(spec, kinds.SlidingWindowSpec):
@@ -58,7 +58,7 @@ def _window_of(spec):
         return spec.attention_chunk_size
     if is_known and isinstance(spec, kinds.FullAttentionSpec):
         return None
-    raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not know what a prefix needs of {name}; see whether kvarts.vllm takes it")
+    raise ValueError(f"kv_cache_groups: kvarts.vllm_layers does not support {name}; try kvarts.vllm")
 
 
 class Placed(NamedTuple):
@@ -86,12 +86,12 @@ class Plan:
         self._stage = parallel.rank // parallel.tensor_parallel_size
         self._kinds = [_kind_of(number, group) for number, group in enumerate(kv_cache_config.kv_cache_groups)]
         if all(kind.window is not None for kind in self._kinds):
-            raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens; see whether kvarts.vllm takes this model")
+            raise ValueError("kv_cache_groups: kvarts.vllm_layers needs layers with attention over all tokens; try kvarts.vllm")
         self.groups = len(self._kinds)
         self.block_tokens = math.lcm(*(kind.block_tokens for kind in self._kinds))
         for kind in self._kinds:
             if kind.window is not None and kind.block_tokens != self.block_tokens:
-                raise ValueError(f"kv_cache_groups: windows in blocks of {kind.block_tokens} tokens beside others; kvarts.vllm takes this model")
+                raise ValueError(f"kv_cache_groups: windows have blocks of {kind.block_tokens} tokens and other layers have blocks of another size; kvarts.vllm supports this model")
         self.hash_tokens = kv_cache_config.hash_block_size or self.block_tokens
         self.hashes = self.block_tokens // self.hash_tokens
         self.has_windows = any(kind.window is not None and not kind.is_state for kind in self._kinds)
@@ -100,14 +100,14 @@ class Plan:
         # Ranks that have the same bytes follow each other.
         alike = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
         if self.states and alike > 1:
-            raise ValueError("kv_tp_replicas: ranks that share heads have states of their own; kvarts.vllm takes this model")
+            raise ValueError("kv_tp_replicas: ranks that share heads have their own states, which is not supported here; kvarts.vllm supports this model")
         #: Whether a draft model has layers beside the model's: in some passes it does not run.
         self.drafts = vllm_config.speculative_config is not None
         #: The last block of a draft's cache depends on the token behind it: so many blocks at the end are not promised.
         self.spare = int(self.drafts and getattr(vllm_config.speculative_config, "use_eagle_block_drop", lambda: False)())
         if self.states and self.drafts and getattr(parallel, "pipeline_parallel_size", 1) > 1:
             # The stages but the last apply what of drafts was taken some steps later.
-            raise ValueError("pipeline_parallel_size: kvarts.vllm_layers takes no states with drafts in stages; kvarts.vllm does")
+            raise ValueError("pipeline_parallel_size: kvarts.vllm_layers does not support states together with drafts and pipeline stages; kvarts.vllm does")
         self.bytes_of_block = 1
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._extra = extra
@@ -118,7 +118,7 @@ class Plan:
         #: Tokens that the engine computes in a second, for `auto`, where its times are known.
         self._rate = _rate_of(extra.get("times"))
         if self._windows not in ("full", "turn", "none", "auto") and not (type(self._windows) is int and self._windows > 0):
-            raise ValueError("windows: full, turn, none, auto or a number of tokens")
+            raise ValueError("windows: the value must be full, turn, none, auto or a number of tokens")
 
     @property
     def main(self):
@@ -232,7 +232,7 @@ class Plan:
         nbytes, spec = sum(page.rows.nbytes for page in parts), kind.layers[name]
         told = spec.state_content_size_bytes if kind.is_state else spec.unpadded_page_size_bytes
         if nbytes != told:
-            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, and its specification says {told}")
+            raise ValueError(f"kv_cache_layout: a page of {name} has {nbytes} bytes, and {told} according to its specification")
 
     @staticmethod
     def _expect_all(caches, order):
@@ -241,7 +241,7 @@ class Plan:
         for name, cache in caches.items():
             # Layers may share the cache of another one; one of its own that is in no group would be lost.
             if first(cache) not in known:
-                raise ValueError(f"kv_cache_groups: {name} has a cache of its own and is in no group")
+                raise ValueError(f"kv_cache_groups: the layer {name} has its own cache and is in no group")
 
     # Requests.
 

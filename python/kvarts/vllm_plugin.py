@@ -26,7 +26,7 @@ def register():
         if value := os.environ.get(VARIABLE):
             _switch_on(configuration(value))
     except Exception:
-        logger.exception("kvarts: vLLM goes on without the plugin")
+        logger.exception("kvarts: an error occurred, and vLLM continues without the plugin")
 
 
 def _register():
@@ -47,10 +47,10 @@ def configuration(value):
         try:
             extra = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"{VARIABLE}: neither the path of a socket nor JSON: {error}") from None
+            raise ValueError(f"{VARIABLE}: the value is neither the path of a socket nor valid JSON: {error}") from None
     name = extra.pop("connector", "KvartsLayers")
     if name not in CONNECTORS:
-        raise ValueError(f"{VARIABLE}: connector: {name!r}; name one of {', '.join(CONNECTORS)}")
+        raise ValueError(f"{VARIABLE}: connector: {name!r} does not exist; use one of {', '.join(CONNECTORS)}")
     return {"kv_connector": name, "kv_connector_module_path": CONNECTORS[name], "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -64,7 +64,7 @@ def _switch_on(given):
     @functools.wraps(made)
     def create_engine_config(self, *args, **kwargs):
         if self.kv_transfer_config is not None or getattr(self, "kv_offloading_size", None) is not None:
-            logger.warning("kvarts: %s is not used: the engine has a configuration of its own", VARIABLE)
+            logger.warning("kvarts: %s is ignored, because vLLM has its own connector configuration", VARIABLE)
         else:
             self.kv_transfer_config = KVTransferConfig(**given)
             logger.warning("kvarts: %s switches on %s, with %s", VARIABLE, given["kv_connector"], given["kv_connector_extra_config"])

@@ -31,7 +31,7 @@ class Columns:
             return
         self._heads, self.count = None, max(1, self._ranks // alike) if split else 1
         if split and given not in (None, self.count):
-            raise ValueError(f"head_ranges: {why}; leave it out: engines of as many ranks share what they store")
+            raise ValueError(f"head_ranges: {why}; remove the setting: engines with the same number of ranks share their blocks anyway")
 
     def ranges(self, kind):
         """What this rank has of a group."""
@@ -120,4 +120,4 @@ def _axis_of(kind, name, cache):
         return -3
     if len(shape) == 5 and (shape[1], shape[3], 2 * shape[4]) == (2, heads, content):
         return -2
-    raise ValueError(f"head_ranges: {name} has a cache of the shape {list(shape)}: which dimension has its {heads} heads is not known")
+    raise ValueError(f"head_ranges: {name} has a cache of the shape {list(shape)}: the dimension of its {heads} heads is unknown")

@@ -85,7 +85,7 @@ _FIELDS = {
     "session_shared_tokens": (_tokens, "a whole number of tokens, as 320"),
     "session_ends": (_flag, "true or false"),
     # A store evicts by what a block spares and what it costs to have.
-    "priority": (_impossible, "left out: a store knows no ranks of blocks; `pin` holds them, `ttl` bounds them"),
+    "priority": (_impossible, "removed: a store has no priorities of blocks; use `pin` to protect them, `ttl` to limit their time"),
 }
 
 

@@ -117,7 +117,7 @@ class Mover:
     def _missed(self):
         """A layer that waited in other passes did not in this one: what it computed with, nobody knows."""
         missed = next(name for name in self._order if name not in self._waited)
-        logger.error("kvarts: a forward pass did not wait for %s: from now on passes wait for all layers before they begin", missed)
+        logger.error("kvarts: a forward pass did not wait for the layer %s: from now on each pass waits for all layers before it begins", missed)
         self._may_layer = False
         for landing in self._landings:
             self._unwaited.update(landing.slots)

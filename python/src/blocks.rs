@@ -50,14 +50,14 @@ impl<T: Copy> Each<T> {
 
     /// The number of one key of those that are read one after the other.
     fn of(&self, py: Python<'_>, argument: &str, at: usize) -> PyResult<T> {
-        self.get(at).ok_or_else(|| invalid(py, argument, format!("{at} for more keys")))
+        self.get(at).ok_or_else(|| invalid(py, argument, format!("{at} values were given, and more keys")))
     }
 
     /// Refuses more numbers than keys.
     fn for_all(&self, py: Python<'_>, argument: &str, keys: usize) -> PyResult<()> {
         match self {
             Self::One(each) if each.len() != keys => {
-                Err(invalid(py, argument, format!("{} for {keys} keys", each.len())))
+                Err(invalid(py, argument, format!("{} values were given for {keys} keys", each.len())))
             }
             _ => Ok(()),
         }
@@ -73,7 +73,9 @@ fn each<'py, T: for<'a> FromPyObject<'a, 'py>>(
     }
     let py = given.py();
     let numbers = given.extract::<Vec<T>>();
-    numbers.map(Each::One).map_err(|_| invalid(py, argument, "a small number, or one for each key"))
+    numbers.map(Each::One).map_err(|_| {
+        invalid(py, argument, "the value must be a small number, or a list with one for each key")
+    })
 }
 
 /// What is asked for.

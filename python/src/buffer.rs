@@ -96,7 +96,7 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
             let whole = view.suboffsets.is_null()
                 && unsafe { PyBuffer_IsContiguous(&raw const **view, b'A' as c_char) } == 1;
             if !whole {
-                return Err(invalid(py, argument, "not contiguous"));
+                return Err(invalid(py, argument, "the buffer is not contiguous"));
             }
             let len = usize::try_from(view.len).unwrap_or(0);
             let (address, readonly) = (view.buf.addr(), view.readonly != 0);
@@ -113,7 +113,7 @@ pub(crate) fn given(argument: &str, object: &Bound<'_, PyAny>, writable: bool) -
         }
     };
     if writable && readonly {
-        return Err(invalid(py, argument, "read-only, but the read writes into it"));
+        return Err(invalid(py, argument, "the buffer is read-only, and a read needs a writable one"));
     }
     Ok(given)
 }

@@ -54,12 +54,12 @@ pub(crate) fn connect(
         "best" => Via::Best,
         "local" => Via::Local,
         "grpc" => Via::Grpc,
-        _ => return Err(invalid(py, "via", "best, local or grpc")),
+        _ => return Err(invalid(py, "via", "the value must be best, local or grpc")),
     };
     let identity = match (certificate, private_key) {
         (Some(certificate), Some(key)) => Some((certificate, key)),
         (None, None) => None,
-        _ => return Err(invalid(py, "certificate", "certificate and private_key belong together")),
+        _ => return Err(invalid(py, "certificate", "set both certificate and private_key")),
     };
     let call_timeout = waiting::duration(py, "timeout", timeout)?;
     let options = ConnectOptions {
@@ -163,7 +163,7 @@ impl Client {
         let ttl = ttl.map(|seconds| waiting::duration(py, "ttl", seconds)).transpose()?;
         let timeout = timeout.map(|seconds| waiting::duration(py, "timeout", seconds)).transpose()?;
         if batches_max == 0 {
-            return Err(invalid(py, "batches_max", "at least 1"));
+            return Err(invalid(py, "batches_max", "the value must be at least 1"));
         }
         let options =
             HandleOptions { durable, ttl, lanes, batches_max, timeout: timeout.unwrap_or(core.call_timeout) };
@@ -178,7 +178,7 @@ impl Client {
         core.alive(py)?;
         left::settle(py);
         if nbytes == 0 {
-            return Err(invalid(py, "nbytes", "at least 1"));
+            return Err(invalid(py, "nbytes", "the value must be at least 1"));
         }
         let mmap = py.import("mmap")?;
         let shared = match &core.remote {
@@ -203,7 +203,7 @@ impl Client {
             mode,
             region: shared.map(|(region, _)| (region, 0)),
         };
-        Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
+        Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "this memory is already registered"))
     }
 
     #[doc = stub!("Client.shared_pool")]
@@ -241,18 +241,24 @@ impl Client {
         left::settle(py);
         let (address, len, held, owner) = match (buffer.extract::<usize>(), nbytes) {
             (Ok(address), Some(len)) => (address, len, None, None),
-            (Ok(_), None) => return Err(invalid(py, "nbytes", "needed where buffer is an address")),
+            (Ok(_), None) => {
+                return Err(invalid(py, "nbytes", "the value is required if buffer is an address"));
+            }
             (Err(_), _) => {
                 let given = buffer::given("buffer", buffer, true)?;
                 let len = nbytes.unwrap_or(given.len);
                 if len > given.len {
-                    return Err(invalid(py, "nbytes", format!("{len}, and the buffer has {}", given.len)));
+                    return Err(invalid(
+                        py,
+                        "nbytes",
+                        format!("{len} bytes were given, and the buffer has {}", given.len),
+                    ));
                 }
                 (given.address, len, Some(given.held), Some(buffer.clone().unbind()))
             }
         };
         if len == 0 || address == 0 || address.checked_add(len).is_none() {
-            return Err(invalid(py, "buffer", "no bytes"));
+            return Err(invalid(py, "buffer", "the buffer is empty"));
         }
         let shared = match (&core.remote, fd) {
             (Some(remote), Some(fd)) if core.path == "local" => {
@@ -375,7 +381,9 @@ impl Client {
     ) -> PyResult<Events> {
         let core = self.core.get()?;
         core.alive(py)?;
-        let named = |bytes| <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "namespace", "32 bytes"));
+        let named = |bytes| {
+            <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "namespace", "32 bytes are required"))
+        };
         let namespace = namespace.map(named).transpose()?.map(NamespaceId);
         watching::watch(py, core, &Watched { after, namespace, snapshot, runs })
     }
@@ -421,7 +429,13 @@ fn sizes(given: &Bound<'_, PyAny>) -> PyResult<BTreeMap<u32, u64>> {
         return Ok(BTreeMap::from([(0, one)]));
     }
     let several = given.extract::<BTreeMap<u32, u64>>();
-    several.map_err(|_| invalid(given.py(), "page_bytes", "a number of bytes, or one for each group"))
+    several.map_err(|_| {
+        invalid(
+            given.py(),
+            "page_bytes",
+            "the value must be a number of bytes, or a map with one for each group",
+        )
+    })
 }
 
 /// A file in memory for pages, shared as an engine's would be: this process verifies what disks write into it, where it lies. A
@@ -452,9 +466,9 @@ fn engines_file(
     let page = kvarts_contract::buffers::region::PAGE as u64;
     let all = offset.checked_add(len as u64).filter(|_| offset.is_multiple_of(page));
     let all = all.and_then(|all| all.checked_next_multiple_of(page));
-    let all = all.ok_or_else(|| invalid(py, "offset", "the offset is whole pages of 4096 bytes"))?;
+    let all = all.ok_or_else(|| invalid(py, "offset", "the offset must be a multiple of 4096 bytes"))?;
     if fd < 0 {
-        return Err(invalid(py, "fd", "no descriptor"));
+        return Err(invalid(py, "fd", "the number is not an open descriptor"));
     }
     // By the interpreter: a number that is no descriptor is an error there.
     let own: i32 = py.import("os")?.call_method1("dup", (fd,))?.extract()?;

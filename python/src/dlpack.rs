@@ -74,7 +74,7 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
     let py = object.py();
     let (device, _): (i32, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     if !DEVICES.contains(&device) {
-        return Err(invalid(py, argument, "a tensor of another device than the CPU"));
+        return Err(invalid(py, argument, "the tensor is not in the memory of the CPU"));
     }
     let capsule = object.call_method0("__dlpack__")?;
     // SAFETY: a capsule of this name has such a tensor; the name is looked at first, by the interpreter.
@@ -91,15 +91,15 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
     let tensor = unsafe { &(*managed).tensor };
     let wrong = |what: &str| Err(invalid(py, argument, what));
     if !DEVICES.contains(&tensor.device_type) {
-        return wrong("a tensor of another device than the CPU");
+        return wrong("the tensor is not in the memory of the CPU");
     }
     let dimensions = usize::try_from(tensor.ndim).unwrap_or(usize::MAX);
     if dimensions > DIMENSIONS_MAX || (dimensions > 0 && tensor.shape.is_null()) {
-        return wrong("a tensor without a known shape");
+        return wrong("the shape of the tensor is not known");
     }
     let element = u64::from(tensor.bits) * u64::from(tensor.lanes);
     if !element.is_multiple_of(8) {
-        return wrong("elements that are not whole bytes");
+        return wrong("the elements of the tensor are not whole bytes");
     }
     let mut bytes = element / 8;
     for at in (0..dimensions).rev() {
@@ -110,17 +110,19 @@ pub(crate) fn tensor(argument: &str, object: &Bound<'_, PyAny>) -> PyResult<(Ten
                 if tensor.strides.is_null() { None } else { Some(*tensor.strides.add(at)) },
             )
         };
-        let Ok(count) = u64::try_from(count) else { return wrong("a tensor without a known shape") };
+        let Ok(count) = u64::try_from(count) else { return wrong("the shape of the tensor is not known") };
         let expected = i64::try_from(bytes * 8 / element.max(1)).ok();
         if count > 1 && stride.is_some() && stride != expected {
-            return wrong("not contiguous");
+            return wrong("the tensor is not contiguous");
         }
-        let Some(all) = bytes.checked_mul(count) else { return wrong("a tensor without a known shape") };
+        let Some(all) = bytes.checked_mul(count) else {
+            return wrong("the shape of the tensor is not known");
+        };
         bytes = all;
     }
     let start = tensor.data.addr().checked_add(usize::try_from(tensor.byte_offset).unwrap_or(usize::MAX));
     match (start, usize::try_from(bytes)) {
         (Some(start), Ok(bytes)) => Ok((owned, start, bytes)),
-        _ => wrong("a tensor without a known shape"),
+        _ => wrong("the shape of the tensor is not known"),
     }
 }

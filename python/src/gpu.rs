@@ -121,7 +121,7 @@ impl Lander {
     ) -> PyResult<Move> {
         let (region, origin) = memory.region(py)?;
         if origin != 0 {
-            return Err(invalid(py, "memory", "memory of a pool"));
+            return Err(invalid(py, "memory", "the memory of a pool is required"));
         }
         let column = |(stretches, pages): (Stretches, PyRef<'_, DevicePages>)| {
             let stretch = |(at, blocks, first, count)| Stretch { at, blocks, first, count };
@@ -236,12 +236,16 @@ impl Lander {
             return device.adopt(address, nbytes).map_err(|error| of_device(&error)).or_raise(py);
         }
         let Opened::Emulated(emulated) = &self.device else {
-            return Err(invalid(py, "memories", "(address, bytes) of memory on the device"));
+            return Err(invalid(
+                py,
+                "memories",
+                "each entry must be (address, bytes) of memory on the device",
+            ));
         };
         let given = buffer::given("memories", given, true)?;
         let (region, origin) = buffer::region(given.address, given.len, vec![given.held]);
         let buf = SharedBuf::new(&region, origin, given.len);
-        Ok(emulated.over(&buf.ok_or_else(|| invalid(py, "memories", "no bytes"))?))
+        Ok(emulated.over(&buf.ok_or_else(|| invalid(py, "memories", "the memory is empty"))?))
     }
 }
 
@@ -304,7 +308,7 @@ impl Saving {
     #[doc = stub!("gpu.Saving.finish")]
     fn finish(&self, py: Python<'_>) -> PyResult<Saved> {
         let saving = self.saving.get()?.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let saving = saving.ok_or_else(|| invalid(py, "saving", "it has ended"))?;
+        let saving = saving.ok_or_else(|| invalid(py, "saving", "the save has ended"))?;
         let done = py.detach(|| saving.finish()).map_err(raised).or_raise(py)?;
         Ok(Saved { done })
     }

@@ -25,18 +25,20 @@ fn one(argument: &str, given: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
     if let Ok(text) = given.cast::<PyString>() {
         return named(py, argument, &text.to_cow()?.into_owned().into_bytes());
     }
-    Err(invalid(py, argument, format!("bytes or str, not {}", given.get_type().name()?)))
+    Err(invalid(py, argument, format!("the value must be bytes or str, not {}", given.get_type().name()?)))
 }
 
 /// The keys of a request.
 pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     let py = given.py();
     if given.is_instance_of::<PyBytes>() || given.is_instance_of::<PyString>() {
-        return Err(invalid(py, "keys", "a sequence of keys, not one key"));
+        return Err(invalid(py, "keys", "the value must be a sequence of keys, not one key"));
     }
     // A length is only a hint of how many there will be.
     let mut found = Vec::with_capacity(given.len().unwrap_or(0).min(MAX_REQUEST_BLOCKS));
-    for (at, item) in given.try_iter().map_err(|_| invalid(py, "keys", "a sequence of keys"))?.enumerate() {
+    for (at, item) in
+        given.try_iter().map_err(|_| invalid(py, "keys", "the value must be a sequence of keys"))?.enumerate()
+    {
         if found.len() >= MAX_REQUEST_BLOCKS {
             let why = format!("more than {MAX_REQUEST_BLOCKS}: use several batches");
             return Err(invalid(py, "keys", why));
@@ -50,7 +52,7 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
         });
     }
     if found.is_empty() {
-        return Err(invalid(py, "keys", "none"));
+        return Err(invalid(py, "keys", "the list is empty"));
     }
     Ok(found)
 }
@@ -61,7 +63,7 @@ pub(crate) fn keys(given: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
 pub(crate) fn key<'py>(parts: &Bound<'py, PyTuple>) -> PyResult<Bound<'py, PyBytes>> {
     let py = parts.py();
     if parts.is_empty() {
-        return Err(invalid(py, "parts", "none"));
+        return Err(invalid(py, "parts", "the list is empty"));
     }
     let key = if parts.len() == 1 && !parts.get_item(0)?.is_instance_of::<PyInt>() {
         one("parts[0]", &parts.get_item(0)?)?
@@ -103,15 +105,19 @@ fn part_bytes(at: usize, part: &Bound<'_, PyAny>) -> PyResult<(u8, Vec<u8>)> {
     }
     if part.is_instance_of::<PyInt>() {
         let number: i128 =
-            part.extract().map_err(|_| invalid(py, &argument, "a number of up to 128 bits"))?;
+            part.extract().map_err(|_| invalid(py, &argument, "the number must have at most 128 bits"))?;
         return Ok((b'i', number.to_le_bytes().to_vec()));
     }
-    Err(invalid(py, &argument, format!("bytes, str or int, not {}", part.get_type().name()?)))
+    Err(invalid(
+        py,
+        &argument,
+        format!("the value must be bytes, str or int, not {}", part.get_type().name()?),
+    ))
 }
 
 /// The key of the block before, if one is named.
 pub(crate) fn parent(py: Python<'_>, bytes: &[u8]) -> PyResult<BlockKey> {
-    let key = <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "parent", "32 bytes"))?;
+    let key = <[u8; 32]>::try_from(bytes).map_err(|_| invalid(py, "parent", "32 bytes are required"))?;
     Ok(BlockKey(key))
 }
 
@@ -126,13 +132,17 @@ pub(crate) fn chain<'py>(
 ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
     let py = tokens.py();
     if block_tokens == 0 {
-        return Err(invalid(py, "block_tokens", "at least 1"));
+        return Err(invalid(py, "block_tokens", "the value must be at least 1"));
     }
     let numbers: Vec<u32> = match buffer::words(tokens)? {
         Some(words) => words,
-        None => tokens
-            .extract()
-            .map_err(|_| invalid(py, "tokens", "a sequence of numbers below 2**32, or a buffer of uint32"))?,
+        None => tokens.extract().map_err(|_| {
+            invalid(
+                py,
+                "tokens",
+                "the value must be a sequence of numbers below 2**32, or a buffer of uint32",
+            )
+        })?,
     };
     let mut chain = match parent {
         Some(bytes) => KeyChain::after(self::parent(py, bytes)?),

@@ -42,7 +42,7 @@ pub(crate) fn open(
         ));
     }
     if executors == Some(0) {
-        return Err(invalid(py, "executors", "at least 1"));
+        return Err(invalid(py, "executors", "the value must be at least 1"));
     }
     let options = HomeOptions {
         directories: dirs,

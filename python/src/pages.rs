@@ -27,7 +27,7 @@ fn lane(py: Python<'_>, name: &str) -> PyResult<Lane> {
         "store" => Ok(Lane::Store),
         "lookup" => Ok(Lane::Lookup),
         "load" => Ok(Lane::Load),
-        _ => Err(invalid(py, "lane", "store, lookup or load")),
+        _ => Err(invalid(py, "lane", "the value must be store, lookup or load")),
     }
 }
 

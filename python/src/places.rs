@@ -80,10 +80,14 @@ impl Gather<'_> {
         }
         let given = buffer::given(argument, given, self.writable)?;
         if let Some(expected) = expected.filter(|expected| *expected != given.len) {
-            return Err(invalid(py, argument, format!("{} bytes where a block has {expected}", given.len)));
+            return Err(invalid(
+                py,
+                argument,
+                format!("the buffer has {} bytes where a block has {expected}", given.len),
+            ));
         }
         if given.len == 0 {
-            return Err(invalid(py, argument, "no bytes"));
+            return Err(invalid(py, argument, "the buffer is empty"));
         }
         let len = given.len;
         match self.registry.find(given.address, len) {
@@ -135,14 +139,18 @@ pub(crate) fn laid(
     if let Ok(paged) = given.cast::<Paged>() {
         return Ok(Laid::Placed(slots(gather, &paged.get().bound(py), asked, py)?));
     }
-    let lost = || invalid(py, "buffers", "they are too far apart");
+    let lost = || invalid(py, "buffers", "the buffers are too far apart");
     if !given.is_instance_of::<PyList>() && !given.is_instance_of::<PyTuple>() {
         return whole(gather, given, asked);
     }
     let mut gather = gather;
     let count = given.len()?;
     if count != asked.blocks.len() {
-        return Err(invalid(py, "buffers", format!("{count} for {} keys", asked.blocks.len())));
+        return Err(invalid(
+            py,
+            "buffers",
+            format!("{count} buffers were given for {} keys", asked.blocks.len()),
+        ));
     }
     for (at, (one, shape)) in given.try_iter()?.zip(&asked.shapes).enumerate() {
         gather.take(&format!("buffers[{at}]"), &one?, Some(bytes(shape)))?;
@@ -154,15 +162,19 @@ pub(crate) fn laid(
 fn whole(mut gather: Gather<'_>, given: &Bound<'_, PyAny>, asked: &Asked<'_>) -> PyResult<Laid> {
     let py = given.py();
     let all = asked.shapes.iter().try_fold(0usize, |all, shape| all.checked_add(bytes(shape)));
-    let all = all.ok_or_else(|| invalid(py, "buffers", "too large"))?;
+    let all = all.ok_or_else(|| invalid(py, "buffers", "the buffers together are too large"))?;
     let address = given.extract::<usize>().is_ok();
     let found = gather.take("buffers", given, if address { Some(all) } else { None })?;
     if found != all {
         let blocks = asked.blocks.len();
-        return Err(invalid(py, "buffers", format!("{found} bytes where {blocks} blocks have {all}")));
+        return Err(invalid(
+            py,
+            "buffers",
+            format!("the buffers have {found} bytes where {blocks} blocks have {all}"),
+        ));
     }
     let memory = gather.memories().and_then(|memories| memories.into_iter().next());
-    let memory = memory.ok_or_else(|| invalid(py, "buffers", "no memory"))?;
+    let memory = memory.ok_or_else(|| invalid(py, "buffers", "the memory could not be allocated"))?;
     let mut at = 0;
     let mut pages = Vec::with_capacity(asked.blocks.len());
     for shape in &asked.shapes {
@@ -188,22 +200,30 @@ fn slots(
     asked: &Asked<'_>,
     py: Python<'_>,
 ) -> PyResult<Placed> {
-    let Some(shape) = asked.shapes.first() else { return Err(invalid(py, "keys", "none")) };
+    let Some(shape) = asked.shapes.first() else { return Err(invalid(py, "keys", "the list is empty")) };
     if asked.blocks.iter().any(|block| {
         asked
             .blocks
             .first()
             .is_some_and(|first| (block.group, block.coordinate) != (first.group, first.coordinate))
     }) {
-        return Err(invalid(py, "group", "slots are for blocks of one group and rank"));
+        return Err(invalid(py, "group", "slots can be used only with blocks of one group and rank"));
     }
     if slots.len() != asked.blocks.len() {
-        return Err(invalid(py, "slots", format!("{} for {} keys", slots.len(), asked.blocks.len())));
+        return Err(invalid(
+            py,
+            "slots",
+            format!("{} slots were given for {} keys", slots.len(), asked.blocks.len()),
+        ));
     }
     let sizes: Vec<u64> =
         shape.layers().iter().flat_map(|layer| &layer.chunks).map(|chunk| chunk.bytes).collect();
     if parts.len() != sizes.len() {
-        return Err(invalid(py, "parts", format!("{}, and a block has {}", parts.len(), sizes.len())));
+        return Err(invalid(
+            py,
+            "parts",
+            format!("{} parts were given, and a block has {} parts", parts.len(), sizes.len()),
+        ));
     }
     let last = u64::from(slots.iter().copied().max().unwrap_or(0));
     for (at, (part, bytes)) in parts.iter().zip(&sizes).enumerate() {
@@ -212,10 +232,14 @@ fn slots(
         let found = gather.take(&argument, buffer, None)?;
         let end = stride.checked_mul(last).and_then(|end| end.checked_add(*offset)?.checked_add(*bytes));
         if end.is_none_or(|end| end > found as u64) {
-            return Err(invalid(py, &argument, format!("slot {last} ends behind its {found} bytes")));
+            return Err(invalid(
+                py,
+                &argument,
+                format!("slot {last} ends after the {found} bytes of its buffer"),
+            ));
         }
     }
-    let lost = || invalid(py, "parts", "no memory");
+    let lost = || invalid(py, "parts", "the memory could not be allocated");
     let memories = gather.memories().ok_or_else(lost)?;
     // Parts may be in one buffer: a memory stands for all that is of its region.
     let mut spans: BTreeMap<u64, (SharedBuf, usize, usize)> = BTreeMap::new();
@@ -257,7 +281,11 @@ pub(crate) fn by_layer(
     let mut gather = Gather { registry, writable: true, found: Vec::new(), held: Vec::new() };
     if given.len() != shape.layers().len() {
         let layers = shape.layers().len();
-        return Err(invalid(py, "layer_buffers", format!("{} for {layers} layers", given.len())));
+        return Err(invalid(
+            py,
+            "layer_buffers",
+            format!("{} buffers were given for {layers} layers", given.len()),
+        ));
     }
     for (at, (buffer, layer)) in given.iter().zip(shape.layers()).enumerate() {
         let Some(buffer) = buffer else { continue };
@@ -265,7 +293,8 @@ pub(crate) fn by_layer(
         let expected = usize::try_from(bytes).unwrap_or(usize::MAX);
         gather.take(&format!("layer_buffers[{at}]"), buffer, Some(expected))?;
     }
-    let memories = gather.memories().ok_or_else(|| invalid(py, "layer_buffers", "no memory"))?;
+    let memories =
+        gather.memories().ok_or_else(|| invalid(py, "layer_buffers", "the memory could not be allocated"))?;
     let mut memories = memories.into_iter();
     let layers = given.iter().map(|buffer| buffer.as_ref().and_then(|_| memories.next())).collect();
     Placed::layers(shape, layers, blocks).or_raise(py)

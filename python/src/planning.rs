@@ -30,10 +30,10 @@ impl Times {
                 let compute = cost::model(model)
                     .ok_or_else(|| invalid(py, "model", format!("the times of `{model}` are unknown")))?;
                 let sheet = cost::device(device)
-                    .ok_or_else(|| invalid(py, "device", format!("no device is called `{device}`")))?;
+                    .ok_or_else(|| invalid(py, "device", format!("no device is named `{device}`")))?;
                 Some(Roofline::new(compute, sheet, devices))
             }
-            _ => return Err(invalid(py, "model", "a data sheet's times need model and device")),
+            _ => return Err(invalid(py, "model", "the times of a data sheet need both model and device")),
         };
         let sample = |(cached, new, ms)| Sample { cached, new, ms };
         let samples = samples.unwrap_or_default().into_iter().map(sample).collect();
@@ -55,7 +55,7 @@ pub(crate) fn overlap(py: Python<'_>, text: &str) -> PyResult<Overlap> {
     match text {
         "layers" => Ok(Overlap::Layers),
         "none" => Ok(Overlap::None),
-        _ => Err(invalid(py, "overlap", "\"layers\" or \"none\"")),
+        _ => Err(invalid(py, "overlap", "the value must be \"layers\" or \"none\"")),
     }
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn memory(py: Python<'_>, core: &Arc<Core>, region: &Arc<Region>) -> 
         mode: "adopted",
         region: Some((Arc::clone(region), 0)),
     };
-    Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "memory that is already registered"))
+    Memory::new(core, adopted).ok_or_else(|| invalid(py, "nbytes", "this memory is already registered"))
 }
 
 #[doc = stub!("Pool")]
@@ -172,7 +172,7 @@ pub(crate) struct Stage {
 impl Stage {
     pub(crate) fn held(&self, py: Python<'_>) -> PyResult<Arc<pool::Stage>> {
         let held = self.stage.get()?.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        held.ok_or_else(|| invalid(py, "stage", "it was let go of"))
+        held.ok_or_else(|| invalid(py, "stage", "the stage was closed"))
     }
 }
 
@@ -221,7 +221,7 @@ impl Stage {
     fn stretches(&self, py: Python<'_>, column: usize) -> PyResult<Vec<(u64, u32, u32, u32)>> {
         let stage = self.held(py)?;
         if column >= self.shapes.len() {
-            return Err(invalid(py, "column", format!("there are {}", self.shapes.len())));
+            return Err(invalid(py, "column", format!("the number of columns is {}", self.shapes.len())));
         }
         let found = py.detach(|| stage.stretches(column));
         Ok(found.iter().map(|one| (one.at, one.blocks, one.first, one.count)).collect())
@@ -232,11 +232,18 @@ impl Stage {
     fn places(&self, py: Python<'_>, part: u32, column: usize) -> PyResult<Vec<(u64, u64)>> {
         let stage = self.held(py)?;
         let shape = self.shapes.get(column);
-        let shape = shape.ok_or_else(|| invalid(py, "column", format!("there are {}", self.shapes.len())))?;
+        let shape = shape.ok_or_else(|| {
+            invalid(py, "column", format!("the number of columns is {}", self.shapes.len()))
+        })?;
         let found = py.detach(|| stage.stretches(column));
         let places = found.iter().map(|one| one.part(shape, part)).collect::<Option<Vec<_>>>();
-        places
-            .ok_or_else(|| invalid(py, "part", format!("{part}: a block has {} parts", shape.chunk_count())))
+        places.ok_or_else(|| {
+            invalid(
+                py,
+                "part",
+                format!("the part {part} does not exist: a block has {} parts", shape.chunk_count()),
+            )
+        })
     }
 
     #[doc = stub!("Stage.close")]
@@ -248,7 +255,7 @@ impl Stage {
 }
 
 fn ended(py: Python<'_>) -> PyErr {
-    invalid(py, "draft", "it was put or closed")
+    invalid(py, "draft", "the draft was put or closed")
 }
 
 /// A draft that its handle and a save hold: nothing once it was put.
@@ -310,7 +317,11 @@ impl Draft {
         let held = self.held(py)?;
         // This call, and the handle itself.
         if Arc::strong_count(&held) > 2 {
-            return Err(invalid(py, "draft", "a save still writes there: wait until it is done"));
+            return Err(invalid(
+                py,
+                "draft",
+                "a save still writes to the draft: wait until the save has ended",
+            ));
         }
         let taken = held.lock().unwrap_or_else(PoisonError::into_inner).take();
         let draft = taken.ok_or_else(|| ended(py))?;

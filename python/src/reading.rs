@@ -219,7 +219,7 @@ fn wanted(
 ) -> PyResult<Option<Range<u32>>> {
     let Some((start, stop)) = layers else { return Ok(None) };
     let mut some = numbers.iter().filter(|(_, number)| (start..stop).contains(number)).map(|(at, _)| *at);
-    let first = some.next().ok_or_else(|| invalid(py, "layers", "none of these blocks"))?;
+    let first = some.next().ok_or_else(|| invalid(py, "layers", "the blocks have none of these layers"))?;
     Ok(Some(first..some.next_back().unwrap_or(first) + 1))
 }
 
@@ -249,7 +249,7 @@ pub(crate) fn begin(handle: &Arc<Handle>, wanted: ByLayers<'_, '_>) -> PyResult<
             Laid::Anywhere(pages) => one(py, shape, &pages)?,
         },
         (None, Some(each)) => places::by_layer(registry, &each, shape, asked.blocks.len() as u32, py)?,
-        _ => return Err(invalid(py, "buffers", "give either buffers or layer_buffers")),
+        _ => return Err(invalid(py, "buffers", "exactly one of buffers and layer_buffers is required")),
     };
     let numbers: BTreeMap<u32, u32> = (0..).zip(shape.layers().iter().map(|layer| layer.layer)).collect();
     let range = match layers {

@@ -70,7 +70,7 @@ pub(crate) fn route<'py>(
             requirements: Vec::new(),
         }),
         (None, None) => None,
-        _ => return Err(invalid(py, "keys", "namespace and keys belong together")),
+        _ => return Err(invalid(py, "keys", "set both namespace and keys")),
     };
     let request = proto::RouteRequest {
         prompt_tokens: asked.prompt_tokens,

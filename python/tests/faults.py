@@ -125,7 +125,7 @@ class Client:
     def attach(self, name):
         self._store.expect_there(False)
         if not self._store.is_shared or name != self._store.pools.name:
-            raise kvarts.Refused("no session shares memory of this name", "NotFound")
+            raise kvarts.Refused("no session has a pool of this name", "NotFound")
         if self._store.happens(0.2):
             raise kvarts.Refused("limits.shared", "Limit")
         return self._store.pools
@@ -275,7 +275,7 @@ class Stage:
         if self.staged == len(self.due):
             self.is_over = True
         elif now - self.heard > self.silence:
-            self.is_over, self.why = True, kvarts.Retry("no more data arrived", "Silence")
+            self.is_over, self.why = True, kvarts.Retry("no more data arrived in time", "Silence")
 
     def wait(self, timeout):
         self.store.is_links or self._wrong()

@@ -51,7 +51,7 @@ class FirstSight(unittest.TestCase):
         with tempfile.TemporaryDirectory() as place, kvarts.open(place, 256 << 20) as client:
             with self.assertRaises(kvarts.Invalid) as wrong:
                 client.pages(spec="lama-3.1-8b", dtype="bf16", **IDENTITY)
-            self.assertEqual(str(wrong.exception), 'spec: there is no shipped model "lama-3.1-8b"; did you mean "llama-3.1-8b"?')
+            self.assertEqual(str(wrong.exception), 'spec: no shipped model is named "lama-3.1-8b"; did you mean "llama-3.1-8b"?')
             with self.assertRaises(kvarts.Invalid) as wrong:
                 client.pages(spec="nothing-like-it-at-all", dtype="bf16", **IDENTITY)
             self.assertIn("`kvarts model list`", str(wrong.exception))

@@ -145,7 +145,7 @@ class Heads(unittest.TestCase):
         # Caches of a rank are alike whether a layer has two heads or four.
         own = SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 4}])
         for more in (dict(hf_text_config=None), total(2, num_global_key_value_heads=4), total(2, layers=[{"num_attention_groups": 4}]), dict(model_arch_config=own)):
-            with self.assertRaisesRegex(ValueError, "head_ranges: .*every layer has 2 heads"):
+            with self.assertRaisesRegex(ValueError, "head_ranges: .*2 heads for every layer"):
                 KvartsLayers(*self.made(4, 2, all_heads=2, model_config={**total(2), **more}))
         KvartsLayers(*self.made(4, 2, all_heads=2, model_config=total(2, num_global_key_value_heads=2))).shutdown()
 
@@ -188,11 +188,11 @@ class Heads(unittest.TestCase):
     def test_what_cannot_be_split_is_refused_and_says_what_can(self):
         states = dict(names=(NAMES, WINDOWED), kinds=(FullAttentionSpec, MambaSpec))
         for what, tp, ranges, changes in (
-            ("name one of 1, 2, 4, 8", 1, 3, {}),
-            ("name one of 4, 8", 4, 2, {}),
-            ("name one of 2", 8, 8, {"all_heads": 2}),
-            ("not '2'", 1, "2", {}),
-            ("not 0", 1, 0, {}),
+            ("set one of 1, 2, 4, 8", 1, 3, {}),
+            ("set one of 4, 8", 4, 2, {}),
+            ("set one of 2", 8, 8, {"all_heads": 2}),
+            ("'2' is not a number", 1, "2", {}),
+            ("0 is not a number", 1, 0, {}),
             ("states are kept by ranks", 1, 2, states),
             ("does not say how many heads", 1, 2, {"all_heads": None}),
             ("8 heads on a rank, where 4 of 4", 1, 2, {"all_heads": 4, "heads": 8}),
@@ -204,7 +204,7 @@ class Heads(unittest.TestCase):
         spec = SimpleNamespace(num_kv_heads=2, block_size=TOKENS, unpadded_page_size_bytes=2 * TOKENS * 2 * WIDTH * 2)
         kind = SimpleNamespace(layers={"a": spec})
         for shape in ((BLOCKS, TOKENS, 2, 2 * WIDTH), (BLOCKS, 2, TOKENS, WIDTH), (BLOCKS, 2, 2, TOKENS, WIDTH)):
-            with self.assertRaisesRegex(ValueError, "which dimension"):
+            with self.assertRaisesRegex(ValueError, "the dimension of its"):
                 vllm_ranges._axis_of(kind, "a", torch.zeros(shape, dtype=torch.bfloat16))
 
     def test_a_cache_that_counts_parts_of_blocks_is_split_alike(self):

@@ -146,9 +146,9 @@ class Heads(unittest.TestCase):
         self.model(num_key_value_heads=2)
         other = kind("MHATokenToKVPool", layer_num=1, k_buffer=wholes(1)[:1], v_buffer=wholes(1)[:1], dtype=torch.bfloat16, head_num=4)
         for what, cache, ranks, ranges, more in (
-            ("name one of 1, 2, 4, 8", sliced(wholes(1), 0, 1), 1, 3, {}),
-            ("name one of 4, 8", sliced(wholes(1), 0, 4), 4, 2, {}),
-            ("not 0", sliced(wholes(1), 0, 1), 1, 0, {}),
+            ("set one of 1, 2, 4, 8", sliced(wholes(1), 0, 1), 1, 3, {}),
+            ("set one of 4, 8", sliced(wholes(1), 0, 4), 4, 2, {}),
+            ("0 is not a number", sliced(wholes(1), 0, 1), 1, 0, {}),
             ("every layer has 1 heads", sliced(wholes(1, 2), 0, 4), 4, 1, {}),
             ("how many heads the draft", sliced(wholes(1, 2), 0, 4), 4, 2, draft),
             ("pool kv is not split by heads", other, 1, 2, {}),

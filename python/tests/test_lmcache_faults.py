@@ -182,7 +182,7 @@ class Run:
             raise AssertionError("answered twice")
         kind, keys, buffers = self.waiting.pop(future)
         if len(results) != len(keys) or (kind in ("set", "get") and ok != all(results)):
-            raise AssertionError("an answer that contradicts itself")
+            raise AssertionError("the answer contradicts itself")
         for key, buffer, good in zip(keys, buffers, results):
             if kind == "get":
                 self.seen["loaded" if good else "not loaded"] += 1

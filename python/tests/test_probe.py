@@ -125,7 +125,7 @@ class Looked(unittest.TestCase):
     def test_a_version_that_was_not_tried_and_an_engine_that_is_not_there_are_told(self):
         self.write("engine-1.2.3.dist-info/METADATA", "Name: engine\nVersion: 1.3.0\n")
         self.assertEqual(self.found(), [])
-        self.assertEqual((self.report.verdict, hooks.told(self.report)), ("improve", ["engine 1.3.0: not tried; tried are 1.2.3"]))
+        self.assertEqual((self.report.verdict, hooks.told(self.report)), ("improve", ["engine 1.3.0: this version is not tested; tested: 1.2.3"]))
         report = hooks.look(hooks.Engine("engine", ("engine",), ("1",), (PART,)), os.path.join(self.place, "engine"))
         self.assertEqual((report.version, report.verdict), (None, "bad"))
         self.assertEqual(hooks.told(report), ["engine is not installed for this Python"])
@@ -135,7 +135,7 @@ class Looked(unittest.TestCase):
         engine = hooks.Engine("engine", ("engine",), ("1",), (PART,))
         with mock.patch.object(hooks, "look", side_effect=RuntimeError("a defect")), self.assertLogs("kvarts", "ERROR") as logs:
             hooks.tell(engine, "ours", logging.getLogger("kvarts"))
-        self.assertIn("could not be looked at", logs.output[0])
+        self.assertIn("could not be checked", logs.output[0])
 
     def test_an_engine_that_starts_is_told_of_its_own_connector_alone(self):
         other = PART._replace(module="other")
@@ -157,7 +157,7 @@ class Looked(unittest.TestCase):
                     return probe.main(["vllm", *arguments]), out.getvalue()
 
         code, text = ran("--place", self.place)
-        self.assertEqual((code, text.splitlines()), (0, ["engine 1.2.3", "ours: is new, and the connector does not know it: engine.base:Two", "other: has all that it needs"]))
+        self.assertEqual((code, text.splitlines()), (0, ["engine 1.2.3", "ours: is new, and the connector does not know it: engine.base:Two", "other: the engine has all interfaces that the connector needs"]))
         code, text = ran("--place", self.place, "--json")
         told = {"engine": "engine", "version": "1.2.3", "tried": ["1.2.3"], "is_tried": True, "verdict": "improve"}
         told["connectors"] = [{"connector": "ours", "findings": [{"how": "new", "name": "engine.base:Two"}]}]

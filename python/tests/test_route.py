@@ -473,7 +473,7 @@ class Command(unittest.TestCase):
             (("--engine", "ftp://x"), "no http"),
             (("--engine", "http://x,role=judge"), "role=prefill, decode or both"),
             (("--engine", "http://x", "--policy", "guess"), "invalid choice"),
-            (("--engine", "http://x", "--times", "llama-3.1-8b@abacus"), "no device is called"),
+            (("--engine", "http://x", "--times", "llama-3.1-8b@abacus"), "no device is named"),
             (("--engine", "http://x", "--namespace", "12"), "64 hexadecimal digits"),
         ]:
             code, said = self.say(*arguments)

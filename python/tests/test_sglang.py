@@ -189,7 +189,7 @@ class Sglang(unittest.TestCase):
         with mock.patch("sglang.srt.runtime_context.get_parallel", sharded), self.assertRaisesRegex(ValueError, "dcp_size"):
             Kvarts(older)
         for what in ("sglang.srt.mem_cache.utils.storage_namespace_seed", "sglang.srt.runtime_context.get_model"):
-            with mock.patch(what, None), self.assertRaisesRegex(ValueError, f"it has no {what}.*0.5.21"):
+            with mock.patch(what, None), self.assertRaisesRegex(ValueError, f"this version has no {what}.*0.5.21"):
                 Kvarts(older)
 
     def test_page_hashes_that_know_neither_adapters_nor_salts_are_refused(self):

@@ -264,7 +264,7 @@ class Kept(unittest.TestCase):
 
     def test_settings_that_are_none_are_refused_at_the_start(self):
         for extra in ({"store_after": 0}, {"store_after": "2"}, {"minimum_blocks": -1}, {"minimum_blocks": True}, {"minimum_blocks": 1.5}):
-            with self.subTest(extra), self.assertRaisesRegex(ValueError, f"{next(iter(extra))}: .*; name a whole number"):
+            with self.subTest(extra), self.assertRaisesRegex(ValueError, f"{next(iter(extra))}: .*: set a whole number"):
                 Engine(self.server, extra=extra)
 
     def test_misses_are_counted_by_why(self):

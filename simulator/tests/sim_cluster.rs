@@ -277,7 +277,9 @@ fn what_is_no_cluster_is_told_with_its_place() {
     assert!(told("mixed = 2", "prefill = 2").starts_with("nodes: prefill without decode"));
     assert!(told("gb_per_s = 12.0", "gb_per_s = -1.0").starts_with("disk.gb_per_s: -1 is not possible"));
     assert!(told("gb_per_s = 25.0", "gb_per_s = nan").starts_with("network.gb_per_s: NaN is not possible"));
-    assert!(told("h100", "h1000").starts_with("device: no device is called `h1000`; there are a100"));
+    assert!(
+        told("h100", "h1000").starts_with("device: no device is named `h1000`; the possible names are a100")
+    );
     assert!(told("llama-3.1-8b", "lama").starts_with("model: no model is called `lama`"));
     let measured = |step: &str| {
         let table = format!("{FILE}[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = {step}\n");

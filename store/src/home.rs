@@ -67,7 +67,7 @@ impl FromStr for RuntimeChoice {
             "auto" => Ok(Self::Auto),
             "glommio" => Ok(Self::Glommio),
             "threads" => Ok(Self::Threads),
-            _ => Err(format!("unknown runtime {name:?}; there are auto, glommio and threads")),
+            _ => Err(format!("the runtime {name:?} does not exist: use auto, glommio or threads")),
         }
     }
 }
@@ -134,7 +134,7 @@ impl Home {
     /// nothing behind that was not there before.
     pub fn open(options: &HomeOptions) -> Result<Self, Error> {
         if options.directories.is_empty() {
-            return Err(Error(Reason::Config("a store needs a directory".to_owned())));
+            return Err(Error(Reason::Config("the store has no directory: name at least one".to_owned())));
         }
         let mut locks = Vec::new();
         match Self::open_locked(options, &mut locks) {
@@ -162,12 +162,15 @@ impl Home {
         for one in &options.replace {
             let at = options.directories.iter().position(|directory| directory == one);
             let at = at.and_then(|at| u16::try_from(at).ok());
-            let why = || format!("{} is not one of the store's directories: name all of them", one.display());
+            let why =
+                || format!("{} does not belong to the store: name exactly its directories", one.display());
             store_options.replace.insert(at.ok_or_else(|| Error(Reason::Config(why())))?);
         }
         let (store, executors) = start(options, &store_options, &mut notes)?;
         let io = block_on(store.io())?;
-        notes.extend(io.iter().take(1).map(|(facts, _)| format!("disks are reached by {}", facts.backend)));
+        notes.extend(
+            io.iter().take(1).map(|(facts, _)| format!("the I/O of the disks uses {}", facts.backend)),
+        );
         for warning in io.iter().flat_map(|(facts, _)| &facts.warnings) {
             if !notes.contains(warning) {
                 notes.push(warning.clone());
@@ -303,7 +306,8 @@ fn lock_all(
     let mut absent = BTreeMap::new();
     for ((at, directory), found) in (0..).zip(directories).zip(found) {
         if beside_store && found.as_ref().is_some_and(|found| !found.exists) {
-            absent.insert(at, format!("{} does not exist: mount its disk", directory.display()));
+            absent
+                .insert(at, format!("the directory {} does not exist: mount its disk", directory.display()));
             continue;
         }
         // One that has not answered is not waited for twice.
@@ -346,7 +350,7 @@ fn within_limit<T: Send + 'static>(directory: &Path, stop: &Stop, call: fn(&Path
 }
 
 fn silent(directory: &Path) -> Error {
-    let what = format!("{} has not answered for {} s", directory.display(), WITHIN.as_secs());
+    let what = format!("the directory {} has not responded for {} s", directory.display(), WITHIN.as_secs());
     Error(Reason::Directory(DirectoryCause::Unusable(what)))
 }
 
@@ -359,10 +363,20 @@ fn lock(directory: &Path) -> Result<Lock, Error> {
         return Err(refuse(format!("{shown} is not a directory")));
     }
     let before = Before::look_and_make(directory);
-    let mut before = before.map_err(|error| refuse(format!("cannot make {shown}: {error}")))?;
+    let mut before = before.map_err(|error| {
+        refuse(format!(
+            "the directory {shown} could not be created: \
+        {error}"
+        ))
+    })?;
     match take(directory) {
         Ok(file) => {
-            before.look_again().map_err(|error| refuse(format!("cannot list {shown}: {error}")))?;
+            before.look_again().map_err(|error| {
+                refuse(format!(
+                    "the directory {shown} could not be listed: \
+                {error}"
+                ))
+            })?;
             Ok(Lock { file, at: 0, before })
         }
         Err(refused) => {
@@ -391,7 +405,7 @@ fn take(directory: &Path) -> Result<File, Error> {
         Ok(file) if file.metadata().is_ok_and(|facts| facts.is_file()) => file,
         Ok(_) => return Err(odd()),
         Err(_) if is_odd(&path) => return Err(odd()),
-        Err(error) => return Err(refuse(format!("cannot write in {shown}: {error}"))),
+        Err(error) => return Err(refuse(format!("the lock file in {shown} could not be written: {error}"))),
     };
     // A start that was refused removes its lock: one that was opened before that is no lock of the directory any more.
     let number =
@@ -402,13 +416,16 @@ fn take(directory: &Path) -> Result<File, Error> {
         Err(error) if error.kind() == fs2::lock_contended_error().kind() => {
             Err(held_by(directory, holder(&file)))
         }
-        Err(error) => Err(refuse(format!("cannot lock {shown}: {error}"))),
+        Err(error) => Err(refuse(format!("the directory {shown} could not be locked: {error}"))),
     }
 }
 
 fn held_by(directory: &Path, process: Option<u32>) -> Error {
     let process = process.map_or_else(String::new, |number| format!(" ({number})"));
-    Error(Reason::Locked(format!("{} is open in another process{process}", directory.display())))
+    Error(Reason::Locked(format!(
+        "the directory {} is in use by another process{process}",
+        directory.display()
+    )))
 }
 
 /// Where the kernel says which process holds which lock.
@@ -459,8 +476,9 @@ fn shortage(files: u64, descriptors: u64) -> Option<String> {
     let wanted = files.saturating_add(DESCRIPTORS_KEPT);
     (wanted > descriptors).then(|| {
         format!(
-            "open files: a full store of this budget may need {wanted}, and this process may have {descriptors}: raise the \
-             limit (ulimit -n, LimitNOFILE) or make the store with larger segments; until then segments are emptied earlier"
+            "the limit on open files is too low: a full store of this budget may need {wanted} files, and \
+            this process may have {descriptors}. Raise the limit (ulimit -n, LimitNOFILE), or create the \
+            store with larger segments; until then segments are emptied earlier"
         )
     })
 }
@@ -597,12 +615,12 @@ mod tests {
         home.close().unwrap();
         // Nothing is made in its place, and the store opens without it.
         let home = Home::open(&options).unwrap();
-        assert!(out(&home).contains("second does not exist: mount its disk"), "{}", out(&home));
+        assert!(out(&home).contains("the directory second does not exist: mount its disk"), "{}", out(&home));
         assert!(!second.exists());
         home.close().unwrap();
         std::fs::create_dir(&second).unwrap();
         let home = Home::open(&options).unwrap();
-        assert!(out(&home).contains("is empty while others hold a store"), "{}", out(&home));
+        assert!(out(&home).contains("is empty, and other directories have a store"), "{}", out(&home));
         home.close().unwrap();
         std::fs::remove_dir_all(&second).unwrap();
         std::fs::rename(&other, &second).unwrap();
@@ -661,12 +679,12 @@ mod tests {
         let replacing = HomeOptions { replace: vec![second.clone()], ..options.clone() };
         let elsewhere = HomeOptions { replace: vec![scratch.join("third")], ..options.clone() };
         let refused = Home::open(&elsewhere).unwrap_err().to_string();
-        assert!(refused.contains("is not one of the store's directories"), "{refused}");
+        assert!(refused.contains("does not belong to the store"), "{refused}");
         let home = Home::open(&replacing).unwrap();
         assert!(home.store().health().out.is_empty());
         home.close().unwrap();
         let refused = Home::open(&replacing).unwrap_err().to_string();
-        assert!(refused.contains("it is not empty"), "{refused}");
+        assert!(refused.contains("the directory is not empty"), "{refused}");
         let home = Home::open(&options).unwrap();
         assert!(home.store().health().out.is_empty());
         home.close().unwrap();

@@ -179,7 +179,7 @@ impl fmt::Display for NotLent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Encoded => f.write_str("not lent: some of the blocks are stored encoded"),
-            Self::NotAFile => f.write_str("not lent: the store's files have no descriptors"),
+            Self::NotAFile => f.write_str("not lent: the files of the store have no descriptors"),
             Self::Reason(reason) => write!(f, "not lent: {reason}"),
         }
     }
@@ -201,6 +201,6 @@ mod tests {
     #[test]
     fn a_refusal_says_why() {
         let text = NotLent::from(Reason::Empty).to_string();
-        assert_eq!(text, "not lent: the request names no block or no layer");
+        assert_eq!(text, "not lent: the request has no block or no layer");
     }
 }

@@ -185,7 +185,7 @@ fn a_delete_waits_for_a_bucket_that_stands_still_as_long_as_it_may() {
     let mut deleting = world.runtime.block_on(world.cold.delete(world.namespace, &Target::Namespace));
     world.runtime.block_on(deleting.tell(left));
     let told = deleting.told().unwrap_err().to_string();
-    assert!(told.contains("the bucket has not answered within 0.2 s"), "{told}");
+    assert!(told.contains("the bucket has not responded within 0.2 s"), "{told}");
     drop(deleting);
     world.faulty.plan(Plan::default());
 }

@@ -158,7 +158,7 @@ fn a_full_file_system_refuses_serves_and_takes_puts_again() {
     let larger = options(vec![place.clone()], IoChoice::Auto, 16 << 20);
     let refused = Home::open(&larger).map(drop).expect_err("the budget is larger than the disk");
     assert_eq!(refused.kind(), Kind::Invalid);
-    assert!(refused.to_string().contains("more than the disk can hold"), "{refused}");
+    assert!(refused.to_string().contains("does not fit on the disk"), "{refused}");
     let mut allowed = larger;
     allowed.store.budget_beyond_disk = true;
     let stage = HomeStage::over(&allowed).unwrap();

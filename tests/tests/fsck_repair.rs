@@ -91,7 +91,7 @@ fn expect_repaired(damaged: &MemoryDisk, whole: &BTreeSet<Block>, what: &str) {
 
 /// Whether an action says that damage stays because sound blocks would go with it.
 fn is_entwined(action: &Action) -> bool {
-    action.failed.as_ref().is_some_and(|why| why.contains("share all of their pages with sound ones"))
+    action.failed.as_ref().is_some_and(|why| why.contains("share all of their pages with intact blocks"))
 }
 
 fn structures(disk: &MemoryDisk) -> Vec<(String, usize, Structure)> {
@@ -270,7 +270,10 @@ fn nothing_is_given_up_that_two_readings_do_not_say_alike() {
             };
             let done = repair(&[site], &options(), &Tally::default()).unwrap().actions;
             let differs = |action: &Action| {
-                action.failed.as_ref().is_some_and(|why| why.contains("two reads of it differ"))
+                action
+                    .failed
+                    .as_ref()
+                    .is_some_and(|why| why.contains("two reads of it returned different bytes"))
             };
             told += done.iter().filter(|action| differs(action)).count();
             if wrong < 3 {
@@ -290,7 +293,7 @@ fn a_punch_that_made_no_hole_is_not_called_a_repair() {
     let before = good_blocks(&damaged);
     damaged.make_no_holes();
     let done = put_right(&damaged, false).actions;
-    let taken = done.iter().find(|action| action.what.contains("are taken out")).unwrap();
+    let taken = done.iter().find(|action| action.what.contains("are removed")).unwrap();
     assert!(taken.failed.as_ref().is_some_and(|why| why.contains("cannot punch single pages")), "{taken}");
     assert_eq!(good_blocks(&damaged), before, "a sound block was lost");
     let checked = examine(std::slice::from_ref(&damaged), Level::Full).unwrap();

@@ -166,7 +166,7 @@ fn a_store_from_before_the_freeze_is_refused_by_both_and_left_alone() {
     let scratch = Scratch::new("older", &disk);
     let error = scratch.open().expect_err("what was never frozen is refused");
     assert!(matches!(error.0, Reason::Older { found: 0 }), "{error}");
-    assert!(error.to_string().contains("make a new store"), "{error}");
+    assert!(error.to_string().contains("create a new store"), "{error}");
     for path in disk.files() {
         assert_eq!(std::fs::read(scratch.0.join(&path)).unwrap(), disk.contents(&path).unwrap(), "{path}");
     }

@@ -128,7 +128,7 @@ fn what_a_read_garbles_or_fails_comes_through_the_arena_from_that_layer_on() {
                 let found = used(&pipeline);
                 assert!(found.layers < 3 && found.staged == 1 && !found.off, "{found:?}");
                 let why = found.last_reason.unwrap();
-                let said = if garbled_read.is_some() { "was read with digest" } else { "told to fail" };
+                let said = if garbled_read.is_some() { "the digest of layer" } else { "told to fail" };
                 assert!(why.contains(said), "{why}");
                 // What is read for the next is not known to be bad.
                 assert_eq!(landed(&site, &pipeline, &device, Verify::Always), whole());
@@ -458,7 +458,10 @@ fn a_read_that_stands_still_sends_its_layers_through_the_arena_and_counts_as_a_f
         assert_eq!(landed(&site, &hasty, &device, Verify::Always), whole());
         let found = used(&pipeline);
         assert_eq!((found.layers, found.staged, found.off), (0, 1, false));
-        assert!(found.last_reason.as_ref().is_some_and(|why| why.contains("had not ended")), "{found:?}");
+        assert!(
+            found.last_reason.as_ref().is_some_and(|why| why.contains("did not end within")),
+            "{found:?}"
+        );
         assert!(arena.usage().used > 0, "the read may still write");
         device.fail_reads(true);
         for left in (1..FAILURES_MAX).rev() {

@@ -67,10 +67,7 @@ fn a_store_that_lost_all_folders_of_its_shards_is_not_called_clean_and_not_opene
         }
         let (opened, left) = open(&disks, &options);
         let why = opened.unwrap_err();
-        assert!(
-            why.contains("lost the folder of shard") && why.contains("kvarts fsck --repair"),
-            "{what}: {why}"
-        );
+        assert!(why.contains("no folder for shard") && why.contains("kvarts fsck --repair"), "{what}: {why}");
         assert_eq!(labels(&examine(&left, Level::Full).unwrap().findings).len(), 2, "{what}: made silently");
         let done = put_right(&disks).actions;
         assert_eq!(done.len(), 2, "{what}: {done:?}");
@@ -97,7 +94,7 @@ fn one_folder_that_is_gone_costs_what_was_in_it_and_nothing_else() {
     assert_eq!(labels(&checked.findings), [("shard-missing", Some(3))]);
     assert_eq!(checked.blocks, others);
     let out = out(&disks, &options);
-    assert!(out[&1].contains("directory 1 has lost the folder of shard 3"), "{out:?}");
+    assert!(out[&1].contains("directory 1 has no folder for shard 3"), "{out:?}");
     assert_eq!(open(&disks, &options).0, Ok(2), "its directory is out as a whole");
     put_right(&disks);
     let checked = examine(&disks, Level::Deep).unwrap();
@@ -144,7 +141,7 @@ fn a_store_whose_making_was_cut_is_finished_only_where_nothing_can_have_been_los
     assert_eq!(open(&disks, &options).0, Ok(4));
     // With other settings the folders that are there would belong to no shard.
     let why = open(&disks, &Options { shards_per_directory: 1, ..options.clone() }).0.unwrap_err();
-    assert!(why.contains("shard-0001") && why.contains("remove it"), "{why}");
+    assert!(why.contains("shard-0001") && why.contains("remove the folder"), "{why}");
 }
 
 #[test]
@@ -157,7 +154,7 @@ fn a_zeroed_superblock_beside_files_that_prove_nothing_is_not_a_store_that_was_b
     }
     assert!(matches!(examine(&disks, Level::Full), Err(CannotRun::NoStore(_))));
     let why = open(&disks, &options).0.unwrap_err();
-    assert!(why.contains("has lost its superblock"), "{why}");
+    assert!(why.contains("has no superblock any more"), "{why}");
 }
 
 /// What follows is done without the last of three directories, whose blocks are deleted meanwhile.

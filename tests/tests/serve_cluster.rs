@@ -623,7 +623,7 @@ fn a_route_knows_which_node_has_how_much_of_a_prompt_and_says_what_it_does_not_k
         stranger.nodes[0].store = vec![9; 16].into();
         let filled = route(stranger).filled.unwrap();
         assert_eq!((filled.nodes[0].blocks, filled.nodes[1].blocks), (None, Some(2)));
-        assert_eq!(filled.nodes[0].trouble, "it is no member of this server's cluster");
+        assert_eq!(filled.nodes[0].trouble, "the node is not a member of this server's cluster");
         let mut unknown = routing(&cluster, &desks[0], &keys, 0.0);
         unknown.prompt.as_mut().unwrap().namespace = vec![9; 32].into();
         assert!(cluster.client(asked).route_filled(unknown).is_err());

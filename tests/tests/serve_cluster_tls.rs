@@ -142,7 +142,7 @@ fn who_shows_no_certificate_of_its_own_is_refused_and_told_why() {
     ground.nodes.iter_mut().zip(&files).for_each(|(node, file)| node.restart_with(file));
     ground.until_said(1, 0, "another authority");
     ground.until_said(2, 0, "has expired");
-    ground.until_said(3, 0, "does not speak TLS");
+    ground.until_said(3, 0, "does not use TLS");
     for node in 1..4 {
         let status = ground.client(node).cluster_status().unwrap();
         let zero = ground.id(0);
@@ -163,7 +163,7 @@ fn who_shows_no_certificate_of_its_own_is_refused_and_told_why() {
     let named = Some((std::path::Path::new("test.toml"), wrong.as_str()));
     let config = Config::resolve(named, |_| None, &settings).unwrap();
     let told = ground.nodes[3].runtime.block_on(Daemon::start(&config)).unwrap_err();
-    assert!(told.starts_with("cluster.certificate") && told.contains("does not name this node"), "{told}");
+    assert!(told.starts_with("cluster.certificate") && told.contains("is for another node"), "{told}");
     ground.nodes.truncate(3);
 }
 
@@ -203,9 +203,10 @@ fn nodes_of_one_host_without_a_secret_are_refused_where_clients_need_tokens_or_o
     let hash = kvarts_server::state::auth::TokenHash::of("a");
     let tokens =
         format!("[[tenants]]\nname = 'a'\n[[tokens]]\ntenant = 'a'\nrights = ['read']\nhash = '{hash}'\n");
-    for (more, why) in
-        [(tokens.as_str(), "clients need tokens"), ("listen = '0.0.0.0:0'\n", "members on other hosts")]
-    {
+    for (more, why) in [
+        (tokens.as_str(), "requires tokens of clients"),
+        ("listen = '0.0.0.0:0'\n", "members on other hosts"),
+    ] {
         let settings = Settings {
             directories: Some(ground.nodes[0].scratch.path().display().to_string()),
             budget: Some("48 MiB".to_owned()),

@@ -362,7 +362,7 @@ fn what_is_damaged_here_comes_from_the_bucket_in_the_same_read() {
             assert_eq!(told.collect::<Vec<_>>(), all);
         }
         settle(&stage.served);
-        assert_eq!(here(&stage.client, &desk, keys), RUN as usize, "stored again");
+        assert_eq!(here(&stage.client, &desk, keys), RUN as usize, "accepted again");
         assert_eq!(damage(), (blocks, blocks, blocks), "told as ever, and brought once");
     }
     // What the bucket has not got either is a failure with its reason, and a miss from then on.
@@ -395,7 +395,8 @@ fn a_wrong_address_is_refused_at_the_start() {
             .contains("cold.bucket: \"http://somewhere\": use s3://")
     );
     assert!(
-        refused("[cold]\nrate = '1 MiB'\n").contains("cold.rate: there is no cold tier: set cold.bucket")
+        refused("[cold]\nrate = '1 MiB'\n")
+            .contains("cold.rate: the setting needs a cold tier: set cold.bucket")
     );
     assert!(refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: 0 to 3"));
     assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));

@@ -94,7 +94,7 @@ fn a_lame_duck_says_so_and_serves_who_still_comes() {
     served.daemon().state().start_leaving();
     assert_eq!(health(served), (503, "the server is stopping\n".to_owned()));
     served.until("gRPC says so", |_| serving(served) == Some(ServingStatus::NotServing));
-    stage.put(desk.request(pages(), &desk.keys(0..1), 1)).expect("calls are taken");
+    stage.put(desk.request(pages(), &desk.keys(0..1), 1)).expect("calls are accepted");
     desk.expect(pages(), &desk.keys(0..1), 1);
 }
 

@@ -261,7 +261,11 @@ fn memory_that_the_server_made_counts_for_as_long_as_a_client_may_keep_it() {
     };
     assert!(made(1 << 20).is_ok() && made(1 << 20).is_ok());
     let error = made(4096).unwrap_err();
-    assert!(error.kind() == proto::Kind::Retry && error.message.contains("of your own"), "{}", error.message);
+    assert!(
+        error.kind() == proto::Kind::Retry && error.message.contains("memory of the client"),
+        "{}",
+        error.message
+    );
     // A file of the client's own is the client's to keep.
     for _ in 0..8 {
         let (mut raw, file) = (Raw::open(&served), shared::sealed(2 << 20).unwrap());

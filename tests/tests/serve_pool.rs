@@ -30,7 +30,7 @@ fn a_pipeline_over_a_client_is_told_of_pools() {
         let (group, coordinate) = pages();
         let tiled = request.tiled(&fixture::shape(group, coordinate)).0;
         let told = stage.store().tiles(tiled).err().unwrap().to_string();
-        assert!(told.contains("stage blocks in a pool"), "{told}");
+        assert!(told.contains("stage the blocks in a pool"), "{told}");
     }
 }
 
@@ -123,7 +123,7 @@ fn a_worker_sees_what_its_scheduler_staged_and_the_memory_counts_once_until_the_
     drop((workers, late));
     served.until("the memory is gone", |daemon| daemon.state().locals.mapped() == before);
     let refused = served.local(None).attach(name).unwrap_err().to_string();
-    assert!(refused.contains("no session shares memory of this name"), "{refused}");
+    assert!(refused.contains("no session has a pool of this name"), "{refused}");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn a_name_is_of_no_use_to_another_tenant_nor_over_grpc_nor_for_another_memory() 
     SharedBuf::new(&memory, 0, 6).unwrap().copy_in(0, b"secret");
     assert_eq!(served.local(Some("kvarts_red")).attach(name).unwrap().len(), BYTES);
     let refused = served.local(Some("kvarts_blue")).attach(name).unwrap_err().to_string();
-    assert!(refused.contains("no session shares memory of this name"), "{refused}");
+    assert!(refused.contains("no session has a pool of this name"), "{refused}");
     let refused = served.client(Some("kvarts_red")).attach(name).unwrap_err().to_string();
     assert!(refused.contains("unix:PATH"), "{refused}");
     assert!(served.local(Some("kvarts_red")).attach("0".repeat(32).parse().unwrap()).is_err());

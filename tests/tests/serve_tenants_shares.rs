@@ -185,7 +185,8 @@ fn a_model_that_nothing_uses_makes_room_and_one_in_use_does_not() {
     let used: Vec<_> = ["first", "third", "fourth"].map(|name| registered(name).unwrap()).into();
     let refused = registered("fifth").unwrap_err();
     assert!(
-        matches!(refused.0, Reason::Busy(_)) && refused.to_string().contains("no room for another model"),
+        matches!(refused.0, Reason::Busy(_))
+            && refused.to_string().contains("tenant's limit of models is reached"),
         "{refused}"
     );
     drop(used);

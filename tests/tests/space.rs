@@ -292,7 +292,8 @@ fn a_full_disk_and_a_kill_leave_a_store_that_serves_what_it_has_and_says_what_is
 
 #[test]
 fn a_store_that_cannot_be_made_says_with_which_budget_or_how_much_more_disk_it_can() {
-    for (capacity, said) in [(32 << 20, "lower the budget to "), (256 << 10, " at least: free ")] {
+    for (capacity, said) in [(32 << 20, "lower the budget to "), (256 << 10, "of this size needs at least ")]
+    {
         let mut config = WorldConfig::default();
         config.disk.capacity = capacity;
         let refused = SimStage::open(&SimWorld::new(15, &config), &options(40 << 20)).map(drop).unwrap_err();

@@ -3,9 +3,10 @@
 
 /// No room for a model: those that are there are all in use.
 pub const MODELS_IN_USE: &str =
-    "the tenant has no room for another model, because calls or leases use the others (end some leases)";
+    "the tenant's limit of models is reached, and calls or leases use all of them (end some leases)";
 /// No room for a model: the store remembers as many of the tenant as it may.
-pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete some; a restart forgets models without blocks)";
+pub const MODELS_REMEMBERED: &str = "the store's limit of models of this tenant is reached (delete some; \
+    after a restart models without blocks no longer count)";
 /// The tenant has as many leases as it may.
 pub const LEASES: &str = "the tenant's limit of leases is reached (end some)";
 /// The tenant has as many sessions, or leases of them, as it may.
@@ -23,9 +24,9 @@ pub const KEPT_CONNECTIONS: &str =
     "the limit of connections is reached; the rest is reserved for administrators";
 
 /// Only another node of the cluster has a block, and there is no connection to it.
-pub const PEER_AWAY: &str = "the cluster node that has the block cannot be reached";
+pub const PEER_AWAY: &str = "the connection to the cluster node that has the block failed";
 /// Only another node of the cluster has a block, and nothing of it came.
-pub const PEER_SILENT: &str = "the cluster node that has the block does not send it";
+pub const PEER_SILENT: &str = "the cluster node that has the block did not send it";
 
 /// Those that a client knows.
 const KNOWN: [&str; 11] = [
@@ -44,7 +45,7 @@ const KNOWN: [&str; 11] = [
 
 /// What a server said, if it is known.
 pub(crate) fn said(what: &str) -> &'static str {
-    KNOWN.into_iter().find(|known| *known == what).unwrap_or("the server accepts no requests now")
+    KNOWN.into_iter().find(|known| *known == what).unwrap_or("the server cannot accept requests now")
 }
 
 #[cfg(test)]
@@ -56,6 +57,6 @@ mod tests {
         for known in KNOWN {
             assert_eq!(said(known), known);
         }
-        assert_eq!(said("words of another server"), "the server accepts no requests now");
+        assert_eq!(said("words of another server"), "the server cannot accept requests now");
     }
 }

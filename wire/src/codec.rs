@@ -69,7 +69,7 @@ fn check<M: 'static>(bytes: &[u8]) -> Outcome<()> {
     let mut left = PARTS_MAX;
     // What cannot be counted to its end cannot be decoded either, which says what is wrong with it.
     match within::<M>().and_then(|within| count(bytes, within, &mut left)) {
-        Some(false) => Err(Fault::malformed(format!("a request has at most {PARTS_MAX} parts"))),
+        Some(false) => Err(Fault::malformed(format!("the request has more than {PARTS_MAX} parts"))),
         _ => Ok(()),
     }
 }

@@ -180,7 +180,7 @@ fn explicit_geometry(wire: &proto::Geometry) -> Outcome<Geometry> {
     let parts = wire.parts.iter().map(part).collect::<Outcome<Vec<_>>>()?;
     let narrow = |part: &u32| {
         u16::try_from(*part)
-            .map_err(|_| Fault::malformed(format!("geometry.layers: there is no part {part}")))
+            .map_err(|_| Fault::malformed(format!("geometry.layers: part {part} does not exist")))
     };
     let layer = |layer: &proto::geometry::Layer| layer.parts.iter().map(narrow).collect::<Outcome<Vec<_>>>();
     let layers = wire.layers.iter().map(layer).collect::<Outcome<Vec<_>>>()?;
@@ -189,22 +189,26 @@ fn explicit_geometry(wire: &proto::Geometry) -> Outcome<Geometry> {
 
 fn part(wire: &proto::Part) -> Outcome<PartGeometry> {
     use proto::part::Role as Wire;
-    let role =
-        match wire.role.as_ref().ok_or_else(|| Fault::malformed("geometry.parts: a part needs a role"))? {
-            Wire::Stream(stream) => Role::Stream { bytes: stream.bytes, tokens: stream.tokens },
-            Wire::Page(page) => Role::Page { bytes: page.bytes },
-            Wire::Window(window) => Role::Window { bytes: window.bytes, tokens: window.tokens },
-            Wire::State(state) => {
-                let empty_at_multiple_of = NonZeroU32::new(state.empty_at_multiple_of);
-                Role::State { bytes: state.bytes, empty_at_multiple_of }
-            }
-        };
+    let role = match wire.role.as_ref().ok_or_else(|| {
+        Fault::malformed(
+            "geometry.parts: a part has no role: give \
+            one",
+        )
+    })? {
+        Wire::Stream(stream) => Role::Stream { bytes: stream.bytes, tokens: stream.tokens },
+        Wire::Page(page) => Role::Page { bytes: page.bytes },
+        Wire::Window(window) => Role::Window { bytes: window.bytes, tokens: window.tokens },
+        Wire::State(state) => {
+            let empty_at_multiple_of = NonZeroU32::new(state.empty_at_multiple_of);
+            Role::State { bytes: state.bytes, empty_at_multiple_of }
+        }
+    };
     Ok(PartGeometry {
         kind: Kind::new(&wire.kind)
-            .ok_or_else(|| Fault::malformed("geometry.parts.kind: not a name of a kind"))?,
+            .ok_or_else(|| Fault::malformed("geometry.parts.kind: the name of the kind is not valid"))?,
         role,
         heads: u16::try_from(wire.heads)
-            .map_err(|_| Fault::malformed("geometry.parts.heads: at most 65535"))?,
+            .map_err(|_| Fault::malformed("geometry.parts.heads: the limit is 65535"))?,
         align: wire.align.max(1),
         group: Group(wire.group),
     })

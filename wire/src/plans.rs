@@ -62,7 +62,10 @@ pub fn times(wire: Option<&proto::PrefillTimes>) -> Outcome<Times> {
     let wire = wire.ok_or_else(|| Fault::malformed("times: samples, a roofline or both are required"))?;
     if wire.samples.len() > PLAN_SAMPLES_MAX {
         let count = wire.samples.len();
-        return Err(Fault::malformed(format!("times: {count} samples, at most {PLAN_SAMPLES_MAX}")));
+        return Err(Fault::malformed(format!(
+            "times: {count} samples were given, and the limit is \
+            {PLAN_SAMPLES_MAX}"
+        )));
     }
     let roofline = wire.roofline.as_ref().map(roofline);
     if roofline.is_some_and(|roofline| !roofline.is_sound()) {
@@ -127,10 +130,14 @@ pub fn terms<'a>(
     let dram = wire.dram.as_ref().map(|way| (wire.dram_blocks, link(way)));
     if wire.hbm_boundaries.len() > HELD_BOUNDARIES_MAX {
         let count = wire.hbm_boundaries.len();
-        return Err(Fault::malformed(format!("hbm_boundaries: {count}, at most {HELD_BOUNDARIES_MAX}")));
+        return Err(Fault::malformed(format!(
+            "hbm_boundaries: {count} were given, and the limit is \
+            {HELD_BOUNDARIES_MAX}"
+        )));
     }
-    let overlap = proto::Overlap::try_from(wire.overlap)
-        .map_err(|_| Fault::malformed(format!("overlap: {} is unknown to this server", wire.overlap)))?;
+    let overlap = proto::Overlap::try_from(wire.overlap).map_err(|_| {
+        Fault::malformed(format!("overlap: the value {} is not known to this server", wire.overlap))
+    })?;
     Ok(PlanTerms {
         hbm_blocks: wire.hbm_blocks,
         hbm_boundaries: &wire.hbm_boundaries,
@@ -446,7 +453,7 @@ mod tests {
         let refused = |wire: Option<&proto::PrefillTimes>| times(wire).unwrap_err().detail.message;
         assert!(refused(Some(&wire)).starts_with("times.roofline: "));
         assert!(refused(None).starts_with("times: "));
-        assert_eq!(refused(Some(&proto::PrefillTimes::default())), "times: there are no samples");
+        assert_eq!(refused(Some(&proto::PrefillTimes::default())), "times: the list of samples is empty");
     }
 
     #[test]
@@ -465,9 +472,9 @@ mod tests {
         assert_eq!(terms(&older, &engine, None).unwrap().overlap, Overlap::Layers);
         let refused = |wire| terms(&wire, &engine, None).unwrap_err().detail.message;
         let newer = proto::PlanRequest { overlap: 9, ..older.clone() };
-        assert_eq!(refused(newer), "overlap: 9 is unknown to this server");
+        assert_eq!(refused(newer), "overlap: the value 9 is not known to this server");
         let many = proto::PlanRequest { hbm_boundaries: vec![1; 1025], ..older };
-        assert_eq!(refused(many), "hbm_boundaries: 1025, at most 1024");
+        assert_eq!(refused(many), "hbm_boundaries: 1025 were given, and the limit is 1024");
     }
 
     #[test]

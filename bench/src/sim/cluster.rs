@@ -64,7 +64,7 @@ fn kind(name: &str) -> Result<Sessions, String> {
 fn router(name: &str) -> Result<RouterKind, String> {
     RouterKind::named(name).ok_or_else(|| {
         let names = RouterKind::ALL.map(RouterKind::name);
-        format!("no router is called `{name}`: take one of {}", names.join(", "))
+        format!("no router is named `{name}`: take one of {}", names.join(", "))
     })
 }
 

@@ -48,7 +48,7 @@ pub(crate) struct StoreArgs {
 fn policy(name: &str) -> Result<EvictionPolicy, String> {
     EvictionPolicy::named(name).ok_or_else(|| {
         let names = EvictionPolicy::ALL.map(EvictionPolicy::name);
-        format!("no policy is called `{name}`: take one of {}", names.join(", "))
+        format!("no policy is named `{name}`: take one of {}", names.join(", "))
     })
 }
 

@@ -34,7 +34,7 @@ pub(super) fn begin(region: &Arc<Region>, file: impl AsFd) {
         tracing::debug!(
             bytes = len,
             steps_with_small_pages = small,
-            "an engine's memory was put into large pages"
+            "the memory of the engine was moved into large pages"
         );
     };
     let _ = std::thread::Builder::new().name("kvarts-pages".to_owned()).spawn(work);

@@ -389,7 +389,7 @@ impl Link {
     ) -> Result<(u64, Option<OwnedFd>), Reason> {
         if pool.is_some() && !self.has_pools {
             return Err(Reason::Config(
-                "the server is too old for shared pools: use a newer kvarts".to_owned(),
+                "this server does not support shared pools: use a newer kvarts".to_owned(),
             ));
         }
         let pool = pool.map_or_else(Bytes::new, |PoolName(name)| name.to_vec().into());
@@ -659,7 +659,7 @@ impl Shared {
                     failed(pending, &wire::reason(body));
                 }
             }
-            _ => return Err(io::Error::other("the server sent a frame of a client")),
+            _ => return Err(io::Error::other("the server sent a message that only a client may send")),
         }
         Ok(())
     }

@@ -229,7 +229,7 @@ impl Inner {
             Which::Given(file, bytes) => (file, bytes, false),
             Which::Attached => {
                 let (bytes, file) = link.share(number, (mode, verifies), (0, None), pool)?;
-                (file.ok_or(Reason::Bug("a pool without a descriptor"))?, bytes, true)
+                (file.ok_or(Reason::Bug("a pool has no descriptor"))?, bytes, true)
             }
         };
         // An engine's file perhaps cannot be sealed; that of a pool is, whatever process made it.
@@ -238,7 +238,7 @@ impl Inner {
         if is_new {
             region.populate().map_err(fault)?;
             if bytes <= PINNED_BYTES_MAX && !region.collapse() {
-                tracing::debug!(bytes, "shared memory is not all in large pages");
+                tracing::debug!(bytes, "the shared memory is only partly in large pages");
             }
         }
         // A driver or an engine may rely on these very pages; it cannot be known here.
@@ -307,7 +307,7 @@ impl Inner {
         let request = ReadRequest { keys: vec![key], into, ..like.clone() };
         let layers = request.layers.clone().unwrap_or(0..shape.layers().len() as u32);
         let places = self.places(&request.into, shape, &layers);
-        let places = places.ok_or(Reason::Bug("memory that is not shared"))?;
+        let places = places.ok_or(Reason::Bug("the memory is not shared with the server"))?;
         let (sink, stream) = read_channel();
         let timeouts = (self.timeout_us(request.deadline), deadlines::late(request.deadline));
         let deadline = request.deadline;
@@ -376,7 +376,7 @@ impl Owner for Inner {
         let look = move || {
             let looked = keys.iter().try_for_each(|key| me.look_again(*key, &again, &shape));
             if let Err(why) = looked {
-                tracing::debug!(%why, "blocks that did not match were not looked at again");
+                tracing::debug!(%why, "blocks that did not match were not checked again");
             }
         };
         // Rare, and it may wait: not on a thread that others need. Without one it is not looked at now.
@@ -409,8 +409,9 @@ impl LocalPath {
     /// Connects, or says why there is no local path.
     pub(super) fn connect(options: &ConnectOptions, remote: &Arc<Remote>) -> Result<Self, Reason> {
         let socket = options.endpoint.strip_prefix("unix:");
-        let socket = socket
-            .ok_or_else(|| Reason::Config(format!("{}: the local path needs unix:PATH", options.endpoint)))?;
+        let socket = socket.ok_or_else(|| {
+            Reason::Config(format!("{}: the local path needs an address unix:PATH", options.endpoint))
+        })?;
         let inner = Arc::new_cyclic(|me| Inner {
             remote: Arc::clone(remote),
             whom: Whom {

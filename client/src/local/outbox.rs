@@ -16,7 +16,7 @@ use rustix::io::Errno;
 /// Bytes of frames that may wait: a server that takes nothing is not asked for more.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 /// What is said when there are more.
-const FULL: Reason = Reason::Busy("the server accepts no requests");
+const FULL: Reason = Reason::Busy("the server cannot accept requests now");
 /// How often the thread looks whether the connection has ended meanwhile.
 const LOOK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 

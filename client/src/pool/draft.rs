@@ -144,7 +144,7 @@ enum Answer {
 
 /// A put from a pool, with an outcome for each block. Dropping it early leaves open what is stored.
 #[derive(Debug)]
-#[must_use = "what is stored is known at its end"]
+#[must_use = "the result of the put is known only at its end"]
 pub struct Storing {
     draft: Option<Draft>,
     answers: Vec<Answer>,

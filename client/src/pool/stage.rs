@@ -44,7 +44,7 @@ pub struct Progress {
 }
 
 const NO_ROOM: &str = "the pool is full, and other requests hold its blocks";
-const SILENT: &str = "no more data arrived";
+const SILENT: &str = "no more data arrived in time";
 
 /// Where a block of a stage is.
 #[derive(Clone, Copy, Debug)]

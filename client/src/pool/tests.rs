@@ -371,7 +371,7 @@ fn a_stage_whose_turn_has_not_come_is_not_silent_while_others_read() {
     }
     world.clock.advance(SILENCE);
     assert_eq!(last.look(), over(0));
-    assert_eq!(last.why(), Some(Reason::Busy("no more data arrived")));
+    assert_eq!(last.why(), Some(Reason::Busy("no more data arrived in time")));
     // When one ends the next begins; the last of them is not wanted any more.
     drop((first, last));
     assert!(world.store.open().is_empty());

@@ -156,7 +156,7 @@ impl Deletions {
     pub(super) fn check(&self, generation: u64) -> Result<(), FormatError> {
         let deletes: BTreeSet<&Delete> = self.keys.values().collect();
         if self.keys.len() > KEYS_MAX || deletes.len() > DELETES_MAX {
-            return Err(FormatError::Rule("a list of deletes is outside its bounds"));
+            return Err(FormatError::Rule("the list of deletes is too long"));
         }
         let mut generations = deletes
             .iter()
@@ -165,7 +165,7 @@ impl Deletions {
         if generations.all(|one| (1..=generation).contains(&one)) {
             Ok(())
         } else {
-            Err(FormatError::Rule("a delete is of a generation that was"))
+            Err(FormatError::Rule("the generation of a delete is later than that of the list"))
         }
     }
 
@@ -203,7 +203,7 @@ impl Deletions {
         let (listed_after, made_after_ms, forgotten_ms) = (taker.u64()?, taker.u64()?, taker.u64()?);
         let counts = (taker.count()?, taker.count()?);
         if counts.0 > DELETES_MAX || counts.1 > KEYS_MAX {
-            return Err(FormatError::Rule("a count is outside its bounds"));
+            return Err(FormatError::Rule("a number of entries is too large"));
         }
         Ok((Self { listed_after, made_after_ms, forgotten_ms, keys: BTreeMap::new() }, counts))
     }
@@ -220,13 +220,16 @@ impl Deletions {
             let delete = Delete { generation: taker.u64()?, at_ms: taker.u64()? };
             let count = taker.count()?;
             if all.last().is_some_and(|(before, _)| *before >= delete) || count == 0 {
-                return Err(FormatError::Rule("deletes ascend, each with a key"));
+                return Err(FormatError::Rule("the deletes must be sorted, and each must have a key"));
             }
-            left = left.checked_sub(count).ok_or(FormatError::Rule("counts of deleted keys differ"))?;
+            left = left.checked_sub(count).ok_or(FormatError::Rule(
+                "the number of deleted keys does not \
+                match",
+            ))?;
             all.push((delete, count));
         }
         if left != 0 {
-            return Err(FormatError::Rule("counts of deleted keys differ"));
+            return Err(FormatError::Rule("the number of deleted keys does not match"));
         }
         for (delete, count) in all {
             let mut before = None;
@@ -235,7 +238,7 @@ impl Deletions {
                 if before.is_some_and(|before| before >= fingerprint)
                     || self.keys.insert(fingerprint, delete).is_some()
                 {
-                    return Err(FormatError::Rule("deleted keys ascend, each once"));
+                    return Err(FormatError::Rule("the deleted keys must be sorted, each once"));
                 }
                 before = Some(fingerprint);
             }

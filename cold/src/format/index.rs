@@ -60,7 +60,7 @@ impl PackIndex {
     /// Reads an index. Which pack it is that of, [`PackIndex::id`] says.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         if bytes.len() > INDEX_BYTES_MAX {
-            return Err(FormatError::Rule("an index is larger than its bound"));
+            return Err(FormatError::Rule("the index is larger than its limit"));
         }
         walk(bytes, &mut Apart)
     }
@@ -207,16 +207,19 @@ fn index(
     bytes: usize,
 ) -> Result<PackIndex, FormatError> {
     let mut namespaces = reading.namespaces();
-    let (namespace_id, namespace) = namespaces.next().ok_or(FormatError::Rule("a pack has one namespace"))?;
+    let (namespace_id, namespace) = namespaces.next().ok_or(FormatError::Rule(
+        "the blocks of a pack must \
+        have one namespace",
+    ))?;
     if namespaces.next().is_some() || totals.specs != 1 {
-        return Err(FormatError::Rule("a pack has one namespace"));
+        return Err(FormatError::Rule("the blocks of a pack must have one namespace"));
     }
     let most = if totals.blocks == 1 { BLOCK_MAX } else { PACK_PAYLOAD_MAX };
     if totals.blocks == 0 || totals.payload_bytes > most {
-        return Err(FormatError::Rule("a pack has blocks within its bound"));
+        return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
     }
     if bytes > INDEX_BYTES_MAX {
-        return Err(FormatError::Rule("an index is larger than its bound"));
+        return Err(FormatError::Rule("the index is larger than its limit"));
     }
     let mut order = Vec::new();
     for (run, indexed) in (0u32..).zip(&runs) {
@@ -231,7 +234,7 @@ fn index(
         _ => false,
     };
     if order.windows(2).any(is_twice) {
-        return Err(FormatError::Rule("a block is in a pack once"));
+        return Err(FormatError::Rule("a block is in the pack twice"));
     }
     index.order = order;
     Ok(index)

@@ -33,9 +33,9 @@ pub const MANIFEST_BYTES_MAX: usize = HEAD
     + HASH;
 
 /// What is said of a manifest with more packs, or more fingerprints, than it may have.
-pub(crate) const NO_ROOM: &str = "a manifest has no room for more packs";
+pub(crate) const NO_ROOM: &str = "the manifest is full: it cannot list more packs";
 /// What is said of one with more packs that wait for their deletion.
-pub(crate) const NO_ROOM_TO_WAIT: &str = "a manifest has no room for more packs that wait for deletion";
+pub(crate) const NO_ROOM_TO_WAIT: &str = "the manifest is full of packs that wait for deletion";
 
 const HEAD: usize = 112;
 /// The same in the version without deletes.
@@ -87,13 +87,13 @@ impl PackEntry {
             && self.index_bytes as usize <= INDEX_BYTES_MAX
             && (1..=most).contains(&self.payload_bytes);
         if !holds {
-            return Err(FormatError::Rule("an entry of a pack is outside its bounds"));
+            return Err(FormatError::Rule("the entry of a pack is out of its limits"));
         }
         let ascends = self.filter.is_sorted_by(|a, b| a < b);
         if ascends && !self.filter.is_empty() && self.filter.len() <= self.blocks as usize {
             Ok(())
         } else {
-            Err(FormatError::Rule("fingerprints of a pack ascend, one for each key"))
+            Err(FormatError::Rule("the fingerprints of a pack must be sorted, one for each key"))
         }
     }
 }
@@ -166,7 +166,7 @@ impl Manifest {
     /// Holds it to what a reader will say.
     pub fn check(&self) -> Result<(), FormatError> {
         if self.generation == 0 {
-            return Err(FormatError::Rule("a manifest was written at least once"));
+            return Err(FormatError::Rule("the generation of the manifest is 0"));
         }
         if self.packs.len() > PACKS_MAX || self.fingerprints() > FINGERPRINTS_MAX {
             return Err(FormatError::Rule(NO_ROOM));
@@ -175,7 +175,7 @@ impl Manifest {
             return Err(FormatError::Rule(NO_ROOM_TO_WAIT));
         }
         if self.condemned.keys().any(|id| self.packs.contains_key(id)) {
-            return Err(FormatError::Rule("a pack counts or is to be deleted, not both"));
+            return Err(FormatError::Rule("a pack is listed both as in use and as waiting for deletion"));
         }
         self.deletions.check(self.generation)?;
         self.packs.values().try_for_each(PackEntry::check)
@@ -244,7 +244,7 @@ impl Manifest {
         }
         let (packs, condemned, fingerprints) = (taker.count()?, taker.count()?, taker.count()?);
         if packs > PACKS_MAX || condemned > CONDEMNED_MAX || fingerprints > FINGERPRINTS_MAX {
-            return Err(FormatError::Rule("a count is outside its bounds"));
+            return Err(FormatError::Rule("a number of entries is too large"));
         }
         let (generation, written_ms) = (taker.u64()?, taker.u64()?);
         let namespace = NamespaceId(taker.array()?);
@@ -261,7 +261,7 @@ impl Manifest {
         let lists = packs * PACK + condemned * CONDEMNED + fingerprints * 4;
         let expected = head + lists + deleted.0 * DELETE + deleted.1 * KEY + HASH;
         if expected != bytes.len() {
-            return Err(FormatError::Rule("counts and length differ"));
+            return Err(FormatError::Rule("the numbers of entries do not match the length"));
         }
         let mut manifest = Self { generation, written_ms, begun_ms, deletions, ..Self::empty(namespace) };
         manifest.take_packs(&mut taker, (packs, condemned, fingerprints))?;
@@ -275,7 +275,16 @@ impl Manifest {
         taker: &mut Taker<'_>,
         (packs, condemned, fingerprints): (usize, usize, usize),
     ) -> Result<(), FormatError> {
-        let ascends = |holds| if holds { Ok(()) } else { Err(FormatError::Rule("packs ascend by name")) };
+        let ascends = |holds| {
+            if holds {
+                Ok(())
+            } else {
+                Err(FormatError::Rule(
+                    "the packs must be sorted by \
+            name",
+                ))
+            }
+        };
         let mut left = fingerprints;
         let mut filters = Vec::with_capacity(packs);
         for _ in 0..packs {
@@ -283,7 +292,10 @@ impl Manifest {
             let (payload_bytes, added_ms, expires_ms) = (taker.u64()?, taker.u64()?, taker.u64()?);
             let (index_bytes, runs, blocks) = (taker.u32()?, taker.u32()?, taker.u32()?);
             let count = taker.count()?;
-            left = left.checked_sub(count).ok_or(FormatError::Rule("counts of fingerprints differ"))?;
+            left = left.checked_sub(count).ok_or(FormatError::Rule(
+                "the number of fingerprints does not \
+                match",
+            ))?;
             ascends(self.packs.last_key_value().is_none_or(|(before, _)| *before < id))?;
             filters.push((id, count));
             let filter = Vec::new();
@@ -291,7 +303,7 @@ impl Manifest {
             self.packs.insert(id, entry);
         }
         if left != 0 {
-            return Err(FormatError::Rule("counts of fingerprints differ"));
+            return Err(FormatError::Rule("the number of fingerprints does not match"));
         }
         for _ in 0..condemned {
             let id = PackId(taker.array()?);

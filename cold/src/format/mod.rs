@@ -106,10 +106,10 @@ impl fmt::Display for FormatError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Newer(version) => {
-                write!(f, "written in version {version} of the format: use a newer kvarts")
+                write!(f, "the object has format version {version}: use a newer kvarts")
             }
-            Self::Damaged => f.write_str("damaged: the bytes do not match their digest"),
-            Self::Rule(rule) => write!(f, "breaks a rule of the format: {rule}"),
+            Self::Damaged => f.write_str("the object is damaged: its bytes do not match their digest"),
+            Self::Rule(rule) => write!(f, "the object breaks a rule of the format: {rule}"),
             Self::Frame(error) => write!(f, "a frame: {error}"),
             Self::Block(bad) => write!(f, "{bad}"),
         }

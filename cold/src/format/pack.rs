@@ -52,7 +52,7 @@ impl PackBuilder {
         let identity = writing.identity(&namespace.identity)?;
         let index = [begin, spec, identity].concat();
         if index.len() > INDEX_BYTES_MAX / 2 {
-            return Err(FormatError::Rule("an index is larger than its bound"));
+            return Err(FormatError::Rule("the index is larger than its limit"));
         }
         Ok(Self {
             writing,
@@ -98,13 +98,13 @@ impl PackBuilder {
     /// Takes a run with its bytes, every one of which is verified. A run that is refused leaves the pack unusable.
     pub fn add(&mut self, run: &Run, payload: Bytes) -> Result<(), FormatError> {
         if run.namespace != self.namespace_id {
-            return Err(FormatError::Rule("a pack has one namespace"));
+            return Err(FormatError::Rule("the blocks of a pack must have one namespace"));
         }
         let shape = run.shape(&self.namespace)?;
         verify_run(run, &shape, &payload)?;
         for block in &run.blocks {
             if !self.seen.insert((block.key, run.group.0, run.coordinate.to_u64())) {
-                return Err(FormatError::Rule("a block is in a pack once"));
+                return Err(FormatError::Rule("a block is in the pack twice"));
             }
         }
         let frame = self.writing.run(run)?;
@@ -113,7 +113,7 @@ impl PackBuilder {
         self.blocks = self.blocks.saturating_add(run.blocks.len() as u64);
         let most = if self.blocks == 1 { BLOCK_MAX } else { PACK_PAYLOAD_MAX };
         if self.payload_bytes > most || self.index.len() + END_BYTES > INDEX_BYTES_MAX {
-            return Err(FormatError::Rule("a pack has blocks within its bound"));
+            return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
         }
         self.body.push(Bytes::from(frame));
         self.body.push(payload);
@@ -128,7 +128,7 @@ impl PackBuilder {
     /// The pack, if there is a block in it.
     pub fn finish(mut self, added_ms: u64) -> Result<Pack, FormatError> {
         if self.blocks == 0 {
-            return Err(FormatError::Rule("a pack has blocks within its bound"));
+            return Err(FormatError::Rule("the number of blocks of a pack is out of its limits"));
         }
         let end = self.writing.end()?;
         self.index.extend_from_slice(&end);

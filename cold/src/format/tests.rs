@@ -123,9 +123,12 @@ fn a_builder_refuses_what_is_no_pack() {
     let (one, payload) = run("r1", 1, 0, 2);
     let mut twice = empty();
     twice.add(&one, payload.clone()).unwrap();
-    assert_eq!(twice.add(&one, payload.clone()), Err(FormatError::Rule("a block is in a pack once")));
+    assert_eq!(twice.add(&one, payload.clone()), Err(FormatError::Rule("a block is in the pack twice")));
     let (other, _) = run("r2", 1, 0, 2);
-    assert_eq!(empty().add(&other, payload.clone()), Err(FormatError::Rule("a pack has one namespace")));
+    assert_eq!(
+        empty().add(&other, payload.clone()),
+        Err(FormatError::Rule("the blocks of a pack must have one namespace"))
+    );
     let mut altered = payload.to_vec();
     altered[200] ^= 1;
     assert!(matches!(empty().add(&one, altered.into()), Err(FormatError::Block(_))));
@@ -167,22 +170,22 @@ fn whole_files_that_are_no_pack_are_refused() {
     assert_eq!(whole.unwrap().totals().blocks, 2);
     let error = |parts: &dyn Fn(&mut Writing) -> Vec<Vec<u8>>| index_of(parts).map(|_| ()).unwrap_err();
     let empty = error(&|writing| define(writing, "r1"));
-    assert_eq!(empty, FormatError::Rule("a pack has blocks within its bound"));
-    assert_eq!(error(&|_| vec![]), FormatError::Rule("a pack has one namespace"));
+    assert_eq!(empty, FormatError::Rule("the number of blocks of a pack is out of its limits"));
+    assert_eq!(error(&|_| vec![]), FormatError::Rule("the blocks of a pack must have one namespace"));
     let two = error(&|writing| {
         let mut frames = define(writing, "r1");
         frames.push(writing.identity(&identity("r2")).unwrap());
         frames.push(writing.run(&one).unwrap());
         frames
     });
-    assert_eq!(two, FormatError::Rule("a pack has one namespace"));
+    assert_eq!(two, FormatError::Rule("the blocks of a pack must have one namespace"));
     let doubled = error(&|writing| {
         let mut frames = define(writing, "r1");
         frames.push(writing.run(&one).unwrap());
         frames.push(writing.run(&one).unwrap());
         frames
     });
-    assert_eq!(doubled, FormatError::Rule("a block is in a pack once"));
+    assert_eq!(doubled, FormatError::Rule("a block is in the pack twice"));
 }
 
 #[test]
@@ -219,7 +222,7 @@ fn a_manifest_outside_its_bounds_is_neither_written_nor_read() {
         id[..4].copy_from_slice(&at.to_le_bytes());
         full.packs.insert(PackId(id), entry.clone());
     }
-    assert_eq!(full.check(), Err(FormatError::Rule("a manifest has no room for more packs")));
+    assert_eq!(full.check(), Err(FormatError::Rule("the manifest is full: it cannot list more packs")));
 }
 
 #[test]

@@ -254,7 +254,7 @@ fn a_silent_bucket_is_given_up_in_bounded_time() {
     world.faulty.all(Some(Kind::Silent));
     let silent = world.push(&[(1, 0, 3)]).unwrap_err();
     assert!(matches!(silent, ColdError::Bucket(_, Fault::Unreachable(_))));
-    assert!(silent.to_string().contains("the bucket has not answered within "), "{silent}");
+    assert!(silent.to_string().contains("the bucket has not responded within "), "{silent}");
     assert!(world.time.now() <= Duration::from_secs(60));
 }
 

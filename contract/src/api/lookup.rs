@@ -150,11 +150,11 @@ impl Missing {
     pub fn told(&self) -> impl Iterator<Item = (u64, &'static str)> {
         let Self { evicted, expired, deleted, out_of_service, never_stored, cut_off } = *self;
         let all = [
-            (evicted, "evicted: other blocks needed the room"),
-            (expired, "expired: their time to live is over"),
+            (evicted, "evicted: the space was needed for other blocks"),
+            (expired, "expired: their time to live has passed"),
             (deleted, "deleted"),
-            (out_of_service, "damaged on disk, or of a part of the store that failed: see the server's log"),
-            (never_stored, "never stored, as far as this server remembers"),
+            (out_of_service, "damaged on disk, or in a part of the store that failed: see the server's log"),
+            (never_stored, "never stored, according to this server's records"),
             (cut_off, "stored, but a block before them is missing"),
         ];
         all.into_iter().filter(|(blocks, _)| *blocks > 0)

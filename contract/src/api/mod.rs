@@ -79,7 +79,8 @@ pub trait KvStore: Send + Sync {
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         drop(request);
         let (reply, answer) = ticket();
-        let _ = reply.send(Err(Reason::Shape(ShapeCause::Rule("this store takes blocks whole")).into()));
+        let _ = reply
+            .send(Err(Reason::Shape(ShapeCause::Rule("this store does not support puts by layers")).into()));
         answer
     }
 
@@ -162,8 +163,8 @@ pub trait KvStore: Send + Sync {
     /// Where the tiles of a [`TiledRead`] of these blocks come from. A store that has none refuses.
     fn tiles(&self, request: TiledRequest) -> Result<Box<dyn TileSource>, Error> {
         let _ = request;
-        let why =
-            "tiled reads need a store in this process: stage blocks in a pool, and land them from there";
+        let why = "tiled reads are supported only by a store in this process: stage the blocks in a pool, and copy \
+            them from there";
         Err(Reason::Shape(ShapeCause::Rule(why)).into())
     }
 }

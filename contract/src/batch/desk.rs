@@ -172,7 +172,7 @@ impl Desk {
             return Err(CLOSED);
         }
         if state.open >= self.batches_max {
-            return Err(Reason::Busy("too many batches are under way: drain completions"));
+            return Err(Reason::Busy("the limit of batches under way is reached: drain completions first"));
         }
         state.open += 1;
         state.next += 1;
@@ -339,7 +339,7 @@ impl Ended {
             held.add(lease, &piece.keys, &results);
             return (Completion { id, kind, results: split.expand(kind, results), written, lease }, held);
         }
-        let unsaid = || Err(Reason::Bug("a block that no piece of its batch answered for"));
+        let unsaid = || Err(Reason::Bug("no piece of the batch gave a result for a block"));
         let mut results: Vec<_> = std::iter::repeat_with(unsaid).take(blocks).collect();
         let (mut written, mut held) = (0, Held::default());
         for (piece, answer) in answers {

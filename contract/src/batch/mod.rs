@@ -261,8 +261,12 @@ pub struct Pages {
 impl Pages {
     /// A handle on a store. Handles are independent of each other; they see each other's pages.
     pub fn new(store: Arc<dyn KvStore>, options: PagesOptions) -> Result<Self, Error> {
-        let desk = Desk::new(options.event_fds, options.batches_max)
-            .map_err(|error| Reason::Config(format!("no eventfd, raise the descriptor limit: {error}")))?;
+        let desk = Desk::new(options.event_fds, options.batches_max).map_err(|error| {
+            Reason::Config(format!(
+                "no eventfd could be made: raise the limit on open files \
+                (ulimit -n): {error}"
+            ))
+        })?;
         Ok(Self { store, options, desk, locks: Locks::default(), in_use: Arc::default() })
     }
 

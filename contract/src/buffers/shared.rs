@@ -63,25 +63,29 @@ pub fn length(file: impl AsFd) -> Result<u64, &'static str> {
 pub fn length_now(file: impl AsFd) -> Result<u64, &'static str> {
     let file = file.as_fd();
     seals(file)?;
-    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is no file")?.st_size;
+    let bytes = rustix::fs::fstat(file).map_err(|_| "the descriptor is not that of a file")?.st_size;
     let bytes = u64::try_from(bytes).ok().and_then(|bytes| bytes.checked_next_multiple_of(PAGE as u64));
-    bytes.ok_or("the file has no length")
+    bytes.ok_or("the file is empty: give it a length first")
 }
 
 /// Whether it is a file in memory with pages of the usual size. Only of such a file other calls are known to return soon; this one may not.
 pub fn is_in_memory(file: impl AsFd) -> Result<(), &'static str> {
-    let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor is no file")?;
+    let kind = rustix::fs::fstatfs(file).map_err(|_| "the descriptor is not that of a file")?;
     // The type's width differs between architectures.
     match kind.f_type as u64 & 0xffff_ffff == TMPFS_MAGIC {
         true => Ok(()),
-        false => Err("only files in memory with pages of the usual size can be shared"),
+        false => Err("the file cannot be shared: only files in memory (memfd) with pages of the usual size \
+            can"),
     }
 }
 
 /// The seals of a file in memory; other files are refused.
 fn seals(file: BorrowedFd<'_>) -> Result<SealFlags, &'static str> {
     is_in_memory(file)?;
-    rustix::fs::fcntl_get_seals(file).map_err(|_| "the file cannot be sealed")
+    rustix::fs::fcntl_get_seals(file).map_err(|_| {
+        "the file cannot be sealed against shrinking \
+        (F_SEAL_SHRINK)"
+    })
 }
 
 /// Maps the first `bytes` of a file in memory for reading and writing. `keeper` is dropped when the last user of the
@@ -112,7 +116,7 @@ fn mapped(file: BorrowedFd<'_>, bytes: u64, all: Result<u64, &'static str>) -> i
     let all = all.map_err(refused)?;
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE as u64);
     if !whole || bytes > all {
-        return Err(refused("a mapping needs whole pages of the file, at least one"));
+        return Err(refused("the mapping has no whole pages of the file: at least one is needed"));
     }
     let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
     Ok((Mapping::new(file, len)?, len))

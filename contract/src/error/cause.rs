@@ -101,12 +101,20 @@ wraps!(ShapeCause as Shape: Spec(SpecError), Canonical(CanonicalError), Record(R
 fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     match fault {
         ShapeCause::Layers { end, count } => {
-            write!(f, "layers up to {end} were requested, and the group has {count}")
+            write!(f, "the request has layers up to {end}, and the group has only {count}")
         }
         ShapeCause::BlockTokens { asked, stored } => {
-            write!(f, "the requirements are for blocks of {asked} tokens, and stored blocks have {stored}")
+            write!(
+                f,
+                "the request is for blocks of {asked} tokens, and the stored blocks have {stored} \
+                tokens"
+            )
         }
-        ShapeCause::Unfinished { offered, count } => write!(f, "the put has {offered} of {count} layers"),
+        ShapeCause::Unfinished { offered, count } => write!(
+            f,
+            "only {offered} of {count} layers of the put \
+            were given"
+        ),
         ShapeCause::Column(group, coordinate) => write!(f, "group {}, {coordinate}", group.0),
         ShapeCause::Rule(rule) => f.write_str(rule),
         ShapeCause::Remote(what) => f.write_str(what),
@@ -194,14 +202,15 @@ impl fmt::Display for SpaceCause {
                 "the memory of the index, {}, is full: raise --index-memory, or put larger blocks",
                 exact_units(*limit)
             ),
-            Self::Records => f.write_str("the index has no more numbers for records: put more blocks at once"),
+            Self::Records => f.write_str("the index has no free record numbers: put more blocks in each \
+                request"),
             Self::Files { most } => write!(
                 f,
-                "there are {most} segment files, as many as this process may have open, and pins or leases hold what could be evicted: \
-                 raise the limit on open files (`ulimit -n`, LimitNOFILE), or {END_PINS}"
+                "{most} segment files are in use, which is the limit on open files of this process, and pins \
+                or leases prevent evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
-                f.write_str("the server reported the limit with an earlier block of this answer")
+                f.write_str("the cause is the limit given with an earlier block of this answer")
             }
             Self::Remote(cause) => f.write_str(cause),
         }
@@ -226,7 +235,11 @@ impl fmt::Display for LatchCause {
         match self {
             Self::Device(cause) => cause.fmt(f),
             Self::Executor(executor) => {
-                write!(f, "executor {executor} died, and the blocks of its shards cannot be read")
+                write!(
+                    f,
+                    "executor {executor} ended with a panic, and the blocks of its shards cannot be \
+                    read"
+                )
             }
             Self::TakenAway(directory) => {
                 write!(
@@ -269,13 +282,14 @@ impl fmt::Display for DeleteCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAll => f.write_str(
-                "a part of the store cannot be read, and may have descendants of the key: delete the keys or the namespace",
+                "blocks that descend from the key may lie in a part of the store that cannot be read: delete \
+                the keys or the namespace",
             ),
             Self::TooFew { in_use, all } => {
                 write!(
                     f,
-                    "{in_use} of {all} directories are in use, and deleted blocks could come back with the others: bring one \
-                     back, or replace it with an empty one (kvarts replace)"
+                    "only {in_use} of {all} directories are in use, so the others could bring deleted blocks \
+                    back: mount a missing directory again, or replace it with an empty one (kvarts replace)"
                 )
             }
             Self::Remote(cause) => f.write_str(cause),
@@ -393,8 +407,8 @@ impl fmt::Display for DirectoryCause {
             Self::Unusable(what) => f.write_str(what),
             Self::NotEmpty(at, name) => write!(
                 f,
-                "directory {at} is not empty ({name} is in it) and holds no store: use an empty directory, or, if this was \
-                 a store, run kvarts fsck --repair"
+                "directory {at} is not empty (it has {name}) and has no store: use an empty directory, or, \
+                if this was a store, run kvarts fsck --repair"
             ),
             Self::UnfinishedCopy(at) => write!(
                 f,
@@ -403,15 +417,18 @@ impl fmt::Display for DirectoryCause {
             ),
             Self::LostSuperblock(at, name) => write!(
                 f,
-                "directory {at} has lost its superblock ({name} is beside an empty one): run kvarts fsck --repair"
+                "directory {at} has no superblock any more ({name} exists, and the superblock is empty): run \
+                kvarts fsck --repair"
             ),
             Self::LostShard(at, shard) => write!(
                 f,
-                "directory {at} has lost the folder of shard {shard}: run kvarts fsck --repair, which makes it again, empty"
+                "directory {at} has no folder for shard {shard} any more: run kvarts fsck --repair, which \
+                creates an empty one"
             ),
             Self::OtherSettings(at, shard) => write!(
                 f,
-                "directory {at} has the empty folder {} of an attempt to make a store with other settings: remove it",
+                "directory {at} has the empty folder {} of an earlier attempt to create a store with other \
+                settings: remove the folder",
                 shard_name(*shard)
             ),
             Self::Superblock(at, unsound) => match &**unsound {
@@ -421,33 +438,38 @@ impl fmt::Display for DirectoryCause {
                 ),
                 PairUnsound::Both(first, second) => write!(
                     f,
-                    "directory {at}: no superblock slot is sound ({first}; {second}): run kvarts fsck"
+                    "directory {at}: neither superblock slot is valid ({first}; {second}): run kvarts fsck"
                 ),
             },
             Self::Extra(at) => {
                 write!(
                     f,
-                    "directory {at} is empty while others hold a store: mount the disk that belongs there; if that is lost, \
-                     `kvarts replace` takes this one in its place"
+                    "directory {at} is empty, and other directories have a store: mount the disk that \
+                    belongs there; if that disk is lost, `kvarts replace` puts this directory in its place"
                 )
             }
-            Self::Silent(at) => write!(f, "directory {at}: its disk does not answer"),
+            Self::Silent(at) => write!(f, "the disk of directory {at} does not respond"),
             Self::Replaced(at) => {
                 write!(f, "directory {at} was replaced: use the directory that replaced it")
             }
             Self::TooFew { found, all, first } => write!(
                 f,
-                "only {found} of the store's {all} directories can be used, and half of them are needed: otherwise deleted blocks could come back; {first}"
+                "only {found} of {all} directories of the store can be used. At least half are needed, \
+                because the others could bring deleted blocks back; {first}"
             ),
             Self::NotReplaced(at, why) => {
-                write!(f, "directory {at} cannot take the place of another one: {why}")
+                write!(f, "directory {at} cannot replace another one: {why}")
             }
             Self::Foreign { directory, store, first } => {
-                write!(f, "directory {directory} belongs to store {store}, the first to {first}")
+                write!(
+                    f,
+                    "directory {directory} belongs to store {store}, and the first directory to store \
+                    {first}"
+                )
             }
-            Self::Twice(at) => write!(f, "directory {at} is named twice, or is a copy of another"),
+            Self::Twice(at) => write!(f, "directory {at} was given twice, or is a copy of another one"),
             Self::Count { expected, given } => {
-                write!(f, "the store has {expected} directories, and {given} are named")
+                write!(f, "the store has {expected} directories, and {given} were given")
             }
         }
     }

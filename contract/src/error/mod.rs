@@ -203,14 +203,14 @@ fn too_many(what: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         ),
         // These name their own bound.
         _ if [" in ", " that ", " of "].iter().any(|word| what.contains(word)) => write!(f, "too many {what}"),
-        _ => write!(f, "too many {what} in one request"),
+        _ => write!(f, "the request has too many {what}"),
     }
 }
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NotHere(key) => write!(f, "block {key} is not here"),
+            Self::NotHere(key) => write!(f, "block {key} is not stored here"),
             Self::InFlight => f.write_str("another put of this block is under way: retry"),
             Self::Busy(what) => write!(f, "{what}: retry"),
             Self::Away(what) => write!(f, "no server answers at {what}: retry"),
@@ -221,54 +221,67 @@ impl fmt::Display for Reason {
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,
-                "this pin needs {wanted} bytes in all, and {limit} are allowed: end pins (`kvarts pin --list` shows them), or \
-                 raise `pin` of the tenant"
+                "the pins of the tenant would hold {wanted} bytes, and the limit is {limit}: end pins \
+                (`kvarts pin --list` shows them), or raise `pin` of the tenant"
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the tenant's or model's quota on disk is {limit} bytes, this put needs {wanted} in all, and no block can be \
-                 evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows them)"
+                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in \
+                all, and no block can be evicted now: raise `disk` of the tenant, delete blocks, or end pins \
+                (`kvarts pin --list` shows them)"
             ),
-            Self::NotAdmitted => {
-                f.write_str("not admitted: the endurance budget is used up, and the block was not put before")
-            }
+            Self::NotAdmitted => f.write_str(
+                "the put was not admitted: the daily budget of writes (store.endurance) is used \
+                    up, and the block was not put before",
+            ),
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
             Self::SpecMismatch => {
-                f.write_str("the identity has the fingerprint of another spec than the given one")
+                f.write_str("the fingerprint in the identity does not match the given spec")
             }
             Self::Identity(what) => write!(f, "identity refused: {what}"),
             Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
-            Self::Empty => f.write_str("the request names no block or no layer"),
+            Self::Empty => f.write_str("the request has no block or no layer"),
             Self::TooMany(what) => too_many(what, f),
             Self::Duplicate(key) => write!(f, "block {key} is twice in the request"),
             Self::OutOfOrder(key) => {
-                write!(f, "block {key} has another position in its chain than in the request")
+                write!(f, "block {key} has one position in the request and another one in its stored chain")
             }
             Self::Length { expected, found } => {
-                write!(f, "the memory has {found} bytes, and the shape needs {expected}")
+                write!(f, "the memory has {found} bytes, and the blocks need {expected} bytes")
             }
             Self::Overlap => f.write_str("two destinations share bytes"),
             Self::OutOfBounds => f.write_str("a source or destination is outside the memory of the request"),
-            Self::DeadlineInPast => f.write_str("the deadline had passed before the work began"),
+            Self::DeadlineInPast => f.write_str(
+                "the deadline of the request had passed before its work \
+                began",
+            ),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {
                 let place = place(*segment, *offset);
-                write!(f, "{place}: digest {found:08x} where {expected:08x} was written: served as a miss")
+                write!(
+                    f,
+                    "{place}: the digest of the bytes is {found:08x} instead of {expected:08x}; the \
+                    block is a miss"
+                )
             }
             Self::Header { segment, offset, what, .. } => {
-                write!(f, "{}: {what}: served as a miss", place(*segment, *offset))
+                write!(f, "{}: {what}; the block is a miss", place(*segment, *offset))
             }
             Self::Media(what) => write!(f, "the bytes could not be read: {what}"),
             Self::NotDeleted(what) => write!(f, "not deleted: {what}"),
             Self::Latched(what) => {
-                write!(f, "read-only after a fault: {what}: remove the cause, then resume or restart")
+                write!(
+                    f,
+                    "the store is read-only after a fault: {what}: remove the cause, then run `kvarts \
+                    resume` or restart"
+                )
             }
             Self::Directory(what) => what.fmt(f),
             Self::Config(what) => f.write_str(what),
-            Self::Locked(what) => write!(f, "{what}: stop it, or use another directory"),
+            Self::Locked(what) => write!(f, "{what}: stop that process, or use another directory"),
             Self::Newer { found } => {
                 write!(f, "the store has format version {found}, newer than this program: use a newer kvarts")
             }
@@ -342,7 +355,7 @@ pub fn broken_invariant(what: &str) {
 /// Where a record lies. No record lies where the header of its segment does: a client is not told where.
 fn place(segment: u32, offset: u64) -> String {
     match offset {
-        0 => "a block (the server's log has its place)".to_owned(),
+        0 => "a block (its place is in the server's log)".to_owned(),
         offset => format!("segment {segment} at {offset}"),
     }
 }

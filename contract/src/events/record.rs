@@ -177,7 +177,7 @@ pub fn replay(mut lines: impl BufRead) -> Result<Content, ReplayError> {
         let wrong = |what: &str| ReplayError::Line { line: number, what: what.to_owned() };
         match read {
             Line::None | Line::Torn => return Ok(content),
-            Line::TooLong => return Err(wrong("longer than any line of a recording")),
+            Line::TooLong => return Err(wrong("the line is longer than the limit")),
             Line::Whole => take_line(&mut content, &line).map_err(|what| wrong(&what))?,
         }
     }
@@ -206,16 +206,23 @@ fn take_line(content: &mut Content, line: &[u8]) -> Result<(), String> {
     let number = |name: &str| value.get(name).and_then(Value::as_u64);
     if let Some(version) = number("kvarts_events") {
         if version != RECORD_VERSION {
-            return Err(format!("version {version}, this program reads {RECORD_VERSION}"));
+            return Err(format!(
+                "the version is {version}, and this program reads only version \
+                {RECORD_VERSION}"
+            ));
         }
         let stream = text("stream").and_then(|hex| u64::from_str_radix(hex, 16).ok());
         let (Some(stream), Some(number)) = (stream, number("after")) else {
-            return Err("a beginning without stream and after".to_owned());
+            return Err("the first line lacks `stream` or `after`".to_owned());
         };
         *content = Content { sequence: Some(Sequence { stream, number }), blocks: BTreeSet::new() };
         return Ok(());
     }
-    let Some(known) = content.sequence else { return Err("an event before the beginning".to_owned()) };
+    let Some(known) = content.sequence else {
+        return Err("an event comes before the first line of the \
+        recording"
+            .to_owned());
+    };
     let subject = subject_of(&value)?;
     let word = text("event").ok_or("no event")?;
     if word == "present" {
@@ -228,7 +235,7 @@ fn take_line(content: &mut Content, line: &[u8]) -> Result<(), String> {
     let cause = text("reason").and_then(Cause::from_name).ok_or("unknown reason")?;
     let next = number("number").ok_or("no number")?;
     if known.number.checked_add(1) != Some(next) {
-        return Err(format!("event {next} after event {}: some are missing", known.number));
+        return Err(format!("event {next} follows event {}: events between them are missing", known.number));
     }
     let sequence = Sequence { number: next, ..known };
     let at_ms = number("at_ms").ok_or("no at_ms")?;
@@ -238,10 +245,12 @@ fn take_line(content: &mut Content, line: &[u8]) -> Result<(), String> {
 
 fn subject_of(value: &Value) -> Result<Subject, String> {
     let text = |name: &str| value.get(name).and_then(Value::as_str);
-    let namespace: NamespaceId =
-        text("namespace").and_then(|text| text.parse().ok()).ok_or("no namespace of 64 digits")?;
+    let namespace: NamespaceId = text("namespace").and_then(|text| text.parse().ok()).ok_or(
+        "the namespace is not a number of 64 \
+            hexadecimal digits",
+    )?;
     let Some(key) = text("key") else { return Ok(Subject::Namespace(namespace)) };
-    let key: BlockKey = key.parse().map_err(|_| "a key that is not of 64 digits")?;
+    let key: BlockKey = key.parse().map_err(|_| "a key is not a number of 64 hexadecimal digits")?;
     let group = value.get("group").and_then(Value::as_u64).and_then(|group| u32::try_from(group).ok());
     let group = Group(group.ok_or("no group")?);
     let coordinate = text("coordinate").and_then(parse_coordinate).ok_or("no coordinate")?;

@@ -35,7 +35,7 @@ impl std::error::Error for DeepError {}
 
 fn failed(error: &io::Error) -> DeepError {
     DeepError(format!(
-        "a temporary file for the comparison failed: {error}: give more --memory-mib, or set TMPDIR"
+        "a temporary file for the comparison of blocks failed: {error}: raise --memory-mib, or set TMPDIR"
     ))
 }
 
@@ -273,7 +273,7 @@ impl Group {
             _ => {
                 if let Some((.., first)) = self.last {
                     let finding = Finding::at(findings::SEQUENCE_REPEATED, at.place());
-                    let other = format!("also in segment {} at {}", first.segment, first.offset);
+                    let other = format!("another copy is in segment {} at {}", first.segment, first.offset);
                     into.take(finding.found(other));
                 }
                 self.last = Some((origin, content, at));
@@ -288,8 +288,10 @@ impl Group {
                 (true, false) => findings::ORIGIN_CONTENT_DIFFERS,
                 (false, _) => findings::SUPERSEDED_COPY,
             };
-            let other =
-                format!("also in shard {} segment {} at {}", first.shard, first.segment, first.offset);
+            let other = format!(
+                "another copy is in shard {} segment {} at {}",
+                first.shard, first.segment, first.offset
+            );
             into.take(Finding::at(label, at.place()).found(other));
         }
         match &mut self.shards {

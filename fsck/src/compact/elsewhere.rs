@@ -48,7 +48,8 @@ impl Target {
             || each > MAX_SHARDS_PER_DIRECTORY
         {
             return Err(Refusal::Cannot(format!(
-                "{} shards do not spread over {directories} directories: each takes 1 to {MAX_SHARDS_PER_DIRECTORY}",
+                "the store has {} shards, which cannot be divided among {directories} directories: each \
+                directory takes 1 to {MAX_SHARDS_PER_DIRECTORY} shards",
                 self.shards
             )));
         }
@@ -76,7 +77,7 @@ pub fn elsewhere(
     if let Some(segment) = stays {
         let path = super::inventory::path(store, segment);
         return Err(Refusal::Cannot(format!(
-            "{path} has records that this program cannot rewrite: use a newer one"
+            "{path} has records that this program cannot rewrite: use a newer kvarts"
         )));
     }
     let plan = Plan::everything(&inventory, options, segment_bytes);

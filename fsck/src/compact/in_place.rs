@@ -106,7 +106,8 @@ impl<'a> Work<'a> {
         let mut shards = Vec::new();
         for (at, (shard, state)) in store.shards.iter().zip(&inventory.shards).enumerate() {
             let place = places.get(shard.directory);
-            let place = place.ok_or_else(|| Refusal::Cannot("a directory was not given".to_owned()))?;
+            let place =
+                place.ok_or_else(|| Refusal::Cannot("a directory of the store was not given".to_owned()))?;
             let files = inventory.segments.iter().filter(|one| one.shard == at).map(|one| one.number);
             let last = files.chain(state.known.segments.keys().copied()).max();
             let next = last.map_or(0, |last| last.saturating_add(1));

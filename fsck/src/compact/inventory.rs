@@ -247,7 +247,7 @@ impl Inventory {
                                 store,
                                 &segment,
                                 entry,
-                                "a tombstone without its namespace",
+                                "a tombstone lacks the definition of its namespace",
                             ));
                         };
                         state.graves.bury(*name, tombstone);
@@ -292,7 +292,7 @@ impl Inventory {
                             catalogue.store,
                             &segment,
                             &entry,
-                            "a record without its namespace",
+                            "a record lacks the definition of its namespace",
                         ));
                     };
                     movable &= is_movable(blocks);
@@ -395,12 +395,12 @@ impl Inventory {
         let identity = definition(catalogue.store, segment, entry)?;
         let named = Identity::decode(&identity.canonical).map_err(|_| clash("an invalid identity"))?;
         let spec_entry =
-            specs.get(&named.spec_fingerprint.0).ok_or_else(|| clash("an identity without its spec"))?;
+            specs.get(&named.spec_fingerprint.0).ok_or_else(|| clash("an identity lacks its spec"))?;
         let spec = definition(catalogue.store, segment, spec_entry)?;
-        let geometry =
-            Geometry::decode_canonical(&spec.canonical).map_err(|_| clash("a spec that is none"))?;
+        let geometry = Geometry::decode_canonical(&spec.canonical)
+            .map_err(|_| clash("the text of a spec is not valid"))?;
         if identity.id != id || geometry.fingerprint().0 != spec.id {
-            return Err(clash("a definition that contradicts itself"));
+            return Err(clash("a definition contradicts itself"));
         }
         let at = self.spaces.len() as u32;
         self.spaces.push(Space {
@@ -532,7 +532,7 @@ type Listed = (Vec<Entry>, bool, Vec<(u64, u64)>);
 fn listed(store: &Store, segment: &Segment, state: Option<&ShardState>) -> Result<Listed, Refusal> {
     let clash = |why: String| Refusal::Damaged(format!("{}: {why}", path(store, segment)));
     let (Some(shard), Some(disk)) = (store.shards.get(segment.shard), disk_of(store, segment)) else {
-        return Err(clash("its directory is gone".to_owned()));
+        return Err(clash("the directory of the record was removed".to_owned()));
     };
     let subject = crate::check::Subject {
         keyring: &store.keyring,
@@ -566,8 +566,8 @@ pub(super) fn disk_of<'a>(store: &'a Store, segment: &Segment) -> Option<&'a Arc
 /// A definition, from its record: a footer has only its id.
 fn definition(store: &Store, segment: &Segment, entry: &Entry) -> Result<Definition, Refusal> {
     let clash = |what| damaged_at(store, segment, entry, what);
-    let disk = disk_of(store, segment).ok_or_else(|| clash("a directory that is gone"))?;
-    let file = disk.open(&path(store, segment)).map_err(|_| clash("a file that cannot be opened"))?;
+    let disk = disk_of(store, segment).ok_or_else(|| clash("a directory was removed"))?;
+    let file = disk.open(&path(store, segment)).map_err(|_| clash("a file cannot be opened"))?;
     let tally = Tally::default();
     let mut window = Window::new(&*file, store.keyring.segment_bytes, &tally);
     window.read_ahead(false);
@@ -576,7 +576,7 @@ fn definition(store: &Store, segment: &Segment, entry: &Entry) -> Result<Definit
     let bytes = window.bytes(entry.offset, (entry.header_bytes as usize).max(PAGE));
     match record::open(bytes, &position, &store.keyring.secret).and_then(|record| record.body()) {
         Ok(Body::Identity(definition) | Body::Spec(definition)) => Ok(definition),
-        _ => Err(clash("a definition that cannot be read")),
+        _ => Err(clash("a definition cannot be read")),
     }
 }
 
@@ -610,7 +610,10 @@ fn from_checkpoint(store: &Store, directory: usize, shard: u32, known: Known) ->
     let seen = read_slot(&*directory.disk, &store.keyring, (shard, slot), &Tally::default(), &mut take);
     if lost || !matches!(seen, crate::checkpoint::Slot::Whole(_)) {
         let path = crate::checkpoint::path(shard, slot);
-        return Err(Refusal::Damaged(format!("{}/{path} cannot be read again", directory.disk.name())));
+        return Err(Refusal::Damaged(format!(
+            "{}/{path} could not be read a second time",
+            directory.disk.name()
+        )));
     }
     state.next_sequence = state.next_sequence.max(header.next_sequence);
     state.known = known;

@@ -48,12 +48,14 @@ impl fmt::Display for Refusal {
             Self::Damaged(what) => {
                 write!(
                     f,
-                    "stopped at damage ({what}): nothing is lost by it; run `kvarts fsck --repair`, then go on"
+                    "the compaction stopped at damage ({what}): no block is lost by it; run `kvarts fsck \
+                    --repair`, then continue"
                 )
             }
             Self::NoRoom(directory, free, needed) => write!(
                 f,
-                "{directory} has room for {free} more bytes and {needed} are needed: free some, raise --room-mib, or use --to"
+                "{directory} has {free} bytes free, and {needed} are needed: free some, raise --room-mib, or \
+                use --to"
             ),
             Self::Cannot(what) => write!(f, "{what}"),
             Self::Io(error) => write!(f, "{error}"),
@@ -75,7 +77,7 @@ pub fn refuse_unsound(store: Option<&Store>, findings: &Findings) -> Result<(), 
     if findings.times(CHECKPOINT_NEWER.name) > 0 {
         let first = findings.notes.iter().find(is_newer).map(|finding| place_of(store, finding));
         return Err(Refusal::Cannot(format!(
-            "nothing was written: {} is of a newer version: use a newer kvarts",
+            "nothing was written: {} is from a newer version: use a newer kvarts",
             first.unwrap_or_else(|| "a checkpoint".to_owned())
         )));
     }
@@ -87,7 +89,7 @@ pub fn refuse_unsound(store: Option<&Store>, findings: &Findings) -> Result<(), 
     };
     let more = match findings.problem_count.saturating_sub(1) {
         0 => String::new(),
-        more => format!(", and {more} more"),
+        more => format!(", and {more} others"),
     };
     let what = format!("{}: {}{more}", first.label.name, place_of(store, first));
     let remedies = || findings.problems.iter().map(|one| remedy(one.label.name));

@@ -63,7 +63,7 @@ pub(super) struct Sink {
 }
 
 fn encoding(error: kvarts_layout::format::EncodeError) -> Refusal {
-    Refusal::Cannot(format!("a structure that cannot be written: {error}"))
+    Refusal::Cannot(format!("a structure cannot be written: {error}"))
 }
 
 fn footer_share(body: &Body) -> u64 {
@@ -151,7 +151,7 @@ impl Sink {
     /// Appends a record.
     pub(super) fn write(&mut self, spaces: &[Space], mut made: Made) -> Result<(), Refusal> {
         let space = spaces.get(made.space as usize);
-        let space = space.ok_or_else(|| Refusal::Cannot("a record of no namespace".to_owned()))?;
+        let space = space.ok_or_else(|| Refusal::Cannot("a record has no namespace".to_owned()))?;
         let local = made.space.saturating_add(1);
         (made.blocks.namespace, made.blocks.spec) = (local, local);
         let body = Body::Blocks(made.blocks);
@@ -175,13 +175,13 @@ impl Sink {
                 self.seal()?;
             }
         }
-        Err(Refusal::Cannot("a record longer than a segment".to_owned()))
+        Err(Refusal::Cannot("a record is longer than a segment".to_owned()))
     }
 
     fn begin(&mut self) -> Result<(), Refusal> {
         let number = self.next_number;
         self.next_number =
-            number.checked_add(1).ok_or_else(|| Refusal::Cannot("no segment number is left".to_owned()))?;
+            number.checked_add(1).ok_or_else(|| Refusal::Cannot("no segment number is free".to_owned()))?;
         let folder = shard_name(self.shard);
         let path = format!("{folder}/{}", segment_name(number));
         let header = SegmentHeader {
@@ -278,7 +278,7 @@ impl Sink {
         let trailer = Trailer {
             footer_offset: open.next,
             footer_tag: footer::tag_of(&image)
-                .ok_or_else(|| Refusal::Cannot("a footer without a tag".to_owned()))?,
+                .ok_or_else(|| Refusal::Cannot("a footer has no tag".to_owned()))?,
             footer_bytes: u32::try_from(image.len()).unwrap_or(u32::MAX),
             record_count: count,
             first_sequence: first,

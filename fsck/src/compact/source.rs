@@ -83,7 +83,7 @@ impl<'a> Reader<'a> {
         let whole =
             u64::from(held.header_bytes).saturating_add(held.payload_bytes.next_multiple_of(PAGE_BYTES));
         let len = if has_payload { whole } else { u64::from(held.header_bytes) };
-        let len = usize::try_from(len).map_err(|_| self.damaged(held, "a record too long"))?;
+        let len = usize::try_from(len).map_err(|_| self.damaged(held, "a record is too long"))?;
         let segment = self.inventory.segments.get(held.segment as usize);
         let segment = segment.ok_or_else(|| self.damaged(held, "no segment"))?;
         if self.open.as_ref().is_none_or(|(number, _)| *number != held.segment) {
@@ -109,25 +109,34 @@ impl<'a> Reader<'a> {
             .map_err(|unsound| self.damaged(held, &unsound.to_string()))?;
         let digests: Vec<u32> = opened.digests().collect();
         let Ok(Body::Blocks(blocks)) = opened.body() else {
-            return Err(self.damaged(held, "not the record that the footer lists"));
+            return Err(self.damaged(held, "the record is not the one that the footer lists"));
         };
         let space = self.inventory.spaces.get(held.space as usize);
         let shape = space.and_then(|space| space.shape(blocks.group, blocks.coordinate));
         let layout = layout_from_code(blocks.layout).zip(shape).and_then(|(layout, shape)| {
             RunLayout::new(layout, blocks.layout_version, &shape, held.blocks).ok()
         });
-        let layout = layout.ok_or_else(|| self.damaged(held, "a record of no known shape"))?;
+        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record is unknown"))?;
         let stored = match Encoding::from_code(blocks.encoding) {
             None => None,
             Some(encoding) => {
                 let places = StoredPlaces::new(&layout, &blocks.stored_lengths);
-                Some((encoding, places.ok_or_else(|| self.damaged(held, "stored lengths that do not fit"))?))
+                Some((
+                    encoding,
+                    places.ok_or_else(|| {
+                        self.damaged(
+                            held,
+                            "the stored lengths do not match the \
+                    record",
+                        )
+                    })?,
+                ))
             }
         };
         let expected = stored.as_ref().map_or(layout.payload_bytes(), |(_, places)| places.payload_bytes());
         let chunks = (held.blocks as usize).saturating_mul(layout.chunk_count() as usize);
         if expected != held.payload_bytes || digests.len() != chunks {
-            return Err(self.damaged(held, "a payload of another length than its blocks"));
+            return Err(self.damaged(held, "the length of a payload does not match its blocks"));
         }
         let payload_at = held.header_bytes as usize;
         Ok(Read { has_payload, blocks, digests, layout, stored, bytes, payload_at })
@@ -150,7 +159,7 @@ impl<'a> Reader<'a> {
             }
             Some((encoding, places)) => {
                 let stored = places.chunk(block, part).and_then(|span| payload(read, span));
-                let stored = stored.ok_or_else(|| self.damaged(held, "a chunk outside its payload"))?;
+                let stored = stored.ok_or_else(|| self.damaged(held, "a chunk lies outside its payload"))?;
                 decoded.clear();
                 decoded.resize(usize::try_from(place.bytes).unwrap_or(0), 0);
                 let done = self.codec.decode(*encoding, stored, decoded);
@@ -158,11 +167,11 @@ impl<'a> Reader<'a> {
                 Some(decoded.as_slice())
             }
         };
-        let raw = raw.ok_or_else(|| self.damaged(held, "a chunk outside its payload"))?;
+        let raw = raw.ok_or_else(|| self.damaged(held, "a chunk lies outside its payload"))?;
         let number = (block as usize).saturating_mul(read.layout.chunk_count() as usize);
         let digest = read.digests.get(number.saturating_add(part as usize)).copied().unwrap_or_default();
         if crc32fast::hash(raw) != digest {
-            return Err(self.damaged(held, "a chunk that does not match its digest"));
+            return Err(self.damaged(held, "a chunk does not match its digest"));
         }
         Ok((raw, digest))
     }
@@ -192,7 +201,7 @@ impl<'a> Reader<'a> {
     pub(super) fn make(&mut self, plan: &Plan, group: &Group) -> Result<Made, Refusal> {
         let pieces = plan.pieces.get(group.clone()).unwrap_or_default();
         let Some((first, held)) = pieces.first().and_then(|piece| Some((piece, self.held(piece)?))) else {
-            return Err(Refusal::Cannot("a group without pieces".to_owned()));
+            return Err(Refusal::Cannot("a group has no pieces".to_owned()));
         };
         let count: u32 = pieces.iter().map(|piece| piece.count).sum();
         let inventory = self.inventory;
@@ -201,13 +210,13 @@ impl<'a> Reader<'a> {
         let shape = inventory.spaces.get(held.space as usize);
         let shape = shape.and_then(|space| space.shape(held.group, held.coordinate));
         let layout = shape.and_then(|shape| RunLayout::new(target, LAYOUT_VERSION, &shape, count).ok());
-        let layout = layout.ok_or_else(|| self.damaged(held, "a record of no known shape"))?;
+        let layout = layout.ok_or_else(|| self.damaged(held, "the shape of a record is unknown"))?;
         let image_bytes = usize::try_from(layout.image_bytes()).unwrap_or(0);
         let (mut image, mut head, mut digests) = (vec![0u8; image_bytes], None, Vec::new());
         let sizes_only = self.options.dry_run && self.stay_raw(pieces);
         let (mut names, mut last_used_s, mut created_ms, mut encoding) = (Vec::new(), 0, u64::MAX, None);
         for piece in pieces {
-            let held = self.held(piece).ok_or_else(|| Refusal::Cannot("a piece of nothing".to_owned()))?;
+            let held = self.held(piece).ok_or_else(|| Refusal::Cannot("a piece is empty".to_owned()))?;
             let read = self.read(held, !sizes_only)?;
             self.copy(held, piece, &read, (&layout, &mut image), (&mut names, &mut digests))?;
             (last_used_s, created_ms) =
@@ -217,7 +226,7 @@ impl<'a> Reader<'a> {
             self.spare = bytes;
             head.get_or_insert(blocks);
         }
-        let head = head.ok_or_else(|| Refusal::Cannot("a group without pieces".to_owned()))?;
+        let head = head.ok_or_else(|| Refusal::Cannot("a group has no pieces".to_owned()))?;
         let mut blocks = heading(&head, first, held);
         blocks.blocks = names;
         blocks.created_ms = created_ms;
@@ -263,7 +272,13 @@ impl<'a> Reader<'a> {
         for block in (piece.from..piece.to).filter(|block| self.inventory.is_live(held, *block)) {
             let to = names.len() as u64;
             let name = read.blocks.blocks.get(block as usize);
-            names.push(*name.ok_or_else(|| self.damaged(held, "fewer blocks than the footer lists"))?);
+            names.push(*name.ok_or_else(|| {
+                self.damaged(
+                    held,
+                    "the record has fewer blocks than the footer \
+                lists",
+                )
+            })?);
             if !read.has_payload {
                 let each = read.layout.chunk_count() as usize;
                 let here = (block as usize).saturating_mul(each);
@@ -276,7 +291,7 @@ impl<'a> Reader<'a> {
                 let at = place.offset.saturating_add(place.step.saturating_mul(to));
                 let at = usize::try_from(at).unwrap_or(usize::MAX);
                 let Some(into) = image.get_mut(at..at.saturating_add(raw.len())) else {
-                    return Err(self.damaged(held, "a chunk longer than its place"));
+                    return Err(self.damaged(held, "a chunk is longer than its place"));
                 };
                 into.copy_from_slice(raw);
                 digests.push(digest);
@@ -322,7 +337,7 @@ impl<'a> Reader<'a> {
             }
         };
         if done.is_none() {
-            return Err(Refusal::Cannot("a record that cannot be compressed".to_owned()));
+            return Err(Refusal::Cannot("a record cannot be compressed".to_owned()));
         }
         let stored = (out.len() as u64).next_multiple_of(PAGE_BYTES);
         if known.is_none() && !pays(layout.image_bytes(), stored) {

@@ -100,9 +100,12 @@ impl Leftover {
         }
         match other {
             None => Ok(left),
-            Some(name) if left.mark.is_some() => {
-                Err(not_empty(disk, &name, "it does not belong to the interrupted copy; move it away first"))
-            }
+            Some(name) if left.mark.is_some() => Err(not_empty(
+                disk,
+                &name,
+                "the file does not belong to the interrupted copy; move it away \
+                    first",
+            )),
             Some(name) => Err(not_empty(disk, &name, "use an empty directory")),
         }
     }
@@ -142,8 +145,7 @@ pub(super) fn begin(
         writer.sync_folder("")?;
     }
     let text = format!(
-        "{store}\n`kvarts compact --to` was writing a store here and has not finished: run it again, or delete this \
-         directory.\n"
+        "{store}\n`kvarts compact --to` was creating a store here and did not finish: run it again, or delete this directory.\n"
     );
     for (_, writer) in directories {
         writer.write_at(UNFINISHED_COPY, 0, text.as_bytes())?;

@@ -122,7 +122,7 @@ impl Disk for RealDisk {
         let file = OpenOptions::new().read(true).custom_flags(flags(plain)).open(&path)?;
         let facts = file.metadata()?;
         if !facts.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a plain file"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the path is not a regular file"));
         }
         let direct = if self.direct {
             let past_cache = flags(plain | OFlags::DIRECT);
@@ -202,7 +202,7 @@ impl RealWriter {
         let options = flags(OFlags::NOFOLLOW | OFlags::NONBLOCK);
         let path = root.join(LOCK);
         if path.symlink_metadata().is_ok_and(|facts| !facts.is_file()) {
-            return Err(io::Error::other("its lock is no plain file: remove it").into());
+            return Err(io::Error::other("the lock file is not a regular file: remove it").into());
         }
         let made =
             OpenOptions::new().write(true).create(true).truncate(false).custom_flags(options).open(path);

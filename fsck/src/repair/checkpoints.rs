@@ -36,7 +36,7 @@ pub(super) fn fix(
         let mut unread = found.problems.iter().filter(|finding| not_read.contains(&finding.label)).peekable();
         if unread.peek().is_some() {
             for slot in unread.filter_map(|finding| slot_of(finding.file.as_deref()?)) {
-                let why = "it cannot be read now: no checkpoint is written until it can";
+                let why = "it cannot be read now: no checkpoint is written until it can be read";
                 site.cannot(log, &path(shard.number, slot), why);
             }
             continue;
@@ -100,7 +100,7 @@ fn rebuild(
         shard.segments.binary_search(&segment).is_ok() && !moved.contains(&(shard.number, segment))
     };
     let file = path(shard.number, slot);
-    let what = "a checkpoint is written with the proven state".to_owned();
+    let what = "a checkpoint with the verified state is written".to_owned();
     site.act(log, (&file, what), |writer| {
         let mut images = CheckpointWriter::new(&header, &store.keyring.secret);
         let first = images.header().map_err(io::Error::other)?;
@@ -119,7 +119,10 @@ fn rebuild(
                 failed = failed.take().or(written.err());
             });
             if !matches!(seen, Slot::Whole(_)) {
-                return Err(io::Error::other("the valid checkpoint cannot be read again"));
+                return Err(io::Error::other(
+                    "the checkpoint was valid at first, and a second read of it \
+                    failed: check the disk, then run the repair again",
+                ));
             }
         }
         if let Some(error) = failed {

@@ -27,7 +27,7 @@ pub(super) fn set_aside(site: &Site, path: &str, why: &str, log: &mut Vec<Action
                 Ok(()) => return settle(writer, path),
             }
         }
-        Err(io::Error::other("too many files of this name are there"))
+        Err(io::Error::other("too many files of this name are in the folder"))
     })
 }
 
@@ -57,7 +57,7 @@ pub(super) fn odd_names(sites: &[Site], log: &mut Vec<Action>) {
                     (Some(FileName::Segment(_) | FileName::Checkpoint(_)), NodeKind::File, false) => {}
                     (Some(FileName::Shard(_) | FileName::Superblock), _, true)
                     | (Some(FileName::Segment(_) | FileName::Checkpoint(_)), _, false) => {
-                        odd.push((path, "it is no plain file"));
+                        odd.push((path, "it is not a regular file"));
                     }
                     _ => {}
                 }

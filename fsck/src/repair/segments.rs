@@ -81,7 +81,8 @@ impl Case<'_> {
         };
         if first.findings.times(findings::MEDIA_ERROR.name) > 0 {
             // What cannot be read now may be read tomorrow, or from the device's copy: it stays listed.
-            let why = "the device refuses pages of it: copy the store to a good device and repair it there";
+            let why = "reads of some pages fail on the device: copy the store to another device and repair \
+                it there";
             self.site.cannot(log, &path, why);
             return None;
         }
@@ -144,7 +145,7 @@ impl Case<'_> {
                 continue;
             }
             let what =
-                format!("the definition at {} is written from its copy in another segment", entry.offset);
+                format!("the definition at {} is restored from its copy in another segment", entry.offset);
             wrote |= self.write(log, what, &[(entry.offset, image)]);
         }
         wrote
@@ -187,7 +188,8 @@ impl Case<'_> {
             }
             if verified.entwined > 0 {
                 let why = format!(
-                    "{} damaged blocks of the record at {} share all of their pages with sound ones and cannot be removed alone: reads of them are misses until they are put again",
+                    "{} damaged blocks of the record at {} share all of their pages with intact blocks and \
+                    cannot be removed alone: reads of them are misses until they are put again",
                     verified.entwined, met.offset
                 );
                 self.site.cannot(log, &path, &why);
@@ -196,7 +198,7 @@ impl Case<'_> {
             if apart == 0 {
                 continue;
             }
-            let what = format!("{apart} damaged blocks of the record at {} are taken out", met.offset);
+            let what = format!("{apart} damaged blocks of the record at {} are removed", met.offset);
             self.site.act(log, (&path, what), |writer| {
                 verified.apart.iter().try_for_each(|(at, len)| self.punch(writer, *at, *len))?;
                 writer.sync(&path)
@@ -218,7 +220,8 @@ impl Case<'_> {
         }
         writer.write_at(&path, at, before.bytes())?;
         writer.sync(&path)?;
-        let why = "the file system cannot punch single pages: the damaged blocks stay, and every read of them is a miss";
+        let why = "the file system cannot punch single pages: the damaged blocks stay, and every read of \
+            them is a miss";
         Err(io::Error::other(why))
     }
 
@@ -229,7 +232,7 @@ impl Case<'_> {
         match &report.outcome {
             Outcome::Quarantined => self.set_aside(report, log),
             Outcome::Walked { scanned, .. } if !scanned.is_worth_sealing() && header.is_none() => {
-                let why = "none of its pages proves that it is a segment of this store";
+                let why = "no page of the file belongs to a segment of this store";
                 quarantine::set_aside(self.site, &self.path(), why, log)
             }
             Outcome::Walked { scanned, .. } => {
@@ -275,7 +278,7 @@ impl Case<'_> {
     fn set_aside(&self, report: &SegmentReport, log: &mut Vec<Action>) -> bool {
         let newer = ["segment-newer", "trailer-newer"];
         if newer.iter().any(|label| report.findings.times(label) > 0) {
-            self.site.cannot(log, &self.path(), "a newer program wrote it: repair it with that one");
+            self.site.cannot(log, &self.path(), "a newer program wrote it: repair it with that program");
             return false;
         }
         quarantine::set_aside(self.site, &self.path(), "it belongs to another store", log)
@@ -324,16 +327,17 @@ impl Case<'_> {
             let at = below.unwrap_or(last);
             if at < seal.log_end {
                 return Err(
-                    "there is no room for a footer: its store recovers it by a scan at each start".to_owned()
+                    "the segment has no space for a footer: the store scans the segment at each start"
+                        .to_owned(),
                 );
             }
             let image = footer.encode(&position.at(at), &keyring.secret).map_err(|e| e.to_string())?;
-            let tag = footer::tag_of(&image).ok_or("a footer without a tag")?;
+            let tag = footer::tag_of(&image).ok_or("a footer has no tag")?;
             let sequence = |entry: Option<&Entry>| entry.map_or(0, |entry| entry.sequence);
             let trailer = Trailer {
                 footer_offset: at,
                 footer_tag: tag,
-                footer_bytes: u32::try_from(len).map_err(|_| "a footer of 4 GiB")?,
+                footer_bytes: u32::try_from(len).map_err(|_| "a footer is larger than 4 GiB")?,
                 record_count: u32::try_from(footer.records.len()).map_err(|_| "too many records")?,
                 first_sequence: sequence(footer.records.first()),
                 last_sequence: sequence(footer.records.last()),
@@ -346,7 +350,7 @@ impl Case<'_> {
         };
         match images() {
             Ok((at, image, trailer)) => {
-                let what = format!("is sealed again with the {} records that count", seal.entries.len());
+                let what = format!("is sealed again with its {} valid records", seal.entries.len());
                 self.write(log, what, &[(at, image), (keyring.trailer_at(), trailer)]);
             }
             Err(why) => self.site.cannot(log, &self.path(), &why),

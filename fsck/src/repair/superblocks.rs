@@ -16,7 +16,12 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
             Some(chosen) => match &chosen.other {
                 Ok(_) => {}
                 Err(Unsound::Newer { .. }) => {
-                    site.cannot(log, SUPERBLOCK, "one slot is of a newer program: repair it with that one");
+                    site.cannot(
+                        log,
+                        SUPERBLOCK,
+                        "one slot is from a newer program: repair it with that \
+                        program",
+                    );
                 }
                 Err(_) => {
                     let slot = 1 - chosen.slot.min(1);
@@ -29,7 +34,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
                     None => site.cannot(
                         log,
                         SUPERBLOCK,
-                        "the present shards do not identify this directory: give all directories",
+                        "the shards in this directory do not identify it: give all directories",
                     ),
                 }
             }
@@ -39,7 +44,7 @@ pub(super) fn fix(sites: &[Site], store: &Store, knowledge: &Knowledge, log: &mu
     for shard in store.shards.iter().filter(|shard| !shard.is_there) {
         let Some(site) = sites.get(shard.directory) else { continue };
         let folder = kvarts_layout::format::names::shard_name(shard.number);
-        site.act(log, (&folder, "the shard's folder is made again, empty".to_owned()), |writer| {
+        site.act(log, (&folder, "an empty folder for the shard is created".to_owned()), |writer| {
             writer.make_folder(&folder)?;
             writer.sync_folder("")
         });

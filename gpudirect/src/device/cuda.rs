@@ -60,7 +60,7 @@ const BUSY: &CStr = ptx(concat!(include_str!("../kernels/busy.ptx"), "\0"));
 const fn ptx(text: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(text.as_bytes()) {
         Ok(text) => text,
-        Err(_) => panic!("a zero inside the PTX"),
+        Err(_) => panic!("the PTX code has a zero byte"),
     }
 }
 
@@ -146,12 +146,15 @@ impl Drop for Busy {
 pub fn shown() -> Result<(), String> {
     const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/dxg"];
     if std::env::var_os("CUDA_VISIBLE_DEVICES").is_some_and(|devices| devices.is_empty()) {
-        return Err("CUDA_VISIBLE_DEVICES hides all devices".to_owned());
+        return Err("all devices are hidden by CUDA_VISIBLE_DEVICES".to_owned());
     }
     let is_there = |path: &&str| rustix::fs::access(*path, rustix::fs::Access::EXISTS).is_ok();
     match FILES.iter().any(is_there) {
         true => Ok(()),
-        false => Err(format!("no driver of a CUDA device is loaded: there is no {}", FILES.join(" and no "))),
+        false => Err(format!(
+            "the driver of CUDA devices is not loaded: {} does not exist",
+            FILES.join(" and no ")
+        )),
     }
 }
 
@@ -166,7 +169,7 @@ impl Cuda {
         let count = count()?;
         if ordinal >= count {
             return Err(DeviceError::Absent(format!(
-                "there is no device cuda:{ordinal}: the machine has {count}"
+                "the device cuda:{ordinal} does not exist: the number of devices is {count}"
             )));
         }
         let context = Context::retain(ordinal)?;
@@ -175,20 +178,20 @@ impl Cuda {
         if context.has_batch() {
             methods.push(Method::Batch);
         } else {
-            notes.push("the driver has no cuMemcpyBatchAsync (12.8 has)".to_owned());
+            notes.push("the driver lacks cuMemcpyBatchAsync (it needs 12.8 or newer)".to_owned());
         }
         let load = |name| Kernel::load(&context, DIGESTS, name);
         let both = || Ok(DigestKernels { few: load(c"kvarts_crc32")?, many: load(c"kvarts_crc32_many")? });
         let digests = match both() {
             Ok(kernels) => Some(kernels),
             Err::<_, String>(why) => {
-                notes.push(format!("no digests on the device: {why}"));
+                notes.push(format!("the device cannot compute digests: {why}"));
                 None
             }
         };
         let slots = Kernel::load(&context, SLOTS, c"kvarts_slots");
         if let Err(why) = &slots {
-            notes.push(format!("no kernel for slots: {why}"));
+            notes.push(format!("the kernel for slots could not be loaded: {why}"));
         }
         let kernel = match Kernel::load(&context, GATHER, c"kvarts_gather") {
             Ok(kernel) => {
@@ -196,7 +199,7 @@ impl Cuda {
                 Some(kernel)
             }
             Err(why) => {
-                notes.push(format!("no gather kernel: {why}"));
+                notes.push(format!("the kernel for gathering could not be loaded: {why}"));
                 None
             }
         };
@@ -458,7 +461,7 @@ impl Device for Cuda {
         if !self.0.context.answers_always(why) {
             return error;
         }
-        self.declare_lost(&format!("{call}, and every other call: {why}"));
+        self.declare_lost(&format!("{call} failed, and so does every other call: {why}"));
         self.alive().err().unwrap_or(error)
     }
 

@@ -430,7 +430,9 @@ impl Device for Emulated {
             kind: "emulated".to_owned(),
             name: format!("host memory, {} MB/s", self.0.model.bytes_per_second / 1_000_000),
             memory_bytes: Some(self.0.model.memory_bytes),
-            notes: vec!["an emulated device: its times are a model's, no device was measured".to_owned()],
+            notes: vec![
+                "an emulated device: its times come from a model, and no device was measured".to_owned(),
+            ],
         }
     }
 

@@ -26,7 +26,7 @@ impl FromStr for DeviceName {
         match (name, name.strip_prefix("cuda:").map(str::parse)) {
             ("emulated", _) => Ok(Self::Emulated),
             (_, Some(Ok(ordinal))) => Ok(Self::Cuda(ordinal)),
-            _ => Err(format!("unknown device {name:?}; there are emulated and cuda:0, cuda:1, ...")),
+            _ => Err(format!("the device {name:?} does not exist: use emulated, or cuda:0, cuda:1, ...")),
         }
     }
 }

@@ -125,7 +125,7 @@ impl Lane {
         let segment_bytes = ring_bytes / SEGMENTS / ALIGN * ALIGN;
         if segment_bytes == 0 {
             return Err(LandError::Request(format!(
-                "a ring of {ring_bytes} bytes: it has {SEGMENTS} segments"
+                "the ring has {ring_bytes} bytes, which is too small for its {SEGMENTS} segments"
             )));
         }
         let ring = [device.allocate(segment_bytes * SEGMENTS)?];
@@ -416,14 +416,18 @@ impl Lane {
                 let sent = events.send(Asked { event, ends_layer: true }).is_ok();
                 // Where the thread that follows has ended with a failure, or ends with one in this moment, it may not have seen this one.
                 let failed = lock(&self.failed).clone();
-                let gone = || DeviceError::Lost("no thread follows the device".to_owned());
+                let gone = || DeviceError::Lost("the thread that waits for the device has ended".to_owned());
                 if let Some(error) = failed.or_else(|| (!sent).then(gone)) {
                     give_up(&self.kept, &error);
                 }
             }
             (end, _) => {
                 keep_for_good(keeps);
-                let error = end.err().unwrap_or(DeviceError::Lost("no thread follows the device".to_owned()));
+                let error = end.err().unwrap_or(DeviceError::Lost(
+                    "the thread that waits for the device has \
+                    ended"
+                        .to_owned(),
+                ));
                 lock(&self.failed).get_or_insert(error.clone());
                 done.tell(Err(error));
             }

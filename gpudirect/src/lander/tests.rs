@@ -265,7 +265,7 @@ fn layers_leave_behind_what_computes_them_and_are_in_the_pool_when_all_have() {
 fn a_save_that_is_not_whole_is_none() {
     let some = world(Faults::default(), SMALL, WAIT);
     let refused = some.lander.save(some.what()).unwrap_err().to_string();
-    assert!(refused.contains("every byte of a block"), "{refused}");
+    assert!(refused.contains("bytes of a block"), "{refused}");
     let world = world_of((0, HEADS), Faults::default(), SMALL, WAIT);
     let engine = world.as_device.stream().unwrap();
     let mut saving = world.lander.save(world.what()).unwrap();
@@ -291,12 +291,15 @@ fn what_cannot_be_is_refused_before_anything_is_enqueued() {
         change(&mut what);
         what
     };
-    refused(with(&|what| what.columns.clear()), "names no block");
-    refused(with(&|what| what.columns[0].stretches[0].count = 3), "5 blocks for pages of 6");
-    refused(with(&|what| what.columns[0].stretches[0].first = 2), "leaves the pool");
-    refused(with(&|what| what.columns[0].stretches[0].at = (1 << 20) - 4096), "leaves the pool");
+    refused(with(&|what| what.columns.clear()), "has no block");
+    refused(
+        with(&|what| what.columns[0].stretches[0].count = 3),
+        "5 blocks were given, and the pages are for 6 blocks",
+    );
+    refused(with(&|what| what.columns[0].stretches[0].first = 2), "outside the pool");
+    refused(with(&|what| what.columns[0].stretches[0].at = (1 << 20) - 4096), "outside the pool");
     let tiny = Lander::new(&world.as_device, 2048).unwrap();
-    assert!(tiny.land(world.what(), None).unwrap_err().to_string().contains("the ring has"));
+    assert!(tiny.land(world.what(), None).unwrap_err().to_string().contains("the ring copies"));
     assert_eq!(world.kept.load(Ordering::SeqCst), 0);
 }
 

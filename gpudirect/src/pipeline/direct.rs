@@ -122,7 +122,7 @@ impl DirectPath {
 }
 
 fn late_read(timeout: Duration) -> String {
-    format!("a read had not ended after {} ms", timeout.as_millis())
+    format!("a read did not end within {} ms", timeout.as_millis())
 }
 
 /// Who compares chunks with their digests.
@@ -269,7 +269,12 @@ impl DirectRead {
         let sum = rooms.iter().sum::<u64>();
         let most = request.depth_bytes.max(least).min(sum.max(least).next_power_of_two());
         let piece = path.arena.take(least, most);
-        let piece = piece.ok_or_else(|| format!("no {least} bytes of device memory are free for reads"))?;
+        let piece = piece.ok_or_else(|| {
+            format!(
+                "the device memory for reads has less than {least} bytes \
+            free"
+            )
+        })?;
         let places = places(&rooms, piece.len()).ok_or("the layers do not fit their destination")?;
         let files = path.arena.files();
         let opened = lent.files().iter().map(|file| files.open(std::os::fd::AsFd::as_fd(file)));
@@ -356,7 +361,7 @@ struct Reader<'a>(&'a DirectRead);
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let why = "a thread that reads panicked".to_owned();
+            let why = "a thread for reads panicked".to_owned();
             let panicked = DeviceError::Call { call: "read of a file", why };
             self.0.change(|progress| {
                 progress.failed.get_or_insert(panicked);
@@ -518,7 +523,7 @@ impl DirectStream<'_> {
         let blocks = self.request.into.blocks() as usize;
         let parts = self.request.into.shape().layers().get(layer.layer as usize);
         if parts.map(|layer| layer.chunks.len() * blocks) != Some(layer.chunks.len()) {
-            return Err(Halt::Failed("other chunks were lent than are wanted".to_owned()));
+            return Err(Halt::Failed("the store lent other chunks than requested".to_owned()));
         }
         if self.request.verify != Verify::Always && !read.lent.is_held() {
             // What is not compared may be whatever has been written there since.
@@ -540,9 +545,11 @@ impl DirectStream<'_> {
         let wrong = picked.iter().zip(&found).find(|(chunk, found)| chunk.digest != **found);
         match wrong {
             None if found.len() == picked.len() => Ok(()),
-            None => Err(Halt::Failed("fewer digests than chunks".to_owned())),
+            None => {
+                Err(Halt::Failed("the number of digests is smaller than the number of chunks".to_owned()))
+            }
             Some((chunk, found)) => Err(Halt::Failed(format!(
-                "layer {} of block {} was read with digest {found:08x}, it has {:08x}",
+                "the digest of layer {} of block {} is {found:08x} instead of {:08x}",
                 layer.layer, chunk.ordinal, chunk.digest
             ))),
         }
@@ -636,7 +643,7 @@ impl DirectStream<'_> {
                 LandError::Device(error) => EndReason::Device(error),
                 LandError::ArenaFull { .. } => EndReason::Store(Reason::Busy("the arena is full")),
                 LandError::ArenaTooSmall { .. } => EndReason::Store(Reason::TooMany("bytes for this arena")),
-                LandError::Request(_) => EndReason::Store(Reason::Bug("a request that was good is not")),
+                LandError::Request(_) => EndReason::Store(Reason::Bug("a valid request was refused")),
             }),
         }
     }

@@ -238,7 +238,7 @@ impl Pipeline {
         Self::wanted(request)?;
         if request.keys.len() != request.into.blocks() as usize {
             let (keys, places) = (request.keys.len(), request.into.blocks());
-            return Err(LandError::Request(format!("{keys} keys for {places} places")));
+            return Err(LandError::Request(format!("{keys} keys were given for {places} places")));
         }
         Ok(())
     }

@@ -464,9 +464,10 @@ impl<'a> StagedReader<'a> {
                     let failure = self.landing.read.first_failure().map(|(_, reason)| reason);
                     Err(match failure {
                         Some(Reason::DeadlinePassed) => EndReason::Deadline,
-                        failure => {
-                            EndReason::Store(failure.unwrap_or(Reason::Bug("fewer blocks without a reason")))
-                        }
+                        failure => EndReason::Store(failure.unwrap_or(Reason::Bug(
+                            "the read returned fewer blocks \
+                                without a reason",
+                        ))),
                     })
                 }
                 Came::Arrived(_) => Ok(()),

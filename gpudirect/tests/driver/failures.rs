@@ -156,7 +156,7 @@ fn without(kit: Kit, test: &str, prepare: fn(&Standin), methods: &[Method], says
 #[test]
 fn a_driver_without_batches_copies_one_by_one_and_says_so() {
     let methods = [Method::Each, Method::Kernel];
-    without(Kit::Old, here!(), |_| {}, &methods, "the driver has no cuMemcpyBatchAsync");
+    without(Kit::Old, here!(), |_| {}, &methods, "the driver lacks cuMemcpyBatchAsync");
 }
 
 #[test]
@@ -169,7 +169,8 @@ fn kernels_need_a_driver_and_nothing_else() {
 #[test]
 fn a_driver_that_is_older_than_the_kernels_has_none_and_says_so() {
     let methods = [Method::Each, Method::Batch];
-    let says = "no gather kernel: cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION";
+    let says =
+        "the kernel for gathering could not be loaded: cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION";
     without(Kit::Whole, here!(), |standin| standin.knows_ptx(65), &methods, says);
 }
 
@@ -182,20 +183,30 @@ fn a_module_that_is_loaded_without_its_kernel_is_unloaded() {
             let device = Cuda::open(0).unwrap();
             assert_eq!(device.methods(), Method::ALL);
             let notes = device.describe().notes.join("\n");
-            assert!(notes.contains("no digests on the device: cuModuleGetFunction"), "{notes}");
+            assert!(notes.contains("the device cannot compute digests: cuModuleGetFunction"), "{notes}");
             assert_eq!(standin.live(), ["contexts retained: 1", "modules: 2"]);
         }
         standin.fail("cuModuleLoadData", 3, 218);
         let other = Cuda::open(0).unwrap();
         assert_eq!(other.methods(), Method::ALL);
         let notes = other.describe().notes.join("\n");
-        assert!(notes.contains("no kernel for slots: cuModuleLoadData: CUDA_ERROR_INVALID_PTX"), "{notes}");
+        assert!(
+            notes.contains(
+                "the kernel for slots could not be loaded: cuModuleLoadData: CUDA_ERROR_INVALID_PTX"
+            ),
+            "{notes}"
+        );
         drop(other);
         standin.fail("cuModuleLoadData", 4, 218);
         let other = Cuda::open(0).unwrap();
         assert_eq!(other.methods(), [Method::Each, Method::Batch]);
         let notes = other.describe().notes.join("\n");
-        assert!(notes.contains("no gather kernel: cuModuleLoadData: CUDA_ERROR_INVALID_PTX"), "{notes}");
+        assert!(
+            notes.contains(
+                "the kernel for gathering could not be loaded: cuModuleLoadData: CUDA_ERROR_INVALID_PTX"
+            ),
+            "{notes}"
+        );
         assert_eq!(other.in_use(), InUse::default());
     });
 }

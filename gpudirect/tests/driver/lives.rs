@@ -24,7 +24,10 @@ fn a_device_says_what_it_is_and_its_context_is_released() {
         assert_eq!(first.methods(), Method::ALL);
         assert_eq!(first.in_use(), InUse::default());
         let error = Cuda::open(2).unwrap_err();
-        assert_eq!(error, DeviceError::Absent("there is no device cuda:2: the machine has 2".to_owned()));
+        assert_eq!(
+            error,
+            DeviceError::Absent("the device cuda:2 does not exist: the number of devices is 2".to_owned())
+        );
         // The context belongs to the process: opened twice it is retained twice.
         let again = Cuda::open(0).unwrap();
         assert_eq!(standin.live()[0], "contexts retained: 3");
@@ -44,7 +47,7 @@ fn a_driver_without_devices_or_that_does_not_start_is_absent() {
         let error = Cuda::open(0).unwrap_err();
         assert_eq!(error, DeviceError::Absent("cuInit: CUDA_ERROR_UNKNOWN".to_owned()));
         standin.devices(0);
-        assert_eq!(Cuda::open(0).unwrap_err(), DeviceError::Absent("the driver finds none".to_owned()));
+        assert_eq!(Cuda::open(0).unwrap_err(), DeviceError::Absent("the driver found no device".to_owned()));
         standin.devices(1);
         assert_eq!(count(), Ok(1));
         standin.fail("cuDevicePrimaryCtxRetain", 1, 2);

@@ -79,7 +79,12 @@ fn watched(client: &Client) -> Result<proto::CompactReply, Failure> {
             reply
         });
         show_lines(Instant::now(), EVERY, &line, &is_done);
-        let reply = work.join().map_err(|_| Failure::user("the call ended with a defect of this program"))?;
+        let reply = work.join().map_err(|_| {
+            Failure::user(
+                "the call ended because of a defect of this \
+            program",
+            )
+        })?;
         reply.map_err(Failure::user)
     })
 }

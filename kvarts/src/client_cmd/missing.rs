@@ -55,8 +55,8 @@ mod tests {
         assert_eq!(
             text.lines().collect::<Vec<_>>(),
             [
-                "  1,234 evicted: other blocks needed the room",
-                "  2 never stored, as far as this server remembers"
+                "  1,234 evicted: the space was needed for other blocks",
+                "  2 never stored, according to this server's records"
             ]
         );
         assert_eq!(report(&missing)["evicted"], 1234);

@@ -77,11 +77,11 @@ pub(crate) fn pin(arguments: &PinArgs, out: &mut dyn Write) -> Result<(), Failur
             let asked = span(u64::try_from(arguments.hold.as_millis()).unwrap_or(u64::MAX));
             writeln!(
                 out,
-                "  {asked} were requested: a server holds blocks for a day at most, pin them again before that"
+                "{asked} were requested: a pin lasts at most a day, pin the blocks again before that"
             )?;
         }
     } else {
-        writeln!(out, "none of the blocks is stored: no block is held")?;
+        writeln!(out, "none of the blocks is stored: no block is pinned")?;
     }
     if held as usize == subject.keys.len() && !is_cut { Ok(()) } else { Err(Failure::Problems) }
 }
@@ -107,7 +107,10 @@ fn release(client: &Client, pin: u64, json: bool, out: &mut dyn Write) -> Result
 /// What is said of a pin that does not exist: those that do, and the one that was probably meant.
 fn absent(pin: u64, pins: &[u64], more: bool) -> String {
     if pins.is_empty() {
-        return format!("there is no pin {pin}, and no other: it was released, or it expired");
+        return format!(
+            "the pin {pin} does not exist, and the server has no other: it was released, or it \
+            expired"
+        );
     }
     let digits = |pin: u64| pin.to_string().chars().collect::<Vec<char>>();
     let near = pins.iter().map(|other| (distance(&digits(pin), &digits(*other)), other));
@@ -117,7 +120,10 @@ fn absent(pin: u64, pins: &[u64], more: bool) -> String {
     };
     let shown: Vec<String> = pins.iter().take(SHOWN).map(u64::to_string).collect();
     let rest = if more || pins.len() > SHOWN { " and more" } else { "" };
-    format!("there is no pin {pin}; there are {}{rest} (`kvarts pin --list`){meant}", shown.join(", "))
+    format!(
+        "the pin {pin} does not exist; the pins are {}{rest} (`kvarts pin --list`){meant}",
+        shown.join(", ")
+    )
 }
 
 fn namespace(pin: &Pin) -> String {
@@ -153,7 +159,7 @@ fn show(pins: &[Pin], more: bool, out: &mut dyn Write) -> Result<(), Failure> {
     }
     write!(out, "{table}")?;
     match more {
-        true => Ok(writeln!(out, "More exist; these end soonest.")?),
+        true => Ok(writeln!(out, "More pins exist; these end first.")?),
         false => Ok(()),
     }
 }
@@ -177,7 +183,7 @@ mod tests {
         let told = absent(124, &[99_000, 1_234], false);
         assert_eq!(
             told,
-            "there is no pin 124; there are 99000, 1234 (`kvarts pin --list`); did you mean 1234?"
+            "the pin 124 does not exist; the pins are 99000, 1234 (`kvarts pin --list`); did you mean 1234?"
         );
         let told = absent(7, &(100..120).collect::<Vec<u64>>(), false);
         assert!(

@@ -125,8 +125,8 @@ fn source(path: &Path, subject: &Subject) -> Result<File, Failure> {
     let what = if found > expected { "is longer than" } else { "ends before" };
     let has = if found > expected { "more".to_owned() } else { grouped(found) };
     Err(Failure::User(format!(
-        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, it has {has}. No block was stored: check \
-         --model, --tp and --rank, and the tokens or keys",
+        "{shown} {what} its {blocks} blocks of {each} bytes: {} bytes are needed, and it has {has}. No block \
+        was stored: check --model, --tp and --rank, and the tokens or keys",
         grouped(expected)
     )))
 }
@@ -203,10 +203,10 @@ fn report(
             }
         }
         if alike.len() > SHOWN {
-            writeln!(out, "  {} more lines like these: `--json` has all", alike.len() - SHOWN)?;
+            writeln!(out, "{} more lines like these: `--json` prints all", alike.len() - SHOWN)?;
         }
         for block in differing.iter().take(SHOWN) {
-            writeln!(out, "  block {block}: the server has other bytes under its key than the file")?;
+            writeln!(out, "block {block}: the server has other bytes under this key than the file")?;
         }
     }
     if other == 0 && differing.is_empty() { Ok(()) } else { Err(Failure::Problems) }

@@ -31,8 +31,9 @@ const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// What to do about a server at `place` that accepts connections and answered nothing for so long.
 pub(crate) fn hung(place: &str, time: Duration) -> String {
     format!(
-        "{place} accepts connections and has answered nothing for {} s: its process is stopped or waits; look at its log, at its \
-         state (`ps -o pid,stat,wchan:32,cmd -C kvarts`: T is stopped, D waits for a disk) and at `dmesg`",
+        "the server at {place} accepts connections and has sent no answer for {} s, so its process is \
+        stopped or waits: read its log, its state (`ps -o pid,stat,wchan:32,cmd -C kvarts`: T is stopped, D \
+        waits for a disk) and `dmesg`",
         time.as_secs()
     )
 }
@@ -74,7 +75,8 @@ fn endpoint(text: &str) -> String {
 /// A store in this directory whose server does not run.
 fn not_running(store: &Path) -> Failure {
     Failure::User(format!(
-        "the store here ({}) has no server running: start it with `kvarts serve`, or name another with --server",
+        "no server runs for the store here ({}): start it with `kvarts serve`, or give another server with \
+        --server",
         store.display()
     ))
 }
@@ -115,7 +117,7 @@ impl ServerArgs {
         Client::connect(&options).map_err(|error| match (&error.0, &store) {
             (Reason::Away(_), Some(store)) => not_running(store),
             (Reason::Away(what), None) => Failure::User(format!(
-                "no server answers at {what}: is one running? `kvarts serve` starts one; --server names another"
+                "no server responds at {what}: start one with `kvarts serve`, or give another with --server"
             )),
             (Reason::DeadlinePassed, _) => Failure::User(hung(&endpoint, FIRST_ANSWER)),
             _ => Failure::user(error),
@@ -197,10 +199,17 @@ impl Subject {
                 let text = files::read_text(file, NAMES_BYTES_MAX, "a list of keys")?;
                 (keys_of(&text).map_err(|what| Failure::User(format!("{}: {what}", file.display())))?, false)
             }
-            _ => return Err(Failure::user("--tokens FILE or --keys FILE is required: it names the blocks")),
+            _ => {
+                return Err(Failure::user(
+                    "--tokens FILE or --keys FILE is required: the file gives the \
+                blocks",
+                ));
+            }
         };
         if subject.keys.is_empty() {
-            return Err(Failure::User(format!("the file has no full block of {block_tokens} tokens")));
+            return Err(Failure::User(format!(
+                "the file has less than one full block of {block_tokens} tokens"
+            )));
         }
         Ok(subject)
     }
@@ -214,8 +223,8 @@ impl Subject {
     fn of_model(model: &ModelArgs) -> Result<Self, Failure> {
         let file = model.identity.as_ref().ok_or_else(|| {
             Failure::user(
-                "--identity FILE is required: it names the model, revision and engine that produced the bytes; \
-                 `kvarts identity` writes one",
+                "--identity FILE is required: the file gives the model, revision and engine of the bytes; \
+                `kvarts identity` writes one",
             )
         })?;
         let (geometry, spec) = match (&model.model, model.page_bytes) {
@@ -226,7 +235,7 @@ impl Subject {
             (None, Some(bytes)) => (Geometry::opaque(bytes).map_err(Failure::user)?, None),
             (None, None) => {
                 return Err(Failure::user(
-                    "--model NAME or --page-bytes BYTES is required: it sets the size of a block",
+                    "--model NAME or --page-bytes BYTES is required: it gives the size of a block",
                 ));
             }
         };
@@ -295,7 +304,8 @@ fn identity(file: &Path, model: &ModelArgs, geometry: &Geometry) -> Result<Ident
         let (file, given) = (file.display(), model.model.as_ref().map(|name| name.display().to_string()));
         let given = given.map_or("--page-bytes".to_owned(), |name| format!("--model {name}"));
         return Err(Failure::User(format!(
-            "{file} has spec_fingerprint {said}, but {given} is {found}: correct one of them, or leave the field out"
+            "the spec_fingerprint in {file} is {said}, but the fingerprint of {given} is {found}: correct \
+            one of them, or remove the field"
         )));
     }
     // The server gives the salt.
@@ -310,7 +320,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
     let other = shipped::load(&name).filter(|other| other.geometry() != spec.geometry());
     let Some(other) = other else { return Ok(()) };
     Err(Failure::User(format!(
-        "{} has the model {}, and --model {} has other blocks: correct one of them",
+        "the model in {} is {}, and the blocks of --model {} differ from its blocks: correct one of them",
         file.display(),
         other.name(),
         given.display(),
@@ -321,7 +331,7 @@ fn agree(file: &Path, identity: &Identity, given: &Path, spec: &ModelSpec) -> Re
 fn tokens(text: &str) -> Result<Vec<u32>, String> {
     let separator = |c: char| c.is_whitespace() || [',', '[', ']', ';'].contains(&c);
     let words = text.split(separator).filter(|word| !word.is_empty());
-    words.map(|word| word.parse().map_err(|_| format!("{word:?} is not the number of a token"))).collect()
+    words.map(|word| word.parse().map_err(|_| format!("{word:?} is not a token number"))).collect()
 }
 
 /// A time such as 90s, 30m, 12h, 7d.
@@ -332,11 +342,11 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "m" => 60,
         "h" => 3600,
         "d" => 24 * 3600,
-        other => return Err(format!("{other:?} is no unit: use s, m, h or d")),
+        other => return Err(format!("{other:?} is not a unit of time: use s, m, h or d")),
     };
-    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is no time: write 90s or 12h"))?;
+    let number: u64 = digits.parse().map_err(|_| format!("{text:?} is not a time: write 90s or 12h"))?;
     let seconds = number.checked_mul(each).filter(|&seconds| seconds > 0);
-    seconds.map(Duration::from_secs).ok_or_else(|| format!("{text:?} is too long a time"))
+    seconds.map(Duration::from_secs).ok_or_else(|| format!("the time {text:?} is too long"))
 }
 
 #[cfg(test)]

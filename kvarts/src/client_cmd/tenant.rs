@@ -91,7 +91,7 @@ fn purge(arguments: &PurgeArgs, out: &mut dyn Write) -> Result<(), Failure> {
         let what = if is_done { "deleted" } else { "would be deleted" };
         writeln!(out, "{blocks} blocks ({size}) in {models} namespaces {what}")?;
         for one in &gone.away {
-            writeln!(out, "not yet on the node at {one}")?;
+            writeln!(out, "not yet deleted on the node at {one}")?;
         }
     }
     if gone.namespaces > 0 { Ok(()) } else { Err(Failure::Problems) }

@@ -61,7 +61,10 @@ struct Report {
 /// Runs the command. Exit code 1 where a namespace was left as it is.
 pub(super) fn run(arguments: &GcArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if arguments.grace < GRACE_LEAST {
-        return Err(Failure::user("--grace: at least 1h, as a push may be under way for some minutes"));
+        return Err(Failure::user(
+            "--grace: the time must be at least 1h, because a push may be under way for \
+            some minutes",
+        ));
     }
     let bucket = arguments.bucket.open()?;
     let retention = Retention {

@@ -136,8 +136,8 @@ fn is_in_use(directories: &[PathBuf], live: bool) -> Result<bool, Failure> {
                 return Err(Failure::Refused(Refusal::new(
                     "in-use",
                     format!("{shown} is in use by another process"),
-                    "without DIR its server pushes into its own bucket; --live reads the files anyway, and may push blocks \
-                     deleted during the push",
+                    "without DIR the command asks the server to push into its own bucket; --live reads the \
+                    files of a running server, and may push blocks that are deleted during the push",
                 )));
             }
             // What else is wrong is told where it is read.
@@ -241,7 +241,7 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         None => writeln!(out)?,
     }
     if report.deleted > 0 {
-        writeln!(out, "{} blocks were deleted meanwhile and were left out.", grouped(report.deleted))?;
+        writeln!(out, "{} blocks were deleted during the push and were left out.", grouped(report.deleted))?;
     }
     for problem in &report.problems {
         writeln!(out, "{problem}")?;
@@ -250,7 +250,7 @@ fn write_text(report: &Report, seen: Seen, out: &mut dyn Write) -> Result<(), Fa
         writeln!(out, "{} blocks have expired and were left out.", grouped(report.expired))?;
     }
     if report.too_large > 0 {
-        writeln!(out, "{} blocks are larger than a pack may be.", grouped(report.too_large))?;
+        writeln!(out, "{} blocks are larger than the limit of a pack.", grouped(report.too_large))?;
     }
     if report.blocks_left_out > 0 {
         writeln!(

@@ -73,7 +73,7 @@ pub(super) fn run(arguments: &RestoreArgs, out: &mut dyn Write) -> Result<(), Fa
         // No store is made for it either: an address that is wrong is not to look like a restore.
         let address = &bucket.address;
         return Err(Failure::User(format!(
-            "the bucket {address} is empty, and nothing was restored: is the address right?"
+            "the bucket {address} is empty, so no block was restored: check the address"
         )));
     }
     let unread = bucket.each(&namespaces, |namespace| {
@@ -147,7 +147,11 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
         bytes(report.over_read_bytes)
     )?;
     if report.missing > 0 {
-        writeln!(out, "{} blocks have expired or were collected meanwhile.", grouped(report.missing))?;
+        writeln!(
+            out,
+            "{} blocks have expired or were deleted from the bucket meanwhile.",
+            grouped(report.missing)
+        )?;
     }
     if report.lost + report.refused > 0 {
         writeln!(
@@ -155,7 +159,7 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
             "{} blocks were lost, {} refused; the first: {}. Run kvarts cold fsck.",
             grouped(report.lost),
             grouped(report.refused),
-            report.why.as_deref().unwrap_or("no reason was given")
+            report.why.as_deref().unwrap_or("the reason is unknown")
         )?;
     }
     tell(&report.problems, out)

@@ -161,7 +161,7 @@ fn cluster(ground: &Ground) -> Result<[Server; 3], Failure> {
         let client = server.client()?;
         while !client.cluster_status().map_err(Failure::user)?.nodes.iter().all(|node| node.is_reachable) {
             if begun.elapsed() > PATIENCE {
-                return Err(Failure::user("the nodes do not reach each other"));
+                return Err(Failure::user("the nodes cannot connect to each other"));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -192,7 +192,7 @@ fn until_known(prefix: &Prefix<'_>, copies: u8) -> Result<(), Failure> {
             return Ok(());
         }
         if begun.elapsed() > PATIENCE {
-            return Err(Failure::user("the directory does not know where the prefix is"));
+            return Err(Failure::user("the directory has no place of the prefix"));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -275,7 +275,8 @@ fn ask(prefix: &Prefix<'_>, chain: u64, ask: Ask) -> Result<proto::ChainReply, F
 }
 
 fn token(reply: &proto::ChainReply) -> Result<(u64, u64), Failure> {
-    let lease = reply.lease.as_ref().ok_or_else(|| Failure::user("a grant without a lease"))?;
+    let lease =
+        reply.lease.as_ref().ok_or_else(|| Failure::user("the lease of a granted chain is missing"))?;
     Ok((lease.token_epoch, lease.token_number))
 }
 

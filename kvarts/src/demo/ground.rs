@@ -52,11 +52,14 @@ fn identity(model: &str, geometry: &Geometry) -> Identity {
 impl Ground {
     pub(super) fn new(below: Option<&Path>, model: &str, tokens: u32) -> Result<Self, Failure> {
         let spec = shipped::load(model).ok_or_else(|| {
-            Failure::User(format!("no shipped model is called `{model}`; `kvarts model list` lists them"))
+            Failure::User(format!("no shipped model is named `{model}`; `kvarts model list` lists them"))
         })?;
         let geometry = spec.geometry().clone();
         let [only] = geometry.groups() else {
-            let what = format!("{model} has several groups of state: the demonstration takes one with one");
+            let what = format!(
+                "the state of {model} has several groups, and the demonstration supports only \
+                models with one: use another --model"
+            );
             return Err(Failure::User(what));
         };
         let group = only.group;
@@ -91,7 +94,7 @@ impl Ground {
         if free < wanted {
             let (free, wanted) = (kvarts_server::human::bytes(free), kvarts_server::human::bytes(wanted));
             return Err(Failure::User(format!(
-                "{}: {free} free, {wanted} needed: use --dir or fewer --tokens",
+                "{}: {free} are free, and {wanted} are needed: use --dir or fewer --tokens",
                 below.display()
             )));
         }
@@ -276,7 +279,7 @@ impl Server {
             let mut child = command.spawn().map_err(|error| error.to_string())?;
             let pipe = child.stdout.take();
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(child);
-            pipe.ok_or_else(|| "a server without output".to_owned())
+            pipe.ok_or_else(|| "the output of the server cannot be read".to_owned())
         };
         let (_undo, pipe) = Undo::of(start, move || kill(&gone)).map_err(Failure::User)?;
         let server = Self { child, _undo, endpoint: format!("unix:{}", socket.display()) };

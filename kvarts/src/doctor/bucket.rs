@@ -26,7 +26,7 @@ fn judge(address: &str, tried: Result<(Conditions, bool), String>) -> Finding {
             "use another bucket, or another bucket server: a cold tier on this one is read-only, and deletes are not \
              acknowledged",
         ),
-        Err(why) => Finding::bad(check, why, "look at the address, the network and the credentials"),
+        Err(why) => Finding::bad(check, why, "check the address, the network and the credentials"),
     }
 }
 

@@ -31,8 +31,8 @@ pub(super) fn look(directory: &Path, probe: u64) -> Vec<Finding> {
             let error = io::Error::from(error);
             return vec![Finding::bad(
                 format!("{name}: write"),
-                format!("no file can be made: {error}"),
-                "name an existing directory on a local file system that this user can write to",
+                format!("a file cannot be created: {error}"),
+                "give an existing directory on a local file system where this user can write",
             )];
         }
     };
@@ -70,15 +70,23 @@ fn file_system(name: &str, magic: u64) -> Finding {
         0x9123_683E => Finding::better(
             check,
             "btrfs",
-            "not tested: it copies on write, so each put costs more; use ext4 or XFS",
+            "not tested: the file system copies on write, so each put costs more; use ext4 or XFS",
         ),
-        0x794c_7630 => {
-            Finding::better(check, "overlayfs", "a container's own layer: mount a volume for the store")
-        }
+        0x794c_7630 => Finding::better(
+            check,
+            "overlayfs",
+            "the directory is in the container's own layer: mount a \
+                volume for the store",
+        ),
         0x6969 => Finding::bad(check, "NFS", local),
         0xFF53_4D42 | 0xFE53_4D42 => Finding::bad(check, "SMB", local),
         0x6573_5546 => Finding::bad(check, "FUSE", local),
-        other => Finding::better(check, format!("unknown ({other:#x})"), "not tested: ext4 and XFS are"),
+        other => Finding::better(
+            check,
+            format!("unknown ({other:#x})"),
+            "not tested: only ext4 and XFS are \
+            tested",
+        ),
     }
 }
 
@@ -87,7 +95,7 @@ fn space(name: &str, free: u64, total: u64) -> Finding {
     let (check, found) =
         (format!("{name}: space"), format!("{:.1} of {:.1} GiB are free", gib(free), gib(total)));
     if free < FREE_MIN {
-        Finding::bad(check, found, "free at least 1 GiB, or name another directory")
+        Finding::bad(check, found, "free at least 1 GiB, or use another directory")
     } else {
         Finding::good(check, found)
     }
@@ -104,8 +112,8 @@ fn holes(name: &str, file: &File) -> Finding {
         Ok(()) => Finding::good(check, "can be punched"),
         Err(why) => Finding::better(
             check,
-            format!("cannot be punched: {why}"),
-            "eviction rewrites more: use ext4 or XFS",
+            format!("the file system cannot punch holes: {why}"),
+            "eviction rewrites more bytes: use ext4 or XFS",
         ),
     }
 }
@@ -180,8 +188,8 @@ fn speed(name: &str, bytes: u64, times: io::Result<(Duration, Duration)>) -> Fin
         Finding::better(
             check,
             found,
-            "restoring may be slower than computing: `kvarts plan break-even` shows the speed from which it pays; NVMe drives \
-             read 3,000 MiB/s and more",
+            "a load may be slower than computing: `kvarts plan break-even` prints the speed from which a \
+            load pays; NVMe drives read 3,000 MiB/s and more",
         )
     } else {
         Finding::good(check, found)

@@ -78,7 +78,7 @@ fn gathered(
     told: &mpsc::Receiver<(usize, io::Result<Vec<u8>>)>,
     deadline: Instant,
 ) -> io::Result<Output> {
-    let late = || io::Error::new(io::ErrorKind::TimedOut, "it was still running after its time");
+    let late = || io::Error::new(io::ErrorKind::TimedOut, "the program did not end in time");
     let mut outputs = [Vec::new(), Vec::new()];
     for _ in 0..2 {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -106,24 +106,26 @@ fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
     let output = match output {
         Ok(output) => output,
         Err(error) => {
-            let advice = "name the Python that has the engine with --python";
+            let advice = "give the Python of the engine with --python";
             return Finding::bad(check, format!("{python}: {error}"), advice);
         }
     };
     let Ok(probed) = serde_json::from_slice::<Probed>(&output.stdout) else {
         let told = String::from_utf8_lossy(&output.stderr);
         let last = told.lines().last().unwrap_or("it said nothing").to_owned();
-        let advice =
-            format!("install Kvarts' wheel (scripts/wheel) for {python}, which must be the engine's Python");
+        let advice = format!(
+            "install the wheel of Kvarts (scripts/wheel) for {python}, which must be the engine's \
+                Python"
+        );
         return Finding::bad(check, last, advice);
     };
     let Some(version) = &probed.version else {
-        let advice = "name the Python that has the engine with --python";
+        let advice = "give the Python of the engine with --python";
         return Finding::bad(check, format!("{} is not installed for {python}", probed.engine), advice);
     };
     let mut found = format!("{} {version}", probed.engine);
     if !probed.is_tried {
-        found = format!("{found}, not tried (tried: {})", probed.tried.join(", "));
+        found = format!("{found}, which is not a tested version (tested: {})", probed.tried.join(", "));
     }
     for connector in &probed.connectors {
         for hook in &connector.findings {
@@ -135,10 +137,11 @@ fn judge(engine: &str, python: &Path, output: io::Result<Output>) -> Finding {
         Verdict::Better => Finding::better(
             check,
             found,
-            "test it with your model before production: new hooks may need support",
+            "test the engine with your model before production: its new interfaces may need support in \
+            Kvarts",
         ),
         Verdict::Bad => {
-            Finding::bad(check, found, "use a tried version, or a Kvarts release as recent as the engine")
+            Finding::bad(check, found, "use a tested version, or a release of Kvarts as recent as the engine")
         }
     }
 }
@@ -168,7 +171,11 @@ mod tests {
         assert_eq!((good.verdict, good.found.as_str()), (Verdict::Good, "vllm 0.32.0"));
         let later = probed("\"0.33.0\"", false, "improve", "");
         assert_eq!(later.verdict, Verdict::Better);
-        assert!(later.found.ends_with("0.33.0, not tried (tried: 0.32.0)"), "{}", later.found);
+        assert!(
+            later.found.ends_with("0.33.0, which is not a tested version (tested: 0.32.0)"),
+            "{}",
+            later.found
+        );
         let lacks = r#"{"connector": "kvarts.vllm", "findings": [{"how": "missing", "name": "vllm.a:B"}]}"#;
         let bad = probed("\"0.26.0\"", false, "bad", lacks);
         assert_eq!(bad.verdict, Verdict::Bad);

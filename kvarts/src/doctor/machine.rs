@@ -81,7 +81,7 @@ fn rings(directories: &[PathBuf]) -> Finding {
         Err(OpenError::Environment(why)) => Finding::better(
             "io_uring",
             "not tried",
-            format!("{why}: repeat with a directory that can be opened"),
+            format!("{why}: repeat with a directory that this user can open"),
         ),
         Err(why) => Finding::better("io_uring", "no", why.to_string()),
     }
@@ -173,7 +173,8 @@ fn clock(now: Duration, source: &str) -> Finding {
         "hpet" | "acpi_pm" | "jiffies" => Finding::better(
             "clock",
             format!("right; source {source}"),
-            "each reading of this clock is a system call: choose tsc or the hypervisor's clock (clocksource= of the kernel)",
+            "each read of this clock is a system call: choose tsc or the hypervisor's clock (clocksource= of \
+            the kernel)",
         ),
         _ => Finding::good("clock", format!("right; source {source}")),
     }

@@ -60,13 +60,16 @@ impl Wanted {
         if self.all || self.namespace.is_some() || self.prefix.is_some() {
             return Ok(());
         }
-        Err(Failure::User(format!("choose what to {verb}: --all, --namespace ID or --prefix KEY")))
+        Err(Failure::User(format!(
+            "the blocks to {verb} are not given: use --all, --namespace ID or --prefix \
+            KEY"
+        )))
     }
 
     /// What a server is asked for: all, or a namespace.
     pub(crate) fn of_server(&self) -> Result<Option<NamespaceId>, &'static str> {
         match self.prefix {
-            Some(_) => Err("a server pushes a namespace or all: --prefix goes with DIR"),
+            Some(_) => Err("--prefix needs DIR: a server pushes one namespace or all"),
             None => Ok(self.namespace),
         }
     }
@@ -224,7 +227,11 @@ fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {
         writeln!(out, "{} blocks are not in the file.", grouped(report.blocks_left_out))?;
     }
     if report.blocks_gone > 0 {
-        writeln!(out, "{} blocks left the store while it was read.", grouped(report.blocks_gone))?;
+        writeln!(
+            out,
+            "{} blocks were removed from the store during the export.",
+            grouped(report.blocks_gone)
+        )?;
     }
     if report.extensions_left_out > 0 {
         writeln!(out, "{} extensions of records are not in the file.", grouped(report.extensions_left_out))?;

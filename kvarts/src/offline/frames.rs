@@ -30,7 +30,7 @@ impl<R: Read> Source<R> {
     /// Reads exactly as many bytes as `into` has.
     pub(crate) fn fill(&mut self, into: &mut [u8]) -> Result<(), Failure> {
         self.read.read_exact(into).map_err(|error| match error.kind() {
-            ErrorKind::UnexpectedEof => self.fault("cut short: copy the file again"),
+            ErrorKind::UnexpectedEof => self.fault("the file is incomplete: copy it again"),
             _ => self.fault(error),
         })
     }
@@ -38,10 +38,13 @@ impl<R: Read> Source<R> {
     /// Bytes of the payload of a run, if this machine can hold them.
     pub(crate) fn payload_bytes(&self, run: &Run) -> Result<usize, Failure> {
         if run.block_bytes > BLOCK_BYTES_MAX {
-            return Err(self.fault("it has blocks of more than 1 GiB, which this program does not support"));
+            return Err(self.fault(
+                "the file has blocks of more than 1 GiB, which this program does not \
+                support",
+            ));
         }
         let whole = run.payload_bytes().and_then(|bytes| usize::try_from(bytes).ok());
-        whole.ok_or_else(|| self.fault("a run too large for this machine"))
+        whole.ok_or_else(|| self.fault("a run of blocks is too large for the memory of this machine"))
     }
 
     /// Reads from front to back; what it held, and the value that names it. `each` reads the payload of its run.
@@ -58,7 +61,7 @@ impl<R: Read> Source<R> {
                 Frame::End(totals) => {
                     return match self.read.read(&mut [0]) {
                         Ok(0) => Ok((totals, reading.chain())),
-                        Ok(_) => Err(self.fault("bytes follow its end")),
+                        Ok(_) => Err(self.fault("bytes follow the end of the export")),
                         Err(error) => Err(self.fault(error)),
                     };
                 }

@@ -138,7 +138,7 @@ fn import(arguments: &ImportArgs, far: &AtomicU64) -> Result<Report, Failure> {
         let (_, again) = put?;
         closed?;
         if again != chain {
-            return Err(Failure::user("the file changed while it was imported: run the import again"));
+            return Err(Failure::user("the file changed during the import: run the import again"));
         }
     }
     Ok(report)
@@ -166,7 +166,7 @@ fn pass(path: &Path, far: &AtomicU64, each: Each<'_>) -> Result<(Totals, [u8; 32
     let fault = |what: &dyn std::fmt::Display| Failure::User(format!("{}: {what}", path.display()));
     let file = File::open(path).map_err(|error| fault(&error))?;
     if !file.metadata().map_err(|error| fault(&error))?.is_file() {
-        return Err(fault(&"not a plain file"));
+        return Err(fault(&"the path is not a regular file"));
     }
     let file = BufReader::with_capacity(1 << 20, Counted { file, far });
     Source::new(path.display(), file).each_run(&mut |source, reading, run| {
@@ -181,7 +181,7 @@ fn payload(source: &mut Source<impl Read>, reading: &Reading, run: &Run) -> Resu
     let shape = run.shape(namespace).map_err(|error| source.fault(error))?;
     let whole = source.payload_bytes(run)?;
     let memory = Region::anonymous(whole.max(1)).ok().and_then(|region| SharedBuf::new(&region, 0, whole));
-    let memory = memory.ok_or_else(|| source.fault("not enough memory for a run of blocks"))?;
+    let memory = memory.ok_or_else(|| source.fault("the memory is too small for a run of blocks"))?;
     let mut block = vec![0; usize::try_from(run.block_bytes).unwrap_or(0)];
     for at in 0..run.blocks.len() {
         source.fill(&mut block)?;
@@ -196,7 +196,7 @@ impl Destination {
     pub(crate) fn open(&self, payload_bytes: u64) -> Result<Home, Failure> {
         let is_store = |directory: &PathBuf| directory.join("superblock").exists();
         if !self.create && !self.into.iter().all(is_store) {
-            return Err(Failure::user("there is no store in these directories: give --create to make one"));
+            return Err(Failure::user("these directories have no store: use --create to create one"));
         }
         let segment_bytes = self.segment_mib.map_or(DEFAULT_SEGMENT_BYTES, |mib| mib << 20);
         let (mut held, mut largest) = (0u64, segment_bytes);
@@ -265,7 +265,12 @@ fn put(
     let shape = run.shape(known).map_err(Failure::user)?;
     let count = u32::try_from(run.blocks.len()).unwrap_or(u32::MAX);
     let from = Placed::blocks(&shape, payload.clone(), count);
-    let from = from.map_err(|reason| Failure::User(format!("a run cannot be placed: {reason:?}")))?;
+    let from = from.map_err(|reason| {
+        Failure::User(format!(
+            "a run of blocks cannot be placed in memory: \
+        {reason:?}"
+        ))
+    })?;
     let left = std::time::Duration::from_millis(run.expires_ms.saturating_sub(now));
     let request = PutRequest {
         namespace,
@@ -308,7 +313,7 @@ fn put(
 fn registered(home: &Home, reading: &Reading, id: NamespaceId) -> Result<NamespaceId, Failure> {
     let known = reading.namespace(id).ok_or_else(|| Failure::user("an unknown namespace"))?;
     let named = home.store().register(&known.identity, &known.geometry);
-    named.map_err(|error| Failure::User(format!("a namespace is refused: {error}")))
+    named.map_err(|error| Failure::User(format!("a namespace was refused: {error}")))
 }
 
 fn write_text(report: &Report, out: &mut dyn Write) -> Result<(), Failure> {

@@ -31,8 +31,12 @@ impl FromStr for At {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong =
-            || format!("{text:?} is not a place: write SHARD/SEGMENT or SHARD/SEGMENT/OFFSET, in decimal");
+        let wrong = || {
+            format!(
+                "{text:?} is not a place in a store: write SHARD/SEGMENT or SHARD/SEGMENT/OFFSET, in \
+                decimal"
+            )
+        };
         let mut parts = text.split('/');
         let mut next = || parts.next();
         let shard = next().and_then(|part| part.parse().ok()).ok_or_else(wrong)?;
@@ -223,7 +227,7 @@ fn segment(
     let here = |view: &&SegmentView| (view.shard, view.segment) == (at.shard, at.segment);
     let view = contents.segments.iter().find(here);
     let view = view.ok_or_else(|| {
-        Failure::User(format!("shard {} has no segment {}: `inspect DIR` shows a map", at.shard, at.segment))
+        Failure::User(format!("shard {} has no segment {}: `inspect DIR` prints a map", at.shard, at.segment))
     })?;
     let number = |run: &Run| store.shards.get(run.shard).map(|shard| shard.number);
     let mut runs: Vec<&Run> = contents.runs.iter().filter(|run| run.segment == at.segment).collect();
@@ -310,7 +314,7 @@ fn write_segment(
     }
     write!(out, "{table}")?;
     if detail.left_out > 0 {
-        writeln!(out, "... and {} more records: give --limit", detail.left_out)?;
+        writeln!(out, "... and {} more records: raise --limit to print them", detail.left_out)?;
     }
     for label in &detail.problems_met {
         writeln!(out, "problem: {label}")?;
@@ -355,7 +359,7 @@ fn write_place(view: &PlaceView, out: &mut dyn Write) -> Result<(), Failure> {
         }
     }
     if view.more_blocks > 0 {
-        writeln!(out, "\n... and {} more blocks: give --limit", view.more_blocks)?;
+        writeln!(out, "\n... and {} more blocks: raise --limit to print them", view.more_blocks)?;
     }
     Ok(())
 }

@@ -62,14 +62,15 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
     };
     if arguments.server.server.is_some() {
         return Err(Failure::user(
-            "DIR excludes the options of a server: with DIR the files are read, without it a server is called",
+            "DIR cannot be used with the options for a server: with DIR this program reads the files itself, \
+            without DIR it sends the request to a server",
         ));
     }
     let place = Place { directory, more: arguments.more.clone(), live: arguments.live };
     let (store, contents) = place.read("ls", &Tally::default())?;
     let trees = trees(&contents, arguments.namespace, arguments.limit);
     if let (Some(namespace), true) = (arguments.namespace, trees.is_empty()) {
-        return Err(Failure::User(format!("no block of namespace {namespace} is here")));
+        return Err(Failure::User(format!("no block of namespace {namespace} is stored here")));
     }
     if arguments.server.json {
         let listing = Listing {
@@ -80,7 +81,7 @@ pub(crate) fn run(arguments: &LsArgs, out: &mut dyn Write) -> Result<(), Failure
         return write_json(&listing, out);
     }
     if trees.is_empty() {
-        writeln!(out, "Nothing is stored here.")?;
+        writeln!(out, "No block is stored here.")?;
     }
     for tree in &trees {
         write_tree(tree, out)?;

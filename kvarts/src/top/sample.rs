@@ -34,7 +34,7 @@ impl Sample {
         if sample.0.contains_key("kvarts_build_info") {
             Ok(sample)
         } else {
-            Err(format!("http://{address}/metrics has no metrics of Kvarts"))
+            Err(format!("http://{address}/metrics is not the metrics page of Kvarts"))
         }
     }
 

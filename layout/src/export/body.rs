@@ -62,8 +62,8 @@ pub struct BadBlock {
 impl std::fmt::Display for BadBlock {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.chunk {
-            Some(chunk) => write!(f, "block {}: chunk {chunk} does not match its digest", self.key),
-            None => write!(f, "block {}: its bytes do not match its content id", self.key),
+            Some(chunk) => write!(f, "chunk {chunk} of block {} does not match its digest", self.key),
+            None => write!(f, "the bytes of block {} do not match its content id", self.key),
         }
     }
 }

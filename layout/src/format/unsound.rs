@@ -102,7 +102,7 @@ impl Damage {
 impl fmt::Display for Damage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Field(name) => write!(f, "field {name} is out of bounds"),
+            Self::Field(name) => write!(f, "the field {name} is out of bounds"),
             other => write!(f, "{} check failed", other.label()),
         }
     }
@@ -111,18 +111,26 @@ impl fmt::Display for Damage {
 impl fmt::Display for Unsound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => write!(f, "empty: nothing was written here"),
-            Self::Torn => write!(f, "torn: only part of the write arrived"),
-            Self::Stale { generation } => write!(f, "stale: left over from generation {generation}"),
-            Self::Ahead { generation } => write!(f, "ahead: belongs to the later generation {generation}"),
-            Self::Misdirected { claimed } => write!(f, "misdirected: belongs to {claimed}"),
-            Self::Foreign { store } => write!(f, "foreign: claims to belong to store {store}"),
+            Self::Empty => write!(f, "empty: the structure was never written"),
+            Self::Torn => write!(f, "torn: only a part of the structure was written"),
+            Self::Stale { generation } => write!(
+                f,
+                "stale: the structure is a remainder of generation \
+                {generation}"
+            ),
+            Self::Ahead { generation } => write!(
+                f,
+                "ahead: the structure belongs to the later generation \
+                {generation}"
+            ),
+            Self::Misdirected { claimed } => write!(f, "misdirected: the structure belongs to {claimed}"),
+            Self::Foreign { store } => write!(f, "foreign: the structure belongs to store {store}"),
             Self::Damaged { what } => write!(f, "damaged: {what}"),
             Self::Newer { version } => {
-                write!(f, "written in format version {version}: open it with a newer kvarts")
+                write!(f, "the structure has format version {version}: open the store with a newer kvarts")
             }
             Self::Older { version } => {
-                write!(f, "written in format version {version}, before the format was frozen")
+                write!(f, "the structure has format version {version}, from before the format was frozen")
             }
         }
     }
@@ -142,7 +150,7 @@ pub enum EncodeError {
 impl fmt::Display for EncodeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Field(name) => write!(f, "field {name} is out of bounds"),
+            Self::Field(name) => write!(f, "the field {name} is out of bounds"),
             Self::TooLarge => write!(f, "the structure is longer than its limit: write fewer items"),
         }
     }

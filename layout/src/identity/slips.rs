@@ -72,8 +72,8 @@ impl fmt::Display for Doubt {
         }
         write!(
             f,
-            "kv_dtype is {:?}, a number format that no engine is known to use: did you mean {:?}? The value is used unchanged; \
-             only an equal one finds its blocks",
+            "kv_dtype is {:?}, which is no number format of a known engine: did you mean {:?}? The server \
+            uses the value as it is, and only an identity with the same value finds its blocks",
             self.said, self.meant
         )
     }

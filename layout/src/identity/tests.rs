@@ -268,8 +268,7 @@ fn all_that_a_file_lacks_is_told_at_once_with_its_lines_and_the_rest_has_default
     ];
     let error = Identity::from_toml(text).unwrap_err();
     assert_eq!(error, IdentityError::Incomplete { fields });
-    let told = "identity: these fields have no default, name them: revision (line 3: empty, or \"none\"), kv_dtype (missing), \
-                arrangement.engine (line 5: empty, or \"none\"), arrangement.version (missing), block_tokens (missing)";
+    let told = "identity: these fields are required and have no default: revision (line 3: empty, or \"none\"), kv_dtype (missing), arrangement.engine (line 5: empty, or \"none\"), arrangement.version (missing), block_tokens (missing)";
     assert_eq!(error.to_string(), told);
     let text = "model = \"m\"\nrevision = \"r\"\nkv-dtype = \"bf16\"\nblock-tokens = 16\n\
                 [arrangement]\nengine = \"e\"\nlayout = \"l\"\nversion = \"1\"\n";

@@ -96,7 +96,7 @@ impl<'a> Config<'a> {
 
     /// The number of layers, within the limit of a spec.
     pub(super) fn layer_count(&self) -> Result<usize, ImportError> {
-        let count = self.count("num_hidden_layers", "how many layers there are")?;
+        let count = self.count("num_hidden_layers", "the number of layers")?;
         usize::try_from(count).ok().filter(|&count| count <= MAX_LAYERS).ok_or_else(|| ImportError::Value {
             field: self.path("num_hidden_layers"),
             found: count.to_string(),
@@ -198,7 +198,7 @@ impl<'a> Config<'a> {
         let field = if self.has("dtype") || self.outer_has("dtype") { "dtype" } else { "torch_dtype" };
         let found = self.get(field).or_else(|| self.outer?.get(field)).filter(|value| !value.is_null());
         let found = found.ok_or_else(|| {
-            self.missing(field, "the cache's number format, which can also be given as the KV data type")
+            self.missing(field, "the number format of the cache; the KV data type can give it instead")
         })?;
         let dtype = found.as_str().and_then(float);
         let dtype = dtype.ok_or_else(|| self.value(field, found, "bfloat16, float16 or float32"))?;

@@ -6,9 +6,9 @@ use crate::spec::{Absence, Role};
 use super::config::Config;
 use super::{Built, ImportError, ImportOptions, part, product};
 
-pub(super) const WINDOW: &str = "how many tokens a sliding layer sees";
-const KV_HEADS: &str = "how many KV heads there are";
-const HEAD_DIM: &str = "how many numbers a head has";
+pub(super) const WINDOW: &str = "the number of tokens in the window of a sliding layer";
+const KV_HEADS: &str = "the number of KV heads";
+const HEAD_DIM: &str = "the size of a head";
 
 /// Full attention in every layer.
 pub(super) fn full(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
@@ -25,8 +25,13 @@ pub(super) fn with_derived_head_dim(
     if config.has("head_dim") {
         return full(config, options);
     }
-    let hidden = config.count("hidden_size", "with num_attention_heads, how many numbers a head has")?;
-    let heads = config.count("num_attention_heads", "with hidden_size, how many numbers a head has")?;
+    let hidden = config.count(
+        "hidden_size",
+        "the number of attention heads, from which the size of a head \
+        follows",
+    )?;
+    let heads =
+        config.count("num_attention_heads", "the hidden size, from which the size of a head follows")?;
     match (hidden.checked_rem(heads), hidden.checked_div(heads)) {
         (Some(0), Some(head_dim)) => all_full(config, options, head_dim),
         _ => Err(ImportError::Value {
@@ -42,7 +47,7 @@ pub(super) fn minimax(config: &Config<'_>, options: &ImportOptions) -> Result<Bu
     let layers = config.layer_count()?;
     let Some(types) = config.numbers("attn_type_list")? else {
         let field = config.path("attn_type_list");
-        return Err(ImportError::Missing { field, what: "which layers are full attention" });
+        return Err(ImportError::Missing { field, what: "the list of layers with full attention" });
     };
     if types.len() != layers {
         return Err(config.wrong_length("attn_type_list", types.len(), layers));
@@ -58,7 +63,7 @@ pub(super) fn by_layer_types(config: &Config<'_>, options: &ImportOptions) -> Re
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
         let field = config.path("layer_types");
-        return Err(ImportError::Missing { field, what: "which layers are sliding windows" });
+        return Err(ImportError::Missing { field, what: "the list of layers with sliding windows" });
     };
     let order = sliding_or_full(config, &types)?;
     windowed(config, options, order, String::new())

@@ -57,18 +57,25 @@ pub(super) fn gemma4(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
     }
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
-        return Err(config.missing("layer_types", "which layers are sliding windows"));
+        return Err(config.missing("layer_types", "the list of layers with sliding windows"));
     };
     let mut order = sliding_or_full(config, &types)?;
     let shared = config.optional_number("num_kv_shared_layers")?.unwrap_or(0) as usize;
     let own = layers.checked_sub(shared).filter(|&own| own > 0).ok_or_else(|| {
-        config.feature("num_kv_shared_layers", "no layer is left that keeps a cache of its own")
+        config.feature(
+            "num_kv_shared_layers",
+            "every layer reads the cache of another layer: at least one \
+            layer must have its own",
+        )
     })?;
     let readers = order.split_off(own);
     if let Some(kind) = readers.iter().find(|kind| !order.contains(kind)) {
         let reason = match *kind {
-            "full" => "a full layer would read a cache that no layer before it keeps",
-            _ => "a sliding layer would read a cache that no layer before it keeps",
+            "full" => {
+                "a full-attention layer reads the cache of an earlier layer, and no earlier layer has \
+                one"
+            }
+            _ => "a sliding-window layer reads the cache of an earlier layer, and no earlier layer has one",
         };
         return Err(config.feature("num_kv_shared_layers", reason));
     }
@@ -81,7 +88,7 @@ pub(super) fn gemma4(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
     sliding.absence = replay(window, order.iter().chain(&readers).filter(|kind| **kind == "sliding").count());
     let note = match shared {
         0 => String::new(),
-        _ => format!("The last {shared} of {layers} layers read the cache of others and are left out."),
+        _ => format!("The last {shared} of {layers} layers read the cache of other layers and are left out."),
     };
     Ok(Built {
         parts: vec![sliding, heads_part(config, options, "global_head_dim", global_heads)?],

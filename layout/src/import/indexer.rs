@@ -18,7 +18,7 @@ pub(super) fn glm(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
     let layers = config.layer_count()?;
     let own = match (types(config, layers)?, schedule(config, layers)?) {
         (Some(types), Some(schedule)) if types != schedule => {
-            return Err(config.feature("indexer_types", "the schedule of index_topk says otherwise"));
+            return Err(config.feature("indexer_types", "the field contradicts the schedule of index_topk"));
         }
         (Some(own), _) | (None, Some(own)) => own,
         (None, None) => vec![true; layers],
@@ -66,7 +66,11 @@ fn types(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Import
     };
     let own = types.iter().enumerate().map(own).collect::<Result<Vec<_>, _>>()?;
     match own.first() {
-        Some(false) => Err(config.feature("indexer_types", "the first layer has no indexer to share")),
+        Some(false) => Err(config.feature(
+            "indexer_types",
+            "the first layer shares an indexer, and no layer \
+            before it has one",
+        )),
         _ => Ok(Some(own)),
     }
 }
@@ -74,7 +78,7 @@ fn types(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Import
 /// `index_topk_pattern`, a letter a layer, or one layer of each `index_topk_freq` from `index_skip_topk_offset`.
 fn schedule(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, ImportError> {
     if config.has("index_topk_pattern") {
-        let pattern = config.text("index_topk_pattern", "which layers have an indexer")?;
+        let pattern = config.text("index_topk_pattern", "the list of layers with an indexer")?;
         if pattern.chars().count() != layers {
             return Err(config.wrong_length("index_topk_pattern", pattern.chars().count(), layers));
         }
@@ -88,7 +92,7 @@ fn schedule(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Imp
     if !config.has("index_topk_freq") {
         return Ok(None);
     }
-    let each = config.count("index_topk_freq", "how many layers share an indexer")? as usize;
+    let each = config.count("index_topk_freq", "the number of layers that share an indexer")? as usize;
     let offset = config.optional_number("index_skip_topk_offset")?.unwrap_or(2) as usize;
     let own = |layer: usize| layer.saturating_add(1).saturating_sub(offset).checked_rem(each) == Some(0);
     Ok(Some((0..layers).map(own).collect()))
@@ -97,7 +101,11 @@ fn schedule(config: &Config<'_>, layers: usize) -> Result<Option<Vec<bool>>, Imp
 /// MiniMax-M3: every layer keeps keys and values; sparse ones an index key a token as well, in the model's own format.
 pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
-    let sparse = config.nested("sparse_attention_config", "which layers choose blocks by an index key")?;
+    let sparse = config.nested(
+        "sparse_attention_config",
+        "the list of layers that choose blocks by an index \
+        key",
+    )?;
     if sparse.switch("use_sparse_attention")? == Some(false) {
         return Err(
             sparse.feature("use_sparse_attention", "the architecture without its index is not supported")
@@ -113,10 +121,10 @@ pub(super) fn minimax_m3(config: &Config<'_>, options: &ImportOptions) -> Result
             (true, None) => Ok(flags),
         }
     };
-    let chosen = flags("sparse_attention_freq", "which layers are sparse")?;
-    let keys_only = flags("sparse_disable_index_value", "which layers index by keys alone")?;
+    let chosen = flags("sparse_attention_freq", "the list of sparse layers")?;
+    let keys_only = flags("sparse_disable_index_value", "the list of layers whose index has keys only")?;
     if chosen.iter().zip(&keys_only).any(|(chosen, keys_only)| *chosen == 1 && *keys_only == 0) {
-        return Err(sparse.feature("sparse_disable_index_value", "index values are not supported"));
+        return Err(sparse.feature("sparse_disable_index_value", "an index with values is not supported"));
     }
     let numbers = sparse.count("sparse_index_dim", INDEX)?;
     let dtype = config.model_dtype()?;

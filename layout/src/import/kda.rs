@@ -28,7 +28,11 @@ impl Delta {
     ) -> Result<Vec<DraftPart>, ImportError> {
         let inputs = self.kernel.saturating_sub(1);
         if inputs == 0 {
-            return Err(config.feature(self.heads_field, "a convolution of one token keeps no state"));
+            return Err(config.feature(
+                self.heads_field,
+                "a convolution over one token has no state: at least \
+                2 tokens are needed",
+            ));
         }
         let (heads, dim) = (u64::from(self.heads), u64::from(self.dim));
         let state_dtype = config.state_dtype(options, "mamba_ssm_dtype")?;
@@ -45,21 +49,22 @@ impl Delta {
     }
 }
 
-const HEADS: &str = "how many heads a delta layer has";
-const DIM: &str = "how many numbers a head has";
-const KERNEL: &str = "how many tokens the convolution sees";
+const HEADS: &str = "the number of heads of a delta layer";
+const DIM: &str = "the size of a head";
+const KERNEL: &str = "the number of tokens in the convolution";
 
 /// Kimi-Linear and Kimi-K3: `linear_attn_config` lists layers of both kinds, counted from one.
 pub(super) fn kimi(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
-    let inner = config.nested("linear_attn_config", "which layers are delta layers, and of what size")?;
+    let inner = config.nested("linear_attn_config", "the list of delta layers and their sizes")?;
     let last = layers.saturating_add(1);
-    let delta_layers = inner.layer_ids("kda_layers", "which layers are delta layers", last)?;
-    let full_layers = inner.layer_ids("full_attn_layers", "which layers are latent attention", last)?;
+    let delta_layers = inner.layer_ids("kda_layers", "the list of delta layers", last)?;
+    let full_layers =
+        inner.layer_ids("full_attn_layers", "the list of layers with latent attention", last)?;
     let kind = |layer: usize| match (delta_layers.contains(&layer), full_layers.contains(&layer)) {
         (true, false) => Ok("delta"),
         (false, true) => Ok("mla"),
-        _ => Err(inner.feature("kda_layers", "a layer is in both lists or in none")),
+        _ => Err(inner.feature("kda_layers", "each layer must be in exactly one of the two lists")),
     };
     let order = (1..last).map(kind).collect::<Result<Vec<_>, _>>()?;
     let delta = Delta {

@@ -9,9 +9,9 @@ use super::config::Config;
 use super::dense::replay;
 use super::{Built, Dtype, ImportError, ImportOptions, part, product};
 
-const LATENT: &str = "how many numbers the latent has";
-pub(super) const ROPE: &str = "how many numbers the rotary key has";
-pub(super) const INDEX: &str = "how many numbers an indexer key has";
+const LATENT: &str = "the size of the latent";
+pub(super) const ROPE: &str = "the size of the rotary key";
+pub(super) const INDEX: &str = "the size of an indexer key";
 
 /// The dimensions for which the fp8 entry formats are defined.
 pub(super) const LATENT_DIM: u32 = 512;
@@ -24,7 +24,7 @@ pub(super) fn mla(config: &Config<'_>, options: &ImportOptions) -> Result<Built,
     let dtype = config.kv_dtype(options)?;
     if dtype == Dtype::Nvfp4 {
         return Err(
-            config.feature("kv_lora_rank", "the record of this format is known with a sparse indexer only")
+            config.feature("kv_lora_rank", "this number format is supported only with a sparse indexer")
         );
     }
     Ok(Built {
@@ -52,7 +52,7 @@ pub(super) fn sparse(config: &Config<'_>, options: &ImportOptions) -> Result<Bui
 pub(super) fn refuse_indexer(config: &Config<'_>) -> Result<(), ImportError> {
     for field in ["index_head_dim", "index_topk"] {
         if config.has(field) {
-            return Err(config.feature(field, "a sparse indexer is not part of this architecture"));
+            return Err(config.feature(field, "this architecture has no sparse indexer"));
         }
     }
     Ok(())
@@ -95,9 +95,11 @@ pub(super) fn plain_part(config: &Config<'_>, dtype: Dtype) -> Result<DraftPart,
 pub(super) fn refuse_records(config: &Config<'_>, dtype: Dtype) -> Result<(), ImportError> {
     match dtype {
         Dtype::Bf16 | Dtype::Fp16 | Dtype::Fp32 => Ok(()),
-        _ => {
-            Err(config.feature("kv_lora_rank", "the entry of this architecture is known without scales only"))
-        }
+        _ => Err(config.feature(
+            "kv_lora_rank",
+            "entries of this architecture are supported only without \
+                scales",
+        )),
     }
 }
 
@@ -105,11 +107,11 @@ pub(super) fn refuse_records(config: &Config<'_>, dtype: Dtype) -> Result<(), Im
 /// sparse (4) or heavily compressed (128) entries with what their compressors still hold.
 pub(super) fn compressed(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     if options.kv_dtype.is_some_and(|dtype| dtype != Dtype::Fp8) {
-        return Err(config.feature("head_dim", "the entry format of this architecture is known in fp8 only"));
+        return Err(config.feature("head_dim", "entries of this architecture are supported only in fp8"));
     }
-    expect(config, "head_dim", "how many numbers an entry has", LATENT_DIM)?;
+    expect(config, "head_dim", "the size of an entry", LATENT_DIM)?;
     expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
-    let window = config.count("sliding_window", "how many tokens the window has")?;
+    let window = config.count("sliding_window", "the number of tokens in the window")?;
     let layers = config.layer_count()?;
     let order = by_ratio(config, layers)?;
     if order.contains(&"csa") {
@@ -158,7 +160,7 @@ pub(super) fn compressed(config: &Config<'_>, options: &ImportOptions) -> Result
 fn by_ratio(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, ImportError> {
     let Some(ratios) = config.numbers("compress_ratios")? else {
         let field = config.path("compress_ratios");
-        return Err(ImportError::Missing { field, what: "how each layer compresses" });
+        return Err(ImportError::Missing { field, what: "the compression of each layer" });
     };
     // The list may go on with the draft layers, which a spec does not have.
     let drafts = config.optional_number("num_nextn_predict_layers")?.unwrap_or(0) as usize;
@@ -186,7 +188,7 @@ pub(super) fn expect(
         found => Err(ImportError::Value {
             field: config.path(field),
             found: found.to_string(),
-            expected: format!("{only}, for which the format of an entry is known,"),
+            expected: format!("{only}, the only supported size of an entry"),
         }),
     }
 }

@@ -25,11 +25,12 @@ pub(super) fn delta_parts(
     config: &Config<'_>,
     options: &ImportOptions,
 ) -> Result<Vec<DraftPart>, ImportError> {
-    let key_heads = config.heads("linear_num_key_heads", "how many key heads a linear layer has")?;
-    let value_heads = config.heads("linear_num_value_heads", "how many value heads a linear layer has")?;
-    let key_dim = config.count("linear_key_head_dim", "how many numbers a key head has")?;
-    let value_dim = config.count("linear_value_head_dim", "how many numbers a value head has")?;
-    let kernel = config.count("linear_conv_kernel_dim", "how many tokens the convolution sees")?;
+    let key_heads = config.heads("linear_num_key_heads", "the number of key heads of a linear layer")?;
+    let value_heads =
+        config.heads("linear_num_value_heads", "the number of value heads of a linear layer")?;
+    let key_dim = config.count("linear_key_head_dim", "the size of a key head")?;
+    let value_dim = config.count("linear_value_head_dim", "the size of a value head")?;
+    let kernel = config.count("linear_conv_kernel_dim", "the number of tokens in the convolution")?;
     if value_heads.checked_rem(key_heads) != Some(0) {
         return Err(ImportError::Value {
             field: config.path("linear_num_value_heads"),
@@ -39,7 +40,11 @@ pub(super) fn delta_parts(
     }
     let inputs = kernel.saturating_sub(1);
     if inputs == 0 {
-        return Err(config.feature("linear_conv_kernel_dim", "a convolution of one token keeps no state"));
+        return Err(config.feature(
+            "linear_conv_kernel_dim",
+            "a convolution over one token has no state: at \
+            least 2 tokens are needed",
+        ));
     }
     let state_dtype = config.state_dtype(options, "mamba_ssm_dtype")?;
     let state_bytes = product(

@@ -12,12 +12,13 @@ pub(super) fn nemotron(config: &Config<'_>, options: &ImportOptions) -> Result<B
     let all = blocks(config)?;
     let total = all.len();
     let order: Vec<&'static str> = all.into_iter().flatten().collect();
-    let heads = config.heads("mamba_num_heads", "how many heads a Mamba-2 layer has")?;
-    let head_dim = config.count("mamba_head_dim", "how many numbers a Mamba-2 head has")?;
-    let state = config.count("ssm_state_size", "how many numbers a head's state has for each of its own")?;
-    let groups = config.heads(renamed(config, "n_groups", "mamba_n_groups"), "how many groups of heads")?;
+    let heads = config.heads("mamba_num_heads", "the number of heads of a Mamba-2 layer")?;
+    let head_dim = config.count("mamba_head_dim", "the size of a Mamba-2 head")?;
+    let state = config.count("ssm_state_size", "the size of a head's state for each number of the head")?;
+    let groups =
+        config.heads(renamed(config, "n_groups", "mamba_n_groups"), "the number of groups of heads")?;
     let kernel = config
-        .count(renamed(config, "conv_kernel", "mamba_d_conv"), "how many tokens the convolution sees")?;
+        .count(renamed(config, "conv_kernel", "mamba_d_conv"), "the number of tokens in the convolution")?;
     if heads.checked_rem(groups) != Some(0) {
         return Err(ImportError::Value {
             field: config.path("mamba_num_heads"),
@@ -27,7 +28,11 @@ pub(super) fn nemotron(config: &Config<'_>, options: &ImportOptions) -> Result<B
     }
     let inputs = kernel.saturating_sub(1);
     if inputs == 0 {
-        return Err(config.feature("conv_kernel", "a convolution of one token keeps no state"));
+        return Err(config.feature(
+            "conv_kernel",
+            "a convolution over one token has no state: at least 2 \
+            tokens are needed",
+        ));
     }
     let state_dtype = config.state_dtype(options, "mamba_ssm_cache_dtype")?;
     let state_bytes = product(
@@ -54,7 +59,7 @@ pub(super) fn nemotron(config: &Config<'_>, options: &ImportOptions) -> Result<B
         ],
         layer_kinds: vec![("mamba", vec!["recurrent", "conv"]), ("full", vec!["kv"])],
         order,
-        note: format!("Of {total} layers, the {kept} that keep something; the others are left out."),
+        note: format!("{kept} of {total} layers have state in the cache; the others are left out."),
         ..Built::default()
     })
 }
@@ -70,7 +75,7 @@ fn blocks(config: &Config<'_>) -> Result<Vec<Option<&'static str>>, ImportError>
     let (field, blocks): (_, Vec<String>) = match config.texts("layers_block_type")? {
         Some(types) => ("layers_block_type", types.into_iter().map(str::to_owned).collect()),
         None => {
-            let pattern = config.text("hybrid_override_pattern", "what each layer is")?;
+            let pattern = config.text("hybrid_override_pattern", "the kind of each layer")?;
             ("hybrid_override_pattern", pattern.chars().map(String::from).collect())
         }
     };
@@ -81,7 +86,13 @@ fn blocks(config: &Config<'_>) -> Result<Vec<Option<&'static str>>, ImportError>
         "M" | "mamba" | "linear_attention" => Ok(Some("mamba")),
         "*" | "attention" | "full_attention" => Ok(Some("full")),
         "-" | "E" | "mlp" | "moe" => Ok(None),
-        other => Err(config.unknown_layer(field, index, other, "a block of Mamba-2, attention, MLP or MoE")),
+        other => Err(config.unknown_layer(
+            field,
+            index,
+            other,
+            "the letter of a kind of layer: Mamba-2, \
+            attention, MLP or MoE",
+        )),
     };
     blocks.iter().enumerate().map(kind).collect()
 }

@@ -103,21 +103,26 @@ pub enum ImportError {
 impl fmt::Display for ImportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLarge => write!(f, "a model configuration has at most {MAX_CONFIG_BYTES} bytes"),
+            Self::TooLarge => write!(
+                f,
+                "the model configuration is larger than the limit of \
+                {MAX_CONFIG_BYTES} bytes"
+            ),
             Self::Json { line, column, message } => {
-                write!(f, "line {line}, column {column}: not JSON: {message}")
+                write!(f, "line {line}, column {column}: the text is not valid JSON: {message}")
             }
-            Self::Missing { field, what } => write!(f, "{field}: missing; it says {what}"),
+            Self::Missing { field, what } => write!(f, "{field}: the field is missing; it gives {what}"),
             Self::Value { field, found, expected } => {
-                write!(f, "{field}: {found}, where {expected} is expected")
+                write!(f, "{field}: found {found}; expected {expected}")
             }
             Self::Feature { field, reason } => write!(f, "{field}: {reason}"),
             Self::Architecture { name, missing } => write!(
                 f,
-                "architecture {name} is not known; missing facts: {}; write a spec by hand once they are known",
+                "the architecture {name} is not known. These facts about it are missing: {}. Write a spec by \
+                hand if you know them",
                 missing.join(", ")
             ),
-            Self::Spec(error) => write!(f, "the configuration does not make a spec: {error}"),
+            Self::Spec(error) => write!(f, "no valid spec follows from the configuration: {error}"),
         }
     }
 }
@@ -264,13 +269,13 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
     let drafts = draft_layers(&config)?;
     let note = match (drafts, options.draft_layers) {
         (0, false) => built.note,
-        (_, false) => format!("{} Draft (multi-token-prediction) layers are not included.", built.note),
+        (_, false) => format!("{} Layers of drafts (multi-token prediction) are not included.", built.note),
         (0, true) => {
             let field = config.path("num_nextn_predict_layers");
-            return Err(ImportError::Missing { field, what: "how many draft layers there are" });
+            return Err(ImportError::Missing { field, what: "the number of draft layers" });
         }
         (_, true) => {
-            let reason = "what draft layers of this architecture keep is not known";
+            let reason = "the state of draft layers of this architecture is not known";
             let like = built.draft.and_then(|name| built.parts.iter().find(|part| part.name == name));
             let mut draft =
                 like.cloned().ok_or_else(|| config.feature("num_nextn_predict_layers", reason))?;
@@ -301,11 +306,11 @@ pub fn import_hf_config(json: &str, options: &ImportOptions) -> Result<ModelSpec
 }
 
 const TEXT: &str = "text_config";
-const TEXT_FACTS: &str = "the facts of the text model";
+const TEXT_FACTS: &str = "the configuration of the text model";
 
 /// What keeps the cache, and where its facts are.
 fn text_model<'a>(top: Config<'a>) -> Result<(&'static Architecture, Config<'a>), ImportError> {
-    let model_type = top.text("model_type", "which architecture this is")?;
+    let model_type = top.text("model_type", "the name of the architecture")?;
     if let Some((_, class)) = WRAPPERS.iter().find(|(name, _)| *name == model_type) {
         expect_class(&top, class)?;
         let text = top.nested(TEXT, TEXT_FACTS)?;
@@ -331,7 +336,7 @@ fn unknown(config: &Config<'_>, name: &str) -> ImportError {
 }
 
 fn architecture(config: &Config<'_>) -> Result<&'static Architecture, ImportError> {
-    let model_type = config.text("model_type", "which architecture this is")?;
+    let model_type = config.text("model_type", "the name of the architecture")?;
     let known = ARCHITECTURES.iter().find(|known| known.model_type == model_type);
     let known = known.ok_or_else(|| unknown(config, model_type))?;
     expect_class(config, known.class)?;
@@ -358,7 +363,7 @@ fn of_used(
 
 fn missing_facts(top: &Config<'_>) -> Vec<&'static str> {
     let mut missing =
-        vec!["which state each kind of layer keeps (its parts, and how their bytes depend on tokens)"];
+        vec!["the state of each kind of layer (its parts, and how their bytes depend on the tokens)"];
     let facts = [
         ("num_hidden_layers", "num_hidden_layers"),
         ("num_key_value_heads", "num_key_value_heads"),
@@ -399,7 +404,7 @@ fn product(config: &Config<'_>, field: &str, factors: &[u64]) -> Result<u64, Imp
     factors.iter().try_fold(1u64, |product, &factor| product.checked_mul(factor)).ok_or_else(|| {
         ImportError::Value {
             field: config.path(field),
-            found: "too large a number".to_owned(),
+            found: "a number that is too large".to_owned(),
             expected: "a size that fits 64 bits".to_owned(),
         }
     })

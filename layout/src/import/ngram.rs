@@ -15,7 +15,7 @@ use super::{Built, ImportError, ImportOptions, part, product};
 
 /// States that ranks hold all of, beside delta states with heads.
 const WHOLE_STATES: Group = Group(4);
-const NGRAM: &str = "what the convolution over n-grams holds";
+const NGRAM: &str = "the state of the convolution over n-grams";
 
 /// Full layers keep keys and values, an index key for each `indexer_compress_ratio` tokens, and the keys of a group
 /// that is not full. Linear layers in `ple_layer_ids`, counted from one, keep the last inputs of a convolution over
@@ -27,13 +27,13 @@ pub(super) fn qwen4(config: &Config<'_>, options: &ImportOptions) -> Result<Buil
     let dtype = config.model_dtype()?;
     let indexed = config.has("indexer_head_dim");
     if indexed {
-        let pool = config.count("indexer_compress_ratio", "how many tokens an index key stands for")?;
+        let pool = config.count("indexer_compress_ratio", "the number of tokens for each index key")?;
         let pool = NonZeroU32::new(pool).filter(|pool| pool.get() > 1).ok_or_else(|| {
-            config.feature("indexer_compress_ratio", "index keys that are not pooled are not understood")
+            config.feature("indexer_compress_ratio", "index keys that are not pooled are not supported")
         })?;
-        if config.count("indexer_kv_heads", "how many index keys a group has")? != 1 {
+        if config.count("indexer_kv_heads", "the number of index keys of a group")? != 1 {
             return Err(
-                config.feature("indexer_kv_heads", "several index keys for a group are not understood")
+                config.feature("indexer_kv_heads", "several index keys for a group are not supported")
             );
         }
         let numbers = config.count("indexer_head_dim", INDEX)?;
@@ -53,9 +53,11 @@ pub(super) fn qwen4(config: &Config<'_>, options: &ImportOptions) -> Result<Buil
         match place {
             Some(kind) if *kind != "full" => *kind = "ngram",
             _ => {
-                return Err(
-                    config.feature("ple_layer_ids", "each must be the number of a linear layer, from 1")
-                );
+                return Err(config.feature(
+                    "ple_layer_ids",
+                    "the number of a linear layer, counted from 1, in each \
+                        entry",
+                ));
             }
         }
     }
@@ -70,7 +72,11 @@ pub(super) fn qwen4(config: &Config<'_>, options: &ImportOptions) -> Result<Buil
         ];
         let bytes = product(config, "ple_conv_kernel_size", &factors)?;
         if bytes == 0 {
-            return Err(config.feature("ple_conv_kernel_size", "a convolution of one token keeps no state"));
+            return Err(config.feature(
+                "ple_conv_kernel_size",
+                "a convolution over one token has no state: at \
+                least 2 tokens are needed",
+            ));
         }
         let role = Role::State { bytes, empty_at_multiple_of: None };
         let mut ngram = part("ngram", "conv_state", role, 0, dtype.name());

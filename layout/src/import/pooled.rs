@@ -17,7 +17,7 @@ use super::{Built, ImportError, ImportOptions, part, product};
 pub(super) fn glm5_next(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
-        return Err(config.missing("layer_types", "which layers are delta layers"));
+        return Err(config.missing("layer_types", "the list of delta layers"));
     };
     let kind = |(index, kind): (usize, &&str)| match *kind {
         "linear_attention" => Ok("delta"),
@@ -26,15 +26,15 @@ pub(super) fn glm5_next(config: &Config<'_>, options: &ImportOptions) -> Result<
     };
     let order = types.iter().enumerate().map(kind).collect::<Result<Vec<_>, _>>()?;
     expect(config, "index_head_dim", INDEX, INDEX_DIM)?;
-    let pool = config.count("index_kpool", "how many tokens an index key stands for")?;
+    let pool = config.count("index_kpool", "the number of tokens for each index key")?;
     let pool = NonZeroU32::new(pool).filter(|pool| pool.get() > 1);
     let pool = pool
         .ok_or_else(|| config.feature("index_kpool", "index keys that are not pooled are not supported"))?;
     let delta = Delta {
         heads_field: "linear_num_heads",
-        heads: config.heads("linear_num_heads", "how many heads a delta layer has")?,
-        dim: config.count("linear_head_dim", "how many numbers a head has")?,
-        kernel: config.count("linear_conv_kernel_dim", "how many tokens the convolution sees")?,
+        heads: config.heads("linear_num_heads", "the number of heads of a delta layer")?,
+        dim: config.count("linear_head_dim", "the size of a head")?,
+        kernel: config.count("linear_conv_kernel_dim", "the number of tokens in the convolution")?,
     };
     let mut parts = delta.parts(config, options)?;
     let dtype = config.kv_dtype(options)?;

@@ -177,7 +177,10 @@ fn draft_layers_are_included_where_it_is_known_what_they_keep() {
     assert_eq!(spec.geometry().stream_bytes_per_token(256).unwrap().whole(), Some(48 * 1152));
     assert_eq!(spec.note(), "The last layer is a draft (multi-token prediction).");
     let refused = [
-        (&families["mixtral"], "num_nextn_predict_layers: missing; it says how many draft layers there are"),
+        (
+            &families["mixtral"],
+            "num_nextn_predict_layers: the field is missing; it gives the number of draft layers",
+        ),
         // A convolution over delta layers holds inputs of drafts as well: how many, the engine decides.
         (
             &serde_json::from_str(config!("glm5_next")).unwrap(),
@@ -201,7 +204,7 @@ fn formats_with_scales_take_the_bytes_of_their_scales() {
     let error = import(&odd, Some(Dtype::Nvfp4), IndexDtype::Fp8).unwrap_err().to_string();
     assert_eq!(
         error,
-        "head_dim: 72, where a multiple of 16, for which the format has one scale each, is expected"
+        "head_dim: found 72; expected a multiple of 16, because the format has one scale for each 16 numbers"
     );
     let refused = [
         (config!("kimi_linear"), Dtype::Int8),
@@ -297,7 +300,7 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             config!("kimi_linear"),
             "linear_attn_config.kda_layers",
             json!([1, 2, 3, 4]),
-            "linear_attn_config.kda_layers: a layer is in both lists or in none",
+            "linear_attn_config.kda_layers: each layer must be in exactly one of the two lists",
         ),
         (
             config!("kimi_k3"),
@@ -310,7 +313,7 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             config!("glm_moe_dsa"),
             "indexer_types",
             json!(vec!["full"; 78]),
-            "indexer_types: the schedule of index_topk says otherwise",
+            "indexer_types: the field contradicts the schedule of index_topk",
         ),
         (config!("hy_v4"), "layer_types", json!(vec!["full_attention"; 34]), "layer_types[0]: `full_att"),
     ];
@@ -324,7 +327,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("minimax_m3"),
             "sparse_attention_config.sparse_disable_index_value",
             json!(vec![0; 60]),
-            "sparse_attention_config.sparse_disable_index_value: index values are not supported",
+            "sparse_attention_config.sparse_disable_index_value: an index with values is not supported",
         ),
         (config!("minimax_m3"), "index_topk_freq", json!(4), "index_topk_freq: an indexer shared between"),
         (
@@ -337,13 +340,13 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("deepseek_v41"),
             "kv_source_layer_ids",
             json!(null),
-            "text_config.kv_source_layer_ids: missing; it says which layers keep entries",
+            "text_config.kv_source_layer_ids: the field is missing; it gives the list of layers that store entries",
         ),
         (
             config!("deepseek_v41"),
             "index_source_layer_ids",
             json!([8]),
-            "text_config.compress_ratios[2]: no layer up to here chooses entries",
+            "text_config.compress_ratios[2]: this layer needs chosen entries, and neither it nor a layer before it chooses any",
         ),
         (
             config!("deepseek_v41"),

@@ -51,12 +51,11 @@ pub(super) fn deepseek_v41(config: &Config<'_>, options: &ImportOptions) -> Resu
         None | Some(Dtype::Fp8) => ENTRY,
         Some(Dtype::Nvfp4) => SMALL_ENTRY,
         Some(_) => {
-            return Err(
-                config.feature("head_dim", "the entry of this architecture is known in fp8 and nvfp4 only")
-            );
+            return Err(config
+                .feature("head_dim", "entries of this architecture are supported only in fp8 and nvfp4"));
         }
     };
-    expect(config, "head_dim", "how many numbers an entry has", LATENT_DIM)?;
+    expect(config, "head_dim", "the size of an entry", LATENT_DIM)?;
     expect(config, "qk_rope_head_dim", ROPE, ROPE_DIM)?;
     expect(config, "index_head_dim", INDEX, INDEX_DIM)?;
     let window = config.count("sliding_window", WINDOW)?;
@@ -97,7 +96,8 @@ pub(super) fn deepseek_v41(config: &Config<'_>, options: &ImportOptions) -> Resu
             (TOKENS.reader, vec![TOKENS.entry]),
         ],
         order,
-        note: "Devices whose kernels keep the entry of DeepSeek-V4 have 584 bytes where 528 stand here."
+        note: "On devices whose kernels use the entry format of DeepSeek-V4, an entry has 584 bytes instead \
+            of the 528 bytes given here."
             .to_owned(),
     })
 }
@@ -113,14 +113,15 @@ fn tail(replayed: Absence) -> DraftPart {
 fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, ImportError> {
     let ratios = config
         .numbers("compress_ratios")?
-        .ok_or_else(|| config.missing("compress_ratios", "how many tokens an entry of each layer covers"))?;
+        .ok_or_else(|| config.missing("compress_ratios", "the number of tokens for each entry of a layer"))?;
     // The list may go on with the draft layers, which a spec does not have.
     let drafts = config.optional_number("num_nextn_predict_layers")?.unwrap_or(0) as usize;
     if ratios.len() != layers && Some(ratios.len()) != layers.checked_add(drafts) {
         return Err(config.wrong_length("compress_ratios", ratios.len(), layers));
     }
-    let sources = config.layer_ids("kv_source_layer_ids", "which layers keep entries", layers)?;
-    let indices = config.layer_ids("index_source_layer_ids", "which layers choose entries", layers)?;
+    let sources = config.layer_ids("kv_source_layer_ids", "the list of layers that store entries", layers)?;
+    let indices =
+        config.layer_ids("index_source_layer_ids", "the list of layers that choose entries", layers)?;
     let mut source = None;
     let mut chosen = false;
     let mut order = Vec::with_capacity(layers);
@@ -128,7 +129,7 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         let refuse = |reason| config.feature(&format!("compress_ratios[{layer}]"), reason);
         let names = match ratio {
             0 if sources.contains(&layer) || indices.contains(&layer) => {
-                return Err(refuse("a source has entries"));
+                return Err(refuse("a layer in the list of sources must have entries"));
             }
             0 => {
                 order.push("window");
@@ -144,18 +145,19 @@ fn order(config: &Config<'_>, layers: usize) -> Result<Vec<&'static str>, Import
         let chooses = indices.contains(&layer);
         chosen |= chooses;
         if !chosen {
-            return Err(refuse("no layer up to here chooses entries"));
+            return Err(refuse(
+                "this layer needs chosen entries, and neither it nor a layer before it chooses \
+                any",
+            ));
         }
         if sources.contains(&layer) {
             if !chooses {
-                return Err(refuse("a source that keeps no index keys is not supported"));
+                return Err(refuse("a source without index keys is not supported"));
             }
             source = Some(ratio);
             order.push(names.source);
         } else if source != Some(ratio) {
-            return Err(refuse(
-                "the last source before this layer keeps entries of another number of tokens",
-            ));
+            return Err(refuse("the last source before this layer has entries for another number of tokens"));
         } else {
             order.push(if chooses { names.index_reader } else { names.reader });
         }

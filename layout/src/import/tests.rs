@@ -218,7 +218,7 @@ fn the_spec_says_what_was_read_and_what_was_left_out() {
     let source = "config.json, model_type deepseek_v3: torch_dtype bf16, kv_lora_rank 512, qk_rope_head_dim 64, \
                   num_hidden_layers 61";
     assert_eq!(spec.source(), source);
-    assert_eq!(spec.note(), "Draft (multi-token-prediction) layers are not included.");
+    assert_eq!(spec.note(), "Layers of drafts (multi-token prediction) are not included.");
     assert_eq!(spec.name(), "deepseek_v3");
     let named = with(llama(32, 4096, 32), "_name_or_path", json!("meta-llama/Llama-3.1-8B"));
     assert_eq!(import(&named, &ImportOptions::default()).unwrap().name(), "Llama-3.1-8B");
@@ -251,7 +251,10 @@ fn a_missing_fact_is_named() {
     for (config, field) in facts {
         for config in [without(config.clone(), field), with(config.clone(), field, Value::Null)] {
             let error = refusal(&config);
-            assert!(error.starts_with(&format!("{field}: missing; it says ")), "{field}: {error}");
+            assert!(
+                error.starts_with(&format!("{field}: the field is missing; it gives ")),
+                "{field}: {error}"
+            );
         }
     }
     let mut nested = gemma3();
@@ -269,14 +272,14 @@ fn numbers_that_cannot_be_are_refused_with_their_field() {
         assert!(error.starts_with("num_key_value_heads: `"), "{value}: {error}");
     }
     let error = refusal(&with(qwen3(), "num_hidden_layers", json!(4097)));
-    assert_eq!(error, "num_hidden_layers: 4097, where at most 4096 is expected");
+    assert_eq!(error, "num_hidden_layers: found 4097; expected at most 4096");
     let error = refusal(&with(qwen3(), "num_key_value_heads", json!(65536)));
-    assert_eq!(error, "num_key_value_heads: 65536, where at most 65535 is expected");
+    assert_eq!(error, "num_key_value_heads: found 65536; expected at most 65535");
     let mut wide = with(qwen3(), "head_dim", json!(1 << 20));
     wide["num_key_value_heads"] = json!(65535);
     let error = refusal(&wide);
     assert!(
-        error.starts_with("the configuration does not make a spec: part.kv.bytes: 274873712640 bytes"),
+        error.starts_with("no valid spec follows from the configuration: part.kv.bytes: 274873712640 bytes"),
         "{error}"
     );
     let error = refusal(&with(llama(32, 4096, 32), "hidden_size", json!(4097)));
@@ -289,7 +292,10 @@ fn numbers_that_cannot_be_are_refused_with_their_field() {
         huge[field] = json!(1 << 20);
     }
     let error = refusal(&huge);
-    assert!(error.contains("part.recurrent.bytes") || error.contains("too large a number"), "{error}");
+    assert!(
+        error.contains("part.recurrent.bytes") || error.contains("a number that is too large"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -298,9 +304,7 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
         json!({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 64});
     assert_eq!(
         refusal(&mamba),
-        "architecture `mamba2` is not known; missing facts: which state each kind of layer keeps (its parts, and \
-         how their bytes depend on tokens), num_key_value_heads, head_dim, the cache's number format \
-         (torch_dtype); write a spec by hand once they are known"
+        "the architecture `mamba2` is not known. These facts about it are missing: the state of each kind of layer (its parts, and how their bytes depend on the tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). Write a spec by hand if you know them"
     );
     let draft = with(llama(1, 4096, 32), "architectures", json!(["LlamaForCausalLMEagle3"]));
     assert!(refusal(&draft).starts_with("architecture `LlamaForCausalLMEagle3` is not known"));
@@ -390,11 +394,14 @@ fn data_types_scale_what_they_are_about_and_nothing_else() {
 #[test]
 fn what_is_not_a_configuration_is_refused_with_its_place() {
     let refusal = |text: &str| import_hf_config(text, &ImportOptions::default()).unwrap_err().to_string();
-    assert_eq!(refusal("{\n  \"a\": }"), "line 2, column 8: not JSON: expected value");
-    assert_eq!(refusal(""), "line 1, column 0: not JSON: EOF while parsing a value");
-    assert!(refusal("[]").starts_with("config: `[]`, where an object is expected"));
+    assert_eq!(refusal("{\n  \"a\": }"), "line 2, column 8: the text is not valid JSON: expected value");
+    assert_eq!(refusal(""), "line 1, column 0: the text is not valid JSON: EOF while parsing a value");
+    assert!(refusal("[]").starts_with("config: found `[]`; expected an object"));
     assert!(refusal(&"[".repeat(100_000)).contains("recursion limit"));
-    assert_eq!(refusal(&" ".repeat(MAX_CONFIG_BYTES + 1)), "a model configuration has at most 1048576 bytes");
+    assert_eq!(
+        refusal(&" ".repeat(MAX_CONFIG_BYTES + 1)),
+        "the model configuration is larger than the limit of 1048576 bytes"
+    );
 }
 
 proptest! {

@@ -11,8 +11,7 @@ impl Dtype {
             Self::Bf16 | Self::Fp16 => Ok(2),
             Self::Fp32 => Ok(4),
             Self::Int8 | Self::Nvfp4 => {
-                Err(config
-                    .feature("dtype", "this number format has scales, and no record of it is known here"))
+                Err(config.feature("dtype", "the layout of this number format's scales is not known here"))
             }
         }
     }
@@ -32,7 +31,8 @@ impl Dtype {
                 _ => Err(ImportError::Value {
                     field: config.path(field),
                     found: numbers.to_string(),
-                    expected: "a multiple of 16, for which the format has one scale each,".to_owned(),
+                    expected: "a multiple of 16, because the format has one scale for each 16 numbers"
+                        .to_owned(),
                 }),
             },
             _ => Ok(numbers.saturating_mul(self.bytes(config)?)),

@@ -12,7 +12,7 @@ use super::{Built, ImportError, ImportOptions, part, product};
 pub(super) fn dots3_note(config: &Config<'_>, options: &ImportOptions) -> Result<Built, ImportError> {
     let layers = config.layer_count()?;
     let Some(types) = config.layer_types(layers)? else {
-        return Err(config.missing("layer_types", "which layers are sliding windows"));
+        return Err(config.missing("layer_types", "the list of layers with sliding windows"));
     };
     let order = sliding_or_full(config, &types)?;
     let dtype = config.kv_dtype(options)?;
@@ -21,7 +21,7 @@ pub(super) fn dots3_note(config: &Config<'_>, options: &ImportOptions) -> Result
     let (bytes, label) = options.index_dtype.key();
     let index = part("index", "mla_index", Role::Stream { bytes, tokens: 1 }, 0, label);
     let tokens = config.count("sliding_window_size", WINDOW)?;
-    let latent = config.count("swa_kv_lora_rank", "how many numbers the latent of a window has")?;
+    let latent = config.count("swa_kv_lora_rank", "the size of the latent of a window")?;
     let rope = config.count("swa_qk_rope_head_dim", ROPE)?;
     let numbers = u64::from(latent).saturating_add(rope.into());
     let bytes = product(config, "swa_kv_lora_rank", &[numbers, dtype.bytes(config)?])?;

@@ -47,14 +47,19 @@ pub enum ExtraError {
 impl fmt::Display for ExtraError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Empty => write!(f, "an extra has no bytes: leave it out"),
+            Self::Empty => write!(f, "an extra value of a key is empty: leave it out"),
             Self::TooLong { bytes } => {
                 write!(
                     f,
-                    "an extra has {bytes} bytes: pass a digest of it, the most is {MAX_EXTRA_ITEM_BYTES}"
+                    "an extra value of a key has {bytes} bytes, and the limit is {MAX_EXTRA_ITEM_BYTES}: use \
+                    its digest"
                 )
             }
-            Self::TooMany => write!(f, "a block has more than {MAX_EXTRA_ITEMS} extras: use smaller blocks"),
+            Self::TooMany => write!(
+                f,
+                "a block has more than {MAX_EXTRA_ITEMS} extra values: use smaller \
+                blocks"
+            ),
         }
     }
 }

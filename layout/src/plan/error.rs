@@ -52,22 +52,47 @@ pub enum PlanError {
 impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Nothing => f.write_str("nothing to plan: name at least one record, block and layer"),
+            Self::Nothing => f.write_str(
+                "the plan is empty: give at least one record, one block and one \
+                layer",
+            ),
             Self::OutOfRange { wanted, available } => {
-                write!(f, "number {wanted} is wanted but there are only {available}")
+                write!(f, "item {wanted} was requested, and only {available} items exist")
             }
-            Self::Order => f.write_str("sort blocks, layers and destination places, without duplicates"),
-            Self::Shape => f.write_str("all records and the placement must be of one block shape"),
+            Self::Order => f.write_str(
+                "blocks, layers or destination places are not sorted, or repeated: \
+                sort them, and give each once",
+            ),
+            Self::Shape => f.write_str(
+                "the records and the placement have different block shapes: use one \
+                shape for all",
+            ),
             Self::Placement { needed, available } => {
-                write!(f, "places for {needed} blocks are needed, the placement has {available}")
+                write!(
+                    f,
+                    "the placement has places for {available} blocks, and {needed} blocks were \
+                    requested"
+                )
             }
-            Self::Unplaced { part } => write!(f, "part {part} is wanted but has no place"),
+            Self::Unplaced { part } => write!(
+                f,
+                "part {part} was requested, and the placement has no place \
+                for it"
+            ),
             Self::PayloadOffset { offset } => {
-                write!(f, "a payload starts at a multiple of 4096, not at {offset}")
+                write!(f, "the payload starts at {offset}: it must start at a multiple of 4096")
             }
-            Self::Align { align } => write!(f, "alignment {align} is not a power of two up to 4096"),
+            Self::Align { align } => write!(
+                f,
+                "the alignment is {align}: it must be a power of two up to \
+                4096"
+            ),
             Self::Limit { limit } => {
-                write!(f, "limit {limit} is not a positive multiple of the alignment up to 1 GiB")
+                write!(
+                    f,
+                    "the limit of a read is {limit} bytes: it must be a positive multiple of the \
+                    alignment, up to 1 GiB"
+                )
             }
             Self::TooLarge => f.write_str("the plan is too large: read fewer records or layers at once"),
         }

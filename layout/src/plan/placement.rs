@@ -461,16 +461,33 @@ pub enum PlacementError {
 impl fmt::Display for PlacementError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Blocks => f.write_str("a placement is for 1 to 16777216 blocks"),
+            Self::Blocks => f.write_str("the placement has a wrong number of blocks: use 1 to 16777216"),
             Self::Parts { found, expected } => {
-                write!(f, "{found} targets for {expected} parts: give one for each part of a block")
+                write!(
+                    f,
+                    "{found} targets were given for {expected} parts: give one target for each part of \
+                    a block"
+                )
             }
             Self::Stride { part, stride, bytes } => {
-                write!(f, "part {part} has chunks of {bytes} bytes but a stride of {stride}")
+                write!(
+                    f,
+                    "part {part} has chunks of {bytes} bytes, and its stride is only {stride} bytes: \
+                    use a larger stride"
+                )
             }
-            Self::DuplicateSlot { slot } => write!(f, "slot {slot} is given to two blocks"),
-            Self::Overlap { memory } => write!(f, "parts overlap in memory {}", memory.0),
-            Self::Overflow => f.write_str("a place lies past the end of any memory"),
+            Self::DuplicateSlot { slot } => write!(
+                f,
+                "two blocks have the same slot {slot}: give each block \
+                its own slot"
+            ),
+            Self::Overlap { memory } => {
+                write!(f, "two parts overlap in memory {}: place them apart", memory.0)
+            }
+            Self::Overflow => f.write_str(
+                "a part lies past the end of the memory: use a larger memory or a \
+                smaller offset",
+            ),
         }
     }
 }

@@ -65,15 +65,19 @@ pub enum CanonicalError {
 impl fmt::Display for CanonicalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLarge => write!(f, "an encoded geometry has at most {MAX_CANONICAL_BYTES} bytes"),
+            Self::TooLarge => write!(
+                f,
+                "the encoded geometry is longer than the limit of \
+                {MAX_CANONICAL_BYTES} bytes"
+            ),
             Self::Version(version) => write!(f, "version {version} of the geometry encoding is not known"),
             Self::Truncated => f.write_str("the encoded geometry ends within a field"),
             Self::Trailing => f.write_str("bytes follow the encoded geometry"),
             Self::Kind => f.write_str("a part's kind is not a valid name"),
             Self::Role => f.write_str("a part's role is not known"),
-            Self::Count => f.write_str("a number of parts or layers is past its limit"),
-            Self::NotCanonical => f.write_str("the geometry is not in its canonical encoding"),
-            Self::Spec(error) => write!(f, "the encoded numbers are not a geometry: {error}"),
+            Self::Count => f.write_str("the number of parts or layers is past its limit"),
+            Self::NotCanonical => f.write_str("the encoding of the geometry is not the canonical one"),
+            Self::Spec(error) => write!(f, "the encoded numbers are no valid geometry: {error}"),
         }
     }
 }

@@ -130,59 +130,69 @@ impl SpecError {
 impl fmt::Display for SpecError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::NoLayers => write!(f, "a model needs at least one layer"),
-            Self::TooManyLayers => write!(f, "more than {MAX_LAYERS} layers"),
+            Self::NoLayers => write!(f, "the model has no layer: give at least one"),
+            Self::TooManyLayers => write!(f, "the model has more than {MAX_LAYERS} layers"),
             Self::LayerParts { layer } => {
                 write!(f, "layer {layer} must have 1 to {MAX_PARTS_PER_LAYER} parts")
             }
-            Self::TooManyParts => write!(f, "more than {MAX_PARTS} different parts"),
-            Self::TooManyChunks => write!(f, "more than {MAX_CHUNKS} parts over all layers"),
-            Self::UnknownPart { layer } => write!(f, "layer {layer} names a part that is not there"),
-            Self::UnusedPart { part } => write!(f, "part {part} is in no layer"),
+            Self::TooManyParts => write!(f, "the model has more than {MAX_PARTS} different parts"),
+            Self::TooManyChunks => write!(f, "the layers together have more than {MAX_CHUNKS} parts"),
+            Self::UnknownPart { layer } => write!(f, "layer {layer} has a part that is not defined"),
+            Self::UnusedPart { part } => write!(f, "no layer has part {part}"),
             Self::PartBytes { bytes } => {
-                write!(f, "{bytes} bytes, where a part has 1 to {MAX_CHUNK_BYTES}")
+                write!(f, "the part has {bytes} bytes: a part has 1 to {MAX_CHUNK_BYTES} bytes")
             }
             Self::PartTokens { tokens } => {
-                write!(f, "{tokens} tokens, where 1 to {MAX_BLOCK_TOKENS} are possible")
+                write!(f, "the number of tokens is {tokens}: use 1 to {MAX_BLOCK_TOKENS}")
             }
             Self::Align { align } => {
-                write!(f, "an alignment of {align}, where a power of two up to 4096 is possible")
+                write!(f, "the alignment is {align}: use a power of two up to 4096")
             }
             Self::UnevenHeads { heads, bytes } => {
                 write!(f, "{bytes} bytes cannot be split evenly over {heads} heads")
             }
             Self::MixedRoles { group } => write!(
                 f,
-                "group {group} mixes streams, windows or states, which are kept apart; give them different groups"
+                "group {group} has parts of different kinds (streams, windows or states): use one group for \
+                each kind"
             ),
             Self::MixedHeads { group } => {
-                write!(f, "group {group} mixes numbers of heads; give the parts different groups")
+                write!(
+                    f,
+                    "the parts of group {group} have different numbers of heads: use one group for \
+                    each number of heads"
+                )
             }
             Self::EntryTokens => write!(
                 f,
-                "no block of up to {MAX_BLOCK_TOKENS} tokens is a whole number of entries of every stream"
+                "no block size up to {MAX_BLOCK_TOKENS} tokens is a whole number of entries in every stream"
             ),
             Self::BlockBytes { group } => {
                 write!(f, "the smallest block of group {group} is larger than {MAX_BLOCK_BYTES} bytes")
             }
             Self::BlockTokens { block_tokens, multiple_of } => write!(
                 f,
-                "{block_tokens} tokens a block, where a multiple of {multiple_of} up to {MAX_BLOCK_TOKENS} is needed"
+                "a block has {block_tokens} tokens: use a multiple of {multiple_of}, up to \
+                {MAX_BLOCK_TOKENS}"
             ),
             Self::UnknownGroup { group } => write!(f, "the model has no group {group}"),
             Self::Coordinate { group, heads: 0, coordinate } => {
-                write!(f, "group {group} is replicated and has no {coordinate}")
+                write!(f, "group {group} is replicated, so the coordinate {coordinate} does not exist")
             }
             Self::Coordinate { group, heads, coordinate } => {
-                write!(f, "group {group} is split over {heads} heads and has no {coordinate}")
+                write!(
+                    f,
+                    "group {group} is split over {heads} heads, so the coordinate {coordinate} does \
+                    not exist"
+                )
             }
             Self::NothingStored { group } => {
-                write!(f, "group {group} is empty at every boundary of blocks of this size")
+                write!(f, "group {group} stores no bytes at boundaries of blocks of this size")
             }
             Self::NotAWindow { group } => write!(f, "group {group} is not a sliding window"),
             Self::Ranks(error) => error.fmt(f),
             Self::Shape(error) => error.fmt(f),
-            Self::Overflow => write!(f, "the number of bytes does not fit 64 bits"),
+            Self::Overflow => write!(f, "the number of bytes does not fit into 64 bits"),
         }
     }
 }

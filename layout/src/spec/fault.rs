@@ -69,23 +69,29 @@ impl fmt::Display for FormError {
             Place::Key(key) => write!(f, "{key}: ")?,
         }
         match &self.fault {
-            FormFault::TooLarge => write!(f, "a model spec has at most {MAX_SPEC_BYTES} bytes"),
+            FormFault::TooLarge => write!(
+                f,
+                "the model spec is longer than the limit of {MAX_SPEC_BYTES} \
+                bytes"
+            ),
             FormFault::Text(message) => f.write_str(message),
-            FormFault::Missing => f.write_str("the part's role needs this key"),
-            FormFault::Unwanted => f.write_str("the part's role has no such key"),
-            FormFault::Name => f.write_str("not a valid name"),
-            FormFault::TooLong(limit) => write!(f, "longer than {limit} bytes"),
+            FormFault::Missing => f.write_str("the key is missing, and the role of the part requires it"),
+            FormFault::Unwanted => f.write_str("a part of this role cannot have this key"),
+            FormFault::Name => f.write_str("the name is not valid"),
+            FormFault::TooLong(limit) => write!(f, "the text is longer than {limit} bytes"),
             FormFault::Undefined(name) => write!(f, "`{}` is not defined", printable(name)),
-            FormFault::Unused => f.write_str("defined but not used by any layer"),
-            FormFault::Twice(name) => write!(f, "`{name}` occurs here twice"),
+            FormFault::Unused => f.write_str("no layer uses this definition"),
+            FormFault::Twice(name) => write!(f, "the list has `{name}` twice"),
             FormFault::NoSource(name) => {
                 write!(
                     f,
-                    "`{}`: a layer reads it without an earlier layer that keeps it, or keeps it itself",
+                    "a layer reads `{}` although no earlier layer stores it, or although it stores it itself",
                     printable(name)
                 )
             }
-            FormFault::EmptyRun => f.write_str("a run needs at least one layer and one repetition"),
+            FormFault::EmptyRun => {
+                f.write_str("the run is empty: give at least one layer and one repetition")
+            }
             FormFault::Spec(error) => error.fmt(f),
         }
     }

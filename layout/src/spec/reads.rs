@@ -98,11 +98,11 @@ mod tests {
         let first = SPEC.replace("[\"source\", \"reader\"] }", "[\"reader\", \"source\"] }");
         assert_eq!(
             refusal(&first),
-            "reads.reader: `kv`: a layer reads it without an earlier layer that keeps it, or keeps it itself"
+            "reads.reader: a layer reads `kv` although no earlier layer stores it, or although it stores it itself"
         );
         let own = SPEC.replace("reader = [\"kv\"]", "reader = [\"window\"]");
         assert!(
-            refusal(&own).starts_with("reads.reader: `window`: a layer reads it without"),
+            refusal(&own).starts_with("reads.reader: a layer reads `window` although no earlier layer"),
             "{}",
             refusal(&own)
         );
@@ -111,7 +111,7 @@ mod tests {
         let unknown = SPEC.replace("reader = [\"kv\"]", "writer = [\"kv\"]");
         assert_eq!(refusal(&unknown), "reads.writer: `writer` is not defined");
         let twice = SPEC.replace("reader = [\"kv\"]", "reader = [\"kv\", \"kv\"]");
-        assert_eq!(refusal(&twice), "reads.reader: `kv` occurs here twice");
+        assert_eq!(refusal(&twice), "reads.reader: the list has `kv` twice");
         let empty = SPEC.replace("reader = [\"kv\"]", "reader = []");
         assert!(refusal(&empty).starts_with("reads.reader: "), "{}", refusal(&empty));
     }

@@ -248,7 +248,10 @@ fn an_opaque_page_has_its_bytes_whatever_a_blocks_tokens() {
     assert_eq!(spec.geometry().stream_bytes_per_token(16), Ok(Ratio::new(6144, 1).unwrap()));
     assert_eq!(spec.geometry(), &Geometry::opaque(98_304).unwrap());
     let refused = ModelSpec::opaque("pages", 0).unwrap_err();
-    assert_eq!(refused.to_string(), "part.page.bytes: 0 bytes, where a part has 1 to 4294967296");
+    assert_eq!(
+        refused.to_string(),
+        "part.page.bytes: the part has 0 bytes: a part has 1 to 4294967296 bytes"
+    );
     assert!(ModelSpec::opaque("pages", MAX_CHUNK_BYTES + 1).is_err());
 }
 
@@ -356,47 +359,43 @@ const FAULTS: &[(&str, &str, &str)] = &[
     (
         "bytes = 2048",
         "bytes = 4294967297",
-        "part.kv.bytes: 4294967297 bytes, where a part has 1 to 4294967296",
+        "part.kv.bytes: the part has 4294967297 bytes: a part has 1 to 4294967296 bytes",
     ),
-    ("bytes = 2048", "bytes = 0", "part.kv.bytes: 0 bytes, where a part has 1 to 4294967296"),
+    ("bytes = 2048", "bytes = 0", "part.kv.bytes: the part has 0 bytes: a part has 1 to 4294967296 bytes"),
     ("bytes = 2048", "bytes = 2048.5", "line 12, column 9: "),
     ("bytes = 2048", "bytes = \"2048\"", "line 12, column 9: "),
     ("bytes = 2048", "bytes = 2049", "part.kv.heads: 2049 bytes cannot be split evenly over 8 heads"),
     ("bytes = 2048", "byte = 2048", "line 12, column 1: unknown field `byte`, expected "),
-    ("bytes = 2048", "bytes = 2048\nalign = 3", "part.kv.align: an alignment of 3, where a power of two"),
+    ("bytes = 2048", "bytes = 2048\nalign = 3", "part.kv.align: the alignment is 3: use a power of two"),
     ("bytes = 2048", "bytes = 2048\nper_tokens = 0", "part.kv.per_tokens: 0 tokens"),
     (
         "bytes = 2048",
         "bytes = 2048\nwindow_tokens = 8",
-        "part.kv.window_tokens: the part's role has no such key",
+        "part.kv.window_tokens: a part of this role cannot have this key",
     ),
-    ("role = \"stream\"", "role = \"window\"", "part.kv.window_tokens: the part's role needs this key"),
+    (
+        "role = \"stream\"",
+        "role = \"window\"",
+        "part.kv.window_tokens: the key is missing, and the role of the part requires it",
+    ),
     ("role = \"stream\"", "role = \"river\"", "line 11, column 8: unknown variant `river`, expected "),
     ("role = \"stream\"", "", "line 9, column 1: missing field `role`"),
-    ("kind = \"dense_kv\"", "kind = \"Dense KV\"", "part.kv.kind: not a valid name"),
+    ("kind = \"dense_kv\"", "kind = \"Dense KV\"", "part.kv.kind: the name is not valid"),
     ("heads = 8", "heads = 65536", "line 14, column 9: "),
     ("name = \"tiny\"", "", "missing field `name`"),
-    ("name = \"tiny\"", "name = \"a b\"", "name: not a valid name"),
-    ("block_tokens = 256", "block_tokens = 0", "block_tokens: 0 tokens a block, where a multiple of 1"),
-    ("repeat = 4", "repeat = 0", "layers[0]: a run needs at least one layer and one repetition"),
+    ("name = \"tiny\"", "name = \"a b\"", "name: the name is not valid"),
+    ("block_tokens = 256", "block_tokens = 0", "block_tokens: a block has 0 tokens: use a multiple of 1"),
+    ("repeat = 4", "repeat = 0", "layers[0]: the run is empty: give at least one layer and one repetition"),
     ("repeat = 4", "repeat = 4097", "layers[0]: more than 4096 layers"),
     ("repeat = 4", "repeat = 4294967295", "layers[0]: more than 4096 layers"),
-    ("[{ repeat = 4, of = [\"full\"] }]", "[]", "layers: a model needs at least one layer"),
-    ("of = [\"full\"]", "of = []", "layers[0]: a run needs at least one layer and one repetition"),
+    ("[{ repeat = 4, of = [\"full\"] }]", "[]", "layers: the model has no layer: give at least one"),
+    ("of = [\"full\"]", "of = []", "layers[0]: the run is empty: give at least one layer and one repetition"),
     ("of = [\"full\"]", "of = [\"fool\"]", "layers[0]: `fool` is not defined"),
     ("full = [\"kv\"]", "full = []", "layer.full: layer 0 must have 1 to 64 parts"),
     ("full = [\"kv\"]", "full = [\"kw\"]", "layer.full: `kw` is not defined"),
-    ("full = [\"kv\"]", "full = [\"kv\", \"kv\"]", "layer.full: `kv` occurs here twice"),
-    (
-        "full = [\"kv\"]",
-        "full = [\"kv\"]\nother = [\"kv\"]",
-        "layer.other: defined but not used by any layer",
-    ),
-    (
-        "full = [\"kv\"]",
-        "full = [\"kv\"]\n\"o\\nd\" = [\"kv\"]",
-        "layer.o d: defined but not used by any layer",
-    ),
+    ("full = [\"kv\"]", "full = [\"kv\", \"kv\"]", "layer.full: the list has `kv` twice"),
+    ("full = [\"kv\"]", "full = [\"kv\"]\nother = [\"kv\"]", "layer.other: no layer uses this definition"),
+    ("full = [\"kv\"]", "full = [\"kv\"]\n\"o\\nd\" = [\"kv\"]", "layer.o d: no layer uses this definition"),
     ("[part.kv]", "[part.kw]", "layer.full: `kv` is not defined"),
     ("[part.kv]", "[part.kv", "line 9, column 9: "),
 ];
@@ -460,7 +459,7 @@ fn parts_that_do_not_fit_one_group_are_refused_at_the_part() {
     assert!(heads.starts_with("part.more.heads: group 0 mixes numbers of heads"), "{heads}");
     let entries = two("role = \"stream\"\nheads = 8\nper_tokens = 1048575\n").replace("more", "");
     assert!(
-        entries.starts_with("block_tokens: 256 tokens a block, where a multiple of 1048575"),
+        entries.starts_with("block_tokens: a block has 256 tokens: use a multiple of 1048575"),
         "{entries}"
     );
 }

@@ -48,7 +48,7 @@ async fn answered<T>(asked: impl Future<Output = Result<Response<T>, Status>>) -
     match tokio::time::timeout(TIMEOUT, asked).await {
         Ok(Ok(answer)) => Ok(answer.into_inner()),
         Ok(Err(status)) => Err(status.message().to_owned()),
-        Err(_) => Err("it does not answer".to_owned()),
+        Err(_) => Err("the server does not respond".to_owned()),
     }
 }
 
@@ -85,7 +85,7 @@ impl Etcd {
         access: &EtcdAccess,
         first: usize,
     ) -> Result<(Self, usize), String> {
-        let mut told = "there is no endpoint".to_owned();
+        let mut told = "the list of endpoints is empty".to_owned();
         for at in (0..endpoints.len()).map(|place| (first + place) % endpoints.len()) {
             let Some(name) = endpoints.get(at) else { continue };
             let endpoint = Endpoint::from_shared(format!("http://{name}"));
@@ -146,7 +146,7 @@ impl Etcd {
         let asked = tokio_stream::once(LeaseKeepAliveRequest { id: lease });
         let mut answers = answered(client.lease_keep_alive(self.request(asked))).await?;
         let message = async { answers.message().await.map(Response::new) };
-        let kept = answered(message).await?.ok_or("it ended the call")?;
+        let kept = answered(message).await?.ok_or("the server ended the call")?;
         Ok(kept.ttl > 0)
     }
 
@@ -162,7 +162,7 @@ impl Etcd {
         let asked = RangeRequest { key: prefix.to_owned().into(), range_end: behind(prefix), limit };
         let found = answered(KvClient::new(self.channel.clone()).range(self.request(asked))).await?;
         if found.more {
-            return Err(format!("there are more than {most} keys below {prefix}"));
+            return Err(format!("more than {most} keys exist below {prefix}"));
         }
         Ok((found.kvs, found.header.unwrap_or_default().revision))
     }
@@ -222,7 +222,7 @@ impl Changes {
     pub(super) async fn next(&mut self) -> Result<Vec<(KeyValue, bool)>, String> {
         // ends: the renewal of the lease beside it fails, once etcd is silent
         let message = self.messages.message().await.map_err(|status| status.message().to_owned())?;
-        let message = message.ok_or("it ended the call")?;
+        let message = message.ok_or("the server ended the call")?;
         if message.canceled {
             return Err(format!("the watch has ended: {}", message.cancel_reason));
         }

@@ -96,7 +96,7 @@ impl Shared {
         if *last != trouble {
             match trouble.is_empty() {
                 true => tracing::info!("etcd: this node is registered"),
-                false => tracing::warn!(reason = %trouble, "etcd: the members stay as they are"),
+                false => tracing::warn!(reason = %trouble, "etcd: the list of members stays unchanged"),
             }
             *last = trouble;
         }
@@ -121,7 +121,8 @@ impl Shared {
         self.set_trouble(match is_member {
             true => String::new(),
             false => format!(
-                "this node is registered and not a member yet: a majority of the members of epoch {} must be running",
+                "this node is registered but not a member yet: a majority of the members of epoch {} must be \
+                running",
                 members.epoch()
             ),
         });

@@ -18,7 +18,7 @@ use super::delivery::{Chunk, Delivery};
 use super::wire::{Broken, Wire, moved};
 
 /// What a peer that gives no reason is taken to have meant.
-const NO_REASON: &str = "the peer gave no reason";
+const NO_REASON: &str = "the peer sent no reason";
 
 /// A chunk that comes, and what it should be.
 #[derive(Clone, Copy)]
@@ -61,15 +61,14 @@ impl Arrival {
         waits: &mut Option<Wanted>,
         answer: &proto::LaneAnswer,
     ) -> Result<Self, Broken> {
-        let delivery =
-            delivery(&outline, answer).ok_or(Broken::Protocol("an answer that contradicts itself"))?;
+        let delivery = delivery(&outline, answer).ok_or(Broken::Protocol("the answer contradicts itself"))?;
         let chunks = delivery.chunks(&outline.shape);
         let fits = answer.bytes == delivery.bytes(&outline.shape)
             && answer.digests.len() as u64 == chunks.saturating_mul(4)
             && answer.origins.len() == delivery.blocks.len().saturating_mul(16)
             && answer.lives.len() == answer.origins.len();
         if !fits {
-            return Err(Broken::Protocol("an answer of another length"));
+            return Err(Broken::Protocol("the answer has a wrong length"));
         }
         let whole = delivery.layers.end == outline.layers.end;
         let (mut due, mut stretch) = (Vec::new(), Stretch::default());
@@ -89,7 +88,7 @@ impl Arrival {
         }
         if waits.is_some() && due.len() as u64 != chunks {
             // The places were checked before anything was asked for.
-            return Err(Broken::Protocol("chunks without a place"));
+            return Err(Broken::Protocol("no place is known for some chunks"));
         }
         let asked = waits.as_ref().map_or(Nanos(0), |wanted| wanted.asked);
         let lives = answer.lives.as_chunks::<16>().0.iter().map(|life| asked::life(life, asked));
@@ -128,7 +127,7 @@ impl Arrival {
         };
         if result == Err(Errno::FAULT) && self.wanted.is_some() {
             // Memory of another process, which has taken it away.
-            self.let_go(Some(&Reason::Busy("memory that cannot be written to")), counters);
+            self.let_go(Some(&Reason::Busy("the destination memory is not writable")), counters);
             return Ok(true);
         }
         let Some(got) = moved(result)? else { return Ok(false) };

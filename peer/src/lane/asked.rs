@@ -29,7 +29,7 @@ impl Namespaces {
         let identity = Identity::decode(&identity).map_err(|_| Broken::Protocol("no identity"))?;
         let id = identity.namespace_id().map_err(|_| Broken::Protocol("no identity"))?;
         if self.0.len() >= NAMESPACES_MAX || self.0.insert(namespace, id).is_some() {
-            return Err(Broken::Protocol("too many namespaces, or one twice"));
+            return Err(Broken::Protocol("the request has too many namespaces, or one of them twice"));
         }
         Ok(())
     }
@@ -60,7 +60,7 @@ impl Asked {
         let (group, coordinate) = column.map_err(|_| Broken::Protocol("no coordinate"))?;
         let (keys, rest) = wire.keys.as_chunks::<32>();
         if !rest.is_empty() || keys.is_empty() || keys.len() > KEYS_MAX {
-            return Err(Broken::Protocol("too many keys, or none"));
+            return Err(Broken::Protocol("the request has too many keys, or none"));
         }
         let end = wire.first_layer.checked_add(wire.layers).ok_or(Broken::Protocol("no layers"))?;
         let layers = wire.first_layer..end;
@@ -71,7 +71,7 @@ impl Asked {
             let chunks = chunk_count(shape, &layers).saturating_mul(count);
             let is_some = !layers.is_empty() && end as usize <= all;
             if !is_some || bytes > PIECE_BYTES_MAX || chunks > CHUNKS_MAX {
-                return Err(Broken::Protocol("more than a piece may have, or nothing"));
+                return Err(Broken::Protocol("the request is empty, or larger than a piece may be"));
             }
         }
         let class = match wire.class() {
@@ -115,7 +115,7 @@ fn origins(wire: &[u8], blocks: usize) -> Result<Vec<Option<OriginId>>, Broken> 
         return Ok(vec![None; blocks]);
     }
     if !rest.is_empty() || each.len() != blocks {
-        return Err(Broken::Protocol("origins of other blocks"));
+        return Err(Broken::Protocol("the origins belong to other blocks"));
     }
     let one = |[known, id @ ..]: &[u8; 17]| (*known != 0).then_some(OriginId(*id));
     Ok(each.iter().map(one).collect())

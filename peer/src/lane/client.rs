@@ -407,7 +407,7 @@ impl Path for LaneClient {
         let Some(_) = &state.wire else { return Err(AWAY) };
         let waiting = state.outbox.bytes.len() - state.outbox.sent;
         if state.open.len() >= PIECES_MAX || waiting > OUTBOX_BYTES_MAX {
-            return Err(Reason::Busy("the peer's limit of requests is reached"));
+            return Err(Reason::Busy("the limit of requests to the peer is reached"));
         }
         let most = now.plus(TIMEOUT_MAX);
         let deadline = request.deadline.map_or(most, |deadline| deadline.min(most));

@@ -77,7 +77,8 @@ impl Courier {
             }
             if told.replace(broken) != Some(broken) {
                 let Shared { address, peer, .. } = &*self.shared;
-                tracing::info!(%peer, %address, reason = %broken, "no connection to a peer: retrying");
+                tracing::info!(%peer, %address, reason = %broken, "no connection to a peer could be made: \
+                    retrying");
             }
             self.pause(pause);
             pause = (pause * 2).min(AGAIN.1);
@@ -237,7 +238,7 @@ impl Courier {
         let Some((head, body)) = link.incoming.next(&*link.wire, limit)? else { return Ok(false) };
         if head.kind == Kind::Answer {
             let open = self.shared.lock().open.remove(&head.number);
-            let open = open.ok_or(Broken::Protocol("an answer to nothing"))?;
+            let open = open.ok_or(Broken::Protocol("an answer arrived without a request"))?;
             link.arrival = Some(self.begin(open, body)?);
         }
         Ok(true)

@@ -125,7 +125,7 @@ pub(super) fn bare(kind: Kind, number: u64) -> Vec<u8> {
 
 /// A message in a body.
 pub(super) fn message<M: prost::Message + Default>(body: Bytes) -> Result<M, Broken> {
-    M::decode(body).map_err(|_| Broken::Protocol("the body is not a message"))
+    M::decode(body).map_err(|_| Broken::Protocol("the body of a frame is not a valid message"))
 }
 
 /// The frame that is being received.
@@ -161,9 +161,9 @@ impl Incoming {
             self.got += got;
             if self.got == HEAD_BYTES {
                 let (head, digest) = Head::parse(&self.head).ok_or(Broken::Protocol("no frame"))?;
-                let most = limit(&head).ok_or(Broken::Protocol("a frame out of place"))?;
+                let most = limit(&head).ok_or(Broken::Protocol("a frame arrived out of order"))?;
                 if head.length > most {
-                    return Err(Broken::Protocol("a frame above the size limit"));
+                    return Err(Broken::Protocol("a frame is larger than the limit"));
                 }
                 (self.of, self.got) = (Some((head, digest)), 0);
             }

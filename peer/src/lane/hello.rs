@@ -144,7 +144,7 @@ impl Member {
             return Err(Broken::Refused("another version"));
         }
         if welcome.node[..] != peer.as_bytes()[..] || welcome.nonce.len() != 32 {
-            return Err(Broken::Refused("another node answers there"));
+            return Err(Broken::Refused("another node listens at this address"));
         }
         let secret = self.secret.as_ref();
         if !is_due(proof(secret, Side::Called, &hello, &welcome), &welcome.proof) {
@@ -168,14 +168,14 @@ impl Member {
             return Err(Broken::Refused("another cluster"));
         }
         if hello.peer[..] != self.node.as_bytes()[..] {
-            return Err(Broken::Refused("another node is called"));
+            return Err(Broken::Refused("the connection was made to another node"));
         }
         if hello.secret != self.secret.is_some() {
-            return Err(Broken::Refused("one of the two nodes has no secret"));
+            return Err(Broken::Refused("only one of the two nodes has a secret"));
         }
         let caller = <[u8; 16]>::try_from(&hello.node[..]).map_err(|_| Broken::Protocol("no node"))?;
         if !wire.is_of(StoreId(caller)) {
-            return Err(Broken::Refused("its certificate names another node"));
+            return Err(Broken::Refused("the certificate of the other node is for another name"));
         }
         if hello.nonce.len() != 32 {
             return Err(Broken::Protocol("no nonce"));
@@ -239,7 +239,11 @@ impl<'a> Talk<'a> {
                 None => self.pause(Ready::ToReceive)?,
             }
         }
-        if magic == *MAGIC { Ok(()) } else { Err(Broken::Protocol("not the lane's first bytes")) }
+        if magic == *MAGIC {
+            Ok(())
+        } else {
+            Err(Broken::Protocol("the first bytes are not those of a node"))
+        }
     }
 
     /// The body of the next frame, which must be of this kind.

@@ -330,7 +330,7 @@ fn a_caller_that_breaks_the_protocol_is_cut_and_nothing_of_it_stays() {
         ("half a key", piece(1, &|read| read.keys = vec![1; 40].into())),
         ("layers that there are not", piece(1, &|read| read.layers = 4)),
         ("layers past the end of numbers", piece(1, &|read| read.first_layer = u32::MAX)),
-        ("origins of other blocks", piece(1, &|read| read.origins = vec![1; 17].into())),
+        ("the origins belong to other blocks", piece(1, &|read| read.origins = vec![1; 17].into())),
         (
             "too long a request",
             frame(Kind::Read, 1, &proto::LaneRead { keys: vec![1; 1 << 20].into(), ..read.clone() }),

@@ -139,7 +139,7 @@ impl Secured {
         credentials: &Credentials,
         peer: StoreId,
     ) -> Result<Self, Broken> {
-        let name = credentials::server_name(peer).ok_or(Broken::Protocol("a node without a name"))?;
+        let name = credentials::server_name(peer).ok_or(Broken::Protocol("the name of the node is empty"))?;
         let tls = ClientConnection::new(credentials.client(Purpose::Lane), name);
         Ok(Self::over(plain, tls.map_err(|error| refused(&error))?.into()))
     }

@@ -131,7 +131,7 @@ fn credentials_that_cannot_be_used_are_told_before_anything_is_served() {
     let good = pem(&ours, &ours, SERVER, false);
     let told = |pem: &Pem| Credentials::new(SERVER, pem).unwrap_err();
     let words = told(&pem(&ours, &ours, CALLER, false));
-    assert!(words.contains("does not name this node") && words.contains(&name(SERVER)), "{words}");
+    assert!(words.contains("is for another node") && words.contains(&name(SERVER)), "{words}");
     let key = pem(&theirs, &ours, SERVER, false).key;
     assert!(told(&Pem { key, ..good.clone() }).contains("cannot be used"));
     assert!(told(&Pem { key: b"none".to_vec(), ..good.clone() }).starts_with("key: "));

@@ -169,7 +169,8 @@ fn accept(serving: &Arc<Serving>, listener: &TcpListener) {
         // ends: `end` closes the listener
         match listener.accept() {
             Ok((stream, _)) => begin(serving, Arc::new(Plain::new(stream))),
-            Err(error) if serving.is_stopping() => tracing::debug!(%error, "no more connections of peers"),
+            Err(error) if serving.is_stopping() => tracing::debug!(%error, "the limit of connections of \
+                peers is reached"),
             Err(error) => {
                 tracing::warn!(%error, "a connection of a peer could not be accepted");
                 serving.changed.answer();
@@ -201,6 +202,6 @@ fn begin(serving: &Arc<Serving>, plain: Arc<dyn Wire>) {
     lost.into_iter().for_each(|wire| wire.close());
     let thread = serving.member.host.thread("kvarts-lane-in", Box::new(move || session::run(place)));
     if let Err(error) = thread {
-        tracing::warn!(%error, "no thread could be started for the connection of a peer");
+        tracing::warn!(%error, "the thread for the connection of a peer could not be started");
     }
 }

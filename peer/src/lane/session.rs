@@ -48,7 +48,7 @@ pub(super) fn run(place: Place) {
             Err(why) => Broken::Refused(why),
             Ok(()) => {
                 serving.counters.let_in.fetch_add(1, Ordering::Relaxed);
-                tracing::debug!(%node, "a peer reads from here");
+                tracing::debug!(%node, "a peer connected to read from this node");
                 serve(&place)
             }
         },
@@ -136,7 +136,7 @@ impl Hearing<'_> {
                 let asked = self.parse(body)?;
                 let mut heard = self.connection.lock();
                 if heard.open.len() >= PIECES_MAX || !heard.open.insert(head.number) {
-                    return Err(Broken::Protocol("too many pieces, or one twice"));
+                    return Err(Broken::Protocol("the request has too many pieces, or one of them twice"));
                 }
                 heard.pieces.push_back((head.number, asked));
             }
@@ -152,7 +152,7 @@ impl Hearing<'_> {
                 let mut heard = self.connection.lock();
                 heard.pings = heard.pings.saturating_add(1).min(2);
             }
-            _ => return Err(Broken::Protocol("a frame out of place")),
+            _ => return Err(Broken::Protocol("a frame arrived out of order")),
         }
         self.connection.bell.ring();
         Ok(())

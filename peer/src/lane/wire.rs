@@ -135,9 +135,9 @@ impl fmt::Display for Broken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gone => f.write_str("the connection has ended"),
-            Self::Silent => f.write_str("the other node does not answer"),
+            Self::Silent => f.write_str("the other node does not respond"),
             Self::Protocol(what) => write!(f, "the other node broke the protocol: {what}"),
-            Self::Refused(what) => write!(f, "the nodes do not belong together: {what}"),
+            Self::Refused(what) => write!(f, "the two nodes do not belong to one cluster: {what}"),
         }
     }
 }

@@ -62,7 +62,8 @@ impl ClusterNode {
         }
         let node = wire::node(&asked.node)?;
         let token = Token { epoch: asked.token_epoch, number: asked.token_number };
-        let ask = asked.ask.as_ref().ok_or_else(|| Status::invalid_argument("ask: nothing is asked"))?;
+        let ask =
+            asked.ask.as_ref().ok_or_else(|| Status::invalid_argument("ask: the list of keys is empty"))?;
         let now = self.now();
         let mut chains = self.chains();
         let hold = |milliseconds: u64| Duration::from_millis(milliseconds);

@@ -299,7 +299,7 @@ async fn connection(node: &Arc<ClusterNode>, link: &Arc<Link>, pause: &mut Durat
     let said = |status: tonic::Status| link::told(&status);
     let joined = link.join(join, CONNECT_TIMEOUT * 2).await.map_err(said)?;
     if wire::node(&joined.node) != Ok(link.id()) {
-        return Err(format!("the node at {} is another one", link.member.address));
+        return Err(format!("another node listens at {}", link.member.address));
     }
     // Before any bytes are asked of it.
     node.meet(link).await?;

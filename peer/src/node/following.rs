@@ -14,8 +14,8 @@ pub(super) async fn follow(node: Arc<ClusterNode>, registered: Registered) {
         if let Some(new) = new.filter(|new| new.epoch() > node.members().epoch()) {
             let (epoch, count) = (new.epoch(), new.list().len());
             match node.change_members(new) {
-                Ok(()) => tracing::info!(epoch, nodes = count, "the members have changed"),
-                Err(reason) => tracing::warn!(epoch, %reason, "the new members cannot be used"),
+                Ok(()) => tracing::info!(epoch, nodes = count, "the list of members has changed"),
+                Err(reason) => tracing::warn!(epoch, %reason, "the new list of members cannot be used"),
             }
             registered.took((*node.members()).clone());
         }

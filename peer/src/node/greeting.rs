@@ -94,15 +94,23 @@ impl Greeting {
         say(stream, &said).await?;
         match hear::<1>(stream).await? {
             [LET_IN] => {}
-            [OTHER_SECRET] => return Err(refused("it refuses this node: its cluster secret is another one")),
-            [OTHER_CERTIFICATE] => {
-                return Err(refused("it refuses this node: its certificate names another node"));
+            [OTHER_SECRET] => {
+                return Err(refused(
+                    "the other node refused this node: the two have different \
+                cluster secrets",
+                ));
             }
-            _ => return Err(refused("the program that answers there is not a node of this version")),
+            [OTHER_CERTIFICATE] => {
+                return Err(refused(
+                    "the other node refused this node: this node's certificate is for another \
+                    name",
+                ));
+            }
+            _ => return Err(refused("the program at this address is not a node of this version")),
         }
         match blake3::Hash::from_bytes(hear(stream).await?) == words.proof(&self.secret, Side::Called) {
             true => Ok(()),
-            false => Err(refused("another node answers there, or one with another secret")),
+            false => Err(refused("another node listens at this address, or a node with another secret")),
         }
     }
 
@@ -121,17 +129,17 @@ impl Greeting {
             Some((magic, from, caller, <[u8; PROOF]>::try_from(proof).ok()?))
         });
         let Some((MAGIC, from, caller, proof)) = parts else {
-            return Err(refused("it speaks another version, or is no node"));
+            return Err(refused("the other program has another version, or is no node"));
         };
         let words = Words { from: StoreId(*from), to: self.me, called, caller: *caller };
         if blake3::Hash::from_bytes(proof) != words.proof(&self.secret, Side::Caller) {
             // Also one that calls another node.
             say(stream, &[OTHER_SECRET]).await?;
-            return Err(refused("it knows another cluster secret, or calls another node"));
+            return Err(refused("the other node has another cluster secret, or expected another node"));
         }
         if !is_known(words.from) {
             say(stream, &[OTHER_CERTIFICATE]).await?;
-            return Err(refused("its certificate names another node"));
+            return Err(refused("the certificate of the other node is for another name"));
         }
         let proof = words.proof(&self.secret, Side::Called);
         say(stream, &[&[LET_IN][..], proof.as_bytes()].concat()).await?;
@@ -165,7 +173,7 @@ mod tests {
         let good = greeting(ME, b"secret");
         assert_eq!(both(good.clone(), PEER, greeting(PEER, b"secret")).await, (None, Some(ME)));
         let (told, who) = both(good.clone(), PEER, greeting(PEER, b"another")).await;
-        assert!(told.is_some_and(|told| told.contains("secret is another one")) && who.is_none());
+        assert!(told.is_some_and(|told| told.contains("have different cluster secrets")) && who.is_none());
         // One that was meant for another node.
         let (told, who) = both(good, PEER, greeting(StoreId([3; 16]), b"secret")).await;
         assert!(told.is_some() && who.is_none());

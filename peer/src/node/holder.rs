@@ -73,7 +73,7 @@ pub(super) async fn serve(node: Arc<ClusterNode>, listener: TcpListener) {
     let incoming = incoming::limited(listener, CONNECTIONS_MAX, credentials, greeting);
     // ends: the node stops (`stopped`)
     if let Err(error) = server.serve_with_incoming_shutdown(incoming, stopped).await {
-        tracing::error!(%error, "other nodes are no longer served");
+        tracing::error!(%error, "requests of other nodes are no longer accepted");
     }
 }
 
@@ -128,7 +128,12 @@ impl ClusterNode {
     /// The member that calls: a node that is none is known by the secret alone.
     fn caller(&self, request: &Request<()>) -> Result<NodeId, Status> {
         let shown = request.extensions().get::<Shown>();
-        let Shown(from) = *shown.ok_or_else(|| Status::unauthenticated("it has not authenticated itself"))?;
+        let Shown(from) = *shown.ok_or_else(|| {
+            Status::unauthenticated(
+                "the other node has not authenticated \
+            itself",
+            )
+        })?;
         match self.members().get(from) {
             Some(_) if from != self.me => Ok(from),
             _ => Err(Status::permission_denied(format!("{from} is not one of the other members"))),
@@ -161,7 +166,12 @@ struct Holder(Arc<ClusterNode>);
 
 fn caller<T>(request: &Request<T>) -> Result<NodeId, Status> {
     let caller = request.extensions().get::<Caller>();
-    caller.map(|caller| caller.0).ok_or_else(|| Status::unauthenticated("the caller is unknown"))
+    caller.map(|caller| caller.0).ok_or_else(|| {
+        Status::unauthenticated(
+            "the node that sent the call is \
+        unknown",
+        )
+    })
 }
 
 type Replies = Pin<Box<ReceiverStream<Result<proto::FeedReply, Status>>>>;
@@ -189,7 +199,7 @@ impl Nodes for Holder {
         let epoch = members.epoch();
         if asked.epoch == epoch && asked.members != members.digest().as_slice() {
             return Err(Status::failed_precondition(format!(
-                "this node knows other members of epoch {epoch}: give every node the same list"
+                "this node has other members in epoch {epoch}: give every node the same list"
             )));
         }
         let me = node.me.0.to_vec().into();
@@ -211,7 +221,8 @@ impl Nodes for Holder {
                 biased;
                 () = node.stopped() => Some(Status::unavailable("this node stops")),
                 // ends: the node stops, or the other one's connection ends: the other arms
-                () = cut.notified() => Some(Status::aborted("everything is to be sent again")),
+                () = cut.notified() => Some(Status::aborted("the other node must send all of its blocks \
+                    again")),
                 // ends: the other node's connection, which keep-alive ends (`KEEP_ALIVE_TIMEOUT`)
                 () = to.closed() => None,
                 broken = node.take_all((from, &to), &mut messages) => broken,
@@ -235,7 +246,12 @@ impl Nodes for Holder {
             let node = Arc::clone(&node);
             async move {
                 // It may have left since the call began.
-                node.members().get(from).ok_or_else(|| Status::permission_denied("no member any more"))?;
+                node.members().get(from).ok_or_else(|| {
+                    Status::permission_denied(
+                        "the other node is no \
+                    member any more",
+                    )
+                })?;
                 node.known(&asked?).await
             }
         });
@@ -250,7 +266,7 @@ impl Nodes for Holder {
         let asked = request.into_inner();
         // A node speaks for itself alone.
         if wire::node(&asked.node) != Ok(from) {
-            return Err(Status::permission_denied("a node may act only for itself"));
+            return Err(Status::permission_denied("a node may make such a call only for itself"));
         }
         self.0.decide(&asked).map(Response::new)
     }

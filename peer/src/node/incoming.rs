@@ -85,9 +85,9 @@ pub(super) fn limited(
                         drop(to.send(Ok(Placed { stream, shown, _place: place })).await);
                     }
                     (Some(Ok(Err(error))), _) => refuse(&error),
-                    (Some(Ok(Ok(_))), Err(_)) => refuse(&"there are as many as may be"),
-                    (Some(Err(_)), _) => refuse(&"it did not authenticate itself in time"),
-                    (None, _) => refuse(&"many connections do not authenticate themselves"),
+                    (Some(Ok(Ok(_))), Err(_)) => refuse(&"the limit of connections is reached"),
+                    (Some(Err(_)), _) => refuse(&"the other node did not authenticate itself in time"),
+                    (None, _) => refuse(&"many connections end without authentication"),
                 }
             });
         }

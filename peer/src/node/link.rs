@@ -85,10 +85,11 @@ impl Link {
         let Member { id: node, address, .. } = &self.member;
         match (old.is_connected, state.is_connected) {
             (false, true) if !old.trouble.is_empty() => {
-                tracing::warn!(%node, %address, "a node of the cluster is reached again");
+                tracing::warn!(%node, %address, "a node of the cluster can be reached again");
             }
             (true, false) => {
-                tracing::warn!(%node, %address, reason = %state.trouble, "a node of the cluster is lost");
+                tracing::warn!(%node, %address, reason = %state.trouble, "the connection to a node of the \
+                    cluster was lost");
             }
             (false, false) if old.trouble != state.trouble => {
                 tracing::warn!(%node, %address, reason = %state.trouble, "a node of the cluster cannot be reached");
@@ -177,7 +178,7 @@ impl Link {
         let late = || {
             let (Member { id, address, .. }, seconds) = (&self.member, timeout.as_secs_f64());
             Status::deadline_exceeded(format!(
-                "node {id} at {address} has not answered within {seconds:.1} s"
+                "node {id} at {address} has not responded within {seconds:.1} s"
             ))
         };
         in_time(&*self.runner, timeout, answer).await.unwrap_or_else(|| Err(late()))

@@ -140,7 +140,8 @@ impl Network for OfTheMachine {
             // A resolver may take longer than any connection.
             let found = tokio::time::timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host, port))).await;
             let seconds = CONNECT_TIMEOUT.as_secs();
-            let late = |_| told(&format_args!("its address was not found within {seconds} s"));
+            let late =
+                |_| told(&format_args!("the host name of the node was not resolved within {seconds} s"));
             let mut found = found.map_err(late)?.map_err(|error| told(&error))?;
             found.next().ok_or_else(|| told(&"no address"))
         })

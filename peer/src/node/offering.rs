@@ -239,10 +239,10 @@ impl ClusterNode {
     /// Another node offers blocks: gives how many are going to be read. None of a model whose identity this node was never shown.
     pub(super) fn offered(&self, offer: &proto::OfferRequest) -> Result<u32, Status> {
         let (keys, []) = offer.keys.as_chunks::<32>() else {
-            return Err(Status::invalid_argument("keys: 32 bytes each"));
+            return Err(Status::invalid_argument("keys: each key needs 32 bytes"));
         };
         if keys.len() > BLOCKS_MAX {
-            return Err(Status::invalid_argument("keys: at most 4,096"));
+            return Err(Status::invalid_argument("keys: the limit is 4,096 keys"));
         }
         let namespace = <[u8; 32]>::try_from(&offer.namespace[..]).map(NamespaceId);
         let namespace = namespace.map_err(|_| Status::invalid_argument("namespace: 32 bytes"))?;

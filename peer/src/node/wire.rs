@@ -33,13 +33,13 @@ pub(super) fn node(bytes: &[u8]) -> Result<NodeId, Malformed> {
 pub(super) fn tag_slice(bytes: &[u8]) -> Result<&[[u8; 16]], Malformed> {
     match bytes.as_chunks::<16>() {
         (tags, []) if tags.len() <= TAGS_MAX => Ok(tags),
-        _ => Err(Malformed("tags: at most 65,536 of 16 bytes each")),
+        _ => Err(Malformed("tags: each tag needs 16 bytes, and the limit is 65,536 tags")),
     }
 }
 
 /// The name of one.
 pub(super) fn tag(bytes: &[u8]) -> Result<Tag, Malformed> {
-    bytes.try_into().map(Tag).map_err(|_| Malformed("tag: one of 16 bytes"))
+    bytes.try_into().map(Tag).map_err(|_| Malformed("tag: 16 bytes are required"))
 }
 
 /// Some of these names, by their places, as bytes.
@@ -52,7 +52,7 @@ pub(super) fn tag_bytes(tags: &[Tag], places: &[usize]) -> Bytes {
 
 /// Who owns the chains that begin with some of `names` names: the place of each name, and the owner.
 pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<(usize, NodeId)>, Malformed> {
-    const WRONG: Malformed = Malformed("an invalid list of owners");
+    const WRONG: Malformed = Malformed("the list of owners is not valid");
     let (all, []) = list.as_chunks::<6>() else { return Err(WRONG) };
     if all.len() > names {
         return Err(WRONG);
@@ -67,7 +67,7 @@ pub(super) fn owners(list: &[u8], nodes: &[NodeId], names: usize) -> Result<Vec<
 
 /// Places of some of `names` names.
 pub(super) fn places(list: &[u8], names: usize) -> Result<Vec<usize>, Malformed> {
-    const WRONG: Malformed = Malformed("an invalid list of places");
+    const WRONG: Malformed = Malformed("the list of places is not valid");
     let (all, []) = list.as_chunks::<4>() else { return Err(WRONG) };
     if all.len() > names {
         return Err(WRONG);
@@ -77,9 +77,14 @@ pub(super) fn places(list: &[u8], names: usize) -> Result<Vec<usize>, Malformed>
 }
 
 fn partitions(bytes: &[u8]) -> Result<BTreeSet<Partition>, Malformed> {
-    let (all, []) = bytes.as_chunks::<2>() else { return Err(Malformed("partitions: two bytes each")) };
+    let (all, []) = bytes.as_chunks::<2>() else {
+        return Err(Malformed(
+            "partitions: each partition needs two \
+        bytes",
+        ));
+    };
     if all.len() > PARTITIONS {
-        return Err(Malformed("more partitions than there are"));
+        return Err(Malformed("partitions: the list has more partitions than exist"));
     }
     let one =
         |bytes: &[u8; 2]| Partition::new(u16::from_le_bytes(*bytes)).ok_or(Malformed("no such partition"));
@@ -111,15 +116,15 @@ pub(super) fn feed_message(message: &feed::Message) -> proto::FeedMessage {
 /// What another node sent of its blocks.
 pub(super) fn feed_messages(wire: &proto::FeedMessage) -> Result<Vec<feed::Message>, Malformed> {
     let (changes, []) = wire.changes.as_chunks::<CHANGE_BYTES>() else {
-        return Err(Malformed("changes: 17 bytes each"));
+        return Err(Malformed("changes: each change needs 17 bytes"));
     };
     if changes.len() > feed::MESSAGE_MAX {
-        return Err(Malformed("more changes than a message has"));
+        return Err(Malformed("changes: the message has too many changes"));
     }
     let change = |[tag @ .., what]: &[u8; CHANGE_BYTES]| match what {
         0 => Ok(Change::Gone(Tag(*tag))),
         1 => Ok(Change::Stored(Tag(*tag))),
-        _ => Err(Malformed("a change is 0 or 1")),
+        _ => Err(Malformed("changes: the kind of a change must be 0 or 1")),
     };
     let mut found = Vec::new();
     if !wire.begin.is_empty() {
@@ -189,7 +194,7 @@ impl CopyList {
 
 /// The copies of `blocks` blocks. `nodes` are those that the list names.
 pub(super) fn copies(list: &[u8], nodes: &[NodeId], blocks: usize) -> Result<Vec<Vec<NodeId>>, Malformed> {
-    const WRONG: Malformed = Malformed("an invalid list of copies");
+    const WRONG: Malformed = Malformed("the list of copies is not valid");
     let (mut left, mut found) = (list, Vec::with_capacity(blocks.min(TAGS_MAX)));
     for _ in 0..blocks {
         let (count, rest) = left.split_first().ok_or(WRONG)?;

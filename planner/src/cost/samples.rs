@@ -30,15 +30,23 @@ pub enum SampleError {
 impl fmt::Display for SampleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::None => write!(f, "there are no samples"),
-            Self::TooMany => write!(f, "more than {MAX_SAMPLES} samples: leave some out"),
+            Self::None => write!(f, "the list of samples is empty"),
+            Self::TooMany => write!(f, "the list has more than {MAX_SAMPLES} samples: leave some out"),
             Self::Unsound(at) => {
                 write!(f, "sample {at}: `ms` must be above 0 and `new` at least 1")
             }
             Self::Twice(one, other) => {
-                write!(f, "samples {one} and {other} have the same tokens: give their median once")
+                write!(
+                    f,
+                    "samples {one} and {other} have the same tokens: replace them by one sample with \
+                    their median"
+                )
             }
-            Self::NoFit => write!(f, "no factor maps the data sheet's times to the samples"),
+            Self::NoFit => write!(
+                f,
+                "the times of the data sheet cannot be scaled to the samples: no factor \
+                fits"
+            ),
         }
     }
 }

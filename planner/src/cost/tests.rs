@@ -24,7 +24,7 @@ fn a_roofline_is_arithmetic_for_long_prompts_and_bytes_for_short_ones() {
     assert!(roofline.decode_ms(64, 64 * 8192) > roofline.decode_ms(64, 64));
     let shared = Roofline::new(model("llama-3.1-8b").unwrap(), device("h100").unwrap(), 2);
     assert!(shared.prefill_ms(0, 8192) < roofline.prefill_ms(0, 8192));
-    assert_eq!(roofline.told().to_string(), "roofline, without a measured time: its error is not known");
+    assert_eq!(roofline.told().to_string(), "roofline, without a measured time, so its error is not known");
 }
 
 #[test]
@@ -87,14 +87,14 @@ fn a_scaled_roofline_has_the_factor_and_the_error_of_its_samples() {
 #[test]
 fn samples_that_say_nothing_are_refused_by_their_place() {
     let refused = |samples: &[Sample]| Interpolated::new(samples).unwrap_err().to_string();
-    assert_eq!(refused(&[]), "there are no samples");
+    assert_eq!(refused(&[]), "the list of samples is empty");
     for ms in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let told = refused(&[sample(0, 1, 1.0), sample(0, 2, ms)]);
         assert_eq!(told, "sample 2: `ms` must be above 0 and `new` at least 1");
     }
     assert!(refused(&[sample(5, 0, 1.0)]).starts_with("sample 1: "));
     let twice = refused(&[sample(1, 2, 3.0), sample(2, 2, 3.0), sample(1, 2, 4.0)]);
-    assert_eq!(twice, "samples 1 and 3 have the same tokens: give their median once");
+    assert_eq!(twice, "samples 1 and 3 have the same tokens: replace them by one sample with their median");
 }
 
 #[test]

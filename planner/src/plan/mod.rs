@@ -300,16 +300,21 @@ pub enum PlanError {
 impl fmt::Display for PlanError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::BlockTokens => write!(f, "blocks have no tokens: set block_tokens to at least 1"),
-            Self::NoPrompt => write!(f, "the prompt has no tokens: there is nothing to plan"),
+            Self::BlockTokens => write!(f, "block_tokens is 0: set it to at least 1"),
+            Self::NoPrompt => write!(f, "the prompt has no tokens"),
             Self::TooLong => write!(f, "the prompt has more than {MAX_BLOCKS} blocks"),
-            Self::TooMany(what) => write!(f, "too many {what}: ask for fewer at once"),
+            Self::TooMany(what) => write!(f, "the request has too many {what}: use several requests"),
             Self::Layers(group) => {
-                write!(f, "group {group} has another number of layers than the first group")
+                write!(f, "group {group} has a different number of layers than the first group")
             }
-            Self::Runs(group) => write!(f, "runs of group {group} are empty, out of order or overlap"),
+            Self::Runs(group) => write!(f, "the runs of group {group} are empty, not sorted, or overlap"),
             Self::Link(source) => {
-                write!(f, "the way to {} needs a latency of at least 0 and a rate above 0", source.name())
+                write!(
+                    f,
+                    "the path to {} has a wrong speed: its latency must be at least 0 and its rate \
+                    above 0",
+                    source.name()
+                )
             }
             Self::Prefill => write!(f, "the prefill times are negative or not finite"),
         }

@@ -50,7 +50,7 @@ fn a_load_that_is_faster_than_computing_hides_behind_it() {
     assert!((plan.transfer_ms - 10.5).abs() < 1e-9);
     assert!((plan.ttft_ms - (1.5 + 32.2)).abs() < 1e-9);
     assert!((plan.benefit_ms - (64.2 - 33.7)).abs() < 1e-9);
-    assert_eq!(plan.reason.to_string(), "all stored blocks are worth restoring");
+    assert_eq!(plan.reason.to_string(), "all stored blocks are restored");
     assert!(plan.exact);
 }
 
@@ -64,7 +64,7 @@ fn a_load_that_would_be_slower_than_recomputing_is_said_to_be_so() {
     assert_eq!(plan.benefit_ms, 0.0);
     assert_eq!(
         plan.reason.to_string(),
-        "a load is slower than recomputing: 450.0 ms to the first token with 160 tokens restored, 16.1 ms with none"
+        "a load is slower than computing: 450.0 ms to the first token with 160 tokens restored, 16.1 ms with none"
     );
 }
 
@@ -106,11 +106,7 @@ fn only_the_beginning_is_loaded_where_a_queue_makes_the_rest_too_late() {
     assert!(matches!(plan.reason, Reason::Shorter { longest_tokens: 640, .. }), "{}", plan.reason);
     assert_eq!(plan.actions.len(), 1);
     assert_eq!(plan.actions[0].does, Does::Load(Source::Dram));
-    assert!(
-        plan.reason
-            .to_string()
-            .starts_with("a load up to token 640 would be slower than computing its end: ")
-    );
+    assert!(plan.reason.to_string().starts_with("a load up to token 640 gives "));
 }
 
 #[test]
@@ -183,7 +179,10 @@ fn what_is_missing_is_named() {
         |runs: &[Run]| ask(&[stream(&bytes, runs)], &links, 161, &Formula(0.0, 1.0, 0.0)).reason.to_string();
     assert_eq!(words(&[]), "no block of the prompt is stored");
     assert_eq!(words(&[run(0, 10, &[Source::Peer])]), "no block of the prompt is stored", "no way to it");
-    assert_eq!(words(&[run(1, 10, &[Source::Disk])]), "no boundary can be used: group 0 lacks block 0");
+    assert_eq!(
+        words(&[run(1, 10, &[Source::Disk])]),
+        "the prompt cannot be restored at any block boundary: group 0 lacks block 0"
+    );
     assert_eq!(
         words(&[run(0, 4, &[Source::Disk]), run(5, 10, &[Source::Disk])]),
         "all usable blocks are restored; group 0 lacks block 4"
@@ -192,7 +191,10 @@ fn what_is_missing_is_named() {
         Part { group: Group(7), need: Need::At, absence: Absence::Required, layer_bytes: &bytes, runs: &[] };
     let runs = [run(0, 10, &[Source::Disk])];
     let plan = ask(&[stream(&bytes, &runs), state], &links, 161, &Formula(0.0, 1.0, 0.0));
-    assert_eq!(plan.reason.to_string(), "no boundary can be used: group 7 lacks block 9");
+    assert_eq!(
+        plan.reason.to_string(),
+        "the prompt cannot be restored at any block boundary: group 7 lacks block 9"
+    );
 }
 
 #[test]
@@ -216,7 +218,7 @@ fn questions_without_sense_are_refused() {
     );
     assert_eq!(
         refused(1, 9, &[], &links).to_string(),
-        "the way to disk needs a latency of at least 0 and a rate above 0"
+        "the path to disk has a wrong speed: its latency must be at least 0 and its rate above 0"
     );
     let question =
         Question { block_tokens: 1, prompt_tokens: 3, parts: &[], links: &none, overlap: Overlap::Layers };

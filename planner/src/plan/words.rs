@@ -49,21 +49,25 @@ impl fmt::Display for Reason {
         match self {
             Self::Nothing => write!(f, "no block of the prompt is stored"),
             Self::Unusable(group, block) => {
-                write!(f, "no boundary can be used: group {group} lacks block {block}")
+                write!(
+                    f,
+                    "the prompt cannot be restored at any block boundary: group {group} lacks block \
+                    {block}"
+                )
             }
-            Self::All => write!(f, "all stored blocks are worth restoring"),
+            Self::All => write!(f, "all stored blocks are restored"),
             Self::Missing(group, block) => {
                 write!(f, "all usable blocks are restored; group {group} lacks block {block}")
             }
             Self::Shorter { longest_tokens, longest_ms, ms } => write!(
                 f,
-                "a load up to token {longest_tokens} would be slower than computing its end: \
-                 {longest_ms:.1} ms to the first token instead of {ms:.1} ms"
+                "a load up to token {longest_tokens} gives {longest_ms:.1} ms to the first token; the \
+                shorter load chosen here gives {ms:.1} ms"
             ),
             Self::Slower { longest_tokens, longest_ms, ms } => write!(
                 f,
-                "a load is slower than recomputing: {longest_ms:.1} ms to the first token with \
-                 {longest_tokens} tokens restored, {ms:.1} ms with none"
+                "a load is slower than computing: {longest_ms:.1} ms to the first token with \
+                {longest_tokens} tokens restored, {ms:.1} ms with none"
             ),
         }
     }

@@ -116,9 +116,9 @@ fn holders(node: &ClusterNode, together: &Together) -> Vec<in_cluster::Holder> {
         let trouble = match known {
             _ if *unreadable == 0 => String::new(),
             Some(known) if !known.trouble.is_empty() => known.trouble.clone(),
-            Some(known) if known.path.is_none() => "no connection to its blocks".to_owned(),
-            Some(_) => "its blocks cannot be read now".to_owned(),
-            None => "it is no member any more".to_owned(),
+            Some(known) if known.path.is_none() => "no connection to the node of its blocks".to_owned(),
+            Some(_) => "the blocks of the node cannot be read now".to_owned(),
+            None => "the node is no longer a member".to_owned(),
         };
         in_cluster::Holder {
             node: id.0.to_vec().into(),
@@ -160,7 +160,7 @@ pub(crate) async fn chain(call: Arc<Call>, wire: proto::ChainRequest) -> Outcome
     let node = node(&call)?;
     let key = match convert::keys(&wire.key)?.as_slice() {
         [key] => *key,
-        _ => return Err(Fault::malformed("key: one of 32 bytes".to_owned())),
+        _ => return Err(Fault::malformed("key: 32 bytes are required".to_owned())),
     };
     let namespace = convert::namespace(&wire.namespace)?;
     // Of a model that is another tenant's nothing is told.

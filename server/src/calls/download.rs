@@ -62,7 +62,12 @@ impl Download {
             Ok(proto::ReadClass::ReadForeground) => Class::Foreground,
             Ok(proto::ReadClass::ReadPrefetch) => Class::Prefetch,
             Ok(proto::ReadClass::ReadBackground) => Class::Background,
-            Err(_) => return Err(Fault::malformed(format!("class: {} is unknown", wire.class))),
+            Err(_) => {
+                return Err(Fault::malformed(format!(
+                    "class: the value {} is not known to this server",
+                    wire.class
+                )));
+            }
         };
         call.set_class(class);
         if let (Order::Layers, Some(first)) = (order, keys.first()) {

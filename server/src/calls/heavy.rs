@@ -85,7 +85,7 @@ pub(crate) async fn heavily<A: Answer>(
     });
     // ends: the call's deadline; the work goes through `entries` entries in memory
     let mut told = done.await.map_err(|_| Fault::busy("the server is stopping"))??;
-    told.1.take().ok_or_else(|| Reason::Bug("an answer was taken twice").into())
+    told.1.take().ok_or_else(|| Reason::Bug("an answer was read twice").into())
 }
 
 /// Entries that a match looks at.

@@ -91,7 +91,8 @@ async fn located(call: &Call, asked: &proto::route_request::Prompt, stores: usiz
     let looked_at = prompt.entries().saturating_mul(stores);
     if looked_at > MAX_MATCH_ENTRIES {
         return Err(Fault::malformed(format!(
-            "prompt: blocks times coordinates times stores are {looked_at}, at most {MAX_MATCH_ENTRIES}"
+            "prompt: blocks times coordinates times stores are {looked_at} entries, and the limit is \
+            {MAX_MATCH_ENTRIES}"
         )));
     }
     let Some(node) = &call.state.decided.cluster else { return Ok(prompt) };
@@ -240,7 +241,7 @@ impl Known<'_> {
         let is_member =
             self.cluster.as_ref().is_some_and(|of| of.nodes.iter().any(|one| one.member.id == store));
         if store != self.here && !is_member {
-            told.trouble = "it is no member of this server's cluster".to_owned();
+            told.trouble = "the node is not a member of this server's cluster".to_owned();
             return Ok(told);
         }
         if let Some(prompt) = self.prompt {
@@ -278,8 +279,8 @@ impl Known<'_> {
         let member = cluster.nodes.iter().find(|one| one.member.id == store && !one.is_me);
         match member {
             Some(member) if !member.trouble.is_empty() => member.trouble.clone(),
-            Some(_) => "it cannot be reached now".to_owned(),
-            None => "no other node is reached".to_owned(),
+            Some(_) => "the node cannot be reached now".to_owned(),
+            None => "no other node can be reached".to_owned(),
         }
     }
 }

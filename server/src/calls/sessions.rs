@@ -41,13 +41,15 @@ fn fault(refused: Refused) -> Fault {
         Refused::Unknown => Reason::LeaseEnded.into(),
         Refused::HandedOver => Fault::forbidden("the session was handed over to another node"),
         Refused::OutOfOrder { from, blocks } => Fault::malformed(format!(
-            "blocks: the session has {from} to {blocks}; new blocks must follow them or fork from them"
+            "blocks: the session has the blocks {from} to {blocks}; new blocks must follow them or fork from \
+            them"
         )),
         Refused::Diverged => Fault::malformed(
             "another block is at this position, or another session has this number: fork the session instead",
         ),
         Refused::Grants => Fault::malformed(
-            "the session's limit of leases is reached: extend it from the first of its own blocks, with all of them",
+            "the session's limit of leases is reached: extend the session from the first of its own blocks, \
+            with all of them",
         ),
         Refused::Depth => Fault::malformed("the chain of forked sessions is too long: open a new session"),
         Refused::Full => Fault::busy(busy::SESSIONS),
@@ -115,7 +117,11 @@ pub(crate) async fn fork(call: Arc<Call>, wire: proto::ForkSessionRequest) -> Ou
     let tip = match convert::keys(&wire.key)?.as_slice() {
         [key] => *key,
         [] if blocks == stand.blocks => stand.tip,
-        _ => return Err(Fault::malformed("key: that of the fork's last block, 32 bytes")),
+        _ => {
+            return Err(Fault::malformed(
+                "key: 32 bytes are required, the key of the last block of the fork",
+            ));
+        }
     };
     let id = state.secret_number().max(1);
     of(&call).fork(id, wire.session, (blocks, tip), lease)?;

@@ -40,7 +40,7 @@ pub(super) fn may_hold(call: &Call, hold: Duration) -> Outcome<()> {
     }
     let most = limits::READERS_LEASE_MAX.as_secs();
     Err(Fault::forbidden(format!(
-        "the token does not have the right to pin: without it a lease ends within {most} s"
+        "the token lacks the right to pin: without that right a lease ends within {most} s"
     )))
 }
 
@@ -230,7 +230,10 @@ const PINS_MAX: usize = 1000;
 pub(crate) fn list_pins(call: &Call, wire: &proto::ListPinsRequest) -> Outcome<proto::ListPinsReply> {
     let (state, own) = (&call.state, &call.caller.tenant);
     if wire.of_all && !call.caller.rights.has(Right::Admin) {
-        return Err(Fault::forbidden("the token does not have the right to admin: pins of all tenants"));
+        return Err(Fault::forbidden(
+            "the token lacks the right to admin, which is needed for the pins of all \
+            tenants",
+        ));
     }
     let tenants = match wire.of_all {
         true => state.gate.tenants(),

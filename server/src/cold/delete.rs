@@ -109,7 +109,8 @@ impl<'a> Underway<'a> for Deleting<'a> {
                 if self.cold.read_only().is_none() {
                     self.cold.telling.owe(self.namespace, self.told.clone());
                 }
-                tracing::warn!(%why, "the bucket did not receive a delete or a shorter time to live of another node");
+                tracing::warn!(%why, "a delete, or a shorter time to live, of another node could not be \
+                    stored in the bucket");
             }
         })
     }
@@ -159,6 +160,6 @@ impl Deleting<'_> {
 
 /// What the caller is told of it, who may be any tenant; the log has the rest.
 fn told_of(error: &ColdError) -> String {
-    tracing::debug!(%error, "the bucket did not receive a delete");
+    tracing::debug!(%error, "a delete could not be stored in the bucket");
     error.for_tenants().to_owned()
 }

@@ -150,7 +150,8 @@ impl ColdTier {
             }
         });
         if cold.tier.access().keeps_versions() {
-            let sentence = "the bucket of the cold tier keeps versions of objects: deleted objects stay until a lifecycle rule deletes noncurrent versions";
+            let sentence = "the bucket of the cold tier stores versions of objects: deleted objects stay \
+                until a lifecycle rule deletes noncurrent versions";
             tracing::warn!("{sentence}");
             notes.push(sentence.to_owned());
         }
@@ -245,7 +246,7 @@ impl ColdTier {
                 format!("the cold tier is {bucket}; the test for writing failed: {error}")
             }
             Err(_) => {
-                format!("the cold tier is {bucket}; the test for writing did not end in time")
+                format!("the cold tier is {bucket}; the test for writing did not finish in time")
             }
         }
     }

@@ -34,7 +34,7 @@ fn address(name: &str, text: &str) -> Result<Option<SocketAddr>, Complaint> {
         Complaint::new(
             name,
             &format!(
-                "{text:?} is no address: write an IP address and a port such as 127.0.0.1:7440, or none"
+                "{text:?} is not an address: write an IP address and a port such as 127.0.0.1:7440, or none"
             ),
         )
     };
@@ -167,7 +167,8 @@ fn levels(text: String) -> Result<String, Complaint> {
     for part in &parts {
         let level = part.rsplit_once('=').map_or(*part, |(_, level)| level);
         if !is_level(level) {
-            let what = format!("{part:?} is no level: {}, or PART=LEVEL", LEVELS.join(", "));
+            let what =
+                format!("the log level {part:?} does not exist: write {}, or PART=LEVEL", LEVELS.join(", "));
             return Err(Complaint::new("log.level", &what));
         }
     }
@@ -182,7 +183,7 @@ fn tls(set: &Settings) -> Result<Option<TlsFiles>, Complaint> {
             client_authority: set.client_authority.as_ref().map(PathBuf::from),
         })),
         (None, None) if set.client_authority.is_none() => Ok(None),
-        _ => Err(Complaint::new("tls", "certificate and key belong together")),
+        _ => Err(Complaint::new("tls", "set both the certificate and the key")),
     }
 }
 
@@ -206,7 +207,8 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
         return match others.iter().any(|other| other.is_some()) {
             true => Err(Complaint::new(
                 "cluster.members",
-                "required by the other settings of [cluster]: name the file",
+                "the setting is missing, and other settings of [cluster] require it: name the file of \
+                members",
             )),
             false => Ok(None),
         };
@@ -218,14 +220,14 @@ fn cluster(set: &Settings, decided: &mut Decided) -> Result<Option<ClusterConfig
     let hold =
         number("cluster.copy_hold", &decided.or("cluster.copy_hold", set.cluster_copy_hold.as_ref(), 600))?;
     if !(1..=MOST_HOLD).contains(&hold) {
-        return Err(Complaint::new("cluster.copy_hold", "1 to 86400 seconds"));
+        return Err(Complaint::new("cluster.copy_hold", "the value must be 1 to 86400 seconds"));
     }
     let hold = Duration::from_secs(hold);
     let put = match &*decided.or("cluster.put", set.cluster_put.as_ref(), "store") {
         "store" => PutPolicy::Store,
         "keep" => PutPolicy::Keep(hold),
         "single" => PutPolicy::Single(hold),
-        _ => return Err(Complaint::new("cluster.put", "store, keep or single")),
+        _ => return Err(Complaint::new("cluster.put", "the value must be store, keep or single")),
     };
     let reads_per_second =
         number("cluster.hot_reads", &decided.or("cluster.hot_reads", set.cluster_hot_reads.as_ref(), 8))?;
@@ -256,17 +258,22 @@ fn members_from(members: &str, set: &Settings, decided: &mut Decided) -> Result<
     if !members.starts_with("etcd:") {
         return match access == EtcdFiles::default() {
             true => Ok(MembersFrom::File(members.into())),
-            false => Err(Complaint::new("cluster.members", "the settings of etcd need members in etcd")),
+            false => Err(Complaint::new(
+                "cluster.members",
+                "settings of etcd are given, and the members are \
+                in a file: use etcd://HOST:PORT/PREFIX, or remove them",
+            )),
         };
     }
-    let at = "etcd is named as etcd://HOST:PORT[,HOST:PORT]/PREFIX";
+    let at = "the address of etcd is not valid: write etcd://HOST:PORT[,HOST:PORT]/PREFIX";
     let (endpoints, prefix) = etcd::parse(members).ok_or_else(|| Complaint::new("cluster.members", at))?;
     let address = set.cluster_address.clone().filter(|text| is_place(text));
-    let needed = "required with etcd: the host and port at which other nodes reach this one";
+    let needed = "the setting is missing, and etcd requires it: set the host and port at which other nodes \
+        connect to this one";
     let address = address.ok_or_else(|| Complaint::new("cluster.address", needed))?;
     let lease = number("cluster.lease", &decided.or("cluster.lease", set.cluster_lease.as_ref(), 15))?;
     if !(2..=3600).contains(&lease) {
-        return Err(Complaint::new("cluster.lease", "2 to 3600 seconds"));
+        return Err(Complaint::new("cluster.lease", "the value must be 2 to 3600 seconds"));
     }
     let zone = set.cluster_zone.clone().unwrap_or_default();
     Ok(MembersFrom::Etcd { access, at: EtcdOptions { endpoints, prefix, lease }, address, zone })
@@ -300,7 +307,7 @@ fn node_tls(set: &Settings) -> Result<Option<NodeTlsFiles>, Complaint> {
             authority: authority.into(),
         })),
         (None, None, None) => Ok(None),
-        _ => Err(Complaint::new("cluster.certificate", "certificate, key and authority belong together")),
+        _ => Err(Complaint::new("cluster.certificate", "set all three of certificate, key and authority")),
     }
 }
 
@@ -343,10 +350,10 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         return Err(Complaint::new("store.executors", "1 to 256"));
     }
     if config.shards.is_some_and(|shards| !(1..=64).contains(&shards)) {
-        return Err(Complaint::new("store.shards", "1 to 64 for each directory"));
+        return Err(Complaint::new("store.shards", "the value must be 1 to 64 for each directory"));
     }
     if config.index.is_some_and(|bytes| bytes < 16 << 20) {
-        return Err(Complaint::new("limits.index", "16 MiB at least"));
+        return Err(Complaint::new("limits.index", "the value must be at least 16 MiB"));
     }
     if !(1..=256).contains(&config.threads) {
         return Err(Complaint::new("limits.threads", "1 to 256"));
@@ -355,7 +362,7 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         return Err(Complaint::new("limits.connections", "16 to 1048576"));
     }
     if config.lame_duck > LAME_DUCK_MAX {
-        return Err(Complaint::new("listen.lame_duck", "0 to 30 seconds"));
+        return Err(Complaint::new("listen.lame_duck", "the value must be 0 to 30 seconds"));
     }
     if !(64 << 20..=1 << 40).contains(&config.memory) {
         return Err(Complaint::new("limits.memory", "64 MiB to 1 TiB"));
@@ -363,7 +370,8 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
     if let Some(path) = config.socket.as_deref().filter(|path| !socket::fits(path)) {
         let (max, len) = (socket::PATH_BYTES_MAX, path.as_os_str().len());
         let what = format!(
-            "a socket's path has at most {max} bytes, {} has {len}: set a shorter one, or none",
+            "the path of a socket can have at most {max} bytes, and {} has {len}: set a shorter path, or \
+            none",
             path.display()
         );
         return Err(Complaint::new("listen.socket", &what));
@@ -372,7 +380,10 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
         && budget < segment.saturating_mul(4)
     {
         let least = human::bytes(segment.saturating_mul(4));
-        let what = format!("four segments are the minimum: use --budget \"{least}\" or more");
+        let what = format!(
+            "the budget is smaller than four segments, the minimum: use --budget \"{least}\" \
+            or more"
+        );
         return Err(Complaint::new("store.budget", &what));
     }
     Ok(())
@@ -381,7 +392,13 @@ fn bounds(config: &Config) -> Result<(), Complaint> {
 /// What listens to a network must have TLS and tokens, unless it was said in plain words that it need not.
 fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     if open.is_some_and(|words| words != OPEN_WORDS) {
-        return Err(Complaint::new("listen.open_network", &format!("write {OPEN_WORDS:?}, or leave it out")));
+        return Err(Complaint::new(
+            "listen.open_network",
+            &format!(
+                "the only allowed value is {OPEN_WORDS:?}: \
+            write it, or remove the setting"
+            ),
+        ));
     }
     let Some(address) = config.grpc.filter(|address| !address.ip().is_loopback()) else { return Ok(()) };
     let missing = match (config.tls.is_some(), config.gate.is_open()) {
@@ -396,8 +413,8 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     Err(Complaint::new(
         "listen.grpc",
         &format!(
-            "{address} can be reached from a network and there are no {missing}: configure them, listen to \
-             127.0.0.1, or set listen.open_network to {OPEN_WORDS:?}"
+            "{address} can be reached from the network, and the server has no {missing}: configure them, \
+            listen on 127.0.0.1, or set listen.open_network to {OPEN_WORDS:?}"
         ),
     ))
 }
@@ -405,15 +422,18 @@ fn network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
 /// Metrics tell tenants' names and traffic, and have neither TLS nor tokens: on a network they need plain words.
 fn metrics_network(config: &Config, open: Option<&str>) -> Result<(), Complaint> {
     if open.is_some_and(|words| words != OPEN_METRICS_WORDS) {
-        let what = format!("write {OPEN_METRICS_WORDS:?}, or leave it out");
+        let what = format!(
+            "the only allowed value is {OPEN_METRICS_WORDS:?}: write it, or remove the \
+            setting"
+        );
         return Err(Complaint::new("listen.open_metrics", &what));
     }
     match config.metrics.filter(|address| !address.ip().is_loopback()) {
         Some(address) if open.is_none() => Err(Complaint::new(
             "listen.metrics",
             &format!(
-                "{address} can be reached from a network, and metrics have neither TLS nor tokens: listen to 127.0.0.1, \
-                 or set listen.open_metrics to {OPEN_METRICS_WORDS:?}"
+                "{address} can be reached from the network, and metrics have neither TLS nor tokens: listen \
+                on 127.0.0.1, or set listen.open_metrics to {OPEN_METRICS_WORDS:?}"
             ),
         )),
         _ => Ok(()),

@@ -34,12 +34,15 @@ pub(super) fn cold(
             ("cold.offer", &set.cold_offer),
         ];
         return match others.into_iter().find(|(_, value)| value.is_some()) {
-            Some((name, _)) => Err(Complaint::new(name, "there is no cold tier: set cold.bucket")),
+            Some((name, _)) => Err(Complaint::new(name, "the setting needs a cold tier: set cold.bucket")),
             None => Ok(None),
         };
     };
     if !bucket.starts_with("s3://") && !bucket.starts_with("file:///") {
-        let what = format!("{bucket:?}: use s3://BUCKET/PREFIX or file:///DIRECTORY");
+        let what = format!(
+            "the address {bucket:?} is not valid: write s3://BUCKET/PREFIX or \
+            file:///DIRECTORY"
+        );
         return Err(Complaint::new("cold.bucket", &what));
     }
     let requests = decided.or("cold.requests", set.cold_requests.as_ref(), 1_000_000);
@@ -58,7 +61,7 @@ pub(super) fn cold(
         if (least..=most).contains(&seconds) {
             return Ok(Duration::from_secs(u64::from(seconds)));
         }
-        Err(Complaint::new(name, &format!("{least} to {most} seconds")))
+        Err(Complaint::new(name, &format!("the value must be {least} to {most} seconds")))
     };
     let config = ColdConfig {
         bucket: bucket.clone(),
@@ -79,13 +82,21 @@ pub(super) fn cold(
         offer: offers(&offer)?,
     };
     if config.uses > 3 {
-        return Err(Complaint::new("cold.uses", "0 to 3: more are not counted"));
+        return Err(Complaint::new(
+            "cold.uses",
+            "the value must be 0 to 3, because the server counts at most \
+            3 uses",
+        ));
     }
     if config.memory < MEMORY_LEAST {
-        return Err(Complaint::new("cold.memory", "128 MiB at least"));
+        return Err(Complaint::new("cold.memory", "the value must be at least 128 MiB"));
     }
     if config.rate == 0 {
-        return Err(Complaint::new("cold.rate", "must be above 0; cold.spill = \"off\" disables uploads"));
+        return Err(Complaint::new(
+            "cold.rate",
+            "the value must be above 0; cold.spill = \"off\" disables \
+            uploads",
+        ));
     }
     Ok(Some(config))
 }
@@ -95,6 +106,10 @@ fn offers(text: &str) -> Result<Offer, Complaint> {
         ("off", _) => Ok(Offer::Never),
         ("on", _) => Ok(Offer::InTime),
         (_, Ok(tokens @ 1..)) => Ok(Offer::SoonerThan(tokens)),
-        _ => Err(Complaint::new("cold.offer", "off, on, or the tokens a second that engines compute")),
+        _ => Err(Complaint::new(
+            "cold.offer",
+            "the value must be off, on, or the number of tokens that an \
+            engine computes in a second",
+        )),
     }
 }

@@ -106,7 +106,7 @@ macro_rules! settings {
                     let of_table = |(known, _): &&(&str, &str)| known.eq_ignore_ascii_case(table);
                     let here: Vec<&str> = KNOWN.iter().filter(of_table).map(|(_, variable)| *variable).collect();
                     if !here.is_empty() && !here.contains(&name.as_str()) {
-                        let what = format!("unknown setting; known are {}", here.join(", "));
+                        let what = format!("unknown setting; the settings are {}", here.join(", "));
                         return Err(Complaint::new(name, &what));
                     }
                 }
@@ -323,15 +323,15 @@ pub(super) fn read(path: &Path, text: &str) -> Result<Form, Complaint> {
                 for (key, value) in entries {
                     let line = || line_of(text, table, &key);
                     let value = scalar(&value)
-                        .ok_or_else(|| fault(line(), &format!("{table}.{key} is no text or number")))?;
+                        .ok_or_else(|| fault(line(), &format!("{table}.{key} is not a text or a number")))?;
                     if !settings.set(table, &key, value) {
-                        let what = format!("{table}.{key} is no setting{}", meant(table, &key));
+                        let what = format!("the setting {table}.{key} does not exist{}", meant(table, &key));
                         return Err(fault(line(), &what));
                     }
                 }
             }
             (other, _) => {
-                return Err(fault(line_of(text, "", other), &format!("{other} is no table of settings")));
+                return Err(fault(line_of(text, "", other), &format!("the table {other} does not exist")));
             }
         }
     }

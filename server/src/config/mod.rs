@@ -251,7 +251,11 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
     let mut known: Vec<Arc<Tenant>> = Vec::new();
     for (number, form) in (1u32..).zip(tenants) {
         if form.name.is_empty() || known.iter().any(|tenant| tenant.name == form.name) {
-            return Err(Complaint::new("tenants", "each needs a name of its own"));
+            return Err(Complaint::new(
+                "tenants",
+                "a tenant has no name, or the name of another tenant: give \
+                each its own name",
+            ));
         }
         let standard = TenantLimits::default();
         let limits = TenantLimits {
@@ -263,15 +267,16 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if form.unsalted && form.salt.is_some() {
             return Err(Complaint::new(
                 "tenants.unsalted",
-                "a tenant has either a salt or `unsalted`, not both",
+                "a tenant has both a salt and `unsalted`: remove one of them",
             ));
         }
         let salt = form.unsalted.then(String::new).or_else(|| form.salt.clone()).map(String::into_bytes);
         if salt.as_ref().is_some_and(|salt| salt.len() > kvarts_layout::identity::MAX_SALT_BYTES) {
-            return Err(Complaint::new("tenants.salt", "at most 64 bytes"));
+            return Err(Complaint::new("tenants.salt", "the salt is longer than 64 bytes"));
         }
         if known.iter().any(|tenant| salt.as_ref().is_some_and(|salt| *salt == tenant.salt.0)) {
-            let what = "two tenants with one salt, or two that are unsalted, would share data";
+            let what = "two tenants have the same salt, or both are unsalted, and would share data: give \
+                them different salts";
             return Err(Complaint::new("tenants.salt", what));
         }
         known.push(Tenant::new(&form.name, number, salt, limits));
@@ -280,12 +285,16 @@ fn gate(tenants: &[form::TenantForm], tokens: &[form::TokenForm]) -> Result<Gate
         if known.is_empty() {
             return Ok(Gate::Open(Tenant::only()));
         }
-        return Err(Complaint::new("tokens", "there are tenants but no tokens: no client could use them"));
+        return Err(Complaint::new(
+            "tokens",
+            "tenants are configured without tokens, so no client could \
+            connect: add a token for each tenant",
+        ));
     }
     let token = |form: &form::TokenForm| {
         let tenant = known.iter().find(|tenant| tenant.name == form.tenant);
-        let tenant =
-            tenant.ok_or_else(|| Complaint::new("tokens.tenant", "a tenant that is not configured"))?;
+        let tenant = tenant
+            .ok_or_else(|| Complaint::new("tokens.tenant", "the tenant of the token is not configured"))?;
         let rights = Rights::named(form.rights.iter().map(String::as_str));
         let names = Right::EACH.map(|right| right.to_string()).join(", ");
         Ok(Token {

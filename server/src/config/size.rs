@@ -12,7 +12,7 @@ const DECIMALS_MAX: usize = 9;
 pub fn parse(text: &str) -> Result<u64, Complaint> {
     let refuse = || {
         let syntax = "write bytes, or a number with a unit: 512 MiB, 64G (as 64 GiB), 5GB (as 5 * 1000^3)";
-        Complaint::new("size", &format!("{text:?} is no size: {syntax}"))
+        Complaint::new("size", &format!("{text:?} is not a size: {syntax}"))
     };
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -57,7 +57,11 @@ fn factor(unit: &str) -> Option<u64> {
 pub fn percent(text: &str) -> Option<Result<u32, Complaint>> {
     let number = text.trim().strip_suffix('%')?.trim_end();
     let read = number.parse().ok().filter(|part| (1..=100).contains(part));
-    Some(read.ok_or_else(|| Complaint::new("size", &format!("{text:?} is no part: write 1% to 100%"))))
+    Some(
+        read.ok_or_else(|| {
+            Complaint::new("size", &format!("{text:?} is not a percentage: write 1% to 100%"))
+        }),
+    )
 }
 
 #[cfg(test)]

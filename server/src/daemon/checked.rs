@@ -74,7 +74,8 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
     {
         let (own, asked) = (human::bytes(own), human::bytes(asked));
         notes.push(format!(
-            "store.segment: {asked} has no effect: this store was made with segments of {own}, and keeps them"
+            "store.segment: the value {asked} has no effect: this store has segments of {own}, which cannot \
+            be changed"
         ));
     }
     let segment_bytes =
@@ -95,7 +96,7 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
         config.shards.unwrap_or_else(|| sizes::shards(budget, config.directories.len(), segment_bytes));
     let index_bytes_max = config.index.or_else(sizes::index_bytes);
     if let Some(bytes) = index_bytes_max {
-        notes.push(format!("the index may take {} of memory", human::bytes(bytes)));
+        notes.push(format!("the index may use up to {} of memory", human::bytes(bytes)));
     }
     Ok(HomeOptions {
         directories: config.directories.clone(),
@@ -122,7 +123,8 @@ fn home_options(config: &Config, stop: &Stop, notes: &mut Vec<String>) -> Result
 fn memory_note(config: &Config) -> String {
     let all = config.memory_parts().iter().map(|part| part.bytes).fold(0, u64::saturating_add);
     format!(
-        "memory: {} at most, beside what local clients share; `kvarts config show` has its parts",
+        "memory: at most {}, besides the memory that local clients share; `kvarts config show` lists its \
+        parts",
         human::bytes(all)
     )
 }
@@ -140,8 +142,8 @@ fn fitting_budget(
         let (free, shown) = (human::bytes(total), human::bytes(least));
         if !is_made {
             return Err(format!(
-                "the disk has {free} free, and the store needs {shown}: free space, or create the store with a smaller \
-                 --segment"
+                "only {free} of the disk are free, and the store needs {shown}: free space, or create the \
+                store with a smaller --segment"
             ));
         }
         // What a store has is served, however full the disk is.
@@ -150,7 +152,7 @@ fn fitting_budget(
     }
     let of = match config.budget_part {
         Some(part) => format!("{part}% of the disk"),
-        None => format!("{}% of the free disk, plus what the store has already", sizes::FREE_SHARE),
+        None => format!("{}% of the free disk, plus the size of the store", sizes::FREE_SHARE),
     };
     notes.push(format!("budget: {} ({of})", human::bytes(total)));
     Ok(total)

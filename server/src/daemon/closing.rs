@@ -21,8 +21,8 @@ pub(super) async fn closed(
         Err(_) => {
             let names: Vec<String> = directories.iter().map(|path| path.display().to_string()).collect();
             Err(format!(
-                "the store in {} has not closed within {} s, because a disk hangs; its last checkpoint was not written, and \
-                 the next start works without it",
+                "the store in {} could not be closed within {} s, because a disk does not respond; its last \
+                checkpoint was not written, and the next start reads the log instead",
                 names.join(", "),
                 within.as_secs_f64()
             ))
@@ -47,9 +47,10 @@ mod tests {
         assert!(told.contains("/mnt/a, /mnt/b") && told.contains("within 0.005 s"), "{told}");
         // Its thread is let go.
         drop(go);
-        let busy =
-            || Err(Error(Reason::Busy("the device did not respond, so the store could not close in time")));
-        assert!(closed(busy, &directories, WITHIN).await.unwrap_err().contains("the device did not respond"));
+        let busy = || {
+            Err(Error(Reason::Busy("the store could not be closed in time, because a disk does not respond")))
+        };
+        assert!(closed(busy, &directories, WITHIN).await.unwrap_err().contains("a disk does not respond"));
         assert_eq!(closed(|| Ok(()), &directories, WITHIN).await, Ok(()));
     }
 }

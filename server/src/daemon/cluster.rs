@@ -32,7 +32,7 @@ pub(super) fn members(path: &Path) -> Result<Members, String> {
     };
     let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
     if size > FILE_BYTES_MAX as u64 {
-        return Err(told(&format!("longer than {FILE_BYTES_MAX} bytes")));
+        return Err(told(&format!("the file is longer than {FILE_BYTES_MAX} bytes")));
     }
     let text = std::fs::read_to_string(path).map_err(|error| told(&error))?;
     Members::parse(&text).map_err(|error| told(&error))
@@ -60,7 +60,8 @@ fn decode_starts(text: &str) -> Option<u32> {
 fn count_start(directory: &Path) -> Result<u64, String> {
     let path = directory.join(STARTS_FILE);
     let told = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
-    let damaged = "is damaged: remove it once this node has been away for 69 s, as long as a lease of it may be in force";
+    let damaged = "the file is damaged: remove it after this node has been stopped for 69 s, because its \
+        leases may be valid so long";
     let before = match std::fs::metadata(&path).map(|found| found.len()) {
         Ok(1..=STARTS_BYTES_MAX) => {
             let text = std::fs::read_to_string(&path).map_err(|error| told(&error))?;
@@ -98,8 +99,8 @@ fn known(config: &ClusterConfig, me: NodeId) -> Result<(Vec<Member>, Member), St
             let members = members(path)?;
             let own = members.get(me).cloned().ok_or_else(|| {
                 format!(
-                    "cluster.members: {} does not name this node: add to it, on all nodes, [[node]] id = \"{me}\" \
-                     address = \"HOST:PORT\", and make its epoch greater by one",
+                    "cluster.members: this node is not in {}: add to the file, on all nodes, [[node]] id = \
+                    \"{me}\" address = \"HOST:PORT\", and increase its epoch by one",
                     path.display()
                 )
             })?;
@@ -125,7 +126,7 @@ fn access(files: &EtcdFiles, notes: &mut Vec<String>) -> Result<EtcdAccess, Stri
         let line = std::str::from_utf8(&line).ok();
         let found = line.and_then(|line| access.with_password(line));
         access = found.ok_or_else(|| {
-            format!("cluster.etcd_password: {}: one line NAME:PASSWORD is needed", path.display())
+            format!("cluster.etcd_password: the file {} must have one line NAME:PASSWORD", path.display())
         })?;
     }
     if access.says_its_password_aloud() {
@@ -147,8 +148,12 @@ async fn first(
         MembersFrom::File(path) => Ok((members(path)?, None)),
         MembersFrom::Etcd { at, access: files, .. } => {
             let registered = Registered::start(at.clone(), access(files, notes)?, own);
-            let told =
-                |trouble| format!("cluster.members: not a member within {} s: {trouble}", JOIN.as_secs());
+            let told = |trouble| {
+                format!(
+                    "cluster.members: the node did not become a member within {} s: {trouble}",
+                    JOIN.as_secs()
+                )
+            };
             let members = registered.first(JOIN).await.map_err(told)?;
             Ok((members, Some(registered)))
         }
@@ -253,7 +258,7 @@ fn read_file(name: &str, path: &Path) -> Result<Vec<u8>, String> {
     let told = |what: &dyn std::fmt::Display| format!("cluster.{name}: {}: {what}", path.display());
     let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
     if size > PEM_BYTES_MAX {
-        return Err(told(&format!("longer than {PEM_BYTES_MAX} bytes")));
+        return Err(told(&format!("the file is longer than {PEM_BYTES_MAX} bytes")));
     }
     std::fs::read(path).map_err(|error| told(&error))
 }
@@ -307,8 +312,8 @@ fn not_taken(file: &Members, here: &Members) -> Option<String> {
         std::cmp::Ordering::Greater => None,
         std::cmp::Ordering::Equal if file.list() == here.list() => None,
         std::cmp::Ordering::Equal => Some(format!(
-            "cluster.members: the file has other members than this node under the same epoch {old}, and was ignored: raise the \
-             epoch by one"
+            "cluster.members: the file has other members than this node in the same epoch {old}, and was \
+            ignored: increase the epoch by one"
         )),
         std::cmp::Ordering::Less => Some(format!(
             "cluster.members: the file's epoch {new} is older than epoch {old} of this node, and was ignored"
@@ -326,8 +331,8 @@ fn secret(config: &ClusterConfig, gate: &Gate, members: &[Member]) -> Result<Sec
             _ if config.tls.is_some() => None,
             // Programs that may connect to this host's own addresses are trusted, as with gRPC.
             (true, true) => None,
-            (_, false) => Some("members on other hosts need"),
-            (false, true) => Some("clients need tokens here, so nodes need"),
+            (_, false) => Some("members on other hosts require"),
+            (false, true) => Some("this server requires tokens of clients, so nodes require"),
         };
         return match why {
             None => Ok(Secret::new(&[0; SECRET_BYTES_MIN])),
@@ -340,11 +345,14 @@ fn secret(config: &ClusterConfig, gate: &Gate, members: &[Member]) -> Result<Sec
     let told = |what: &dyn std::fmt::Display| format!("cluster.secret: {}: {what}", path.display());
     let size = std::fs::metadata(path).map_err(|error| told(&error))?.len();
     if size > SECRET_BYTES_MAX {
-        return Err(told(&format!("longer than {SECRET_BYTES_MAX} bytes")));
+        return Err(told(&format!("the file is longer than {SECRET_BYTES_MAX} bytes")));
     }
     let bytes = std::fs::read(path).map_err(|error| told(&error))?;
     if bytes.len() < SECRET_BYTES_MIN {
-        return Err(told(&format!("{} bytes, {SECRET_BYTES_MIN} random ones are needed", bytes.len())));
+        return Err(told(&format!(
+            "the file has {} bytes, and {SECRET_BYTES_MIN} random bytes are required",
+            bytes.len()
+        )));
     }
     Ok(Secret::new(&bytes))
 }

@@ -10,7 +10,7 @@ use kvarts_gpudirect::device::cuda;
 pub(super) fn decide(wish: Wish) -> Result<Decision, String> {
     let found = match wish {
         Wish::Only(Mode::Staging) => {
-            let not_needed = "not checked: the setting is staging".to_owned();
+            let not_needed = "not checked, because device.cufile is set to staging".to_owned();
             Found { device: Err(not_needed), library: false, module: false }
         }
         _ => cufile::look(cuda::shown()),

@@ -200,7 +200,8 @@ impl Daemon {
         if let Some(asked) = config.budget.filter(|asked| *asked != budget) {
             let (asked, budget) = (human::bytes(asked), human::bytes(budget));
             notes.push(format!(
-                "store.budget is {asked} in the configuration and {budget} in this server: it applies at the next start, or now with `kvarts budget \"{asked}\"`"
+                "store.budget is {asked} in the configuration, and the server uses {budget}: the configured \
+                value applies at the next start, or now with `kvarts budget \"{asked}\"`"
             ));
         }
         notes.extend(members.into_iter().flatten());
@@ -246,7 +247,10 @@ impl Daemon {
         self.state.start_leaving();
         let most = self.state.decided.lame_duck;
         if !most.is_zero() && !self.state.is_draining() {
-            tracing::info!("calls are taken for {} s more; health says NOT_SERVING", most.as_secs());
+            tracing::info!(
+                "calls are accepted for {} s more; the health check returns NOT_SERVING",
+                most.as_secs()
+            );
             let _ = tokio::time::timeout(most, self.state.drain_asked()).await;
         }
     }
@@ -331,8 +335,8 @@ fn left(directories: &[PathBuf], had: &[bool]) -> String {
         those.collect::<Vec<_>>().join(", ")
     };
     match (shown((false, true)), shown((false, false))) {
-        (made, _) if !made.is_empty() => format!("; a store was made in {made}, and stays"),
-        (_, unmade) if !unmade.is_empty() => format!("; no store was made in {unmade}"),
+        (made, _) if !made.is_empty() => format!("; a store was created in {made}, and remains there"),
+        (_, unmade) if !unmade.is_empty() => format!("; no store was created in {unmade}"),
         _ => String::new(),
     }
 }

@@ -45,7 +45,8 @@ impl Opened {
         let places: Vec<String> = directories.iter().map(|path| path.display().to_string()).collect();
         (self.problems > 0).then(|| {
             format!(
-                "recovery found {} problems ({}): some blocks may be lost; `kvarts fsck --live {}` names them",
+                "recovery found {} problems ({}), so some blocks may be lost: `kvarts fsck --live {}` lists \
+                them",
                 grouped(self.problems),
                 labels.join(", "),
                 places.join(" ")

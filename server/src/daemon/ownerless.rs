@@ -18,8 +18,8 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
         format!("{} blocks with {} {what}: no client can find them; {advice}", grouped(blocks), bytes(size))
     };
     let unsalted = sums.get(&true).map(|&sum| {
-        let advice = "`unsalted = true` in the [[tenants]] of one tenant makes them its own, `kvarts tenant purge --unsalted` \
-                      deletes them";
+        let advice = "`unsalted = true` in the [[tenants]] of one tenant gives them to that tenant, `kvarts \
+            tenant purge --unsalted` deletes them";
         told("were stored while no tokens were required", sum, advice)
     });
     let others = sums.get(&false).map(|&sum| {
@@ -27,7 +27,7 @@ pub(super) fn note(state: &ServerState) -> Option<String> {
             true => "belong to tenants, and this server requires no tokens",
             false => "belong to tenants without a token in this configuration",
         };
-        told(what, sum, "name their tenants again, or `kvarts tenant purge NAME` deletes them")
+        told(what, sum, "configure their tenants again, or delete them with `kvarts tenant purge NAME`")
     });
     let said: Vec<String> = unsalted.into_iter().chain(others).collect();
     (!said.is_empty()).then(|| said.join("; "))

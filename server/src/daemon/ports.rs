@@ -67,11 +67,12 @@ fn told(name: &str, address: SocketAddr, error: &std::io::Error) -> String {
     let (ip, port) = (address.ip(), address.port());
     let advice = match error.kind() {
         std::io::ErrorKind::AddrInUse => format!(
-            ": another program has port {port} (`ss -ltnp` shows which): stop it, or name another port, or :0 for a free one"
+            ": port {port} is in use by another program (`ss -ltnp` shows which): stop it, or use another \
+            port, or :0 for a free one"
         ),
         std::io::ErrorKind::AddrNotAvailable => format!(": this machine does not have the address {ip}"),
         std::io::ErrorKind::PermissionDenied => {
-            format!(": port {port} is for the administrator: name one from 1024 on")
+            format!(": port {port} needs administrator rights: use a port from 1024 on")
         }
         _ => String::new(),
     };

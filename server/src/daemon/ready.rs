@@ -83,12 +83,18 @@ impl Ready {
 async fn memory(config: &Config, store: &Store, notes: &mut Vec<String>) -> Result<Memory, String> {
     let bytes = usize::try_from(config.memory).map_err(|_| "limits.memory: too much".to_owned())?;
     let memory = Memory::new(bytes, limits::SMALL_READ_BYTES, config.cache).map_err(|error| {
-        format!("limits.memory: {} cannot be allocated: {error}", human::bytes(config.memory))
+        format!(
+            "limits.memory: the {} of memory could not be allocated: {error}",
+            human::bytes(config.memory)
+        )
     })?;
     for region in memory.regions() {
         // ends: an executor answers from memory, or the store is closed
         if let Err(why) = store.register_memory(region).await {
-            notes.push(format!("memory of requests is not registered with the kernel, at some cost: {why}"));
+            notes.push(format!(
+                "the memory of requests is not registered with the kernel, so reads are \
+                slower: {why}"
+            ));
             break;
         }
     }
@@ -170,7 +176,7 @@ fn connections(config: &Config, store: &Store, notes: &mut Vec<String>) -> (usiz
     let most = usize::try_from(most).unwrap_or(usize::MAX);
     if most < config.connections {
         notes.push(format!(
-            "connections: {most} at most instead of {}: raise the limit on open files (ulimit -n)",
+            "connections: the limit is {most} instead of {}: raise the limit on open files (ulimit -n)",
             config.connections
         ));
     }

@@ -52,7 +52,7 @@ fn remove(path: &Path) -> std::io::Result<()> {
 fn refuse_other(path: &Path) -> std::io::Result<()> {
     match std::fs::symlink_metadata(path)?.file_type().is_socket() {
         true => Ok(()),
-        false => Err(std::io::Error::other("the path exists and is no socket: choose another path")),
+        false => Err(std::io::Error::other("the path exists and is not a socket: choose another path")),
     }
 }
 
@@ -62,8 +62,10 @@ pub(super) fn refuse_unusable(path: &Path) -> Result<(), String> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !folder.is_dir() {
         let shown = folder.display();
-        let what =
-            format!("{shown} does not exist: `mkdir -p {shown}`; under systemd RuntimeDirectory= makes it");
+        let what = format!(
+            "the directory {shown} does not exist: run `mkdir -p {shown}`; under systemd use \
+                RuntimeDirectory="
+        );
         return Err(fault(std::io::Error::other(what)));
     }
     kvarts_store::home::writable(folder).map_err(fault)?;
@@ -86,7 +88,7 @@ pub(super) fn group(name: &str) -> Result<Gid, String> {
     let number = name.parse().ok().or_else(|| number(&known, name));
     let number = number.filter(|number| *number != u32::MAX);
     let group = number.map(Gid::from_raw).ok_or_else(|| {
-        format!("listen.socket_group: there is no group {name:?} in {GROUPS}: `groupadd {name}` makes it")
+        format!("listen.socket_group: the group {name:?} is not in {GROUPS}: `groupadd {name}` adds it")
     })?;
     let own = rustix::process::getgroups().unwrap_or_default();
     let is_own = rustix::process::getegid() == group || own.contains(&group);
@@ -96,8 +98,8 @@ pub(super) fn group(name: &str) -> Result<Gid, String> {
     }
     let user = rustix::process::geteuid().as_raw();
     Err(format!(
-        "listen.socket_group: the server's user ({user}) is not in the group {name:?}: `usermod -aG {name} USER`, or \
-         SupplementaryGroups={name} in its unit"
+        "listen.socket_group: the user of the server ({user}) is not in the group {name:?}: `usermod -aG \
+        {name} USER`, or SupplementaryGroups={name} in its unit"
     ))
 }
 
@@ -115,7 +117,8 @@ pub(super) async fn refuse_taken(path: &Path) -> Result<(), String> {
     // ends: at once: the socket does not block, and a full queue is an error
     if path.symlink_metadata().is_ok() && UnixStream::connect(path).await.is_ok() {
         return Err(format!(
-            "listen.socket: {}: another server answers there: stop it, or name another path with --listen-socket",
+            "listen.socket: {}: another server listens there: stop it, or use another path with \
+            --listen-socket",
             path.display()
         ));
     }

@@ -59,7 +59,7 @@ async fn only_a_socket_makes_room_for_the_servers_own() {
     let config = scratch.config(path.to_str().unwrap());
     std::fs::write(&path, b"another's work").unwrap();
     let error = Daemon::start(&config).await.expect_err("it starts");
-    assert!(error.contains("listen.socket") && error.contains("no socket"), "{error}");
+    assert!(error.contains("listen.socket") && error.contains("not a socket"), "{error}");
     assert_eq!(std::fs::read(&path).unwrap(), b"another's work");
     std::fs::remove_file(&path).unwrap();
     // What an earlier server left is one.

@@ -230,13 +230,14 @@ pub(super) async fn set_budget(
             budget.map_err(|why| Reason::Config(format!("store.budget: {why}")))?
         }
         (0, _) => return Err(Fault::malformed("budget_percent: 1 to 100")),
-        _ => return Err(Fault::malformed("budget: in bytes or as a part of the disks, not both")),
+        _ => return Err(Fault::malformed("budget: give either bytes or a part of the disks, not both")),
     };
     let least = call.state.engine.segment_bytes().saturating_mul(SEGMENTS_MIN);
     if bytes < least {
         let (bytes, least) = (human::bytes(bytes), human::bytes(least));
         let what = format!(
-            "a budget of {bytes} is too small: the next start takes {least} at least, room for four segments"
+            "the budget of {bytes} is too small: the next start needs at least {least}, the space of four \
+            segments"
         );
         return Err(Reason::Config(what).into());
     }
@@ -253,7 +254,7 @@ pub(super) async fn reload(call: &Call) -> Outcome<proto::ReloadReply> {
     match call.state.reloads.ask().await {
         Some(Ok(notes)) => Ok(proto::ReloadReply { notes }),
         Some(Err(why)) => Err(Reason::Config(format!("nothing was changed: {why}")).into()),
-        None => Err(Reason::Config("this server was not started from a configuration".to_owned()).into()),
+        None => Err(Reason::Config("this server was started without a configuration file".to_owned()).into()),
     }
 }
 

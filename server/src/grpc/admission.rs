@@ -52,7 +52,7 @@ where
     F: Future<Output = Outcome<A>>,
 {
     let call = request.extensions_mut().remove::<Arc<Call>>();
-    let call = call.ok_or_else(|| Status::internal("a method that the server's table lacks"))?;
+    let call = call.ok_or_else(|| Status::internal("the table of methods lacks a method"))?;
     let work = work(Arc::clone(&call), request.into_inner());
     let result = tokio::time::timeout_at(call.deadline, work).await;
     match result.unwrap_or_else(|_| Err(Fault::late("the deadline passed"))) {

@@ -246,7 +246,7 @@ impl http_body::Body for ReadBody {
             Next::Cleared => {
                 self.ended = true;
                 self.slot.clear();
-                Err(Fault::late("the client received no data of the read for too long").status())
+                Err(Fault::late("the client read no data for too long").status())
             }
         }))
     }

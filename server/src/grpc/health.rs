@@ -36,8 +36,12 @@ pub(super) async fn keep(state: Arc<ServerState>, reporter: HealthReporter) -> I
                 reporter.set_service_status(name, status).await;
             }
             match (&fault, &said) {
-                (Some(reason), _) if state.is_leaving() => tracing::info!(reason, "not serving any more"),
-                (Some(reason), _) => tracing::error!(reason, "the store is not well"),
+                (Some(reason), _) if state.is_leaving() => tracing::info!(
+                    reason,
+                    "the health check returns \
+                    NOT_SERVING"
+                ),
+                (Some(reason), _) => tracing::error!(reason, "the store has a problem"),
                 (None, Some(_)) => tracing::info!("the store is healthy again"),
                 (None, None) => {}
             }

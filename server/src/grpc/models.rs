@@ -35,9 +35,9 @@ const PART_BYTES: usize = 64;
 
 fn registered(call: &Call, wire: proto::RegisterModelRequest) -> Outcome<proto::RegisterModelReply> {
     if wire.columns.len() > limits::COLUMNS_MAX {
-        return Err(Fault::malformed(format!("columns: at most {}", limits::COLUMNS_MAX)));
+        return Err(Fault::malformed(format!("columns: the limit is {}", limits::COLUMNS_MAX)));
     }
-    let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: it is missing"))?;
+    let identity = wire.identity.ok_or_else(|| Fault::malformed("identity: the field is missing"))?;
     let geometry = convert::geometry(wire.spec)?;
     let salt = call.caller.tenant.salt.clone();
     let identity = convert::identity(identity, salt, geometry.fingerprint())?;
@@ -85,7 +85,10 @@ fn shapes(model: &Model, columns: &[proto::Column]) -> Outcome<Vec<proto::Shape>
         chunks += shape.chunk_count() as usize + shape.layers().len();
         if chunks > limits::SHAPE_PARTS_MAX {
             let most = limits::SHAPE_PARTS_MAX;
-            return Err(Fault::malformed(format!("columns: more than {most} layers and chunks in all")));
+            return Err(Fault::malformed(format!(
+                "columns: the columns together have more than {most} layers \
+                and chunks"
+            )));
         }
         shapes.push(convert::wire_shape(group, coordinate, &shape));
     }
@@ -103,8 +106,8 @@ fn tell_waste(call: &Call, shapes: &[proto::Shape]) {
         if waste > WASTE_MAX && call.state.audit.may_tell() {
             let (block, segment) = (human::bytes(shape.block_bytes), human::bytes(segment));
             tracing::warn!(
-                "blocks of {block} leave {waste}% of each segment of {segment} empty: create the store with larger segments \
-                 (--segment, or `kvarts compact --to` for an existing store)"
+                "blocks of {block} leave {waste}% of each segment of {segment} unused: create the store with \
+                larger segments (--segment, or `kvarts compact --to` for an existing store)"
             );
         }
     }
@@ -136,7 +139,8 @@ fn tell_nearest(call: &Call, model: &Model) {
     if call.state.audit.may_tell() {
         let (name, id, bytes) = (&model.identity.model, there.namespace, human::bytes(there.live_bytes));
         tracing::info!(
-            "model {name:?} was registered and has no blocks; namespace {id} with {bytes} differs from it: {near}"
+            "model {name:?} was registered and has no blocks; a similar namespace, {id} with {bytes}, \
+            differs from it: {near}"
         );
     }
 }

@@ -51,7 +51,7 @@ impl Incoming {
     async fn message(&mut self) -> Outcome<Option<proto::put_request::Part>> {
         let Some(message) = self.messages.message_within(limits::STALL, LATE).await? else { return Ok(None) };
         let message = proto::PutRequest::decode(message)
-            .map_err(|error| Fault::malformed(format!("not a PutRequest: {error}")))?;
+            .map_err(|error| Fault::malformed(format!("the message is not a valid PutRequest: {error}")))?;
         let part = message.part.ok_or_else(|| Fault::malformed("a put message is empty"))?;
         // Before anything is done with it: a header says where all bytes belong.
         let found = self.digest.put(&part);
@@ -95,7 +95,7 @@ impl Incoming {
         };
         if data.offset != self.at {
             return Err(Fault::malformed(format!(
-                "the put has data at {}, and the next byte is {}",
+                "the put has data for offset {}, and offset {} is expected: send the data in order",
                 data.offset, self.at
             )));
         }
@@ -126,7 +126,7 @@ impl Incoming {
         // ends: `STALL`, by its `message`; and the put's deadline
         if !self.rest.is_empty() || self.message().await?.is_some() {
             return Err(Fault::malformed(format!(
-                "the put has more bytes than the {} of the header's blocks",
+                "the put has more bytes than the {} bytes given by its header",
                 self.at
             )));
         }

@@ -145,7 +145,8 @@ pub(super) async fn run(
     let cut = || {
         let tenant = call.caller.tenant.name.as_str();
         if call.state.audit.may_tell() {
-            tracing::warn!(target: "audit", tenant, "a connection was closed: its client reads no data");
+            tracing::warn!(target: "audit", tenant, "a connection was closed, because its client did not \
+                read the data");
         }
         if let Some(connection) = &call.connection {
             connection.cut();
@@ -261,7 +262,7 @@ impl Sending {
             read.give(TileMemory { tile, buf, placed, with: WithTile { paid, keep: None } }, stream);
             return Ok(());
         }
-        let piece = piece.ok_or(Reason::Bug("a tile without memory"))?.share();
+        let piece = piece.ok_or(Reason::Bug("a tile has no memory"))?.share();
         let buf = self.charged(&piece, charge);
         tiles.count(false);
         read.grant_by(tile, buf, |source, tile, placed| {
@@ -369,7 +370,7 @@ impl Sending {
             offset: *offset,
             ..proto::ReadData::default()
         };
-        let digests = memory.placed.digests().ok_or(Reason::Bug("a tile without digests"))?;
+        let digests = memory.placed.digests().ok_or(Reason::Bug("a tile has no digests"))?;
         let left = memory.tile.chunks(order, shape, *layer, blocks.clone()).into_iter();
         let mut chunks = Chunks { left, digests, now: None };
         let mut frame = FrameBuilder::new(about);

@@ -60,7 +60,7 @@ impl Models for Services {
 impl Store for Services {
     async fn put(&self, request: Request<Streaming<proto::PutRequest>>) -> Answer<proto::PutReply> {
         drop(request);
-        Err(Status::internal("puts are served by the authentication layer"))
+        Err(Status::internal("a put reached the wrong handler"))
     }
 
     async fn r#match(&self, request: Request<proto::MatchRequest>) -> Answer<proto::MatchReply> {
@@ -270,7 +270,9 @@ impl Service<http::Request<Body>> for Reads {
         let call = request.extensions_mut().remove::<Arc<Call>>();
         Box::pin(async move {
             let (Some(order), Some(call)) = (order, call) else {
-                return Ok(Status::unimplemented("there are Get and GetLayers").into_http());
+                return Ok(
+                    Status::unimplemented("the service has only the methods Get and GetLayers").into_http()
+                );
             };
             Ok(start(&call, order, request.into_body()).await.unwrap_or_else(|fault| {
                 call.end(fault.code);
@@ -284,7 +286,7 @@ impl Service<http::Request<Body>> for Reads {
 async fn start(call: &Arc<Call>, order: Order, body: Body) -> Outcome<http::Response<Body>> {
     let message = one_message(body).await?;
     let wire = proto::ReadRequest::decode(message)
-        .map_err(|error| Fault::malformed(format!("not a ReadRequest: {error}")))?;
+        .map_err(|error| Fault::malformed(format!("the message is not a valid ReadRequest: {error}")))?;
     let digest = StreamDigest::of_read(order, &wire);
     let download = Download::check(call, order, wire)?;
     let (to, incoming) = mpsc::channel(limits::FRAMES_WAITING);

@@ -68,9 +68,9 @@ pub(super) async fn looked_at(file: OwnedFd, place: Arc<Part>) -> Result<Outcome
     std::thread::Builder::new()
         .name("kvarts-closing".to_owned())
         .spawn(looking)
-        .map_err(|_| "the server has no thread left to check a descriptor")?;
+        .map_err(|_| "no thread of the server is free to check a descriptor")?;
     match tokio::time::timeout(LOOK, told).await {
         Ok(Ok(looked)) => Ok(looked),
-        _ => Err("the file of the descriptor does not answer"),
+        _ => Err("the file of the descriptor does not respond"),
     }
 }

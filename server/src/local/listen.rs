@@ -26,8 +26,8 @@ async fn accept(state: Arc<ServerState>, listener: UnixListener, grpc: mpsc::Sen
     let threads = Arc::new(Threads::new(state.locals.threads));
     // Who has not said what it wants sends none.
     if let Err(error) = foreign::allow(&listener, false) {
-        tracing::info!(%error, "this kernel accepts descriptors from every client that connects (Linux 6.16 does not): give \
-             access to the local socket to trusted users only");
+        tracing::info!(%error, "this kernel accepts descriptors from every client that connects (Linux 6.16 \
+            can refuse them): give access to the local socket to trusted users only");
     }
     loop {
         tokio::select! {

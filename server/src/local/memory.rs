@@ -54,10 +54,10 @@ impl Memory {
             .ok_or_else(|| malformed("mode: direct, adopted or copied is required"))?;
         let name = match &wire.pool[..] {
             [] => None,
-            name => Some(Name::try_from(name).map_err(|_| malformed("pool: a name of 16 bytes"))?),
+            name => Some(Name::try_from(name).map_err(|_| malformed("pool: the name must have 16 bytes"))?),
         };
         if name.is_some() && mode != Mode::Adopted {
-            return Err(malformed("pool: only in adopted mode"));
+            return Err(malformed("pool: a name is allowed only in adopted mode"));
         }
         let given = match (name, file) {
             (Some(name), None) => attached((locals, tenant), name, wire.bytes)?,
@@ -66,10 +66,10 @@ impl Memory {
         let Given { file, bytes, counts, is_new } = given;
         // The descriptor that stays is for the client, or to look at.
         let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-        let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+        let second = second.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
         let mapped = shared::map_foreign(file, bytes, counts, &locals.reaper.0);
-        let region =
-            mapped.map_err(|error| malformed(&format!("it cannot be mapped for writing: {error}")))?;
+        let region = mapped
+            .map_err(|error| malformed(&format!("the memory cannot be mapped for writing: {error}")))?;
         let (mine, theirs) = if is_new { (None, Some(second)) } else { (Some(second), None) };
         let pinned =
             is_pinned(mode).then(|| Pinned::begin((locals, tenant), store, (&region, mine), elsewhere));
@@ -100,7 +100,7 @@ fn given(
 ) -> Outcome<Given> {
     let (locals, tenant) = of;
     if bytes == 0 || !bytes.is_multiple_of(PAGE as u64) {
-        return Err(malformed("bytes: whole pages of 4096, at least one"));
+        return Err(malformed("bytes: the size must be a multiple of 4096, and not 0"));
     }
     if file.is_none() && mode == Mode::Adopted {
         return Err(malformed("adopted memory belongs to the client: a descriptor is required"));
@@ -112,17 +112,19 @@ fn given(
         let part = part()?;
         if !locals.make(bytes) {
             return Err(Fault::busy(
-                "the server allocates no more memory: share a file in memory of your own, sealed against shrinking",
+                "the server cannot allocate more shared memory: share a file in memory of the client \
+                (memfd), sealed against shrinking",
             ));
         }
-        let file = shared::sealed(bytes).map_err(|_| Fault::busy("the server has no memory to share"))?;
+        let file =
+            shared::sealed(bytes).map_err(|_| Fault::busy("the shared memory could not be allocated"))?;
         return Ok(Given { file, bytes, counts: Box::new((part, open)), is_new: true });
     };
     // An engine's file of `/dev/shm` cannot be sealed; no touch of this process depends on its length. Those of a pool's other processes do.
     let may_shrink = mode == Mode::Adopted && name.is_none();
     let length = if may_shrink { shared::length_now(&file) } else { shared::length(&file) };
     if bytes > length.map_err(malformed)? {
-        return Err(malformed("the file is shorter than that"));
+        return Err(malformed("bytes: the file of the memory is shorter than the given size"));
     }
     let Some(name) = name else {
         return Ok(Given { file, bytes, counts: Box::new((part()?, open)), is_new: false });
@@ -132,11 +134,11 @@ fn given(
         Some(known) => known.is(&file, bytes).then_some(known),
         None => {
             let second = rustix::io::fcntl_dupfd_cloexec(&file, 0);
-            let second = second.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+            let second = second.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
             locals.pools.name((tenant, name), (second, bytes), (part()?, files(of, 1)?))
         }
     };
-    let pool = pool.ok_or_else(|| malformed("pool: another memory has this name"))?;
+    let pool = pool.ok_or_else(|| malformed("pool: another pool has this name"))?;
     has_room(&pool)?;
     Ok(Given { file, bytes, counts: Box::new((pool, open)), is_new: false })
 }
@@ -153,13 +155,13 @@ fn has_room(pool: &Shared) -> Outcome<()> {
 fn attached(of: (&Arc<Locals>, u32), name: Name, bytes: u64) -> Outcome<Given> {
     let (locals, tenant) = of;
     let pool = locals.pools.find(tenant, name);
-    let pool = pool.ok_or_else(|| malformed("pool: no session shares memory of this name"))?;
+    let pool = pool.ok_or_else(|| malformed("pool: no session has a pool of this name"))?;
     if bytes != 0 && bytes != pool.bytes() {
         return Err(malformed("bytes: the pool has another size"));
     }
     has_room(&pool)?;
     let open = files(of, 1)?;
     let file = rustix::io::fcntl_dupfd_cloexec(pool.file(), 0);
-    let file = file.map_err(|_| Fault::busy("the server has no descriptor left"))?;
+    let file = file.map_err(|_| Fault::busy("the server's limit of open files is reached"))?;
     Ok(Given { file, bytes: pool.bytes(), counts: Box::new((pool, open)), is_new: true })
 }

@@ -90,7 +90,7 @@ async fn keep(
     }
     // ends: an executor answers from memory, or the store is closed
     if let Err(why) = store.register_memory(region).await {
-        tracing::debug!(why, "the memory of a session is not registered");
+        tracing::debug!(why, "the memory of a session could not be registered with the kernel");
     }
     drop((working, turn));
     // Also where one ring of several refused it.
@@ -111,11 +111,11 @@ fn prepare(region: &Arc<Region>, file: Option<OwnedFd>) -> bool {
         return shared::is_populated(file, region.len() as u64);
     }
     if let Err(error) = region.populate() {
-        tracing::debug!(%error, "there are no pages for the memory of a session");
+        tracing::debug!(%error, "the kernel has no free pages for the memory of a session");
         return false;
     }
     if region.len() >= LARGE_PAGE && !region.collapse() {
-        tracing::debug!(bytes = region.len(), "the memory of a session is not all in large pages");
+        tracing::debug!(bytes = region.len(), "the memory of a session is only partly in large pages");
     }
     true
 }

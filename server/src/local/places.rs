@@ -50,7 +50,10 @@ pub(super) fn place(
             Some(&number) => number,
             None => {
                 let memory = memories.get(&target.memory).ok_or_else(|| {
-                    Fault::malformed(format!("places: memory {} is not shared", target.memory))
+                    Fault::malformed(format!(
+                        "places: the client has not shared a memory with the number {}",
+                        target.memory
+                    ))
                 })?;
                 client_verifies |= memory.client_verifies;
                 let whole =

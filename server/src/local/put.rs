@@ -25,7 +25,8 @@ use kvarts_wire::limits;
 use kvarts_wire::proto;
 
 /// What a block is refused with that was changed on the way.
-const CHANGED: &str = "the memory of the put changed during the put: do not write to it, and put it again";
+const CHANGED: &str = "the memory of the put changed during the put: do not write to it before the put ends, \
+    and put it again";
 
 /// A put that was checked.
 pub(super) struct Putting {
@@ -44,7 +45,7 @@ impl Putting {
         let upload = Upload::check(call, wire.header.unwrap_or_default())?;
         let (expected, found) = (upload.keys.len() as u64, wire.crc32.len() as u64);
         if expected != found {
-            return Err(Fault::malformed(format!("crc32: {found} digests of {expected} blocks")));
+            return Err(Fault::malformed(format!("crc32: {found} digests were given for {expected} blocks")));
         }
         let holder: Arc<dyn Any + Send + Sync> = Arc::new(());
         let layers = 0..upload.shape.layers().len() as u32;

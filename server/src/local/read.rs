@@ -117,7 +117,10 @@ pub(super) fn begin(
         return Err(Reason::TooMany("bytes").into());
     }
     if let Some((number, _)) = memories.iter().find(|(_, memory)| memory.region.has_failed()) {
-        return Err(Fault::malformed(format!("memory {number} cannot be written to: {UNWRITTEN}")));
+        return Err(Fault::malformed(format!(
+            "the shared memory {number} is not writable for the server: \
+            {UNWRITTEN}"
+        )));
     }
     // Not `LetGo` before the engine has taken the request: one that is refused has no last word.
     let let_go = Arc::new(OnceLock::<LetGo>::new());
@@ -153,7 +156,7 @@ fn origins_of(wire: &[Bytes], blocks: usize) -> Outcome<Arc<Origins>> {
     let known = wire.iter().map(one).collect::<Result<Vec<_>, _>>();
     match known.ok().filter(|known| known.len() == blocks) {
         Some(known) => Ok(Origins::of(known)),
-        None => Err(Fault::malformed("origins: one of 16 bytes, or none, for each block".to_owned())),
+        None => Err(Fault::malformed("origins: give 16 bytes for each block, or none at all".to_owned())),
     }
 }
 
@@ -317,7 +320,7 @@ async fn confirm(call: &Arc<Call>, asked: &Download, suspects: impl Iterator<Ite
                 tracing::info!(
                     tenant,
                     good,
-                    "a block that failed its digest in a client's memory was read again"
+                    "a block did not match its digest in a client's memory, and was read again"
                 );
             }
         }

@@ -131,7 +131,7 @@ pub(super) async fn run(state: Arc<ServerState>, (line, unknown): (Line, Guest),
     let (id, hello) = match hello {
         Some(Ok(Ok(hello))) => hello,
         other => {
-            tracing::debug!(?peer, ?other, "a local connection sent no hello");
+            tracing::debug!(?peer, ?other, "a local connection sent no first message");
             return;
         }
     };
@@ -167,7 +167,8 @@ pub(super) async fn run(state: Arc<ServerState>, (line, unknown): (Line, Guest),
     if let Ended::Broken(what) = &ended
         && server.audit.may_tell()
     {
-        tracing::warn!(target: "audit", pid = peer.pid, uid = peer.uid, what, "a local connection was cut off");
+        tracing::warn!(target: "audit", pid = peer.pid, uid = peer.uid, what, "a local connection was closed \
+            by the server");
     }
     tracing::debug!(?peer, ?ended, "a local session ended");
 }
@@ -188,7 +189,7 @@ async fn hello(line: &Line, incoming: &mut Incoming) -> Result<(u64, proto::Hell
                 Next::Frame(Head { kind: Kind::Hello, id, .. }, body) => {
                     return Ok((id, proto::Hello::decode(body).map_err(broken)?));
                 }
-                Next::Frame(..) => return Err(broken("a request before the hello")),
+                Next::Frame(..) => return Err(broken("a request came before the first message")),
                 Next::More | Next::Wait => {}
             }
         }
@@ -210,7 +211,11 @@ impl Session {
         hello: &proto::Hello,
     ) -> Outcome<Self> {
         if hello.version != VERSION {
-            return Err(Fault::malformed(format!("version {}: this server speaks {VERSION}", hello.version)));
+            return Err(Fault::malformed(format!(
+                "the version is {}, and this server supports only \
+                {VERSION}",
+                hello.version
+            )));
         }
         let authorization = (!hello.token.is_empty()).then(|| format!("Bearer {}", hello.token).into_bytes());
         let now = state.clock().unix_millis() / 1000;
@@ -234,9 +239,8 @@ impl Session {
         let place = state.locals.sessions.try_take(tenant, 1);
         let place = place.ok_or_else(|| Fault::busy("the limit of local sessions is reached"))?;
         let named = state.locals.names.begin(&hello.session);
-        let named = named.ok_or_else(|| {
-            Fault::malformed("session: 16 bytes are required, not in use by another session")
-        })?;
+        let named = named
+            .ok_or_else(|| Fault::malformed("session: 16 bytes are required that no other session uses"))?;
         let shorts = Shorts::new(Arc::clone(&outbox));
         let ends = Arc::clone(&outbox);
         let end = End::new(tenant, move || ends.close());
@@ -302,7 +306,7 @@ impl Session {
                 all = self.outbox.send(line)?;
             }
             if self.outbox.is_closed() {
-                return Err(broken("the client reads no answers"));
+                return Err(broken("the client does not read its answers"));
             }
             if all {
                 untaken = None;
@@ -450,7 +454,7 @@ impl Session {
             | Kind::Failed
             | Kind::Arrived
             | Kind::End
-            | Kind::Released => return Err(broken("the client sent a frame of a server")),
+            | Kind::Released => return Err(broken("the client sent a message that only a server may send")),
         }
         Ok(())
     }
@@ -508,7 +512,7 @@ impl Session {
         LookUp { entries, hold, work, of_cluster, whole }: LookUp<Q, A>,
     ) {
         let method: Outcome<_> =
-            methods::method(path).ok_or_else(|| Reason::Bug("a method that the table lacks").into());
+            methods::method(path).ok_or_else(|| Reason::Bug("the table of methods lacks a method").into());
         let begun = method.and_then(|method| self.admit(method, None)).and_then(|call| {
             let ready = self.has_room_for_leases().and_then(|()| decode::<Q>(body));
             let ready = ready.inspect_err(|fault| call.end(fault.code));
@@ -570,7 +574,7 @@ impl Session {
 
     /// Does a call that waits for nothing.
     fn call<M>(&mut self, path: &str, work: impl FnOnce(&mut Self, &Arc<Call>) -> Outcome<M>) -> Outcome<M> {
-        let method = methods::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let method = methods::method(path).ok_or(Reason::Bug("the table of methods lacks a method"))?;
         let call = self.admit(method, None)?;
         let answer = work(self, &call);
         call.end(answer.as_ref().map_or_else(|fault| fault.code, |_| Code::Ok));
@@ -581,7 +585,7 @@ impl Session {
         let call = self.admit(&SHARE, None)?;
         let wire: proto::ShareRequest = decode(body)?;
         if wire.memory == 0 || self.memories.contains_key(&wire.memory) {
-            return Err(Fault::malformed("share: a number is required, not 0 and not in use"));
+            return Err(Fault::malformed("share: the number is 0, missing or in use"));
         }
         if self.memories.len() >= MEMORIES_MAX {
             return Err(Reason::TooMany("memories").into());
@@ -627,7 +631,7 @@ impl Session {
             true => (Order::Blocks, "/kvarts.v1.Reads/Get"),
             false => (Order::Layers, "/kvarts.v1.Reads/GetLayers"),
         };
-        let method = methods::method(path).ok_or(Reason::Bug("a method that the table lacks"))?;
+        let method = methods::method(path).ok_or(Reason::Bug("the table of methods lacks a method"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
         let begun = read::begin(&call, &self.memories, (&self.outbox, &self.doubts), (id, order, wire));
         let reading = begun.inspect_err(|fault| call.end(fault.code))?;
@@ -653,8 +657,8 @@ impl Session {
 
     fn put(&mut self, id: u64, body: Bytes) -> Outcome<()> {
         let wire: proto::LocalPut = decode(body)?;
-        let method =
-            methods::method("/kvarts.v1.Store/Put").ok_or(Reason::Bug("a method that the table lacks"))?;
+        let method = methods::method("/kvarts.v1.Store/Put")
+            .ok_or(Reason::Bug("the table of methods lacks a method"))?;
         let call = self.admit(method, micros(wire.timeout_us))?;
         let checked = Putting::check(&call, &self.memories, wire);
         let putting = checked.inspect_err(|fault| call.end(fault.code))?;

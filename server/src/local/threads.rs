@@ -75,7 +75,7 @@ impl Threads {
         let (handle, stream) = match ready {
             Ok(ready) => ready,
             Err(error) => {
-                tracing::warn!(%error, "no thread could be started for a local session");
+                tracing::warn!(%error, "the thread for a local session could not be started");
                 return;
             }
         };

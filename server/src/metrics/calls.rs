@@ -63,8 +63,9 @@ fn times(out: &mut String, counted: &Counted) {
         let labels = format!("path=\"{path}\",method=\"{method}\",class=\"{class}\"");
         histogram(out, "kvarts_call_seconds", &labels, took);
     }
-    let help = "Time to the first layer of reads by layers, in seconds, from their admission until the layer was handed to \
-                the connection or announced to the local client: what an engine waits before it can begin.";
+    let help = "Time to the first layer of reads by layers, in seconds, from their admission until the first \
+        layer was sent to the connection or was complete in the local client's memory: the time after which \
+        an engine can begin.";
     head(out, "kvarts_first_layer_seconds", "histogram", help);
     for ((path, class), took) in &counted.first_layer {
         histogram(out, "kvarts_first_layer_seconds", &format!("path=\"{path}\",class=\"{class}\""), took);
@@ -91,11 +92,11 @@ fn usage(out: &mut String, counted: &Counted) {
             }
         }
     };
-    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of absence: evicted, \
-                expired, deleted, out_of_service (damaged), never_stored (as far as this server remembers), cut_off (here, \
-                behind a block that is not), unregistered (no model of that name since the start). The hit ratio is the rate \
-                of found=\"here\" over the rate of all. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 \
-                tenant=\"other\".";
+    let help = "Blocks looked up by match and exists, by result: here, pending (being put), or the reason of \
+        absence: evicted, expired, deleted, out_of_service (damaged), never_stored (according to this \
+        server's records), cut_off (stored, but a block before it is missing), unregistered (no model of \
+        that name since the start). The hit ratio is the rate of found=\"here\" divided by the rate of all \
+        results. Models beyond 32 of a tenant are model=\"other\", tenants beyond 256 tenant=\"other\".";
     family("kvarts_lookup_blocks_total", help, &|usage| {
         // Look-ups without a model have a name of their own: of models there are none.
         let told =
@@ -103,7 +104,7 @@ fn usage(out: &mut String, counted: &Counted) {
         told.map(|(what, count)| (format!(",found=\"{what}\""), count)).collect()
     });
     let help =
-        "Blocks that reads delivered, whole and verified, in the labels of kvarts_lookup_blocks_total.";
+        "Blocks that reads delivered, complete and verified, with the labels of kvarts_lookup_blocks_total.";
     family("kvarts_blocks_delivered_total", help, &|usage| vec![(String::new(), usage.delivered)]);
     let help = "Blocks that reads requested and did not get, by reason. REASON_NOT_HERE: never stored, or evicted before the \
                 read (take a lease with the match). Blocks that look-ups did not find are in kvarts_lookup_blocks_total.";

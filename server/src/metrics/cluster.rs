@@ -10,7 +10,7 @@ use super::lines::{Value, head, one};
 
 /// Tells everything of a cluster; a server that belongs to none tells nothing.
 pub(super) fn cluster(out: &mut String, status: &Status) {
-    one(out, "kvarts_cluster_epoch", "gauge", "Epoch of the members that this node knows.", status.epoch);
+    one(out, "kvarts_cluster_epoch", "gauge", "Epoch of this node's list of members.", status.epoch);
     let reachable = status.nodes.iter().filter(|node| node.is_reachable).count();
     let states = [("reachable", reachable), ("away", status.nodes.len() - reachable)];
     labelled(out, "kvarts_cluster_nodes", "gauge", "Members, by state.", "state", states);
@@ -67,7 +67,7 @@ fn labelled<T: Display>(
 }
 
 fn directory(out: &mut String, status: &Status) {
-    let help = "Copies of blocks that this node's part of the directory knows.";
+    let help = "Copies of blocks in this node's part of the directory.";
     one(out, "kvarts_cluster_directory_entries", "gauge", help, status.entries);
     let help = "Memory of this node's part of the directory.";
     one(out, "kvarts_cluster_directory_bytes", "gauge", help, status.entry_bytes);
@@ -76,7 +76,7 @@ fn directory(out: &mut String, status: &Status) {
     let help = "Parts (of 4,096) of the directory on this node that may lack copies, because a node has not sent all of its \
          blocks yet, or because the part was full.";
     one(out, "kvarts_cluster_directory_partial", "gauge", help, status.partial);
-    let help = "Chains whose owner this node decides.";
+    let help = "Chains whose owner is decided by this node.";
     one(out, "kvarts_cluster_chains", "gauge", help, status.chains);
     let help = "Chains that this node owns: its copies of their blocks are evicted last.";
     one(out, "kvarts_cluster_chains_owned", "gauge", help, status.owned);
@@ -113,7 +113,7 @@ fn served(out: &mut String, status: &Status) {
     let help = "Connections over which other nodes read from this one.";
     one(out, "kvarts_cluster_served_connections", "gauge", help, connections);
     let how = [("let_in", let_in), ("cut", cut)];
-    let help = "Connections for reads of other nodes: let in, and refused or cut.";
+    let help = "Connections for reads of other nodes: accepted, and refused or cut.";
     labelled(out, "kvarts_cluster_served_connections_total", "counter", help, "how", how);
     one(out, "kvarts_cluster_served_pieces_total", "counter", "Pieces served to other nodes.", pieces);
     one(out, "kvarts_cluster_served_bytes_total", "counter", "Bytes served to other nodes.", bytes);
@@ -126,7 +126,7 @@ fn served(out: &mut String, status: &Status) {
 /// How fast each path is and what waits there.
 fn load(out: &mut String, paths: &[(&str, &PathStatus)]) {
     let of = |value: fn(&PathStatus) -> u64| paths.iter().map(move |(name, path)| (*name, value(path)));
-    let help = "Bytes a second of each path of reads, while something is outstanding there.";
+    let help = "Bytes a second of each path of reads, while requests are outstanding on it.";
     let rate = |path: &PathStatus| path.rate.unwrap_or_default() as u64;
     labelled(out, "kvarts_cluster_path_bytes_per_second", "gauge", help, "path", of(rate));
     let help = "Bytes requested on each path and not yet received.";

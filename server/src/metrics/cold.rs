@@ -47,14 +47,14 @@ pub(super) fn cold(out: &mut String, counted: &Counted) {
         out,
         "kvarts_cold_today_limit",
         "gauge",
-        "Limit of kvarts_cold_today: beyond it no request is made.",
+        "Limit of kvarts_cold_today: beyond it the server makes no more requests until midnight UTC.",
     );
     for (of, _, most) in budgets {
         let _ = writeln!(out, "kvarts_cold_today_limit{{budget=\"{of}\"}} {most}");
     }
     let help = "1 while requests to the bucket are paused after failures: its blocks are misses.";
     one(out, "kvarts_cold_paused", "gauge", help, u8::from(counted.is_paused));
-    let help = "1 while nothing is uploaded, because the bucket does not support conditional puts.";
+    let help = "1 while uploads are off, because the bucket does not support conditional puts.";
     one(out, "kvarts_cold_read_only", "gauge", help, u8::from(counted.is_read_only));
     let help = "Namespaces whose manifest in the bucket is known.";
     one(out, "kvarts_cold_manifests", "gauge", help, counted.manifests);

@@ -109,7 +109,7 @@ async fn answer(
     };
     // How the server is may be known to any page.
     if is_own && !is_probe(path_of(request)) && !host::is_own(header(request, "host")) {
-        let why = "use the address of this host or localhost; for other names set listen.open_metrics\n";
+        let why = "the host name in the request is not allowed: use the address of this host or localhost; for other names set listen.open_metrics\n";
         // ends: `TIMEOUT` of the connection, in `serve`
         return Answer::plain("421 Misdirected Request", why.to_owned()).send(stream, has_body).await;
     }
@@ -137,7 +137,7 @@ async fn answer(
         path => page::page(path).unwrap_or_else(|| {
             Answer::plain(
                 "404 Not Found",
-                "there are /, /metrics, /health, /alive, /history, /segments, /prefixes and /reads\n"
+                "this path does not exist: the paths are /, /metrics, /health, /alive, /history, /segments, /prefixes and /reads\n"
                     .to_owned(),
             )
         }),
@@ -163,7 +163,7 @@ fn caller(state: &ServerState, request: &[u8]) -> Result<Caller, Answer> {
     let caller = caller.map_err(|refusal| refused(refusal.text()))?;
     match caller.rights.has(Right::Admin) {
         true => Ok(caller),
-        false => Err(refused("the token does not have the right to admin")),
+        false => Err(refused("the token lacks the right to admin")),
     }
 }
 

@@ -16,13 +16,13 @@ use kvarts_wire::limits;
 
 /// What executors count of their devices, and what it means.
 const DEVICE_COUNTERS: [(&str, &str); 7] = [
-    ("submissions", "Operations handed to devices, repeated ones included."),
+    ("submissions", "I/O operations submitted to devices, repeated ones included."),
     ("operations", "Operations that ended."),
-    ("failed", "Operations that ended with an error."),
-    ("retried", "Submissions repeated because they were interrupted."),
-    ("short", "Submissions for the rest of a transfer."),
-    ("unknown_completions", "Completions that belong to no operation under way."),
-    ("late_completions", "Operations that ended after their caller had left."),
+    ("failed", "I/O operations that ended with an error."),
+    ("retried", "I/O submissions repeated after an interruption."),
+    ("short", "I/O submissions for the rest of a transfer."),
+    ("unknown_completions", "I/O completions that belong to no operation under way."),
+    ("late_completions", "I/O operations that ended after their caller had been dropped."),
 ];
 
 /// The counters of one executor. What is counted there and not told here does not compile.
@@ -133,8 +133,8 @@ fn engine(out: &mut String, state: &ServerState) {
     disk_link(out, state);
     for (what, help, size) in [
         ("bytes", "Memory of the index of blocks, in bytes.", index.bytes),
-        ("blocks", "Blocks that the index knows: those that can be found.", index.blocks),
-        ("records", "Records on disk that the index knows; a record holds one block or more.", index.records),
+        ("blocks", "Blocks in the index: those that can be found.", index.blocks),
+        ("records", "Records on disk that are in the index; a record has one block or more.", index.records),
     ] {
         one(out, &format!("kvarts_index_{what}"), "gauge", help, size);
     }
@@ -142,17 +142,24 @@ fn engine(out: &mut String, state: &ServerState) {
         let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses use it.";
+    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses give \
+        these reasons.";
     one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
         "kvarts_tombstones",
         "gauge",
-        "Tombstones: deletes that are remembered until no copy of what they deleted can come back.",
+        "Tombstones: deletes that the store remembers until no copy of the deleted blocks can come back.",
         tombstones,
     );
     let space = space.total;
-    head(out, "kvarts_disk_bytes", "gauge", "Allocated bytes on disk by kind; the sum is all of them.");
+    head(
+        out,
+        "kvarts_disk_bytes",
+        "gauge",
+        "Allocated bytes on disk by kind; their sum is all allocated \
+        bytes.",
+    );
     for (what, bytes) in
         [("live", space.live), ("dead", space.dead), ("free", space.free), ("overhead", space.overhead)]
     {
@@ -162,7 +169,8 @@ fn engine(out: &mut String, state: &ServerState) {
     let payload = counts.payload_bytes_stored;
     let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
-    let help = "Write amplification: bytes of records written, moves included, over bytes that clients put.";
+    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes \
+        that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     recovery(out, state);
 }
@@ -183,12 +191,13 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks by the reads of the last minutes; an assumption without reads.",
+            "Rate of the disks, measured from the reads of the last minutes; an assumed rate if there were \
+            none.",
             disk.link.bytes_per_ms * 1e3,
         ),
         (
             "latency_seconds",
-            "Latency of reads on the disks, besides the transfer.",
+            "Latency of reads on the disks, without the transfer.",
             disk.link.latency_ms / 1e3,
         ),
         ("outstanding_bytes", "Bytes of reads under way or queued.", disk.link.outstanding_bytes as f64),
@@ -243,8 +252,8 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         let labels = format!("directory=\"{}\",reason=\"{}\"", Value(&shown), Value(reason));
         let _ = writeln!(out, "kvarts_directory_out{{{labels}}} {}", u8::from(why.is_some()));
     }
-    let help = "1 if the disks had less space than the budget when the store was opened or the budget was changed: stored \
-                blocks are served.";
+    let help = "1 if the disks had less space than the budget when the store was opened or the budget was \
+        changed; stored blocks can be read.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
 }
 
@@ -254,8 +263,8 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
     let gauges: [(&str, &str, Gauge); 3] = [
         (
             "kvarts_directory_unanswered_seconds",
-            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean that the disk \
-             hangs.",
+            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean \
+            that the disk does not respond.",
             |load| load.unanswered.as_secs_f64(),
         ),
         (
@@ -343,7 +352,7 @@ fn scrub(out: &mut String, state: &ServerState) {
         out,
         "kvarts_scrub_under_way",
         "gauge",
-        "Whether a scrubber run is under way.",
+        "1 while a scrubber run is under way.",
         u8::from(totals.under_way),
     );
     one(out, "kvarts_scrub_blocks_total", "counter", "Blocks that the scrubber checked.", all.blocks_checked);
@@ -357,7 +366,7 @@ fn scrub(out: &mut String, state: &ServerState) {
         out,
         "kvarts_scrub_last_end_timestamp_seconds",
         "gauge",
-        "End of the last scrubber run, in seconds since 1970; 0: never.",
+        "End of the last scrubber run, in seconds since 1970; 0 if no run has ended.",
         ended,
     );
     one(
@@ -408,7 +417,8 @@ fn tenants(out: &mut String, state: &ServerState) {
 
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
-    let help = "Path from files to device memory on this host: mode in use, mode offered, and reason.";
+    let help = "Path from files to device memory on this host: the mode in use, the mode that the host \
+        offers, and the reason.";
     head(out, "kvarts_device_path", "gauge", help);
     let (mode, offered, reason) = (files.mode.name(), files.offered.name(), Value(&files.reason));
     let _ =
@@ -444,7 +454,7 @@ fn memory(out: &mut String, state: &ServerState) {
         out,
         "kvarts_tiles_total",
         "counter",
-        "Tiles of reads over gRPC: kept from an earlier read, or read from disk.",
+        "Tiles of reads over gRPC: still in memory from an earlier read, or read from disk.",
     );
     let (kept, read) = state.memory.tiles().counts();
     for (from, tiles) in [("kept", kept), ("read", read)] {
@@ -473,24 +483,18 @@ fn memory(out: &mut String, state: &ServerState) {
         let _ = writeln!(out, "kvarts_local_clients{{tenant=\"{}\"}} {count}", Value(tenant));
     }
     let (turns, waiting) = state.puts.left();
-    one(out, "kvarts_put_turns_free", "gauge", "Free turns of puts.", turns);
-    one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a turn.", waiting);
+    one(out, "kvarts_put_turns_free", "gauge", "Free places for puts.", turns);
+    one(out, "kvarts_puts_waiting", "gauge", "Puts that wait for a place.", waiting);
 }
 
 fn connections(out: &mut String, state: &ServerState) {
     let places = state.connections.free();
     let help = "Limit of connections (limits.connections).";
     one(out, "kvarts_connections_limit", "gauge", help, state.connections.all());
-    let help = "Free connections; at 0 a connection of a client without a token is closed for a new one.";
+    let help = "Free connections; at 0 the server closes a connection without a token to accept a new one.";
     one(out, "kvarts_connections_free", "gauge", help, places);
     let (strangers, open_calls) = state.connections.strangers();
-    one(
-        out,
-        "kvarts_connections_unknown",
-        "gauge",
-        "Connections whose client has shown no token.",
-        strangers,
-    );
+    one(out, "kvarts_connections_unknown", "gauge", "Connections whose client has sent no token.", strangers);
     one(out, "kvarts_calls_without_token", "gauge", "Calls under way that need no token.", open_calls);
     one(out, "kvarts_calls_now", "gauge", "Calls under way, all methods together.", state.calls());
     let clock: &dyn Clock = &**state.clock();

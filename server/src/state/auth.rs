@@ -137,7 +137,10 @@ impl FromStr for TokenHash {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        blake3::Hash::from_hex(text).map(Self).map_err(|_| "a token's hash has 64 hexadecimal digits")
+        blake3::Hash::from_hex(text).map(Self).map_err(|_| {
+            "the hash of a token must have 64 hexadecimal \
+            digits"
+        })
     }
 }
 
@@ -179,8 +182,8 @@ impl Refusal {
     pub fn text(self) -> &'static str {
         match self {
             Self::Missing => {
-                "a token is required: --token-file FILE, KVARTS_TOKEN_FILE, or the header `authorization: Bearer \
-                 TOKEN`"
+                "a token is required: use --token-file FILE, KVARTS_TOKEN_FILE, or the header \
+                `authorization: Bearer TOKEN`"
             }
             Self::Unknown => "the token is not valid on this server: get a new one from its administrator",
         }
@@ -308,7 +311,7 @@ impl Gatekeeper {
         for Tenant { name, salt, .. } in to.tenants().into_iter().map(|tenant| &**tenant) {
             if old.iter().any(|known| known.name == *name && known.salt != *salt) {
                 return Err(format!(
-                    "tenants: {name}: the salt cannot be changed, it would make another tenant"
+                    "tenants: {name}: the salt cannot be changed, because it identifies the tenant's data"
                 ));
             }
         }
@@ -329,7 +332,9 @@ impl Gatekeeper {
             let known = match old.remove(name) {
                 Some(known) => {
                     if known.limits != tenant.limits {
-                        changed.notes.push(format!("tenants: {name}: limits change with the next start"));
+                        changed
+                            .notes
+                            .push(format!("tenants: {name}: changed limits apply at the next start"));
                     }
                     known
                 }

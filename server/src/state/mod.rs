@@ -377,7 +377,7 @@ impl ServerState {
             (0u16..).zip(loads).filter(|(at, load)| load.unanswered >= SILENT && !out.contains_key(at));
         let told = |(at, load): (u16, DriveLoad)| {
             let (directory, seconds) = (self.directory(at), load.unanswered.as_secs());
-            format!("{LOST_DIRECTORY}{directory} has not answered for {seconds} s")
+            format!("{LOST_DIRECTORY}{directory} has not responded for {seconds} s")
         };
         silent.map(told).collect()
     }

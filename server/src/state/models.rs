@@ -120,7 +120,7 @@ impl Models {
     ) -> Result<Arc<Model>, Error> {
         let id = identity.namespace_id().map_err(Reason::from)?;
         if identity.tenant_salt != caller.tenant.salt {
-            return Err(Reason::Bug("a model that carries the salt of another tenant").into());
+            return Err(Reason::Bug("a model has the salt of another tenant").into());
         }
         if let Some(model) = self.find(caller, id)
             && model.geometry == geometry

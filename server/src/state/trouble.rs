@@ -46,10 +46,12 @@ impl Trouble {
             match reason {
                 Reason::Digest { shard, segment, offset, .. }
                 | Reason::Header { shard, segment, offset, .. } => {
-                    tracing::warn!(target: "audit", %namespace, shard, segment, offset, "a damaged block was served as a miss: {reason}");
+                    tracing::warn!(target: "audit", %namespace, shard, segment, offset, "a read returned a \
+                        miss for a damaged block: {reason}");
                 }
                 _ => {
-                    tracing::warn!(target: "audit", %namespace, "disk read error while serving a block: {reason}")
+                    tracing::warn!(target: "audit", %namespace, "a read from disk failed, and its block is a \
+                        miss: {reason}")
                 }
             }
         }
@@ -60,7 +62,7 @@ impl Trouble {
         self.failing(outcomes, health);
         match self.hear(outcomes) {
             Heard::Begins(why) => tracing::warn!("puts are refused, reads continue: {why}"),
-            Heard::Ends(refused) => tracing::info!(refused, "puts are stored again: there is space"),
+            Heard::Ends(refused) => tracing::info!(refused, "puts are accepted again: the store has space"),
             Heard::Nothing => {}
         }
     }
@@ -80,10 +82,10 @@ impl Trouble {
             Some((shard, why)) => tracing::warn!(
                 shard,
                 shards = failing.len(),
-                "the device fails all writes: puts to these shards are refused, reads continue, and each put tries again; \
-                 check the device: {why}"
+                "all writes to a device fail: puts to these shards are refused, reads continue, and each put \
+                tries the device again; check the device: {why}"
             ),
-            None => tracing::info!("the device accepts writes again: puts are stored in all shards"),
+            None => tracing::info!("writes to the device succeed again: puts are accepted in all shards"),
         }
     }
 

@@ -522,7 +522,10 @@ impl Cluster {
             return Self::measured_facts(measured);
         }
         let unknown = |what: &str, name: &str, known: Vec<&str>| {
-            SpecError(format!("{what}: no {what} is called `{name}`; there are {}", known.join(", ")))
+            SpecError(format!(
+                "{what}: no {what} is named `{name}`; the possible names are {}",
+                known.join(", ")
+            ))
         };
         let spec = shipped::load(&self.model).ok_or_else(|| {
             unknown("model", &self.model, cost::MODELS.iter().map(|(name, _)| *name).collect())

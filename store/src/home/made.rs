@@ -125,7 +125,8 @@ pub(super) fn refuse_absent(directory: &Path) -> io::Result<()> {
         return Ok(());
     }
     let what = format!(
-        "{} does not exist: mount its disk if it is on one (`findmnt` shows what is mounted), else `mkdir -p {}`",
+        "the directory {} does not exist: mount its disk if it is on one (`findmnt` lists mounted disks), \
+        else run `mkdir -p {}`",
         above.display(),
         above.display()
     );
@@ -250,16 +251,16 @@ mod tests {
         // The second directory of a store of one.
         Home::open(&scratch.options(&["one"])).unwrap().close().unwrap();
         let before = scratch.all();
-        assert!(refused(&["one", "two"]).contains("the store has 1 directories, and 2 are named"));
+        assert!(refused(&["one", "two"]).contains("the store has 1 directories, and 2 were given"));
         assert_eq!(scratch.all(), before);
         let absent = refused(&["no disk/kvarts"]);
-        let expected = ["no disk does not exist: mount its disk", "else `mkdir -p "];
+        let expected = ["the directory no disk does not exist: mount its disk", "else run `mkdir -p "];
         assert!(expected.iter().all(|part| absent.contains(part)), "{absent}");
         assert_eq!(scratch.all(), before);
         // A directory that another process has is that process's.
         let home = Home::open(&scratch.options(&["one"])).unwrap();
         let before = scratch.all();
-        assert!(refused(&["three", "one"]).contains("is open in another process"));
+        assert!(refused(&["three", "one"]).contains("is in use by another process"));
         assert_eq!(scratch.all(), before);
         home.close().unwrap();
     }

@@ -33,7 +33,7 @@ pub fn refuse_unusable(directories: &[PathBuf], is_made: bool, stop: &Stop) -> R
 fn usable(directory: &Path) -> io::Result<()> {
     let is_there = directory.exists();
     if is_there && !directory.is_dir() {
-        return Err(io::Error::new(io::ErrorKind::NotADirectory, "is a file, and no directory"));
+        return Err(io::Error::new(io::ErrorKind::NotADirectory, "the path is a file, not a directory"));
     }
     if !is_there {
         refuse_absent(directory)?;
@@ -50,9 +50,12 @@ pub fn writable(directory: &Path) -> io::Result<()> {
     let whose = directory.metadata().ok().filter(|_| refused.kind() == io::ErrorKind::PermissionDenied);
     let advice = whose.map_or_else(String::new, |facts| {
         let owner = facts.uid();
-        format!(": it belongs to user {owner}, and this process is user {user}: `chown {user} {shown}`")
+        format!(
+            ": the directory belongs to user {owner}, and this process runs as user {user}: `chown \
+            {user} {shown}`"
+        )
     });
-    Err(io::Error::new(refused.kind(), format!("cannot write in {shown}: {refused}{advice}")))
+    Err(io::Error::new(refused.kind(), format!("the directory {shown} is not writable: {refused}{advice}")))
 }
 
 /// Bytes that are free on the disks of these directories, those that are still to be made included: each disk once.
@@ -83,9 +86,9 @@ mod tests {
         };
         assert_eq!(refused(&["new", "."], false), None);
         let told = refused(&["new", "file"], false).unwrap();
-        assert!(told.contains("file: is a file, and no directory"), "{told}");
+        assert!(told.contains("file: the path is a file, not a directory"), "{told}");
         let told = refused(&["new", "absent/deep"], false).unwrap();
-        assert!(told.contains("absent does not exist: mount its disk"), "{told}");
+        assert!(told.contains("the directory absent does not exist: mount its disk"), "{told}");
         assert_eq!(refused(&[".", "absent/deep"], true), None, "a store is opened without it");
         assert!(refused(&["absent/deep"], true).is_some());
         let left: Vec<_> =

@@ -82,12 +82,13 @@ impl fmt::Display for LeaseError {
             Self::Cap { limit, wanted } => {
                 write!(
                     f,
-                    "{wanted} bytes would be pinned, and {limit} are allowed: unlock blocks or match fewer"
+                    "the pins would hold {wanted} bytes, and the limit is {limit}: unlock blocks, or match \
+                    fewer"
                 )
             }
-            Self::Blocks => write!(f, "more than {PINS_MAX} blocks would be held: unlock some"),
+            Self::Blocks => write!(f, "the pins would hold more than {PINS_MAX} blocks: unlock some"),
             Self::Together => f.write_str("the limit of pins of all tenants is reached: unlock some"),
-            Self::Expired => write!(f, "no such lease is in force: match again"),
+            Self::Expired => write!(f, "the lease does not exist or has ended: match again"),
         }
     }
 }

@@ -214,13 +214,13 @@ impl fmt::Display for RecordError {
         match self {
             Self::Unknown(id) => write!(f, "record {id} is not in the index (a bug: report it)"),
             Self::InUse { live } => {
-                write!(f, "{live} blocks of the record are live: remove or move them first")
+                write!(f, "the record has {live} live blocks: remove or move them first")
             }
-            Self::Held => write!(f, "the record is held: it is freed with its release"),
+            Self::Held => write!(f, "a reader holds the record: it is freed when the reader releases it"),
             Self::TooManyBlocks(id) => {
                 write!(f, "record {id} would have too many live blocks (a bug: report it)")
             }
-            Self::Full => write!(f, "no record number is left: evict or compact before putting more"),
+            Self::Full => write!(f, "no record number is free: evict or compact before the next put"),
         }
     }
 }

@@ -72,7 +72,7 @@ pub struct UnknownFeature(pub String);
 
 impl fmt::Display for UnknownFeature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unknown I/O feature {:?}; the features that can be disabled are", self.0)?;
+        write!(f, "the I/O feature {:?} does not exist; the features that can be disabled are", self.0)?;
         for (place, feature) in Feature::ALL.into_iter().enumerate() {
             write!(f, "{} {feature}", if place == 0 { "" } else { "," })?;
         }

@@ -134,8 +134,8 @@ pub(super) fn note_direct(
     let cached = files.cached();
     if let Some(why) = &cached {
         warnings.push(format!(
-            "files go through the page cache, which costs a copy of each byte and memory beside the engine's: {why}; \
-             use a directory on ext4 or xfs on a local disk"
+            "files are read through the page cache, which costs a copy of each byte and extra memory: {why}; \
+            use a directory on ext4 or xfs on a local disk"
         ));
     }
     features.push((name, cached.map_or(Ok(()), Err)));

@@ -141,8 +141,8 @@ impl Meta {
     pub(super) fn new(dirs: &[PathBuf], files: &Arc<Files>, direct: bool) -> Result<Self, String> {
         let dirs: Arc<[Root]> = dirs.iter().map(|path| Root::open(path)).collect();
         let failed = dirs.iter().filter_map(|dir| Some((dir.get().err()?, &dir.path)));
-        let mut failed =
-            failed.map(|(errno, path)| format!("cannot open the directory {}: {errno}", path.display()));
+        let mut failed = failed
+            .map(|(errno, path)| format!("the directory {} could not be opened: {errno}", path.display()));
         // Some may be out, but not all.
         if let Some(why) = failed.next().filter(|_| dirs.iter().all(|dir| dir.get().is_err())) {
             return Err(why);
@@ -234,7 +234,10 @@ impl Meta {
             match open(flags | OFlags::DIRECT) {
                 Err(errno @ (Errno::INVAL | Errno::OPNOTSUPP)) => {
                     let fd = open(flags)?;
-                    self.files.note_cached(format!("the file system refuses it when opening files: {errno}"));
+                    self.files.note_cached(format!(
+                        "the file system refused direct I/O when a file was \
+                        opened: {errno}"
+                    ));
                     fd
                 }
                 opened => opened?,
@@ -302,11 +305,14 @@ fn coarse_alignment(fd: &OwnedFd) -> Option<String> {
     }
     let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
     if memory == 0 || offset == 0 {
-        return Some("the file system does not support it for a file".to_owned());
+        return Some("the file system does not support direct I/O for a file".to_owned());
     }
     let fits = |unit: u32| PAGE.is_multiple_of(unit as usize);
     (!fits(memory) || !fits(offset)).then(|| {
-        format!("the device wants memory aligned to {memory} and offsets to {offset} bytes; {PAGE} is what we have")
+        format!(
+            "the device needs memory aligned to {memory} bytes and offsets aligned to {offset} bytes; \
+            the store aligns both to {PAGE} bytes"
+        )
     })
 }
 

@@ -67,9 +67,9 @@ impl Pool {
     ) -> Result<Self, String> {
         let files = Files::new();
         let meta = Meta::new(dirs, &files, features.allows(Feature::DirectIo))?;
-        let wake = Wake::new().map_err(|error| format!("cannot make an eventfd: {error}"))?;
+        let wake = Wake::new().map_err(|error| format!("an eventfd could not be created: {error}"))?;
         let done = Done::new(Arc::clone(&wake));
-        let no_threads = |error| format!("cannot start a thread: {error}");
+        let no_threads = |error| format!("a thread could not be started: {error}");
         let meta = MetaThreads::start(&meta, &done).map_err(no_threads)?;
         let durable: DurableWrite = Arc::new(AtomicBool::new(features.allows(Feature::DurableWrite)));
         let for_threads = Arc::clone(&durable);
@@ -142,7 +142,7 @@ impl Io for Pool {
     }
 
     fn register(&mut self, _: &Arc<Region>) -> Result<(), String> {
-        Err("threads have no registered transfers (fixed-buffers needs io_uring)".to_owned())
+        Err("the thread pool has no registered transfers (fixed-buffers needs io_uring)".to_owned())
     }
 
     fn unregister(&mut self, _: &Arc<Region>) {}
@@ -154,7 +154,7 @@ impl Io for Pool {
     fn facts(&self) -> IoFacts {
         let mut outcomes = self.outcomes.clone();
         if outcomes.uses(Feature::DurableWrite) && !self.durable.load(Ordering::Relaxed) {
-            outcomes.revoke(Feature::DurableWrite, "the file system refuses it");
+            outcomes.revoke(Feature::DurableWrite, "the file system refused it");
         }
         let (mut features, mut warnings) = (outcomes.list(), Vec::from_iter(self.warning.clone()));
         super::files::note_direct(&self.files, &mut features, &mut warnings);

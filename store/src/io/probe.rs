@@ -29,7 +29,7 @@ impl FromStr for IoChoice {
             "auto" => Ok(Self::Auto),
             "ring" => Ok(Self::Ring),
             "pool" => Ok(Self::Pool),
-            _ => Err(format!("unknown kind of I/O {name:?}; there are auto, ring and pool")),
+            _ => Err(format!("the kind of I/O {name:?} does not exist: use auto, ring or pool")),
         }
     }
 }
@@ -47,7 +47,7 @@ impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Environment(why) => f.write_str(why),
-            Self::RingForbidden(why) => write!(f, "the ring was requested, but {why}"),
+            Self::RingForbidden(why) => write!(f, "io_uring was requested, but {why}"),
         }
     }
 }
@@ -118,6 +118,6 @@ mod tests {
     #[test]
     fn the_kinds_have_names() {
         assert_eq!("pool".parse(), Ok(IoChoice::Pool));
-        assert!("uring".parse::<IoChoice>().unwrap_err().contains("auto, ring and pool"));
+        assert!("uring".parse::<IoChoice>().unwrap_err().contains("auto, ring or pool"));
     }
 }

@@ -119,10 +119,10 @@ impl Ring {
         let meta =
             Meta::new(dirs, &files, features.allows(Feature::DirectIo)).map_err(RingError::Environment)?;
         let wake = Wake::new()
-            .map_err(|error| RingError::Environment(format!("cannot make an eventfd: {error}")))?;
+            .map_err(|error| RingError::Environment(format!("an eventfd could not be created: {error}")))?;
         let done = Done::new(Arc::clone(&wake));
         let meta = MetaThreads::start(&meta, &done)
-            .map_err(|error| RingError::Environment(format!("cannot start a thread: {error}")))?;
+            .map_err(|error| RingError::Environment(format!("a thread could not be started: {error}")))?;
         let in_kernel_max = ring.params().cq_entries() as usize - 8;
         Ok(Self {
             ring,
@@ -302,7 +302,7 @@ impl Ring {
         let sync = matches!(pending.op, Op::Write { sync: true, .. } | Op::WriteV { sync: true, .. });
         if sync && pending.written.is_none() {
             if durable && result == -Errno::OPNOTSUPP.raw_os_error() {
-                self.outcomes.revoke(Feature::DurableWrite, "the file system refuses it");
+                self.outcomes.revoke(Feature::DurableWrite, "the file system refused it");
                 self.enqueue(key);
                 return;
             }

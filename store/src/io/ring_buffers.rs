@@ -53,10 +53,10 @@ impl Registered {
             return Ok(());
         }
         if region.is_empty() {
-            return Err("a region without bytes has nothing to register".to_owned());
+            return Err("a region of memory without bytes cannot be registered".to_owned());
         }
         if region.len().div_ceil(self.piece) > self.free.len() {
-            return Err(format!("the ring's table of {PLACES} registered buffers is full"));
+            return Err(format!("the table of {PLACES} registered buffers is full"));
         }
         let len = region.len() as u64;
         memlock_allows(len)?;
@@ -140,9 +140,9 @@ fn memlock_allows(len: u64) -> Result<(), String> {
 fn check_memlock(len: u64, locked: u64, limit: Option<u64>, privileged: bool) -> Result<(), String> {
     match limit {
         Some(limit) if !privileged && locked.saturating_add(len) > limit => Err(format!(
-            "the limit on locked memory is {limit} bytes, {locked} of them in use; registering {len} more would make \
-             reads and writes into that memory 3 to 10% faster: raise it (ulimit -l, LimitMEMLOCK= in systemd, \
-             --ulimit memlock= in containers) to {} bytes or more",
+            "the limit on locked memory is {limit} bytes, and {locked} bytes are in use. {len} more bytes \
+            are needed to register all memory, which makes reads and writes 3 to 10% faster: raise the limit \
+            (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers) to {} bytes or more",
             locked.saturating_add(len)
         )),
         _ => Ok(()),
@@ -153,13 +153,13 @@ fn explain(error: &std::io::Error, len: u64) -> String {
     use rustix::io::Errno;
     match Errno::from_io_error(error) {
         Some(Errno::NOMEM) => format!(
-            "the kernel refuses to lock {len} bytes for registered transfers: raise the limit on locked memory \
-             (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers)"
+            "the kernel refused to lock {len} bytes for registered transfers: raise the limit on locked \
+            memory (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock= in containers)"
         ),
         Some(Errno::FAULT) => {
-            "this memory cannot be registered (it is mapped from a file on disk)".to_owned()
+            "the memory cannot be registered, because it is mapped from a file on disk".to_owned()
         }
-        _ => format!("the kernel refuses to register it: {error}"),
+        _ => format!("the kernel refused to register the memory: {error}"),
     }
 }
 

@@ -26,8 +26,8 @@ pub(super) fn make(features: &Features) -> Result<Setup, String> {
     let ring = build(features, &mut outcomes).map_err(|error| forbidden(&error))?;
     if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
         return Err(
-            "io_uring of this kernel is too old: Linux 5.15 or newer is needed for it; using threads \
-                    instead, at more CPU for each read"
+            "io_uring of this kernel is too old: it needs Linux 5.15 or newer. Threads are used instead, at \
+            more CPU time for each read"
                 .to_owned(),
         );
     }
@@ -95,7 +95,7 @@ fn note_flags(used: &[Feature], refusal: Option<&std::io::Error>, outcomes: &mut
             Err("not needed beside defer-taskrun".to_owned())
         } else {
             Err(refusal
-                .map_or_else(|| "not possible without the features that are off".to_owned(), unsupported))
+                .map_or_else(|| "not possible while the features it needs are off".to_owned(), unsupported))
         };
         outcomes.note(flag, outcome);
     }
@@ -122,7 +122,11 @@ fn probe_vectored(ring: &IoUring, registered: bool) -> Result<(), String> {
     }
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe).map_err(|error| unsupported(&error))?;
-    if probe.is_supported(WritevFixed::CODE) { Ok(()) } else { Err("the kernel does not have it".to_owned()) }
+    if probe.is_supported(WritevFixed::CODE) {
+        Ok(())
+    } else {
+        Err("the kernel does not support it".to_owned())
+    }
 }
 
 /// Where this thread is pinned to one core, keeps the kernel's helper threads off it: they would inherit the pin,
@@ -137,7 +141,7 @@ fn keep_workers_off(ring: &IoUring) -> Result<(), String> {
     let own = (0..CpuSet::MAX_CPU).filter(|cpu| own.is_set(*cpu));
     own.for_each(|cpu| others.unset(cpu));
     if others.count() == 0 {
-        return Err("the process may use no other core".to_owned());
+        return Err("the process is limited to one core".to_owned());
     }
     // SAFETY: `CpuSet` is a plain set of bits, laid out as the kernel's and the C library's `cpu_set_t`.
     let set = unsafe { view(&others) };
@@ -145,7 +149,7 @@ fn keep_workers_off(ring: &IoUring) -> Result<(), String> {
 }
 
 fn unsupported(error: &std::io::Error) -> String {
-    format!("the kernel refuses it: {error}")
+    format!("the kernel refused it: {error}")
 }
 
 /// One line: what forbids the ring, what that costs, how to allow it.
@@ -157,22 +161,30 @@ fn forbidden(error: &std::io::Error) -> String {
 fn explain(error: &std::io::Error, switch: &str) -> String {
     let why = match (Errno::from_io_error(error), switch) {
         (Some(Errno::PERM), "2") => {
-            "the administrator has forbidden it to all (sysctl kernel.io_uring_disabled=0 allows it)"
+            "the system setting kernel.io_uring_disabled forbids it (sysctl kernel.io_uring_disabled=0 \
+            allows it)"
         }
         (Some(Errno::PERM), "1") => {
-            "the administrator has forbidden it to ordinary users (sysctl kernel.io_uring_disabled=0 allows it)"
+            "the system setting kernel.io_uring_disabled forbids it to ordinary users (sysctl \
+            kernel.io_uring_disabled=0 allows it)"
         }
         (Some(Errno::PERM | Errno::ACCESS), _) => {
-            "a seccomp profile forbids it, as those of container runtimes do (allow io_uring_setup, io_uring_enter \
-             and io_uring_register in the container's profile)"
+            "a seccomp profile forbids it, as the profiles of container runtimes do (allow io_uring_setup, \
+            io_uring_enter and io_uring_register in the container's profile)"
         }
         (Some(Errno::NOSYS), _) => {
-            "this kernel has none, or a seccomp profile hides it (Linux 5.15 or newer has it)"
+            "this kernel does not have it, or a seccomp profile hides it (it needs Linux 5.15 or newer)"
         }
-        (Some(Errno::NOMEM), _) => "there is no memory for it (raise the limit on locked memory: ulimit -l)",
-        _ => "the kernel refuses it",
+        (Some(Errno::NOMEM), _) => {
+            "the memory for it could not be locked (raise the limit on locked memory: \
+            ulimit -l)"
+        }
+        _ => "the kernel refused it",
     };
-    format!("io_uring cannot be used: {why} [{error}]; using threads instead, at more CPU for each read")
+    format!(
+        "io_uring cannot be used: {why} [{error}]; threads are used instead, at more CPU time for each \
+        read"
+    )
 }
 
 #[cfg(test)]
@@ -182,13 +194,15 @@ mod tests {
     #[test]
     fn each_way_of_forbidding_the_ring_is_told_with_its_own_remedy() {
         let told = |errno: Errno, switch| explain(&errno.into(), switch);
-        assert!(told(Errno::PERM, "2").contains("forbidden it to all"));
+        assert!(told(Errno::PERM, "2").contains("forbids it (sysctl"));
         assert!(told(Errno::PERM, "1").contains("ordinary users"));
         assert!(told(Errno::PERM, "0").contains("seccomp"));
         assert!(told(Errno::NOSYS, "").contains("5.15"));
         assert!(told(Errno::NOMEM, "0").contains("ulimit -l"));
         for errno in [Errno::PERM, Errno::NOSYS, Errno::NOMEM, Errno::INVAL] {
-            assert!(told(errno, "0").contains("using threads instead") && !told(errno, "0").contains('\n'));
+            assert!(
+                told(errno, "0").contains("threads are used instead") && !told(errno, "0").contains('\n')
+            );
         }
     }
 }

@@ -137,7 +137,10 @@ fn make(core: Option<usize>) -> Result<LocalExecutor, String> {
         .preempt_timer(NEVER)
         .make()
         .map_err(|why| {
-            format!("glommio cannot run here ({why}): it needs io_uring and 512 KiB of lockable memory")
+            format!(
+                "the runtime glommio cannot be used ({why}): it needs io_uring and 512 KiB of lockable \
+                memory"
+            )
         })
 }
 

@@ -38,7 +38,7 @@ impl<T> SendError<T> {
 impl<T> fmt::Display for SendError<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Full(_) => "the executor's mailbox is full: try again later",
+            Self::Full(_) => "the queue of the executor is full: try again later",
             Self::Closed(_) => "the executor has stopped: reopen the store",
         })
     }

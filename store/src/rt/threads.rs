@@ -90,7 +90,12 @@ pub(super) fn start_thread(
     let thread = Builder::new()
         .name(format!("kvarts-{index}"))
         .spawn(move || catch_unwind(AssertUnwindSafe(|| main(started))).map_err(|what| describe(&*what)))
-        .map_err(|why| format!("no thread for executor {index} ({why}): raise the limit of threads"))?;
+        .map_err(|why| {
+            format!(
+                "the thread of executor {index} could not be started ({why}): raise the limit \
+            of threads"
+            )
+        })?;
     let started = starting.recv();
     let thread = Box::new(Thread(thread));
     match started {

@@ -194,7 +194,7 @@ fn ended(ran: &Ran, effect: Effect) -> Result<(), String> {
 
 /// What a store says that cannot be opened because no slot of a superblock is sound.
 const REFUSALS: [&str; 3] =
-    ["no superblock slot is sound", "slots contradict each other", "has lost its superblock"];
+    ["neither superblock slot is valid", "slots contradict each other", "has no superblock any more"];
 
 /// When a store may refuse to open: its disk has lied about where it wrote, and wrote over a superblock. A single lost or
 /// changed write leaves the other slot sound, and damage anywhere else costs blocks, never the store.

@@ -186,7 +186,7 @@ impl Story {
             Ok(stage) => stage,
             Err(error) if found * 2 < usize::from(self.drives) => {
                 let why = error.to_string();
-                return ensure(found == 0 || why.contains("half of them are needed"), "another error", why);
+                return ensure(found == 0 || why.contains("half are needed"), "another error", why);
             }
             Err(error) => return Err(format!("{found} of {} drives, and: {error}", self.drives)),
         };

@@ -17,7 +17,7 @@ use crate::flaky::Flaky;
 use crate::witness::problems;
 
 /// Why damage stays that cannot be taken out without sound blocks.
-const ENTWINED: &str = "share all of their pages with sound ones";
+const ENTWINED: &str = "share all of their pages with intact blocks";
 
 /// Repairs a store; a second repair finds nothing to do. Gives what was left, with why. Of a place that is `misread` the
 /// first two readings are wrong.

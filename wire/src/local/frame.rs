@@ -105,8 +105,8 @@ pub enum NoFrame {
 impl std::fmt::Display for NoFrame {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Self::TooLong => "a frame above the size limit",
-            Self::Unknown => "a frame of no known kind",
+            Self::TooLong => "a frame is larger than the limit",
+            Self::Unknown => "the kind of a frame is unknown",
         })
     }
 }

@@ -113,11 +113,17 @@ calls! {
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     // SAFETY: the caller's promise.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|_| format!("libcuda has no {name}: the driver is too old"))
+    found.map(|symbol| *symbol).map_err(|_| {
+        format!(
+            "the function {name} is missing in libcuda: the driver \
+        is too old"
+        )
+    })
 }
 
 /// What is said of a library that is none.
-pub(super) const STUB: &str = "the library that was found is a stub for building, not the driver: take its folder out of LD_LIBRARY_PATH";
+pub(super) const STUB: &str = "the library found is a stub for building, not the driver: remove its folder \
+    from LD_LIBRARY_PATH";
 
 /// Opens libcuda: the driver's by the name that only the driver has. Images for building have a library `libcuda.so` that is a stub, in
 /// folders that are searched first. `KVARTS_LIBCUDA` names another one: a test's, for example.
@@ -130,7 +136,7 @@ fn load() -> Result<Library, String> {
             return Ok(library);
         }
     }
-    Err(format!("{} cannot be loaded: is the driver installed?", names[0].display()))
+    Err(format!("the library {} cannot be loaded: install the driver", names[0].display()))
 }
 
 impl Calls {

@@ -86,10 +86,12 @@ fn judge(before: Option<u64>, behind: Option<u64>) -> Result<(), DeviceError> {
     match (before, behind) {
         (Some(before), Some(behind)) if behind > before => Ok(()),
         (Some(_), Some(_)) => Err(failed(
-            "the read went through the processor's memory, or nvidia-fs does not count reads (rw_stats_enabled)".to_owned(),
+            "the read went through host memory, or nvidia-fs does not count reads (rw_stats_enabled)"
+                .to_owned(),
         )),
         _ => Err(failed(
-            "whether the read was direct is unknown: this cuFile cannot be restricted to direct reads, and nvidia-fs counts nothing"
+            "it is unknown whether the read was direct: this cuFile cannot be restricted to direct reads, \
+            and nvidia-fs does not count reads"
                 .to_owned(),
         )),
     }
@@ -146,7 +148,7 @@ pub fn has_cufile() -> bool {
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     // SAFETY: the caller's promise.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|_| format!("libcufile has no {name}"))
+    found.map(|symbol| *symbol).map_err(|_| format!("the function {name} is missing in libcufile"))
 }
 
 /// Tells the library to read straight or not at all. That is possible only until its driver is opened in this process. Gives
@@ -257,15 +259,19 @@ fn told(call: &'static str, said: Said) -> Result<(), DeviceError> {
         Said { code: UNKNOWN_FILE, .. } if call == REGISTER_FILE => Err(DeviceError::Call {
             call,
             why: format!(
-                "cuFile's error {UNKNOWN_FILE}: it asks udev for the file system of the disk (ID_FS_USAGE), and without udev, \
-                 or in a container without /run/udev, it accepts no file"
+                "cuFile failed with error {UNKNOWN_FILE}: it reads the type of the file system from udev \
+                (ID_FS_USAGE), and without udev, or in a container without /run/udev, it refuses every file"
             ),
         }),
         Said { code: 0, .. } => Ok(()),
         Said { code, cuda: 0 } => Err(DeviceError::Call { call, why: format!("cuFile's error {code}") }),
-        Said { code, cuda } => {
-            Err(DeviceError::Call { call, why: format!("cuFile's error {code}, the driver's {cuda}") })
-        }
+        Said { code, cuda } => Err(DeviceError::Call {
+            call,
+            why: format!(
+                "cuFile failed with error {code}, the driver with \
+                {cuda}"
+            ),
+        }),
     }
 }
 
@@ -324,7 +330,7 @@ impl Files for Straight {
     fn register(&self, memory: &Memory) -> Result<Registered, DeviceError> {
         let core = &self.device.0;
         if self.device.owned(memory)?.raw.kind() != Kind::Allocated {
-            return Err(DeviceError::Foreign("memory that it did not allocate itself for reads"));
+            return Err(DeviceError::Foreign("memory that was not allocated by it for reads"));
         }
         let _inside = core.context.enter()?;
         let no = |_| DeviceError::OutOfBounds;
@@ -374,7 +380,7 @@ impl Files for Straight {
                 (self.calls.read)(open.handle, std::ptr::with_exposed_provenance_mut(base), left, from, to)
             };
             match u64::try_from(read) {
-                Ok(0) => return Err(failed("the file ends before".to_owned())),
+                Ok(0) => return Err(failed("the file ends before the end of the read".to_owned())),
                 Ok(more) => done += more.min(len - done),
                 Err(_) if read == -1 => {
                     return Err(failed(std::io::Error::last_os_error().to_string()));

@@ -113,7 +113,7 @@ pub(super) fn count() -> Result<u32, DeviceError> {
     check("cuDeviceGetCount", unsafe { (calls.device_count)(&raw mut count) }).map_err(absent)?;
     match u32::try_from(count) {
         Ok(count) if count > 0 => Ok(count),
-        _ => Err(DeviceError::Absent("the driver finds none".to_owned())),
+        _ => Err(DeviceError::Absent("the driver found no device".to_owned())),
     }
 }
 

@@ -88,7 +88,7 @@ impl Files for Straight {
             let bytes = bounce.get_mut(skew..skew + step).ok_or(DeviceError::OutOfBounds)?;
             let found = rustix::io::pread(&file.what, &mut *bytes, offset + done).map_err(failed)?;
             if found == 0 {
-                return Err(failed("the file ends before"));
+                return Err(failed("the file ends before the end of the read"));
             }
             to.copy_in((at + done) as usize, bytes.get(..found).unwrap_or_default());
             done += found as u64;

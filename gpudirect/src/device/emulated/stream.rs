@@ -175,7 +175,7 @@ impl Queue {
 
     pub(super) fn push(&self, op: Op) -> Result<(), DeviceError> {
         let sent = self.ops.as_ref().is_some_and(|ops| ops.send(op).is_ok());
-        if sent { Ok(()) } else { Err(DeviceError::Lost("the stream's thread ended".to_owned())) }
+        if sent { Ok(()) } else { Err(DeviceError::Lost("the thread of the stream ended".to_owned())) }
     }
 }
 

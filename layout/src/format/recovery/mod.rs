@@ -412,7 +412,7 @@ impl SegmentSighting {
 /// No combination reaches it: the tests see to that.
 static UNLISTED: Row = Row {
     label: "unlisted",
-    cause: "a combination that the table does not have: a defect of this program",
+    cause: "no row of the recovery table describes this segment: a defect of this program",
     severity: Severity::Problem,
     decision: Decision::Quarantine,
 };

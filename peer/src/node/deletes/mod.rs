@@ -115,7 +115,7 @@ impl Deletes {
         if !found.is_whole {
             tracing::warn!(
                 entries = found.entries.len(),
-                "the list of deletes is truncated: other nodes send the rest again"
+                "the list of deletes is incomplete: other nodes send the rest again"
             );
         }
         let (mut log, mut below_ms) = (Log::default(), 0);
@@ -342,8 +342,10 @@ impl ClusterNode {
         let away = links.iter().filter(lacks).map(|link| {
             let state = link.state();
             let trouble = match state.is_connected {
-                true => format!("it has not answered within {:.1} s", TELL_TIMEOUT.min(left).as_secs_f64()),
-                false if state.trouble.is_empty() => "it is not connected".to_owned(),
+                true => {
+                    format!("the node has not confirmed within {:.1} s", TELL_TIMEOUT.min(left).as_secs_f64())
+                }
+                false if state.trouble.is_empty() => "the node is not connected".to_owned(),
                 false => state.trouble,
             };
             Away { node: link.id(), address: link.member.address.clone(), trouble }

@@ -42,7 +42,8 @@ impl ClusterNode {
         let late = |what: &str| {
             let seconds = NOTED_WITHIN.as_secs();
             failed(format!(
-                "the list of deletes {what} for {seconds} s: the disk of the first directory hangs"
+                "the list of deletes {what} for {seconds} s: the disk of the first directory does not \
+                respond"
             ))
         };
         let keeper = in_time(runner, NOTED_WITHIN, Arc::clone(&self.deletes.keeper).lock_owned()).await;

@@ -33,10 +33,12 @@ impl ClusterNode {
         join_all(links.iter().filter(is_there).map(|link| async move {
             match in_time(runner, timeout, self.tell(link)).await {
                 Some(Ok(())) => {}
-                Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "the delete could not be sent to it"),
+                Some(Err(why)) => tracing::debug!(node = %link.id(), %why, "the delete could not be sent to \
+                    the node"),
                 None => {
                     link.is_late.store(true, Ordering::SeqCst);
-                    tracing::warn!(node = %link.id(), "a node did not confirm a delete in time: it is sent again");
+                    tracing::warn!(node = %link.id(), "a node did not confirm a delete in time: the delete \
+                        is sent again");
                 }
             }
         }))
@@ -82,7 +84,7 @@ impl ClusterNode {
                     break;
                 }
                 if let Err(why) = node.tell(&link).await {
-                    tracing::debug!(node = %link.id(), %why, "the deletes could not be sent to it");
+                    tracing::debug!(node = %link.id(), %why, "the deletes could not be sent to the node");
                 }
             }
             link.tells_later.store(false, Ordering::SeqCst);
@@ -140,7 +142,7 @@ impl ClusterNode {
             }
             let last = entries.last().map(|told| told.name);
             if last.is_some_and(|(of, sequence)| said.get(&of).is_none_or(|has| *has < sequence)) {
-                return Err("it does not accept the deletes".to_owned());
+                return Err("the node does not accept the deletes".to_owned());
             }
             *told = Some(said);
         }
@@ -244,7 +246,10 @@ impl ClusterNode {
         // Who told this has given up by then: it tells it again.
         let _turn = in_time(runner, MESSAGE_TIMEOUT, taking).await.ok_or_else(|| {
             let seconds = MESSAGE_TIMEOUT.as_secs();
-            format!("earlier deletes of other nodes have been under way for {seconds} s: a disk of this node is slow, or hangs")
+            format!(
+                "earlier deletes of other nodes have been under way for {seconds} s: a disk of this node \
+                is slow, or does not respond"
+            )
         })?;
         let links = self.links();
         let lacking: Vec<NodeId> = links.iter().map(|link| link.id()).filter(|id| *id != from).collect();

@@ -54,7 +54,7 @@ pub(super) fn entry(wire: &proto::DeleteEntry) -> Result<Numbered, Malformed> {
         (Ok(Wire::Prefix), [_, ..], None) => What::Prefix(keys),
         (Ok(Wire::Everything), [], None) => What::Everything,
         (Ok(Wire::Sooner), [_, ..], Some(of)) => What::Sooner(of, keys, wire.ends_ms),
-        _ => return Err(Malformed("a delete of nothing")),
+        _ => return Err(Malformed("the delete is empty")),
     };
     if wire.sequence == 0 || wire.sequence == u64::MAX || wire.after >= wire.sequence {
         return Err(Malformed("an invalid number"));
@@ -65,9 +65,9 @@ pub(super) fn entry(wire: &proto::DeleteEntry) -> Result<Numbered, Malformed> {
 
 /// Keys, one after the other.
 pub(super) fn keys(bytes: &[u8]) -> Result<Vec<BlockKey>, Malformed> {
-    let (keys, []) = bytes.as_chunks::<32>() else { return Err(Malformed("keys: 32 bytes each")) };
+    let (keys, []) = bytes.as_chunks::<32>() else { return Err(Malformed("keys: each key needs 32 bytes")) };
     if keys.len() > MAX_REQUEST_BLOCKS {
-        return Err(Malformed("keys: at most 65,536"));
+        return Err(Malformed("keys: the limit is 65,536 keys"));
     }
     Ok(keys.iter().map(|key| BlockKey(*key)).collect())
 }
@@ -75,7 +75,7 @@ pub(super) fn keys(bytes: &[u8]) -> Result<Vec<BlockKey>, Malformed> {
 /// Entries that were told.
 pub(super) fn entries(wire: &[proto::DeleteEntry]) -> Result<Vec<Numbered>, Malformed> {
     if wire.len() > ENTRIES_MAX {
-        return Err(Malformed("more entries than a message has"));
+        return Err(Malformed("the message has too many entries"));
     }
     wire.iter().map(entry).collect()
 }
@@ -97,7 +97,7 @@ pub(super) fn wire_known(known: &Known) -> Vec<proto::DeletesKnown> {
 /// How far a node says that it has all.
 pub(super) fn known(wire: &[proto::DeletesKnown]) -> Result<Known, Malformed> {
     if wire.len() > KNOWN_MAX {
-        return Err(Malformed("more nodes than there can have been"));
+        return Err(Malformed("the list has more nodes than a cluster can have"));
     }
     wire.iter().map(|one| Ok((node(&one.node)?, one.sequence))).collect()
 }

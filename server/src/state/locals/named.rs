@@ -77,7 +77,7 @@ impl Named {
 pub(crate) fn cut_off(some: &[Arc<Region>]) -> bool {
     let cut = |region: &Arc<Region>| {
         let cut = region.cut_off();
-        cut.inspect_err(|error| tracing::error!(%error, "a client's memory cannot be detached")).is_ok()
+        cut.inspect_err(|error| tracing::error!(%error, "the memory of a client cannot be detached")).is_ok()
     };
     // All of them, also behind one that could not be.
     some.iter().filter(|region| !cut(region)).count() == 0

@@ -125,7 +125,7 @@ impl<'a> TenantSessions<'a> {
         lease: Duration,
     ) -> Result<Held, Failed> {
         let (Some(&head), Some(&tip)) = (keys.get(shared as usize), keys.last()) else {
-            return Err(Failed::NoKeys("keys: a block behind the shared ones is required"));
+            return Err(Failed::NoKeys("keys: at least one block after the shared ones is required"));
         };
         let (name, now) = (self.name(id), self.now());
         self.sessions.expire(self.store, now);

@@ -119,7 +119,8 @@ pub(crate) async fn gather(
     let Some(segment) = volume.segments.borrow().get(&info.segment).map(Rc::clone) else {
         return Ok(None);
     };
-    let class = volume.shared.classes.get(info.class).ok_or(Reason::Bug("an unknown record class"))?;
+    let class =
+        volume.shared.classes.get(info.class).ok_or(Reason::Bug("the class of a record is unknown"))?;
     let _reading = Hold::new(&segment);
     let (offset, _) = record_range(&info);
     let position = volume.position(&segment, offset);
@@ -130,7 +131,7 @@ pub(crate) async fn gather(
     let record =
         record::open(&header, &position, &volume.shared.secret).map_err(|error| wrong(error.to_string()))?;
     let Body::Blocks(mut body) = record.body().map_err(|error| wrong(error.to_string()))? else {
-        return Err(wrong("a record of another kind".to_owned()));
+        return Err(wrong("a record has another kind than its class".to_owned()));
     };
     body.namespace = segment.local(body.namespace);
     let layout = class.layout_of(u32::from(info.blocks.get()))?;
@@ -141,11 +142,11 @@ pub(crate) async fn gather(
         || body.encoding != class.encoding
         || body.layout != layout_code(class.layout)
     {
-        return Err(wrong("another record than the index says".to_owned()));
+        return Err(wrong("a record on disk is not the one in the index".to_owned()));
     }
     let stored = Stored::of(&body, &layout).map_err(|what| wrong(what.to_owned()))?;
     if payload_bytes(&body, &layout) != Some(record.prefix.payload_bytes) {
-        return Err(wrong("a payload of another length than its chunks have".to_owned()));
+        return Err(wrong("the length of a payload does not match its chunks".to_owned()));
     }
     let mut blocks = live(volume, &class, &body, source, wanted);
     for taken in &mut blocks {
@@ -225,8 +226,10 @@ async fn fill(
     let (mut start, mut end) = (u64::MAX, 0);
     let mut spans = Vec::with_capacity(blocks.len());
     for taken in &*blocks {
-        let of_block =
-            spans_of(arrangement, taken.old.block).ok_or(Reason::Bug("a block past its record"))?;
+        let of_block = spans_of(arrangement, taken.old.block).ok_or(Reason::Bug(
+            "a block lies past the end of its \
+                record",
+        ))?;
         for span in &of_block {
             (start, end) = (start.min(span.offset), end.max(span.end()));
         }

@@ -244,7 +244,7 @@ struct Image {
 async fn compose(head: &Head, blocks: &[&Taken]) -> Result<Image, Reason> {
     let count = u32::try_from(blocks.len()).map_err(|_| Reason::TooMany("blocks in one record"))?;
     let layout = head.class.layout_of(count)?;
-    let other_shape = Reason::Bug("a block of another shape than its record");
+    let other_shape = Reason::Bug("a block and its record have different shapes");
     let stored_lengths: Vec<u32> = blocks.iter().flat_map(|taken| taken.lengths.iter().copied()).collect();
     let stored = match head.class.encoding {
         ENCODING_RAW => None,
@@ -355,7 +355,7 @@ fn switch(volume: &Volume, head: &Head, blocks: &[&Taken], written: &Written) ->
         let block_of = BlockOf { class: &head.class, key: BlockKey(taken.name.key) };
         let left = shared
             .relocate(taken.print, Relocation { from: taken.old, to: new }, block_of)
-            .map_err(|_| Reason::Bug("a record that the index does not know"))?;
+            .map_err(|_| Reason::Bug("the index does not have a record that was moved"))?;
         match left {
             Some(left) => {
                 moved.blocks += 1;

@@ -438,7 +438,13 @@ impl Executor {
 
     fn delete(&self, shard: u32, part: DeletePart) {
         let Some(shard) = self.own(shard) else {
-            return delete::refuse(part, &Reason::Bug("a delete for a shard of another executor"));
+            return delete::refuse(
+                part,
+                &Reason::Bug(
+                    "a delete reached an executor that does not own the \
+                shard",
+                ),
+            );
         };
         let (busy, rt) = (Busy::new(&self.busy), Rc::clone(&self.rt));
         self.rt.spawn(
@@ -574,7 +580,7 @@ impl Executor {
 
     fn put(&self, shard: u32, part: PutPart) {
         let Some(shard) = self.own(shard) else {
-            return put::refuse(part, &Reason::Bug("a put for a shard of another executor"));
+            return put::refuse(part, &Reason::Bug("a put reached an executor that does not own the shard"));
         };
         let (busy, write) = (Busy::new(&self.busy), shard.log.writes.begin());
         let deadline = Some(self.end(&shard, part.deadline()));
@@ -591,7 +597,7 @@ impl Executor {
     /// ends it (`Log::finish`).
     fn put_layers(&self, shard: u32, part: LayersPart) {
         let Some(shard) = self.own(shard) else {
-            return part.refuse(Reason::Bug("a put for a shard of another executor"));
+            return part.refuse(Reason::Bug("a put reached an executor that does not own the shard"));
         };
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
         self.rt.spawn(Class::Put, Box::pin(async move { layers::run(&shard.log, part, deadline).await }));
@@ -615,7 +621,7 @@ impl Executor {
     /// A stop waits for the answer, and not for who borrowed: what is held ends with the executor.
     fn lend(&self, shard: u32, part: LendPart) {
         let Some(shard) = self.own(shard) else {
-            return part.refuse(Reason::Bug("a loan of a shard of another executor"));
+            return part.refuse(Reason::Bug("a loan reached an executor that does not own the shard"));
         };
         let (busy, class) = (Busy::new(&self.busy), part.class());
         let deadline = part.deadline().map(|at| self.rt.sleep_until(at));
@@ -717,8 +723,10 @@ impl Executor {
             checkpoint_all(&self.rt, &shards, self.limits.stop_timeout, false).await
         };
         let finished = with_deadline(pin!(finish), Some(self.rt.sleep_until(give_up))).await;
-        finished
-            .unwrap_or(Err(Reason::Busy("the device did not respond, so the store could not close in time")))
+        finished.unwrap_or(Err(Reason::Busy(
+            "the store could not be closed in time, because a disk does not \
+                respond",
+        )))
     }
 }
 

@@ -165,6 +165,6 @@ pub(crate) fn not_given(error: LeaseError) -> Reason {
         LeaseError::Together => {
             Reason::Busy("the limit for leases and pins of all tenants is reached (end some)")
         }
-        LeaseError::Expired => Reason::Bug("a lease that ended while it was made"),
+        LeaseError::Expired => Reason::Bug("a lease ended while it was being made"),
     }
 }

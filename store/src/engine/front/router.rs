@@ -156,7 +156,7 @@ impl Router {
     pub(crate) fn send(&self, shard: u32, message: Message) -> Result<(), Reason> {
         match self.offer(shard, message) {
             None => Ok(()),
-            Some(_) => Err(Reason::Busy("the executor takes no more requests")),
+            Some(_) => Err(Reason::Busy("the queue of the executor is closed")),
         }
     }
 
@@ -230,7 +230,7 @@ impl Router {
 
     /// Has the directories in use begin a term, if it takes one.
     pub(crate) async fn settle(&self, shared: &Arc<Shared>) -> Result<(), Reason> {
-        let first = self.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let first = self.executors.first().ok_or(Reason::Bug("the store has no executor"))?;
         let (reply, answer) = ticket();
         first.try_send(Message::Settle(Arc::clone(shared), reply)).map_err(|_| Reason::Busy(CLOSING))?;
         answer.await.map_err(|_| Reason::Busy(CLOSING))
@@ -239,7 +239,7 @@ impl Router {
     /// Sends a part of a delete, or refuses it.
     pub(crate) fn delete(&self, shard: u32, part: DeletePart) {
         if let Some(Message::Delete(_, part)) = self.offer(shard, Message::Delete(shard, part)) {
-            delete::refuse(part, &Reason::Busy("the executor takes no more requests"));
+            delete::refuse(part, &Reason::Busy("the queue of the executor is closed"));
         }
     }
 }

@@ -200,7 +200,7 @@ impl Store {
             budget: options.budget_bytes,
             record_bytes_max: options.record_bytes_max,
         };
-        let first = executors.first().ok_or(Reason::Config("a store needs an executor".to_owned()))?;
+        let first = executors.first().ok_or(Reason::Config("the store has no executor".to_owned()))?;
         let (reply, answer) = ticket();
         send(first, Message::OpenDirectories { plan, reply })?;
         let found = lost(answer.await)??;
@@ -256,7 +256,7 @@ impl Store {
 
     /// Tells the index what hangs on what: recovery has taken in records in any order.
     fn survey_chains(&self) -> Result<(), Reason> {
-        let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let first = self.0.router.executors.first().ok_or(Reason::Bug("the store has no executor"))?;
         send(first, Message::SurveyChains(Arc::clone(&self.0.shared)))
     }
 
@@ -456,7 +456,7 @@ impl Store {
     pub async fn compact(&self, options: CompactOptions) -> Result<CompactReport, Error> {
         let mut report = CompactReport::default();
         if options.merge_records_min > 0 {
-            let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without executors"))?;
+            let first = self.0.router.executors.first().ok_or(Reason::Bug("the store has no executor"))?;
             let (reply, answer) = ticket();
             send(
                 first,
@@ -526,7 +526,7 @@ impl fmt::Debug for Store {
 }
 
 /// What a caller is told whose request finds no place in a mailbox.
-const FULL: &str = "the executor takes no more requests";
+const FULL: &str = "the queue of the executor is closed";
 
 /// The answer to a request whose executor is gone.
 const ENDED: &str = "the executor has ended";
@@ -541,13 +541,15 @@ fn send(sender: &Sender<Message>, message: Message) -> Result<(), Reason> {
 fn check(options: &Options) -> Result<(), Error> {
     let config = |what: &str| Err(Error(Reason::Config(what.to_owned())));
     if options.directories == 0 || options.executors == 0 || options.shards_per_directory == 0 {
-        return config("a store needs a directory, an executor and a shard at least");
+        return config("the store needs at least one directory, one executor and one shard");
     }
     if !kvarts_layout::format::is_segment_size(options.segment_bytes) {
-        return config("the segment size must be whole pages, from 64 KiB to 16 GiB");
+        return config(
+            "the segment size is not valid: it must be a multiple of a page, from 64 KiB to 16 GiB",
+        );
     }
     if options.limits.arena_bytes < 1 << 20 {
-        return config("an executor needs an arena of 1 MiB at least");
+        return config("the memory of an executor is too small: give each at least 1 MiB");
     }
     Ok(())
 }

@@ -31,7 +31,7 @@ impl Stored {
         }
         let encoding = Encoding::from_code(blocks.encoding).ok_or("an unknown encoding")?;
         let places = StoredPlaces::new(layout, &blocks.stored_lengths);
-        Ok(Some(Self { encoding, places: places.ok_or("lengths of stored chunks that no encoder writes")? }))
+        Ok(Some(Self { encoding, places: places.ok_or("the lengths of the stored chunks are impossible")? }))
     }
 }
 

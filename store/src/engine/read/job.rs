@@ -294,7 +294,7 @@ impl ReadJob {
     /// One part has a slice of a step in. Announces every step that is whole, in order.
     pub(crate) fn slice_done(&self, step: u32) {
         let Some(open) = self.open_slices.get(step as usize) else {
-            return broken_invariant("a slice of a step that the plan does not have");
+            return broken_invariant("a slice belongs to a step that is not in the plan");
         };
         if open.fetch_sub(1, Ordering::AcqRel) != 1 {
             return;
@@ -380,7 +380,7 @@ impl ReadJob {
         if self.request.deadline.is_some() || self.is_cancelled() {
             return Reason::DeadlinePassed;
         }
-        let defect = Reason::Bug("a read that ended before it was whole");
+        let defect = Reason::Bug("a read ended before all of its bytes had arrived");
         if self.request.order == Order::Layers {
             progress.fail(0, defect.clone());
         }

@@ -196,12 +196,12 @@ pub(crate) async fn prove(
 impl LendJob {
     fn gone(&self, ordinal: u32) -> NotLent {
         let key = self.request.keys.get(ordinal as usize);
-        key.map_or(Reason::Bug("a block that was not asked for"), |key| Reason::NotHere(*key)).into()
+        key.map_or(Reason::Bug("a block was lent that was not requested"), |key| Reason::NotHere(*key)).into()
     }
 
     fn wanted(&self, index: u32) -> Result<&Wanted, NotLent> {
         let wanted = self.wanted.get(index as usize);
-        wanted.ok_or(NotLent::Reason(Reason::Bug("a run that was not asked for")))
+        wanted.ok_or(NotLent::Reason(Reason::Bug("a run was lent that was not requested")))
     }
 
     /// Takes hold of the segments of these runs.
@@ -261,7 +261,7 @@ impl LendJob {
         }
         match runs.len() == opened.len() {
             true => Ok(runs),
-            false => Err(Reason::Bug("a header that was not read").into()),
+            false => Err(Reason::Bug("the header of a record was not read").into()),
         }
     }
 
@@ -319,7 +319,7 @@ impl LendJob {
             let block = wanted.block_of(ordinal);
             for part in 0..self.parts {
                 let digest = header.digest(block, part);
-                digests.push(digest.ok_or(Reason::Bug("a chunk without a digest"))?);
+                digests.push(digest.ok_or(Reason::Bug("a chunk has no digest"))?);
             }
         }
         let file = volume.driver.keep_file(one.hold.segment().file).ok_or(NotLent::NotAFile)?;
@@ -340,7 +340,7 @@ impl LendJob {
             held.push(part.held);
         }
         let runs: Option<Vec<_>> = runs.into_iter().collect();
-        let runs = runs.ok_or(Reason::Bug("a run that no shard lends"))?;
+        let runs = runs.ok_or(Reason::Bug("no shard has the run"))?;
         let mut step = Step::default();
         let layers = (0..self.plan.steps()).map(|number| self.lay_out(number, &runs, &mut step));
         let layers = layers.collect::<Result<_, NotLent>>()?;
@@ -355,7 +355,7 @@ impl LendJob {
         runs: &[(u32, Vec<u32>)],
         step: &mut Step,
     ) -> Result<PinnedLayer, NotLent> {
-        let wrong = || NotLent::Reason(Reason::Bug("a layer that was not planned"));
+        let wrong = || NotLent::Reason(Reason::Bug("a layer is not in the plan"));
         let layer = self.plan.layer_of(number).filter(|_| self.plan.plan_step(number, step));
         let layer = layer.ok_or_else(wrong)?;
         let (mut ranges, mut chunks) = (Vec::with_capacity(step.regions().len()), Vec::new());

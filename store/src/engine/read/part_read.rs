@@ -47,9 +47,9 @@ use kvarts_contract::error::{Reason, broken_invariant};
 use submit::{ExtentName, Named};
 
 /// A device of which nothing is waited for any more.
-const SILENT: Reason = Reason::Busy("a disk has not answered for 10 s");
+const SILENT: Reason = Reason::Busy("a disk has not responded for 10 s");
 /// A chunk has no place in the memory that it is to be read into: what checks requests would have refused it.
-const OUTSIDE: Reason = Reason::Bug("a chunk outside the memory of its read");
+const OUTSIDE: Reason = Reason::Bug("a chunk lies outside the memory of its read");
 
 /// A record of the part.
 struct Record {
@@ -201,7 +201,7 @@ pub(crate) async fn run(
     for record in records {
         section.spend(1).await;
         let Some(wanted) = job.wanted.get(record.index as usize) else {
-            broken_invariant("a record that the read does not want");
+            broken_invariant("a record is not part of the read");
             continue;
         };
         let generation = record.segment.generation.get();
@@ -321,13 +321,19 @@ async fn open_records(
     let mut tally = Tally::of(job);
     for &index in indices {
         let Some(wanted) = job.wanted.get(index as usize) else {
-            broken_invariant("a record that the read does not want");
+            broken_invariant("a record is not part of the read");
             continue;
         };
         tally.step();
         section.spend(1).await;
         let Some(reads) = of_shard(wanted.shard) else {
-            job.fail_run(wanted.run.clone(), &Reason::Bug("a part for a shard of another executor"));
+            job.fail_run(
+                wanted.run.clone(),
+                &Reason::Bug(
+                    "a part reached an executor that does not own the \
+                shard",
+                ),
+            );
             job.end_slices_of(index);
             continue;
         };

@@ -88,10 +88,10 @@ fn open_header(
             };
             let expected = stored.as_ref().map_or(layout.payload_bytes(), |one| one.places.payload_bytes());
             if same && expected != record.prefix.payload_bytes {
-                return Err(wrong("a payload of another length than its chunks have".to_owned()));
+                return Err(wrong("the length of a payload does not match its chunks".to_owned()));
             }
             Ok(Header::new(blocks, record.digests().collect(), stored))
         }
-        _ => Err(wrong("a record of another kind".to_owned())),
+        _ => Err(wrong("a record has another kind than its class".to_owned())),
     }
 }

@@ -121,7 +121,7 @@ impl Batch {
         let Some(found) = &mut self.found else { return Ok(()) };
         index
             .insert_live(found, &mut self.conflicts)
-            .map_err(|_| Reason::Bug("recovered blocks that the index refuses"))?;
+            .map_err(|_| Reason::Bug("recovered blocks were refused by the index"))?;
         let has_lost = !self.conflicts.is_empty();
         self.settle_copies(shared);
         if has_lost || std::mem::take(&mut self.has_empty) {

@@ -54,7 +54,7 @@ pub(super) async fn ends(recovery: &mut Recovery<'_>, files: &[SegmentFile]) -> 
             // One piece for all: whichever the device gives, the others are looked at.
             let is_free = is_free(&recovery.checkpoint, file);
             let pages = memory(volume, if is_free { 3 * PAGE } else { 2 * PAGE })?.share();
-            let page = |at| pages.slice(at, PAGE).ok_or(Reason::Bug("a page outside its buffer"));
+            let page = |at| pages.slice(at, PAGE).ok_or(Reason::Bug("a page lies outside its buffer"));
             let first = volume.driver.read(CLASS, file.file, 0, page(0)?);
             let last = volume.driver.read(CLASS, file.file, last, page(PAGE)?);
             let behind = match is_free {

@@ -214,7 +214,8 @@ impl Shared {
         if bytes < floor {
             let (budget, enough) = (whole_units(bytes), floor.div_ceil(1 << 20));
             return Err(Reason::Config(format!(
-                "a budget of {budget} is too small for this store's shards and segments: {enough} MiB at least"
+                "the budget of {budget} is too small for the shards and segments of this store: use at least \
+                {enough} MiB"
             )));
         }
         self.budget.set_limit(bytes);

@@ -336,7 +336,7 @@ impl Shared {
         }
         match deletes {
             Deletes::Acknowledged => Ok(returns),
-            Deletes::Unsettled => Err(Reason::Busy("a directory of the store was just lost")),
+            Deletes::Unsettled => Err(Reason::Busy("a directory of the store has just failed")),
             Deletes::Refused => {
                 let (in_use, all) = (self.directories.in_use() as u64, self.directories.count() as u64);
                 Err(Reason::NotDeleted(DeleteCause::TooFew { in_use, all }))

@@ -280,9 +280,7 @@ impl Names {
     /// taken in before.
     pub(crate) fn recover_identity(&self, found: &Definition) -> Result<Arc<Namespace>, Reason> {
         if namespace_of(&found.canonical).0 != found.id {
-            return Err(Reason::Identity(IdentityCause::Rule(
-                "a namespace id that is not that of its identity",
-            )));
+            return Err(Reason::Identity(IdentityCause::Rule("a namespace id does not match its identity")));
         }
         let identity = Identity::decode(&found.canonical)?;
         let mut tables = self.write();
@@ -354,7 +352,7 @@ impl Names {
         let busy = match (tables.condemned.contains(&id), tables.deleting.contains(&id)) {
             (false, _) => return None,
             (true, true) => "the namespace is being deleted",
-            (true, false) => "the delete of the namespace failed half-way (repeat it first)",
+            (true, false) => "the last delete of the namespace did not finish (repeat it first)",
         };
         Some(Reason::Busy(busy))
     }

@@ -204,7 +204,10 @@ async fn read(driver: &Rc<Driver>, arena: &Arena, dir: DirId) -> Result<Option<C
         }
         Err(error) => return Err(refused(&error)),
     };
-    let buf = arena.take(FILE_BYTES).await.ok_or(Reason::Bug("an arena smaller than a superblock"))?;
+    let buf = arena.take(FILE_BYTES).await.ok_or(Reason::Bug(
+        "the memory of the executor is smaller than a \
+        superblock",
+    ))?;
     let whole = driver.read_into(Class::Background, file, 0, buf).await;
     let bytes = match whole {
         Ok(buf) => buf.to_vec(),
@@ -316,7 +319,7 @@ fn join(plan: &Plan, seen: Vec<Seen>) -> Result<Found, Reason> {
         }
     }
     let first = superblocks.values().next().map(|chosen: &Chosen| chosen.superblock.clone());
-    let first = first.ok_or(Reason::Bug("a store of no directory"))?;
+    let first = first.ok_or(Reason::Bug("the store has no directory"))?;
     let members = members_of(&superblocks)?;
     if plan.directories != u16::try_from(first.directories).unwrap_or(u16::MAX) {
         let (expected, given) = (first.directories, usize::from(plan.directories));

@@ -35,7 +35,7 @@ use kvarts_contract::{
 };
 
 /// What is said of writes to a directory that is out.
-pub(crate) const OUT: &str = "the directory for the block was lost";
+pub(crate) const OUT: &str = "the directory of the block has failed";
 
 /// Runs a task of a shard beside what else its executor does.
 pub(crate) type Spawn = Box<dyn Fn(LocalTask)>;
@@ -146,7 +146,7 @@ impl Volume {
         let is_lost =
             self.driver.is_silent_alone(self.dir) && !kvarts_layout::planted!("silence-not-noticed");
         if self.shared.directories.in_use() > 1 && is_lost {
-            self.lose("its disk has not answered for 10 s", false);
+            self.lose("the disk has not responded for 10 s", false);
         }
     }
 
@@ -207,7 +207,7 @@ impl Volume {
             segment_bytes: self.shared.segment_bytes,
             first_sequence: segment.first_sequence.get(),
         };
-        header.encode().map_err(|_| Reason::Bug("a segment header that cannot be encoded"))
+        header.encode().map_err(|_| Reason::Bug("a segment header cannot be encoded"))
     }
 
     /// Runs a task beside what else is done.

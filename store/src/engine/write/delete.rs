@@ -217,7 +217,7 @@ async fn try_begin(shared: &Arc<Shared>, request: DeleteRequest) -> Result<Delet
                 shared.retire(&namespace).ok_or(Reason::Busy("the namespace is being deleted already"))?;
             Ok(job(shared, retired, Dead::Namespace, terms))
         }
-        Target::Prefix(_) => Err(Reason::Bug("a prefix whose blocks were not looked for")),
+        Target::Prefix(_) => Err(Reason::Bug("the blocks below a prefix were not searched")),
     }
 }
 
@@ -496,13 +496,13 @@ async fn write_down(log: &Rc<Log>, job: &DeleteJob) -> Result<(), Reason> {
     let whole = matches!(job.dead, Dead::Namespace);
     if !whole && !log.volume.shared.names.is_current(&job.namespace) {
         // What is put in it afterwards would be below this delete's sequence, and must not be.
-        return Err(Reason::Busy("the namespace was deleted meanwhile"));
+        return Err(Reason::Busy("the namespace was deleted during the call"));
     }
     if let Dead::Blocks { keys, columns, .. } = &job.dead {
         if matches!(columns, Columns::All(known) if log.volume.shared.classes.columns(&job.namespace) != *known)
         {
             // A put of a column that was not known may have its place below, and its names are not claimed.
-            return Err(Reason::Busy("a put brought a new group or coordinate meanwhile"));
+            return Err(Reason::Busy("a put added a new group or coordinate during the call"));
         }
         if !has_room(&log.volume, &job.namespace, keys.len()) {
             let why = "too many deletes of the tenant are remembered until segments are recycled: \

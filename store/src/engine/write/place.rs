@@ -44,7 +44,7 @@ impl Log {
         if let Some(Payload::Image { still, .. }) = &draft.payload
             && !still()
         {
-            return Err(Reason::Busy("what was to be moved has left meanwhile"));
+            return Err(Reason::Busy("the blocks to be moved were evicted or deleted"));
         }
         let start = segment.tail.borrow().next;
         let sheet = self.sheet(segment, draft, start, true)?;

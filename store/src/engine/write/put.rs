@@ -130,7 +130,10 @@ fn reserve(
     let outcome = |reservation: &Reservation| match reservation {
         Reservation::Live(_) => BlockOutcome::AlreadyThere,
         Reservation::InFlight => BlockOutcome::InFlight,
-        Reservation::Reserved => BlockOutcome::Refused(Reason::Bug("a reserved block that no part took")),
+        Reservation::Reserved => BlockOutcome::Refused(Reason::Bug(
+            "a reserved block is in no part of the \
+            put",
+        )),
     };
     let outcomes = reservations.iter().map(outcome).collect();
     let state = Mutex::new(PutState {
@@ -303,7 +306,7 @@ impl PutJob {
                     continue;
                 }
                 let chunk = self.request.from.chunk(part, block, bytes);
-                let chunk = chunk.ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+                let chunk = chunk.ok_or(Reason::Bug("a chunk lies outside the memory of its put"))?;
                 digests.push(chunk.digest(0, chunk.len(), crc32fast::hash));
             }
         }

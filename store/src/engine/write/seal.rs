@@ -115,6 +115,6 @@ impl Log {
             Ok::<_, EncodeError>((image, trailer.encode(&position, secret)?))
         };
         let images = driver.compute(self.volume.dir, bytes, images).await.map_err(|error| fault(&error))?;
-        images.map_err(|_| Reason::Bug("a footer that cannot be encoded"))
+        images.map_err(|_| Reason::Bug("a footer cannot be encoded"))
     }
 }

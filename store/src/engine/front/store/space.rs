@@ -316,7 +316,7 @@ impl Store {
     /// a new store, or a larger budget, is refused; one with blocks in it serves them and says what is missing, for another
     /// program may have taken the room, and a refusal would cost what is there.
     pub(super) async fn check_room(&self, may_refuse: bool, budget: u64) -> Result<(), Error> {
-        let first = self.0.router.executors.first().ok_or(Reason::Bug("a store without an executor"))?;
+        let first = self.0.router.executors.first().ok_or(Reason::Bug("the store has no executor"))?;
         let (reply, answer) = ticket();
         send(first, Message::FreeSpace { shared: Arc::clone(&self.0.shared), reply })?;
         let free = match lost(answer.await)? {
@@ -335,7 +335,8 @@ impl Store {
         if !may_refuse {
             let what = more_than_there_is(budget, free, allocated);
             self.0.shared.set_short_of_disk(Some(format!(
-                "{what}; its blocks are served, and puts must evict others: free {} of the disk",
+                "{what}; stored blocks can be read, but each new block needs the eviction of another one: \
+                free {} of the disk",
                 mib(budget.saturating_sub(most))
             )));
             return Ok(());
@@ -353,7 +354,7 @@ fn mib(bytes: u64) -> String {
 
 fn more_than_there_is(budget: u64, free: u64, allocated: u64) -> String {
     format!(
-        "the budget of {} is more than the disk can hold: {} are free and the store has {}",
+        "the budget of {} does not fit on the disk: {} are free, and the store uses {}",
         exact_units(budget),
         exact_units(free),
         exact_units(allocated)
@@ -368,10 +369,13 @@ pub fn refuse_beyond_disk(budget: u64, free: u64, allocated: u64, least: u64) ->
     }
     let what = more_than_there_is(budget, free, allocated);
     Err(Error(Reason::Config(match most >= least {
-        true => format!("{what}; lower the budget to {} at most", whole_units(most)),
+        true => format!("{what}; lower the budget to at most {}", whole_units(most)),
         false => {
             let (least, missing) = (mib(least), mib(least.saturating_sub(most)));
-            format!("{what}; a store of these segments takes {least} at least: free {missing} of the disk")
+            format!(
+                "{what}; a store with segments of this size needs at least {least}: free {missing} of \
+                the disk"
+            )
         }
     })))
 }

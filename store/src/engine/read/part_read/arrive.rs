@@ -28,16 +28,16 @@ impl PartRead<'_> {
             Named::Region { slot, region, .. } => (slot, region),
         };
         let Some(Some(slice)) = self.slices.get_mut(slot) else {
-            return broken_invariant("an extent of a slice that is not under way");
+            return broken_invariant("an extent belongs to a slice that is not being read");
         };
         let Some(bytes) = slice.plan.regions().get(region as usize).map(|region| region.bytes) else {
-            return broken_invariant("an extent of a region that its slice does not have");
+            return broken_invariant("an extent belongs to a region that its slice does not have");
         };
         if let Err(error) = result {
             slice.failed = Some(error.into());
         }
         let Some(RegionState { extents_left, .. }) = slice.regions.get_mut(region as usize) else {
-            return broken_invariant("an extent of a region that its slice does not have");
+            return broken_invariant("an extent belongs to a region that its slice does not have");
         };
         *extents_left -= 1;
         if *extents_left > 0 {
@@ -93,7 +93,7 @@ impl PartRead<'_> {
     /// Verifies a region that is in and copies what was staged.
     fn finish_region(&mut self, slot: usize, region: u32) {
         let Some(Some(slice)) = self.slices.get_mut(slot) else {
-            return broken_invariant("a region of a slice that is not under way");
+            return broken_invariant("a region belongs to a slice that is not being read");
         };
         let staging = slice.regions.get_mut(region as usize).and_then(|region| region.staging.take());
         let (record, step, failed) = (slice.record, slice.step, slice.failed.clone());
@@ -128,11 +128,11 @@ impl PartRead<'_> {
         let (Some(slice), Some(record), Some(wanted)) = (slice, record, wanted) else {
             // The blocks that these bytes belong to are not known: none may be announced.
             let all = 0..self.job.request.keys.len() as u32;
-            return self.job.fail_run(all, &Reason::Bug("bytes of a slice that was not planned"));
+            return self.job.fail_run(all, &Reason::Bug("bytes arrived for a slice that is not in the plan"));
         };
         let HeaderState::Good(header) = &record.header else {
             // A bad one has failed its run already.
-            let reason = failed.unwrap_or(Reason::Bug("bytes of a record without its header"));
+            let reason = failed.unwrap_or(Reason::Bug("the bytes of a record arrived without its header"));
             return self.job.fail_run(wanted.run.clone(), &reason);
         };
         let verify = if record.doubted { Verify::Always } else { self.job.request.verify };

@@ -94,7 +94,7 @@ impl PartRead<'_> {
             .and_then(|(stored, chunks)| StoredPieces::plan(&stored.places, payload_at, &chunks, &mut plan));
         let Some(pieces) = pieces.filter(|pieces| !pieces.0.is_empty()) else {
             // The header was compared with the class, so this is another record than the index says.
-            self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record without the chunks of its class"));
+            self.job.fail_run(wanted.run.clone(), &Reason::Bug("a record lacks the chunks of its class"));
             self.job.slice_done(step);
             return true;
         };
@@ -112,7 +112,7 @@ pub(super) fn decode_region(
 ) -> u64 {
     let RegionIn { wanted, header, staging, failed, verify } = region;
     let (Some(stored), Some(staging)) = (header.stored(), *staging) else {
-        let unsaid = Reason::Bug("an encoded record without its lengths");
+        let unsaid = Reason::Bug("an encoded record lacks the lengths of its chunks");
         job.fail_run(wanted.run.clone(), failed.as_ref().unwrap_or(&unsaid));
         return 0;
     };

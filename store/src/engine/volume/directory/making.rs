@@ -27,7 +27,7 @@ use kvarts_contract::{
 /// Makes a store where there is none.
 pub(super) async fn make(way: &Way<'_>, plan: &Plan) -> Result<Found, Reason> {
     let superblocks = planned(plan, &**way.rt.clock(), &**way.rt.entropy());
-    let first = superblocks.first().ok_or(Reason::Bug("a store without a directory"))?;
+    let first = superblocks.first().ok_or(Reason::Bug("the store has no directory"))?;
     for superblock in &superblocks {
         // Before anything is made: what cannot be encoded is a matter of the configuration.
         encoded(superblock, 0)?;
@@ -158,20 +158,24 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
         let Some(first) = states.first() else { return refuse(at, "no directory of the store can be used") };
         let missing: Vec<u32> = (0..first.directories).filter(|number| !here.contains_key(number)).collect();
         if !matches!(seen.get(usize::from(at)), Some(Seen::Empty)) {
-            return refuse(at, "it is not empty");
+            return refuse(at, "the directory is not empty");
         }
         if !members.may_open() {
             return refuse(
                 at,
-                "fewer than half of the other directories can be used, and deleted blocks could come back",
+                "fewer than half of the other directories can be used, so deleted blocks could come back",
             );
         }
         if missing.len() != plan.replace.len() - nth {
-            return refuse(at, "replace all missing directories at once, or bring the others back first");
+            return refuse(
+                at,
+                "other directories are missing too: replace all of them in one command, or \
+                mount them again first",
+            );
         }
         let number = missing.first().copied().unwrap_or(0);
         let Some(membership) = members.in_place_of(number) else {
-            return refuse(at, "in a store with this many directories only the first ones can be replaced");
+            return refuse(at, "the store has too many directories: only its first ones can be replaced");
         };
         let known: BTreeSet<u32> = here.into_values().flatten().collect();
         let lost: Vec<u32> = (0..first.shards_total).filter(|shard| !known.contains(shard)).collect();
@@ -189,7 +193,7 @@ pub(super) async fn replace(way: &Way<'_>, plan: &Plan, seen: &mut [Seen]) -> Re
 
 pub(super) fn encoded(superblock: &Superblock, slot: u32) -> Result<Vec<u8>, Reason> {
     let image = superblock.encode(slot);
-    image.map_err(|_| Reason::Config("too many shards or directories".to_owned()))
+    image.map_err(|_| Reason::Config("the store has too many shards or directories".to_owned()))
 }
 
 /// Writes the superblock of a directory that has none, and gives what is there then.
@@ -201,7 +205,7 @@ pub(super) async fn write_new(way: &Way<'_>, dir: DirId, superblock: &Superblock
     for slot in 0..2u32 {
         let image = encoded(superblock, slot)?;
         let page = way.arena(dir).take(PAGE).await;
-        let mut page = page.ok_or(Reason::Bug("an arena smaller than a page"))?;
+        let mut page = page.ok_or(Reason::Bug("the memory of the executor is smaller than a page"))?;
         page.copy_in(0, &image);
         let at = u64::from(slot) * PAGE as u64;
         driver.write(Class::Put, file, at, page, true).await.map_err(refuse)?;

@@ -78,7 +78,7 @@ async fn write(way: &Way<'_>, dir: DirId, state: &Superblock, slot: u32) -> Resu
     let mode = OpenMode { write: true, create: false, direct: true };
     let file = way.driver.open(superblock_name(dir), mode).await.map_err(|error| refused(&error))?;
     let page = way.arena(dir).take(PAGE).await;
-    let mut page = page.ok_or(Reason::Bug("an arena smaller than a page"))?;
+    let mut page = page.ok_or(Reason::Bug("the memory of the executor is smaller than a page"))?;
     page.copy_in(0, &image);
     let written = way.driver.write(Class::Put, file, u64::from(slot) * PAGE as u64, page, true).await;
     let _ = way.driver.meta(MetaOp::Close { file }).await;

@@ -127,7 +127,7 @@ pub(crate) fn begin(
 fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, LayersPart, LayeredPut), Reason> {
     let gate = request.from.gate().cloned();
     let gate = gate.filter(|gate| gate.opened() == 0 && request.layout != Some(Layout::FullBlock));
-    let wrong = ShapeCause::Rule("a put by layers needs memory behind a gate and a layout by layers");
+    let wrong = ShapeCause::Rule("a put by layers needs gated memory and a layout by layers");
     let gate = gate.ok_or(Reason::Shape(wrong))?;
     request.layout = Some(Layout::LayerBlock);
     let class = check(shared, &request, true)?;
@@ -139,12 +139,15 @@ fn try_begin(shared: &Arc<Shared>, mut request: PutRequest) -> Result<(u32, Laye
     if page_align(bytes).unwrap_or(bytes).saturating_add(3 * PAGE_BYTES)
         < shared.segment_bytes / SEGMENT_PARTS
     {
-        return Err(Reason::Shape(ShapeCause::Rule("too few bytes for a segment of their own")));
+        return Err(Reason::Shape(ShapeCause::Rule("the put is too small for its own segment")));
     }
     let (reply, answer) = ticket();
     let (job, reservations) = reserve(shared, (request, None), class, reply);
     if reservations.iter().any(|one| *one != Reservation::Reserved) {
-        return Err(Reason::Busy("some of the blocks are here, or on their way"));
+        return Err(Reason::Busy(
+            "some blocks of the put are stored already, or another put of them is under \
+            way",
+        ));
     }
     if let Some(reason) = job.hangs_on_refused() {
         return Err(reason);
@@ -178,7 +181,7 @@ pub(crate) async fn run(log: &Rc<Log>, part: LayersPart, mut deadline: Option<Lo
     let enough = under_way >= UNDER_WAY_MAX
         || (under_way as u64 + 1) * SEGMENTS_EACH > log.volume.shared.segments_of_a_shard();
     if enough || log.closing.get() {
-        return part.refuse(Reason::Busy("there are enough puts by layers"));
+        return part.refuse(Reason::Busy("the limit of puts by layers is reached"));
     }
     log.layered.borrow_mut().push(part.gate().clone());
     let left = part.gate().clone();
@@ -406,7 +409,7 @@ async fn seal(
     let turn = log.space.roll_turn().await;
     // Memory before places: what has one and waits for the other would hold back everything behind it.
     let staging = log.volume.stage(places.iter().map(|place| place.header_bytes).sum()).await;
-    let staging = staging.map_err(|_| Reason::Busy("there is no memory to write from"))?;
+    let staging = staging.map_err(|_| Reason::Busy("no memory for the write is free"))?;
     let headers = place_headers(log, part, segment, places)?;
     drop(turn);
     let records = write_headers(log, segment, headers, staging).await?;
@@ -451,7 +454,7 @@ fn place_headers(
     let mut drafts = Vec::new();
     for place in places {
         let of = place.run.start as usize * chunks..place.run.end as usize * chunks;
-        let digests = digests.get(of).ok_or(Reason::Bug("a chunk outside the memory of its put"))?;
+        let digests = digests.get(of).ok_or(Reason::Bug("a chunk lies outside the memory of its put"))?;
         drafts.push(draft(&part.job, &place.run, digests)?);
     }
     segment.first_sequence.set(log.volume.sequence.get());
@@ -465,11 +468,11 @@ fn place_headers(
                 if end == place.at {
                     continue;
                 }
-                outcome = Err(Reason::Bug("a record that is not where its payload is"));
+                outcome = Err(Reason::Bug("a record is not at the place of its payload"));
             }
             Ok(None) => {
                 // The header of a new segment may have failed meanwhile.
-                let fits = || Reason::Bug("a record that does not fit where it did");
+                let fits = || Reason::Bug("a record is larger than the space reserved for it");
                 outcome = Err(segment.broken().unwrap_or_else(fits));
             }
             Err(reason) => outcome = Err(reason),
@@ -494,7 +497,7 @@ async fn write_headers(
         writes.push(log.volume.driver.write(Class::Put, segment.file, image.offset, part, false));
     }
     if outcome.is_ok() && writes.len() < images.len() {
-        outcome = Err(Reason::Bug("a header that is longer than it was laid out"));
+        outcome = Err(Reason::Bug("a header is longer than the space reserved for it"));
     }
     for write in writes {
         if let Err(error) = write.await {

@@ -153,7 +153,7 @@ async fn append(
     let draft = Draft {
         namespace: Some(&job.class.namespace),
         body: Body::Blocks(blocks),
-        digests: digests.get(own).ok_or(Reason::Bug("a piece of a run without digests"))?,
+        digests: digests.get(own).ok_or(Reason::Bug("a piece of a run lacks digests"))?,
         payload: Some(Payload::Placed { layout, from: &job.request.from, ordinal: piece.start }),
     };
     let written = log.append(Class::Put, &draft).await?;
@@ -243,7 +243,7 @@ fn publish_piece(
     let gone = job
         .shared
         .commit((&job.class, keys), (job.claim, prints), record)
-        .map_err(|_| Reason::Bug("a record that the index does not know"))?;
+        .map_err(|_| Reason::Bug("the index does not have a record that was written"))?;
     let before = (piece.run.start - run.start) as u16;
     lost.extend(gone.iter().map(|place| before + place));
     if gone.len() == piece.run.len() {
