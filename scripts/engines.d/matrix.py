@@ -28,7 +28,7 @@ FEATURES = {
 _HEAD = """# Engines that were run
 
 Written by `scripts/engines matrix` out of what `scripts/engines check` has run, on a processor, with tiny random models and a real server: a row when
-a check has ended. What is not here was not run. What each check does, and its figures, is in [Engines](../docs/engines.md#shown-with-the-real-engines).
+a check has ended. What is not here was not run. What each check does, and its figures, is in [Engines](../docs/engines.md#tests-with-the-real-engines).
 """
 _ROW = re.compile(r"^\| (\S+ \S+) \| `([\w-]+)` \| (passed|FAILED|SKIPPED)(?:: (.*?))? \| (\S+) \| (\S+) \|$")
 
