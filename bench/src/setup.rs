@@ -42,7 +42,7 @@ pub(super) struct Common {
     /// Interface to the disks: auto, ring or pool
     #[arg(long, default_value = "auto")]
     pub(super) io: IoChoice,
-    /// Features of the ring not to use, separated by commas
+    /// Features of io_uring that are not used, separated by commas
     #[arg(long)]
     pub(super) io_disable: Option<Features>,
     /// Executors, and threads of the bare loop

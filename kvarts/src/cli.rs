@@ -43,7 +43,7 @@ enum Command {
     Bench(lab_cmd::HandedOver),
     /// Show or change the disk budget of a running server
     Budget(client_cmd::BudgetArgs),
-    /// Make a running server write a checkpoint, which shortens its next start
+    /// Write a checkpoint of a running server, which shortens its next start
     Checkpoint(client_cmd::AdminArgs),
     /// Show the cluster of a running server
     Cluster(client_cmd::ClusterArgs),
@@ -71,7 +71,7 @@ enum Command {
     Get(client_cmd::GetArgs),
     /// Describe GPU devices, and measure copies to them
     Gpu(gpu_cmd::GpuArgs),
-    /// Tell by the exit code whether a running server serves
+    /// Check whether a running server is ready; the exit code gives the result
     Health(health_cmd::HealthArgs),
     /// Print a template of an identity, the fields that decide the bytes of blocks
     Identity(identity_cmd::IdentityArgs),

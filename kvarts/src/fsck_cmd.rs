@@ -48,7 +48,7 @@ pub(crate) struct FsckArgs {
     /// Check a running store; only sealed segments are checked
     #[arg(long)]
     live: bool,
-    /// Repair the store: sound records are kept, damaged ones are set aside, nothing is invented
+    /// Repair the store: valid records are kept, damaged ones are moved to a separate folder
     #[arg(long, conflicts_with_all = ["live", "quick"])]
     repair: bool,
     /// With --repair: only print the changes, make none

@@ -178,7 +178,7 @@ fn help_fits_a_terminal_of_80_columns_and_names_each_setting() {
     let words = told(&kvarts(&["serve", "--help"])).split_whitespace().collect::<Vec<_>>().join(" ");
     for name in [
         "--budget <SIZE|PERCENT>",
-        "[default: 80% of what is free; file: store.budget; environment: KVARTS_STORE_BUDGET]",
+        "[default: 80% of the free space; file: store.budget; environment: KVARTS_STORE_BUDGET]",
     ] {
         assert!(words.contains(name), "{name} in {words}");
     }

@@ -17,7 +17,7 @@ use kvarts_terminal::Failure;
 /// The arguments of `budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BudgetArgs {
-    /// The most the store may have on disk from now on, such as 5G, "3.5 TiB", or 90% of the server's disks; without it
+    /// The new limit of the store's bytes on disk, such as 5G, "3.5 TiB", or 90% of the server's disks; without it
     /// the budget is shown
     #[arg(value_name = "SIZE|PERCENT", value_parser = crate::sizes::budget)]
     size: Option<Budget>,

@@ -29,7 +29,7 @@ pub(crate) struct PinArgs {
     /// The time, such as 90s, 30m, 12h; at most a day
     #[arg(long, default_value = "1h", value_parser = subject::duration)]
     hold: Duration,
-    /// End this pin, instead of making one
+    /// End this pin instead of creating one
     #[arg(long, value_name = "PIN", conflicts_with_all = ["tokens", "keys"])]
     release: Option<u64>,
     /// List pins, and leases of look-ups, instead of making a pin

@@ -31,7 +31,7 @@ pub(crate) struct DoctorArgs {
     /// The bucket of a cold tier, tested with one small object: s3://BUCKET/PREFIX or file:///DIRECTORY
     #[arg(long, value_name = "URL")]
     bucket: Option<String>,
-    /// An engine: whether it has what Kvarts' connectors use of it
+    /// An engine: check that it has the interfaces that the connectors of Kvarts need
     #[arg(long, value_name = "ENGINE", value_parser = ["vllm", "sglang", "lmcache"])]
     engine: Option<String>,
     /// The Python that has the engine, and Kvarts' module

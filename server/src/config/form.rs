@@ -164,7 +164,7 @@ settings! {
     /// Directories of the store, separated by commas, one for each device
     directories, "store", "directories", "KVARTS_STORE_DIRECTORIES", "dir", "DIRS", "./kvarts-data";
     /// Largest size of the store on disk, in bytes such as 64G, or as a part of the disks such as 90%
-    budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of what is free";
+    budget, "store", "budget", "KVARTS_STORE_BUDGET", "budget", "SIZE|PERCENT", "80% of the free space";
     /// Size of a segment file of a new store; an existing store keeps its own
     segment, "store", "segment", "KVARTS_STORE_SEGMENT", "segment", "SIZE", "256 MiB";
     /// Shards in each directory of a new store; each is served by one executor
@@ -177,7 +177,7 @@ settings! {
     executors, "store", "executors", "KVARTS_STORE_EXECUTORS", "executors", "NUMBER", "2 a directory, of an eighth of the cores";
     /// Interface to the disks: auto, ring (io_uring) or pool (threads)
     io, "store", "io", "KVARTS_STORE_IO", "io", "NAME", "auto";
-    /// Features of the ring not to use, separated by commas
+    /// Features of io_uring that are not used, separated by commas
     io_disable, "store", "io_disable", "KVARTS_STORE_IO_DISABLE", "io-disable", "NAMES", "none";
     /// Runtime of the executors: auto, glommio or threads
     runtime, "store", "runtime", "KVARTS_STORE_RUNTIME", "runtime", "NAME", "auto";
@@ -193,7 +193,7 @@ settings! {
     open_network, "listen", "open_network", "KVARTS_LISTEN_OPEN_NETWORK", "open-network", "WORDS", "none";
     /// Required to serve metrics on a network, or under other names than localhost: the words "anyone may read metrics"
     open_metrics, "listen", "open_metrics", "KVARTS_LISTEN_OPEN_METRICS", "open-metrics", "WORDS", "none";
-    /// Seconds in which calls are still served while health already says NOT_SERVING, at a stop; 0 to 30
+    /// At a stop: seconds in which the server still accepts calls, while the health check returns NOT_SERVING; 0 to 30
     lame_duck, "listen", "lame_duck", "KVARTS_LISTEN_LAME_DUCK", "lame-duck", "SECONDS", "0";
     /// The server's certificate chain, a PEM file
     certificate, "tls", "certificate", "KVARTS_TLS_CERTIFICATE", "tls-certificate", "FILE", "none";
@@ -215,7 +215,7 @@ settings! {
     threads, "limits", "threads", "KVARTS_LIMITS_THREADS", "threads", "NUMBER", "2, or 1 on one core";
     /// The members of this node's cluster: a TOML file, or etcd://HOST:PORT/PREFIX
     members, "cluster", "members", "KVARTS_CLUSTER_MEMBERS", "cluster", "FILE|URL", "no cluster";
-    /// The name of the cluster: nodes of another name are refused
+    /// The name of the cluster; a node refuses nodes with another name
     cluster_name, "cluster", "name", "KVARTS_CLUSTER_NAME", "cluster-name", "NAME", "kvarts";
     /// The shared secret of the cluster's nodes: a file of 32 bytes or more
     cluster_secret, "cluster", "secret", "KVARTS_CLUSTER_SECRET", "cluster-secret", "FILE", "none";
@@ -241,7 +241,7 @@ settings! {
     cluster_etcd_password, "cluster", "etcd_password", "KVARTS_CLUSTER_ETCD_PASSWORD", "cluster-etcd-password", "FILE", "none";
     /// Address on which this node serves other nodes
     cluster_listen, "cluster", "listen", "KVARTS_CLUSTER_LISTEN", "cluster-listen", "ADDRESS", "this node's address among the members";
-    /// Port of the same address for the blocks that other nodes read: for firewalls that pass named ports only
+    /// Port of the same address for the blocks that other nodes read: set it if a firewall is between the nodes
     cluster_lane_port, "cluster", "lane_port", "KVARTS_CLUSTER_LANE_PORT", "cluster-lane-port", "NUMBER", "any that is free";
     /// Largest number of copies in this node's part of the directory, 20 bytes each
     cluster_entries, "cluster", "entries", "KVARTS_CLUSTER_ENTRIES", "cluster-entries", "NUMBER", "16000000";
