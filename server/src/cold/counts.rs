@@ -22,41 +22,41 @@ macro_rules! counts {
 }
 
 counts! {
-    /// Blocks that were brought from the bucket into the store.
+    /// Blocks restored from the bucket into the store.
     restored_blocks;
-    /// Bytes of them.
+    /// Bytes of restored blocks.
     restored_bytes;
-    /// Bytes that were read from packs beside the blocks that were wanted.
+    /// Bytes read from packs in excess of the requested blocks.
     over_read_bytes;
-    /// Blocks that were to be brought and were not: gone, damaged, not read in time, or refused by the store. Misses.
+    /// Blocks whose restore failed, so that they are misses: absent, damaged, not read in time, or refused by the store.
     lost_blocks;
-    /// Blocks that were not asked for because too much was under way. Misses.
+    /// Blocks that were not requested, because the queue of restores was full; they are misses.
     refused_blocks;
-    /// Blocks that were not asked for because the reads that wanted them had ended before their turn came.
+    /// Blocks that were not requested, because their reads had ended before the restore started.
     abandoned_blocks;
-    /// Restores that a read began.
+    /// Restores started by reads.
     restores;
-    /// Reads of which some blocks came from the bucket.
+    /// Reads with at least one block from the bucket.
     waited_reads;
-    /// Blocks of the bucket that look-ups without a plan were told are there.
+    /// Blocks of the bucket that look-ups without a plan reported as present.
     offered_blocks;
-    /// Blocks that another node was said to have and did not give in time, and that were asked of the bucket instead.
+    /// Blocks that the directory listed on another node, which did not deliver them in time; they were requested from the bucket instead.
     not_from_nodes_blocks;
-    /// Bytes that reads took of what came from the bucket before it was stored.
+    /// Bytes that reads received from restored blocks before these were stored on disk.
     given_bytes;
-    /// Pieces of reads whose deadline passed before they came from the bucket.
+    /// Pieces of reads whose deadline passed before they arrived from the bucket.
     late_pieces;
-    /// Manifests that could not be read when it was time.
+    /// Periodic reads of a manifest that failed.
     manifest_failures;
-    /// Blocks that were copied into the bucket before their eviction.
+    /// Blocks uploaded to the bucket before their eviction.
     spilled_blocks;
-    /// Bytes of them.
+    /// Bytes of uploaded blocks.
     spilled_bytes;
-    /// Blocks that were to be copied and were not: evicted sooner, or the bucket did not take them.
+    /// Blocks selected for an upload and not uploaded: evicted before it, or the upload failed.
     let_go_blocks;
-    /// Packs that were taken out of the tier because some of their blocks were deleted.
+    /// Packs removed from a manifest because some of their blocks were deleted.
     withdrawn_packs;
-    /// Deletes that were not acknowledged because the bucket could not be told.
+    /// Deletes that were not acknowledged, because the request to the bucket failed.
     delete_failures;
 }
 
