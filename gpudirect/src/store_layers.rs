@@ -377,7 +377,7 @@ fn why(ended: Result<PutReply, Error>) -> Reason {
                 kvarts_contract::api::BlockOutcome::Refused(reason) => Some(reason),
                 _ => None,
             });
-            refused.unwrap_or(Reason::Bug("a put ended without a call"))
+            refused.unwrap_or(Reason::Bug("a put ended before it was sealed"))
         }
     }
 }

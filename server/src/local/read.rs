@@ -51,7 +51,7 @@ impl Drop for LetGo {
 const SHORT_CHUNKS: u64 = 1024;
 
 /// What a client is told whose memory could not be written.
-const UNWRITTEN: &str = "unshare it, and share writable memory";
+const UNWRITTEN: &str = "unshare this memory, and share writable memory";
 
 /// How many blocks of a session may still be read again because they did not match in its memory. A client that writes to
 /// his own memory during reads can make any number of them.
