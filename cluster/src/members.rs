@@ -116,13 +116,13 @@ impl Members {
         }
         list.sort_by_key(|member| member.id);
         let same = list.windows(2).find_map(|pair| match pair {
-            [a, b] if a.id == b.id => Some(format!("the id {}", a.id)),
+            [a, b] if a.id == b.id => Some(format!("id {}", a.id)),
             _ => None,
         });
         let mut addresses = BTreeSet::new();
         let same = same.or_else(|| {
             let again = list.iter().find(|member| !addresses.insert(member.address.as_str()))?;
-            Some(format!("the address {}", again.address))
+            Some(format!("address {}", again.address))
         });
         match same {
             Some(what) => Err(MembersError::Twice(what)),
@@ -251,12 +251,16 @@ mod tests {
             "[::1:1",
             "a/b:1",
         ] {
-            assert!(error(&file(&[(A, address)])).starts_with("node 1: address"), "{address}");
+            assert!(error(&file(&[(A, address)])).starts_with("node 1: the address"), "{address}");
         }
-        assert_eq!(error(&file(&[(A, "a:1"), (A, "b:1")])), format!("two nodes have the id {A}"));
-        assert_eq!(error(&file(&[(A, "a:1"), (B, "a:1")])), "two nodes have the address a:1");
+        assert_eq!(error(&file(&[(A, "a:1"), (A, "b:1")])), format!("two nodes have the same id {A}"));
+        assert_eq!(error(&file(&[(A, "a:1"), (B, "a:1")])), "two nodes have the same address a:1");
         let late = file(&[(A, "a:1")]).replace("epoch = 3", "epoch = 202611261200");
-        assert!(error(&late).starts_with("epoch 202611261200: at most 4294967295"), "{}", error(&late));
+        assert!(
+            error(&late).starts_with("the epoch is 202611261200, and the limit is 4294967295"),
+            "{}",
+            error(&late)
+        );
         assert!(Members::parse(&file(&[(A, "[2001:db8::2]:7400")])).is_ok());
         assert!(error(&" ".repeat(FILE_BYTES_MAX + 1)).contains("longer"));
     }

@@ -307,7 +307,7 @@ mod tests {
     fn a_repair_is_advised_only_where_it_can_do_something() {
         for (label, says) in [
             (findings::MEDIA_ERROR, "smartctl"),
-            (findings::DIRECTORY_MISSING, "every directory"),
+            (findings::DIRECTORY_MISSING, "all directories"),
             (findings::DIRECTORY_BEHIND, "Start the server"),
             (findings::DIRECTORY_REPLACED, "replaced it"),
             (findings::FILE_UNREADABLE, "as the user"),

@@ -257,7 +257,7 @@ mod tests {
         assert!(decision.reason.contains("has no kernel"), "{decision}");
         let (decision, arena) = ready(Wish::Only(Mode::Direct));
         assert!(arena.is_some() && decision.mode == Mode::Direct);
-        assert!(decision.reason.contains("are read through the arena"), "{decision}");
+        assert!(decision.reason.contains("are read through host memory"), "{decision}");
     }
 
     #[test]

@@ -322,13 +322,13 @@ mod tests {
             let refused = pages(bytes, parts, slots).unwrap_err().to_string();
             assert!(refused.contains(why), "{refused}");
         };
-        refused(639, [whole(0, 128), whole(64, 128)], &slots, "leaves its memory");
-        refused(640, [whole(0, 128), whole(63, 128)], &slots, "share a byte");
-        refused(640, [whole(0, 64), whole(319, 64)], &slots, "share a byte");
-        refused(640, [whole(0, 64), whole(64, 96)], &slots, "share a byte");
-        refused(640, [between(0), between(8)], &slots, "share a byte");
-        refused(640, [whole(0, 63), whole(320, 64)], &slots, "share a byte");
-        refused(640, [apart(0, 32), apart(32, 32)], &slots, "share a byte");
+        refused(639, [whole(0, 128), whole(64, 128)], &slots, "lies outside its memory");
+        refused(640, [whole(0, 128), whole(63, 128)], &slots, "overlap in memory");
+        refused(640, [whole(0, 64), whole(319, 64)], &slots, "overlap in memory");
+        refused(640, [whole(0, 64), whole(64, 96)], &slots, "overlap in memory");
+        refused(640, [between(0), between(8)], &slots, "overlap in memory");
+        refused(640, [whole(0, 63), whole(320, 64)], &slots, "overlap in memory");
+        refused(640, [apart(0, 32), apart(32, 32)], &slots, "overlap in memory");
         refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3, 1], "twice");
         refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3], "slots for blocks");
         refused(

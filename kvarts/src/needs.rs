@@ -79,7 +79,7 @@ mod tests {
             |task, available| line("ls", &sizes, &sizes.need(task, 2), &Options::default(), Some(available));
         let list = said(Task::List, 1 << 30);
         assert!(list.contains("100 000 000 blocks") || list.contains("100,000,000 blocks"), "{list}");
-        assert!(list.contains("this machine has 1 GiB available"), "{list}");
+        assert!(list.contains("only 1 GiB are available on this machine"), "{list}");
         assert!(!said(Task::List, 1 << 40).contains("available"));
         let export = said(Task::Export, 1 << 40);
         assert!(export.contains("of temporary files in"), "{export}");

@@ -34,7 +34,7 @@ fn a_server_scrubs_writes_a_checkpoint_changes_its_budget_and_stops_when_it_is_t
     assert!(server.metrics().contains("kvarts_disk_budget_bytes 100663296"));
     // More than any disk has, as at a start.
     let (code, _, error) = server.kvarts(&["budget", "1000T"]);
-    assert!(code == 2 && error.contains("the budget of 1000 TiB is more than the disk can hold"), "{error}");
+    assert!(code == 2 && error.contains("the budget of 1000 TiB does not fit on the disk"), "{error}");
     assert!(error.contains("lower the budget to"), "{error}");
     // Less than what is allocated: blocks would go, so it is asked.
     let allocated = shown["allocated_bytes"].as_u64().unwrap();
@@ -96,7 +96,7 @@ fn what_is_pinned_is_listed_until_it_ends() {
     let (code, out, _) = server.client(&["pin", "--hold", "48h"], &TOKENS);
     assert_eq!(code, 1, "{out}");
     assert!(out.starts_with("10 of 10 blocks are held for 24 h 0 min;"), "{out}");
-    assert!(out.contains("48 h 0 min were requested: a server holds blocks for a day at most"), "{out}");
+    assert!(out.contains("48 h 0 min were requested: a pin lasts at most a day"), "{out}");
     let (code, pin) = json(server.client(&["pin", "--hold", "2d", "--json"], &TOKENS));
     assert_eq!((code, &pin["hold_ms"], &pin["held_blocks"]), (1, &86_400_000.into(), &10.into()));
     let (code, pin) = json(server.client(&["pin", "--hold", "24h", "--json"], &TOKENS));

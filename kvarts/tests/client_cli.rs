@@ -352,7 +352,7 @@ fn mistakes_are_told_on_one_line() {
         fault(&["ls", "kvarts-data", "--server", "x"])
             .contains("DIR cannot be used with the options for a server")
     );
-    assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("no unit"));
+    assert!(fault(&with(&["pin", "--tokens", "tokens", "--hold", "5y"])).contains("is not a unit of time"));
 }
 
 #[test]
@@ -364,7 +364,7 @@ fn a_store_whose_server_does_not_run_is_not_taken_for_another_server() {
     let refused = |ground: &Ground| {
         let (code, out, err) = ground.kvarts(&["ls"]);
         assert_eq!((code, out.as_str()), (2, ""), "{err}");
-        assert!(err.contains("the store here (./kvarts-data) has no server running"), "{err}");
+        assert!(err.contains("no server runs for the store here (./kvarts-data)"), "{err}");
         assert!(err.contains("`kvarts serve`") && err.contains("--server"), "{err}");
     };
     // The socket of a killed server is left behind; one that was stopped takes its own away.

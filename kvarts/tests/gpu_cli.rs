@@ -132,7 +132,7 @@ fn a_server_that_is_asked_for_a_way_that_cannot_be_used_says_so_before_it_makes_
     let left = std::fs::read_dir(&directory).unwrap().count();
     let _ = std::fs::remove_dir_all(&directory);
     let told = String::from_utf8(output.stderr).unwrap();
-    let refusal = "device.cufile: direct reads cannot be used";
+    let refusal = "device.cufile: reads in the mode direct cannot be used";
     assert!(output.status.code() == Some(2) && told.contains(refusal), "{:?}: {told}", output.status);
     assert_eq!(left, 0);
 }

@@ -218,10 +218,14 @@ fn a_faulty_spec_is_refused_with_the_place_of_the_fault() {
         (
             "too-large",
             SPEC.replace("2048", "9223372036854775800"),
-            "part.kv.bytes: 9223372036854775800 bytes",
+            "part.kv.bytes: the part has 9223372036854775800 bytes",
         ),
-        ("zero-layers", SPEC.replace("repeat = 4", "repeat = 0"), "layers[0]: a run needs"),
-        ("no-layers", SPEC.replace("[{ repeat = 4, of = [\"full\"] }]", "[]"), "layers: a model needs"),
+        ("zero-layers", SPEC.replace("repeat = 4", "repeat = 0"), "layers[0]: the run is empty"),
+        (
+            "no-layers",
+            SPEC.replace("[{ repeat = 4, of = [\"full\"] }]", "[]"),
+            "layers: the model has no layer",
+        ),
         ("unknown-key", SPEC.replace("dtype", "type"), "line 13, column 1: unknown field `type`"),
         ("not-toml", "this is not TOML at all".to_owned(), "line 1, column "),
         ("empty", String::new(), "line 1, column 1: missing field `name`"),
@@ -295,7 +299,7 @@ fn a_faulty_configuration_is_refused_with_the_missing_fact() {
         "{line}"
     );
     let line = import("broken.json", "{\"model_type\": ");
-    assert!(line.contains("line 1, column 15: not JSON"), "{line}");
+    assert!(line.contains("line 1, column 15: the text is not valid JSON"), "{line}");
     let line = import("huge.json", &" ".repeat(10 << 20));
     assert!(line.ends_with("the model configuration is larger than the limit of 1048576 bytes"), "{line}");
 }

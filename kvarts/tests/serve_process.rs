@@ -443,7 +443,10 @@ fn a_refused_start_keeps_a_store_that_it_tells_the_name_of_and_one_that_was_ther
     let precious = scratch.file("precious", "of another");
     // Its name is what the operator needs.
     let told = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
-    assert!(told.contains("does not name this node") && told.contains("made in one, and stays"), "{told}");
+    assert!(
+        told.contains("this node is not in") && told.contains("created in one, and remains there"),
+        "{told}"
+    );
     let again = serve(&["--dir", "one", "--cluster", &local, "--cluster-secret", &long]);
     let id = |told: &str| told.split("id = \"").nth(1).unwrap()[..32].to_owned();
     assert_eq!(id(&told), id(&again));
@@ -555,9 +558,9 @@ fn a_check_refuses_what_a_start_refuses() {
         ),
         (
             &["--budget", "128M", "--listen-socket", "file"],
-            "listen.socket: file: the path exists and is no socket",
+            "listen.socket: file: the path exists and is not a socket",
         ),
-        (&["--budget", "128M", "--socket-group", "no-such-group"], "there is no group \"no-such-group\""),
+        (&["--budget", "128M", "--socket-group", "no-such-group"], "the group \"no-such-group\" is not in"),
         (&["--budget", "128M", "--cluster", "no.toml"], "cluster.members: no.toml: "),
     ] {
         let (code, checked) = said(&["config", "check"], arguments);
@@ -609,7 +612,7 @@ fn a_check_is_made_with_the_rights_of_its_user() {
     let (code, told) = own(&["--dir", theirs, "--listen-socket", &format!("{ours}/sock")]);
     assert!(code == Some(2) && told.contains("listen.socket") && told.contains("is not writable"), "{told}");
     let (code, told) = own(&["--dir", theirs, "--socket-group", "root"]);
-    let expected = "the server's user (65534) is not in the group \"root\": `usermod -aG root USER`";
+    let expected = "the user of the server (65534) is not in the group \"root\": `usermod -aG root USER`";
     assert!(code == Some(2) && told.contains(expected), "{told}");
     assert_eq!(own(&["--dir", theirs, "--socket-group", "65534"]).0, Some(0));
 }
@@ -673,7 +676,10 @@ fn a_configuration_is_checked_and_shown_without_starting_anything() {
     assert_eq!((tls.status.code(), text(&tls.stderr).contains("tls: ")), (Some(2), true), "{tls:?}");
     let group = kvarts(&["config", "check", "--socket-group", "no-such-group"]);
     let told = text(&group.stderr);
-    assert!(group.status.code() == Some(2) && told.contains("no group \"no-such-group\""), "{told}");
+    assert!(
+        group.status.code() == Some(2) && told.contains("the group \"no-such-group\" is not in"),
+        "{told}"
+    );
     let token = kvarts(&["config", "token", "--json"]);
     let token: serde_json::Value = serde_json::from_slice(&token.stdout).unwrap();
     assert_eq!(token["hash"].as_str().unwrap().len(), 64);

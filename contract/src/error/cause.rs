@@ -106,15 +106,12 @@ fn shape_words(fault: &ShapeCause, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         ShapeCause::BlockTokens { asked, stored } => {
             write!(
                 f,
-                "the request is for blocks of {asked} tokens, and the stored blocks have {stored} \
-                tokens"
+                "the request is for blocks of {asked} tokens, and the stored blocks have {stored} tokens"
             )
         }
-        ShapeCause::Unfinished { offered, count } => write!(
-            f,
-            "only {offered} of {count} layers of the put \
-            were given"
-        ),
+        ShapeCause::Unfinished { offered, count } => {
+            write!(f, "only {offered} of {count} layers of the put were given")
+        }
         ShapeCause::Column(group, coordinate) => write!(f, "group {}, {coordinate}", group.0),
         ShapeCause::Rule(rule) => f.write_str(rule),
         ShapeCause::Remote(what) => f.write_str(what),
@@ -183,14 +180,14 @@ impl fmt::Display for SpaceCause {
         match self {
             Self::Budget { limit } => write!(
                 f,
-                "the store's budget of {} is full, and pins, leases or puts under way hold what could be evicted: raise --budget, \
-                 or {END_PINS}",
+                "the store's budget of {} is full, and pins, leases or puts under way hold what could be evicted: raise \
+                 --budget, or {END_PINS}",
                 exact_units(*limit)
             ),
             Self::Prefix { limit } => write!(
                 f,
-                "the store's budget of {} has no room for the rest of this prefix; its beginning is kept: raise --budget, or store \
-                 shorter prefixes",
+                "the store's budget of {} has no room for the rest of this prefix; its beginning is kept: raise --budget, or \
+                 store shorter prefixes",
                 exact_units(*limit)
             ),
             Self::Disk => f.write_str(
@@ -202,12 +199,11 @@ impl fmt::Display for SpaceCause {
                 "the memory of the index, {}, is full: raise --index-memory, or put larger blocks",
                 exact_units(*limit)
             ),
-            Self::Records => f.write_str("the index has no free record numbers: put more blocks in each \
-                request"),
+            Self::Records => f.write_str("the index has no free record numbers: put more blocks in each request"),
             Self::Files { most } => write!(
                 f,
-                "{most} segment files are in use, which is the limit on open files of this process, and pins \
-                or leases prevent evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
+                "{most} segment files are in use, which is the limit on open files of this process, and pins or leases prevent \
+                 evictions: raise the limit (`ulimit -n`, LimitNOFILE), or {END_PINS}"
             ),
             Self::Remote(cause) if cause.is_empty() => {
                 f.write_str("the cause is the limit given with an earlier block of this answer")
@@ -237,8 +233,7 @@ impl fmt::Display for LatchCause {
             Self::Executor(executor) => {
                 write!(
                     f,
-                    "executor {executor} ended with a panic, and the blocks of its shards cannot be \
-                    read"
+                    "executor {executor} ended with a panic, and the blocks of its shards cannot be read"
                 )
             }
             Self::TakenAway(directory) => {
@@ -282,14 +277,14 @@ impl fmt::Display for DeleteCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NotAll => f.write_str(
-                "blocks that descend from the key may lie in a part of the store that cannot be read: delete \
-                the keys or the namespace",
+                "blocks that descend from the key may lie in a part of the store that cannot be read: delete the keys or the \
+                 namespace",
             ),
             Self::TooFew { in_use, all } => {
                 write!(
                     f,
-                    "only {in_use} of {all} directories are in use, so the others could bring deleted blocks \
-                    back: mount a missing directory again, or replace it with an empty one (kvarts replace)"
+                    "only {in_use} of {all} directories are in use, so the others could bring deleted blocks back: mount a \
+                     missing directory again, or replace it with an empty one (kvarts replace)"
                 )
             }
             Self::Remote(cause) => f.write_str(cause),
@@ -407,28 +402,27 @@ impl fmt::Display for DirectoryCause {
             Self::Unusable(what) => f.write_str(what),
             Self::NotEmpty(at, name) => write!(
                 f,
-                "directory {at} is not empty (it has {name}) and has no store: use an empty directory, or, \
-                if this was a store, run kvarts fsck --repair"
+                "directory {at} is not empty (it has {name}) and has no store: use an empty directory, or, if this was a store, \
+                 run kvarts fsck --repair"
             ),
             Self::UnfinishedCopy(at) => write!(
                 f,
-                "directory {at} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it again, \
-                 or delete the directory"
+                "directory {at} holds an unfinished copy of a store: `kvarts compact --to` was interrupted; run it again, or \
+                 delete the directory"
             ),
             Self::LostSuperblock(at, name) => write!(
                 f,
-                "directory {at} has no superblock any more ({name} exists, and the superblock is empty): run \
-                kvarts fsck --repair"
+                "directory {at} has no superblock any more ({name} exists, and the superblock is empty): run kvarts fsck \
+                 --repair"
             ),
             Self::LostShard(at, shard) => write!(
                 f,
-                "directory {at} has no folder for shard {shard} any more: run kvarts fsck --repair, which \
-                creates an empty one"
+                "directory {at} has no folder for shard {shard} any more: run kvarts fsck --repair, which creates an empty one"
             ),
             Self::OtherSettings(at, shard) => write!(
                 f,
-                "directory {at} has the empty folder {} of an earlier attempt to create a store with other \
-                settings: remove the folder",
+                "directory {at} has the empty folder {} of an earlier attempt to create a store with other settings: remove the \
+                 folder",
                 shard_name(*shard)
             ),
             Self::Superblock(at, unsound) => match &**unsound {
@@ -444,8 +438,8 @@ impl fmt::Display for DirectoryCause {
             Self::Extra(at) => {
                 write!(
                     f,
-                    "directory {at} is empty, and other directories have a store: mount the disk that \
-                    belongs there; if that disk is lost, `kvarts replace` puts this directory in its place"
+                    "directory {at} is empty, and other directories have a store: mount the disk that belongs there; if that \
+                     disk is lost, `kvarts replace` puts this directory in its place"
                 )
             }
             Self::Silent(at) => write!(f, "the disk of directory {at} does not respond"),
@@ -454,8 +448,8 @@ impl fmt::Display for DirectoryCause {
             }
             Self::TooFew { found, all, first } => write!(
                 f,
-                "only {found} of {all} directories of the store can be used. At least half are needed, \
-                because the others could bring deleted blocks back; {first}"
+                "only {found} of {all} directories of the store can be used. At least half are needed, because the others could \
+                 bring deleted blocks back; {first}"
             ),
             Self::NotReplaced(at, why) => {
                 write!(f, "directory {at} cannot replace another one: {why}")
@@ -463,8 +457,7 @@ impl fmt::Display for DirectoryCause {
             Self::Foreign { directory, store, first } => {
                 write!(
                     f,
-                    "directory {directory} belongs to store {store}, and the first directory to store \
-                    {first}"
+                    "directory {directory} belongs to store {store}, and the first directory to store {first}"
                 )
             }
             Self::Twice(at) => write!(f, "directory {at} was given twice, or is a copy of another one"),

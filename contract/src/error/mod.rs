@@ -221,26 +221,22 @@ impl fmt::Display for Reason {
             Self::NoSpace(cause) => write!(f, "no room: {cause}"),
             Self::PinCap { limit, wanted } => write!(
                 f,
-                "the pins of the tenant would hold {wanted} bytes, and the limit is {limit}: end pins \
-                (`kvarts pin --list` shows them), or raise `pin` of the tenant"
+                "the pins of the tenant would hold {wanted} bytes, and the limit is {limit}: end pins (`kvarts pin --list` shows \
+                 them), or raise `pin` of the tenant"
             ),
             Self::Quota { limit, wanted } => write!(
                 f,
-                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in \
-                all, and no block can be evicted now: raise `disk` of the tenant, delete blocks, or end pins \
-                (`kvarts pin --list` shows them)"
+                "the quota of the tenant or model on disk is {limit} bytes, this put needs {wanted} bytes in all, and no block \
+                 can be evicted now: raise `disk` of the tenant, delete blocks, or end pins (`kvarts pin --list` shows them)"
             ),
             Self::NotAdmitted => f.write_str(
-                "the put was not admitted: the daily budget of writes (store.endurance) is used \
-                    up, and the block was not put before",
+                "not admitted: the daily budget of writes is used up, and the block was not put before",
             ),
             Self::Denied(what) => write!(f, "refused: {what}"),
             Self::UnknownNamespace(id) => {
                 write!(f, "namespace {id} is not registered: register its identity first")
             }
-            Self::SpecMismatch => {
-                f.write_str("the fingerprint in the identity does not match the given spec")
-            }
+            Self::SpecMismatch => f.write_str("the identity's fingerprint does not match the given spec"),
             Self::Identity(what) => write!(f, "identity refused: {what}"),
             Self::Shape(what) => write!(f, "the request does not fit the model: {what}"),
             Self::Empty => f.write_str("the request has no block or no layer"),
@@ -254,18 +250,11 @@ impl fmt::Display for Reason {
             }
             Self::Overlap => f.write_str("two destinations share bytes"),
             Self::OutOfBounds => f.write_str("a source or destination is outside the memory of the request"),
-            Self::DeadlineInPast => f.write_str(
-                "the deadline of the request had passed before its work \
-                began",
-            ),
+            Self::DeadlineInPast => f.write_str("the deadline had passed before the work began"),
             Self::DeadlinePassed => f.write_str("the deadline passed"),
             Self::Digest { segment, offset, expected, found, .. } => {
                 let place = place(*segment, *offset);
-                write!(
-                    f,
-                    "{place}: the digest of the bytes is {found:08x} instead of {expected:08x}; the \
-                    block is a miss"
-                )
+                write!(f, "{place}: digest {found:08x} instead of {expected:08x}: the block is a miss")
             }
             Self::Header { segment, offset, what, .. } => {
                 write!(f, "{}: {what}; the block is a miss", place(*segment, *offset))
@@ -275,8 +264,7 @@ impl fmt::Display for Reason {
             Self::Latched(what) => {
                 write!(
                     f,
-                    "the store is read-only after a fault: {what}: remove the cause, then run `kvarts \
-                    resume` or restart"
+                    "the store is read-only after a fault: {what}: remove the cause, then run `kvarts resume` or restart"
                 )
             }
             Self::Directory(what) => what.fmt(f),
@@ -395,7 +383,7 @@ mod tests {
         }
         let quota = Reason::Quota { limit: 5, wanted: 7 }.to_string();
         let expected = [
-            "quota on disk is 5 bytes",
+            "quota of the tenant or model on disk is 5 bytes",
             "this put needs 7",
             "raise `disk` of the tenant",
             "kvarts pin --list",

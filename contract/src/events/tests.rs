@@ -182,6 +182,6 @@ fn a_hole_a_later_version_and_a_line_without_end_are_refused() {
     let failed = |text: String| replay(text.as_bytes()).unwrap_err().to_string();
     assert!(failed(format!("{start}\n{}\n", event(5))).contains("events between them are missing"));
     assert!(failed(format!("{}\n", event(4))).contains("before the first line"));
-    assert!(failed(format!("{}\n", start.replace(":1,", ":2,"))).contains("version 2"));
+    assert!(failed(format!("{}\n", start.replace(":1,", ":2,"))).contains("version is 2"));
     assert!(failed(format!("{start}\n{}", " ".repeat(5000))).contains("longer"));
 }

@@ -191,7 +191,7 @@ mod tests {
             "{told}"
         );
         let told = absent(7, &[], false);
-        assert!(told.contains("no pin 7, and no other"), "{told}");
+        assert!(told.contains("the pin 7 does not exist, and the server has no other"), "{told}");
     }
 
     #[test]

@@ -132,21 +132,21 @@ fn what_would_change_the_geometry_of_a_family_is_refused_by_its_field() {
     let cases = [
         ("mixtral", "sliding_window", json!(4096), "sliding_window: a sliding window is not"),
         ("qwen2_moe", "use_sliding_window", json!(true), "sliding_window: a sliding window is not"),
-        ("exaone4", "layer_types", json!(null), "layer_types: missing"),
-        ("cohere2", "layer_types", json!(["chunked_attention"]), "layer_types: 1 entries"),
-        ("glm4_moe_lite", "index_topk", json!(2048), "index_topk: a sparse indexer is not"),
+        ("exaone4", "layer_types", json!(null), "layer_types: the field is missing"),
+        ("cohere2", "layer_types", json!(["chunked_attention"]), "layer_types: found 1 entries"),
+        ("glm4_moe_lite", "index_topk", json!(2048), "index_topk: this architecture has no sparse indexer"),
         (
             "mistral3",
             "model_type",
             json!("mllama_text_model"),
-            "architecture `mllama_text_model` is not known",
+            "the architecture `mllama_text_model` is not known",
         ),
-        ("llava", "model_type", json!("qwen3_vl"), "architecture `qwen3_vl` is not known"),
-        ("llava", "architectures", json!(["LlavaEncoder"]), "architecture `LlavaEncoder` is not known"),
-        ("dots3_note", "layer_types", json!(null), "layer_types: missing"),
-        ("dots3_note", "swa_kv_lora_rank", json!(null), "swa_kv_lora_rank: missing"),
-        ("qwen4_exp", "ple_layer_ids", json!([4]), "text_config.ple_layer_ids: each must be"),
-        ("qwen4_exp", "ple_layer_ids", json!([0]), "text_config.ple_layer_ids: each must be"),
+        ("llava", "model_type", json!("qwen3_vl"), "the architecture `qwen3_vl` is not known"),
+        ("llava", "architectures", json!(["LlavaEncoder"]), "the architecture `LlavaEncoder` is not known"),
+        ("dots3_note", "layer_types", json!(null), "layer_types: the field is missing"),
+        ("dots3_note", "swa_kv_lora_rank", json!(null), "swa_kv_lora_rank: the field is missing"),
+        ("qwen4_exp", "ple_layer_ids", json!([4]), "text_config.ple_layer_ids: the number of a linear layer"),
+        ("qwen4_exp", "ple_layer_ids", json!([0]), "text_config.ple_layer_ids: the number of a linear layer"),
         ("qwen4_exp", "ple_conv_kernel_size", json!(1), "text_config.ple_conv_kernel_size: a convolution"),
         ("qwen4_exp", "indexer_kv_heads", json!(2), "text_config.indexer_kv_heads: several index keys"),
         (
@@ -184,7 +184,7 @@ fn draft_layers_are_included_where_it_is_known_what_they_keep() {
         // A convolution over delta layers holds inputs of drafts as well: how many, the engine decides.
         (
             &serde_json::from_str(config!("glm5_next")).unwrap(),
-            "text_config.num_nextn_predict_layers: what draft",
+            "text_config.num_nextn_predict_layers: the state of draft",
         ),
     ];
     for (config, expected) in refused {
@@ -279,22 +279,47 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
     let shared = vec!["shared"; 78];
     let cases = [
         (config!("qwen2"), "use_sliding_window", json!(true), "sliding_window: a sliding window is not"),
-        (config!("qwen3_5"), "layer_types", json!(["full_attention"]), "text_config.layer_types: 1 entries"),
-        (config!("nemotron_h"), "hybrid_override_pattern", json!("M-"), "hybrid_override_pattern: 2 entries"),
-        (config!("nemotron_h"), "n_groups", json!(7), "mamba_num_heads: 128, where a multiple of the number"),
-        (config!("bailing_hybrid"), "short_conv_kernel_size", json!(null), "short_conv_kernel_size: missing"),
+        (
+            config!("qwen3_5"),
+            "layer_types",
+            json!(["full_attention"]),
+            "text_config.layer_types: found 1 entries",
+        ),
+        (
+            config!("nemotron_h"),
+            "hybrid_override_pattern",
+            json!("M-"),
+            "hybrid_override_pattern: found 2 entries",
+        ),
+        (
+            config!("nemotron_h"),
+            "n_groups",
+            json!(7),
+            "mamba_num_heads: found 128; expected a multiple of the number",
+        ),
+        (
+            config!("bailing_hybrid"),
+            "short_conv_kernel_size",
+            json!(null),
+            "short_conv_kernel_size: the field is missing",
+        ),
         (
             config!("bailing_hybrid"),
             "architectures",
             json!(["BailingMoeV2_5ForCausalLM"]),
-            "architecture `BailingMoeV2_5ForCausalLM` is not known",
+            "the architecture `BailingMoeV2_5ForCausalLM` is not known",
         ),
-        (config!("gemma4"), "num_kv_shared_layers", json!(60), "text_config.num_kv_shared_layers: no layer"),
+        (
+            config!("gemma4"),
+            "num_kv_shared_layers",
+            json!(60),
+            "text_config.num_kv_shared_layers: every layer reads",
+        ),
         (
             config!("gemma4_text"),
             "num_kv_shared_layers",
             json!(33),
-            "num_kv_shared_layers: a full layer would",
+            "num_kv_shared_layers: a full-attention layer",
         ),
         (
             config!("kimi_linear"),
@@ -306,16 +331,21 @@ fn what_would_change_the_geometry_of_a_served_model_is_refused_by_its_field() {
             config!("kimi_k3"),
             "linear_attn_config.kda_layers",
             json!([94]),
-            "text_config.linear_attn_config.kda_layers: `[94]`, where layers below 94",
+            "text_config.linear_attn_config.kda_layers: found `[94]`; expected layers below 94",
         ),
-        (config!("glm_moe_dsa"), "indexer_types", json!(shared), "indexer_types: the first layer has no"),
+        (config!("glm_moe_dsa"), "indexer_types", json!(shared), "indexer_types: the first layer shares"),
         (
             config!("glm_moe_dsa"),
             "indexer_types",
             json!(vec!["full"; 78]),
             "indexer_types: the field contradicts the schedule of index_topk",
         ),
-        (config!("hy_v4"), "layer_types", json!(vec!["full_attention"; 34]), "layer_types[0]: `full_att"),
+        (
+            config!("hy_v4"),
+            "layer_types",
+            json!(vec!["full_attention"; 34]),
+            "layer_types[0]: found `full_att",
+        ),
     ];
     expect_refused(cases);
 }
@@ -334,7 +364,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("deepseek_v41"),
             "kv_source_layer_ids",
             json!([2, 8, 14]),
-            "text_config.compress_ratios[20]: the last source before this layer keeps entries of another",
+            "text_config.compress_ratios[20]: the last source before this layer has entries for another",
         ),
         (
             config!("deepseek_v41"),
@@ -355,7 +385,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             "text_config.compress_ratios[0]: `4`",
         ),
         (config!("glm5_next"), "index_kpool", json!(1), "text_config.index_kpool: index keys that are not"),
-        (config!("glm5_next"), "layer_types", json!(null), "text_config.layer_types: missing"),
+        (config!("glm5_next"), "layer_types", json!(null), "text_config.layer_types: the field is missing"),
     ];
     expect_refused(cases);
 }
@@ -379,6 +409,6 @@ fn the_page_says_of_every_model_type_of_vllm_whether_it_is_imported() {
         assert!(!is_known(kind), "{kind} is imported");
         let config = json!({ "model_type": kind, "num_hidden_layers": 2 }).to_string();
         let error = import(&config, None, IndexDtype::Fp8).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("architecture `{kind}` is not known")), "{error}");
+        assert!(error.starts_with(&format!("the architecture `{kind}` is not known")), "{error}");
     }
 }

@@ -259,8 +259,16 @@ fn a_missing_fact_is_named() {
     }
     let mut nested = gemma3();
     nested["text_config"].as_object_mut().unwrap().remove("num_key_value_heads");
-    assert!(refusal(&nested).starts_with("text_config.num_key_value_heads: missing"), "{}", refusal(&nested));
-    assert!(refusal(&gpt_oss(24)).starts_with("torch_dtype: missing"), "{}", refusal(&gpt_oss(24)));
+    assert!(
+        refusal(&nested).starts_with("text_config.num_key_value_heads: the field is missing"),
+        "{}",
+        refusal(&nested)
+    );
+    assert!(
+        refusal(&gpt_oss(24)).starts_with("torch_dtype: the field is missing"),
+        "{}",
+        refusal(&gpt_oss(24))
+    );
 }
 
 #[test]
@@ -269,7 +277,7 @@ fn numbers_that_cannot_be_are_refused_with_their_field() {
         [json!(0), json!(-3), json!(61.5), json!("61"), json!(1u64 << 40), json!(u64::MAX), json!([1])]
     {
         let error = refusal(&with(llama(32, 4096, 32), "num_key_value_heads", value.clone()));
-        assert!(error.starts_with("num_key_value_heads: `"), "{value}: {error}");
+        assert!(error.starts_with("num_key_value_heads: found `"), "{value}: {error}");
     }
     let error = refusal(&with(qwen3(), "num_hidden_layers", json!(4097)));
     assert_eq!(error, "num_hidden_layers: found 4097; expected at most 4096");
@@ -283,7 +291,10 @@ fn numbers_that_cannot_be_are_refused_with_their_field() {
         "{error}"
     );
     let error = refusal(&with(llama(32, 4096, 32), "hidden_size", json!(4097)));
-    assert!(error.starts_with("hidden_size: 4097, where a multiple of num_attention_heads (32)"), "{error}");
+    assert!(
+        error.starts_with("hidden_size: found 4097; expected a multiple of num_attention_heads (32)"),
+        "{error}"
+    );
     let mut huge = qwen3_next();
     for field in ["linear_num_value_heads", "linear_num_key_heads"] {
         huge[field] = json!(65535);
@@ -307,7 +318,7 @@ fn an_unknown_architecture_is_refused_with_the_facts_that_are_missing() {
         "the architecture `mamba2` is not known. These facts about it are missing: the state of each kind of layer (its parts, and how their bytes depend on the tokens), num_key_value_heads, head_dim, the cache's number format (torch_dtype). Write a spec by hand if you know them"
     );
     let draft = with(llama(1, 4096, 32), "architectures", json!(["LlamaForCausalLMEagle3"]));
-    assert!(refusal(&draft).starts_with("architecture `LlamaForCausalLMEagle3` is not known"));
+    assert!(refusal(&draft).starts_with("the architecture `LlamaForCausalLMEagle3` is not known"));
     let long = with(mamba, "model_type", json!(format!("a\n\u{1b}[31m{}", "x".repeat(1000))));
     let error = refusal(&long);
     assert!(error.len() < 500 && !error.contains(char::is_control), "{error}");
@@ -320,41 +331,50 @@ fn features_that_would_change_the_geometry_are_refused() {
         (with(qwen3(), "use_sliding_window", json!(true)), "use_sliding_window: a sliding window is not"),
         (with(llama(32, 4096, 32), "attention_chunk_size", json!(8192)), "attention_chunk_size: chunked"),
         (with(llama(32, 4096, 32), "kv_lora_rank", json!(512)), "kv_lora_rank: latent attention is not part"),
-        (with(deepseek_v3(), "index_topk", json!(2048)), "index_topk: a sparse indexer is not part"),
+        (
+            with(deepseek_v3(), "index_topk", json!(2048)),
+            "index_topk: this architecture has no sparse indexer",
+        ),
         (with(deepseek_v32(), "index_topk_freq", json!(4)), "index_topk_freq: an indexer shared between"),
-        (with(deepseek_v32(), "index_head_dim", json!(64)), "index_head_dim: 64, where 128"),
-        (with(pro(), "head_dim", json!(256)), "head_dim: 256, where 512"),
-        (with(pro(), "compress_ratios", json!(vec![2; 61])), "compress_ratios[0]: `2`, where 0, 4 or 128"),
+        (with(deepseek_v32(), "index_head_dim", json!(64)), "index_head_dim: found 64; expected 128"),
+        (with(pro(), "head_dim", json!(256)), "head_dim: found 256; expected 512"),
+        (
+            with(pro(), "compress_ratios", json!(vec![2; 61])),
+            "compress_ratios[0]: found `2`; expected 0, 4 or 128",
+        ),
         (
             with(pro(), "compress_ratios", json!(vec![4; 60])),
-            "compress_ratios: 60 entries, where one for each of 61",
+            "compress_ratios: found 60 entries; expected one for each of 61",
         ),
         (
             with(minimax(), "attn_type_list", json!(vec![0; 62])),
-            "attn_type_list[0]: `0`, where 1 (full attention)",
+            "attn_type_list[0]: found `0`; expected 1 (full attention)",
         ),
         (
             with(gpt_oss(2), "layer_types", json!(["sliding_attention", "chunked"])),
-            "layer_types[1]: `chunked`",
+            "layer_types[1]: found `chunked`",
         ),
         (
             with(gpt_oss(2), "layer_types", json!(["full_attention"])),
-            "layer_types: 1 entries, where one for each",
+            "layer_types: found 1 entries; expected one for each",
         ),
         (
             with(qwen3(), "layer_types", json!(vec!["linear_attention"; 64])),
-            "layer_types[0]: `linear_attention`",
+            "layer_types[0]: found `linear_attention`",
         ),
-        (with(qwen3_next(), "layer_types", json!(vec!["mamba"; 48])), "layer_types[0]: `mamba`"),
+        (with(qwen3_next(), "layer_types", json!(vec!["mamba"; 48])), "layer_types[0]: found `mamba`"),
         (
             with(qwen3_next(), "linear_num_value_heads", json!(17)),
-            "linear_num_value_heads: 17, where a multiple",
+            "linear_num_value_heads: found 17; expected a multiple",
         ),
         (
             with(qwen3_next(), "linear_conv_kernel_dim", json!(1)),
-            "linear_conv_kernel_dim: a convolution of one",
+            "linear_conv_kernel_dim: a convolution over one",
         ),
-        (with(llama(32, 4096, 32), "torch_dtype", json!("int8")), "torch_dtype: `\"int8\"`, where bfloat16"),
+        (
+            with(llama(32, 4096, 32), "torch_dtype", json!("int8")),
+            "torch_dtype: found `\"int8\"`; expected bfloat16",
+        ),
         (
             with(qwen3(), "quantization_config", json!({"kv_cache_scheme": {"num_bits": 8}})),
             "quantization_config.kv_cache_scheme: the checkpoint quantises the cache; give the KV data type",
@@ -366,7 +386,7 @@ fn features_that_would_change_the_geometry_are_refused() {
     }
     let fp8 = options(Some(Dtype::Fp8), None, IndexDtype::Fp8);
     let odd = import(&with(kimi(), "kv_lora_rank", json!(256)), &fp8).unwrap_err().to_string();
-    assert!(odd.starts_with("kv_lora_rank: 256, where 512"), "{odd}");
+    assert!(odd.starts_with("kv_lora_rank: found 256; expected 512"), "{odd}");
     let bf16 = options(Some(Dtype::Bf16), None, IndexDtype::Fp8);
     assert!(import(&pro(), &bf16).unwrap_err().to_string().starts_with("head_dim: the entry format"));
 }

@@ -367,7 +367,7 @@ const FAULTS: &[(&str, &str, &str)] = &[
     ("bytes = 2048", "bytes = 2049", "part.kv.heads: 2049 bytes cannot be split evenly over 8 heads"),
     ("bytes = 2048", "byte = 2048", "line 12, column 1: unknown field `byte`, expected "),
     ("bytes = 2048", "bytes = 2048\nalign = 3", "part.kv.align: the alignment is 3: use a power of two"),
-    ("bytes = 2048", "bytes = 2048\nper_tokens = 0", "part.kv.per_tokens: 0 tokens"),
+    ("bytes = 2048", "bytes = 2048\nper_tokens = 0", "part.kv.per_tokens: the number of tokens is 0"),
     (
         "bytes = 2048",
         "bytes = 2048\nwindow_tokens = 8",
@@ -386,8 +386,8 @@ const FAULTS: &[(&str, &str, &str)] = &[
     ("name = \"tiny\"", "name = \"a b\"", "name: the name is not valid"),
     ("block_tokens = 256", "block_tokens = 0", "block_tokens: a block has 0 tokens: use a multiple of 1"),
     ("repeat = 4", "repeat = 0", "layers[0]: the run is empty: give at least one layer and one repetition"),
-    ("repeat = 4", "repeat = 4097", "layers[0]: more than 4096 layers"),
-    ("repeat = 4", "repeat = 4294967295", "layers[0]: more than 4096 layers"),
+    ("repeat = 4", "repeat = 4097", "layers[0]: the model has more than 4096 layers"),
+    ("repeat = 4", "repeat = 4294967295", "layers[0]: the model has more than 4096 layers"),
     ("[{ repeat = 4, of = [\"full\"] }]", "[]", "layers: the model has no layer: give at least one"),
     ("of = [\"full\"]", "of = []", "layers[0]: the run is empty: give at least one layer and one repetition"),
     ("of = [\"full\"]", "of = [\"fool\"]", "layers[0]: `fool` is not defined"),
@@ -454,9 +454,12 @@ fn parts_that_do_not_fit_one_group_are_refused_at_the_part() {
         ModelSpec::parse(&format!("{text}\n{more}{second}")).unwrap_err().to_string()
     };
     let roles = two("role = \"state\"\ngroup = 0\nheads = 8");
-    assert!(roles.starts_with("part.more.group: group 0 mixes streams, windows or states"), "{roles}");
+    assert!(roles.starts_with("part.more.group: group 0 has parts of different kinds"), "{roles}");
     let heads = two("role = \"stream\"\nheads = 4");
-    assert!(heads.starts_with("part.more.heads: group 0 mixes numbers of heads"), "{heads}");
+    assert!(
+        heads.starts_with("part.more.heads: the parts of group 0 have different numbers of heads"),
+        "{heads}"
+    );
     let entries = two("role = \"stream\"\nheads = 8\nper_tokens = 1048575\n").replace("more", "");
     assert!(
         entries.starts_with("block_tokens: a block has 256 tokens: use a multiple of 1048575"),

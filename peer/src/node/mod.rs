@@ -218,10 +218,7 @@ impl ClusterNode {
         let me = store.stats().store;
         let members = options.members.clone();
         if members.get(me).is_none() {
-            return Err(format!(
-                "this node has the id {me}, which is not in the list of members: add it, with \
-                its address"
-            ));
+            return Err(format!("this node, {me}, is not in the list of members: add it, with its address"));
         }
         let directory = Mutex::new(Directory::new(me, &members, options.entries_max));
         let chains = Mutex::new(ownership(&store, &options, &members));
@@ -520,8 +517,8 @@ impl ClusterNode {
             tracing::warn!(
                 left_out,
                 room,
-                "this node's part of the directory is full, so some stored blocks are not found: raise \
-                cluster.entries on all nodes"
+                "this node's part of the directory is full, so some stored blocks are not found: raise cluster.entries on all \
+                 nodes"
             );
         }
     }
@@ -552,8 +549,8 @@ async fn register(node: Arc<ClusterNode>, memory: Arc<Region>) {
     // ends: an executor answers from memory, or the store is closed
     let registered = node.store.register_memory(&memory).await;
     if let Err(why) = &registered {
-        tracing::info!(%why, "the memory for reads of other nodes could not be registered with the kernel, \
-            so these reads are slower");
+        tracing::info!(%why, "the memory for reads of other nodes could not be registered with the kernel, so these reads are \
+            slower");
     }
     // It is set only here.
     let _ = node.lane_registered.set(registered.is_ok());

@@ -39,10 +39,7 @@ pub(super) fn cold(
         };
     };
     if !bucket.starts_with("s3://") && !bucket.starts_with("file:///") {
-        let what = format!(
-            "the address {bucket:?} is not valid: write s3://BUCKET/PREFIX or \
-            file:///DIRECTORY"
-        );
+        let what = format!("{bucket:?} is not valid: use s3://BUCKET/PREFIX or file:///DIRECTORY");
         return Err(Complaint::new("cold.bucket", &what));
     }
     let requests = decided.or("cold.requests", set.cold_requests.as_ref(), 1_000_000);
@@ -82,21 +79,13 @@ pub(super) fn cold(
         offer: offers(&offer)?,
     };
     if config.uses > 3 {
-        return Err(Complaint::new(
-            "cold.uses",
-            "the value must be 0 to 3, because the server counts at most \
-            3 uses",
-        ));
+        return Err(Complaint::new("cold.uses", "the value must be 0 to 3"));
     }
     if config.memory < MEMORY_LEAST {
         return Err(Complaint::new("cold.memory", "the value must be at least 128 MiB"));
     }
     if config.rate == 0 {
-        return Err(Complaint::new(
-            "cold.rate",
-            "the value must be above 0; cold.spill = \"off\" disables \
-            uploads",
-        ));
+        return Err(Complaint::new("cold.rate", "must be above 0; cold.spill = \"off\" disables uploads"));
     }
     Ok(Some(config))
 }
@@ -108,8 +97,7 @@ fn offers(text: &str) -> Result<Offer, Complaint> {
         (_, Ok(tokens @ 1..)) => Ok(Offer::SoonerThan(tokens)),
         _ => Err(Complaint::new(
             "cold.offer",
-            "the value must be off, on, or the number of tokens that an \
-            engine computes in a second",
+            "the value must be off, on, or the number of tokens that an engine computes in a second",
         )),
     }
 }

@@ -116,19 +116,22 @@ fn what_is_no_setting_is_refused_by_name() {
     assert!(complaint("# A file.\n[store]\nbugdet = '1 TiB'\n").contains(meant));
     let meant = "kvarts.toml:4: the setting stroe.budget does not exist: did you mean store.budget?";
     assert!(complaint("[store]\nbudget = '1 TiB'\n[stroe]\n 'budget' = '1 TiB'\n").contains(meant));
-    assert!(complaint("[store]\nnonsense = 1\n").ends_with("kvarts.toml:2: store.nonsense is no setting"));
-    assert!(complaint("\nbudget = 1\n").contains("kvarts.toml:2: budget is no table"));
+    assert!(
+        complaint("[store]\nnonsense = 1\n")
+            .ends_with("kvarts.toml:2: the setting store.nonsense does not exist")
+    );
+    assert!(complaint("\nbudget = 1\n").contains("kvarts.toml:2: the table budget does not exist"));
     assert!(complaint("[log]\nlevel = 'info'\n[store\n").starts_with("configuration: kvarts.toml:3: "));
     let told = complaint("[log]\nlevel = 'info'\n[[tenants]]\nname = 'a'\npinn = '1 GiB'\n");
     assert!(told.contains("kvarts.toml:5: tenants: unknown field `pinn`"), "{told}");
     assert!(
-        complaint("[store]\n\nbudget = { most = 1 }\n").contains("kvarts.toml:3: store.budget is no text")
+        complaint("[store]\n\nbudget = { most = 1 }\n").contains("kvarts.toml:3: store.budget is not a text")
     );
     assert!(complaint("[store]\nexecutors = 0\n").contains("1 to 256"));
-    assert!(complaint("[store]\nbudget = '5 XB'\n").contains("no size"));
+    assert!(complaint("[store]\nbudget = '5 XB'\n").contains("is not a size"));
     assert!(complaint("[limits]\nmemory = '1 MiB'\n").contains("64 MiB"));
     assert!(complaint("[listen]\ngrpc = 'localhost'\n").contains("is not an address"));
-    assert!(complaint("[device]\ncufile = 'gds'\n").contains("device.cufile: unknown mode"));
+    assert!(complaint("[device]\ncufile = 'gds'\n").contains("device.cufile: the mode"));
     assert!(complaint("[tls]\nkey = 'k.pem'\n").contains("set both the certificate and the key"));
     for wrong in ["nonsense", "info,nonsense", "kvarts_server=loud", "", "info,,debug"] {
         let told = complaint(&format!("[log]\nlevel = '{wrong}'\n"));
@@ -147,7 +150,10 @@ fn a_value_that_cannot_be_is_told_with_its_line_if_it_is_the_files() {
         "configuration: kvarts.toml:3: log.format: text or json"
     );
     let told = complaint(&file.replace("xml", "json"));
-    assert!(told.starts_with("configuration: kvarts.toml:5: store.budget: \"190%\" is no part"), "{told}");
+    assert!(
+        told.starts_with("configuration: kvarts.toml:5: store.budget: \"190%\" is not a percentage"),
+        "{told}"
+    );
     let told =
         resolve(file, &[("KVARTS_LOG_FORMAT", "yaml"), ("KVARTS_STORE_BUDGET", "90%")], Settings::default());
     assert_eq!(told.unwrap_err().to_string(), "configuration: log.format: text or json");

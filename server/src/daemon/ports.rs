@@ -93,8 +93,10 @@ mod tests {
         let free = "127.0.0.1:0".parse().unwrap();
         let (listener, address) = Port::take(free, "listen.grpc").unwrap().listen().unwrap();
         let refused = Port::take(address, "listen.metrics").unwrap_err();
-        let expected =
-            [format!("listen.metrics: {address}"), format!("another program has port {}", address.port())];
+        let expected = [
+            format!("listen.metrics: {address}"),
+            format!("port {} is in use by another program", address.port()),
+        ];
         assert!(expected.iter().all(|part| refused.contains(part)), "{refused}");
         drop(listener);
         let port = Port::take(address, "listen.grpc").unwrap();

@@ -191,10 +191,7 @@ mod tests {
         let own = rustix::process::getegid().as_raw();
         assert_eq!(group(&own.to_string()).unwrap().as_raw(), own);
         let told = group("no such group").unwrap_err();
-        assert!(
-            told.contains("listen.socket_group: there is no group") && told.contains("groupadd"),
-            "{told}"
-        );
+        assert!(told.contains("listen.socket_group: the group") && told.contains("groupadd"), "{told}");
         let status = |rights: &str| format!("Name:\tkvarts\nCapPrm:\t00000000000001ff\nCapEff:\t{rights}\n");
         assert!(may_give_away(&status("00000000000001ff")) && !may_give_away(&status("00000000000001fe")));
         assert!(!may_give_away(""));

@@ -142,8 +142,7 @@ fn engine(out: &mut String, state: &ServerState) {
         let help = "Memory limit of the index in bytes (limits.index): near it blocks are evicted, beyond it puts are refused.";
         one(out, "kvarts_index_limit_bytes", "gauge", help, most);
     }
-    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses give \
-        these reasons.";
+    let help = "Memory for the reasons of removed blocks, in bytes: at most 1 MiB. Answers to misses give these reasons.";
     one(out, "kvarts_departures_bytes", "gauge", help, departures_bytes);
     one(
         out,
@@ -157,8 +156,7 @@ fn engine(out: &mut String, state: &ServerState) {
         out,
         "kvarts_disk_bytes",
         "gauge",
-        "Allocated bytes on disk by kind; their sum is all allocated \
-        bytes.",
+        "Allocated bytes on disk by kind; their sum is all allocated bytes.",
     );
     for (what, bytes) in
         [("live", space.live), ("dead", space.dead), ("free", space.free), ("overhead", space.overhead)]
@@ -169,8 +167,7 @@ fn engine(out: &mut String, state: &ServerState) {
     let payload = counts.payload_bytes_stored;
     let written = counts.record_bytes_written + counts.moved_bytes_written;
     let amplification = written as f64 / payload.max(1) as f64;
-    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes \
-        that clients put.";
+    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes that clients put.";
     one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
     recovery(out, state);
 }
@@ -191,8 +188,7 @@ fn disk_link(out: &mut String, state: &ServerState) {
     for (name, help, value) in [
         (
             "bytes_per_second",
-            "Rate of the disks, measured from the reads of the last minutes; an assumed rate if there were \
-            none.",
+            "Rate of the disks, measured from the reads of the last minutes; an assumed rate if there were none.",
             disk.link.bytes_per_ms * 1e3,
         ),
         (
@@ -252,8 +248,8 @@ fn health(out: &mut String, health: &kvarts_store::engine::Health, directories: 
         let labels = format!("directory=\"{}\",reason=\"{}\"", Value(&shown), Value(reason));
         let _ = writeln!(out, "kvarts_directory_out{{{labels}}} {}", u8::from(why.is_some()));
     }
-    let help = "1 if the disks had less space than the budget when the store was opened or the budget was \
-        changed; stored blocks can be read.";
+    let help = "1 if the disks had less space than the budget when the store was opened or the budget was changed; stored blocks \
+        can be read.";
     one(out, "kvarts_short_of_disk", "gauge", help, u8::from(short_of_disk.is_some()));
 }
 
@@ -263,8 +259,8 @@ fn drives(out: &mut String, loads: &[DriveLoad], directories: &[PathBuf]) {
     let gauges: [(&str, &str, Gauge); 3] = [
         (
             "kvarts_directory_unanswered_seconds",
-            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean \
-            that the disk does not respond.",
+            "Age of the oldest unanswered operation of a directory's disk, in seconds: more than a few mean that the disk does \
+             not respond.",
             |load| load.unanswered.as_secs_f64(),
         ),
         (
@@ -417,8 +413,7 @@ fn tenants(out: &mut String, state: &ServerState) {
 
 /// How files reach the memory of devices, and why so.
 fn device_path(out: &mut String, files: &Decision) {
-    let help = "Path from files to device memory on this host: the mode in use, the mode that the host \
-        offers, and the reason.";
+    let help = "Path from files to device memory on this host: the mode in use, the mode that the host offers, and the reason.";
     head(out, "kvarts_device_path", "gauge", help);
     let (mode, offered, reason) = (files.mode.name(), files.offered.name(), Value(&files.reason));
     let _ =

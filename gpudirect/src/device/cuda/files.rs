@@ -421,7 +421,7 @@ mod tests {
     fn a_file_whose_file_system_is_not_known_is_refused_with_what_to_look_at() {
         let why = |call| told(call, Said { code: UNKNOWN_FILE, cuda: 0 }).unwrap_err().to_string();
         assert!(
-            why(REGISTER_FILE).contains("5027: it asks udev for the file system"),
+            why(REGISTER_FILE).contains("5027: it reads the type of the file system from udev"),
             "{}",
             why(REGISTER_FILE)
         );
