@@ -187,9 +187,8 @@ impl Home {
     }
 
     /// Those of its directories that are in memory (tmpfs): everything in them is lost at a reboot, also what was put as durable.
-    pub fn in_memory(&self) -> impl Iterator<Item = &Path> {
-        let those = self.locks.iter().filter(|lock| shared::is_in_memory(&lock.file).is_ok());
-        those.map(|lock| lock.before.directory.as_path())
+    pub fn in_memory(&self) -> Vec<PathBuf> {
+        self.held.those(|lock| shared::is_in_memory(&lock.file).is_ok())
     }
 
     /// What was decided at the start, a line each, for the operator.

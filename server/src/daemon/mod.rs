@@ -215,7 +215,8 @@ impl Daemon {
 
     /// Which directories lose everything at a reboot, if any: for an operator to know at the start.
     pub fn in_memory(&self) -> Option<String> {
-        let those: Vec<String> = self.home.in_memory().map(|path| path.display().to_string()).collect();
+        let those: Vec<String> =
+            self.home.in_memory().iter().map(|path| path.display().to_string()).collect();
         let advice = "a reboot loses all blocks there, durable ones as well; name a directory on a disk (store.directories)";
         (!those.is_empty())
             .then(|| format!("the store is in memory (tmpfs), in {}: {advice}", those.join(", ")))

@@ -69,6 +69,13 @@ impl Held {
         self.lock().get(&at).map(|(_, place)| place.clone())
     }
 
+    /// The directories of these locks.
+    pub(super) fn those(&self, are: impl Fn(&Lock) -> bool) -> Vec<PathBuf> {
+        let locks = self.lock();
+        let those = locks.values().filter(|(lock, _)| are(lock));
+        those.map(|(_, place)| place.directory.clone()).collect()
+    }
+
     pub(super) fn let_go_of_all(&self) -> Vec<Lock> {
         std::mem::take(&mut *self.lock()).into_values().map(|(lock, _)| lock).collect()
     }

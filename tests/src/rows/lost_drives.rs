@@ -280,6 +280,26 @@ impl Story {
         let may_be_tried = |at: &u16| !is_hasty || !life.for_good.contains(at);
         let out: Vec<u16> = life.stage.engine().health().out.into_keys().filter(may_be_tried).collect();
         let Some(&at) = self.rng.pick(&out) else { return self.look(life, tenant, 0..KEYS) };
+        let back = self.back_beside(life, at, |story| {
+            let from = story.rng.below(KEYS);
+            story.rng.coin().then_some(from..(from + 4).min(KEYS))
+        })?;
+        let may_fail = life.for_good.contains(&at);
+        ensure(may_fail || back.is_ok(), "a drive that is well does not come back", (at, &back))?;
+        if back.is_ok() {
+            life.out.remove(&at);
+        }
+        self.look_at_all(life)
+    }
+
+    /// A drive is well again, and comes back to the open store; these keys of the first tenant are deleted beside it, from some moment of
+    /// that on. Gives what came of it.
+    fn back_beside(
+        &mut self,
+        life: &mut Life<'_>,
+        at: u16,
+        deleted: impl FnOnce(&mut Self) -> Option<Range<u64>>,
+    ) -> Result<Result<u64, Error>, String> {
         life.stage.world().disk().heal_one(DirId(at));
         let engine = life.stage.engine().clone();
         let mut returning = Box::pin(async move { engine.bring_back(at).await });
@@ -295,7 +315,7 @@ impl Story {
             life.stage.world().step();
         }
         // The delete ends before, or is under way all the while.
-        let beside = self.rng.coin().then(|| self.begin_delete(life, tenant));
+        let beside = deleted(self).map(|range| begin_delete(life, range));
         let ends_before = self.rng.coin();
         let (ended, beside) = match beside {
             Some((range, deleted)) if ends_before => (Some((range, stage::ask(life.stage, deleted))), None),
@@ -306,31 +326,17 @@ impl Story {
             None => stage::drive(life.stage.world(), returning).map_err(|hang| hang.to_string())?,
         };
         let ended = ended.or_else(|| beside.map(|(range, ticket)| (range, stage::ask(life.stage, ticket))));
-        let deleted = ended.map(|(range, reply)| self.note_delete(tenant, range, reply));
+        let deleted = ended.map(|(range, reply)| self.note_delete(range, reply));
         self.log.push(format!("drive {at} comes back, beside it {deleted:?}"));
-        let may_fail = life.for_good.contains(&at);
-        ensure(may_fail || back.is_ok(), "a drive that is well does not come back", (at, &back))?;
-        if back.is_ok() {
-            life.out.remove(&at);
-        }
-        self.look_at_all(life)
-    }
-
-    /// A delete of some keys begins.
-    fn begin_delete(&mut self, life: &Life<'_>, tenant: usize) -> (Range<u64>, Ticket<Deleted>) {
-        let (desk, from) = (&life.desks[tenant], self.rng.below(KEYS));
-        let range = from..(from + 4).min(KEYS);
-        let target = Target::Keys { column: None, keys: desk.keys(range.clone()) };
-        let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
-        (range, life.stage.store().delete(request))
+        Ok(back)
     }
 
     /// What a delete of some keys says, refused or not. Gives the keys and whether it was not.
-    fn note_delete(&mut self, tenant: usize, range: Range<u64>, reply: Deleted) -> (Range<u64>, bool) {
+    fn note_delete(&mut self, range: Range<u64>, reply: Deleted) -> (Range<u64>, bool) {
         let is_done = |one: &DeleteOutcome| !matches!(one, DeleteOutcome::Refused(_));
         let done = reply.is_ok_and(|reply| reply.outcomes.iter().all(is_done));
         for n in range.clone() {
-            let known = self.known[tenant].entry(n).or_default();
+            let known = self.known[0].entry(n).or_default();
             (known.must, known.deleted) = (false, true);
             if done {
                 known.may.clear();
@@ -405,6 +411,47 @@ impl Story {
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
         let life = Life { stage: &stage, desks, out: BTreeSet::new(), for_good: BTreeSet::new() };
         self.look(&life, 0, 0..KEYS)
+    }
+
+    /// One drive is lost with a third of the blocks, and comes back to the open store while all of them are deleted, at any moment. What is
+    /// acknowledged as deleted is not found, then or after the next start; without a delete all of it is found.
+    fn returned(&mut self, seed: Seed) -> Result<(), String> {
+        let world_of = |nth, disks: &[MemoryDisk]| world(seed.nth(nth), 3, Some(media(disks)));
+        let stage = SimStage::open(&world_of(0, &self.disks), &self.options);
+        let stage = stage.map_err(|error| error.to_string())?;
+        let desk = Desk::new(&stage, TENANTS[0]);
+        for n in 0..KEYS {
+            desk.outcomes(desk.request(pages(), &desk.keys(n..n + 1), 1));
+        }
+        let at = self.rng.below(3) as u16;
+        let rule = Rule::new(Which::Any, When::From(1), Effect::Errno(ERRORS[0]));
+        stage.world().disk().inject(rule.on(DirId(at)));
+        // What is written there finds it out.
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        self.write_over(&desks[1], 24);
+        let mut life = Life { stage: &stage, desks, out: [at].into(), for_good: BTreeSet::new() };
+        let until = stage.now().plus(Duration::from_secs(1));
+        stage.wait(&mut || stage.now() >= until);
+        for n in 0..KEYS {
+            let known = Known { may: [1].into(), must: true, deleted: false };
+            self.known[0].insert(n, known);
+        }
+        let is_out = stage.engine().health().out.contains_key(&at);
+        ensure(is_out, "a drive that fails everything is in use", at)?;
+        let back = self.back_beside(&mut life, at, |story| story.rng.coin().then_some(0..KEYS))?;
+        ensure(back.is_ok(), "a drive that is well does not come back", (at, &back))?;
+        self.look_at_all(&life)?;
+        for n in (0..KEYS).filter(|n| self.known[0][n].must) {
+            let (_, end) =
+                life.desks[0].read(&life.desks[0].read_request(pages(), &life.desks[0].keys(n..n + 1)));
+            ensure(end.usable_blocks == 1, "a block is not found after its drive came back", n)?;
+        }
+        drop(life);
+        self.disks = directories(&self.end(stage)?);
+        let stage = SimStage::open(&world_of(1, &self.disks), &self.options);
+        let stage = stage.map_err(|error| error.to_string())?;
+        let desks = TENANTS.map(|name| Desk::new(&stage, name));
+        self.look_at_all(&Life { stage: &stage, desks, out: BTreeSet::new(), for_good: BTreeSet::new() })
     }
 
     /// One drive answers nothing any more, or no write and no flush, while blocks are put and deleted without a deadline: puts end, deletes go on
@@ -608,6 +655,14 @@ impl Story {
     }
 }
 
+/// A delete of keys of the first tenant begins.
+fn begin_delete(life: &Life<'_>, range: Range<u64>) -> (Range<u64>, Ticket<Deleted>) {
+    let desk = &life.desks[0];
+    let target = Target::Keys { column: None, keys: desk.keys(range.clone()) };
+    let request = DeleteRequest { namespace: desk.namespace, target, deadline: None };
+    (range, life.stage.store().delete(request))
+}
+
 fn has_first_segment(disk: &MemoryDisk) -> bool {
     disk.files().iter().any(|path| path.ends_with(FIRST_SEGMENT))
 }
@@ -652,6 +707,7 @@ fn one(seed: Seed, states: &States) -> Result<(), String> {
         }
         story.disks = Story::made(seed, &story.options)?;
         match seed.0 % 4 {
+            1 if seed.0 % 8 == 5 => story.returned(seed)?,
             1 => story.short(seed, Fate::Absent(ERRORS[0]))?,
             2 => story.short(seed, Fate::Unreadable(ERRORS[0]))?,
             _ => story.hung(seed)?,
