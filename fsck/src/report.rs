@@ -309,7 +309,7 @@ mod tests {
             (findings::MEDIA_ERROR, "smartctl"),
             (findings::DIRECTORY_MISSING, "all directories"),
             (findings::DIRECTORY_BEHIND, "Start the server"),
-            (findings::DIRECTORY_REPLACED, "replaced it"),
+            (findings::DIRECTORY_REPLACED, "replaced this one"),
             (findings::FILE_UNREADABLE, "as the user"),
             (findings::SUPERBLOCK_SLOT_NEWER, "newer kvarts"),
         ] {

@@ -330,19 +330,19 @@ mod tests {
         refused(640, [whole(0, 63), whole(320, 64)], &slots, "overlap in memory");
         refused(640, [apart(0, 32), apart(32, 32)], &slots, "overlap in memory");
         refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3, 1], "twice");
-        refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3], "slots for blocks");
+        refused(640, [whole(0, 128), whole(64, 128)], &[1, 2, 3], "slots were given");
         refused(
             640,
             [SlotShape { ring_first: 1, ..whole(0, 128) }, whole(64, 128)],
             &slots,
-            "leave their page",
+            "outside their page",
         );
         refused(640, [SlotShape::whole(32, 0, 128), whole(64, 128)], &slots, "not 4 pages");
         refused(
             640,
             [SlotShape { pool_stride: 0, ..whole(0, 128) }, whole(64, 128)],
             &slots,
-            "no bytes apart",
+            "distance between slots",
         );
         let many = Rows { count: u32::MAX, ring: 0, pool: 0 };
         let endless = SlotShape { outer: many, inner: many, row_bytes: 1, ..whole(0, 128) };

@@ -280,7 +280,7 @@ fn what_is_no_cluster_is_told_with_its_place() {
     assert!(
         told("h100", "h1000").starts_with("device: no device is named `h1000`; the possible names are a100")
     );
-    assert!(told("llama-3.1-8b", "lama").starts_with("model: no model is called `lama`"));
+    assert!(told("llama-3.1-8b", "lama").starts_with("model: no model is named `lama`"));
     let measured = |step: &str| {
         let table = format!("{FILE}[measured]\nblock_bytes = 65536\nlayers = 4\nstep_ms = {step}\n");
         Cluster::parse(&table.replace("llama-3.1-8b", "my own"))

@@ -614,7 +614,7 @@ mod tests {
         home.close().unwrap();
         // Nothing is made in its place, and the store opens without it.
         let home = Home::open(&options).unwrap();
-        assert!(out(&home).contains("the directory second does not exist: mount its disk"), "{}", out(&home));
+        assert!(out(&home).contains("second does not exist: mount its disk"), "{}", out(&home));
         assert!(!second.exists());
         home.close().unwrap();
         std::fs::create_dir(&second).unwrap();

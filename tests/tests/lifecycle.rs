@@ -100,7 +100,7 @@ fn directories_of_two_stores_or_only_some_of_one_are_refused() {
     }
     // None is made beside a store.
     let home = open(&[&a0, &empty]).unwrap();
-    assert!(home.store().health().out[&1].contains("the directory empty does not exist: mount its disk"));
+    assert!(home.store().health().out[&1].contains("empty does not exist: mount its disk"));
     home.close().unwrap();
     // In another order they are the same store.
     open(&[&a1, &a0]).unwrap().close().unwrap();

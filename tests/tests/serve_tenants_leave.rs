@@ -264,7 +264,7 @@ fn a_reload_that_is_refused_changes_nothing_and_an_older_epoch_is_told() {
     std::fs::write(&path, "epoch = none").unwrap();
     refused("no TOML", "members.toml");
     members(6, "00112233445566778899aabbccddeeff");
-    refused("without this node", "none of the members of epoch 6");
+    refused("without this node", "not in the list of members of epoch 6");
     std::fs::remove_file(&path).unwrap();
     refused("no file", "members.toml");
     // What is not wrong but has no effect is said.

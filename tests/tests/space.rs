@@ -301,7 +301,7 @@ fn a_store_that_cannot_be_made_says_with_which_budget_or_how_much_more_disk_it_c
         assert!(text.contains(said), "{text}");
         if capacity == 32 << 20 {
             let mib: u64 =
-                text.rsplit_once("budget to ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
+                text.rsplit_once("budget to at most ").unwrap().1.split(' ').next().unwrap().parse().unwrap();
             let taken = SimStage::open(&SimWorld::new(16, &config), &options(mib << 20));
             assert!(taken.is_ok(), "what the line says is taken: {text}");
         }

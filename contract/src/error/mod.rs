@@ -276,7 +276,7 @@ impl fmt::Display for Reason {
             Self::Older { found } => {
                 write!(
                     f,
-                    "the store has format version {found}, from before the format was frozen: make a new store"
+                    "the store has format version {found}, from before the format was frozen: create a new store"
                 )
             }
             Self::Bug(what) => write!(f, "a defect in kvarts, please report it: {what}"),

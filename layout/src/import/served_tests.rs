@@ -382,7 +382,7 @@ fn what_would_change_the_geometry_of_a_model_with_index_keys_is_refused_by_its_f
             config!("deepseek_v41"),
             "compress_ratios",
             json!(vec![4; 40]),
-            "text_config.compress_ratios[0]: `4`",
+            "text_config.compress_ratios[0]: found `4`",
         ),
         (config!("glm5_next"), "index_kpool", json!(1), "text_config.index_kpool: index keys that are not"),
         (config!("glm5_next"), "layer_types", json!(null), "text_config.layer_types: the field is missing"),

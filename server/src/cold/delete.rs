@@ -132,10 +132,10 @@ impl Deleting<'_> {
                 return;
             }
             Ok(Err(error)) => told_of(&error),
-            Err(_) => format!("the bucket has not answered within {:.1} s", left.as_secs_f64()),
+            Err(_) => format!("the bucket has not responded within {:.1} s", left.as_secs_f64()),
         };
         add(&cold.counts.delete_failures, 1);
-        self.failed = Some(format!("the cold tier may still have the block: {why}"));
+        self.failed = Some(format!("the cold tier, which may still have the block: {why}"));
     }
 
     /// Whether the tier was told.

@@ -254,7 +254,7 @@ mod tests {
         assert!(refused(&["one", "two"]).contains("the store has 1 directories, and 2 were given"));
         assert_eq!(scratch.all(), before);
         let absent = refused(&["no disk/kvarts"]);
-        let expected = ["the directory no disk does not exist: mount its disk", "else run `mkdir -p "];
+        let expected = ["no disk does not exist: mount its disk", "else run `mkdir -p "];
         assert!(expected.iter().all(|part| absent.contains(part)), "{absent}");
         assert_eq!(scratch.all(), before);
         // A directory that another process has is that process's.

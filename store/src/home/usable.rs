@@ -88,7 +88,7 @@ mod tests {
         let told = refused(&["new", "file"], false).unwrap();
         assert!(told.contains("file: the path is a file, not a directory"), "{told}");
         let told = refused(&["new", "absent/deep"], false).unwrap();
-        assert!(told.contains("the directory absent does not exist: mount its disk"), "{told}");
+        assert!(told.contains("absent does not exist: mount its disk"), "{told}");
         assert_eq!(refused(&[".", "absent/deep"], true), None, "a store is opened without it");
         assert!(refused(&["absent/deep"], true).is_some());
         let left: Vec<_> =

@@ -43,7 +43,7 @@ fn a_folder_that_is_gone_is_told_and_not_made_again() {
         let refused = place.run(|world| async move { recover(&world.shard.log).await.unwrap_err() });
         let told = refused.to_string();
         assert!(matches!(refused, Reason::Directory(_)) && told.contains("kvarts fsck --repair"), "{told}");
-        assert!(told.contains("folder of shard 0") && !folder.exists());
+        assert!(told.contains("folder for shard 0") && !folder.exists());
     }
 }
 
