@@ -346,7 +346,7 @@ mod tests {
         );
         let many = Rows { count: u32::MAX, ring: 0, pool: 0 };
         let endless = SlotShape { outer: many, inner: many, row_bytes: 1, ..whole(0, 128) };
-        refused(640, [endless, endless], &slots, "rows in a slot");
+        refused(640, [endless, endless], &slots, "rows, and the limit");
         refused(
             640,
             [SlotShape { outer: Rows { count: 0, ..Rows::ONE }, ..whole(0, 128) }, whole(64, 128)],
