@@ -39,7 +39,7 @@ extern "C" fn kvarts_chain(
 ) -> Status {
     call(|| {
         if block_tokens == 0 {
-            return Err(wrong("block_tokens: at least 1"));
+            return Err(wrong("block_tokens: the value must be at least 1"));
         }
         let mut chained = match perhaps(parent) {
             None => KeyChain::new(),

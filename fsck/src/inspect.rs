@@ -108,7 +108,7 @@ pub fn place(
     let file = directory.disk.open(&path).map_err(|error| format!("{path}: {error}"))?;
     if !offset.is_multiple_of(PAGE_BYTES) || offset >= store.keyring.segment_bytes {
         return Err(format!(
-            "structures begin at multiples of {PAGE_BYTES} below {}",
+            "a structure must begin at a multiple of {PAGE_BYTES} below {}",
             store.keyring.segment_bytes
         ));
     }

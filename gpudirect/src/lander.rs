@@ -272,7 +272,7 @@ impl Saving {
     pub fn layer(&mut self, layer: u32, computed: &Stream) -> Result<Event, LandError> {
         if layer != self.next || layer >= self.layers {
             return Err(LandError::Request(format!(
-                "layer {} of {} is next, not layer {layer}",
+                "layer {layer} came out of order: layer {} of {} is next",
                 self.next, self.layers
             )));
         }
