@@ -268,7 +268,10 @@ impl LayerSink {
     /// Where the arena has no room for all layers, this waits until the layer whose place it takes has been written.
     pub fn store_layer(&mut self, layer: u32, computed: &Stream) -> Result<Event, LandError> {
         if layer != self.taken {
-            return Err(LandError::Request(format!("layer {layer} came out of order: layer {} is next", self.taken)));
+            return Err(LandError::Request(format!(
+                "layer {layer} came out of order: layer {} is next",
+                self.taken
+            )));
         }
         let place = self.places.get(layer as usize).copied();
         let place = place.ok_or_else(|| LandError::Request(format!("layer {layer} does not exist")))?;

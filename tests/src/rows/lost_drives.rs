@@ -10,7 +10,8 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use kvarts_contract::api::{
-    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Presence, PutRequest, Target,
+    BlockOutcome, ContainsRequest, DeleteOutcome, DeleteReply, DeleteRequest, Presence, PutReply, PutRequest,
+    Target,
 };
 use kvarts_contract::error::{Error, Reason};
 use kvarts_contract::io_error::DirId;
@@ -39,6 +40,8 @@ const STEPS: u64 = 24;
 /// Keys of each of the two tenants.
 const KEYS: u64 = 24;
 const TENANTS: [&str; 2] = ["first", "second"];
+/// Longer than a drive takes to come back.
+const SLOW: Duration = Duration::from_millis(200);
 const FIRST_SEGMENT: &str = "segment-00000000";
 /// EIO, ENOENT, EROFS.
 const ERRORS: [i32; 3] = [5, 2, 30];
@@ -314,9 +317,10 @@ impl Story {
             }
             life.stage.world().step();
         }
-        // The delete ends before, or is under way all the while.
-        let beside = deleted(self).map(|range| begin_delete(life, range));
+        // The delete ends before, or is under way all the while: then it waits for puts elsewhere that take long.
         let ends_before = self.rng.coin();
+        let puts = if ends_before { Vec::new() } else { self.begin_slow_puts(life, at) };
+        let beside = deleted(self).map(|range| begin_delete(life, range));
         let (ended, beside) = match beside {
             Some((range, deleted)) if ends_before => (Some((range, stage::ask(life.stage, deleted))), None),
             beside => (None, beside),
@@ -326,9 +330,26 @@ impl Story {
             None => stage::drive(life.stage.world(), returning).map_err(|hang| hang.to_string())?,
         };
         let ended = ended.or_else(|| beside.map(|(range, ticket)| (range, stage::ask(life.stage, ticket))));
+        puts.into_iter().for_each(|put| drop(stage::ask(life.stage, put)));
         let deleted = ended.map(|(range, reply)| self.note_delete(range, reply));
         self.log.push(format!("drive {at} comes back, beside it {deleted:?}"));
         Ok(back)
+    }
+
+    /// Puts begin of which the first on each other drive takes long to be written.
+    fn begin_slow_puts(&mut self, life: &Life<'_>, at: u16) -> Vec<Ticket<Result<PutReply, Error>>> {
+        let rule = Rule::new(Which::Kind(OpKind::Write), When::Nth(1), Effect::Delay(SLOW));
+        for other in (0..self.drives).filter(|other| *other != at) {
+            life.stage.world().disk().inject(rule.on(DirId(other)));
+        }
+        let first = self.next + 1;
+        self.next += 16;
+        let begin = |n: u64| {
+            let request = life.desks[1].request(pages(), &life.desks[1].keys(n..n + 1), 1);
+            let parent = kvarts_contract::api::Parent::Unknown;
+            life.stage.store().put(PutRequest { parent, ..request })
+        };
+        (first..=self.next).map(begin).collect()
     }
 
     /// What a delete of some keys says, refused or not. Gives the keys and whether it was not.
@@ -426,12 +447,11 @@ impl Story {
         let at = self.rng.below(3) as u16;
         let rule = Rule::new(Which::Any, When::From(1), Effect::Errno(ERRORS[0]));
         stage.world().disk().inject(rule.on(DirId(at)));
-        // What is written there finds it out.
+        // A delete that cannot be written there finds it out.
         let desks = TENANTS.map(|name| Desk::new(&stage, name));
         self.write_over(&desks[1], 24);
         let mut life = Life { stage: &stage, desks, out: [at].into(), for_good: BTreeSet::new() };
-        let until = stage.now().plus(Duration::from_secs(1));
-        stage.wait(&mut || stage.now() >= until);
+        self.delete(&life, 1, Some(0..1))?;
         for n in 0..KEYS {
             let known = Known { may: [1].into(), must: true, deleted: false };
             self.known[0].insert(n, known);

@@ -115,8 +115,9 @@ struct PartRead<'a> {
     /// Slices under way; a slot is reused when its slice is done.
     slices: Vec<Option<SliceRead>>,
     free: Vec<usize>,
-    /// Step buffers that are not in use.
+    /// Step buffers that are not in use, and those of their regions.
     spare: Vec<Step>,
+    spare_regions: Vec<Vec<RegionState>>,
     /// Extents that were pushed and whose ends have not been taken in.
     under_way: usize,
     /// Bytes of extents that the device, or the queue before it, has.
@@ -391,6 +392,7 @@ impl<'a> PartRead<'a> {
             slices: Vec::new(),
             free: Vec::new(),
             spare: Vec::new(),
+            spare_regions: Vec::new(),
             under_way: 0,
             in_flight: 0,
             ended: VecDeque::new(),

@@ -100,8 +100,10 @@ impl PartRead<'_> {
         slice.regions_left -= 1;
         let last = slice.regions_left == 0;
         self.deliver(slot, region, staging.as_ref(), failed, record);
-        if last && let Some(Some(slice)) = self.slices.get_mut(slot).map(Option::take) {
+        if last && let Some(Some(mut slice)) = self.slices.get_mut(slot).map(Option::take) {
+            slice.regions.clear();
             self.spare.push(slice.plan);
+            self.spare_regions.push(slice.regions);
             self.free.push(slot);
             if let Some(Record { flight: Some(flight), header: HeaderState::Good(header), .. }) =
                 self.records.get(record)

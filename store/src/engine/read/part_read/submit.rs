@@ -148,7 +148,8 @@ impl PartRead<'_> {
             self.enqueue_header(at, staging.as_ref(), header_bytes);
         }
         let mut used = header_bytes as usize;
-        let mut regions = Vec::with_capacity(plan.regions().len());
+        let mut regions = self.spare_regions.pop().unwrap_or_default();
+        regions.reserve(plan.regions().len());
         for region in plan.regions() {
             let staging = if region.landing.is_direct() {
                 None
