@@ -392,16 +392,24 @@ fn a_wrong_address_is_refused_at_the_start() {
     let refused = |file: &str| resolve(file).unwrap_err().to_string();
     assert!(
         refused("[cold]\nbucket = 'http://somewhere'\n")
-            .contains("cold.bucket: \"http://somewhere\": use s3://")
+            .contains("cold.bucket: \"http://somewhere\" is not valid: use s3://")
     );
     assert!(
         refused("[cold]\nrate = '1 MiB'\n")
             .contains("cold.rate: the setting needs a cold tier: set cold.bucket")
     );
-    assert!(refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: 0 to 3"));
+    assert!(
+        refused("[cold]\nbucket = 'file:///b'\nuses = 4\n").contains("cold.uses: the value must be 0 to 3")
+    );
     assert!(refused("[cold]\nbucket = 'file:///b'\nspill = 'maybe'\n").contains("cold.spill: on or off"));
-    assert!(refused("[cold]\nbucket = 'file:///b'\noffer = 'yes'\n").contains("cold.offer: off, on, or"));
-    assert!(refused("[cold]\nbucket = 'file:///b'\noffer = 0\n").contains("cold.offer: off, on, or"));
+    assert!(
+        refused("[cold]\nbucket = 'file:///b'\noffer = 'yes'\n")
+            .contains("cold.offer: the value must be off, on, or")
+    );
+    assert!(
+        refused("[cold]\nbucket = 'file:///b'\noffer = 0\n")
+            .contains("cold.offer: the value must be off, on, or")
+    );
     let offer =
         |text: &str| resolve(&format!("[cold]\nbucket = 'file:///b'\n{text}")).unwrap().cold.unwrap().offer;
     assert_eq!(
