@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let pool = SharedBuf::new(&client.pool(bytes)?, 0, bytes).ok_or("a pool too small")?;
     pool.fill(0x5a);
     let from = Placed::blocks(&shape, pool.clone(), blocks)?;
-    let put = PutRequest::new(namespace, group, coordinate, keys.clone(), from);
+    let put = PutRequest::prompt(namespace, group, coordinate, keys.clone(), from);
     println!("put: {:?}", block_on(client.put(put))??.outcomes);
 
     pool.fill(0);

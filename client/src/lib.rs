@@ -1,7 +1,7 @@
 //! The client: a store that is somewhere else.
 //!
 //! [`Client`] is a [`KvStore`]: it promises what the embedded engine promises, and passes the same conformance
-//! suite. Which way the bytes go is a [`Path`]: shared memory on the server's own host, else gRPC. Whatever has
+//! suite, but for what needs the store in the process: puts by layers, tiles and subscriptions are refused or empty. Which way the bytes go is a [`Path`]: shared memory on the server's own host, else gRPC. Whatever has
 //! travelled is compared with a digest before anything is announced.
 //!
 //! Calls of the trait that answer at once (`register`, `match_prefix`, `contains`, `unlock`) wait for the server, with
@@ -210,7 +210,7 @@ pub struct Pinned {
 }
 
 impl Client {
-    /// Connects to a server by the best path there is.
+    /// Connects to a server by the best path there is; waits up to `call_timeout`. It has threads of its own, and ends with its last clone.
     pub fn connect(options: &ConnectOptions) -> Result<Self, Error> {
         let remote = Arc::new(Remote::connect(options)?);
         let local = match options.via {

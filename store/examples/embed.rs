@@ -10,7 +10,6 @@ use kvarts_contract::buffers::BufMut;
 use kvarts_layout::Identity;
 use kvarts_layout::identity::Arrangement;
 use kvarts_layout::key::text_keys;
-use kvarts_layout::prefix::WindowPolicy;
 use kvarts_layout::spec::shipped;
 use kvarts_store::engine::Options;
 use kvarts_store::home::{Home, HomeOptions};
@@ -45,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut state = BufMut::zeroed(bytes)?;
     state.fill(0x5a);
     let from = Placed::blocks(&shape, state, keys.len() as u32)?;
-    let put = PutRequest::new(namespace, group, coordinate, keys.clone(), from);
+    let put = PutRequest::prompt(namespace, group, coordinate, keys.clone(), from);
     println!("put: {:?}", block_on(store.put(put))??.outcomes);
 
     // How much of a longer prompt is here?
@@ -54,7 +53,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let found = store.match_prefix(&MatchRequest {
         namespace,
         keys: &asked,
-        requirements: &spec.requirements(BLOCK_TOKENS, WindowPolicy::Full, 1)?,
+        requirements: &spec.stored_requirements(BLOCK_TOKENS, 1)?,
         recompute_tokens_max: 0,
         lease: None,
         plan: None,

@@ -89,11 +89,12 @@ pub struct HomeOptions {
     pub cores: Vec<usize>,
     /// What ends the waits for directories before the store is opened.
     pub stop: Stop,
-    /// The store itself. `directories` in it is filled in.
+    /// The store itself. `directories` and `absent` in it are filled in, and `replace` follows from the paths above.
     pub store: Options,
 }
 
-/// An open store in its directories.
+/// An open store in its directories. [`Home::close`] ends it: dropped without, it ends as a killed process would, and the next start scans its
+/// newest segments. Clones of its store are refused afterwards.
 #[derive(Debug)]
 pub struct Home {
     store: Store,
@@ -130,8 +131,11 @@ impl Home {
         })
     }
 
-    /// Opens the store, or makes one where the directories are empty. One process at a time has a directory. What is refused leaves
-    /// nothing behind that was not there before.
+    /// Opens the store, or makes one where the directories are empty; returns when every block that survived can be read. One process at a
+    /// time has a directory. What is refused leaves nothing behind that was not there before.
+    ///
+    /// Raises this process's limit of open files to what it may have. The segments of a new store are as large as the options say:
+    /// [`fitting_segment`] gives a size for a budget.
     pub fn open(options: &HomeOptions) -> Result<Self, Error> {
         if options.directories.is_empty() {
             return Err(Error(Reason::Config("the store has no directory: name at least one".to_owned())));

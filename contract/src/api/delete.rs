@@ -36,7 +36,7 @@ pub struct DeleteRequest {
     pub namespace: NamespaceId,
     /// What of it.
     pub target: Target,
-    /// When the caller stops waiting. A delete that was begun goes on, but was not acknowledged.
+    /// When the caller stops waiting, by the clock of the store. A delete that was begun goes on, but was not acknowledged.
     pub deadline: Option<Nanos>,
 }
 

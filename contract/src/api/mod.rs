@@ -73,9 +73,12 @@ pub trait KvStore: Send + Sync {
 
     /// Begins a put whose layers come one after the other, from memory that they use in turns
     /// ([`Placed::gated_layers`]): each is written when it is offered, and all blocks become visible together when
-    /// the put is sealed, as [`KvStore::put`] says. A refusal says that the blocks must be put whole instead: some are
-    /// here already, there are too many such puts, or they do not fit into one segment. One that gets no segment by its
-    /// deadline is refused with that.
+    /// the put is sealed, as [`KvStore::put`] says; nothing is visible before.
+    ///
+    /// Refused, with nothing kept of it, where the blocks must be put whole instead, by [`KvStore::put`] from memory that holds all layers:
+    /// some of them are stored or are being put; they take less than a sixteenth of a segment, or more than one; too many such puts are
+    /// under way in their shard, or it has too few segments for one; or this store is in another process, as a client's is. One that gets no
+    /// segment by its deadline is refused with that.
     fn put_layers(&self, request: PutRequest) -> Ticket<Result<LayeredPut, Error>> {
         drop(request);
         let (reply, answer) = ticket();

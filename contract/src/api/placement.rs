@@ -180,7 +180,8 @@ impl Placed {
     }
 
     /// As [`Placed::layers`], but the buffers of different layers may share bytes. For puts by layers alone
-    /// ([`KvStore::put_layers`](super::KvStore::put_layers)): a layer is read when it is offered.
+    /// ([`KvStore::put_layers`](super::KvStore::put_layers)): a layer is read when it is offered, which opens the gate (`StepGate::new(0)`) for
+    /// it. Where the put may be refused, give each layer memory of its own: then the blocks can be put whole.
     pub fn gated_layers<B: Into<Option<SharedBuf>>>(
         shape: &BlockShape,
         layers: Vec<B>,

@@ -70,12 +70,13 @@ pub struct PutRequest {
     /// The origin of each block where it was first produced elsewhere (a peer, an import); otherwise the store
     /// draws new ones.
     pub origins: Option<Vec<OriginId>>,
-    /// When the caller stops caring.
+    /// When the caller stops waiting, by the clock of the store (`Store::clock`, `Client::clock`): other clocks count from elsewhere.
     pub deadline: Option<Nanos>,
 }
 
 impl PutRequest {
-    /// A durable put of blocks of which nothing is said but their keys and bytes; change what else is known.
+    /// A durable put of blocks whose parent is unknown: a delete of a prefix does not reach them. For blocks of a prompt see
+    /// [`PutRequest::prompt`]; other fields can be changed afterwards.
     pub fn new(
         namespace: NamespaceId,
         group: Group,
@@ -97,6 +98,19 @@ impl PutRequest {
             origins: None,
             deadline: None,
         }
+    }
+
+    /// A durable put of the first blocks of a prompt, in order from its beginning: a delete of the prefix that ends at one of them also
+    /// deletes those behind it. Blocks of the rest of a prompt have `parent` and `first_block` set.
+    pub fn prompt(
+        namespace: NamespaceId,
+        group: Group,
+        coordinate: Coordinate,
+        keys: Vec<BlockKey>,
+        from: Placed,
+    ) -> Self {
+        let new = Self::new(namespace, group, coordinate, keys, from);
+        Self { parent: Parent::Root, first_block: Some(0), ..new }
     }
 }
 

@@ -80,7 +80,7 @@ pub struct ReadRequest {
     /// What the read is for. In [`Class::Background`] it does not count as a use of the blocks: they stay as cold as
     /// they were.
     pub class: Class,
-    /// When the caller stops waiting: what has arrived by then is what it gets.
+    /// When the caller stops waiting, by the clock of the store: what has arrived by then is what it gets.
     pub deadline: Option<Nanos>,
 }
 
