@@ -285,7 +285,7 @@ class Batches(Served):
         self.assertTrue(pages.put(keys(2), place([5, 2])).ok)
         self.assertTrue(pages.get(keys(2), place([0, 7])).ok)
         self.assertEqual((pool[0, :PAGE].tobytes(), pool[7, :PAGE].tobytes()), (pattern(5), pattern(2)))
-        for slots, what in [([0, 8], "ends behind"), ([0], "1 for 2 keys"), ([2**32 - 1, 0], "ends behind")]:
+        for slots, what in [([0, 8], "ends after"), ([0], "1 slots were given for 2 keys"), ([2**32 - 1, 0], "ends after")]:
             with self.assertRaisesRegex(kvarts.Invalid, what):
                 pages.submit_get(keys(2), place(slots))
         with self.assertRaises((kvarts.Invalid, OverflowError)):
@@ -300,11 +300,11 @@ class Batches(Served):
         gone = memoryview(bytearray(PAGE))
         gone.release()
         wrong = [
-            (good, [bytearray(PAGE - 1)], r"buffers\[0\]: 65535 bytes where a block has 65536"),
+            (good, [bytearray(PAGE - 1)], r"buffers\[0\]: the buffer has 65535 bytes where a block has 65536"),
             (good, [bytearray(PAGE + 1)], r"buffers\[0\]"),
             (good, [bytearray(0)], r"buffers\[0\]"),
-            (good, [bytes(PAGE)], r"buffers\[0\]: read-only"),
-            (good, [rows[:, 0]], r"buffers\[0\]: not contiguous"),
+            (good, [bytes(PAGE)], r"buffers\[0\]: the buffer is read-only"),
+            (good, [rows[:, 0]], r"buffers\[0\]: the buffer is not contiguous"),
             (good, [gone], r"buffers\[0\]"),
             (good, [None], r"buffers\[0\]"),
             (good, ["x" * PAGE], r"buffers\[0\]"),
@@ -312,8 +312,8 @@ class Batches(Served):
             (good, [12345], r"buffers\[0\]"),
             (good, [2**64 - 1], r"buffers\[0\]"),
             (good, [2**70], r"buffers\[0\]"),
-            (good, [], r"buffers: 0 for 1 keys"),
-            (good, [page, page], r"buffers: 2 for 1 keys"),
+            (good, [], r"buffers: 0 buffers were given for 1 keys"),
+            (good, [page, page], r"buffers: 2 buffers were given for 1 keys"),
             (good, bytearray(PAGE - 1), r"buffers"),
             (good, None, r"buffers"),
             ([], [], r"keys"),

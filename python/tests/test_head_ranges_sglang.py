@@ -149,8 +149,8 @@ class Heads(unittest.TestCase):
             ("set one of 1, 2, 4, 8", sliced(wholes(1), 0, 1), 1, 3, {}),
             ("set one of 4, 8", sliced(wholes(1), 0, 4), 4, 2, {}),
             ("0 is not a number", sliced(wholes(1), 0, 1), 1, 0, {}),
-            ("every layer has 1 heads", sliced(wholes(1, 2), 0, 4), 4, 1, {}),
-            ("how many heads the draft", sliced(wholes(1, 2), 0, 4), 4, 2, draft),
+            ("1 heads for every layer", sliced(wholes(1, 2), 0, 4), 4, 1, {}),
+            ("number of heads of the draft", sliced(wholes(1, 2), 0, 4), 4, 2, draft),
             ("pool kv is not split by heads", other, 1, 2, {}),
         ):
             with self.subTest(what), self.assertRaisesRegex(ValueError, f"head_ranges: .*{what}"):

@@ -470,7 +470,7 @@ class Command(unittest.TestCase):
     def test_wrong_arguments_are_named(self):
         for arguments, told in [
             ((), "--engine"),
-            (("--engine", "ftp://x"), "no http"),
+            (("--engine", "ftp://x"), "not an http"),
             (("--engine", "http://x,role=judge"), "role=prefill, decode or both"),
             (("--engine", "http://x", "--policy", "guess"), "invalid choice"),
             (("--engine", "http://x", "--times", "llama-3.1-8b@abacus"), "no device is named"),
@@ -481,7 +481,7 @@ class Command(unittest.TestCase):
             self.assertIn(told, said)
         code, said = self.say("--help")
         self.assertEqual(code, 0)
-        self.assertIn("where its prefix is", said)
+        self.assertIn("whose store", said)
 
     def test_keys_are_those_of_engines(self):
         from kvarts.route_choice import keys_of
