@@ -193,7 +193,7 @@ class Linkers(unittest.TestCase):
             ("attn_cp_size", dict(changes=dict(attn_cp_size=2))),
             # Rows that are pages of heads.
             ("its layout", dict(cache=kind("MHATokenToKVPool", layer_num=1, k_buffer=buffers(1), v_buffer=buffers(1), dtype=None, size=PAGE * PAGES + 1))),
-            ("draft: name", dict(changes=draft)),
+            ("draft: the setting is missing", dict(changes=draft)),
             ("kvarts.sglang takes it", dict(changes=dict(mtp_draft_device_pools=(heads(1),)))),
             ("what a prefix needs", dict(cache=windows(), components=(FULL, SWA), changes=dict(swa_retain_window=None))),
             ("no such pools", dict(cache=kind("MHATokenToKVPoolFP4"))),

@@ -833,7 +833,7 @@ class Layers(unittest.TestCase):
         worker.wait_for_layer_load("shares.0")
         worker.save_kv_layer("shares.0", None, None)
         worker.register_kv_caches({**caches, "shares.0": caches["stage.0.layer.0"]})
-        with self.assertRaisesRegex(ValueError, "kv_cache_groups: alone"):
+        with self.assertRaisesRegex(ValueError, "kv_cache_groups: the layer alone"):
             worker.register_kv_caches({**caches, "alone": torch.zeros(8, 8)})
 
 
