@@ -195,7 +195,7 @@ class Linkers(unittest.TestCase):
             ("its layout", dict(cache=kind("MHATokenToKVPool", layer_num=1, k_buffer=buffers(1), v_buffer=buffers(1), dtype=None, size=PAGE * PAGES + 1))),
             ("draft: the setting is missing", dict(changes=draft)),
             ("kvarts.sglang (does|supports it)", dict(changes=dict(mtp_draft_device_pools=(heads(1),)))),
-            ("what a prefix needs", dict(cache=windows(), components=(FULL, SWA), changes=dict(swa_retain_window=None))),
+            ("does not support this pool", dict(cache=windows(), components=(FULL, SWA), changes=dict(swa_retain_window=None))),
             ("no such pools", dict(cache=kind("MHATokenToKVPoolFP4"))),
         ):
             with self.assertRaisesRegex(ValueError, message):
