@@ -167,7 +167,8 @@ fn inspect_shows_the_store_its_segments_and_every_digest_of_a_record() {
     assert_eq!(report["left_out"][0]["offset"], record["offset"]);
     let left = report["blocks_left_out"].as_u64().unwrap();
     assert_eq!(blocks(Path::new(&to)).len() as u64 + left, 9);
-    for (wrong, says) in [("9/0", "no segment 0"), ("0", "SHARD/SEGMENT"), ("0/0/5", "multiples of 4096")] {
+    for (wrong, says) in [("9/0", "no segment 0"), ("0", "SHARD/SEGMENT"), ("0/0/5", "at a multiple of 4096")]
+    {
         let (code, _, err) = kvarts(&["inspect", &store, wrong]);
         assert!(code == 2 && err.contains(says), "{wrong}: {err}");
     }

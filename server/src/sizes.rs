@@ -44,6 +44,8 @@ fn total(text: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
+/// The part of the free room that a budget as a part of the disk may take, in hundredths: other programs write until the store is made.
+const MOST_OF_FREE: u64 = 99;
 /// The part of the room on the disk that a store takes by default, in hundredths.
 pub(super) const FREE_SHARE: u64 = 80;
 
@@ -77,7 +79,9 @@ impl Room {
         let Self { all, free, own } = self;
         match part {
             // No more than there is: other programs may have a part of the disk.
-            Some(part) => (all / 100).saturating_mul(part.into()).min(free.saturating_add(own)),
+            Some(part) => {
+                (all / 100).saturating_mul(part.into()).min((free / 100 * MOST_OF_FREE).saturating_add(own))
+            }
             None => (free / 100 * FREE_SHARE).saturating_add(own),
         }
     }

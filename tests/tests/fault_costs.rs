@@ -423,7 +423,7 @@ fn a_dead_executor(mined: Mined<impl Launcher>) {
     let alive = |key: &kvarts_layout::BlockKey| store.shard_of(key) < 2;
     mined.fuses[1].store(true, Ordering::Release);
     stage.wait(&mut || store.health().dead_executors == 1);
-    assert!(store.health().fault().is_some_and(|why| why.contains("executor 1 died")));
+    assert!(store.health().fault().is_some_and(|why| why.contains("executor 1 ended with a panic")));
     assert!(store.health().cured_by_a_restart().is_some_and(|why| why.contains("1 of the executors")));
     // A block that no executor can deliver is not promised.
     let (group, coordinate) = pages();

@@ -14,28 +14,28 @@ const EVERY: Duration = Duration::from_secs(2);
 
 /// Looks again and again.
 pub(super) async fn keep(places: Places) {
-    let mut was_gone = false;
+    let mut known = Vec::new();
     loop {
         let here = places.clone();
         // A file system that hangs holds up one thread, and no look follows.
-        let looked =
-            // ends: the file system answers, or the task is aborted at a stop: one thread waits, once
-            tokio::task::spawn_blocking(move || here.look().map(|path| path.display().to_string())).await;
-        let gone = looked.ok().flatten();
-        let news = gone.as_ref().filter(|_| !was_gone);
-        if let Some(directory) = news.filter(|_| !places.is_alone()) {
-            tracing::error!(
-                directory,
-                "a directory of the store was removed, renamed or mounted over: its blocks are misses until it is back"
-            );
-        } else if let Some(directory) = news {
-            tracing::error!(
-                directory,
-                "the store's directory was removed, renamed or mounted over: puts are refused; stop the server, put the \
-                 directory back and start it again"
-            );
+        // ends: the file system answers, or the task is aborted at a stop: one thread waits, once
+        let gone = tokio::task::spawn_blocking(move || here.look()).await.unwrap_or_default();
+        for directory in gone.iter().filter(|directory| !known.contains(*directory)) {
+            let directory = directory.display().to_string();
+            if places.is_alone() {
+                tracing::error!(
+                    directory,
+                    "the store's directory was removed, renamed or mounted over: puts are refused; stop the server, put the \
+                     directory back and start it again"
+                );
+            } else {
+                tracing::error!(
+                    directory,
+                    "a directory of the store was removed, renamed or mounted over: its blocks are misses until it is back"
+                );
+            }
         }
-        was_gone = gone.is_some();
+        known = gone;
         let out = places.clone();
         // ends: bringing back a directory ends within a minute, or the task is aborted at a stop
         let tried = tokio::task::spawn_blocking(move || out.bring_back()).await.unwrap_or_default();

@@ -8,6 +8,7 @@ use kvarts_contract::clock::Clock;
 use kvarts_gpudirect::cufile::Decision;
 use kvarts_store::driver::DriveLoad;
 use kvarts_store::engine::{Counts, Stats};
+use kvarts_store::ledger::Space;
 
 use super::lines::{Value, head, one};
 use crate::counters::usage::{REST, TENANTS_MAX};
@@ -151,7 +152,18 @@ fn engine(out: &mut String, state: &ServerState) {
         "Tombstones: deletes that the store remembers until no copy of the deleted blocks can come back.",
         tombstones,
     );
-    let space = space.total;
+    by_kind(out, space.total);
+    cut_off(out, state.engine.cut_off());
+    let payload = counts.payload_bytes_stored;
+    let written = counts.record_bytes_written + counts.moved_bytes_written;
+    let amplification = written as f64 / payload.max(1) as f64;
+    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes that clients put.";
+    one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
+    recovery(out, state);
+}
+
+/// What the allocated bytes are.
+fn by_kind(out: &mut String, space: Space) {
     head(
         out,
         "kvarts_disk_bytes",
@@ -163,13 +175,6 @@ fn engine(out: &mut String, state: &ServerState) {
     {
         let _ = writeln!(out, "kvarts_disk_bytes{{what=\"{what}\"}} {bytes}");
     }
-    cut_off(out, state.engine.cut_off());
-    let payload = counts.payload_bytes_stored;
-    let written = counts.record_bytes_written + counts.moved_bytes_written;
-    let amplification = written as f64 / payload.max(1) as f64;
-    let help = "Write amplification: bytes of written records, moved ones included, divided by the bytes that clients put.";
-    one(out, "kvarts_write_amplification", "gauge", help, if payload == 0 { 1.0 } else { amplification });
-    recovery(out, state);
 }
 
 /// What is here and of no use.

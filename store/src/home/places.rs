@@ -134,11 +134,11 @@ impl Places {
 
     /// Notices if directories of the store were removed, renamed, or are others now, as where a file system was mounted over one: what is
     /// written there reaches no restart. A store of several goes on without them, one of this directory alone takes no more writes.
-    /// Gives the first of them.
-    pub fn look(&self) -> Option<PathBuf> {
+    /// Gives all of them.
+    pub fn look(&self) -> Vec<PathBuf> {
         let gone = self.held.gone();
         gone.iter().for_each(|(at, directory)| self.store.take_as_gone(*at, directory));
-        gone.into_iter().next().map(|(_, directory)| directory)
+        gone.into_iter().map(|(_, directory)| directory).collect()
     }
 
     /// Brings those back that are out, where their disks are mounted again, and says of each that was tried what came of it: the number of

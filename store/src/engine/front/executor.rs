@@ -38,6 +38,7 @@ use crate::engine::write::put::{self, PutPart};
 use crate::io::{IoFacts, MetaOp};
 use crate::rt::mailbox::Mailbox;
 use crate::rt::{Body, ExecutorContext, LocalTask, Runtime};
+use kvarts_contract::api::{SnapshotCursor, SnapshotPage};
 use kvarts_contract::error::{DirectoryCause, Error, Reason};
 use kvarts_contract::ticket::{Reply, Ticket, ticket};
 use kvarts_contract::{
@@ -163,13 +164,7 @@ impl Executor {
                         let _ = reply.send(found);
                     });
                 }
-                Message::Page { cursor, shards, reply } => {
-                    let Some(shard) = self.own(cursor.shard) else { continue };
-                    self.background(async move {
-                        let page = snapshot::page(&shard.reads, shards, cursor).await;
-                        let _ = reply.send(page.map_err(Error));
-                    });
-                }
+                Message::Page { cursor, shards, reply } => self.page(cursor, shards, reply),
                 Message::Produced(ask, reply) => self.produced(ask, reply),
                 message @ (Message::Leaving { .. } | Message::Held { .. }) => self.name_blocks(message),
                 Message::Checkpoint { prove, reply } => self.checkpoint(prove, reply),
@@ -545,6 +540,14 @@ impl Executor {
         self.background(async move {
             let made = shard.space.make_room_for_another().await;
             let _ = reply.send(made);
+        });
+    }
+
+    fn page(&self, cursor: SnapshotCursor, shards: u32, reply: Reply<Result<SnapshotPage, Error>>) {
+        let Some(shard) = self.own(cursor.shard) else { return };
+        self.background(async move {
+            let page = snapshot::page(&shard.reads, shards, cursor).await;
+            let _ = reply.send(page.map_err(Error));
         });
     }
 

@@ -408,13 +408,14 @@ impl Store {
     /// This directory of the store, the `at`th that was given, was taken away: a store of several loses it, and one of this
     /// directory alone takes no more writes.
     pub(crate) fn take_as_gone(&self, at: u16, directory: &Path) {
-        let shared = &self.0.shared;
-        if shared.directories.count() <= 1 || shared.directories.in_use() <= 1 {
+        let (shared, dir) = (&self.0.shared, DirId(at));
+        let is_known = shared.directories.is_out(dir);
+        if !is_known && (shared.directories.count() <= 1 || shared.directories.in_use() <= 1) {
             shared.latch_taken_away(directory);
             return;
         }
         let why = LatchCause::TakenAway(directory.to_owned()).to_string();
-        if shared.lose(DirId(at), &why, true) {
+        if shared.lose(dir, &why, true) {
             self.0.router.tell_lost(shared);
         }
     }
@@ -433,10 +434,6 @@ impl Store {
             return Err(reason.into());
         }
         let latches = self.0.shared.latches();
-        let mut back = Vec::new();
-        for at in self.health().out.into_keys() {
-            back.push((at, self.bring_back(at).await));
-        }
         for (at, gone) in self.0.places.get().map(|places| places.gone()).unwrap_or_default() {
             if self.0.shared.directories.count() <= 1 {
                 return Err(self.0.shared.latch_taken_away(&gone).into());
@@ -448,6 +445,11 @@ impl Store {
         }
         self.0.shared.lift_latch(latches)?;
         self.shrink()?;
+        // Behind the latch: what comes back is written to.
+        let mut back = Vec::new();
+        for at in self.health().out.into_keys() {
+            back.push((at, self.bring_back(at).await));
+        }
         Ok(back)
     }
 

@@ -188,6 +188,13 @@ impl Directories {
         Ok(Returning(self, dir))
     }
 
+    /// One that was to come back is out as before, now for this reason.
+    pub(crate) fn stays_out(&self, dir: DirId, why: &str) {
+        if let Some(known) = self.lock().out.get_mut(&dir) {
+            why.clone_into(known);
+        }
+    }
+
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
         self.each.len()

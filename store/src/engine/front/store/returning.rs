@@ -49,9 +49,8 @@ impl Store {
         if let (Err(_), true, Some(places)) = (&back, taken, places) {
             places.let_go(at);
         }
-        if let Err(why) = &back
-            && shared.lose(dir, &why.to_string(), shared.directories.is_gone(dir))
-        {
+        if let Err(why) = &back {
+            shared.directories.stays_out(dir, &why.to_string());
             router.tell_lost(shared);
         }
         // Also where it failed: what is in the index of it goes.
