@@ -137,7 +137,7 @@ pub struct Missing {
     pub expired: u64,
     /// Stored, and deleted by key or prefix.
     pub deleted: u64,
-    /// Damaged, or of an executor that has died.
+    /// Damaged, of an executor that has died, or in a directory that was lost.
     pub out_of_service: u64,
     /// Never stored, as far as the store remembers.
     pub never_stored: u64,

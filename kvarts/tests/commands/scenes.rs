@@ -157,7 +157,7 @@ const PLANNING: &[Step] = &[
         &["GROUP", "load from disk", "boundary: token ", "the shorter load chosen here gives", "729.0"],
     ),
     step(
-        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75",
+        "kvarts plan restore --model llama-3.1-70b --device h100 --devices 4 --stored 28672 --disk 2.75 --overlap none",
         &["GROUP"],
     ),
     step("kvarts plan break-even", &["llama-3.1-8b", "deepseek-v3.2"]),

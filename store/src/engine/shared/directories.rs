@@ -14,6 +14,7 @@ use kvarts_layout::format::superblock::Chosen;
 use kvarts_layout::planted;
 
 use super::Shared;
+use super::recently_gone::Gone;
 use crate::engine::tasks::steps::{AT_ONCE, Section};
 use crate::index::{BlockFingerprint, Lookup};
 use kvarts_contract::error::{DeleteCause, DirectoryCause, Reason};
@@ -414,6 +415,7 @@ pub(crate) async fn forget_gone(shared: &Shared) {
                     && let Some(left) = index.remove(entry.print, at)
                 {
                     shared.free_if_empty(at.record, left);
+                    shared.gone.note(entry.print, Gone::OutOfService);
                     any = true;
                 }
             }

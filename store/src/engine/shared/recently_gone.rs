@@ -38,7 +38,7 @@ pub(crate) enum Gone {
     Expired,
     /// It was deleted by its key or its prefix.
     Deleted,
-    /// Its bytes were damaged, or its executor has died.
+    /// Its bytes were damaged, or its executor has died, or its directory was lost.
     OutOfService,
     /// It was never here: there was no room for it.
     NoRoom,
